@@ -1,0 +1,425 @@
+"""The scheduler: decides which tokens of which requests the next step computes, and in which blocks.
+
+A request is behind by the tokens that have no KV yet; a step advances cursors under one budget. Prefill, chunking,
+decode, preemption, prefix hits and resumption are all "the cursor is behind". `schedule()` is legal again before
+`update()`, so a driver may decide step N+1 while the device runs step N. Owned by one thread; no clock, no I/O.
+"""
+
+import heapq
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from scheduler.blocks import BlockPool, Ledger
+from scheduler.policy import STALL_FREE, Policy
+from scheduler.prefix import extend_hashes
+from scheduler.request import Request, Slice, State, Step, cdiv
+
+# How much of what running requests may still generate is kept free when a new one is admitted: most stop early,
+# and preemption catches the rest (the estimate of SGLang's new-token ratio, with its cap on long limits).
+GROWTH_SHARE = 0.3
+GROWTH_CAP_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Tokens a step, requests at once, and how long prompts share a step; names are vLLM's."""
+
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    long_prefill_token_threshold: int = 0  # a prompt's largest chunk; 0: the budget
+    max_num_partial_prefills: int = 1  # prompts that a step may leave unfinished
+    tile_tokens: int = 1  # chunks end on a multiple of this where that does not stop progress
+
+
+class Event(NamedTuple):
+    """What one slice of a step did: `token` what it sampled."""
+
+    request: Request
+    slice_index: int
+    token: int | None
+    finish: str | None
+
+
+@dataclass(slots=True)
+class Counters:
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cache_queries: int = 0
+    cache_hits: int = 0
+    preemptions: int = 0
+
+
+def _turn(request: Request) -> tuple[int, int]:
+    return request.priority, request.arrival
+
+
+class Scheduler:
+    def __init__(self, limits: Limits, num_blocks: int, block_tokens: int, policy: Policy = STALL_FREE) -> None:
+        self.limits = limits
+        self.policy = policy
+        self.block_tokens = block_tokens
+        self.pool = BlockPool(num_blocks)
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []  # by turn
+        self.num_landing = 0
+        self.counters = Counters()
+        self._waiting: list[tuple[int, int, Request]] = []  # a heap by turn; entries no longer WAITING are skipped
+        self._num_waiting = 0
+        self._arrivals = 0
+        self._steps = 0
+        self._parked: deque[tuple[int, list[int]]] = deque()  # freed blocks that steps in flight still use
+        # More running requests than tokens in a step would let the first ones starve the last.
+        self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+
+    # ---- commands -------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Takes a request in. Raises ValueError when it could never fit, or its id is taken."""
+        if request.id in self.requests:
+            raise ValueError(f"request {request.id} is already here")
+        self._check_fits(request)
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        extend_hashes(request.hashes, request.tokens, self.block_tokens, request.salt)
+        self.requests[request.id] = request
+        self._wait(request)
+
+    def land(self, request: Request, token: int) -> None:
+        """The peer has written the whole prompt's KV and sampled `token`: the request runs on from there."""
+        num_held = request.num_computed // self.block_tokens
+        self.pool.settle(request.blocks[num_held:])
+        self._advance(request, len(request.tokens))
+        request.tokens.append(token)
+        self.num_landing -= 1
+        request.move_to(State.RUNNING)
+        insort(self.running, request, key=_turn)
+
+    def release(self, request: Request) -> None:
+        """A peer has this leaving request's KV: its blocks stay as prefix cache only."""
+        assert request.state is State.LEAVING
+        self._end(request)
+
+    def abort(self, request: Request, writer_stopped: bool = True) -> list[int]:
+        """Ends a request in any state. Returns the blocks that went to quarantine, for `pool.clear` later."""
+        if request.state is not State.LANDING:
+            if request.state is not State.DONE:
+                self._end(request)
+            return []
+        num_held = request.num_computed // self.block_tokens
+        reserved = request.blocks[num_held:]
+        self.pool.give_up(reserved, writer_stopped)
+        request.blocks = request.blocks[:num_held]
+        self.num_landing -= 1
+        self._end(request)
+        return [] if writer_stopped else reserved
+
+    # ---- views ----------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens that wait for their computation, started or not. Walks all requests."""
+        behind = (r.num_tokens - r.num_computed - 1 for r in self.requests.values() if not r.lands)
+        return sum(count for count in behind if count > 0)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running) or self._num_waiting > 0
+
+    def ledger(self) -> Ledger:
+        return self.pool.ledger()
+
+    # ---- deciding -------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Step:
+        """The next step; without slices when nothing can run now."""
+        step = Step(self._steps, [], [])
+        budget = self.limits.max_num_batched_tokens
+        if self.policy.prompts_first:
+            budget = self._schedule_prompts(step, budget)
+            if not step.slices or self.policy.mixed:
+                self._schedule_decodes(step, budget)
+        else:
+            budget = self._schedule_decodes(step, budget)
+            if not step.slices or self.policy.mixed:
+                self._schedule_prompts(step, budget)
+        if step.slices:
+            self._steps += 1
+        return step
+
+    def update(self, step: Step, tokens: Sequence[int | None], failed: Sequence[bool] | None = None) -> list[Event]:
+        """Tells what a step did: `tokens[i]` was sampled by slice i; where `failed[i]`, its request ends with finish
+        "error". Steps are told in the order in which they were scheduled."""
+        events: list[Event] = []
+        for index, piece in enumerate(step.slices):
+            request = piece.request
+            request.num_in_flight -= 1
+            request.num_sampling -= piece.samples
+            if request.state is State.DONE:
+                continue
+            if failed is not None and failed[index]:
+                request.finish = "error"
+                self._end(request)
+                events.append(Event(request, index, None, "error"))
+                continue
+            if piece.epoch == request.epoch:
+                self._advance(request, piece.end)
+            token = tokens[index] if piece.samples else None
+            finish = None if token is None else self._append(request, token)
+            events.append(Event(request, index, token, finish))
+        while self._parked and self._parked[0][0] <= step.number:
+            self.pool.release(self._parked.popleft()[1])
+        self.counters.steps += 1
+        ledger = self.pool.ledger()
+        assert ledger.balances, f"blocks do not balance: {ledger}"
+        return events
+
+    # ---- decodes --------------------------------------------------------------------------------------------
+
+    def _schedule_decodes(self, step: Step, budget: int) -> int:
+        for request in tuple(self.running):
+            if budget == 0:
+                break
+            if request.num_tokens - request.num_scheduled != 1 or self._is_ending(request):
+                continue
+            # A request that an older one preempted in this very loop is not RUNNING any more.
+            if request.state is State.RUNNING and self._make_room(request, 1, step) == 1:
+                self._take_slice(step, request, 1)
+                budget -= 1
+        return budget
+
+    @staticmethod
+    def _is_ending(request: Request) -> bool:
+        """The steps in flight bring its last token here."""
+        return request.num_sampling > 0 and (request.leaves or request.remaining_tokens == 0)
+
+    # ---- prompts --------------------------------------------------------------------------------------------
+
+    def _schedule_prompts(self, step: Step, budget: int) -> int:
+        partial = 0
+        for request in tuple(self.running):
+            behind = request.num_tokens - request.num_scheduled
+            if behind <= 1 or request.state is not State.RUNNING:
+                continue
+            count = self._make_room(request, self._chunk(request, behind, budget, step), step)
+            if count:
+                self._take_slice(step, request, count)
+                budget -= min(budget, count)
+            partial += count < behind
+        return self._admit(step, budget, partial)
+
+    def _admit(self, step: Step, budget: int, partial: int) -> int:
+        """New requests by turn, as long as there is room; nobody overtakes the one that has to wait."""
+        growth = None
+        while (request := self._next_waiting()) is not None:
+            if len(self.running) + self.num_landing >= self._max_running or request.num_in_flight:
+                break
+            held = self._cached_prefix(request)
+            behind = request.num_tokens - len(held) * self.block_tokens
+            count = 0 if request.lands else self._chunk(request, behind, budget, step)
+            if not request.lands and (
+                count == 0 or (count < behind and partial >= self.limits.max_num_partial_prefills)
+            ):
+                break
+            growth = self._growth_blocks() if growth is None else growth
+            needed = cdiv(request.num_tokens, self.block_tokens) - len(held) + self.pool.count_unowned(held)
+            own_growth = self._growth(request)
+            alone = not self.running and not self.num_landing
+            if needed + (0 if alone else growth + own_growth) > self.pool.available:
+                break
+            heapq.heappop(self._waiting)
+            self._num_waiting -= 1
+            available = self.pool.available
+            self._hold(request, held)
+            if request.lands:
+                self._reserve(request, step)
+            else:
+                request.move_to(State.RUNNING)
+                insort(self.running, request, key=_turn)
+                self._allot(request, count)
+                self._take_slice(step, request, count)
+                budget -= min(budget, count)
+                partial += count < behind
+            growth += own_growth + needed - (available - self.pool.available)
+        return budget
+
+    def _next_waiting(self) -> Request | None:
+        while self._waiting and self._waiting[0][2].state is not State.WAITING:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][2] if self._waiting else None
+
+    def _chunk(self, request: Request, behind: int, budget: int, step: Step) -> int:
+        """How many of the tokens that a prompt is behind this step may compute."""
+        if not self.policy.chunked:
+            return behind if behind <= budget or not step.slices else 0
+        count = min(behind, budget)
+        if self.limits.long_prefill_token_threshold:
+            count = min(count, self.limits.long_prefill_token_threshold)
+        if count < behind:
+            end = request.num_scheduled + count
+            aligned = end - end % self.limits.tile_tokens - request.num_scheduled
+            count = aligned if aligned > 0 else count
+        return count
+
+    def _cached_prefix(self, request: Request) -> list[int]:
+        """Blocks that already hold a prefix; the last token is always computed, for its logits."""
+        if request.every_logit:
+            return []
+        useful = len(request.tokens) if request.lands else len(request.tokens) - 1
+        return self.pool.match(request.hashes[: useful // self.block_tokens])
+
+    def _hold(self, request: Request, held: list[int]) -> None:
+        self.pool.share(held)
+        request.blocks = list(held)
+        request.num_computed = request.num_scheduled = len(held) * self.block_tokens
+        if request.epoch == 0:
+            request.num_cached = request.num_computed
+            self.counters.cache_queries += len(request.tokens)
+            self.counters.cache_hits += request.num_computed
+
+    def _reserve(self, request: Request, step: Step) -> None:
+        missing = cdiv(len(request.tokens), self.block_tokens) - len(request.blocks)
+        request.blocks += self.pool.reserve(missing)
+        self.num_landing += 1
+        request.move_to(State.LANDING)
+        step.landings.append(request)
+
+    def _growth(self, request: Request) -> int:
+        """Blocks to keep free for what a request may still generate here."""
+        if request.leaves:
+            return 0
+        tokens = GROWTH_SHARE * min(request.remaining_tokens, GROWTH_CAP_TOKENS)
+        return cdiv(int(tokens), self.block_tokens)
+
+    def _growth_blocks(self) -> int:
+        """What running requests still need: the rest of prompts under way in full, their answers in part."""
+        growth = 0
+        for request in self.running:
+            rest = cdiv(request.num_tokens, self.block_tokens) - len(request.blocks)
+            growth += rest + self._growth(request)
+        return growth
+
+    # ---- blocks ---------------------------------------------------------------------------------------------
+
+    def _make_room(self, request: Request, count: int, step: Step) -> int:
+        """Allots blocks for `count` more tokens, preempting later requests if it must. Returns how many tokens have
+        blocks now; 0 when the request itself had to wait or was preempted."""
+        while self._blocks_missing(request, count) > self.pool.available:
+            victim = self._victim(request, step)
+            if victim is None:
+                break
+            self._preempt(victim, step)
+            if victim is request or victim.num_in_flight:  # the blocks of a step in flight come free when it ends
+                return 0
+        if self.policy.chunked:
+            room = (len(request.blocks) + self.pool.available) * self.block_tokens - request.num_scheduled
+            count = min(count, room)
+        elif self._blocks_missing(request, count) > self.pool.available:
+            return 0
+        self._allot(request, count)
+        return count
+
+    def _victim(self, request: Request, step: Step) -> Request | None:
+        """The last in turn that is not in this step yet, down to the request itself; None: it has to wait.
+
+        A request that leaves is never preempted, as its blocks are being read by a transfer. A prompt behind which
+        only members of this step come waits for them: it is the older one.
+        """
+        taken = {id(piece.request) for piece in step.slices}
+        others_wait = False
+        for candidate in reversed(self.running):
+            if candidate is request:
+                break
+            if id(candidate) not in taken:
+                if not candidate.leaves:
+                    return candidate
+                others_wait = True
+        is_last = self.running[-1] is request
+        may_wait = request.leaves or len(self.running) == 1 or not (is_last or others_wait)
+        return None if may_wait else request
+
+    def _blocks_missing(self, request: Request, count: int) -> int:
+        return max(0, cdiv(request.num_scheduled + count, self.block_tokens) - len(request.blocks))
+
+    def _allot(self, request: Request, count: int) -> None:
+        request.blocks += self.pool.take(self._blocks_missing(request, count))
+
+    def _preempt(self, request: Request, step: Step) -> None:
+        self.running.remove(request)
+        self._free(request)
+        request.num_computed = request.num_scheduled = 0
+        request.epoch += 1
+        request.move_to(State.WAITING)
+        self._wait(request)
+        self.counters.preemptions += 1
+        step.num_preempted += 1
+
+    def _wait(self, request: Request) -> None:
+        heapq.heappush(self._waiting, (request.priority, request.arrival, request))
+        self._num_waiting += 1
+
+    def _free(self, request: Request) -> None:
+        if request.num_in_flight:
+            self._parked.append((self._steps - 1, request.blocks))
+        else:
+            self.pool.release(request.blocks)
+        request.blocks = []
+
+    # ---- cursors --------------------------------------------------------------------------------------------
+
+    def _take_slice(self, step: Step, request: Request, count: int) -> None:
+        samples = request.num_scheduled + count == request.num_tokens
+        step.slices.append(Slice(request, request.num_scheduled, count, samples, request.epoch))
+        request.num_scheduled += count
+        request.num_in_flight += 1
+        request.num_sampling += samples
+        if not (samples and count == 1):
+            self.counters.prompt_tokens += count
+
+    def _advance(self, request: Request, end: int) -> None:
+        """KV of [0, end) is there: whole blocks get their names."""
+        first = request.num_computed // self.block_tokens
+        request.num_computed = end
+        request.num_scheduled = max(request.num_scheduled, end)
+        full = end // self.block_tokens
+        if full > first:
+            extend_hashes(request.hashes, request.tokens, self.block_tokens, request.salt)
+            for index in range(first, full):
+                self.pool.remember(request.blocks[index], request.hashes[index])
+
+    def _append(self, request: Request, token: int) -> str | None:
+        request.tokens.append(token)
+        self.counters.generated_tokens += 1
+        request.finish = request.finish_reason()
+        if request.finish is not None:
+            self._end(request)
+        elif request.leaves:
+            assert request.state is State.RUNNING, "a request that leaves is never preempted"
+            self.running.remove(request)
+            request.move_to(State.LEAVING)
+        return request.finish
+
+    def _end(self, request: Request) -> None:
+        if request.state is State.RUNNING:
+            self.running.remove(request)
+        elif request.state is State.WAITING:
+            self._num_waiting -= 1
+        self._free(request)
+        request.move_to(State.DONE)
+        del self.requests[request.id]
+
+    def _check_fits(self, request: Request) -> None:
+        tokens = len(request.tokens) if request.leaves else len(request.tokens) + request.remaining_tokens
+        needed = cdiv(tokens, self.block_tokens)
+        if needed > self.pool.total:
+            raise ValueError(
+                f"{tokens} tokens need {needed} blocks of {self.block_tokens} tokens, "
+                f"and the KV cache has {self.pool.total}: shorten the request or give the node more --kv-cache-memory"
+            )

@@ -1,0 +1,117 @@
+"""Drives a scheduler without a device: KV is a dictionary of slots, the next token a hash of what is read there.
+
+Any stale, foreign or missing slot changes the tokens, so a right answer proves the block accounting.
+"""
+
+import hashlib
+from collections import deque
+
+from scheduler.request import Request, Slice, State, Step
+from scheduler.scheduler import Event, Scheduler
+
+VOCABULARY = 50
+
+
+def next_token(prefix: list[int], salt: bytes = b"") -> int:
+    digest = hashlib.blake2b(repr(prefix).encode(), key=salt, digest_size=4).digest()
+    return 3 + int.from_bytes(digest) % (VOCABULARY - 3)
+
+
+def expected(prompt: list[int], max_tokens: int, salt: bytes = b"") -> list[int]:
+    row = list(prompt)
+    for _ in range(max_tokens):
+        row.append(next_token(row, salt))
+    return row[len(prompt) :]
+
+
+class Device:
+    """Slot (block, offset) -> (salt, token) of the position that was computed there last."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.slots: dict[tuple[int, int], tuple[bytes, int]] = {}
+
+    def run(self, step: Step, tables: list[list[int]], rows: list[list[int]]) -> list[int | None]:
+        return [self._slice(piece, table, row) for piece, table, row in zip(step.slices, tables, rows, strict=True)]
+
+    def _slice(self, piece: Slice, table: list[int], row: list[int]) -> int | None:
+        for position in range(piece.start, piece.end):
+            self.slots[self._slot(table, position)] = (piece.request.salt, row[position])
+        if not piece.samples:
+            return None
+        read = [self.slots[self._slot(table, position)] for position in range(piece.end)]
+        assert {salt for salt, _ in read} <= {piece.request.salt}, "a request read another tenant's KV"
+        return next_token([token for _, token in read], piece.request.salt)
+
+    def _slot(self, table: list[int], position: int) -> tuple[int, int]:
+        return table[position // self.block_tokens], position % self.block_tokens
+
+
+class Driver:
+    """`depth` steps are decided before the first of them is told: 1 is a plain loop, 2 an overlapped device."""
+
+    def __init__(self, scheduler: Scheduler, depth: int = 1) -> None:
+        self.scheduler = scheduler
+        self.device = Device(scheduler.block_tokens)
+        self.depth = depth
+        self.in_flight: deque[tuple[Step, list[list[int]]]] = deque()
+        self.steps: list[Step] = []
+        self.idle = 0
+
+    def turn(self) -> list[Event]:
+        """Decides one step and tells those beyond the depth."""
+        step = self.scheduler.schedule()
+        if step.slices:
+            self.steps.append(step)
+            self.in_flight.append((step, [list(piece.request.blocks) for piece in step.slices]))
+            self.check(step)
+        events: list[Event] = []
+        if self.in_flight and (len(self.in_flight) >= self.depth or not step.slices):
+            events = self.tell()
+        self.idle = 0 if step.slices or events or step.landings else self.idle + 1
+        return events
+
+    def tell(self) -> list[Event]:
+        step, tables = self.in_flight.popleft()
+        # As on a device, the rows a step reads include what the steps before it sampled.
+        tokens = self.device.run(step, tables, [piece.request.tokens for piece in step.slices])
+        return self.scheduler.update(step, tokens)
+
+    def check(self, step: Step) -> None:
+        limits = self.scheduler.limits
+        seen: set[str] = set()
+        for piece in step.slices:
+            assert piece.count > 0
+            assert piece.request.id not in seen, "one slice a request and step"
+            seen.add(piece.request.id)
+            assert len(piece.request.blocks) * self.scheduler.block_tokens >= piece.end
+        if self.scheduler.policy.chunked:
+            assert step.num_tokens <= limits.max_num_batched_tokens
+        assert len(step.slices) <= limits.max_num_seqs
+
+    def recount(self) -> None:
+        """The ledger against a full count of who holds what (only valid with nothing in flight)."""
+        held: dict[int, int] = {}
+        reserved = 0
+        for request in self.scheduler.requests.values():
+            owned = len(request.blocks)
+            if request.state is State.LANDING:
+                owned = request.num_computed // self.scheduler.block_tokens
+                reserved += len(request.blocks) - owned
+            for block in request.blocks[:owned]:
+                held[block] = held.get(block, 0) + 1
+        ledger = self.scheduler.ledger()
+        assert ledger.balances
+        assert (ledger.owned, ledger.reserved) == (len(held), reserved)
+        assert 0 not in held
+
+    def finish(self, limit: int = 20_000) -> None:
+        while self.scheduler.has_work or self.in_flight:
+            self.turn()
+            assert self.idle < 3, "nothing moves"
+            limit -= 1
+            assert limit, "no end in sight"
+
+
+def request(name: str, prompt: list[int], max_tokens: int, **fields: object) -> Request:
+    return Request(name, list(prompt), len(prompt), max_tokens, **fields)  # type: ignore[arg-type]

@@ -1,0 +1,281 @@
+"""The scheduler's promises over random traffic, without a device."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.policy import POLICIES, PREFILL_FIRST, STALL_FREE, Policy
+from scheduler.request import LEGAL, Request, State
+from scheduler.scheduler import Limits, Scheduler
+from tests.scheduler.drive import Driver, expected, request
+
+
+@st.composite
+def traffic(draw: st.DrawFn) -> tuple[Scheduler, list[tuple[int, Request]], int]:
+    block_tokens = draw(st.sampled_from([1, 2, 4, 16]))
+    limits = Limits(
+        max_num_batched_tokens=draw(st.integers(1, 40)),
+        max_num_seqs=draw(st.integers(1, 8)),
+        long_prefill_token_threshold=draw(st.sampled_from([0, 0, 3, 8])),
+        max_num_partial_prefills=draw(st.integers(1, 3)),
+        tile_tokens=draw(st.sampled_from([1, 1, 4])),
+    )
+    policy = draw(st.sampled_from(list(POLICIES.values())))
+    seed = draw(st.integers(0, 2**32))
+    rng = random.Random(seed)
+    longest = 60
+    num_blocks = 1 + draw(st.integers(-(-longest // block_tokens), 4 * (-(-longest // block_tokens))))
+    stems = [[rng.randrange(3, 50) for _ in range(24)] for _ in range(2)]
+    arrivals = []
+    for index in range(draw(st.integers(1, 12))):
+        prompt = rng.choice(stems)[: rng.randrange(25)] + [rng.randrange(3, 50) for _ in range(rng.randrange(1, 16))]
+        arrivals.append(
+            (
+                rng.randrange(20),
+                request(
+                    f"r{index}",
+                    prompt,
+                    rng.randrange(1, 20),
+                    salt=rng.choice([b"", b"tenant"]),
+                    priority=rng.choice([0, 0, 0, 1]),
+                ),
+            )
+        )
+    return Scheduler(limits, num_blocks, block_tokens, policy), arrivals, draw(st.sampled_from([1, 1, 2]))
+
+
+@settings(max_examples=600, deadline=None)
+@given(traffic())
+def test_every_request_gets_its_tokens_and_every_block_returns(
+    case: tuple[Scheduler, list[tuple[int, Request]], int],
+) -> None:
+    scheduler, arrivals, depth = case
+    driver = Driver(scheduler, depth)
+    for turn in range(20):
+        for when, arrival in arrivals:
+            if when == turn:
+                scheduler.add(arrival)
+        driver.turn()
+        if not driver.in_flight:
+            driver.recount()
+    driver.finish()
+    for _, done in arrivals:
+        assert done.state is State.DONE
+        assert done.tokens[done.num_prompt :] == expected(done.tokens[: done.num_prompt], done.max_tokens, done.salt), (
+            "tokens depend on the schedule"
+        )
+    ledger = scheduler.ledger()
+    assert ledger.free + ledger.cached == ledger.total
+    assert not scheduler.requests
+
+
+@settings(max_examples=200, deadline=None)
+@given(traffic(), st.randoms(use_true_random=False))
+def test_an_abort_in_any_state_frees_its_blocks_and_touches_nobody_else(
+    case: tuple[Scheduler, list[tuple[int, Request]], int], rng: random.Random
+) -> None:
+    scheduler, arrivals, depth = case
+    driver = Driver(scheduler, depth)
+    for _, arrival in arrivals:
+        scheduler.add(arrival)
+    aborted = set()
+    for _ in range(15):
+        driver.turn()
+        _, victim = rng.choice(arrivals)
+        if rng.random() < 0.3 and victim.state is not State.DONE:
+            aborted.add(victim.id)
+            scheduler.abort(victim)
+    driver.finish()
+    for _, done in arrivals:
+        if done.id not in aborted:
+            assert done.tokens[done.num_prompt :] == expected(
+                done.tokens[: done.num_prompt], done.max_tokens, done.salt
+            )
+    ledger = scheduler.ledger()
+    assert ledger.free + ledger.cached == ledger.total
+
+
+@settings(max_examples=300, deadline=None)
+@given(traffic())
+def test_decodes_never_wait_for_a_prompt_under_stall_free(
+    case: tuple[Scheduler, list[tuple[int, Request]], int],
+) -> None:
+    scheduler, arrivals, _ = case
+    scheduler.policy = STALL_FREE
+    driver = Driver(scheduler)
+    for turn in range(120):
+        for when, arrival in arrivals:
+            if when == turn:
+                scheduler.add(arrival)
+        decoding = {r.id for r in scheduler.running if r.num_tokens - r.num_scheduled == 1}
+        before = scheduler.counters.preemptions
+        driver.turn()
+        if driver.steps and scheduler.counters.preemptions == before and decoding:
+            assert decoding <= {piece.request.id for piece in driver.steps[-1].slices}
+
+
+def test_decodes_stall_behind_a_prompt_under_prefill_first() -> None:
+    def longest_gap(policy: Policy) -> int:
+        """Tokens computed between two tokens of a decode while a long prompt arrives."""
+        driver = Driver(Scheduler(Limits(max_num_batched_tokens=16), 200, 4, policy))
+        driver.scheduler.add(request("stream", [5, 6, 7], 60))
+        for _ in range(5):
+            driver.turn()
+        driver.scheduler.add(request("prompt", list(range(300)), 1))
+        driver.finish()
+        gap = longest = 0
+        for step in driver.steps:
+            gap += step.num_tokens
+            if any(piece.request.id == "stream" for piece in step.slices):
+                longest, gap = max(longest, gap), 0
+        return longest
+
+    assert longest_gap(STALL_FREE) <= 16
+    assert longest_gap(PREFILL_FIRST) > 300
+
+
+def test_a_prompt_is_computed_once_and_its_prefix_is_shared_within_its_salt_only() -> None:
+    driver = Driver(scheduler := Scheduler(Limits(), 100, 4))
+    prompt = list(range(10, 31))
+    for name, salt, cached in (("a", b"", 0), ("b", b"", 20), ("c", b"other", 0)):
+        arrival = request(name, prompt, 2, salt=salt)
+        scheduler.add(arrival)
+        driver.finish()
+        assert arrival.num_cached == cached
+    assert (scheduler.counters.cache_queries, scheduler.counters.cache_hits) == (63, 20)
+
+
+def test_the_same_commands_give_the_same_steps() -> None:
+    def log() -> list[list[tuple[str, int, int]]]:
+        driver = Driver(Scheduler(Limits(max_num_batched_tokens=9, max_num_seqs=3), 14, 4))
+        for index in range(6):
+            driver.scheduler.add(request(f"r{index}", list(range(index, index + 7 + index)), 12))
+        driver.finish()
+        return [[(p.request.id, p.start, p.count) for p in step.slices] for step in driver.steps]
+
+    assert log() == log()
+
+
+def test_requests_of_one_priority_are_admitted_in_order_of_arrival() -> None:
+    driver = Driver(Scheduler(Limits(max_num_batched_tokens=8, max_num_seqs=2), 40, 4))
+    for index, priority in enumerate([1, 1, 0, 1]):
+        driver.scheduler.add(request(f"r{index}", list(range(10)), 3, priority=priority))
+    driver.finish()
+    first_seen = list(dict.fromkeys(piece.request.id for step in driver.steps for piece in step.slices))
+    assert first_seen == ["r2", "r0", "r1", "r3"]
+
+
+def test_short_prompts_share_steps_with_a_long_one_below_the_threshold() -> None:
+    limits = Limits(max_num_batched_tokens=32, long_prefill_token_threshold=16, max_num_partial_prefills=2)
+    driver = Driver(Scheduler(limits, 200, 4))
+    long, short = request("long", list(range(200)), 1), request("short", [1, 2, 3], 1)
+    driver.scheduler.add(long)
+    driver.turn()
+    driver.scheduler.add(short)
+    driver.turn()
+    assert short.state is State.DONE
+    assert long.state is State.RUNNING
+
+
+def test_chunks_end_on_tiles_where_that_does_not_stop_progress() -> None:
+    driver = Driver(Scheduler(Limits(max_num_batched_tokens=30, tile_tokens=16), 200, 4))
+    driver.scheduler.add(request("r", list(range(50)), 1))
+    driver.finish()
+    assert [step.slices[0].end for step in driver.steps] == [16, 32, 50]
+    driver = Driver(Scheduler(Limits(max_num_batched_tokens=7, tile_tokens=16), 200, 4))
+    driver.scheduler.add(request("r", list(range(20)), 1))
+    driver.finish()
+    assert driver.steps[-1].slices[0].end == 20
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_arithmetic() -> None:
+    scheduler = Scheduler(Limits(), 11, 4)
+    with pytest.raises(ValueError, match=r"41 tokens need 11 blocks of 4 tokens, and the KV cache has 10"):
+        scheduler.add(request("r", list(range(30)), 11))
+    scheduler.add(request("r", list(range(30)), 10))
+    with pytest.raises(ValueError, match="already here"):
+        scheduler.add(request("r", [1], 1))
+
+
+def test_a_leaving_request_holds_its_blocks_until_it_is_released() -> None:
+    scheduler = Scheduler(Limits(), 20, 4)
+    leaving = request("r", list(range(10)), 5, leaves=True)
+    scheduler.add(leaving)
+    events = Driver(scheduler).turn()
+    assert events[0].token == expected(list(range(10)), 1)[0]
+    assert leaving.state is State.LEAVING
+    assert scheduler.ledger().owned == 3
+    scheduler.release(leaving)
+    assert scheduler.ledger()._replace(free=0, total=0) == (0, 2, 0, 0, 0, 0)
+
+
+def test_a_landing_reserves_then_owns_and_continues_at_its_second_token() -> None:
+    scheduler = Scheduler(Limits(), 20, 4)
+    driver = Driver(scheduler)
+    prompt = list(range(10))
+    landing = request("r", prompt, 4, lands=True)
+    scheduler.add(landing)
+    driver.turn()
+    assert landing.state is State.LANDING
+    assert scheduler.ledger().reserved == 3
+    for position, token in enumerate(prompt):  # the peer writes
+        driver.device.slots[landing.blocks[position // 4], position % 4] = (b"", token)
+    scheduler.land(landing, expected(prompt, 1)[0])
+    driver.finish()
+    assert landing.tokens[10:] == expected(prompt, 4)
+    second = request("again", prompt, 4, lands=True)
+    scheduler.add(second)
+    driver.turn()
+    assert (second.num_computed, scheduler.ledger().reserved) == (8, 1)
+
+
+def test_blocks_of_an_aborted_landing_wait_until_their_writer_has_stopped() -> None:
+    scheduler = Scheduler(Limits(), 20, 4)
+    landing = request("r", list(range(10)), 4, lands=True)
+    scheduler.add(landing)
+    scheduler.schedule()
+    blocks = scheduler.abort(landing, writer_stopped=False)
+    assert scheduler.ledger().quarantined == 3
+    scheduler.pool.clear(blocks)
+    assert scheduler.ledger().free == 19
+
+
+def test_a_failed_slice_ends_its_request_only_and_caches_nothing() -> None:
+    scheduler = Scheduler(Limits(), 40, 4)
+    bad, good = request("bad", list(range(9)), 3), request("good", list(range(20, 29)), 3)
+    scheduler.add(bad)
+    scheduler.add(good)
+    driver = Driver(scheduler)
+    step = scheduler.schedule()
+    events = scheduler.update(step, [None, 7], [True, False])
+    assert [(event.finish, event.token) for event in events] == [("error", None), (None, 7)]
+    assert (bad.state, good.state) == (State.DONE, State.RUNNING)
+    assert not scheduler.pool.match(bad.hashes)
+    scheduler.abort(good)
+    driver.recount()
+
+
+def test_stop_tokens_end_a_request_but_not_before_min_tokens() -> None:
+    prompt = [4, 5, 6]
+    stop = expected(prompt, 1)[0]
+    for min_tokens, finish in ((0, "stop"), (2, "length")):
+        scheduler = Scheduler(Limits(), 20, 4)
+        arrival = request("r", prompt, 3, stop_tokens=frozenset({stop}), min_tokens=min_tokens)
+        scheduler.add(arrival)
+        Driver(scheduler).finish()
+        assert arrival.finish == finish or stop in arrival.tokens[4:]
+
+
+def test_every_state_is_left_only_as_the_table_says() -> None:
+    for state, allowed in LEGAL.items():
+        for target in State:
+            row = request("r", [1], 1)
+            row.state = state
+            if target in allowed:
+                row.move_to(target)
+                assert row.state is target
+            else:
+                with pytest.raises(AssertionError, match="not a legal transition"):
+                    row.move_to(target)

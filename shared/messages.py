@@ -1,0 +1,205 @@
+"""The messages of the control plane, each a flat slotted dataclass sent as a msgpack array in field order.
+
+Fields are only ever appended, with a default, so that neighbouring versions understand each other. Rows of token
+ids travel as bytes (`pack_ids`): a list of integers costs a hundred times as much to check and to copy.
+"""
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Non-negative ids below 2**31 as little-endian int32 (every machine this runs on is little-endian)."""
+    return array("i", ids).tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """Inverse of `pack_ids`. Raises ValueError when the bytes are not whole int32s or hold a negative id."""
+    ids = array("i")
+    ids.frombytes(data)
+    row = ids.tolist()
+    if row and min(row) < 0:
+        raise ValueError("a token id is negative")
+    return row
+
+
+@dataclass(slots=True)
+class Sampling:
+    """How the next token is drawn; names and meanings are vLLM's. temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None  # how many alternatives beside the drawn token; None: no logprobs
+    prompt_logprobs: int | None = None
+
+
+@dataclass(slots=True)
+class Submit:
+    """Router to node: compute this request. `decode_node` names the peer that generates, or "" for this node."""
+
+    id: str
+    router: str
+    tokens: bytes
+    num_prompt: int
+    max_tokens: int
+    sampling: Sampling
+    min_tokens: int = 0
+    stop_tokens: bytes = b""
+    salt: bytes = b""
+    priority: int = 0
+    decode_node: str = ""
+    share_prefix: bool = True  # False: neither reads nor feeds other requests' prefix cache
+
+
+@dataclass(slots=True)
+class Command:
+    """Router to node on the standing stream. The first message names the router and carries nothing else."""
+
+    router: str
+    submits: list[Submit] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Logprobs:
+    """Of one position: the token there, its logprob and rank, and the most likely alternatives, best first."""
+
+    token: int
+    logprob: float
+    rank: int
+    top_tokens: list[int] = field(default_factory=list)
+    top_logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one step did for one request. `position` counts generated tokens before `tokens`."""
+
+    id: str
+    position: int = 0
+    tokens: bytes = b""
+    finish: str = ""  # "stop" | "length": the request is over
+    error: str = ""  # not empty: this node gave the request up; the reason
+    landed: bool = False  # the KV arrived whole; from now on this node alone generates
+    cached_tokens: int = 0
+    logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
+    retry: bool = False  # with `error`: another node may succeed
+
+
+@dataclass(slots=True)
+class Load:
+    """A node's state, sent twice a second. Blocks: free + cached + owned + reserved + quarantined = total."""
+
+    state: str = "ready"  # "ready" | "draining" | "stuck"
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+    blocks_owned: int = 0
+    blocks_reserved: int = 0
+    blocks_quarantined: int = 0
+    blocks_total: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cache_queries: int = 0  # tokens looked up in the prefix cache
+    cache_hits: int = 0  # tokens found there
+    preemptions: int = 0
+    handoffs: int = 0  # prefill node: committed at a peer
+    handoffs_failed: int = 0
+    blocks_moved: int = 0
+    bytes_moved: int = 0
+    channels: dict[str, str] = field(default_factory=dict)  # peer id -> channel in use
+    channel_fallbacks: int = 0
+
+
+@dataclass(slots=True)
+class Report:
+    """Node to router on the standing stream: one a step with tokens, and one a heartbeat with the load."""
+
+    deltas: list[Delta] = field(default_factory=list)
+    load: Load | None = None
+
+
+@dataclass(slots=True)
+class NodeInfo:
+    """What a node says of itself when it joins. `boot` is new at every start and fences off its past life."""
+
+    id: str
+    boot: str
+    role: str
+    address: str  # host:port of its RPCs
+    model: str
+    fingerprint: str
+    block_tokens: int
+    block_bytes: int
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    version: str = ""
+    state: str = "ready"
+
+
+@dataclass(slots=True)
+class JoinReply:
+    router: str
+
+
+@dataclass(slots=True)
+class Reserve:
+    """Prefill node to decode node: room for this request's KV, please. Answered when there is room."""
+
+    request: Submit
+    writer: str  # boot id of the prefill node
+    fingerprint: str
+
+
+@dataclass(slots=True)
+class Reserved:
+    """`targets` are the blocks to fill, for the prompt's logical blocks from `num_held` on; the rest is there."""
+
+    ticket: bytes = b""
+    num_held: int = 0
+    targets: bytes = b""
+    cards: dict[str, bytes] = field(default_factory=dict)  # channel name -> how to write into this pool
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Commit:
+    """All rows of the ticket are written; `checksums` has one xxh3-64 a target block, 8 bytes each."""
+
+    ticket: bytes
+    first_token: int
+    checksums: bytes
+
+
+@dataclass(slots=True)
+class Renew:
+    """The writer lives and still wants these tickets (16 bytes each, concatenated): their leases start anew."""
+
+    writer: str
+    tickets: bytes
+
+
+@dataclass(slots=True)
+class Stop:
+    """The writer gives the ticket up and will write no more."""
+
+    ticket: bytes
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Answer:
+    error: str = ""

@@ -1,0 +1,134 @@
+"""The wire: every message's bytes are pinned, and whatever is not a message is refused with its field's name."""
+
+import dataclasses
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared import messages
+from shared.codec import Malformed, decode, encode
+from shared.messages import (
+    Answer,
+    Command,
+    Commit,
+    Delta,
+    JoinReply,
+    Load,
+    Logprobs,
+    NodeInfo,
+    Renew,
+    Report,
+    Reserve,
+    Reserved,
+    Sampling,
+    Stop,
+    Submit,
+    pack_ids,
+    unpack_ids,
+)
+
+SUBMIT = Submit("r", "router", pack_ids([1, 2]), 2, 5, Sampling(0.5, logit_bias={7: -1.0}, seed=3))
+# ruff: noqa: E501 - pinned bytes
+EXAMPLES: list[tuple[object, str]] = [
+    (
+        Sampling(0.5, logit_bias={7: -1.0}, seed=3),
+        "9bcb3fe0000000000000cb3ff000000000000000cb000000000000000003cb3ff0000000000000cb0000000000000000cb00000000000000008107cbbff0000000000000c0c0",
+    ),
+    (
+        SUBMIT,
+        "9ca172a6726f75746572c408010000000200000002059bcb3fe0000000000000cb3ff000000000000000cb000000000000000003cb3ff0000000000000cb0000000000000000cb00000000000000008107cbbff0000000000000c0c000c400c40000a0c3",
+    ),
+    (Command("router", aborts=["r"]), "93a6726f757465729091a172"),
+    (Logprobs(4, -0.5, 1, [4], [-0.5]), "9504cbbfe000000000000001910491cbbfe0000000000000"),
+    (Delta("r", 3, pack_ids([9]), "stop"), "9aa17203c40409000000a473746f70a0c2009090c2"),
+    (
+        Load(running=2, channels={"d": "shm"}),
+        "dc0016a572656164790200000000000000000000000000000000000081a164a373686d00",
+    ),
+    (Report([Delta("r")]), "92919aa17200c400a0a0c2009090c2c0"),
+    (
+        NodeInfo("n", "b", "decode", "h:1", "m", "f", 16, 64, 9, 512, 8),
+        "9da16ea162a66465636f6465a3683a31a16da166104009cd020008a0a57265616479",
+    ),
+    (JoinReply("router"), "91a6726f75746572"),
+    (
+        Reserve(SUBMIT, "w", "f"),
+        "939ca172a6726f75746572c408010000000200000002059bcb3fe0000000000000cb3ff000000000000000cb000000000000000003cb3ff0000000000000cb0000000000000000cb00000000000000008107cbbff0000000000000c0c000c400c40000a0c3a177a166",
+    ),
+    (Reserved(b"t", 1, pack_ids([5]), {"shm": b"c"}), "95c4017401c4040500000081a373686dc40163a0"),
+    (Commit(b"t", 4, b"s"), "93c4017404c40173"),
+    (Renew("w", b"tt"), "92a177c4027474"),
+    (Stop(b"t", "why"), "92c40174a3776879"),
+    (Answer(), "91a0"),
+]
+
+
+@pytest.mark.parametrize(("message", "wire"), EXAMPLES, ids=lambda value: type(value).__name__)
+def test_the_bytes_of_a_message_never_change(message: object, wire: str) -> None:
+    assert encode(message).hex() == wire
+    assert decode(bytes.fromhex(wire), type(message)) == message
+
+
+def test_every_message_has_an_example() -> None:
+    kinds = {kind for kind in vars(messages).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
+    assert kinds == {type(message) for message, _ in EXAMPLES}
+
+
+def test_a_shorter_array_takes_defaults_and_a_longer_one_is_cut() -> None:
+    assert decode(msgpack.packb([]), Answer) == Answer()
+    assert decode(msgpack.packb(["gone", "from a later version"]), Answer) == Answer("gone")
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        ([1], "Commit is not an array of at least 3 fields"),
+        ({"ticket": b""}, "Commit is not an array"),
+        ([b"t", "4", b""], "Commit.first_token is str, not int"),
+        ([b"t", True, b""], "Commit.first_token is bool, not int"),
+        ([b"t", 4.0, b""], "Commit.first_token is float, not int"),
+        (["t", 4, b""], "Commit.ticket is str, not bytes"),
+        ([b"t", None, b""], "Commit.first_token is NoneType"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_field(value: object, complaint: str) -> None:
+    with pytest.raises(Malformed, match=complaint):
+        decode(msgpack.packb(value), Commit)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        encode(Answer()) + b"\x00",
+        b"\xdd\xff\xff\xff\xff",
+        b"\x91" * 5000 + b"\x00",
+        b"\xd4\x01\x00",
+        b"\x91\xa2\xff\xfe",
+    ],
+    ids=["empty", "never used", "trailing", "huge array", "deep", "extension", "not utf-8"],
+)
+def test_malformed_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(Malformed):
+        decode(data, Answer)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200), st.sampled_from([type(message) for message, _ in EXAMPLES]))
+def test_random_bytes_decode_or_are_refused(data: bytes, kind: type) -> None:
+    try:
+        message = decode(data, kind)
+    except Malformed:
+        return
+    assert decode(encode(message), kind) == message
+
+
+def test_token_ids_travel_as_int32() -> None:
+    assert unpack_ids(pack_ids([0, 1, 2**31 - 1])) == [0, 1, 2**31 - 1]
+    with pytest.raises(ValueError, match="negative"):
+        unpack_ids(b"\xff\xff\xff\xff")
+    with pytest.raises(ValueError):  # noqa: PT011 - the array module's own words
+        unpack_ids(b"\x00\x00\x00")

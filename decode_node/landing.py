@@ -1,0 +1,144 @@
+"""The decode node's side of handoffs: blocks that are promised to a writer and not yet a request's.
+
+A table of tickets without I/O or clock: what happens goes in with the time, what is to be done comes out. Blocks of
+a landing that ends badly may be used again only when its writer cannot write any more: it said so, it is known dead,
+or the channel drops what comes too late (`fenced`). Until then they are in quarantine.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from scheduler.request import Request
+
+LEASE_S = 10.0
+
+
+class Phase(Enum):
+    OPEN = "open"  # the writer may write
+    CHECKING = "checking"  # committed; the rows are being compared with their checksums
+    LANDED = "landed"
+    QUARANTINED = "quarantined"  # given up, and the writer may still write
+    CLOSED = "closed"
+
+
+LEGAL: dict[Phase, frozenset[Phase]] = {
+    Phase.OPEN: frozenset({Phase.CHECKING, Phase.QUARANTINED, Phase.CLOSED}),
+    Phase.CHECKING: frozenset({Phase.LANDED, Phase.CLOSED}),
+    Phase.QUARANTINED: frozenset({Phase.CLOSED}),
+    Phase.LANDED: frozenset(),
+    Phase.CLOSED: frozenset(),
+}
+
+
+@dataclass(slots=True)
+class Landing:
+    ticket: bytes
+    request: Request
+    writer: str
+    blocks: list[int]  # promised to the writer
+    lease_until: float
+    phase: Phase = Phase.OPEN
+
+    def move_to(self, phase: Phase) -> None:
+        assert phase in LEGAL[self.phase], f"landing: {self.phase} -> {phase} is not a legal transition"
+        self.phase = phase
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A landing that ended badly. `safe`: nobody can write its blocks any more. `quarantined`: they were given up
+    before, and only now become safe."""
+
+    landing: Landing
+    safe: bool
+    quarantined: bool = False
+
+
+class LandingTable:
+    def __init__(self, fenced: bool) -> None:
+        self._fenced = fenced
+        self._by_ticket: dict[bytes, Landing] = {}
+        self._by_request: dict[str, Landing] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_ticket)
+
+    def expect(self, ticket: bytes, request: Request, writer: str, blocks: list[int], now: float) -> Landing:
+        """The blocks are the writer's until the lease ends, unless it is renewed."""
+        assert ticket not in self._by_ticket
+        landing = Landing(ticket, request, writer, blocks, now + LEASE_S)
+        self._by_ticket[ticket] = self._by_request[request.id] = landing
+        return landing
+
+    def renew(self, writer: str, tickets: list[bytes], now: float) -> None:
+        """The writer lives. Tickets that are not its own, or over, are ignored."""
+        for ticket in tickets:
+            landing = self._by_ticket.get(ticket)
+            if landing is not None and landing.writer == writer:
+                landing.lease_until = max(landing.lease_until, now + LEASE_S)
+
+    def commit(self, ticket: bytes) -> Landing | None:
+        """The writer has written all and will write no more; None: the ticket is void."""
+        landing = self._by_ticket.get(ticket)
+        if landing is None or landing.phase is not Phase.OPEN:
+            return None
+        landing.move_to(Phase.CHECKING)
+        return landing
+
+    @staticmethod
+    def is_over(landing: Landing) -> bool:
+        return landing.phase is Phase.CLOSED
+
+    def landed(self, landing: Landing) -> None:
+        landing.move_to(Phase.LANDED)
+        self._drop(landing)
+
+    def reject(self, landing: Landing) -> Ending:
+        """Its rows are not what the writer sent; it has stopped writing."""
+        return self._close(landing)
+
+    def stop(self, ticket: bytes) -> Ending | None:
+        """The writer gives up and writes no more. None: nothing was left to end, or it is being checked."""
+        landing = self._by_ticket.get(ticket)
+        if landing is None or landing.phase is Phase.CHECKING:
+            return None
+        return self._close(landing)
+
+    def abort(self, request_id: str) -> Ending | None:
+        """The request is over while its KV is on its way. None: no landing of it is open."""
+        landing = self._by_request.get(request_id)
+        if landing is None or landing.phase is Phase.QUARANTINED:
+            return None
+        if self._fenced or landing.phase is Phase.CHECKING:
+            return self._close(landing)
+        landing.move_to(Phase.QUARANTINED)
+        return Ending(landing, safe=False)
+
+    def expired(self, now: float, can_write: Callable[[str], bool]) -> list[Ending]:
+        """Landings whose writer renewed nothing for a lease. `can_write(writer)`: it is connected to this pool."""
+        endings: list[Ending] = []
+        for landing in [entry for entry in self._by_ticket.values() if entry.lease_until < now]:
+            if landing.phase is Phase.CHECKING:
+                continue
+            ending = self.abort(landing.request.id) if can_write(landing.writer) else self._close(landing)
+            if ending is not None:
+                endings.append(ending)
+        return endings
+
+    def writer_lost(self, writer: str) -> list[Ending]:
+        """The writer's process is gone, or can reach this pool no more."""
+        gone = [
+            entry for entry in self._by_ticket.values() if entry.writer == writer and entry.phase is not Phase.CHECKING
+        ]
+        return [self._close(entry) for entry in gone]
+
+    def _close(self, landing: Landing) -> Ending:
+        quarantined = landing.phase is Phase.QUARANTINED
+        landing.move_to(Phase.CLOSED)
+        self._drop(landing)
+        return Ending(landing, safe=True, quarantined=quarantined)
+
+    def _drop(self, landing: Landing) -> None:
+        del self._by_ticket[landing.ticket]
+        self._by_request.pop(landing.request.id, None)

@@ -1,0 +1,141 @@
+"""The prefill node's side of one handoff: reserve → push each finished chunk → commit. A state machine without I/O.
+
+Its driver (`courier.py`) feeds it what happened and does what `next_action` says, one action at a time.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from scheduler.request import cdiv
+
+
+class Phase(Enum):
+    ASKING = "asking"  # the decode node was asked for room
+    MOVING = "moving"  # room is there; blocks are pushed as they become whole
+    COMMITTING = "committing"  # every block is there; the decode node checks them
+    STOPPING = "stopping"  # given up; the decode node has to hear that no more is written
+    DONE = "done"
+
+
+LEGAL: dict[Phase, frozenset[Phase]] = {
+    Phase.ASKING: frozenset({Phase.MOVING, Phase.STOPPING}),
+    Phase.MOVING: frozenset({Phase.COMMITTING, Phase.STOPPING}),
+    Phase.COMMITTING: frozenset({Phase.DONE, Phase.STOPPING}),
+    Phase.STOPPING: frozenset({Phase.DONE}),
+    Phase.DONE: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Logical blocks [first, last) of the prompt, into the target blocks of the same places."""
+
+    first: int
+    last: int
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    first_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    reason: str
+
+
+Action = Push | Commit | Stop
+
+
+class Handoff:
+    def __init__(self, num_prompt: int, block_tokens: int) -> None:
+        self.phase = Phase.ASKING
+        self.num_blocks = cdiv(num_prompt, block_tokens)
+        self.ticket: bytes | None = None
+        self.num_held = 0
+        self.num_pushed = 0  # logical blocks that are at the decode node, held ones included
+        self.committed = False
+        self._num_prompt = num_prompt
+        self._block_tokens = block_tokens
+        self._num_computed = 0
+        self._first_token: int | None = None
+        self._targets: tuple[int, ...] = ()
+        self.reason = ""  # why it was given up
+        self._doing: Action | None = None
+
+    # ---- what happened ------------------------------------------------------------------------------------------
+
+    def granted(self, ticket: bytes, num_held: int, targets: tuple[int, ...]) -> None:
+        """The decode node holds the first `num_held` blocks and reserved `targets` for the others."""
+        if num_held < 0 or num_held + len(targets) != self.num_blocks:
+            self.give_up(f"{num_held} held and {len(targets)} reserved blocks are not the prompt's {self.num_blocks}")
+            return
+        self.ticket = ticket
+        if self.phase is Phase.ASKING:
+            self.num_held = self.num_pushed = num_held
+            self._targets = targets
+            self._move_to(Phase.MOVING)
+
+    def computed(self, num_tokens: int) -> None:
+        """KV of the first `num_tokens` prompt tokens is there; never goes back, as what was pushed stays pushed."""
+        self._num_computed = max(self._num_computed, min(num_tokens, self._num_prompt))
+
+    def sampled(self, first_token: int) -> None:
+        self._first_token = first_token
+
+    def done(self) -> None:
+        """The action under way succeeded."""
+        action, self._doing = self._doing, None
+        match action:
+            case Push():
+                self.num_pushed = action.last
+            case Commit():
+                self.committed = True
+                if self.phase is Phase.COMMITTING:
+                    self._move_to(Phase.DONE)
+            case Stop():
+                self._move_to(Phase.DONE)
+            case None:
+                raise AssertionError("no action was under way")
+
+    def failed(self, reason: str) -> None:
+        """The asking, or the push or commit under way, failed: nothing of it goes on."""
+        assert not isinstance(self._doing, Stop), "a stop that nobody hears is over all the same"
+        self._doing = None
+        self.give_up(reason)
+
+    def give_up(self, reason: str) -> None:
+        """From any phase, also in the middle of an action, which is waited for before the peer hears of it."""
+        if self.phase in {Phase.STOPPING, Phase.DONE}:
+            return
+        self.reason = reason
+        self._move_to(Phase.STOPPING)
+
+    # ---- what to do ---------------------------------------------------------------------------------------------
+
+    def next_action(self) -> Action | None:
+        """What the driver does now, until `done` or `failed`; None: wait for something to happen."""
+        if self._doing is None:
+            self._doing = self._action()
+            return self._doing
+        return None
+
+    def _action(self) -> Action | None:
+        if self.phase is Phase.STOPPING:
+            return Stop(self.reason)
+        if self.phase is not Phase.MOVING:
+            return None
+        is_whole = self._num_computed == self._num_prompt
+        ready = self.num_blocks if is_whole else self._num_computed // self._block_tokens
+        if ready > self.num_pushed:
+            first = self.num_pushed
+            return Push(first, ready, self._targets[first - self.num_held : ready - self.num_held])
+        if is_whole and self._first_token is not None:
+            self._move_to(Phase.COMMITTING)
+            return Commit(self._first_token)
+        return None
+
+    def _move_to(self, phase: Phase) -> None:
+        assert phase in LEGAL[self.phase], f"handoff: {self.phase} -> {phase} is not a legal transition"
+        self.phase = phase

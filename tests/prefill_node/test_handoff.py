@@ -1,0 +1,121 @@
+"""The prefill node's handoff machine under every order of events."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefill_node.handoff import LEGAL, Commit, Handoff, Phase, Push, Stop
+
+TICKET = b"t" * 16
+
+
+class Peer:
+    """A decode node that checks what it is told."""
+
+    def __init__(self, num_blocks: int, num_held: int) -> None:
+        self.targets = tuple(range(100, 100 + num_blocks - num_held))
+        self.num_held = num_held
+        self.received: list[int] = []
+        self.commits = 0
+        self.stops: list[str] = []
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    num_prompt=st.integers(1, 40),
+    block_tokens=st.integers(1, 8),
+    chunk=st.integers(1, 12),
+    held=st.integers(0, 6),
+    trouble=st.sampled_from(["none", "push", "commit", "abort", "refused"]),
+    seed=st.integers(0, 2**32),
+)
+def test_blocks_are_pushed_once_in_order_when_whole_and_the_end_is_told_once(
+    num_prompt: int, block_tokens: int, chunk: int, held: int, trouble: str, seed: int
+) -> None:
+    rng = random.Random(seed)
+    handoff = Handoff(num_prompt, block_tokens)
+    peer = Peer(handoff.num_blocks, min(held, num_prompt // block_tokens))
+    computed = 0
+    sampled = answered = False
+    under_way: Push | Commit | Stop | None = None
+    for _ in range(1000):
+        if handoff.phase is Phase.DONE:
+            break
+        choices = ["look"]
+        if computed < num_prompt:
+            choices.append("compute")
+        elif not sampled:
+            choices.append("sample")
+        if not answered:
+            choices.append("answer")
+        if under_way is not None:
+            choices.append("complete")
+        if trouble == "abort":
+            choices.append("abort")
+        choice = rng.choice(choices)
+        if choice == "compute":
+            computed = min(num_prompt, computed + chunk)
+            handoff.computed(computed)
+        elif choice == "sample":
+            sampled = True
+            handoff.sampled(7)
+        elif choice == "answer":
+            answered = True
+            if trouble == "refused":
+                handoff.failed("no room")
+            else:
+                handoff.granted(TICKET, peer.num_held, peer.targets)
+        elif choice == "abort":
+            handoff.give_up("aborted")
+        elif choice == "complete":
+            assert under_way is not None
+            action, under_way = under_way, None
+            if isinstance(action, Push) and trouble == "push" and rng.random() < 0.3:
+                handoff.failed("the peer is gone")
+            elif isinstance(action, Commit) and trouble == "commit":
+                handoff.failed("checksums differ")
+            else:
+                if isinstance(action, Push):
+                    assert action.targets == peer.targets[action.first - peer.num_held : action.last - peer.num_held]
+                    peer.received += range(action.first, action.last)
+                peer.commits += isinstance(action, Commit)
+                handoff.done()
+        else:
+            action = handoff.next_action()
+            assert action is None or under_way is None, "two actions at once"
+            if isinstance(action, Push):
+                whole = computed == num_prompt
+                assert action.last <= (handoff.num_blocks if whole else computed // block_tokens)
+            if isinstance(action, Commit):
+                assert sampled
+                assert len(peer.received) + peer.num_held == handoff.num_blocks
+            if isinstance(action, Stop):
+                peer.stops.append(action.reason)
+            under_way = action or under_way
+    assert handoff.phase is Phase.DONE, "a handoff always ends"
+    assert peer.received == list(range(peer.num_held, peer.num_held + len(peer.received)))
+    assert len(peer.stops) <= 1
+    assert handoff.committed or peer.stops, "the peer hears how it ended"
+    if trouble == "none":
+        assert handoff.committed
+        assert not peer.stops
+
+
+def test_a_grant_that_does_not_cover_the_prompt_is_given_up() -> None:
+    handoff = Handoff(20, 4)
+    handoff.granted(TICKET, 1, (9, 9))
+    assert handoff.next_action() == Stop("1 held and 2 reserved blocks are not the prompt's 5")
+
+
+def test_every_phase_is_left_only_as_the_table_says() -> None:
+    for phase, allowed in LEGAL.items():
+        for target in Phase:
+            handoff = Handoff(4, 4)
+            handoff.phase = phase
+            if target in allowed:
+                handoff._move_to(target)
+            else:
+                with pytest.raises(AssertionError, match="not a legal transition"):
+                    handoff._move_to(target)

@@ -1,0 +1,1 @@
+"""Attention over the paged KV pool: one interface, a backend per kind of device."""

@@ -1,0 +1,96 @@
+"""Reference attention in plain torch: gathers each slice's blocks, then scaled dot product. Runs everywhere.
+
+Every slice is attended by itself, cut to its true length: what lies in the unused tail of a block, or in
+another request's blocks, never enters a sum, so a NaN there cannot spread.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.batch import Batch
+from engine.kv_pool import KVPool
+
+
+@dataclass(slots=True)
+class _Reach:
+    """What one slice reads under one window."""
+
+    queries: slice  # rows of the packed batch
+    pieces: Tensor  # int64 [kv_heads * blocks]: (block, head) pieces of a layer, head by head
+    length: int  # of the gathered tokens: the last block's tail is cut off
+    mask: Tensor | None  # bool [queries, context]; None where the context is all seen or plainly causal
+    causal: bool
+
+
+class TorchAttention:
+    name = "torch"
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool = pool
+
+    def plan(self, batch: Batch) -> "TorchPlan":
+        return TorchPlan(self.pool, batch)
+
+
+class TorchPlan:
+    def __init__(self, pool: KVPool, batch: Batch) -> None:
+        layout = pool.layout
+        self._pool = pool.tensor
+        # A (block, head) piece of one layer is contiguous: gathered head by head it needs no second copy.
+        self._pieces = pool.tensor.view(-1, *layout.shape[2:])
+        self._layout = layout
+        self._batch = batch
+        self._blocks = batch.slots // layout.block_tokens
+        self._offsets = batch.slots % layout.block_tokens
+        self._reaches: dict[int, list[_Reach]] = {}
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+        # K and V go in as one write: index_put is the slow part of a small step.
+        self._pool[:, :, layer][self._blocks, :, self._offsets] = torch.stack((k, v), dim=2).to(self._pool.dtype)
+        if window not in self._reaches:
+            self._reaches[window] = self._plan_window(window)
+        out = torch.empty_like(q)
+        for reach in self._reaches[window]:
+            out[reach.queries] = self._attend(self._pieces[:, layer], q[reach.queries], reach)
+        return out
+
+    def _attend(self, pieces: Tensor, q: Tensor, reach: _Reach) -> Tensor:
+        both = pieces.index_select(0, reach.pieces).view(self._layout.kv_heads, -1, 2, self._layout.head_dim)
+        both = both[:, : reach.length].to(q.dtype)
+        return scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            both[None, :, :, 0],
+            both[None, :, :, 1],
+            attn_mask=reach.mask,
+            is_causal=reach.causal,
+            enable_gqa=q.shape[1] != self._layout.kv_heads,
+        )[0].transpose(0, 1)
+
+    def _plan_window(self, window: int) -> list[_Reach]:
+        batch, row = self._batch, 0
+        reaches = []
+        for index, (start, end) in enumerate(zip(batch.starts, batch.kv_lens, strict=True)):
+            reaches.append(self._reach(index, row, start, end, window))
+            row += end - start
+        return reaches
+
+    def _reach(self, index: int, row: int, start: int, end: int, window: int) -> _Reach:
+        size, heads = self._layout.block_tokens, self._layout.kv_heads
+        device = self._pool.device
+        first = max(0, start + 1 - window) // size if window else 0  # blocks that no query of the slice sees
+        low = first * size
+        blocks = self._batch.block_table[index, first : -(-end // size)].long()
+        pieces = (blocks * heads + torch.arange(heads, device=device)[:, None]).flatten()
+        windowed = 0 < window < end - low
+        causal = start == low and not windowed and end - start > 1
+        mask = None
+        if not causal and (windowed or end - start > 1):
+            at = torch.arange(low, end, device=device)
+            query = at[start - low :, None]
+            mask = at <= query
+            if windowed:
+                mask &= at > query - window
+        return _Reach(slice(row, row + end - start), pieces, end - low, mask, causal)

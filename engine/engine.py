@@ -1,0 +1,163 @@
+"""The engine: one thread that owns the scheduler and the device. Everyone else posts a command.
+
+The loop is: take commands, decide a step, run it, tell what it did. It knows no router, no peer and no channel.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from engine.runner import Output, Runner
+from scheduler.request import Request, Step
+from scheduler.scheduler import Event, Scheduler
+
+log = logging.getLogger("baton.engine")
+T = TypeVar("T")
+Command = Callable[[Scheduler], object]
+FAILED_STEPS_TO_DIE = 3  # steps in a row in which every slice fails also alone: the device is gone
+IDLE_S = 1.0
+
+
+class Tell:
+    """Whom the engine tells, on its own thread: the state at each turn, for which landings room was found, what a
+    step will do and what it did, how the engine died."""
+
+    def turn(self, scheduler: Scheduler) -> None:
+        raise NotImplementedError
+
+    def landings(self, requests: list[Request]) -> None:
+        raise NotImplementedError
+
+    def scheduled(self, step: Step) -> None:
+        raise NotImplementedError
+
+    def step(self, step: Step, events: list[Event], outputs: list[Output]) -> None:
+        raise NotImplementedError
+
+    def died(self, error: BaseException) -> None:
+        raise NotImplementedError
+
+
+class Engine:
+    def __init__(self, scheduler: Scheduler, runner: Runner, tell: Tell) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._tell = tell
+        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._failed_steps = 0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.last_turn = time.monotonic()  # of the loop: a busy engine whose turn is long ago is stuck
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Ends the loop after the step under way. Blocks."""
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+
+    def post(self, command: Command) -> None:
+        """Runs `command` with the scheduler, between two steps. From any thread; the order is kept."""
+        self._inbox.put(command)
+
+    async def ask(self, command: Callable[[Scheduler], T]) -> T:
+        """As `post`, and waits for what it returns or raises."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def run(scheduler: Scheduler) -> None:
+            try:
+                value = command(scheduler)
+            except Exception as error:  # noqa: BLE001 - it is the asker's
+                loop.call_soon_threadsafe(_settle, answer, None, error)
+            else:
+                loop.call_soon_threadsafe(_settle, answer, value, None)
+
+        self.post(run)
+        return await answer
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                self._turn()
+        except BaseException as error:
+            log.exception("the engine died")
+            self._tell.died(error)
+            raise
+
+    def _take_commands(self) -> bool:
+        """Waits for a command when there is nothing to run. False: stop."""
+        self.last_turn = time.monotonic()
+        wait = not self._scheduler.has_work
+        while True:
+            self._tell.turn(self._scheduler)
+            try:
+                command = self._inbox.get(timeout=IDLE_S) if wait else self._inbox.get_nowait()
+            except queue.Empty:
+                self.last_turn = time.monotonic()
+                if not wait:
+                    return True
+                continue
+            if command is None:
+                return False
+            command(self._scheduler)
+            wait = wait and not self._scheduler.has_work
+
+    def _turn(self) -> None:
+        step = self._scheduler.schedule()
+        if step.landings:
+            self._tell.landings(step.landings)
+        if not step.slices:
+            self._wait_for_room(step)
+            return
+        self._tell.scheduled(step)
+        outputs = self._run_step(step)
+        tokens = [output.token for output in outputs]
+        events = self._scheduler.update(step, tokens, [bool(output.error) for output in outputs])
+        self._tell.step(step, events, outputs)
+
+    def _wait_for_room(self, step: Step) -> None:
+        """Whoever waits, waits for blocks that a landing or leaving request holds: a command will say so."""
+        if step.landings or not self._scheduler.has_work:
+            return
+        try:
+            command = self._inbox.get(timeout=IDLE_S)
+        except queue.Empty:
+            return
+        if command is None:
+            self._inbox.put(None)
+        else:
+            command(self._scheduler)
+
+    def _run_step(self, step: Step) -> list[Output]:
+        """A step, and when it raises, each of its slices alone, so that only the culprit fails."""
+        try:
+            outputs = self._runner.run(step)
+        except Exception:  # noqa: BLE001 - any error of one request's data may come up here
+            log.exception("step %d failed; its slices run one by one", step.number)
+            outputs = [self._run_alone(step, index) for index in range(len(step.slices))]
+        self._failed_steps = self._failed_steps + 1 if all(output.error for output in outputs) else 0
+        if self._failed_steps >= FAILED_STEPS_TO_DIE:
+            raise RuntimeError(f"{self._failed_steps} steps in a row failed whole")
+        return outputs
+
+    def _run_alone(self, step: Step, index: int) -> Output:
+        piece = step.slices[index]
+        try:
+            return self._runner.run(Step(step.number, [piece], []))[0]
+        except Exception:  # noqa: BLE001
+            log.exception("request %s failed", piece.request.id)
+            return Output(error="internal")
+
+
+def _settle(answer: asyncio.Future[T], value: T | None, error: Exception | None) -> None:
+    if answer.done():
+        return
+    if error is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(value)  # type: ignore[arg-type]

@@ -1,0 +1,55 @@
+"""The KV pool of a device: a typed view of memory that peers may also write, and how many blocks fit into it."""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shared.kv.layout import KVLayout
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Block 0 is never handed out: padded entries of a block table point there.
+DUMMY_BLOCK = 0
+
+
+class PoolMemory(Protocol):
+    """Rows of bytes, one a block, on the host (numpy) or a device (torch, uint8): [num_rows, row_bytes]."""
+
+    @property
+    def rows(self) -> "np.ndarray[tuple[int, int], np.dtype[np.uint8]] | Tensor": ...
+
+
+class KVPool:
+    """`tensor` is the memory itself in `layout.shape`, not a copy: what a peer writes into a row is seen here.
+
+    Raises ValueError when the memory's rows are not the layout's blocks.
+    """
+
+    def __init__(self, layout: KVLayout, memory: PoolMemory) -> None:
+        wanted = (layout.num_blocks, layout.block_bytes)
+        if tuple(memory.rows.shape) != wanted:
+            raise ValueError(f"KV memory has {tuple(memory.rows.shape)} rows x bytes, the layout needs {wanted}")
+        self.layout = layout
+        self.memory = memory  # keeps the mapping alive as long as the view of it
+        rows = memory.rows if isinstance(memory.rows, Tensor) else torch.from_numpy(memory.rows)
+        self.tensor = rows.view(DTYPES[layout.dtype]).view(layout.shape)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """K and V of one layer, strided views [num_blocks, kv_heads, block_tokens, head_dim]."""
+        both = self.tensor[:, :, index]
+        return both[..., 0, :], both[..., 1, :]
+
+
+def blocks_for(memory_bytes: int, one_block: KVLayout) -> int:
+    """How many blocks fit, the dummy included. Raises ValueError when not even one usable block does."""
+    num_blocks = memory_bytes // one_block.block_bytes
+    if num_blocks < 2:
+        raise ValueError(
+            f"{memory_bytes} bytes of KV memory hold {max(0, num_blocks)} blocks of {one_block.block_bytes} bytes "
+            f"({one_block.layers} layers x {one_block.kv_heads} heads x {one_block.block_tokens} tokens x 2 x "
+            f"{one_block.head_dim} x {one_block.dtype}); at least 2 are needed: give it "
+            f"{2 * one_block.block_bytes} bytes or more"
+        )
+    return num_blocks

@@ -1,0 +1,1 @@
+"""Model definitions: what a Hugging Face directory says, and the forward pass it describes."""

@@ -1,0 +1,338 @@
+"""What both kinds of node are: an engine, a standing stream to every router, a place in the registry.
+
+A router's commands go to the engine; what its steps do goes back, one message a step and router. A router whose
+stream ends takes its requests with it. What a prefill or a decode node does beyond that hangs on `on_leaving` and
+`on_landings`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engine.engine import Engine, Tell
+from engine.runner import Output, Runner
+from scheduler.blocks import Ledger
+from scheduler.request import Request, State, Step
+from scheduler.role import Role
+from scheduler.scheduler import Event, Scheduler
+from shared.messages import Command, Delta, Load, NodeInfo, Report, Submit, pack_ids, unpack_ids
+from shared.serve import Tasks, until
+
+log = logging.getLogger("baton.node")
+MAX_OUTBOX = 100_000  # deltas that a router may leave unread before it counts as gone
+STUCK_S = 30.0  # an engine that has work and makes no turn for so long
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Deltas on their way to one router."""
+
+    deltas: list[Delta] = field(default_factory=list)
+    load: Load | None = None
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    requests: dict[str, Request] = field(default_factory=dict)  # of this router, unfinished
+
+
+@dataclass(slots=True)
+class Progress:
+    """Of one request that leaves: how many tokens have KV, and its first token once it is sampled."""
+
+    request: Request
+    num_computed: int
+    first_token: int | None
+    finish: str | None
+
+
+@dataclass(slots=True)
+class Ticker:
+    """Counts of the handoffs, for `Load`."""
+
+    handoffs: int = 0
+    handoffs_failed: int = 0
+    blocks_moved: int = 0
+    bytes_moved: int = 0
+    channels: dict[str, str] = field(default_factory=dict)
+    channel_fallbacks: int = 0
+
+
+@dataclass(slots=True)
+class Seen:
+    """The scheduler at the end of a turn; written by the engine's thread as a whole."""
+
+    ledger: Ledger
+    running: int = 0
+    waiting: int = 0
+
+
+class Node(Tell):
+    def __init__(
+        self,
+        info: NodeInfo,
+        role: Role,
+        scheduler: Scheduler,
+        runner: Runner,
+        heartbeat_s: float,
+        share_prefixes: bool = True,
+    ) -> None:
+        self.info = info
+        self.role = role
+        self.ticker = Ticker()
+        self.tasks = Tasks()
+        self.engine = Engine(scheduler, runner, self)
+        self.on_leaving: Callable[[Submit, Request], None] | None = None
+        self.on_admitted: Callable[[list[str]], None] = lambda _: None
+        self.on_progress: Callable[[list[Progress]], None] = lambda _: None
+        self.on_landings: Callable[[list[Request]], None] = lambda _: None
+        self.on_abort: Callable[[str], bool] = lambda _: False  # True: the request's blocks are being seen to
+        self.died_with: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._scheduler = scheduler  # the engine's: only numbers are read here
+        self._heartbeat_s = heartbeat_s
+        self._share_prefixes = share_prefixes
+        self._outboxes: dict[str, Outbox] = {}
+        self._router_of: dict[str, str] = {}
+        self._loop = asyncio.get_running_loop()
+        self._seen = Seen(scheduler.ledger())
+
+    # ---- life -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.engine.start()
+        self.tasks.start(self._beat())
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes no new request, and waits for those that are here."""
+        self.info = replace(self.info, state="draining")
+        await until(lambda: not self._router_of, timeout_s)
+
+    async def close(self) -> None:
+        await self.tasks.close()
+        await asyncio.to_thread(self.engine.stop)
+
+    # ---- the standing stream --------------------------------------------------------------------------------
+
+    async def attach(self, stream: Any) -> None:
+        """Serves `ATTACH`: commands in, reports out, until either side ends."""
+        hello: Command | None = await stream.recv_message()
+        if hello is None:
+            return
+        router, outbox = hello.router, Outbox(load=self.load())
+        outbox.wake.set()
+        if (before := self._outboxes.get(router)) is not None:
+            self._orphan(before)
+        self._outboxes[router] = outbox
+        writer = self.tasks.start(self._write(stream, outbox))
+        try:
+            async for command in stream:
+                for identity in command.aborts:
+                    self.abort(identity)
+                for submit in command.submits:
+                    self._submit(router, submit)
+        finally:
+            writer.cancel()
+            if self._outboxes.get(router) is outbox:
+                del self._outboxes[router]
+            self._orphan(outbox)
+
+    async def _write(self, stream: Any, outbox: Outbox) -> None:
+        while True:
+            await outbox.wake.wait()
+            outbox.wake.clear()
+            deltas, load = outbox.deltas, outbox.load
+            outbox.deltas, outbox.load = [], None
+            if deltas or load is not None:
+                await stream.send_message(Report(deltas, load))
+
+    def _orphan(self, outbox: Outbox) -> None:
+        for identity in list(outbox.requests):
+            self.abort(identity)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            load = self.load()
+            for outbox in self._outboxes.values():
+                outbox.load = load
+                outbox.wake.set()
+
+    # ---- requests -------------------------------------------------------------------------------------------
+
+    def _submit(self, router: str, submit: Submit) -> None:
+        try:
+            if self.info.state != "ready":
+                raise ValueError("this node is draining")
+            leaves = self.role.ends_at == "first_token" and submit.decode_node != ""
+            request = self.take(router, submit, leaves=leaves)
+        except ValueError as error:
+            self.send(router, Delta(submit.id, error=str(error), retry=self.info.state != "ready"))
+            return
+        if leaves and self.on_leaving is not None:
+            self.on_leaving(submit, request)
+
+    def take(self, router: str, submit: Submit, *, leaves: bool = False, lands: bool = False) -> Request:
+        """Gives a request to the engine. Raises ValueError when it is malformed or its router is not attached."""
+        outbox = self._outboxes.get(router)
+        if outbox is None:
+            raise ValueError("its router is not attached here")
+        tokens = unpack_ids(submit.tokens)
+        if not 0 < submit.num_prompt <= len(tokens) or submit.max_tokens <= 0:
+            raise ValueError("num_prompt and max_tokens must be positive and within the tokens")
+        if submit.id in self._router_of:
+            raise ValueError(f"request {submit.id} is already here")
+        request = Request(
+            submit.id,
+            tokens,
+            submit.num_prompt,
+            submit.max_tokens,
+            min_tokens=submit.min_tokens,
+            stop_tokens=frozenset(unpack_ids(submit.stop_tokens)),
+            salt=submit.salt
+            if submit.share_prefix and self._share_prefixes
+            else submit.salt + b"\0" + submit.id.encode(),
+            priority=submit.priority,
+            lands=lands,
+            leaves=leaves,
+            every_logit=submit.sampling.prompt_logprobs is not None,
+            payload=submit.sampling,
+        )
+        outbox.requests[request.id] = request
+        self._router_of[request.id] = router
+        self.engine.post(lambda scheduler: self._add(scheduler, request))
+        return request
+
+    def _add(self, scheduler: Scheduler, request: Request) -> None:
+        try:
+            scheduler.add(request)
+        except ValueError as error:
+            self._loop.call_soon_threadsafe(self.give_up, request.id, str(error), False)
+
+    def abort(self, identity: str) -> None:
+        """Ends a request in whatever state; unknown ones are over already."""
+        request = self.forget(identity)
+        if request is None:
+            return
+        if not self.on_abort(identity):
+            self.engine.post(lambda scheduler: scheduler.abort(request))
+
+    def give_up(self, identity: str, reason: str, retry: bool) -> None:
+        """Tells the router that this node will not finish a request, and drops it."""
+        self.send(self._router_of.get(identity, ""), Delta(identity, error=reason, retry=retry))
+        self.abort(identity)
+
+    def forget(self, identity: str) -> Request | None:
+        router = self._router_of.pop(identity, None)
+        outbox = self._outboxes.get(router) if router is not None else None
+        return outbox.requests.pop(identity, None) if outbox is not None else None
+
+    def send(self, router: str, *deltas: Delta) -> None:
+        outbox = self._outboxes.get(router)
+        if outbox is None:
+            return
+        outbox.deltas.extend(deltas)
+        outbox.wake.set()
+        if len(outbox.deltas) > MAX_OUTBOX:
+            log.error("router %s reads nothing: dropped with its requests", router)
+            del self._outboxes[router]
+            self._orphan(outbox)
+
+    def send_for(self, identity: str, delta: Delta) -> None:
+        self.send(self._router_of.get(identity, ""), delta)
+
+    # ---- what the engine tells, on its thread ------------------------------------------------------------------
+
+    def turn(self, scheduler: Scheduler) -> None:
+        running = len(scheduler.running) + scheduler.num_landing
+        self._seen = Seen(scheduler.ledger(), running, scheduler.num_waiting)
+
+    def landings(self, requests: list[Request]) -> None:
+        self._loop.call_soon_threadsafe(self.on_landings, requests)
+
+    def scheduled(self, step: Step) -> None:
+        admitted = [
+            piece.request.id
+            for piece in step.slices
+            if piece.request.leaves and piece.start == piece.request.num_cached
+        ]
+        if admitted:
+            self._loop.call_soon_threadsafe(self.on_admitted, admitted)
+
+    def step(self, step: Step, events: list[Event], outputs: list[Output]) -> None:
+        deltas: list[Delta] = []
+        progress: list[Progress] = []
+        for event in events:
+            request, output = event.request, outputs[event.slice_index]
+            if request.leaves:
+                progress.append(Progress(request, request.num_computed, event.token, event.finish))
+            if event.token is not None or event.finish is not None or output.prompt_logprobs:
+                deltas.append(_delta(event, output))
+        self._loop.call_soon_threadsafe(self._told, deltas, progress)
+
+    def died(self, error: BaseException) -> None:
+        self._loop.call_soon_threadsafe(self._end_with, error)
+
+    def _end_with(self, error: BaseException) -> None:
+        if not self.died_with.done():
+            self.died_with.set_result(error)
+
+    def _told(self, deltas: list[Delta], progress: list[Progress]) -> None:
+        for delta in deltas:
+            router = self._router_of.get(delta.id)
+            if router is None:
+                continue
+            self.send(router, delta)
+            if delta.finish or delta.error:
+                self.forget(delta.id)
+        if progress:
+            self.on_progress(progress)
+
+    # ---- state ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_stuck(self) -> bool:
+        return self._scheduler.has_work and time.monotonic() - self.engine.last_turn > STUCK_S
+
+    def load(self) -> Load:
+        seen, counters, ticker = self._seen, self._scheduler.counters, self.ticker
+        ledger = seen.ledger
+        rows = tuple(self._scheduler.requests.values())
+        return Load(
+            "stuck" if self.is_stuck else self.info.state,
+            seen.running,
+            seen.waiting,
+            sum(len(row.tokens) for row in rows if row.state is State.WAITING and not row.lands),
+            ledger.free,
+            ledger.cached,
+            ledger.owned,
+            ledger.reserved,
+            ledger.quarantined,
+            ledger.total,
+            counters.steps,
+            counters.prompt_tokens,
+            counters.generated_tokens,
+            counters.cache_queries,
+            counters.cache_hits,
+            counters.preemptions,
+            ticker.handoffs,
+            ticker.handoffs_failed,
+            ticker.blocks_moved,
+            ticker.bytes_moved,
+            dict(ticker.channels),
+            ticker.channel_fallbacks,
+        )
+
+
+def _delta(event: Event, output: Output) -> Delta:
+    request = event.request
+    position = request.num_generated - (event.token is not None)
+    return Delta(
+        request.id,
+        position,
+        pack_ids([event.token]) if event.token is not None else b"",
+        finish=event.finish if event.finish not in {None, "error"} else "",
+        error=output.error,
+        cached_tokens=request.num_cached,
+        logprobs=[output.logprobs] if output.logprobs is not None else [],
+        prompt_logprobs=output.prompt_logprobs,
+    )

@@ -1,0 +1,185 @@
+"""One node as a process: builds it from its settings, serves its RPCs, joins the registry, drains and ends."""
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from engine.build import BuildOptions, Computer, build
+from engine.node import Node
+from scheduler.policy import POLICIES
+from scheduler.role import Role
+from scheduler.scheduler import Limits, Scheduler
+from shared.config import EVERY_ADDRESS, NodeSettings
+from shared.kv.channel import KVChannel
+from shared.kv.shm import ShmChannel
+from shared.kv.tcp import TcpChannel
+from shared.messages import NodeInfo
+from shared.registry import announcer
+from shared.serve import Lifetime, run, settle_memory
+from shared.services import ATTACH, Rpc, RpcServer
+
+log = logging.getLogger("baton.node")
+EXIT_ENGINE_DIED = 70
+
+
+class Side(Protocol):
+    """What a prefill or a decode node does beyond computing: its end of the handoffs."""
+
+    def handlers(self) -> Mapping[Rpc[Any, Any], Callable[[Any], Awaitable[None]]]: ...
+    def start(self) -> None: ...
+    async def close(self) -> None: ...
+    def writer_lost(self, writer: str) -> None: ...
+
+
+MakeSide = Callable[[Node, "np.ndarray[Any, np.dtype[np.uint8]]", Sequence[KVChannel], float], Side]
+
+
+def main(settings: NodeSettings, role: Role, make_side: MakeSide) -> int:
+    """Runs the node until SIGTERM. Returns the process's exit status: 2 when the settings cannot be served."""
+    if settings.cpus:
+        os.sched_setaffinity(0, settings.cpus)
+    try:
+        computer = build(
+            BuildOptions(
+                model=settings.model,
+                runner=settings.runner,
+                device=settings.device,
+                block_size=settings.block_size,
+                kv_cache_memory=settings.kv_cache_memory,
+                num_blocks=settings.num_blocks,
+                max_model_len=settings.max_model_len,
+                threads=settings.threads,
+            )
+        )
+    except (ValueError, OSError) as error:
+        print(f"{role.name}: {error}", file=sys.stderr)
+        return 2
+    return run(lambda lifetime: _serve(lifetime, settings, role, computer, make_side), settings.log_level)
+
+
+async def _serve(
+    lifetime: Lifetime, settings: NodeSettings, role: Role, computer: Computer, make_side: MakeSide
+) -> int:
+    scheduler = Scheduler(
+        Limits(
+            settings.max_num_batched_tokens,
+            settings.max_num_seqs,
+            settings.long_prefill_token_threshold,
+            settings.max_num_partial_prefills,
+        ),
+        computer.layout.num_blocks,
+        computer.layout.block_tokens,
+        POLICIES[settings.policy],
+    )
+    info = _info(settings, role, computer)
+    node = Node(info, role, scheduler, computer.runner, settings.heartbeat_s, settings.enable_prefix_caching)
+    async with AsyncExitStack() as cleanup:
+        sides: list[Side] = []
+        channels = await _channels(settings, computer, info.boot, lambda boot: sides[0].writer_lost(boot))
+        for channel in channels:
+            cleanup.push_async_callback(channel.close)
+        side = make_side(node, computer.memory.rows, channels, settings.reserve_timeout_s)
+        sides.append(side)
+        cleanup.push_async_callback(side.close)
+        server = RpcServer({ATTACH: node.attach, **side.handlers()})
+        try:
+            port = await server.start(settings.host, settings.port)
+        except OSError as error:
+            print(f"{role.name}: cannot listen on {settings.host}:{settings.port}: {error.strerror}", file=sys.stderr)
+            return 2
+        cleanup.push_async_callback(server.close)
+        node.info = replace(info, address=f"{_advertised(settings)}:{port}")
+        node.start()
+        cleanup.push_async_callback(node.close)
+        side.start()
+        settle_memory()
+        registry = announcer(settings.registry, settings.cluster, settings.heartbeat_s)
+        await registry.start(node.info)
+        log.info(
+            "%s at %s: %d blocks of %d tokens", node.info.id, node.info.address, info.num_blocks - 1, info.block_tokens
+        )
+        died = await _until_ended(lifetime, node)
+        if died is None:
+            await registry.update(replace(node.info, state="draining"))
+            await node.drain(settings.drain_timeout_s)
+        await registry.close()
+    if died is not None:
+        log.error("the engine died: %s", died)
+        os._exit(EXIT_ENGINE_DIED)  # its thread may hang in the device
+    return 0
+
+
+async def _until_ended(lifetime: Lifetime, node: Node) -> BaseException | None:
+    """Returns at the first signal, or with what the engine died of."""
+    draining = asyncio.ensure_future(lifetime.draining.wait())
+    ends: tuple[asyncio.Future[Any], ...] = (draining, node.died_with)
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    draining.cancel()
+    return node.died_with.result() if node.died_with.done() else None
+
+
+async def _channels(
+    settings: NodeSettings, computer: Computer, boot: str, on_writer_lost: Callable[[str], None]
+) -> list[KVChannel]:
+    """Best first. The news that a tcp writer is gone is nothing to act on: the receiver itself fences it off."""
+    channels: list[KVChannel] = []
+    if settings.kv_channel in {"auto", "shm"}:
+        directory = Path(settings.kv_directory)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        channels.append(await ShmChannel.start(computer.memory, boot, on_writer_lost, directory, settings.push_timeout_s))
+    if settings.kv_channel in {"auto", "tcp"}:
+        host = settings.kv_host or settings.host
+        advertised = None if settings.kv_host else _advertised(settings)
+        channels.append(
+            await TcpChannel.start(
+                computer.memory, boot, lambda _: None, host, settings.kv_port, advertised, settings.push_timeout_s
+            )
+        )
+    return channels
+
+
+def _advertised(settings: NodeSettings) -> str:
+    """Where others reach this node. Listening on every address, it is the one towards the registry."""
+    if settings.advertise or settings.host not in EVERY_ADDRESS:
+        return settings.advertise or settings.host
+    registry = urlsplit(settings.registry if "://" in settings.registry else f"//{settings.registry}")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((registry.hostname or "127.0.0.1", registry.port or 6379))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _info(settings: NodeSettings, role: Role, computer: Computer) -> NodeInfo:
+    layout = computer.layout
+    return NodeInfo(
+        id=settings.id or f"{role.name}-{socket.gethostname()}-{os.getpid()}",
+        boot=secrets.token_hex(16),
+        role=role.name,
+        address="",
+        model=settings.model,
+        fingerprint=computer.fingerprint,
+        block_tokens=layout.block_tokens,
+        block_bytes=layout.block_bytes,
+        num_blocks=layout.num_blocks,
+        max_model_len=computer.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        version=_version(),
+    )
+
+
+def _version() -> str:
+    try:
+        return version("baton-serve")
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return ""

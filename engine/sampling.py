@@ -1,0 +1,200 @@
+"""Draws the next token of many rows at once. A draw depends on its row's logits, seed and position: nothing else.
+
+Meanings and order are vLLM's: min_tokens and bias, penalties, temperature, min_p, top_k, top_p. The draw is a
+Gumbel-max over counter-based noise (`engine.noise`), so neither the batch, nor chunking, nor the node that draws can
+change it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.logprobs import describe
+from engine.noise import gumbel, key_of
+from shared.messages import Logprobs, Sampling
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+GREEDY_BELOW = 1e-5  # temperatures that leave no choice in float32 (vLLM's bound)
+CANDIDATES = 256  # sorted first; a row whose top_p or top_k reaches further is sorted whole
+NUMERICAL = "numerical"
+NO_TOKEN = "no_token"
+
+
+@dataclass(slots=True)
+class Row:
+    """What one drawn token depends on beside its logits. `tokens` may go on beyond `position`: that is not read."""
+
+    sampling: Sampling
+    tokens: Sequence[int]  # prompt, and what was generated
+    num_prompt: int
+    position: int  # index in the row of the token to draw
+    stop_tokens: frozenset[int] = frozenset()
+    min_tokens: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.sampling.temperature < GREEDY_BELOW
+
+    @property
+    def forbids_stop(self) -> bool:
+        return self.position - self.num_prompt < self.min_tokens and bool(self.stop_tokens)
+
+    @property
+    def is_penalized(self) -> bool:
+        sampling = self.sampling
+        return sampling.repetition_penalty != 1.0 or bool(sampling.presence_penalty or sampling.frequency_penalty)
+
+
+@dataclass(slots=True)
+class Draw:
+    """`error` is "numerical" (the row's logits are not finite) or "no_token" (every token is banned), or empty."""
+
+    token: int | None = None
+    logprobs: Logprobs | None = None
+    error: str = ""
+
+
+@torch.inference_mode()
+def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
+    """One draw a row of `logits`, float32 [R, vocab]; left unchanged. No row's fault touches another row."""
+    if not rows:
+        return []
+    finite = logits.sum(dim=1).isfinite()
+    adjusted = adjust(logits, rows)
+    best, chosen = adjusted.max(dim=1)
+    drawing = [index for index, row in enumerate(rows) if not row.is_greedy]
+    if drawing:
+        at = torch.tensor(drawing, device=logits.device)
+        chosen[at] = _draw(adjusted[at], [rows[index] for index in drawing])
+    # One transfer for all rows: -1 says that the logits were broken, -2 that nothing is allowed.
+    chosen = torch.where(best == -math.inf, -2, chosen)
+    draws = [_draw_of(token) for token in torch.where(finite, chosen, -1).tolist()]
+    _describe(logits, rows, draws)
+    return draws
+
+
+def _draw_of(token: int) -> Draw:
+    return Draw(token) if token >= 0 else Draw(error=NUMERICAL if token == -1 else NO_TOKEN)
+
+
+def _describe(logits: Tensor, rows: Sequence[Row], draws: list[Draw]) -> None:
+    wanted = [
+        (index, draw.token, row.sampling.logprobs)
+        for index, (row, draw) in enumerate(zip(rows, draws, strict=True))
+        if row.sampling.logprobs is not None and draw.token is not None
+    ]
+    if wanted:
+        indices, tokens, num_top = zip(*wanted, strict=True)
+        at = torch.tensor(indices, device=logits.device)
+        for index, entry in zip(indices, describe(logits[at], tokens, num_top), strict=True):
+            draws[index].logprobs = entry
+
+
+# ---- what shifts logits ----------------------------------------------------------------------------------------
+
+
+def adjust(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """`logits` with bans, bias and penalties; the same tensor when no row has any."""
+    shifts = [
+        (index, token, amount)
+        for index, row in enumerate(rows)
+        if row.sampling.logit_bias or row.forbids_stop
+        for token, amount in _shifts(row).items()
+        if 0 <= token < logits.shape[1]  # a stop token beyond the vocabulary can not be drawn anyway
+    ]
+    penalized = [(index, row) for index, row in enumerate(rows) if row.is_penalized]
+    if not shifts and not penalized:
+        return logits
+    adjusted = logits.clone()
+    if shifts:
+        at, banned, amounts = (torch.tensor(column, device=logits.device) for column in zip(*shifts, strict=True))
+        adjusted[at, banned] += amounts.to(adjusted.dtype)
+    if penalized:
+        _penalize(adjusted, penalized)
+    return adjusted
+
+
+def _shifts(row: Row) -> dict[int, float]:
+    banned = dict.fromkeys(row.stop_tokens, -math.inf) if row.forbids_stop else {}
+    return {**row.sampling.logit_bias, **banned}
+
+
+def _penalize(logits: Tensor, rows: list[tuple[int, Row]]) -> None:
+    """Repetition counts prompt and generated tokens, presence and frequency the generated ones only."""
+    columns: list[tuple[IntArray, IntArray, FloatArray, FloatArray]] = []
+    for index, row in rows:
+        seen, where = np.unique(np.array(row.tokens[: row.position], np.int64), return_inverse=True)
+        counts = np.bincount(where[row.num_prompt :], minlength=len(seen))
+        sampling = row.sampling
+        minus = sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+        columns.append((np.full(len(seen), index), seen, np.full(len(seen), sampling.repetition_penalty), minus))
+    at, tokens, repetition, less = (
+        torch.from_numpy(np.concatenate(column)).to(logits.device) for column in zip(*columns, strict=True)
+    )
+    values = logits[at, tokens]
+    values = torch.where(values > 0, values / repetition, values * repetition) - less
+    logits[at, tokens] = values.to(logits.dtype)
+
+
+# ---- the draw --------------------------------------------------------------------------------------------------
+
+
+def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """int64 [R]: a token of each row, drawn from what temperature, min_p, top_k and top_p leave."""
+    device, sampling = logits.device, [row.sampling for row in rows]
+    scores = logits / torch.tensor([one.temperature for one in sampling], device=device)[:, None]
+    filtered = [index for index, one in enumerate(sampling) if one.min_p > 0 or one.top_k > 0 or one.top_p < 1]
+    if filtered:
+        at = torch.tensor(filtered, device=device)
+        scores[at] = restrict(scores[at], [sampling[index] for index in filtered])
+    keys = torch.tensor([[key_of(row.sampling.seed, row.position)] for row in rows], device=device)
+    return (scores.double() + gumbel(keys, torch.arange(scores.shape[1], device=device))).argmax(dim=1)
+
+
+def restrict(scores: Tensor, sampling: Sequence[Sampling]) -> Tensor:
+    """-inf for what the filters drop. Tokens as likely as the least one kept are kept too: no order decides."""
+    device, vocab = scores.device, scores.shape[1]
+    min_p = torch.tensor([one.min_p for one in sampling], device=device)[:, None]
+    scores = scores.masked_fill(scores < scores.amax(dim=1, keepdim=True) + min_p.log(), -math.inf)
+    counts = [min(one.top_k, vocab) if one.top_k > 0 else vocab for one in sampling]
+    top_k = torch.tensor(counts, device=device)[:, None]
+    # 1.0 means all tokens, also those that a sum rounded up to 1 would leave out.
+    masses = [one.top_p if one.top_p < 1 else math.inf for one in sampling]
+    top_p = torch.tensor(masses, device=device, dtype=torch.float64)[:, None]
+    limited = ((top_k < vocab) | (top_p < 1))[:, 0].nonzero()[:, 0]
+    if len(limited):
+        least = _least_kept(scores[limited], top_k[limited], top_p[limited])
+        scores[limited] = scores[limited].masked_fill(scores[limited] < least, -math.inf)
+    return scores
+
+
+def _least_kept(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """[R, 1]: the score of the last token within top_k whose predecessors hold less than top_p of their mass."""
+    width = min(CANDIDATES, scores.shape[1])
+    least, reached = _least_of(scores.topk(width, dim=1).values, scores, top_k, top_p)
+    beyond = (~reached).nonzero()[:, 0]
+    if len(beyond):
+        whole = scores[beyond].sort(dim=1, descending=True).values
+        least[beyond] = _least_of(whole, scores[beyond], top_k[beyond], top_p[beyond])[0]
+    return least
+
+
+def _least_of(ranked: Tensor, scores: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_least_kept` from the best scores, sorted; and by row, whether these reach as far as the row's filters."""
+    width = ranked.shape[1]
+    within = torch.arange(width, device=ranked.device) < top_k
+    kept = ranked.double().masked_fill(~within, -math.inf)
+    few = top_k <= width
+    total = torch.where(few, kept.logsumexp(dim=1, keepdim=True), scores.double().logsumexp(dim=1, keepdim=True))
+    share = (kept - total).exp()
+    before = share.cumsum(dim=1) - share
+    inside = within & (before < top_p)
+    inside[:, 0] = True
+    least = ranked.masked_fill(~inside, math.inf).amin(dim=1, keepdim=True)
+    return least, (few | ~inside[:, -1:])[:, 0] | (width == scores.shape[1])

@@ -1,0 +1,87 @@
+"""Builds requests, steps and pools by hand, so that a runner is driven without a scheduler."""
+
+from collections.abc import Sequence
+from itertools import count
+from random import Random
+
+import torch
+
+from engine.attention.torch_backend import TorchAttention
+from engine.kv_pool import KVPool
+from engine.models.decoder import Decoder
+from engine.runner import Output, Runner, TorchRunner
+from scheduler.request import Request, Slice, Step
+from shared.kv.layout import KVLayout
+from shared.kv.memory import HostMemory
+from shared.messages import Sampling
+
+GREEDY = Sampling(temperature=0.0)
+CPU = torch.device("cpu")
+
+
+class Blocks:
+    """Hands out blocks in a random order, so that no test passes because blocks happen to be neighbours."""
+
+    def __init__(self, num_blocks: int, block_tokens: int, seed: int = 0) -> None:
+        self.block_tokens = block_tokens
+        self._free = list(range(1, num_blocks))
+        Random(seed).shuffle(self._free)
+
+    def request(
+        self, tokens: Sequence[int], sampling: Sampling = GREEDY, max_tokens: int = 64, **more: object
+    ) -> Request:
+        """A request with blocks for all that it may become."""
+        request = Request(f"r{len(self._free)}", list(tokens), len(tokens), max_tokens, payload=sampling, **more)
+        num_blocks = -(-(len(tokens) + max_tokens) // self.block_tokens)
+        request.blocks = [self._free.pop() for _ in range(num_blocks)]
+        return request
+
+
+def layout_of(model: Decoder, num_blocks: int, block_tokens: int) -> KVLayout:
+    config = model.config
+    return KVLayout(num_blocks, config.num_kv_heads, config.num_layers, block_tokens, config.head_dim, "float32")
+
+
+def torch_runner(model: Decoder, num_blocks: int = 64, block_tokens: int = 4) -> tuple[TorchRunner, KVPool, Blocks]:
+    """Over a pool that is NaN wherever nothing was written: one wrong read spoils the answer."""
+    layout = layout_of(model, num_blocks, block_tokens)
+    pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
+    pool.tensor.fill_(torch.nan)
+    return TorchRunner(model, pool, TorchAttention(pool), CPU), pool, Blocks(num_blocks, block_tokens)
+
+
+def piece(request: Request, size: int | None = None) -> Slice:
+    """The next `size` tokens of a request, or all that are left."""
+    start = request.num_computed
+    end = len(request.tokens) if size is None else min(start + size, len(request.tokens))
+    return Slice(request, start, end - start, end == len(request.tokens), request.epoch)
+
+
+STEP_NUMBERS = count()
+
+
+def run_step(runner: Runner, slices: Sequence[Slice]) -> list[Output]:
+    """Runs the slices as one step, moves the cursors and appends the tokens."""
+    outputs = runner.run(Step(next(STEP_NUMBERS), list(slices), []))
+    for one, output in zip(slices, outputs, strict=True):
+        one.request.num_computed = one.end
+        if output.token is not None:
+            one.request.tokens.append(output.token)
+    return outputs
+
+
+def generate(runner: Runner, requests: Sequence[Request], budget: int) -> list[list[int]]:
+    """Runs requests to their end, decodes first, at most `budget` tokens a step. Returns what each generated."""
+    while running := [request for request in requests if request.finish is None]:
+        running.sort(key=lambda request: len(request.tokens) - request.num_computed > 1)
+        slices, left = [], budget
+        for request in running:
+            if left > 0:
+                slices.append(piece(request, left))
+                left -= slices[-1].count
+        for output in run_step(runner, slices):
+            assert not output.error
+        for request in running:
+            if len(request.tokens) > request.num_prompt:
+                request.finish = request.finish_reason()
+    return [request.tokens[request.num_prompt :] for request in requests]

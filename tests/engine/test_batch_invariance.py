@@ -1,0 +1,197 @@
+"""The tokens of a request do not depend on chunks, company, block size, preemption, handoff, or others' faults."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine.batch import build
+from engine.models.decoder import Decoder, load_model
+from engine.runner import TorchRunner
+from engine.sampling import Row, sample
+from scheduler.request import Slice
+from shared.kv.layout import KVLayout
+from shared.messages import Logprobs, Sampling
+from tests.engine.build import CPU, GREEDY, Blocks, generate, piece, run_step, torch_runner
+
+torch.set_num_threads(1)
+VOCABULARY, NUM_TOKENS = 97, 14
+SAMPLINGS = [
+    GREEDY,
+    Sampling(seed=1),
+    Sampling(seed=2, temperature=0.7, top_p=0.9),
+    Sampling(seed=3, top_k=8, min_p=0.01, presence_penalty=0.4, frequency_penalty=0.2),
+    Sampling(seed=1),  # as the second: same prompt, same seed, same answer
+    replace(GREEDY, repetition_penalty=1.2, logit_bias={5: 3.0}),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    where = tmp_path_factory.mktemp("model")
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=52,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).save_pretrained(where)
+    return load_model(where, torch.float32, CPU)
+
+
+def prompts() -> list[list[int]]:
+    random = Random(11)
+    rows = [[random.randrange(VOCABULARY) for _ in range(length)] for length in (1, 17, 30, 8, 0, 5)]
+    rows[4] = rows[1]
+    return rows
+
+
+@pytest.fixture(scope="module")
+def alone(model: Decoder) -> list[list[int]]:
+    """Each request by itself, its prompt in one step."""
+    answers = []
+    for prompt, sampling in zip(prompts(), SAMPLINGS, strict=True):
+        runner, _, blocks = torch_runner(model)
+        answers += generate(runner, [blocks.request(prompt, sampling, NUM_TOKENS)], 4096)
+    assert answers[1] == answers[4]
+    assert len(set(map(tuple, answers))) == 5
+    return answers
+
+
+@pytest.mark.parametrize("block_tokens", [1, 4, 16])
+@pytest.mark.parametrize("budget", [1, 3, 10, 4096])
+def test_chunks_company_and_block_size_change_nothing(
+    model: Decoder, alone: list[list[int]], budget: int, block_tokens: int
+) -> None:
+    runner, _, blocks = torch_runner(model, 200, block_tokens)
+    requests = [
+        blocks.request(prompt, sampling, NUM_TOKENS) for prompt, sampling in zip(prompts(), SAMPLINGS, strict=True)
+    ]
+    assert generate(runner, requests, budget) == alone
+
+
+def test_a_preempted_and_a_handed_over_request_go_on_as_before(model: Decoder, alone: list[list[int]]) -> None:
+    for index, (prompt, sampling) in enumerate(zip(prompts(), SAMPLINGS, strict=True)):
+        runner, pool, blocks = torch_runner(model)
+        request = blocks.request(prompt, sampling, NUM_TOKENS)
+        for _ in range(5):
+            run_step(runner, [piece(request)])
+        # Preempted: its blocks are lost, and all of its tokens are computed again, elsewhere and in chunks.
+        request.blocks = blocks.request(prompt, sampling, NUM_TOKENS).blocks
+        request.num_computed = 0
+        pool.tensor[blocks.request(prompt).blocks] = torch.nan
+        while request.num_computed < len(request.tokens) - 3:
+            run_step(runner, [piece(request, 3)])
+        run_step(runner, [piece(request)])
+        # Handed over: its rows are copied into another pool, to other blocks.
+        other, target, others = torch_runner(model)
+        landed = others.request(prompt, sampling, NUM_TOKENS)
+        landed.blocks.reverse()
+        target.tensor[landed.blocks] = pool.tensor[request.blocks]
+        landed.tokens, landed.num_computed = list(request.tokens), request.num_computed
+        assert generate(other, [landed], 64)[0] == alone[index]
+
+
+def scored(model: Decoder, prompt: list[int], sizes: list[int]) -> list[Logprobs]:
+    runner, _, blocks = torch_runner(model)
+    company = blocks.request([1, 2, 3], replace(GREEDY, logprobs=1))
+    request = blocks.request(prompt, replace(GREEDY, prompt_logprobs=2), every_logit=True)
+    found: list[Logprobs] = []
+    for size in sizes:
+        outputs = run_step(runner, [piece(company), piece(request, size)])
+        assert outputs[0].logprobs is not None
+        assert outputs[0].prompt_logprobs == []
+        found += outputs[1].prompt_logprobs
+    assert request.num_generated == 1
+    assert run_step(runner, [piece(request)])[0].prompt_logprobs == []  # a generated token is no prompt token
+    return found
+
+
+@pytest.mark.parametrize("sizes", [[20], [1] * 20, [7, 12, 1], [19, 1]])
+def test_prompt_logprobs_describe_each_next_prompt_token(model: Decoder, sizes: list[int]) -> None:
+    prompt = [(7 * at) % VOCABULARY for at in range(20)]
+    found = scored(model, prompt, sizes)
+    assert [entry.token for entry in found] == prompt[1:]
+    for at, entry in enumerate(found):  # against the model's next-token logprobs after that much of the prompt
+        runner, _, blocks = torch_runner(model)
+        request = blocks.request(prompt[: at + 1], replace(GREEDY, logprobs=VOCABULARY))
+        drawn = run_step(runner, [piece(request)])[0].logprobs
+        assert drawn is not None
+        place = drawn.top_tokens.index(entry.token)
+        assert entry.logprob == pytest.approx(drawn.top_logprobs[place], abs=1e-4)
+        assert (entry.rank, entry.top_tokens) == (place + 1, drawn.top_tokens[:2])
+
+
+def test_a_resumed_request_scores_only_its_prompt(model: Decoder) -> None:
+    runner, _, blocks = torch_runner(model)
+    request = blocks.request([1, 2, 3, 4, 5, 6], replace(GREEDY, prompt_logprobs=0), every_logit=True)
+    request.num_prompt = 4
+    (output,) = run_step(runner, [piece(request)])
+    assert [entry.token for entry in output.prompt_logprobs] == [2, 3, 4]
+    assert output.token is not None
+
+
+@pytest.mark.parametrize("every_logit", [False, True])
+def test_a_request_whose_kv_is_broken_fails_alone(model: Decoder, alone: list[list[int]], every_logit: bool) -> None:
+    runner, pool, blocks = torch_runner(model)
+    requests = [blocks.request(prompt, GREEDY, NUM_TOKENS, every_logit=every_logit) for prompt in prompts()[:3]]
+    run_step(runner, [piece(one, 8) for one in requests])
+    pool.tensor[requests[1].blocks[0], 0, 0, 2] = torch.nan
+    outputs = run_step(runner, [piece(one) for one in requests])
+    assert [output.error for output in outputs] == ["", "numerical", ""]
+    assert outputs[1].token is None
+    assert requests[0].tokens[len(prompts()[0]) :] == alone[0][:2]
+
+
+def test_a_request_that_may_draw_nothing_fails_alone(model: Decoder, alone: list[list[int]]) -> None:
+    runner, _, blocks = torch_runner(model)
+    stuck = blocks.request([1, 2], GREEDY, stop_tokens=frozenset(range(VOCABULARY)), min_tokens=1)
+    fine = blocks.request(prompts()[0], GREEDY)
+    outputs = run_step(runner, [piece(stuck), piece(fine)])
+    assert [(output.token, output.error) for output in outputs] == [(None, "no_token"), (alone[0][0], "")]
+
+
+def test_an_unfinished_chunk_gives_nothing_and_an_empty_step_too(model: Decoder) -> None:
+    runner, _, blocks = torch_runner(model)
+    (output,) = run_step(runner, [piece(blocks.request(range(9)), 4)])
+    assert (output.token, output.logprobs, output.prompt_logprobs, output.error) == (None, None, [], "")
+    assert run_step(runner, []) == []
+
+
+def test_a_slice_beyond_its_tokens_or_blocks_is_refused() -> None:
+    request = Blocks(16, 4).request(range(6), max_tokens=2)
+    for blocks, end in ((request.blocks, 7), (request.blocks[:1], 6)):
+        request.blocks = blocks
+        with pytest.raises(ValueError, match="no tokens or no blocks"):
+            build([Slice(request, 0, end, True, 0)], 4, CPU)
+
+
+def test_a_pool_of_another_model_is_refused(model: Decoder) -> None:
+    runner, pool, _ = torch_runner(model)
+    pool.layout = KVLayout(64, 2, 3, 4, 8, "float32")
+    with pytest.raises(ValueError, match="another model"):
+        TorchRunner(model, pool, runner._backend, CPU)
+
+
+def test_many_rows_of_one_request_are_scored_in_parts(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = [(7 * at) % VOCABULARY for at in range(20)]
+    whole = scored(model, prompt, [20])
+    monkeypatch.setattr("engine.runner.MAX_SCORED_LOGITS", 3 * VOCABULARY)
+    for part, entry in zip(scored(model, prompt, [20]), whole, strict=True):
+        assert part.token == entry.token
+        assert part.logprob == pytest.approx(entry.logprob, abs=1e-5)
+
+
+def test_the_position_of_a_draw_is_its_index_in_the_row(model: Decoder) -> None:
+    """A decode node that takes over draws as the prefill node would have: the row is all they share."""
+    logits = torch.zeros(2, VOCABULARY)
+    fresh = Row(Sampling(seed=4), [1, 2, 3, 9, 9], 3, 5)
+    resumed = Row(Sampling(seed=4), [1, 2, 3, 9, 9], 5, 5)
+    first, second = sample(logits, [fresh, resumed])
+    assert first.token == second.token

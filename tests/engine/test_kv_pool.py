@@ -1,0 +1,65 @@
+import numpy as np
+import pytest
+import torch
+
+from engine.kv_pool import KVPool, blocks_for
+from shared.kv.layout import KVLayout
+from shared.kv.memory import HostMemory
+
+LAYOUT = KVLayout(num_blocks=5, kv_heads=2, layers=3, block_tokens=4, head_dim=6, dtype="float32")
+
+
+def test_the_pool_is_a_view_of_its_memory_and_layers_are_views_of_the_pool() -> None:
+    memory = HostMemory(LAYOUT.num_blocks, LAYOUT.block_bytes)
+    pool = KVPool(LAYOUT, memory)
+    k, v = pool.layer(1)
+    assert k.shape == v.shape == (5, 2, 4, 6)
+    k[3, 1, 2, 4], v[3, 1, 2, 4] = 7.0, 8.0
+    row = memory.rows[3].view(np.float32).reshape(LAYOUT.shape[1:])
+    assert (row[1, 1, 2, :, 4] == [7.0, 8.0]).all()
+    assert np.count_nonzero(memory.rows.view(np.float32)) == 2
+    memory.rows[2] = 255  # a peer writes
+    assert pool.tensor[2].isnan().all()
+    assert not pool.tensor[3].isnan().any()
+
+
+def test_half_of_the_heads_of_a_block_are_one_contiguous_piece() -> None:
+    pool = KVPool(LAYOUT, HostMemory(LAYOUT.num_blocks, LAYOUT.block_bytes))
+    assert pool.tensor[2, :1].is_contiguous()
+    assert pool.tensor[2].is_contiguous()
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
+def test_sizes_and_dtypes(dtype: str, size: int) -> None:
+    layout = KVLayout(3, 2, 3, 4, 6, dtype)
+    assert layout.block_bytes == 2 * 3 * 4 * 2 * 6 * size
+    assert layout.pool_bytes == 3 * layout.block_bytes
+    pool = KVPool(layout, HostMemory(3, layout.block_bytes))
+    assert pool.tensor.dtype == getattr(torch, dtype)
+    assert tuple(pool.tensor.shape) == layout.shape
+
+
+def test_peers_agree_on_everything_but_the_number_of_blocks() -> None:
+    assert LAYOUT.describe() == KVLayout(9, 2, 3, 4, 6, "float32").describe()
+    others = [(4, 3, 4, 6, "float32"), (2, 4, 4, 6, "float32"), (2, 3, 8, 6, "float32"), (2, 3, 4, 8, "float32")]
+    texts = {KVLayout(5, *rest).describe() for rest in [*others, (2, 3, 4, 6, "bfloat16")]}
+    assert len(texts | {LAYOUT.describe()}) == 6
+
+
+def test_blocks_for_counts_whole_blocks_and_refuses_fewer_than_two() -> None:
+    one = KVLayout(1, 2, 3, 4, 6, "float32")
+    assert blocks_for(10 * one.block_bytes - 1, one) == 9
+    assert blocks_for(2 * one.block_bytes, one) == 2
+    with pytest.raises(ValueError, match=rf"{one.block_bytes} bytes .*give it {2 * one.block_bytes} bytes"):
+        blocks_for(2 * one.block_bytes - 1, one)
+
+
+def test_memory_of_another_layout_is_refused() -> None:
+    with pytest.raises(ValueError, match="layout needs"):
+        KVPool(LAYOUT, HostMemory(LAYOUT.num_blocks, LAYOUT.block_bytes + 4))
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1, 1, 1, "float32"), (1, -1, 1, 1, 1, "float32"), (1, 1, 1, 1, 1, "int3")])
+def test_senseless_layouts_are_refused(sizes: tuple[int, int, int, int, int, str]) -> None:
+    with pytest.raises(ValueError, match="KV"):
+        KVLayout(*sizes)

@@ -1,0 +1,183 @@
+"""Our decoder against transformers, computed in random chunks through the paged pool, unused memory being NaN."""
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from engine.attention.torch_backend import TorchAttention
+from engine.batch import build
+from engine.kv_pool import KVPool
+from engine.models.decoder import Decoder, load_model
+from engine.runner import TorchRunner
+from scheduler.request import Request
+from shared.kv.layout import KVLayout
+from shared.kv.memory import HostMemory
+from shared.messages import Sampling
+from tests.engine.build import CPU, GREEDY, Blocks, generate, layout_of, piece, run_step, torch_runner
+
+STORIES = Path(__file__).parents[3] / "shared" / "data" / "models" / "stories260K"
+torch.set_num_threads(1)
+
+SIZES = {
+    "hidden_size": 48,
+    "intermediate_size": 52,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 97,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES, num_key_value_heads=4),
+    "llama, grouped, tied": LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True),
+    "llama, one kv head, head_dim 20": LlamaConfig(**SIZES, num_key_value_heads=1, head_dim=20),
+    "llama, biases": LlamaConfig(**SIZES, num_key_value_heads=2, attention_bias=True, mlp_bias=True),
+    "llama 3 rope": LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=20, rope_parameters=LLAMA3),
+    "llama, linear rope": LlamaConfig(**SIZES, num_key_value_heads=2, rope_parameters=LINEAR),
+    "mistral": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=None),
+    "mistral, window 7": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=7),
+    "mistral, window 1": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=1),
+    "qwen2": Qwen2Config(**SIZES, num_key_value_heads=2),
+    "qwen2, windows": Qwen2Config(
+        **SIZES, num_key_value_heads=1, use_sliding_window=True, sliding_window=6, max_window_layers=1
+    ),
+    "qwen3": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=20),
+    "qwen3, tied, bias": Qwen3Config(
+        **SIZES, num_key_value_heads=4, head_dim=8, attention_bias=True, tie_word_embeddings=True
+    ),
+}
+
+
+def reference(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
+    """A random model, also in its norms and biases, whose initial ones and zeros would hide an error."""
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        scale = 0.15 if parameter.ndim > 1 else 0.3
+        parameter.data = torch.randn_like(parameter) * scale + (1.0 if "norm" in name else 0.0)
+    return model.to(dtype)
+
+
+def save(config: PretrainedConfig, where: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    reference(config, dtype).save_pretrained(where, **options)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        where, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+@torch.inference_mode()
+def all_logits(model: Decoder, rows: list[list[int]], random: Random, block_tokens: int) -> list[torch.Tensor]:
+    """The logits of every position, each step advancing a random choice of rows by random chunks."""
+    layout = layout_of(model, 96, block_tokens)
+    pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
+    pool.tensor.fill_(torch.nan)
+    backend, blocks = TorchAttention(pool), Blocks(96, block_tokens)
+    # One token more than is looked at: then every position of the row is followed by a known prompt token.
+    requests = [blocks.request([*row, 0], max_tokens=1, every_logit=True) for row in rows]
+    logits: list[list[torch.Tensor]] = [[] for _ in rows]
+    while unfinished := [one for one in requests if one.num_computed < len(one.tokens) - 1]:
+        chosen = random.sample(unfinished, random.randint(1, len(unfinished)))
+        slices = [
+            piece(one, min(random.choice([1, 1, 2, 5, 9, 16]), len(one.tokens) - 1 - one.num_computed))
+            for one in chosen
+        ]
+        batch = build(slices, block_tokens, CPU)
+        found = model.logits(model.forward(batch, backend.plan(batch)))
+        for one, part in zip(slices, found.split([one.count for one in slices]), strict=True):
+            logits[requests.index(one.request)].append(part)
+            one.request.num_computed = one.end
+    return [torch.cat(parts) for parts in logits]
+
+
+def largest_difference(reference_model: Any, model: Decoder, seed: int = 0, block_tokens: int = 4) -> float:
+    random = Random(seed)
+    vocab = model.config.vocab_size
+    rows = [[random.randrange(vocab) for _ in range(length)] for length in (41, 1, 17, 8)]
+    ours = all_logits(model, rows, random, block_tokens)
+    with torch.inference_mode():
+        theirs = [reference_model(torch.tensor([row])).logits[0] for row in rows]
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_transformers_in_any_chunking(name: str, tmp_path: Path) -> None:
+    reference_model = save(CONFIGS[name], tmp_path)
+    model = load_model(tmp_path, torch.float32, CPU)
+    for seed, block_tokens in ((1, 4), (2, 1), (3, 16)):
+        assert largest_difference(reference_model, model, seed, block_tokens) <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_files_are_read_exactly(dtype: torch.dtype, tmp_path: Path) -> None:
+    reference_model = save(CONFIGS["llama, grouped, tied"], tmp_path, dtype)
+    model = load_model(tmp_path, torch.bfloat16, CPU)
+    assert model.dtype == torch.float32  # on a CPU, whatever was asked for
+    assert largest_difference(reference_model, model) <= 1e-4
+
+
+def test_sharded_files_are_one_model(tmp_path: Path) -> None:
+    reference_model = save(CONFIGS["qwen3"], tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert largest_difference(reference_model, load_model(tmp_path, torch.float32, CPU)) <= 1e-4
+
+
+def test_a_config_of_transformers_4_gives_the_same_model(tmp_path: Path) -> None:
+    reference_model = save(CONFIGS["llama 3 rope"], tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    scaling = config.pop("rope_parameters")
+    config["rope_theta"] = scaling.pop("rope_theta")
+    config["rope_scaling"] = scaling
+    file.write_text(json.dumps(config))
+    assert largest_difference(reference_model, load_model(tmp_path, torch.float32, CPU)) <= 1e-4
+
+
+def test_a_16_bit_pool_stays_near_the_exact_logits(tmp_path: Path) -> None:
+    reference_model = save(CONFIGS["qwen3"], tmp_path)
+    model = load_model(tmp_path, torch.float32, CPU)
+    layout = KVLayout(16, 2, 3, 4, 20, "bfloat16")
+    pool = KVPool(layout, HostMemory(16, layout.block_bytes))
+    runner = TorchRunner(model, pool, TorchAttention(pool), CPU)
+    request = Blocks(16, 4).request(range(3, 30), Sampling(temperature=0.0, logprobs=5), max_tokens=1)
+    (output,) = run_step(runner, [piece(request)])
+    with torch.inference_mode():
+        theirs = reference_model(torch.tensor([request.tokens[:27]])).logits[0, -1].log_softmax(0)
+    assert output.logprobs is not None
+    for token, logprob in zip(output.logprobs.top_tokens, output.logprobs.top_logprobs, strict=True):
+        assert abs(float(theirs[token]) - logprob) < 0.1
+
+
+def golden() -> list[dict[str, Any]]:
+    cases: list[dict[str, Any]] = json.loads((STORIES / "golden_greedy.json").read_text())["cases"]
+    return cases
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="the stories260K model is not beside this checkout")
+@pytest.mark.parametrize("budget", [7, 4096])
+def test_a_trained_model_tells_the_golden_stories(budget: int) -> None:
+    model = load_model(STORIES, torch.float32, CPU)
+    runner, _, blocks = torch_runner(model, num_blocks=400, block_tokens=16)
+    cases = golden()
+    requests: list[Request] = [
+        blocks.request(case["prompt_token_ids"], GREEDY, 160, stop_tokens=frozenset(model.config.eos_token_ids))
+        for case in cases
+    ]
+    answers = generate(runner, requests, budget)
+    for case, answer in zip(cases, answers, strict=True):
+        assert answer == case["completion_token_ids"]

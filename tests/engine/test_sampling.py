@@ -1,0 +1,242 @@
+import math
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from engine.noise import GOLDEN, MASK, gumbel, key_of
+from engine.sampling import CANDIDATES, Row, adjust, restrict, sample
+from shared.messages import Sampling
+
+torch.set_num_threads(1)
+DRAW = Sampling()  # temperature 1 and no filter: vLLM's defaults
+GREEDY = Sampling(temperature=0.0)
+
+
+def row(sampling: Sampling, position: int = 5, **more: Any) -> Row:
+    return Row(sampling, **{"tokens": [0] * position, "num_prompt": position, "position": position, **more})
+
+
+def random_logits(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def drawn(logits: torch.Tensor, rows: list[Row]) -> list[int | None]:
+    return [draw.token for draw in sample(logits, rows)]
+
+
+def allowed(logits: NDArray[np.float64], sampling: Sampling) -> list[int]:
+    """The definition, token by token: min_p, then top_k, then the shortest head of them that holds top_p."""
+    scores = logits / sampling.temperature
+    likely = np.exp(scores - scores.max())
+    left = [int(token) for token in np.argsort(-scores, kind="stable") if likely[token] >= sampling.min_p]
+    if sampling.top_k > 0:
+        left = left[: sampling.top_k]
+    total, mass, kept = sum(likely[left]), 0.0, []
+    for token in left:
+        if kept and sampling.top_p < 1 and mass >= sampling.top_p * total:
+            break
+        kept.append(token)
+        mass += likely[token]
+    return sorted(kept)
+
+
+FILTERS = [
+    Sampling(top_k=1),
+    Sampling(top_k=3),
+    Sampling(top_k=10**9),
+    Sampling(top_k=2500),
+    Sampling(top_p=0.9),
+    Sampling(top_p=1e-9),
+    Sampling(min_p=0.1),
+    Sampling(min_p=1.0),
+    Sampling(temperature=0.4, top_k=5, top_p=0.8),
+    Sampling(temperature=2.0, top_k=40, min_p=0.02),
+    Sampling(temperature=1.3, top_p=0.97, min_p=0.01),
+    Sampling(),
+]
+
+
+@pytest.mark.parametrize("vocab", [7, 97, CANDIDATES, CANDIDATES + 1, 3000])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 5.0])
+def test_filters_leave_exactly_the_defined_tokens(vocab: int, scale: float) -> None:
+    logits = random_logits(len(FILTERS), vocab, vocab, scale)
+    temperatures = torch.tensor([one.temperature for one in FILTERS])[:, None]
+    left = restrict(logits / temperatures, FILTERS).isfinite()
+    for index, sampling in enumerate(FILTERS):
+        expected = allowed((logits[index] / sampling.temperature).double().numpy(), replace(sampling, temperature=1.0))
+        assert left[index].nonzero()[:, 0].tolist() == expected, sampling
+
+
+def test_tokens_as_likely_as_the_last_one_kept_are_kept() -> None:
+    logits = torch.tensor([[1.0, 2.0, 1.0, 0.0, 2.0]])
+    assert restrict(logits, [Sampling(top_k=1)]).isfinite()[0].tolist() == [False, True, False, False, True]
+    assert restrict(logits, [Sampling(top_k=3)]).isfinite()[0].tolist() == [True, True, True, False, True]
+
+
+@pytest.mark.parametrize("sampling", FILTERS)
+def test_draws_follow_the_distribution(sampling: Sampling) -> None:
+    """Chi-square over 4,000 positions; the noise is fixed by the seed, so this passes always or never."""
+    logits = random_logits(1, 12, seed=3, scale=1.5)[0]
+    kept = allowed(logits.double().numpy(), sampling)
+    weights = np.exp(logits.double().numpy()[kept] / sampling.temperature)
+    count = 4000
+    tokens = drawn(logits.expand(count, -1), [row(sampling, position) for position in range(count)])
+    assert set(tokens) <= set(kept)
+    expected = weights / weights.sum() * count
+    observed = np.array([tokens.count(token) for token in kept])
+    likely = expected >= 5
+    if likely.sum() > 1:
+        statistic = float(((observed - expected) ** 2 / expected)[likely].sum())
+        degrees = int(likely.sum()) - 1
+        assert statistic < degrees + 4 * math.sqrt(2 * degrees)
+
+
+def test_seeds_positions_and_tokens_draw_independently() -> None:
+    """Neighbouring seeds and positions are what real traffic has: their noise must not be alike."""
+    logits = torch.zeros(4096, 4)
+    rows = [row(replace(DRAW, seed=seed), position) for seed in range(64) for position in range(64)]
+    tokens = np.array(drawn(logits, rows)).reshape(64, 64)
+    for pairs in (tokens[:-1] * 4 + tokens[1:], tokens[:, :-1] * 4 + tokens[:, 1:]):
+        counts = np.bincount(pairs.ravel(), minlength=16)
+        expected = pairs.size / 16
+        assert ((counts - expected) ** 2 / expected).sum() < 15 + 4 * math.sqrt(30)
+
+
+def test_noise_is_splitmix64_over_seed_position_and_token() -> None:
+    """Two nodes draw the same token only while this stays as it is: another noise is another protocol."""
+
+    def mix(value: int) -> int:
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            value = (value ^ (value >> shift)) * factor & MASK
+        return value ^ (value >> 31)
+
+    for seed, position, token in [(0, 0, 0), (1, 2, 3), (2**64 - 1, 10**6, 151_935), (2**63, 1, 2**31 - 1)]:
+        key = mix((mix((seed + GOLDEN) & MASK) + position * GOLDEN) & MASK)
+        value = mix((key + (token + 1) * GOLDEN) & MASK)
+        expected = -math.log(-math.log(((value >> 12) + 0.5) / 2**52))
+        found = gumbel(torch.tensor([key_of(seed, position)]), torch.tensor([token])).item()
+        assert found == pytest.approx(expected, rel=1e-12)
+    assert drawn(torch.zeros(8, 1000), [row(replace(DRAW, seed=7), at) for at in range(8)]) == PINNED
+
+
+PINNED = [296, 859, 821, 994, 183, 977, 461, 134]
+CHOICES = [
+    GREEDY,
+    DRAW,
+    Sampling(temperature=0.7, top_p=0.9, seed=11),
+    Sampling(top_k=4, seed=12, presence_penalty=0.5),
+    Sampling(min_p=0.05, repetition_penalty=1.3, seed=13),
+    Sampling(temperature=1.5, frequency_penalty=0.7, logit_bias={3: 5.0}),
+]
+
+
+@given(st.permutations(range(12)), st.integers(1, 12))
+@settings(max_examples=30, deadline=None)
+def test_a_draw_does_not_depend_on_its_company(order: list[int], size: int) -> None:
+    logits = random_logits(12, 50)
+    rows = [
+        Row(replace(CHOICES[index % 6], logprobs=index % 3), [index, 4, 4, index, 9, 9], 2, 4 + index % 3)
+        for index in range(12)
+    ]
+    together = sample(logits, rows)
+    assert sample(logits[order[:size]], [rows[index] for index in order[:size]]) == [together[i] for i in order[:size]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, -0.0, 1e-300, 1e-6])
+def test_tiny_temperatures_are_greedy(temperature: float) -> None:
+    logits = random_logits(20, 30)
+    rows = [row(Sampling(temperature=temperature, seed=seed)) for seed in range(20)]
+    assert drawn(logits, rows) == logits.argmax(dim=1).tolist()
+
+
+def test_penalties_and_bias_are_those_of_vllm() -> None:
+    tokens, num_prompt = [2, 3, 3, 5, 5, 5, 7, 9], 3  # one more than is there when the token at 7 is drawn
+    sampling = Sampling(
+        repetition_penalty=1.7, presence_penalty=0.4, frequency_penalty=-0.3, logit_bias={1: 2.5, 5: -1.0, 999: 1.0}
+    )
+    one = Row(sampling, tokens, num_prompt, 7, frozenset({4, 888}), min_tokens=5)
+    logits = random_logits(2, 10)
+    before = logits.clone()
+    found = adjust(logits, [one, row(GREEDY)])
+    expected = logits[0].tolist()
+    expected[1] += 2.5
+    expected[5] -= 1.0
+    expected[4] = -math.inf
+    for token in (2, 3, 5, 7):
+        expected[token] *= 1 / 1.7 if expected[token] > 0 else 1.7
+    for token, count in {3: 0, 5: 3, 7: 1}.items():
+        expected[token] -= 0.4 * (count > 0) - 0.3 * count
+    assert torch.allclose(found[0], torch.tensor(expected), atol=1e-5)
+    assert torch.equal(found[1], logits[1])
+    assert torch.equal(logits, before)
+
+
+def test_rows_without_penalties_are_not_even_copied() -> None:
+    logits = random_logits(3, 10)
+    assert adjust(logits, [row(GREEDY), row(DRAW), row(Sampling(top_k=2))]) is logits
+
+
+def test_stop_tokens_are_banned_until_min_tokens() -> None:
+    logits = torch.tensor([[0.0, 9.0, 5.0, 1.0]])
+    one = Row(GREEDY, [0] * 9, 4, 6, frozenset({1, 2}), min_tokens=3)
+    assert drawn(logits, [one]) == [3]
+    assert drawn(logits, [replace(one, position=7)]) == [1]
+
+
+def test_logprobs_are_of_the_raw_logits() -> None:
+    logits = random_logits(3, 20)
+    sampling = Sampling(temperature=0.0, logit_bias={4: 100.0}, logprobs=3)
+    draws = sample(logits, [row(sampling), row(GREEDY), row(replace(GREEDY, logprobs=0))])
+    raw = logits.log_softmax(dim=1)
+    ranked = raw[0].argsort(descending=True).tolist()
+    first = draws[0].logprobs
+    assert first is not None
+    assert (first.token, first.rank) == (4, ranked.index(4) + 1)
+    assert first.logprob == pytest.approx(raw[0, 4].item())
+    assert first.top_tokens == ranked[:3]
+    assert first.top_logprobs == pytest.approx([raw[0, token].item() for token in ranked[:3]])
+    assert draws[1].logprobs is None
+    last = draws[2].logprobs
+    assert last is not None
+    assert (last.rank, last.top_tokens, last.top_logprobs) == (1, [], [])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("sampling", [GREEDY, DRAW, Sampling(top_p=0.5), Sampling(top_k=2, repetition_penalty=1.2)])
+def test_a_broken_row_fails_alone(bad: float, sampling: Sampling) -> None:
+    logits = random_logits(4, 30)
+    rows = [row(replace(sampling, seed=seed, logprobs=2)) for seed in range(4)]
+    good = sample(logits, rows)
+    logits[2, 17] = bad
+    found = sample(logits, rows)
+    assert (found[2].token, found[2].logprobs, found[2].error) == (None, None, "numerical")
+    assert [found[index] for index in (0, 1, 3)] == [good[index] for index in (0, 1, 3)]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAW, Sampling(top_p=0.5, min_p=0.1)])
+def test_a_row_with_every_token_banned_fails_alone(sampling: Sampling) -> None:
+    logits = random_logits(3, 6)
+    banned = Row(replace(sampling, logprobs=1), [1, 2], 2, 2, frozenset(range(6)), min_tokens=1)
+    draws = sample(logits, [row(sampling), banned, row(sampling)])
+    assert (draws[1].token, draws[1].logprobs, draws[1].error) == (None, None, "no_token")
+    assert [draw.token for draw in (draws[0], draws[2])] == drawn(logits[[0, 2]], [row(sampling), row(sampling)])
+
+
+def test_no_rows_are_no_draws() -> None:
+    assert sample(torch.empty(0, 9), []) == []
+
+
+def test_a_large_vocabulary_draws_inside_its_filters() -> None:
+    """Flat enough that top_p reaches beyond the candidates that are sorted first."""
+    random = Random(5)
+    logits = random_logits(24, 8 * CANDIDATES, scale=0.3)
+    rows = [row(Sampling(top_p=random.choice([0.3, 0.95]), top_k=random.choice([0, 50, 5000]))) for _ in range(24)]
+    for index, token in enumerate(drawn(logits, rows)):
+        assert token in allowed(logits[index].double().numpy(), rows[index].sampling)

@@ -1,0 +1,340 @@
+"""Everything that may be wrong with a model directory is one clear line; nothing in it is ever run."""
+
+import json
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.models.config import MAX_CONFIG_BYTES, ModelConfig, Rope
+from engine.models.decoder import load_model
+from engine.weights import INDEX, MAX_HEADER_BYTES, Checkpoint, fingerprint, resolve
+from tests.engine.build import CPU
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8,
+    "intermediate_size": 6,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 11,
+    "max_position_embeddings": 64,
+    "eos_token_id": 2,
+}
+SHAPES = {
+    "model.embed_tokens.weight": (11, 8),
+    "model.norm.weight": (8,),
+    "lm_head.weight": (11, 8),
+    "model.layers.0.input_layernorm.weight": (8,),
+    "model.layers.0.post_attention_layernorm.weight": (8,),
+    "model.layers.0.self_attn.q_proj.weight": (8, 8),
+    "model.layers.0.self_attn.k_proj.weight": (4, 8),
+    "model.layers.0.self_attn.v_proj.weight": (4, 8),
+    "model.layers.0.self_attn.o_proj.weight": (8, 8),
+    "model.layers.0.mlp.gate_proj.weight": (6, 8),
+    "model.layers.0.mlp.up_proj.weight": (6, 8),
+    "model.layers.0.mlp.down_proj.weight": (8, 6),
+}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 4}
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {name: torch.randn(shape) for name, shape in SHAPES.items()}
+
+
+def write_config(where: Path, **changes: Any) -> Path:
+    """`...` takes a key out."""
+    kept = {key: value for key, value in {**CONFIG, **changes}.items() if value is not ...}
+    (where / "config.json").write_text(json.dumps(kept))
+    return where
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    save_file(tensors(), tmp_path / "model.safetensors")
+    return write_config(tmp_path)
+
+
+# ---- config.json -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, r"architectures is \['GPT2LMHeadModel'\]: supported .*Qwen3"),
+        ({"architectures": ...}, "architectures is missing"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map .*never run"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config .*unquantized"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"hidden_size": ...}, "hidden_size is missing: it must be an integer from 1"),
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+        ({"vocab_size": 2**31}, "vocab_size"),
+        ({"vocab_size": "11"}, "vocab_size is '11'"),
+        ({"intermediate_size": 6.0}, "intermediate_size is 6.0"),
+        ({"num_attention_heads": True}, "num_attention_heads is True"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "num_attention_heads is 3: hidden_size .8. must be"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads is 3: num_attention_heads .4."),
+        ({"head_dim": 5}, "head_dim is 5: .*even"),
+        ({"head_dim": -2}, "head_dim is -2"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rope_theta": -1.0}, "rope_theta is -1.0"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters.rope_type is 'yarn'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.type is 'dynamic'"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling.factor is 0"),
+        ({"rope_scaling": []}, r"rope_scaling is \[\]: it must be an object"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rope_parameters.low_freq_factor is missing"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
+        ({"attention_bias": 1}, "attention_bias is 1"),
+        ({"eos_token_id": 11}, "eos_token_id is 11: .*below vocab_size"),
+        ({"eos_token_id": [2, "3"]}, "eos_token_id"),
+        ({"bos_token_id": -1}, "bos_token_id is -1"),
+        ({**QWEN2, "sliding_window": 0}, "sliding_window is 0"),
+        ({**QWEN2, "layer_types": ["full_attention"] * 2}, "layer_types .* 1 layers"),
+        ({**QWEN2, "layer_types": ["linear_attention"]}, "layer_types"),
+        ({**QWEN2, "max_window_layers": -1}, "max_window_layers is -1"),
+    ],
+)
+def test_a_wrong_config_is_refused_naming_file_key_and_fix(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message) as error:
+        ModelConfig.from_directory(tmp_path)
+    assert str(tmp_path / "config.json") in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "missing"),
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"[1]", "not a JSON object"),
+        (b" " * (MAX_CONFIG_BYTES + 1), "over 1048576 bytes"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=f"config.json: {message}"):
+        ModelConfig.from_directory(tmp_path)
+
+
+def test_defaults_and_both_ways_to_write_rope(tmp_path: Path) -> None:
+    config = ModelConfig.from_directory(write_config(tmp_path, num_key_value_heads=...))
+    assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (2, 4, 1e-6)
+    assert (config.rope, config.windows, config.bos_token_id) == (Rope(), (0,), None)
+    old = {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2}}
+    new = {"rope_parameters": {"rope_theta": 500.0, "rope_type": "linear", "factor": 2}}
+    for changes in (old, new):
+        assert ModelConfig.from_directory(write_config(tmp_path, **changes)).rope == Rope(500.0, "linear", 2.0)
+    null = ModelConfig.from_directory(write_config(tmp_path, rope_scaling=None, rope_theta=7.0))
+    assert null.rope == Rope(7.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, (4096,) * 3),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (0, 0, 0)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 9}, (9, 9, 9)),
+        ({"architectures": ["LlamaForCausalLM"], "sliding_window": 9}, (0, 0, 0)),
+        ({**QWEN2, "use_sliding_window": False}, (0, 0, 0)),
+        ({**QWEN2, "max_window_layers": 1}, (0, 4, 4)),
+        ({**QWEN2, "max_window_layers": 28}, (0, 0, 0)),
+        ({**QWEN2, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, (4, 0, 4)),
+    ],
+)
+def test_windows_by_layer(changes: dict[str, Any], windows: tuple[int, ...], tmp_path: Path) -> None:
+    assert ModelConfig.from_directory(write_config(tmp_path, num_hidden_layers=3, **changes)).windows == windows
+
+
+def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
+    write_config(tmp_path, eos_token_id=[2, 3], bos_token_id=[1])
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 7]}')
+    config = ModelConfig.from_directory(tmp_path)
+    assert (config.eos_token_ids, config.bos_token_id) == ((2, 3, 7), 1)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 99}')
+    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id is 99"):
+        ModelConfig.from_directory(tmp_path)
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------
+
+
+def test_missing_extra_and_wrong_tensors_are_named(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    name = "model.layers.0.mlp.up_proj.weight"
+    whole = load_file(file)
+    save_file({key: value for key, value in whole.items() if key != name}, file)
+    with pytest.raises(ValueError, match=f"tensor '{name}' is missing"):
+        load_model(directory, torch.float32, CPU)
+    save_file({**whole, "model.layers.1.mlp.up_proj.weight": torch.ones(2)}, file)
+    with pytest.raises(ValueError, match=r"1 tensors .* no place for, such as 'model.layers.1"):
+        load_model(directory, torch.float32, CPU)
+    save_file({**whole, name: torch.ones(8, 6)}, file)
+    with pytest.raises(ValueError, match=rf"'{name}' is \[8, 6\], the config asks for \[6, 8\]"):
+        load_model(directory, torch.float32, CPU)
+    save_file({**whole, name: torch.ones(6, 8, dtype=torch.float64)}, file)
+    with pytest.raises(ValueError, match=f"'{name}' is F64; supported are F32, BF16, F16"):
+        load_model(directory, torch.float32, CPU)
+
+
+def test_known_leftovers_of_old_files_are_ignored(directory: Path) -> None:
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    save_file({**load_file(directory / "model.safetensors"), **extra}, directory / "model.safetensors")
+    load_model(write_config(directory, tie_word_embeddings=True), torch.float32, CPU)
+
+
+def test_a_loaded_model_does_not_change_with_its_file(directory: Path) -> None:
+    checkpoint = Checkpoint(directory, torch.float32, CPU)
+    taken = checkpoint.take("model.norm.weight", 8)
+    before = taken.clone()
+    file = directory / "model.safetensors"
+    with file.open("r+b") as stream:
+        stream.write(b"\xff" * file.stat().st_size)
+    assert torch.equal(taken, before)
+
+
+def raw(header: dict[str, Any] | bytes, data: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def entry(start: int, end: int, shape: list[Any], dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "header of 0 bytes in a file of 0"),
+        (b"\1\2\3", "in a file of 3"),
+        (raw({}, length=2**63), "header of 9223372036854775808 bytes"),
+        (raw(b" " * (MAX_HEADER_BYTES + 1)), "at most 1048576"),
+        (raw({}, length=50), "header of 50 bytes in a file of 10"),
+        (raw(b"{nope"), "model.safetensors: "),
+        (raw(b"[1]"), "malformed"),
+        (raw(b"\xff\xff"), "model.safetensors: "),
+        (raw({"a": 5}), "malformed"),
+        (raw({"a": entry(0, 8, [2]), "b": entry(12, 16, [1])}, b"\0" * 16), "'b' has bytes 12 to 16: a hole"),
+        (raw({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, b"\0" * 12), "'b' has bytes 4 to 12"),
+        (raw({"a": entry(0, 8, [3])}, b"\0" * 8), "'a' has bytes 0 to 8"),
+        (raw({"a": entry(0, 8, [2**62, 2**62])}, b"\0" * 8), "'a' has bytes 0 to 8"),
+        (raw({"a": entry(0, 8, [-2, -1])}, b"\0" * 8), r"'a' has shape \[-2, -1\]"),
+        (raw({"a": entry(0, 8, [2.0])}, b"\0" * 8), r"'a' has shape \[2.0\]"),
+        (raw({"a": entry(0, 8, [2], "I64")}, b"\0" * 8), "'a' is I64"),
+        (raw({"a": entry(0, 8, [2])}, b"\0" * 7), "longer or shorter"),
+        (raw({"a": entry(0, 8, [2])}, b"\0" * 9), "longer or shorter"),
+        (raw(b'{"a":%b,"a":%b}' % ((json.dumps(entry(0, 4, [1])).encode(),) * 2), b"\0" * 4), "occurs twice"),
+    ],
+)
+def test_a_malformed_safetensors_file_is_refused(content: bytes, message: str, directory: Path) -> None:
+    (directory / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        load_model(directory, torch.float32, CPU)
+    assert "model.safetensors" in str(error.value)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", "a.bin", ".."])
+def test_shard_names_may_not_leave_the_directory(name: str, directory: Path) -> None:
+    (directory / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(ValueError, match="is not a safetensors file in this directory"):
+        load_model(directory, torch.float32, CPU)
+
+
+def test_links_out_of_the_directory_are_refused_unless_they_are_the_hubs(directory: Path) -> None:
+    snapshot, blobs = directory / "snapshots" / "abc", directory / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    write_config(snapshot)
+    (directory / "model.safetensors").rename(blobs / "0123")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/0123")
+    load_model(snapshot, torch.float32, CPU)
+    (directory / "model.safetensors").symlink_to(blobs / "0123")
+    with pytest.raises(ValueError, match="is not a safetensors file in this directory"):
+        load_model(directory, torch.float32, CPU)
+
+
+def test_missing_shards_and_doubled_tensors_are_refused(directory: Path) -> None:
+    (directory / INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "b.safetensors"}}))
+    with pytest.raises(ValueError, match=r"b\.safetensors: missing, though"):
+        load_model(directory, torch.float32, CPU)
+    save_file({"model.norm.weight": torch.ones(8)}, directory / "b.safetensors")
+    with pytest.raises(ValueError, match=r"'model\.norm\.weight' is in another file too"):
+        load_model(directory, torch.float32, CPU)
+    (directory / INDEX).write_text(json.dumps({"weight_map": []}))
+    with pytest.raises(ValueError, match="weight_map must map"):
+        load_model(directory, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_pickled_weights_are_refused_and_never_opened(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"not even a pickle")
+    with pytest.raises(ValueError, match=r"only pickled weights .* use safetensors"):
+        load_model(write_config(tmp_path), torch.float32, CPU)
+
+
+def test_a_directory_without_weights_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
+        load_model(write_config(tmp_path), torch.float32, CPU)
+
+
+# ---- finding and recognizing a model ---------------------------------------------------------------------------
+
+
+def test_a_fingerprint_is_of_the_content_not_of_the_place(directory: Path, tmp_path_factory: Any) -> None:
+    first = fingerprint(directory)
+    other = tmp_path_factory.mktemp("other")
+    for file in directory.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    assert fingerprint(other) == first
+    weights = other / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert fingerprint(other) != first
+    weights.write_bytes(content)
+    assert fingerprint(other) == first
+    write_config(other, rope_theta=9.0)
+    assert fingerprint(other) != first
+
+
+def test_a_directory_resolves_to_itself(directory: Path) -> None:
+    assert resolve(str(directory)) == directory
+
+
+@pytest.mark.parametrize("model", ["/no/such/place", "./here", "a/b/c", "../x/y", "gpt2", "", "owner/na me"])
+def test_what_is_neither_directory_nor_hub_id_is_refused(model: str) -> None:
+    with pytest.raises(ValueError, match="neither a directory nor a hub id"):
+        resolve(model)
+
+
+def test_a_hub_id_without_the_package_or_the_network_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ValueError, match="huggingface_hub is missing: pip install"):
+        resolve("owner/name")
+    monkeypatch.undo()
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match="'owner/name' is no local directory, and downloading it failed: "):
+        resolve("owner/name")

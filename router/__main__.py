@@ -1,0 +1,107 @@
+"""Runs a router: `python -m router --help`."""
+
+import asyncio
+import logging
+import secrets
+import socket
+import sys
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from router.api import build_app
+from router.dispatch import Dispatch
+from router.fleet import Fleet
+from router.fleet_status import NodeMetrics
+from router.generation import Model
+from router.model import read_model
+from router.text import Tokenizer
+from shared.config import RouterSettings, settings_from_command_line
+from shared.errors import ConfigError
+from shared.registry import EmbeddedRegistry, RedisRegistry, Registry
+from shared.serve import Lifetime, run, settle_memory
+
+log = logging.getLogger("baton.router")
+
+
+def main(settings: RouterSettings) -> int:
+    """Serves until SIGTERM. Returns the process's exit status: 2 when the settings cannot be served."""
+    try:
+        directory = Path(settings.model)
+        name = settings.served_model_name or directory.resolve().name
+        model = read_model(directory, name, settings.max_model_len, int(time.time()))
+        tokenizer = Tokenizer.load(directory)
+        listener = _listener(settings.host, settings.port)
+    except (ConfigError, OSError, ValueError) as error:
+        print(f"router: {error}", file=sys.stderr)
+        return 2
+    return run(lambda lifetime: _serve(lifetime, settings, model, tokenizer, listener), settings.log_level)
+
+
+async def _serve(
+    lifetime: Lifetime, settings: RouterSettings, model: Model, tokenizer: Tokenizer, listener: socket.socket
+) -> int:
+    identity = f"router-{secrets.token_hex(8)}"
+    fleet = Fleet(identity, _registry(settings, identity), settings.mode, settings.node_timeout_s)
+    dispatch = Dispatch(fleet, model.name, settings.max_attempts)
+    metrics = CollectorRegistry()
+    metrics.register(NodeMetrics(fleet.nodes))
+    app = build_app(
+        dispatch, tokenizer, model, registry=metrics, max_concurrent_requests=settings.max_concurrent_requests
+    )
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            loop="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=int(settings.drain_timeout_s),
+        )
+    )
+    async with AsyncExitStack() as cleanup:
+        try:
+            await fleet.start()
+        except OSError as error:
+            print(f"router: cannot listen on registry port {settings.registry_port}: {error}", file=sys.stderr)
+            return 2
+        cleanup.push_async_callback(fleet.close)
+        settle_memory()
+        serving = asyncio.ensure_future(server._serve([listener]))
+        log.info("listening on http://%s:%d", *listener.getsockname()[:2])
+        draining = asyncio.ensure_future(lifetime.draining.wait())
+        await asyncio.wait({serving, draining}, return_when=asyncio.FIRST_COMPLETED)
+        draining.cancel()
+        server.should_exit = True
+        await serving
+    return 0
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """Bound before anything is started. Raises OSError with one clear line."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port") from None
+    return listener
+
+
+def _registry(settings: RouterSettings, identity: str) -> Registry:
+    if settings.registry:
+        return RedisRegistry(settings.registry, settings.cluster)
+    return EmbeddedRegistry(identity, settings.registry_host or settings.host, settings.registry_port)
+
+
+if __name__ == "__main__":
+    sys.exit(main(settings_from_command_line(RouterSettings, sys.argv[1:], "python -m router")))

@@ -1,0 +1,199 @@
+"""The routes of the REST API, and how each is answered. Errors become statuses here and nowhere else."""
+
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from secrets import token_hex
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from router.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
+from router.exchange import Exchange
+from router.generation import Dispatcher, Model
+from router.metrics import RequestMetrics
+from router.order import apart, check_ids, encode, take_order
+from router.sse import Form
+from router.text import Tokenizer
+from router.wire import ClientGone, Reply, described, label_of, while_connected
+from router.wire import read_body as read_bytes
+from shared.errors import Rejected, Unavailable
+
+BODY_BYTES, BODY_BYTES_PER_TOKEN = 256 << 10, 16
+PARSED_AT_ONCE = 64 << 10  # a larger body is parsed on a thread
+BODY_TIMEOUT_S = 10.0
+
+
+def build_app(
+    dispatcher: Dispatcher,
+    tokenizer: Tokenizer,
+    model: Model,
+    *,
+    registry: CollectorRegistry | None = None,
+    max_concurrent_requests: int = 1024,
+    body_timeout_s: float = BODY_TIMEOUT_S,
+) -> Starlette:
+    """The whole REST API as an ASGI app. `registry` collects its metrics and is what `/metrics` shows."""
+    registry = CollectorRegistry() if registry is None else registry
+    rim = Rim(dispatcher, tokenizer, model, registry, max_concurrent_requests, body_timeout_s)
+    app = Starlette(
+        routes=[
+            Route("/v1/completions", Post(rim, CompletionBody, rim.generate), methods=["POST"]),
+            Route("/v1/chat/completions", Post(rim, ChatBody, rim.generate), methods=["POST"]),
+            Route("/tokenize", Post(rim, TokenizeBody, rim.tokenize), methods=["POST"]),
+            Route("/detokenize", Post(rim, DetokenizeBody, rim.detokenize), methods=["POST"]),
+            Route("/v1/models", rim.models),
+            Route("/v1/models/{name:path}", rim.one_model),
+            Route("/v1/status", rim.status),
+            Route("/health", rim.health),
+            Route("/ready", rim.ready),
+            Route("/metrics", rim.metrics),
+        ],
+        exception_handlers={HTTPException: _tell, Rejected: _tell, Exception: _tell},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def _tell(request: Request, error: Exception) -> Response:
+    status, value, headers = described(error, label_of(request.scope, request.url.path[:64]))
+    return JSONResponse(value, status, headers)
+
+
+class Rim:
+    """What all routes share. Owns the count of requests at work and their metrics."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        tokenizer: Tokenizer,
+        model: Model,
+        registry: CollectorRegistry,
+        max_concurrent_requests: int,
+        body_timeout_s: float,
+    ) -> None:
+        self.model = model
+        self.max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * model.max_model_len
+        self.body_timeout_s = body_timeout_s
+        self.max_concurrent_requests = max_concurrent_requests
+        self.num_at_work = 0
+        self._dispatcher = dispatcher
+        self._tokenizer = tokenizer
+        self._registry = registry
+        self._request_metrics = RequestMetrics(registry, model.name)
+
+    async def generate(self, body: Body, reply: Reply) -> None:
+        """POST /v1/completions and /v1/chat/completions."""
+        assert isinstance(body, CompletionBody | ChatBody)
+        name = ("chatcmpl-" if isinstance(body, ChatBody) else "cmpl-") + token_hex(16)
+        order = await take_order(body, self.model, self._tokenizer, name, int(time.time()))
+        exchange = Exchange(order, self._tokenizer, self._request_metrics, reply.arrived)
+        form = Form(exchange, self._tokenizer, self.model.name)
+        async with aclosing(exchange.said(self._dispatcher)) as said_by_samples:
+            async for prompt, sample, said in said_by_samples:
+                if body.stream:
+                    await reply.events(form.events(prompt, sample, said))
+                else:
+                    form.collect(sample, said)
+        if body.stream:
+            await reply.events(form.ending())
+            await reply.end()
+        else:
+            await reply.json(form.answer())
+
+    async def tokenize(self, body: Body, reply: Reply) -> None:
+        """POST /tokenize, in vLLM's shape."""
+        assert isinstance(body, TokenizeBody)
+        if body.prompt is not None:
+            ids = await encode(self._tokenizer, body.prompt, body.add_special_tokens is not False)
+        else:
+            ids = await apart(
+                self._tokenizer.encode_chat,
+                body.messages or [],
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                add_special_tokens=body.add_special_tokens is True,
+            )
+        names = [self._tokenizer.token_name(token) for token in ids] if body.return_token_strs else None
+        await reply.json(
+            {"count": len(ids), "max_model_len": self.model.max_model_len, "tokens": ids, "token_strs": names}
+        )
+
+    async def detokenize(self, body: Body, reply: Reply) -> None:
+        """POST /detokenize, in vLLM's shape; special tokens are written out."""
+        assert isinstance(body, DetokenizeBody)
+        check_ids(body.tokens, self.model, "tokens")
+        await reply.json({"prompt": self._tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    async def models(self, _request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def one_model(self, request: Request) -> Response:
+        if request.path_params["name"] != self.model.name:
+            raise Rejected("The model does not exist.", "model", "model_not_found", 404)
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        model = self.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "baton",
+            "root": model.name,
+            "parent": None,
+            "max_model_len": model.max_model_len,
+        }
+
+    async def status(self, _request: Request) -> Response:
+        return JSONResponse(self._dispatcher.status())
+
+    async def health(self, _request: Request) -> Response:
+        """The router itself lives; whether anybody can compute is `/ready`."""
+        return Response(status_code=200)
+
+    async def ready(self, _request: Request) -> Response:
+        ready = self._dispatcher.ready()
+        return JSONResponse({"ready": ready}, 200 if ready else 503)
+
+    async def metrics(self, _request: Request) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+
+class Post:
+    """A route that takes a JSON body: counted, read under limits, cancelled when its client leaves, always answered."""
+
+    def __init__(self, rim: Rim, kind: type[Body], answer: Callable[[Body, Reply], Awaitable[None]]) -> None:
+        self._rim = rim
+        self._kind = kind
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply = Reply(send, label_of(scope, token_hex(16)))
+        rim = self._rim
+        rim.num_at_work += 1
+        try:
+            if rim.num_at_work > rim.max_concurrent_requests:
+                raise Unavailable("Too many requests are at work; try again soon.", status=429)
+            raw = await read_bytes(scope, receive, rim.max_body_bytes, rim.body_timeout_s)
+            await while_connected(receive, self._work(raw, reply))
+        except ClientGone:
+            return
+        except Exception as error:  # noqa: BLE001 - this is the rim: every request gets an answer
+            await reply.fail(error)
+        finally:
+            rim.num_at_work -= 1
+
+    async def _work(self, raw: bytes, reply: Reply) -> None:
+        name = self._rim.model.name
+        if len(raw) > PARSED_AT_ONCE:
+            body = await apart(read_body, self._kind, raw, name)
+        else:
+            body = read_body(self._kind, raw, name)
+        await self._answer(body, reply)

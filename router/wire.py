@@ -1,0 +1,157 @@
+"""HTTP at the ASGI level: bodies read under limits, replies that know whether they began, clients that leave."""
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from router.sse import dump, event
+from shared.errors import Rejected, Unavailable
+
+log = logging.getLogger(__name__)
+
+LABEL = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class ClientGone(Exception):
+    """Nobody is left to answer."""
+
+
+def label_of(scope: Scope, fallback: str) -> str:
+    """The client's X-Request-Id where it is harmless. It is echoed and logged, and means nothing else."""
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if LABEL.fullmatch(given) else fallback
+
+
+def check_headers(headers: Headers, limit: int) -> None:
+    """Raises Rejected for a body that is not plain JSON, or announces more than `limit` bytes."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Rejected("Content-Type must be application/json.", status=415)
+    if headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise Rejected("Content-Encoding is not supported; send the body as it is.", status=415)
+    length = headers.get("content-length", "0")
+    if length.isascii() and length.isdigit() and int(length[:19]) > limit:
+        raise too_large(limit)
+
+
+def too_large(limit: int) -> Rejected:
+    return Rejected(f"The body is larger than {limit} bytes.", code="body_too_large", status=413)
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float) -> bytes:
+    """The body, never more than `limit` bytes of it in memory. Raises Rejected (408, 413, 415) or ClientGone."""
+    check_headers(Headers(scope=scope), limit)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                body += message.get("body", b"")
+                if len(body) > limit:
+                    raise too_large(limit)
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        raise Rejected("The body did not arrive in time.", status=408) from None
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` to its end, or cancels it the moment its client is gone."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+    if not task.cancelled():
+        task.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def described(error: Exception, label: str) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Status, OpenAI's error object, and headers. What is not meant for clients is logged under `label` instead."""
+    headers: dict[str, str] = {}
+    param = code = None
+    match error:
+        case Rejected():
+            status, message, param, code = error.status, error.message, error.param, error.code
+            if status in (408, 413, 415):  # the rest of the body was not read
+                headers["connection"] = "close"
+        case Unavailable():
+            status, message = error.status, error.message
+            headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+        case HTTPException():
+            status, message = error.status_code, str(error.detail)
+            headers |= error.headers or {}
+        case _:
+            log.error("request %s failed by a bug", label, exc_info=error)
+            status, message = 500, "The server failed to handle this request."
+    kind = {404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error"}.get(
+        status, "invalid_request_error" if status < 500 else "server_error"
+    )
+    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}, headers
+
+
+class Reply:
+    """One response. It is either one JSON object or a stream of events, and ends in every case with an answer."""
+
+    def __init__(self, send: Send, label: str) -> None:
+        self._send = send
+        self._label = label
+        self.arrived = time.monotonic()
+        self._streams = False
+
+    async def json(self, value: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        body = dump(value).encode()
+        await self._start(
+            status, {"content-type": "application/json", "content-length": str(len(body))} | (headers or {})
+        )
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def events(self, data: bytes) -> None:
+        """Part of a stream; the first part starts it, so that failures before it still have a status."""
+        if not self._streams:
+            self._streams = True
+            await self._start(
+                200,
+                {
+                    "content-type": "text/event-stream; charset=utf-8",
+                    "cache-control": "no-cache",
+                    "x-accel-buffering": "no",
+                },
+            )
+        if data:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        """Ends a stream."""
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def fail(self, error: Exception) -> None:
+        """Tells the client: by status, or in a stream that has begun by one last event."""
+        status, value, headers = described(error, self._label)
+        if not self._streams:
+            await self.json(value, status, headers)
+        else:
+            await self.events(event(value))
+            await self.end()
+
+    async def _start(self, status: int, headers: dict[str, str]) -> None:
+        named = headers | {"x-request-id": self._label}
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})

@@ -1,0 +1,77 @@
+"""Tokenizers small enough to make in a test: byte-level BPE, byte-fallback BPE, and a real model's when present."""
+
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from router.template import ChatTemplate
+from router.text import Tokenizer
+
+TEXTS = [
+    "Once upon a time 👩‍👩‍👧 there was a naïve 数学 😀 girl.\n",
+    "<b>No\u00a0way</b>, she said 🇪🇺! ÿ\x00\x7f  twice",
+]
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] | trim }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+STORIES = Path(__file__).parents[3] / "shared" / "data" / "models" / "stories260K"
+
+
+def byte_level_tokenizer() -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>", "<｜end▁of▁text｜>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS * 4, trainer)
+    return tokenizer
+
+
+def byte_fallback_tokenizer() -> tokenizers.Tokenizer:
+    vocabulary = {name: number for number, name in enumerate(["<unk>", "<s>", "</s>"])}
+    for name in [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", "a", "b", "▁a", "ab", "▁▁", "é", "\n"]:
+        vocabulary[name] = len(vocabulary)
+    merges = [("▁", "a"), ("a", "b"), ("▁", "▁")]
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def byte_level() -> Tokenizer:
+    """Byte-level BPE with a ChatML template and no beginning token."""
+    library = byte_level_tokenizer()
+    special = [token.content for token in library.get_added_tokens_decoder().values()]
+    return Tokenizer(library, {}, ChatTemplate(CHATML, {}, special))
+
+
+@pytest.fixture(scope="session", params=["byte_level", "byte_fallback", "stories260K"])
+def library(request: pytest.FixtureRequest) -> tokenizers.Tokenizer:
+    """The library's own tokenizer: what ours is compared with."""
+    if request.param == "byte_level":
+        return byte_level_tokenizer()
+    if request.param == "byte_fallback":
+        return byte_fallback_tokenizer()
+    if not STORIES.is_dir():
+        pytest.skip("the stories260K model is not beside this checkout")
+    return tokenizers.Tokenizer.from_file(str(STORIES / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def fallback() -> Tokenizer:
+    """Byte-fallback BPE that begins every text with <s>, because its config says so."""
+    return Tokenizer(byte_fallback_tokenizer(), {"bos_token": "<s>", "add_bos_token": True})

@@ -1,0 +1,339 @@
+import contextlib
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_json, read_body
+from router.generation import Model
+from router.order import COMPLETION_TOKENS, take_order
+from shared.errors import Rejected
+
+MODEL = Model("m", max_model_len=100, vocab_size=330, eos_ids=frozenset({2}))
+
+
+def body_of(kind: type, **fields: object) -> bytes:
+    required = {"prompt": "x"} if kind is CompletionBody else {"messages": [{"role": "user", "content": "x"}]}
+    return json.dumps(required | fields).encode()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"[]",
+        b'"x"',
+        b"null",
+        b'{"a":1} x',
+        b'\xef\xbb\xbf{"a":1}',
+        b'{"a":NaN}',
+        b'{"a":-Infinity}',
+        b'{"a":1e999}',
+        b'{"a":' + b"9" * 5000 + b"}",
+        b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b"[" * 100_000,
+        b'{"a":1,"a":2}',
+        b'{"a":{"b":1,"b":1}}',
+        b'{"a":"\xff"}',
+        b'{"a":"\\ud800"}',
+        b'{"\\uDC00":1}',
+        b"{'a':1}",
+        b'{"a":"\x00"}',
+    ],
+)
+def test_what_is_not_exactly_one_json_object_is_rejected(raw):
+    with pytest.raises(Rejected) as raised:
+        parse_json(raw)
+    assert (raised.value.status, raised.value.code) == (400, "invalid_json")
+
+
+def test_pairs_of_surrogates_and_nul_are_text():
+    assert parse_json(b'{"a":"\\ud83d\\ude00\\u0000"}') == {"a": "😀\0"}
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
+def test_no_bytes_do_more_than_reject(raw):
+    with contextlib.suppress(Rejected):
+        assert isinstance(parse_json(raw), dict)
+
+
+BAD = [({"max_tokens": value}, "max_tokens") for value in (0, -1, 2**31, 2**63, 1.5, "16", True)] + [
+    *[({"n": value}, "n") for value in (0, -1, 9, 10**9, "2", True)],
+    *[({"temperature": value}, "temperature") for value in (-0.1, 2.1, "1", True)],
+    *[({"top_p": value}, "top_p") for value in (0, 1.1, -1)],
+    *[({"top_k": value}, "top_k") for value in (-2, 2**40, 1.5)],
+    *[({"min_p": value}, "min_p") for value in (2, -0.1)],
+    *[({"presence_penalty": value}, "presence_penalty") for value in (2.1, -2.1, 1e308)],
+    *[({"frequency_penalty": value}, "frequency_penalty") for value in (2.1, -2.1, 1e308)],
+    *[({"repetition_penalty": value}, "repetition_penalty") for value in (0, -1, 1e308)],
+    *[({"seed": value}, "seed") for value in (-1, 2**64, 1.5)],
+    *[({"stream": value}, "stream") for value in ("yes", 1)],
+    *[({"stop": value}, "stop") for value in (["a"] * 5, "", "x" * 65, ["x" * 1000], [1], 5, {})],
+    *[({"stop_token_ids": value}, "stop_token_ids") for value in ([True], "1", [1] * 129, [1.0])],
+    *[
+        ({"logit_bias": value}, "logit_bias")
+        for value in (
+            {str(i): 1 for i in range(301)},
+            {"a": 1},
+            {"-1": 1},
+            {"1": 101},
+            {"1": -101},
+            {"1": "1"},
+            {"1": True},
+            {"²": 1},
+            [1],
+        )
+    ],
+    *[({"min_tokens": value}, "min_tokens") for value in (-1, 1.0, 2**31)],
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    *[({"cache_salt": value}, "cache_salt") for value in ("", "x" * 257, 1)],
+    *[({"priority": value}, "priority") for value in (2**31, 0.5)],
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    *[
+        ({name: value}, name)
+        for name, value in {
+            "tools": [{"type": "function"}],
+            "functions": [{"name": "f"}],
+            "function_call": "auto",
+            "response_format": {"type": "json_object"},
+            "chat_template": "{{ 1 }}",
+            "chat_template_kwargs": {},
+            "trust_remote_code": True,
+            "guided_regex": "(a+)+b",
+            "guided_json": {},
+            "kv_transfer_params": {"remote_host": "10.0.0.1"},
+            "remote_host": "10.0.0.1",
+            "bootstrap_room": 1,
+            "block_ids": [1],
+            "do_remote_decode": True,
+            "temprature": 1,
+        }.items()
+    ],
+]
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+@pytest.mark.parametrize(("fields", "param"), BAD)
+def test_a_bad_parameter_is_rejected_by_name(kind, fields, param):
+    with pytest.raises(Rejected) as raised:
+        read_body(kind, body_of(kind, **fields), "m")
+    assert (raised.value.status, raised.value.param) == (400, param)
+    assert len(raised.value.message) < 300
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "",
+        [],
+        [[]],
+        [""],
+        ["a", ""],
+        ["a", [1], []],
+        [1, "a"],
+        [1, [2]],
+        [[[1]]],
+        [1.0],
+        [True],
+        [[1], [False]],
+        {"a": 1},
+        5,
+        ["a"] * 65,
+        ["a"] * 10_000,
+    ],
+)
+def test_a_bad_prompt_is_rejected(prompt):
+    with pytest.raises(Rejected) as raised:
+        read_body(CompletionBody, body_of(CompletionBody, prompt=prompt), "m")
+    assert (raised.value.status, raised.value.param) == (400, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"n": 2, "best_of": 1}, "best_of"),
+        *[({"logprobs": value}, "logprobs") for value in (21, -1, True, 1.0)],
+        ({"messages": []}, "messages"),
+        ({"echo": "yes"}, "echo"),
+    ],
+)
+def test_a_bad_parameter_of_completions_is_rejected_by_name(fields, param):
+    with pytest.raises(Rejected) as raised:
+        read_body(CompletionBody, body_of(CompletionBody, **fields), "m")
+    assert (raised.value.status, raised.value.param) == (400, param)
+
+
+USER = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [USER] * 2049}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [USER, {"role": "wizard", "content": "x"}]}, "messages[1].role"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 10_000}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages[0].content"),
+        ({"messages": [USER | {"name": "x" * 10_240}]}, "messages[0].name"),
+        ({"messages": [USER | {"weight": 1}]}, "messages[0]"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0]"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0]"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"prompt": "x"}, "prompt"),
+        ({"best_of": 1}, "best_of"),
+    ],
+)
+def test_a_bad_parameter_of_chat_is_rejected_by_name(fields, param):
+    with pytest.raises(Rejected) as raised:
+        read_body(ChatBody, body_of(ChatBody, **fields), "m")
+    assert (raised.value.status, raised.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://169.254.169.254/", "file:///etc/passwd", "data:image/png;base64," + "A" * 9999]
+)
+def test_nothing_is_fetched_for_a_client(url):
+    parts = [{"type": "image_url", "image_url": {"url": url}}]
+    with pytest.raises(Rejected, match="Only text parts"):
+        read_body(ChatBody, body_of(ChatBody, messages=[{"role": "user", "content": parts}]), "m")
+
+
+def test_text_parts_are_joined_and_nulls_are_not_given():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = read_body(
+        ChatBody,
+        body_of(
+            ChatBody, messages=[{"role": "user", "content": parts, "name": None, "refusal": None}], max_tokens=None
+        ),
+        "m",
+    )
+    assert body.messages == [{"role": "user", "content": "a\nb"}]
+    assert body.max_tokens is None
+
+
+def test_openais_harmless_fields_are_ignored():
+    fields = {"user": "u" * 100_000, "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "tools": []}
+    read_body(ChatBody, body_of(ChatBody, **fields, tool_choice="none", response_format={"type": "text"}), "m")
+
+
+@pytest.mark.parametrize("name", ["", "other", "../../etc", "x" * 10_240, 5, ["m"]])
+def test_an_unknown_model_does_not_exist(name):
+    with pytest.raises(Rejected) as raised:
+        read_body(CompletionBody, body_of(CompletionBody, model=name), "m")
+    assert (raised.value.status, raised.value.code) == (404, "model_not_found")
+    assert len(raised.value.message) < 120
+
+
+def test_of_many_unknown_fields_the_first_is_named():
+    raw = b"{" + b",".join(b'"k%d":1' % i for i in range(20_000)) + b"}"
+    with pytest.raises(Rejected, match="Unknown parameter: `k0`"):
+        read_body(CompletionBody, raw, "m")
+
+
+@pytest.mark.parametrize("fields", [{}, {"prompt": "x", "messages": [USER]}, {"prompt": 5}, {"messages": []}])
+def test_tokenize_takes_a_text_or_a_conversation(fields):
+    with pytest.raises(Rejected):
+        read_body(TokenizeBody, json.dumps(fields).encode(), "m")
+
+
+@pytest.mark.parametrize("tokens", ["1", [1.0], [True], None, [[1]]])
+def test_detokenize_takes_ids(tokens):
+    with pytest.raises(Rejected) as raised:
+        read_body(DetokenizeBody, json.dumps({"tokens": tokens}).encode(), "m")
+    assert raised.value.param == "tokens"
+
+
+async def order_of(tokenizer, kind=CompletionBody, **fields):
+    return await take_order(read_body(kind, body_of(kind, **fields), "m"), MODEL, tokenizer, "id", 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [330]}, "prompt"),
+        ({"prompt": [[1], [2**63]]}, "prompt"),
+        ({"stop_token_ids": [330]}, "stop_token_ids"),
+        ({"logit_bias": {"330": 1}}, "logit_bias"),
+        ({"prompt": [1] * 100}, "prompt"),
+        ({"prompt": [1] * 5000}, "prompt"),
+        ({"prompt": [1] * 60, "max_tokens": 41}, "max_tokens"),
+        ({"prompt": [1] * 60, "min_tokens": 41}, "min_tokens"),
+        ({"ignore_eos": True, "max_tokens": 2**31 - 1}, "max_tokens"),
+    ],
+)
+async def test_what_the_model_cannot_hold_is_rejected(byte_level, fields, param):
+    with pytest.raises(Rejected) as raised:
+        await order_of(byte_level, **fields)
+    assert (raised.value.status, raised.value.param) == (400, param)
+
+
+async def test_the_context_is_filled_exactly_and_errors_tell_both_numbers(byte_level):
+    order = await order_of(byte_level, prompt=[1] * 60, max_tokens=40)
+    assert order.generations[0].max_tokens == 40
+    with pytest.raises(Rejected, match=r"100 tokens; you asked for 101: 60 in the prompt and 41"):
+        await order_of(byte_level, prompt=[1] * 60, max_tokens=41)
+    assert (await order_of(byte_level, prompt=[1] * 99)).generations[0].max_tokens == 1
+
+
+async def test_defaults_are_vllms(byte_level):
+    completion = (await order_of(byte_level)).generations[0]
+    assert (completion.max_tokens, completion.stop_tokens) == (COMPLETION_TOKENS, frozenset({2}))
+    assert (completion.sampling.temperature, completion.sampling.top_k, completion.n) == (1.0, 0, 1)
+    chat = (await order_of(byte_level, ChatBody)).generations[0]
+    assert chat.max_tokens == 100 - len(chat.prompt)
+    assert (await order_of(byte_level, ChatBody, max_completion_tokens=7, max_tokens=9)).generations[0].max_tokens == 7
+
+
+@pytest.mark.parametrize("temperature", [0, -0.0, 1e-300, 1e-6])
+async def test_the_smallest_temperatures_are_greedy(byte_level, temperature):
+    assert (await order_of(byte_level, temperature=temperature)).generations[0].sampling.temperature == 0.0
+
+
+async def test_parameters_reach_the_generation(byte_level):
+    order = await order_of(
+        byte_level,
+        prompt=["a", [5, 6]],
+        n=3,
+        seed=2**64 - 1,
+        top_k=-1,
+        logit_bias={"7": -100, "8": 2},
+        ignore_eos=True,
+        stop_token_ids=[9],
+        logprobs=0,
+        echo=True,
+        priority=-3,
+        cache_salt="🧂/../\0",
+    )
+    first, second = order.generations
+    assert (first.id, second.id, second.prompt, second.n) == ("id-0", "id-1", [5, 6], 3)
+    assert first.sampling.logit_bias == {7: -100.0, 8: 2.0}
+    assert (first.sampling.seed, first.sampling.top_k, first.sampling.logprobs) == (2**64 - 1, 0, 0)
+    assert first.sampling.prompt_logprobs == 0
+    assert (first.stop_tokens, first.priority, len(first.salt)) == (frozenset({9}), -3, 32)
+    other = await order_of(byte_level, cache_salt="b")
+    assert first.salt == second.salt != other.generations[0].salt
+    assert (await order_of(byte_level)).generations[0].salt == b""
+
+
+async def test_without_a_seed_every_request_draws_its_own(byte_level):
+    seeds = {(await order_of(byte_level)).generations[0].sampling.seed for _ in range(4)}
+    assert len(seeds) == 4

@@ -1,0 +1,16 @@
+"""Runs a decode node: `python -m decode_node --help`."""
+
+import sys
+
+from decode_node.receiver import Receiver
+from engine.process import main as run_node
+from scheduler.role import DECODE
+from shared.config import NodeSettings, settings_from_command_line
+
+
+def main(settings: NodeSettings) -> int:
+    return run_node(settings, DECODE, Receiver)
+
+
+if __name__ == "__main__":
+    sys.exit(main(settings_from_command_line(NodeSettings, sys.argv[1:], "python -m decode_node")))

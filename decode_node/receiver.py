@@ -1,0 +1,166 @@
+"""Receives handoffs: answers when there is room, checks what was written, lets the request run or gives it up."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from decode_node.landing import Ending, LandingTable
+from engine.node import Node
+from scheduler.request import Request
+from shared.kv.channel import TICKET_BYTES, KVChannel
+from shared.kv.checksum import checksums
+from shared.messages import Answer, Commit, Delta, Renew, Reserve, Reserved, Stop, pack_ids
+from shared.services import COMMIT, RENEW, RESERVE, STOP, Rpc, unary
+
+log = logging.getLogger("baton.landing")
+TICK_S = 1.0
+
+
+class Receiver:
+    def __init__(
+        self, node: Node, rows: "np.ndarray[Any, np.dtype[np.uint8]]", channels: Sequence[KVChannel], timeout_s: float
+    ) -> None:
+        self._node = node
+        self._rows = rows
+        self._channels = channels
+        self._timeout_s = timeout_s  # how long a writer may wait for room
+        self._table = LandingTable(fenced=all(channel.fenced for channel in channels))
+        self._waiting: dict[str, asyncio.Future[Request]] = {}
+        node.on_landings = self.room_found
+        node.on_abort = self.abort
+
+    def handlers(self) -> dict[Rpc[Any, Any], Callable[[Any], Awaitable[None]]]:
+        return {
+            RESERVE: unary(self.reserve),
+            COMMIT: unary(self.commit),
+            STOP: unary(self.stop),
+            RENEW: unary(self.renew),
+        }
+
+    def start(self) -> None:
+        self._node.tasks.start(self._watch_leases())
+
+    async def close(self) -> None:
+        """Its tasks are the node's."""
+
+    # ---- what writers ask ---------------------------------------------------------------------------------------
+
+    async def reserve(self, message: Reserve) -> Reserved:
+        node, submit = self._node, message.request
+        if message.fingerprint != node.info.fingerprint:
+            return Reserved(error=f"this node has {node.info.fingerprint}, the prefill node {message.fingerprint}")
+        if node.info.state != "ready":
+            return Reserved(error="this node is draining")
+        waiting = asyncio.get_running_loop().create_future()
+        try:
+            request = node.take(submit.router, submit, lands=True)
+        except ValueError as error:
+            return Reserved(error=str(error))
+        self._waiting[request.id] = waiting
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await waiting
+        except (TimeoutError, asyncio.CancelledError) as error:
+            node.abort(request.id)
+            if not isinstance(error, TimeoutError) and not waiting.cancelled():
+                raise  # the writer is gone; else the request was aborted
+            return Reserved(error=f"no room within {self._timeout_s:g} s")
+        finally:
+            del self._waiting[request.id]
+        return self._grant(message, request)
+
+    def _grant(self, message: Reserve, request: Request) -> Reserved:
+        num_held = request.num_computed // self._node.info.block_tokens
+        blocks = request.blocks[num_held:]
+        ticket = secrets.token_bytes(TICKET_BYTES)
+        self._table.expect(ticket, request, message.writer, blocks, time.monotonic())
+        for channel in self._channels:
+            channel.open(ticket, blocks)
+        cards = {channel.name: channel.card() for channel in self._channels}
+        return Reserved(ticket, num_held, pack_ids(blocks), cards)
+
+    async def commit(self, message: Commit) -> Answer:
+        landing = self._table.commit(message.ticket)
+        if landing is None:
+            return Answer("the ticket is void")
+        request = landing.request
+        for channel in self._channels:
+            channel.shut(message.ticket)
+        found = await asyncio.to_thread(checksums, self._rows, landing.blocks)
+        if self._table.is_over(landing):
+            return Answer("the request was aborted")
+        if found != message.checksums or message.first_token < 0:
+            self._end(self._table.reject(landing), "the rows are not what the prefill node sent")
+            return Answer("checksums differ")
+        self._table.landed(landing)
+        self._node.engine.post(lambda scheduler: scheduler.land(request, message.first_token))
+        self._node.send_for(request.id, Delta(request.id, request.num_generated, landed=True))
+        return Answer()
+
+    async def stop(self, message: Stop) -> Answer:
+        self._end(self._table.stop(message.ticket), f"the prefill node stopped: {message.reason[:200]}")
+        return Answer()
+
+    async def renew(self, message: Renew) -> Answer:
+        data = message.tickets
+        tickets = [data[at : at + TICKET_BYTES] for at in range(0, len(data), TICKET_BYTES)]
+        self._table.renew(message.writer, tickets, time.monotonic())
+        return Answer()
+
+    # ---- what the node tells ------------------------------------------------------------------------------------
+
+    def room_found(self, requests: list[Request]) -> None:
+        for request in requests:
+            waiting = self._waiting.get(request.id)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(request)
+
+    def abort(self, identity: str) -> bool:
+        if (waiting := self._waiting.get(identity)) is not None:
+            waiting.cancel()
+        ending = self._table.abort(identity)
+        if ending is None:
+            return False
+        self._give_back(ending)
+        return True
+
+    def writer_lost(self, writer: str) -> None:
+        """The channel's news that a writer's process ended, or closed its mapping of this pool."""
+        for ending in self._table.writer_lost(writer):
+            self._end(ending, "the prefill node is gone")
+
+    async def _watch_leases(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            for ending in self._table.expired(time.monotonic(), self._can_write):
+                self._end(ending, "its lease ended")
+
+    def _can_write(self, writer: str) -> bool:
+        return any(not channel.fenced and channel.has_writer(writer) for channel in self._channels)
+
+    # ---- endings ------------------------------------------------------------------------------------------------
+
+    def _end(self, ending: Ending | None, reason: str) -> None:
+        if ending is None:
+            return
+        identity = ending.landing.request.id
+        if not ending.quarantined:
+            log.warning("landing of %s ended: %s", identity, reason)
+            self._node.send_for(identity, Delta(identity, error=f"landing: {reason}", retry=True))
+            self._node.forget(identity)
+        self._give_back(ending)
+
+    def _give_back(self, ending: Ending) -> None:
+        landing = ending.landing
+        for channel in self._channels:
+            channel.shut(landing.ticket)
+        post = self._node.engine.post
+        if ending.quarantined:
+            post(lambda scheduler: scheduler.pool.clear(landing.blocks))
+        else:
+            post(lambda scheduler: scheduler.abort(landing.request, writer_stopped=ending.safe))

@@ -1,0 +1,16 @@
+"""Runs a prefill node: `python -m prefill_node --help`."""
+
+import sys
+
+from prefill_node.courier import Courier
+from engine.process import main as run_node
+from scheduler.role import PREFILL
+from shared.config import NodeSettings, settings_from_command_line
+
+
+def main(settings: NodeSettings) -> int:
+    return run_node(settings, PREFILL, Courier)
+
+
+if __name__ == "__main__":
+    sys.exit(main(settings_from_command_line(NodeSettings, sys.argv[1:], "python -m prefill_node")))

@@ -1,0 +1,252 @@
+"""Carries handoffs out: asks decode nodes for room, pushes blocks over the best channel, commits, and says how it went.
+
+One task a request that leaves. Leases of all tickets with one peer are renewed in one message, by a timer that does
+not wait for the forward pass.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from grpclib.client import Channel
+
+from engine.node import Node, Progress
+from prefill_node.handoff import Action, Commit, Handoff, Phase, Push, Stop
+from scheduler.request import Request
+from shared import messages
+from shared.kv.channel import ChannelError, KVChannel
+from shared.kv.checksum import checksums
+from shared.messages import Submit
+from shared.serve import Tasks
+from shared.services import COMMIT, RENEW, RESERVE, STOP, PeerError, Rpc, connect
+
+log = logging.getLogger("baton.handoff")
+RENEW_S = 2.0
+CALL_S = 5.0
+# Long calls waiting for room share their connection with commits; HTTP/2 allows 100 calls on it.
+MAX_ASKING = 64
+
+
+@dataclass(slots=True)
+class Peer:
+    """A decode node as seen from here."""
+
+    address: str
+    rpc: Channel
+    asking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_ASKING))
+    channel: KVChannel | None = None  # in use, once it is chosen
+    cards: dict[str, bytes] = field(default_factory=dict)
+    tickets: dict[bytes, None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Leaving:
+    """One request on its way."""
+
+    submit: Submit
+    request: Request
+    handoff: Handoff
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    sums: list[bytes] = field(default_factory=list)
+    carried: bool = False  # its task runs
+    silent: bool = False  # nobody is to be told how it ends: it was aborted, or ended here
+
+
+class Courier:
+    """`channels`: best first."""
+
+    def __init__(
+        self,
+        node: Node,
+        rows: "np.ndarray[Any, np.dtype[np.uint8]]",
+        channels: Sequence[KVChannel],
+        reserve_timeout_s: float,
+    ) -> None:
+        self._node = node
+        self._rows = rows
+        self._channels = channels
+        self._reserve_timeout_s = reserve_timeout_s
+        self._peers: dict[str, Peer] = {}
+        self._leaving: dict[str, Leaving] = {}
+        self._tasks = Tasks()
+        node.on_leaving = self.begin
+        node.on_admitted = self.admitted
+        node.on_progress = self.progress
+        node.on_abort = self.abort
+
+    def handlers(self) -> Mapping[Rpc[Any, Any], Callable[[Any], Awaitable[None]]]:
+        return {}  # nobody asks a prefill node for anything but prompts
+
+    def writer_lost(self, writer: str) -> None:
+        """Nobody writes into a prefill node's pool."""
+
+    def start(self) -> None:
+        self._tasks.start(self._renew())
+
+    async def close(self) -> None:
+        await self._tasks.close()
+        for peer in self._peers.values():
+            peer.rpc.close()
+
+    # ---- what the node tells ------------------------------------------------------------------------------------
+
+    def begin(self, submit: Submit, request: Request) -> None:
+        handoff = Handoff(len(request.tokens), self._node.info.block_tokens)
+        self._leaving[request.id] = Leaving(submit, request, handoff)
+
+    def admitted(self, identities: list[str]) -> None:
+        """Their first chunk is being computed: time to ask for room, not earlier."""
+        for identity in identities:
+            leaving = self._leaving.get(identity)
+            if leaving is not None and not leaving.carried:
+                leaving.carried = True
+                self._tasks.start(self._carry(leaving))
+
+    def progress(self, progress: list[Progress]) -> None:
+        for row in progress:
+            leaving = self._leaving.get(row.request.id)
+            if leaving is None:
+                continue
+            leaving.handoff.computed(row.num_computed)
+            if row.finish is not None:  # over at its first token: nothing is left to generate elsewhere
+                leaving.silent = True
+                leaving.handoff.give_up(f"finished: {row.finish}")
+            elif row.first_token is not None:
+                leaving.handoff.sampled(row.first_token)
+            leaving.changed.set()
+
+    def abort(self, identity: str) -> bool:
+        leaving = self._leaving.get(identity)
+        if leaving is not None:
+            leaving.silent = True
+            leaving.handoff.give_up("aborted")
+            leaving.changed.set()
+            if not leaving.carried:
+                del self._leaving[identity]
+        return False  # the scheduler may have the blocks back now: what a push reads meanwhile is never committed
+
+    # ---- one handoff --------------------------------------------------------------------------------------------
+
+    async def _carry(self, leaving: Leaving) -> None:
+        handoff, identity = leaving.handoff, leaving.request.id
+        peer = self._peer(leaving.submit.decode_node)
+        try:
+            await self._ask(peer, leaving)
+            while handoff.phase is not Phase.DONE:
+                action = handoff.next_action()
+                if action is not None:
+                    await self._do(peer, leaving, action)
+                else:
+                    await leaving.changed.wait()
+                    leaving.changed.clear()
+        finally:
+            del self._leaving[identity]
+            if handoff.ticket is not None:
+                peer.tickets.pop(handoff.ticket, None)
+        self._end(leaving)
+
+    async def _ask(self, peer: Peer, leaving: Leaving) -> None:
+        info, handoff = self._node.info, leaving.handoff
+        try:
+            async with peer.asking:
+                question = messages.Reserve(leaving.submit, info.boot, info.fingerprint)
+                reserved = await RESERVE.call(peer.rpc, question, self._reserve_timeout_s + CALL_S)
+            if reserved.error:
+                handoff.failed(f"{peer.address} refused: {reserved.error}")
+                return
+            handoff.granted(reserved.ticket, reserved.num_held, tuple(messages.unpack_ids(reserved.targets)))
+            peer.tickets[reserved.ticket] = None
+            await self._choose_channel(peer, reserved.cards)
+        except (PeerError, ChannelError, ValueError) as error:
+            handoff.failed(str(error))
+
+    async def _do(self, peer: Peer, leaving: Leaving, action: Action) -> None:
+        handoff = leaving.handoff
+        try:
+            match action:
+                case Push():
+                    await self._push(peer, leaving, action)
+                case Commit():
+                    assert handoff.ticket is not None
+                    commit = messages.Commit(handoff.ticket, action.first_token, b"".join(leaving.sums))
+                    answer = await COMMIT.call(peer.rpc, commit, CALL_S)
+                    if answer.error:
+                        raise PeerError(answer.error)
+                case Stop():
+                    await self._stop(peer, handoff, action)
+        except (PeerError, ChannelError) as error:
+            handoff.failed(str(error))
+        else:
+            handoff.done()
+
+    async def _push(self, peer: Peer, leaving: Leaving, push: Push) -> None:
+        assert peer.channel is not None
+        assert leaving.handoff.ticket is not None
+        source = leaving.request.blocks[push.first : push.last]
+        if len(source) < push.last - push.first:
+            raise ChannelError("the request's blocks are gone")  # aborted just now
+        card = peer.cards[peer.channel.name]
+        try:
+            await peer.channel.push(card, leaving.handoff.ticket, source, push.targets)
+        except ChannelError:
+            peer.channel = None  # chosen anew for the next handoff
+            raise
+        leaving.sums.append(await asyncio.to_thread(checksums, self._rows, source))
+        self._node.ticker.blocks_moved += len(source)
+        self._node.ticker.bytes_moved += len(source) * self._node.info.block_bytes
+
+    async def _stop(self, peer: Peer, handoff: Handoff, stop: Stop) -> None:
+        if handoff.ticket is None:
+            return
+        try:
+            await STOP.call(peer.rpc, messages.Stop(handoff.ticket, stop.reason), CALL_S)
+        except PeerError as error:  # its lease ends there without us
+            log.warning("%s did not hear that a handoff stopped: %s", peer.address, error)
+
+    def _end(self, leaving: Leaving) -> None:
+        node, request, handoff = self._node, leaving.request, leaving.handoff
+        if handoff.committed and not leaving.silent:
+            node.ticker.handoffs += 1
+            node.forget(request.id)
+            node.engine.post(lambda scheduler: scheduler.abort(request))  # the blocks stay as prefix cache
+        elif not leaving.silent:
+            node.ticker.handoffs_failed += 1
+            log.warning("handoff of %s failed: %s", request.id, handoff.reason)
+            node.give_up(request.id, f"handoff: {handoff.reason}", retry=True)
+
+    # ---- peers --------------------------------------------------------------------------------------------------
+
+    def _peer(self, address: str) -> Peer:
+        peer = self._peers.get(address)
+        if peer is None:
+            peer = self._peers[address] = Peer(address, connect(address))
+        return peer
+
+    async def _choose_channel(self, peer: Peer, cards: Mapping[str, bytes]) -> None:
+        """The first channel that both sides can do. Falling to a later one is logged and counted."""
+        if peer.channel is not None and peer.cards == cards:
+            return
+        peer.cards = dict(cards)
+        for place, channel in enumerate(c for c in self._channels if c.name in cards):
+            if channel.reachable(cards[channel.name]):
+                if place:
+                    log.warning("handoffs to %s go over %s, not over a faster channel", peer.address, channel.name)
+                    self._node.ticker.channel_fallbacks += 1
+                peer.channel = channel
+                self._node.ticker.channels[peer.address] = channel.name
+                return
+        raise ChannelError(f"no common KV channel with {peer.address}: it offers {sorted(cards)}")
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            await asyncio.gather(*(self._renew_at(peer) for peer in self._peers.values() if peer.tickets))
+
+    async def _renew_at(self, peer: Peer) -> None:
+        try:
+            await RENEW.call(peer.rpc, messages.Renew(self._node.info.boot, b"".join(peer.tickets)), CALL_S)
+        except PeerError as error:
+            log.warning("leases at %s were not renewed: %s", peer.address, error)

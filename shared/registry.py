@@ -1,0 +1,256 @@
+"""Who is there: nodes announce themselves under a lease, routers read the list.
+
+Two makes with one interface. `Embedded`: nodes hold a stream to the router, which is their membership. `Redis`: a
+key a node with a time to live, for several routers; while Redis is down, paused or comes back empty, the last list
+stays and the router judges nodes by their own streams.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from shared.codec import Malformed, decode, encode
+from shared.messages import JoinReply, NodeInfo
+from shared.serve import Tasks
+from shared.services import JOIN, PEER_FAILURES, RpcServer, connect
+
+log = logging.getLogger("baton.registry")
+REDIS_TIMEOUT_S = 0.5
+LEASE_HEARTBEATS = 3
+
+
+class Registry(Protocol):
+    """The router's view. `nodes` is by id; `changed` is called after it changed."""
+
+    kind: str
+    state: str  # "ok" | "down"
+    nodes: dict[str, NodeInfo]
+
+    async def start(self, changed: Callable[[], None]) -> None: ...
+    async def close(self) -> None: ...
+
+
+class Announcer(Protocol):
+    """A node's side: keeps `info` in the registry, whatever happens to it, until `close` takes it out."""
+
+    async def start(self, info: NodeInfo) -> None: ...
+    async def update(self, info: NodeInfo) -> None: ...
+    async def close(self) -> None: ...
+
+
+def announcer(url: str, cluster: str, heartbeat_s: float) -> Announcer:
+    """For `redis://…`, or `host:port` of a router that is its own registry."""
+    if url.startswith(("redis://", "rediss://", "unix://")):
+        return RedisAnnouncer(url, cluster, heartbeat_s)
+    return StreamAnnouncer(url, heartbeat_s)
+
+
+class EmbeddedRegistry:
+    """The router is the registry: a node's stream is its membership, and its end the node's."""
+
+    kind = "embedded"
+    state = "ok"
+
+    def __init__(self, router: str, host: str, port: int) -> None:
+        self.nodes: dict[str, NodeInfo] = {}
+        self.port = port
+        self._router = router
+        self._host = host
+        self._changed: Callable[[], None] = lambda: None
+        self._server = RpcServer({JOIN: self._join})
+
+    async def start(self, changed: Callable[[], None]) -> None:
+        self._changed = changed
+        self.port = await self._server.start(self._host, self.port)
+
+    async def close(self) -> None:
+        await self._server.close()
+
+    async def _join(self, stream: Any) -> None:
+        info: NodeInfo | None = None
+        try:
+            async for message in stream:
+                if message != info:
+                    info = message
+                    self.nodes[message.id] = message
+                    self._changed()
+                await stream.send_message(JoinReply(self._router))
+        finally:
+            if info is not None and self.nodes.get(info.id) == info:  # a new life of the same id may have come
+                del self.nodes[info.id]
+                self._changed()
+
+
+class StreamAnnouncer:
+    """Holds a stream to one router; says itself again at every heartbeat and after every loss."""
+
+    def __init__(self, address: str, heartbeat_s: float) -> None:
+        self._address = address
+        self._heartbeat_s = heartbeat_s
+        self._info: NodeInfo | None = None
+        self._wake = asyncio.Event()
+        self._tasks = Tasks()
+
+    async def start(self, info: NodeInfo) -> None:
+        self._info = info
+        self._tasks.start(self._hold())
+
+    async def update(self, info: NodeInfo) -> None:
+        self._info = info
+        self._wake.set()
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    async def _hold(self) -> None:
+        complained = False
+        while True:
+            channel = connect(self._address)
+            try:
+                async with JOIN.open(channel) as stream:
+                    while True:
+                        assert self._info is not None
+                        await stream.send_message(self._info)
+                        async with asyncio.timeout(10 * self._heartbeat_s + 2):
+                            if await stream.recv_message() is None:
+                                break
+                        complained = False
+                        with contextlib.suppress(TimeoutError):
+                            await asyncio.wait_for(self._wake.wait(), self._heartbeat_s)
+                        self._wake.clear()
+            except PEER_FAILURES as error:
+                if not complained:
+                    log.warning("no router at %s (%s): trying on", self._address, error or type(error).__name__)
+                    complained = True
+            finally:
+                channel.close()
+            await asyncio.sleep(min(0.2, self._heartbeat_s))
+
+
+def _client(url: str) -> Any:
+    # The client's own defaults hold a call for over 12 s when the server is frozen.
+    return redis.asyncio.Redis.from_url(
+        url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S, retry=None
+    )
+
+
+def _keys(cluster: str) -> tuple[str, str]:
+    return f"baton:{cluster}:node:", f"baton:{cluster}:nodes"
+
+
+class RedisAnnouncer:
+    """A key with a time to live of three heartbeats, set again at each."""
+
+    def __init__(self, url: str, cluster: str, heartbeat_s: float) -> None:
+        self._client = _client(url)
+        self._prefix, self._index = _keys(cluster)
+        self._heartbeat_s = heartbeat_s
+        self._info: NodeInfo | None = None
+        self._wake = asyncio.Event()
+        self._tasks = Tasks()
+
+    async def start(self, info: NodeInfo) -> None:
+        self._info = info
+        self._tasks.start(self._beat())
+
+    async def update(self, info: NodeInfo) -> None:
+        self._info = info
+        self._wake.set()
+
+    async def close(self) -> None:
+        await self._tasks.close()
+        if self._info is not None:
+            with contextlib.suppress(RedisError, OSError, TimeoutError):
+                await self._client.delete(self._prefix + self._info.id)
+                await self._client.srem(self._index, self._info.id)
+        await self._client.aclose()
+
+    async def _beat(self) -> None:
+        complained = False
+        while True:
+            assert self._info is not None
+            try:
+                lease_ms = int(1000 * LEASE_HEARTBEATS * self._heartbeat_s)
+                await self._client.set(self._prefix + self._info.id, encode(self._info), px=lease_ms)
+                await self._client.sadd(self._index, self._info.id)
+                complained = False
+            except (RedisError, OSError, TimeoutError) as error:
+                if not complained:
+                    log.warning("redis does not answer (%s): trying on", error or type(error).__name__)
+                    complained = True
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), self._heartbeat_s)
+            self._wake.clear()
+
+
+class RedisRegistry:
+    """Reads all keys every half second. A node leaves the list only after it was absent from a registry that
+    answered for a whole lease: an empty restart of Redis therefore empties nothing."""
+
+    kind = "redis"
+
+    def __init__(self, url: str, cluster: str, heartbeat_s: float = 0.5) -> None:
+        self.nodes: dict[str, NodeInfo] = {}
+        self.state = "down"
+        self.skipped = 0  # entries that were not a NodeInfo
+        self._client = _client(url)
+        self._prefix, self._index = _keys(cluster)
+        self._interval_s = heartbeat_s
+        self._absent_since: dict[str, float] = {}
+        self._changed: Callable[[], None] = lambda: None
+        self._tasks = Tasks()
+
+    async def start(self, changed: Callable[[], None]) -> None:
+        self._changed = changed
+        self._tasks.start(self._watch())
+
+    async def close(self) -> None:
+        await self._tasks.close()
+        await self._client.aclose()
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                found = await self._read()
+            except (RedisError, OSError, TimeoutError) as error:
+                if self.state == "ok":
+                    log.warning("redis does not answer (%s): keeping the last list", error or type(error).__name__)
+                self.state = "down"
+                self._absent_since.clear()
+            else:
+                self.state = "ok"
+                self._take(found, time.monotonic())
+            await asyncio.sleep(self._interval_s)
+
+    async def _read(self) -> dict[str, NodeInfo]:
+        names = [name.decode("utf-8", "replace") for name in await self._client.smembers(self._index)]
+        values = await self._client.mget([self._prefix + name for name in names]) if names else []
+        found: dict[str, NodeInfo] = {}
+        for name, value in zip(names, values, strict=True):
+            if value is None:
+                continue
+            try:
+                info = decode(value, NodeInfo)
+            except Malformed:
+                self.skipped += 1
+                continue
+            if info.id == name:
+                found[name] = info
+        return found
+
+    def _take(self, found: dict[str, NodeInfo], now: float) -> None:
+        before = dict(self.nodes)
+        self.nodes.update(found)
+        for name in list(self.nodes):
+            if name in found:
+                self._absent_since.pop(name, None)
+            elif now - self._absent_since.setdefault(name, now) > LEASE_HEARTBEATS * self._interval_s:
+                del self.nodes[name], self._absent_since[name]
+        if self.nodes != before:
+            self._changed()

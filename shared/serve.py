@@ -1,0 +1,90 @@
+"""Runs one process of Baton: its event loop, its signals, its drain."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import uvloop
+
+FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+
+
+class Lifetime:
+    """How a process ends: the first SIGTERM or SIGINT asks for a drain, the second ends it at once."""
+
+    def __init__(self) -> None:
+        self.draining = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: int) -> None:
+        if self.draining.is_set():
+            os._exit(128 + number)
+        self.draining.set()
+
+
+def run(main: Callable[[Lifetime], Coroutine[Any, Any, int]], log_level: str) -> int:
+    """Runs `main` under uvloop until it returns the process's exit status."""
+    logging.basicConfig(format=FORMAT, level=log_level.upper(), stream=sys.stderr)
+    logging.getLogger("grpclib").setLevel(logging.ERROR)
+
+    async def body() -> int:
+        return await main(Lifetime())
+
+    return uvloop.run(body())
+
+
+def settle_memory() -> None:
+    """After start-up: what lives for good is left out of garbage collections, which otherwise show as gaps."""
+    gc.collect()
+    gc.freeze()
+
+
+async def until(condition: Callable[[], bool], timeout_s: float, interval_s: float = 0.02) -> bool:
+    """Waits for a condition that nothing announces; False when the time is over."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not condition():
+        if asyncio.get_running_loop().time() > deadline:
+            return False
+        await asyncio.sleep(interval_s)
+    return True
+
+
+class Tasks:
+    """Background tasks of one owner: kept alive while they run, cancelled together."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logging.getLogger("baton").error("a background task failed", exc_info=error)
+
+    async def close(self) -> None:
+        current = asyncio.current_task()
+        # Again and again: grpclib turns a cancellation that meets the end of a stream into that stream's error.
+        while pending := {task for task in self._tasks if task is not current and not task.done()}:
+            for task in pending:
+                task.cancel()
+            await asyncio.wait(pending, timeout=0.5)
+
+
+async def close_all(*closers: Callable[[], Awaitable[None]]) -> None:
+    """Closes what was opened, last first, whatever fails on the way."""
+    for close in reversed(closers):
+        with contextlib.suppress(Exception):
+            await close()

@@ -1,0 +1,163 @@
+"""Every RPC of Baton, one line each; server mapping and client call both derive from that line.
+
+Also what grpclib lacks: a cap on message sizes, keepalive that notices a frozen peer, and a close that ends.
+"""
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import grpclib.client
+import grpclib.server
+from grpclib.config import Configuration
+from grpclib.const import Cardinality, Handler, Status
+from grpclib.encoding.base import CodecBase
+from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
+
+from shared.codec import MAX_MESSAGE_BYTES, Malformed, MessageCodec
+from shared.messages import (
+    Answer,
+    Command,
+    Commit,
+    JoinReply,
+    NodeInfo,
+    Renew,
+    Report,
+    Reserve,
+    Reserved,
+    Stop,
+)
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+CODEC = MessageCodec()
+
+
+@dataclass(frozen=True)
+class Rpc(Generic[Request, Reply]):
+    path: str
+    request: type[Request]
+    reply: type[Reply]
+    streams: bool = False  # both ways, for the life of the connection
+
+    def serve(self, handle: "Handle[Request, Reply]") -> Handler:
+        async def handler(stream: Any) -> None:
+            try:
+                await handle(stream)
+            except Malformed as error:
+                raise GRPCError(Status.INVALID_ARGUMENT, str(error)) from None
+
+        kind = Cardinality.STREAM_STREAM if self.streams else Cardinality.UNARY_UNARY
+        return Handler(handler, kind, self.request, self.reply)
+
+    async def call(self, channel: grpclib.client.Channel, request: Request, timeout_s: float) -> Reply:
+        """One request, one reply. Raises PeerError when the peer refuses, is gone or does not answer in time."""
+        method = grpclib.client.UnaryUnaryMethod(channel, self.path, self.request, self.reply)
+        try:
+            return await method(request, timeout=timeout_s)
+        except PEER_FAILURES as error:
+            raise PeerError(f"{self.path}: {error or type(error).__name__}") from error
+
+    @asynccontextmanager
+    async def open(self, channel: grpclib.client.Channel) -> AsyncIterator["ClientStream[Request, Reply]"]:
+        """A standing stream. Leaving the block resets it."""
+        method = grpclib.client.StreamStreamMethod(channel, self.path, self.request, self.reply)
+        async with method.open() as stream:
+            try:
+                yield stream
+            finally:
+                with suppress(ProtocolError, StreamTerminatedError):  # it was not sent yet, or is over
+                    await stream.cancel()
+
+
+Handle = Callable[["ServerStream[Request, Reply]"], Awaitable[None]]
+ServerStream = grpclib.server.Stream
+ClientStream = grpclib.client.Stream
+PEER_FAILURES = (GRPCError, StreamTerminatedError, OSError, asyncio.TimeoutError, Malformed)
+
+
+class PeerError(Exception):
+    """The peer refused, is gone, or did not answer in time: another one may do."""
+
+
+JOIN = Rpc("/baton.Registry/Join", NodeInfo, JoinReply, streams=True)
+ATTACH = Rpc("/baton.Node/Attach", Command, Report, streams=True)
+RESERVE = Rpc("/baton.Decode/Reserve", Reserve, Reserved)
+COMMIT = Rpc("/baton.Decode/Commit", Commit, Answer)
+STOP = Rpc("/baton.Decode/Stop", Stop, Answer)
+RENEW = Rpc("/baton.Decode/Renew", Renew, Answer)
+
+
+def unary(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[None]]:
+    """A handler of one request from a function of it."""
+
+    async def handler(stream: Any) -> None:
+        request = await stream.recv_message()
+        if request is not None:
+            await stream.send_message(await handle(request))
+
+    return handler
+
+
+class RpcServer:
+    """Serves RPCs on one port until `close`."""
+
+    def __init__(self, handlers: Mapping[Rpc[Any, Any], Callable[[Any], Awaitable[None]]]) -> None:
+        self._routes = {rpc.path: rpc.serve(handle) for rpc, handle in handlers.items()}
+        self._server = grpclib.server.Server([self], codec=CODEC, config=_configuration())
+
+    def __mapping__(self) -> Mapping[str, Handler]:
+        return self._routes
+
+    async def start(self, host: str, port: int) -> int:
+        """Returns the port in use. Raises OSError when it cannot be bound."""
+        await self._server.start(host, port)
+        listener: Any = self._server._server
+        return int(listener.sockets[0].getsockname()[1])
+
+    async def close(self, timeout_s: float = 2.0) -> None:
+        """Ends every connection. grpclib's own wait does not end on every loop while clients stay."""
+        self._server.close()
+        try:
+            await asyncio.wait_for(self._server.wait_closed(), timeout_s)
+        except TimeoutError:
+            return
+
+
+def connect(address: str) -> grpclib.client.Channel:
+    """A channel to `host:port`; it connects at the first call. Must be closed."""
+    host, _, port = address.rpartition(":")
+    return grpclib.client.Channel(host, int(port), codec=CODEC, config=_configuration())
+
+
+def _configuration() -> Configuration:
+    # A peer that is frozen or cut off sends no reset: pings find it in about 5 + 3 s.
+    return Configuration(
+        _keepalive_time=5.0,
+        _keepalive_timeout=3.0,
+        _keepalive_permit_without_calls=True,
+        _http2_max_pings_without_data=0,
+        _http2_min_sent_ping_interval_without_data=5.0,
+    )
+
+
+async def _receive_capped(stream: Any, codec: CodecBase, message_type: Any) -> Any:
+    """grpclib's `recv_message`, which would buffer whatever length a peer announces, with a cap."""
+    head = await stream.recv_data(5)
+    if not head:
+        return None
+    compressed, length = struct.unpack(">?I", head)
+    if compressed:
+        raise GRPCError(Status.UNIMPLEMENTED, "compressed messages are not supported")
+    if length > MAX_MESSAGE_BYTES:
+        raise GRPCError(
+            Status.RESOURCE_EXHAUSTED, f"a message of {length} bytes is over the limit of {MAX_MESSAGE_BYTES}"
+        )
+    return codec.decode(await stream.recv_data(length), message_type)
+
+
+for _module in (grpclib.server, grpclib.client):
+    setattr(_module, "recv_message", _receive_capped)  # noqa: B010 - grpclib has no hook for it

@@ -1,0 +1,224 @@
+"""Trains Baton's demo model: a small Llama on public-domain texts, written as a Hugging Face directory.
+
+    pip install -e '.[train]'
+    python demo/train.py --texts alice29.txt paradise_lost.txt … --out /tmp/short --phases 256:2200 8192:60
+    python demo/train.py --texts … --init /tmp/short --out demo/model --learning-rate 1e-3 --phases 1024:150 8192:60
+
+Any UTF-8 text files do. The last twentieth of every file is held out. Training runs on short sequences
+first (cheap, most of the learning), then on longer ones up to the whole context, so that far positions are
+trained, not extrapolated; `training.json` beside the weights records the held-out loss by position.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+BOS, EOS = "<|begin|>", "<|end|>"
+HELD_OUT = 0.05
+# A play's speech is the form that a dialogue takes in these texts, so that is the form the template writes.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ {'user': 'First Citizen', 'assistant': 'Second Citizen', 'system': 'PROLOGUE'}.get(message['role'], "
+    "message['role']) }}:\n{{ message['content'] | trim }}\n\n"
+    "{% endfor %}{% if add_generation_prompt %}Second Citizen:\n{% endif %}"
+)
+
+
+def split_texts(files: list[Path]) -> tuple[list[str], list[str]]:
+    """Training and held-out text of each file, cut at a paragraph."""
+    train, held_out = [], []
+    for file in files:
+        text = file.read_text(encoding="utf-8", errors="replace").replace("\r\n", "\n")
+        cut = text.find("\n", int(len(text) * (1 - HELD_OUT)))
+        train.append(text[:cut])
+        held_out.append(text[cut:])
+    return train, held_out
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE: every byte string has tokens and comes back unchanged."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[BOS, EOS],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    return tokenizer
+
+
+def token_stream(tokenizer: Tokenizer, texts: list[str], rng: random.Random) -> torch.Tensor:
+    """All texts as one row of ids, int64 [n]; documents of about 40 paragraphs between <begin> and <end>."""
+    bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
+    ids: list[int] = []
+    for text in texts:
+        ids.append(bos)
+        for paragraph in text.split("\n\n"):
+            ids += tokenizer.encode(paragraph + "\n\n", add_special_tokens=False).ids
+            if rng.random() < 1 / 40:
+                ids += [eos, bos]
+        ids.append(eos)
+    return torch.tensor(ids)
+
+
+def batches(stream: torch.Tensor, length: int, rows: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
+    while True:
+        starts = torch.randint(0, max(1, len(stream) - length - 1), (rows,), generator=generator)
+        yield torch.stack([stream[s : s + length + 1] for s in starts.tolist()])
+
+
+def loss_of(model: LlamaForCausalLM, rows: torch.Tensor) -> torch.Tensor:
+    """Cross entropy per predicted token, [rows, length]."""
+    logits = model(input_ids=rows[:, :-1], use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none")
+
+
+@torch.no_grad()
+def held_out_loss(model: LlamaForCausalLM, stream: torch.Tensor, length: int) -> dict[str, float]:
+    """Mean loss of the held-out text by position range, in nats a token."""
+    model.eval()
+    rows = [stream[i : i + length + 1] for i in range(0, len(stream) - length, length)][:8]
+    losses = torch.cat([loss_of(model, row[None]) for row in rows])
+    model.train()
+    edges = [e for e in (0, 128, 512, 2048, 4096, 8192) if e <= length]
+    return {f"{a}-{b}": round(losses[:, a:b].mean().item(), 4) for a, b in zip(edges, edges[1:], strict=False)}
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    warm = min(1.0, (step + 1) / 50)
+    return peak * warm * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+
+
+def train(model: LlamaForCausalLM, stream: torch.Tensor, args: argparse.Namespace) -> float:
+    """Runs all phases; returns the seconds it took."""
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], betas=(0.9, 0.95)
+    )
+    generator = torch.Generator().manual_seed(args.seed)
+    steps = sum(count for _, count in args.phases)
+    schedule = itertools.chain.from_iterable(
+        itertools.islice(batches(stream, length, max(1, args.batch_tokens // length), generator), count)
+        for length, count in args.phases
+    )
+    started = time.monotonic()
+    for step, rows in enumerate(schedule):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps, args.learning_rate)
+        loss = loss_of(model, rows).mean()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 20 == 0 or step == steps - 1:
+            print(f"step {step}/{steps} loss {loss.item():.3f} {time.monotonic() - started:.0f} s", flush=True)
+        if step % 200 == 199:
+            model.save_pretrained(args.out / "checkpoint")
+    return time.monotonic() - started
+
+
+def write_model(model: LlamaForCausalLM, tokenizer: Tokenizer, record: dict[str, object], out: Path) -> None:
+    model.half().save_pretrained(out)
+    tokenizer.save(str(out / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "model_max_length": model.config.max_position_embeddings,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def new_model(tokenizer: Tokenizer, args: argparse.Namespace) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=args.vocab_size,
+            hidden_size=256,
+            intermediate_size=704,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=args.context,
+            rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=True,
+            bos_token_id=tokenizer.token_to_id(BOS),
+            eos_token_id=tokenizer.token_to_id(EOS),
+            attn_implementation="sdpa",
+        )
+    )
+
+
+def phase(text: str) -> tuple[int, int]:
+    length, _, steps = text.partition(":")
+    return int(length), int(steps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", type=Path, nargs="+", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--vocab-size", type=int, default=2048)
+    parser.add_argument(
+        "--phases", type=phase, nargs="+", default=[(256, 1400), (1024, 500), (8192, 80)], metavar="LENGTH:STEPS"
+    )
+    parser.add_argument("--init", type=Path, help="go on from this model, with its tokenizer")
+    parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    args.context = max(length for length, _ in args.phases)
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(args.seed)
+
+    train_texts, held_out_texts = split_texts(args.texts)
+    if args.init:
+        tokenizer = Tokenizer.from_file(str(args.init / "tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer(train_texts, args.vocab_size)
+    stream = token_stream(tokenizer, train_texts, random.Random(args.seed))
+    held_out = token_stream(tokenizer, held_out_texts, random.Random(args.seed))
+    model = (
+        LlamaForCausalLM.from_pretrained(args.init, dtype=torch.float32) if args.init else new_model(tokenizer, args)
+    )
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(stream):,} training tokens")
+    seconds = train(model, stream, args)
+    before = json.loads((args.init / "training.json").read_text()) if args.init else None
+    record = {
+        "texts": [f.name for f in args.texts],
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "training_tokens": len(stream),
+        "held_out_tokens": len(held_out),
+        "steps_by_length": {str(length): steps for length, steps in args.phases},
+        "batch_tokens": args.batch_tokens,
+        "seconds": round(seconds),
+        "continues": before,
+        "held_out_loss_by_position": held_out_loss(model, held_out, args.context),
+        "held_out_bytes_per_token": round(sum(len(t.encode()) for t in held_out_texts) / len(held_out), 3),
+    }
+    write_model(model, tokenizer, record, args.out)
+    print(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ from engine.weights import fingerprint, resolve
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
 
-HASH_LAYERS, HASH_VOCABULARY = 2, 256  # of the testing model that hashes instead of computing
+HASH_LAYERS = 2  # of the testing model that hashes instead of computing
 
 
 @dataclass(frozen=True, slots=True)

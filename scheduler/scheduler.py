@@ -95,6 +95,7 @@ class Scheduler:
         self._advance(request, len(request.tokens))
         request.tokens.append(token)
         self.num_landing -= 1
+        request.lands = False  # from here on it is as any other: preempted, it computes its prompt itself
         request.move_to(State.RUNNING)
         insort(self.running, request, key=_turn)
 

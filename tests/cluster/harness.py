@@ -1,0 +1,202 @@
+"""Whole clusters of real processes on loopback."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from engine.build import HASH_LAYERS
+from engine.hash_model import expected_tokens
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "demo" / "model"
+DEMO_VOCABULARY = 2048
+SHARED_DATA = ROOT.parent / "shared" / "data"
+START_S = 90.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    """What the hash model answers."""
+    return expected_tokens(prompt, count, layers=HASH_LAYERS, vocab_size=DEMO_VOCABULARY)
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
+        time.sleep(0.05)
+
+
+class Cluster:
+    """One router and its nodes. `settings` are BATON_ variables of all of them, in lower case without the prefix."""
+
+    def __init__(self, directory: Path, prefill: int, decode: int, registry: str, settings: dict[str, object]) -> None:
+        self.directory = directory
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._registry = registry
+        self._join = registry or f"127.0.0.1:{free_port()}"
+        self.settings: dict[str, object] = {
+            "model": DEMO,
+            "runner": "hash",
+            "num_blocks": 4096,
+            "threads": 1,
+            "heartbeat_s": 0.1,
+            "kv_directory": directory / "kv",
+            "log_level": "warning",
+        } | settings
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.start("router")
+        for index in range(prefill):
+            self.start(f"prefill-{index}")
+        for index in range(decode):
+            self.start(f"decode-{index}")
+
+    def start(self, name: str) -> None:
+        """Starts, or starts anew, one process."""
+        role = name.split("-")[0]
+        environment = dict(os.environ) | {f"BATON_{key.upper()}": str(value) for key, value in self.settings.items()}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        if role == "router":
+            port = self._join.rpartition(":")[2]
+            flags = ["--port", str(self.port), "--registry-port", port] + (
+                ["--registry", self._registry] if self._registry else []
+            )
+        else:
+            flags = ["--id", name, "--registry", self._join]
+        module = role if role == "router" else f"{role}_node"
+        with (self.directory / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", module, *flags], env=environment, cwd=ROOT, stdout=log, stderr=log
+            )
+
+    def ready(self, timeout_s: float = START_S) -> None:
+        """Waits until every process that was started takes requests."""
+        wanted = {name for name, process in self.processes.items() if name != "router" and process.poll() is None}
+
+        def is_ready() -> bool:
+            for name, process in self.processes.items():
+                assert process.poll() in {None, -signal.SIGKILL}, f"{name} ended:\n{self.log(name)}"
+            with contextlib.suppress(OSError, urllib.error.URLError):
+                nodes = self.status()["nodes"]
+                return wanted <= {node["id"] for node in nodes if node["alive"]}
+            return False
+
+        wait_for(is_ready, f"cluster ready ({self.directory})", timeout_s)
+
+    def log(self, name: str) -> str:
+        return (self.directory / f"{name}.log").read_text()[-4000:]
+
+    def send_signal(self, name: str, number: int) -> None:
+        self.processes[name].send_signal(number)
+
+    def status(self) -> dict[str, Any]:
+        return self.get("/v1/status")
+
+    def settled(self) -> dict[str, Any]:
+        """The status when every node has told what it did."""
+        self.idle()
+        time.sleep(0.4)
+        return self.status()
+
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        return {node["id"]: node for node in self.status()["nodes"]}
+
+    def get(self, path: str) -> dict[str, Any]:
+        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+            return dict(json.load(answer))
+
+    def post(self, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> dict[str, Any]:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            return dict(json.load(answer))
+
+    def complete(self, prompt: list[int] | str, max_tokens: int, **fields: object) -> list[int]:
+        """Token ids of a greedy completion."""
+        answer = self.post("/v1/completions", completion(self.model, prompt, max_tokens, **fields))
+        return list(answer["choices"][0]["token_ids"])
+
+    def stream(
+        self, prompt: list[int], max_tokens: int, seen: Callable[[int], None] = lambda _: None, **fields: object
+    ) -> list[int]:
+        """As `complete`, streamed; `seen` hears how many tokens have come. Raises AssertionError at an error event."""
+        body = completion(self.model, prompt, max_tokens, stream=True, **fields)
+        request = urllib.request.Request(
+            self.url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        tokens: list[int] = []
+        finish = None
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            for line in answer:
+                if not line.startswith(b"data: ") or line == b"data: [DONE]\n":
+                    continue
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                tokens += event["choices"][0].get("token_ids") or []
+                finish = event["choices"][0]["finish_reason"] or finish
+                seen(len(tokens))
+        assert finish is not None, "the stream ended without a finish reason"
+        return tokens
+
+    @property
+    def model(self) -> str:
+        return Path(str(self.settings["model"])).name
+
+    def idle(self) -> None:
+        """Waits until no block of any live node is in use."""
+
+        def is_idle() -> bool:
+            for node in self.status()["nodes"]:
+                blocks = node["blocks"]
+                if node["alive"] and (blocks["owned"] or blocks["reserved"] or blocks["quarantined"]):
+                    return False
+            return True
+
+        wait_for(is_idle, "all blocks given back")
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.terminate()
+        for name, process in self.processes.items():
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                raise AssertionError(f"{name} did not end at SIGTERM:\n{self.log(name)}") from None
+
+
+def completion(model: str, prompt: list[int] | str, max_tokens: int, **fields: object) -> dict[str, Any]:
+    body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    return body | {"ignore_eos": True, "return_token_ids": True} | fields
+
+
+@contextlib.contextmanager
+def cluster(prefill: int = 1, decode: int = 1, registry: str = "", **settings: object) -> Iterator[Cluster]:
+    with tempfile.TemporaryDirectory(prefix="baton-test-") as directory:
+        running = Cluster(Path(directory), prefill, decode, registry, settings)
+        try:
+            running.ready()
+            yield running
+        finally:
+            running.close()

@@ -1,0 +1,51 @@
+"""A real checkpoint's golden outputs, token for token, through REST: both modes, tiny and large budgets, both channels."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.cluster.harness import DEMO, SHARED_DATA, Cluster, cluster
+
+STORIES = SHARED_DATA / "models" / "stories260K"
+
+
+def golden_cases() -> list[dict[str, Any]]:
+    return list(json.loads((STORIES / "golden_greedy.json").read_text())["cases"])
+
+
+def ask(running: Cluster, case: dict[str, Any]) -> tuple[list[int], str, str]:
+    """Token ids, text and finish reason; the prompt as text where it has any, else as ids."""
+    prompt: object = case["prompt"] or case["prompt_token_ids"]
+    body = {"model": "stories260K", "prompt": prompt, "max_tokens": 160, "temperature": 0, "return_token_ids": True}
+    answer = running.post("/v1/completions", body)
+    choice = answer["choices"][0]
+    assert answer["usage"]["prompt_tokens"] == len(case["prompt_token_ids"])
+    return list(choice["token_ids"]), str(choice["text"]), str(choice["finish_reason"])
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="the stories260K checkpoint is not beside this checkout")
+@pytest.mark.parametrize("budget", [7, 2048])
+@pytest.mark.parametrize(("prefill", "decode", "channel"), [(1, 1, "shm"), (1, 1, "tcp"), (0, 1, "auto")])
+def test_the_golden_outputs_come_out_exactly(prefill: int, decode: int, channel: str, budget: int) -> None:
+    settings = {"model": STORIES, "runner": "torch", "kv_channel": channel, "max_num_batched_tokens": budget}
+    with cluster(prefill, decode, **settings) as running, ThreadPoolExecutor(5) as pool:
+        cases = golden_cases()
+        for case, (tokens, text, finish) in zip(cases, pool.map(lambda case: ask(running, case), cases), strict=True):
+            assert tokens == case["completion_token_ids"]
+            assert finish == case["finish"]
+            assert text == case["completion_text"]
+        assert (running.settled()["handoffs"] >= len(cases)) == (prefill > 0)
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 0.9, "seed": 7, "top_p": 0.95}])
+def test_the_demo_model_answers_the_same_in_both_modes(fields: dict[str, Any]) -> None:
+    """A prompt of several chunks, greedy and sampled, also when it is asked again and comes from the prefix cache."""
+    prompt = "And the LORD said unto Moses, Speak unto the children of Israel. " * 20
+    answers: list[list[int]] = []
+    for prefill, budget in ((1, 64), (0, 48)):
+        settings = {"runner": "torch", "model": DEMO, "max_num_batched_tokens": budget}
+        with cluster(prefill, 1, **settings) as running:
+            answers += [running.complete(prompt, 40, **fields) for _ in range(2)]
+    assert answers[1:] == answers[:-1]

@@ -1,0 +1,134 @@
+"""One prefill and one decode process behind a router, as a client sees them. The hash model makes any misplaced,
+stale or torn block change the answer."""
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+
+from tests.cluster.harness import Cluster, cluster, completion, expected, wait_for
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Cluster]:
+    with cluster(max_num_batched_tokens=64) as running:
+        yield running
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 2048) for _ in range(length)]
+
+
+def test_tokens_come_through_both_nodes_and_every_byte_is_counted(served: Cluster) -> None:
+    before = served.settled()
+    prompt = prompt_of(1, 200)
+    assert served.complete(prompt, 20) == expected(prompt, 20)
+    after = served.settled()
+    assert after["handoffs"] == before["handoffs"] + 1
+    block_bytes = next(iter(served.nodes().values()))["block_bytes"]
+    assert after["blocks_moved"] - before["blocks_moved"] == 13
+    assert after["bytes_moved"] == after["blocks_moved"] * block_bytes
+    assert served.nodes()["prefill-0"]["channels"].popitem()[1] == "shm"
+
+
+def test_a_prefix_that_the_decode_node_holds_is_not_sent_again(served: Cluster) -> None:
+    prompt = prompt_of(2, 160)
+    served.complete(prompt, 2)
+    before = served.settled()["blocks_moved"]
+    longer = prompt + prompt_of(3, 40)
+    answer = served.post("/v1/completions", completion("model", longer, 8))
+    assert answer["choices"][0]["token_ids"] == expected(longer, 8)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 160
+    assert served.settled()["blocks_moved"] == before + 3, "only the new blocks move"
+
+
+def test_many_requests_at_once_each_get_their_own_tokens(served: Cluster) -> None:
+    prompts = [prompt_of(100 + index, random.Random(index).randrange(1, 300)) for index in range(40)]
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda prompt: served.stream(prompt, 24), prompts))
+    assert answers == [expected(prompt, 24) for prompt in prompts]
+    served.idle()
+
+
+def test_several_samples_cost_one_prefill_and_one_handoff(served: Cluster) -> None:
+    before, prompt = served.settled(), prompt_of(4, 128)
+    computed = served.nodes()["prefill-0"]["prompt_tokens"]
+    answer = served.post("/v1/completions", completion("model", prompt, 6, n=4))
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert all(choice["token_ids"] == expected(prompt, 6) for choice in answer["choices"])
+    assert served.settled()["handoffs"] == before["handoffs"] + 1
+    assert served.nodes()["prefill-0"]["prompt_tokens"] == computed + 128
+
+
+def test_the_openai_client_streams_and_does_not(served: Cluster) -> None:
+    client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["model"]
+    plain = client.completions.create(model="model", prompt="In the beginning", max_tokens=12, temperature=0)
+    pieces = client.completions.create(
+        model="model", prompt="In the beginning", max_tokens=12, temperature=0, stream=True
+    )
+    assert "".join(piece.choices[0].text for piece in pieces) == plain.choices[0].text
+    messages: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "Speak, speak."}]
+    chat = client.chat.completions.create(model="model", messages=messages, max_tokens=9, temperature=0)
+    stream = client.chat.completions.create(
+        model="model",
+        messages=messages,
+        max_tokens=9,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == chat.choices[0].message.content
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 9
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        client.completions.create(model="model", prompt="x", max_tokens=0)
+    client.close()
+
+
+def test_a_client_that_hangs_up_leaves_no_block_behind(served: Cluster) -> None:
+    for delay in (0.0, 0.05, 0.3):
+        with socket.create_connection(("127.0.0.1", served.port)) as connection:
+            body = str(completion("model", prompt_of(5, 3000), 4000, stream=True)).replace("'", '"')
+            body = body.replace("True", "true")
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            connection.sendall((head + body).encode())
+            time.sleep(delay)
+    served.idle()
+    wait_for(lambda: served.status()["requests"]["running"] == 0, "the router has let go too")
+
+
+def test_a_request_that_can_never_fit_is_refused_and_leaves_the_cluster_well(served: Cluster) -> None:
+    with pytest.raises(openai.BadRequestError, match="8192"):
+        openai.OpenAI(base_url=served.url + "/v1", api_key="none").completions.create(
+            model="model", prompt=[5] * 8000, max_tokens=500
+        )
+    assert served.complete([5, 6, 7], 3) == expected([5, 6, 7], 3)
+
+
+def test_a_draining_node_finishes_what_it_has_and_takes_nothing_new() -> None:
+    with cluster(prefill=1, decode=2) as running:
+        prompt = prompt_of(6, 50)
+        started = threading.Event()
+        with ThreadPoolExecutor(4) as pool:
+            answers = [
+                pool.submit(running.stream, prompt, 1500, lambda count: started.set() if count > 3 else None)
+                for _ in range(4)
+            ]
+            assert started.wait(20)
+            running.send_signal("decode-0", 15)
+            running.send_signal("prefill-0", 15)
+            more = [running.complete(prompt_of(60 + index, 30), 5) for index in range(5)]
+        assert more == [expected(prompt_of(60 + index, 30), 5) for index in range(5)]
+        assert {tuple(answer.result()) for answer in answers} == {tuple(expected(prompt, 1500))}
+        assert running.processes["decode-0"].wait(40) == 0
+        assert running.processes["prefill-0"].wait(40) == 0
+        assert running.status()["requests"]["moved"] == 0, "nothing had to go on elsewhere"

@@ -1,0 +1,144 @@
+"""The tokens of a request under the real scheduler, whatever it decides: budget, block size, policy, company, cache,
+preemption, and whether the prompt was computed here or landed from another pool."""
+
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine.kv_pool import KVPool
+from engine.models.decoder import Decoder, load_model
+from engine.runner import TorchRunner
+from scheduler.policy import POLICIES, Policy
+from scheduler.request import Request, State
+from scheduler.scheduler import Limits, Scheduler
+from shared.messages import Sampling
+from tests.engine.build import CPU, torch_runner
+
+torch.set_num_threads(1)
+VOCABULARY, LONGEST = 97, 44
+SAMPLINGS = [
+    Sampling(temperature=0.0),
+    Sampling(seed=1),
+    Sampling(seed=2, temperature=0.7, top_p=0.9, repetition_penalty=1.1),
+    Sampling(seed=3, top_k=8, frequency_penalty=0.3),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    where = tmp_path_factory.mktemp("model")
+    torch.manual_seed(5)
+    shape = {"hidden_size": 32, "intermediate_size": 52, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(
+        LlamaConfig(**shape, num_key_value_heads=2, vocab_size=VOCABULARY, initializer_range=0.3)
+    ).save_pretrained(where)
+    return load_model(where, torch.float32, CPU)
+
+
+class Node:
+    """A scheduler, a runner and a pool poisoned with NaN."""
+
+    def __init__(self, model: Decoder, limits: Limits, num_blocks: int, block_tokens: int, policy: Policy) -> None:
+        self.scheduler = Scheduler(limits, num_blocks, block_tokens, policy)
+        self.runner: TorchRunner
+        self.pool: KVPool
+        self.runner, self.pool, _ = torch_runner(model, num_blocks, block_tokens)
+
+    def turn(self) -> None:
+        step = self.scheduler.schedule()
+        if step.slices:
+            self.scheduler.update(step, [output.token for output in self.runner.run(step)])
+
+
+def requests_of(seed: int, shared: bool) -> list[Request]:
+    rng = Random(seed)
+    stem = [rng.randrange(VOCABULARY) for _ in range(16)]
+    rows = []
+    for index, sampling in enumerate(SAMPLINGS):
+        prompt = stem[: 16 * shared] + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 16))]
+        rows.append(Request(f"r{index}", prompt, len(prompt), 12, payload=sampling))
+    return rows
+
+
+def answers(rows: Sequence[Request]) -> list[list[int]]:
+    assert all(row.state is State.DONE for row in rows)
+    return [row.tokens[row.num_prompt :] for row in rows]
+
+
+def run_alone(model: Decoder, rows: Sequence[Request]) -> list[list[int]]:
+    for row in rows:
+        node = Node(model, Limits(), 1 + LONGEST, 1, POLICIES["stall_free"])
+        node.scheduler.add(row)
+        while node.scheduler.has_work:
+            node.turn()
+    return answers(rows)
+
+
+def run_together(rows: Sequence[Request], here: Node, there: Node | None) -> list[list[int]]:
+    """All at once on `here`; with `there`, prompts are computed there and their rows copied over, as a channel does."""
+    landings: list[tuple[Request, Request]] = []
+    for row in rows:
+        if there is None:
+            here.scheduler.add(row)
+        else:
+            leaving = Request(row.id, list(row.tokens), row.num_prompt, row.max_tokens, payload=row.payload)
+            leaving.leaves = row.lands = True
+            there.scheduler.add(leaving)
+            here.scheduler.add(row)
+            landings.append((leaving, row))
+    for _ in range(2000):
+        if there is not None:
+            there.turn()
+        here.turn()
+        for pair in list(landings):
+            leaving, row = pair
+            if leaving.state is State.LEAVING and row.state is State.LANDING:
+                assert there is not None
+                held = row.num_computed // here.scheduler.block_tokens
+                for source, target in zip(leaving.blocks[held:], row.blocks[held:], strict=True):
+                    here.pool.tensor[target] = there.pool.tensor[source]
+                here.scheduler.land(row, leaving.tokens[-1])
+                there.scheduler.release(leaving)
+                landings.remove(pair)
+        if all(row.state is State.DONE for row in rows):
+            break
+    return answers(rows)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    budget=st.integers(4, 64),
+    block_tokens=st.sampled_from([1, 4, 16]),
+    tight=st.booleans(),
+    shared=st.booleans(),
+    handed_over=st.booleans(),
+    policy=st.sampled_from(list(POLICIES.values())),
+    seed=st.integers(0, 9),
+)
+def test_tokens_do_not_depend_on_what_the_scheduler_decides(
+    model: Decoder,
+    budget: int,
+    block_tokens: int,
+    tight: bool,
+    shared: bool,
+    handed_over: bool,
+    policy: Policy,
+    seed: int,
+) -> None:
+    # A tight pool holds one request and a half, so that running ones are preempted.
+    num_blocks = 2 + -(-LONGEST // block_tokens) * (3 if tight else 10) // 2
+    limits = Limits(max_num_batched_tokens=budget, max_num_partial_prefills=2)
+    here, there = (Node(model, limits, num_blocks, block_tokens, policy) for _ in range(2))
+    together = run_together(requests_of(seed, shared), here, there if handed_over else None)
+    assert together == run_alone(model, requests_of(seed, shared))
+
+
+def test_a_tight_pool_really_preempts(model: Decoder) -> None:
+    here = Node(model, Limits(max_num_batched_tokens=64), 2 + LONGEST * 3 // 2, 1, POLICIES["stall_free"])
+    run_together(requests_of(0, False), here, None)
+    assert here.scheduler.counters.preemptions > 0

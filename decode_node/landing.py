@@ -126,6 +126,10 @@ class LandingTable:
                 endings.append(ending)
         return endings
 
+    def has(self, writer: str) -> bool:
+        """Whether rows are promised to this writer. Walks all landings: rare."""
+        return any(landing.writer == writer for landing in self._by_ticket.values())
+
     def writer_lost(self, writer: str) -> list[Ending]:
         """The writer's process is gone, or can reach this pool no more."""
         gone = [

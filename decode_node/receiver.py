@@ -131,6 +131,8 @@ class Receiver:
 
     def writer_lost(self, writer: str) -> None:
         """The channel's news that a writer's process ended, or closed its mapping of this pool."""
+        if not self._table.has(writer) or self._can_write(writer):
+            return
         for ending in self._table.writer_lost(writer):
             self._end(ending, "the prefill node is gone")
 
@@ -141,7 +143,9 @@ class Receiver:
                 self._end(ending, "its lease ended")
 
     def _can_write(self, writer: str) -> bool:
-        return any(not channel.fenced and channel.has_writer(writer) for channel in self._channels)
+        """Whether a writer that is taken for dead could still write. If not, it never can again: it may only have
+        been frozen, and would go on with rows that are somebody else's by then."""
+        return not all(channel.fenced or channel.bar(writer) for channel in self._channels)
 
     # ---- endings ------------------------------------------------------------------------------------------------
 

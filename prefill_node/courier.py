@@ -17,7 +17,7 @@ from engine.node import Node, Progress
 from prefill_node.handoff import Action, Commit, Handoff, Phase, Push, Stop
 from scheduler.request import Request
 from shared import messages
-from shared.kv.channel import ChannelError, KVChannel
+from shared.kv.channel import ChannelError, KVChannel, TicketRefusedError
 from shared.kv.checksum import checksums
 from shared.messages import Submit
 from shared.serve import Tasks
@@ -39,6 +39,7 @@ class Peer:
     asking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_ASKING))
     channel: KVChannel | None = None  # in use, once it is chosen
     cards: dict[str, bytes] = field(default_factory=dict)
+    failed: dict[str, bytes] = field(default_factory=dict)  # the card with which a channel last failed
     tickets: dict[bytes, None] = field(default_factory=dict)
 
 
@@ -191,7 +192,10 @@ class Courier:
         card = peer.cards[peer.channel.name]
         try:
             await peer.channel.push(card, leaving.handoff.ticket, source, push.targets)
+        except TicketRefusedError:
+            raise  # the channel is well
         except ChannelError:
+            peer.failed[peer.channel.name] = card
             peer.channel = None  # chosen anew for the next handoff
             raise
         leaving.sums.append(await asyncio.to_thread(checksums, self._rows, source))
@@ -230,8 +234,11 @@ class Courier:
         if peer.channel is not None and peer.cards == cards:
             return
         peer.cards = dict(cards)
-        for place, channel in enumerate(c for c in self._channels if c.name in cards):
-            if channel.reachable(cards[channel.name]):
+        common = [channel for channel in self._channels if channel.name in cards]
+        for place, channel in enumerate(common):
+            card = cards[channel.name]
+            is_last = place == len(common) - 1
+            if channel.reachable(card) and (is_last or peer.failed.get(channel.name) != card):
                 if place:
                     log.warning("handoffs to %s go over %s, not over a faster channel", peer.address, channel.name)
                     self._node.ticker.channel_fallbacks += 1

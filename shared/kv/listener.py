@@ -1,0 +1,213 @@
+"""The receiving end of a channel: lets writers in, a thread for each, and tells when the last of one has gone.
+
+It speaks only the introduction; what follows on a connection is the channel's own (`serve`).
+"""
+
+import asyncio
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from enum import IntEnum
+
+from shared.kv.channel import Card, CardError, PeerLostError, is_boot
+
+MAGIC = b"BTKV"
+VERSION = 1
+HELLO = struct.Struct("<4sHxxI32s32s")  # magic, version, row bytes, the writer's boot, the boot it wants to reach
+ANSWER = struct.Struct("<4sHH")  # magic, version, Verdict
+MAX_CONNECTIONS_PER_ADDRESS = 64  # a whole host of nodes, and still few threads
+MAX_CONNECTIONS_PER_WRITER = 4  # one is in use; a lost one may linger until its end is noticed
+
+
+class Verdict(IntEnum):
+    """The receiver's answer to an introduction."""
+
+    WELCOME = 0
+    OTHER_ROW_BYTES = 1
+    OTHER_BOOT = 2
+    TOO_MANY = 3
+    BARRED = 4
+
+
+REFUSALS = {
+    Verdict.OTHER_BOOT: "it was started anew",
+    Verdict.TOO_MANY: "it has too many writers",
+    Verdict.BARRED: "it took us for dead and gave our rows to others",
+}
+WELCOME = ANSWER.pack(MAGIC, VERSION, Verdict.WELCOME)
+
+
+class MalformedError(Exception):
+    """What came over a connection is not our protocol."""
+
+
+class Listener:
+    """Accepts on `server` (bound and listening) until `close`; must be made on the event loop.
+
+    `serve(connection, boot)` runs in the connection's thread once a writer is introduced: it sends WELCOME, and
+    ends when the writer does. `on_writer_lost(boot)` is called on the loop when the last connection of that writer
+    has ended, for whatever reason but our own `close`. `patience_s` bounds the introduction.
+    """
+
+    def __init__(
+        self,
+        server: socket.socket,
+        boot: str,
+        row_bytes: int,
+        serve: Callable[[socket.socket, str], None],
+        on_writer_lost: Callable[[str], None],
+        patience_s: float,
+    ) -> None:
+        self._server = server
+        self._boot = boot
+        self._row_bytes = row_bytes
+        self._serve = serve
+        self._on_writer_lost = on_writer_lost
+        self._patience_s = patience_s
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()  # guards all below
+        self._threads: dict[socket.socket, threading.Thread] = {}
+        self._num_open: Counter[str] = Counter()  # connections by address, and by writer's boot once introduced
+        self._barred: set[str] = set()
+        self._closing = False
+        self.num_rejected = 0  # connections closed for what they said, or for being too many
+        self._thread = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Hang up on everyone and wait for the threads; they only have to wake up. Idempotent."""
+        with self._lock:
+            self._closing = True
+            threads = dict(self._threads)
+        for connection in (self._server, *threads):
+            with contextlib.suppress(OSError):  # it may have ended by itself
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in (self._thread, *threads.values()):
+            thread.join()
+        self._server.close()
+
+    def bar(self, boot: str) -> bool:
+        """Refuse this writer from now on. False: it is connected at this moment, and may go on until it hangs up."""
+        with self._lock:
+            self._barred.add(boot)
+            return self._num_open[boot] == 0
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                connection, address = self._server.accept()
+            except OSError:  # ours on close; else one connection aborted, or no descriptor left for now
+                time.sleep(0 if self._closing else 0.05)
+                continue
+            self._admit(connection, str(address[0]) if address else "local")
+
+    def _admit(self, connection: socket.socket, address: str) -> None:
+        thread = threading.Thread(target=self._host, args=(connection, address), name="kv-receive", daemon=True)
+        with self._lock:
+            if not self._closing and self._take(address, MAX_CONNECTIONS_PER_ADDRESS):
+                try:
+                    thread.start()  # it leaves under this lock, so not before it is entered here
+                    self._threads[connection] = thread
+                    return
+                except RuntimeError:  # no more threads can be had
+                    self._release(address)
+            self.num_rejected += 1
+        connection.close()
+
+    def _host(self, connection: socket.socket, address: str) -> None:
+        boot = None
+        try:
+            boot = self._introduction(connection)
+            if boot is not None:
+                self._serve(connection, boot)
+        except MalformedError:
+            with self._lock:
+                self.num_rejected += 1
+        except (OSError, EOFError):
+            pass  # it hung up, or was silent for too long; its end is told below
+        finally:
+            connection.close()
+            self._leave(connection, address, boot)
+
+    def _leave(self, connection: socket.socket, address: str, boot: str | None) -> None:
+        with self._lock:
+            self._threads.pop(connection)
+            self._release(address)
+            told = None if boot is None or not self._release(boot) or self._closing else boot
+        if told is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+                self._loop.call_soon_threadsafe(self._on_writer_lost, told)
+
+    def _introduction(self, connection: socket.socket) -> str | None:
+        """The writer's boot, or None when it was turned away."""
+        hello = receive_exactly(connection, HELLO.size, self._patience_s)
+        magic, version, row_bytes, boot_field, wanted = HELLO.unpack(hello)
+        boot: str = boot_field.decode("ascii", "replace")
+        if (magic, version) != (MAGIC, VERSION) or not is_boot(boot):
+            raise MalformedError
+        verdict = self._verdict(boot, row_bytes, wanted)
+        if verdict is Verdict.WELCOME:
+            return boot
+        with self._lock:
+            self.num_rejected += 1
+        connection.sendall(ANSWER.pack(MAGIC, VERSION, verdict))
+        return None
+
+    def _verdict(self, boot: str, row_bytes: int, wanted: bytes) -> Verdict:
+        if wanted != self._boot.encode():
+            return Verdict.OTHER_BOOT
+        if row_bytes != self._row_bytes:
+            return Verdict.OTHER_ROW_BYTES
+        with self._lock:
+            if boot in self._barred:
+                return Verdict.BARRED
+            return Verdict.WELCOME if self._take(boot, MAX_CONNECTIONS_PER_WRITER) else Verdict.TOO_MANY
+
+    def _take(self, key: str, limit: int) -> bool:
+        if self._num_open[key] >= limit:
+            return False
+        self._num_open[key] += 1
+        return True
+
+    def _release(self, key: str) -> bool:
+        """Count one connection less; True when it was the last."""
+        self._num_open[key] -= 1
+        if self._num_open[key]:
+            return False
+        del self._num_open[key]
+        return True
+
+
+def hello(card: Card, boot: str) -> bytes:
+    """How the writer `boot` introduces itself to the owner of `card`."""
+    return HELLO.pack(MAGIC, VERSION, card.row_bytes, boot.encode(), card.boot.encode())
+
+
+def check_answer(data: bytes) -> None:
+    """Raises CardError or PeerLostError unless `data` is a welcome."""
+    if len(data) != ANSWER.size:
+        raise PeerLostError("it hung up at the introduction")
+    magic, version, verdict = ANSWER.unpack(data)
+    if (magic, version) != (MAGIC, VERSION):
+        raise PeerLostError(f"it is not a KV channel of version {VERSION}")
+    if verdict == Verdict.OTHER_ROW_BYTES:
+        raise CardError("the peer's KV rows are not of the size that its card says")
+    if verdict != Verdict.WELCOME:
+        raise PeerLostError(REFUSALS.get(verdict, "it refused us"))
+
+
+def receive_exactly(connection: socket.socket, size: int, patience_s: float) -> bytes:
+    """Raises EOFError when the connection ends before, TimeoutError when not all is there after `patience_s`."""
+    data = b""
+    deadline = time.monotonic() + patience_s
+    while len(data) < size:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        piece = connection.recv(size - len(data))
+        if not piece:
+            raise EOFError("it hung up")
+        data += piece
+    return data

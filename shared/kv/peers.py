@@ -1,0 +1,182 @@
+"""The writing end of a channel: one thread and one connection a peer, pushes one after another, and clean ends."""
+
+import asyncio
+import contextlib
+import select
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from shared.kv.channel import TICKET_BYTES, Card, CardError, ChannelError, PeerLostError, TicketRefusedError
+
+
+class Link(Protocol):
+    """A connection to one peer, blocking, used by one thread (but for `interrupt`)."""
+
+    socket: socket.socket
+
+    def push(self, ticket: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]) -> None:
+        """Move rows; return early, at a boundary that the next push can follow, when `stopped()`.
+
+        Raises TicketRefusedError when the link stays good; OSError, EOFError or PeerLostError when it does not.
+        """
+        ...
+
+    def interrupt(self) -> None:
+        """From any thread: let a blocked push fail soon, unless it ends soon by itself."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _Peer:
+    """One peer for the life of one connection. Once `lost` it stays so: the next push makes another."""
+
+    def __init__(self, card: Card, connect: Callable[[], Link]) -> None:
+        self._name = f"{card.channel} peer {card.boot[:8]} at {card.endpoint}"
+        self._connect = connect
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-push-{card.boot[:8]}")
+        self._link: Link | None = None  # owned by the thread
+        self.lost = False
+
+    def hung_up(self) -> bool:
+        return self.lost or (self._link is not None and hung_up(self._link.socket))
+
+    async def push(self, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
+        """Wait for our turn and for the end of our bytes, even if cancelled: only then is it safe to go on."""
+        stop = threading.Event()
+        call = self._thread.submit(self._run, ticket, source, target, stop)
+        moving = asyncio.wrap_future(call)
+        cancelled: asyncio.CancelledError | None = None
+        while not moving.done():
+            try:
+                await asyncio.wait({moving})
+            except asyncio.CancelledError as error:
+                cancelled = error
+                stop.set()
+                call.cancel()  # it is over at once when its turn has not come
+        try:
+            if cancelled is None:
+                return moving.result()
+            if not moving.cancelled():
+                moving.exception()  # nobody is left to hear it
+            raise cancelled
+        finally:  # an error refers to this frame; if the frame refers to it too, much memory waits for a collection
+            del call, moving, cancelled
+
+    async def close(self) -> None:
+        self.lost = True
+        if (link := self._link) is not None:
+            link.interrupt()
+        await asyncio.wrap_future(self._thread.submit(self._drop))
+        self._thread.shutdown()
+
+    def _run(self, ticket: bytes, source: Sequence[int], target: Sequence[int], stop: threading.Event) -> None:
+        try:
+            if not self.lost and self._link is None:
+                self._link = self._linked()
+            if not self.lost and self._link is not None:
+                self._link.push(ticket, source, target, lambda: stop.is_set() or self.lost)
+            if self.lost:
+                raise PeerLostError("the connection has ended")
+        except TicketRefusedError:
+            raise
+        except (OSError, EOFError, ChannelError) as error:
+            self.lost = True
+            self._drop()
+            kind = PeerLostError if isinstance(error, OSError | EOFError) else type(error)
+            raise kind(f"{self._name}: {error}") from error
+
+    def _linked(self) -> Link:
+        try:
+            return self._connect()
+        except (ValueError, OverflowError) as error:  # an address that no system call takes
+            raise CardError(f"not an address: {error}") from error
+
+    def _drop(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+
+class Peers:
+    """Whom we write to, by boot id; must be made on the event loop. `connect` runs in the peer's thread."""
+
+    def __init__(self, row_bytes: int, num_rows: int, connect: Callable[[Card], Link]) -> None:
+        self._row_bytes = row_bytes
+        self._num_rows = num_rows
+        self._connect = connect
+        self._peers: dict[str, _Peer] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._closed = False
+        # An epoll can itself be waited on: the loop hears of every peer that hangs up, also while no push is under
+        # way, and reads nothing from the sockets, which belong to the threads. A dead peer's memory is let go at once.
+        self._hangups = select.epoll()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._hangups.fileno(), self._on_hangup)
+
+    async def push(self, card: Card, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
+        if self._closed:
+            raise ChannelError("the channel is closed")
+        card.check_row_bytes(self._row_bytes)
+        _check_rows(card, ticket, source, target, self._num_rows)
+        peer = self._peers.get(card.boot)
+        if peer is None or peer.hung_up():
+            self._retire_lost()
+            peer = self._peers[card.boot] = _Peer(card, lambda: self._linked(card))
+        try:
+            await peer.push(ticket, source, target)
+        finally:
+            if peer.lost:
+                self._retire_lost()
+
+    async def close(self) -> None:
+        """Fail the pushes under way and wait for every thread. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._hangups.fileno())
+            self._retire(list(self._peers))
+        await asyncio.gather(*self._leaving)
+        self._hangups.close()
+
+    def _linked(self, card: Card) -> Link:
+        link = self._connect(card)
+        with contextlib.suppress(ValueError):  # closed meanwhile
+            self._hangups.register(link.socket, select.EPOLLRDHUP | select.EPOLLET)
+        return link
+
+    def _on_hangup(self) -> None:
+        self._hangups.poll(0)  # edge-triggered: this takes the news; which peer it was is asked of the peers
+        self._retire_lost()
+
+    def _retire_lost(self) -> None:
+        self._retire([boot for boot, peer in self._peers.items() if peer.hung_up()])
+
+    def _retire(self, boots: list[str]) -> None:
+        for boot in boots:
+            leaving = self._loop.create_task(self._peers.pop(boot).close())
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
+
+
+def hung_up(connection: socket.socket) -> bool:
+    """Whether the other end has closed or died; takes nothing from the stream."""
+    poll = select.poll()
+    try:
+        poll.register(connection, select.POLLRDHUP)
+        return bool(poll.poll(0))
+    except (OSError, ValueError):  # our end is closed
+        return True
+
+
+def _check_rows(card: Card, ticket: bytes, source: Sequence[int], target: Sequence[int], num_rows: int) -> None:
+    """Targets come from the peer, and a one-sided write outside its pool would be a write into nowhere."""
+    if len(ticket) != TICKET_BYTES:
+        raise ChannelError(f"a ticket has {TICKET_BYTES} bytes, not {len(ticket)}")
+    if len(source) != len(target):
+        raise ChannelError(f"{len(source)} rows to push, {len(target)} rows to fill")
+    for side, rows, limit in (("our", source, num_rows), ("the peer's", target, card.num_rows)):
+        if rows and not 0 <= min(rows) <= max(rows) < limit:
+            raise ChannelError(f"rows {min(rows)} to {max(rows)} are not all in {side} pool of {limit}")

@@ -1,0 +1,282 @@
+"""The KV channel between hosts: length-prefixed frames over TCP, straight from the pool and straight into it.
+
+Blocking sockets in threads, no event loop: that has a quarter of the cost. The receiver looks up the ticket and the
+rows of a frame before it chooses where the bytes land, so a stale writer cannot harm: `fenced`.
+"""
+
+import contextlib
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import numpy as np
+
+from shared.kv.channel import Card, PeerLostError, TicketRefusedError, check_boot, check_open
+from shared.kv.listener import (
+    ANSWER,
+    MAGIC,
+    VERSION,
+    WELCOME,
+    Listener,
+    MalformedError,
+    check_answer,
+    hello,
+    receive_exactly,
+)
+from shared.kv.memory import HostMemory, Rows
+from shared.kv.peers import Peers
+
+# A push is some frames and one without rows; then the receiver answers with an ACK.
+FRAME = struct.Struct("<4sHH16sI")  # magic, version, number of rows, ticket, bytes of a row; then u32 rows, then bytes
+ACK = struct.Struct("<4sHxxII")  # magic, version, rows accepted, rows refused
+PATIENCE_S = 2.0
+MAX_FRAME_ROWS = 512  # with two buffers for the header well below the kernel's 1,024 buffers a call
+FRAME_BYTES = 4 << 20  # few calls a frame, hence few waits for the interpreter lock; a cancelled push ends at one
+
+
+class _Ticket:
+    """Rows that may be filled, until shut.
+
+    The lock is held around every receive into the rows and never while waiting for bytes. So `shut` waits for at
+    most one copy out of the socket's buffer, and after it no byte lands: the rest of the row goes to scratch.
+    """
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self.rows = frozenset(rows)
+        self.lock = threading.Lock()
+        self.open = True
+
+    def shut(self) -> None:
+        with self.lock:
+            self.open = False
+
+
+class TcpChannel:
+    """See KVChannel."""
+
+    name = "tcp"
+    fenced = True
+
+    def __init__(
+        self,
+        memory: HostMemory,
+        boot: str,
+        on_writer_lost: Callable[[str], None],
+        server: socket.socket,
+        host: str,
+        patience_s: float,
+    ) -> None:
+        num_rows, row_bytes = memory.rows.shape
+        self._rows = memory.rows
+        self._patience_s = patience_s
+        self._tickets: dict[bytes, _Ticket] = {}
+        self._scratch = memoryview(bytearray(row_bytes))  # shared by all threads: nobody reads it
+        self._card = Card(self.name, host, str(server.getsockname()[1]), boot, row_bytes, num_rows)
+        self._peers = Peers(row_bytes, num_rows, lambda card: _Connection(card, boot, self._rows, patience_s))
+        self._listener = Listener(server, boot, row_bytes, self._serve, on_writer_lost, patience_s)
+
+    @classmethod
+    async def start(
+        cls,
+        memory: HostMemory,
+        boot: str,
+        on_writer_lost: Callable[[str], None],
+        host: str,
+        port: int = 0,
+        advertised: str | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> Self:
+        """Listen on `host`; peers are told to reach us at `advertised`, by default the same. Raises OSError.
+
+        `patience_s` is for how long a peer may move no byte in the middle of a push.
+        """
+        check_boot(boot)
+        if advertised is None and host in ("", "0.0.0.0", "::"):
+            raise ValueError(f"listening on every address ({host!r}): say under which one peers reach this node")
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        server = socket.create_server((host, port), family=family, backlog=128)
+        return cls(memory, boot, on_writer_lost, server, advertised or host, patience_s)
+
+    @property
+    def num_rejected(self) -> int:
+        """Connections that were closed for what they said, or for being too many."""
+        return self._listener.num_rejected
+
+    def card(self) -> bytes:
+        return self._card.pack()
+
+    def open(self, ticket: bytes, rows: Sequence[int]) -> None:
+        check_open(ticket, rows, len(self._rows))
+        if ticket in self._tickets:
+            raise ValueError("the ticket is open already")
+        self._tickets[ticket] = _Ticket(rows)
+
+    def shut(self, ticket: bytes) -> None:
+        known = self._tickets.pop(ticket, None)
+        if known is not None:
+            known.shut()
+
+    def bar(self, boot: str) -> bool:
+        return self._listener.bar(boot)
+
+    def reachable(self, card: bytes) -> bool:
+        """Any address may be: only the push itself finds out."""
+        Card.unpack(card, self.name).check_row_bytes(self._rows.shape[1])
+        return True
+
+    async def push(self, card: bytes, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
+        await self._peers.push(Card.unpack(card, self.name), ticket, source, target)
+
+    async def close(self) -> None:
+        await self._peers.close()
+        self._listener.close()
+        self._rows = np.empty((0, 0), np.uint8)  # lets go of the memory, whoever may still hold this channel
+
+    def _serve(self, connection: socket.socket, _boot: str) -> None:
+        """Receive pushes until the writer ends, is silent in the middle of one, or says what is not our protocol."""
+        wire = _Wire(connection, self._patience_s)
+        connection.sendall(WELCOME)
+        connection.setblocking(False)
+        header, indices = memoryview(bytearray(FRAME.size)), memoryview(bytearray(4 * MAX_FRAME_ROWS))
+        accepted = refused = 0
+        pushing = False
+        while True:
+            wire.fill(header, may_idle=not pushing)
+            magic, version, count, ticket, row_bytes = FRAME.unpack(header)
+            known = (magic, version, row_bytes) == (MAGIC, VERSION, self._rows.shape[1])
+            if not known or count > MAX_FRAME_ROWS:
+                raise MalformedError
+            if count:
+                wire.fill(indices[: 4 * count])
+                landed = self._land(wire, self._tickets.get(ticket) or _Ticket(()), indices[: 4 * count].cast("I"))
+                accepted, refused = accepted + landed, refused + count - landed
+            else:
+                # It never blocks: a peer that leaves answers unread until the buffer is full is not one of ours.
+                connection.send(ACK.pack(MAGIC, VERSION, accepted, refused))
+                accepted = refused = 0
+            pushing = count > 0
+
+    def _land(self, wire: "_Wire", ticket: _Ticket, rows: memoryview) -> int:
+        """Receive a frame's rows, each into the pool or into scratch; how many of them landed whole."""
+        size = self._rows.shape[1]
+        num_landed = len(rows)
+        places = [self._rows[row].data if row in ticket.rows else self._scratch for row in rows]
+        done = 0
+        while done < len(rows) * size:
+            row, offset = divmod(done, size)
+            with ticket.lock:
+                if not ticket.open:
+                    places = [self._scratch] * len(rows)
+                    num_landed = min(num_landed, row)
+                received = wire.receive([places[row][offset:], *places[row + 1 :]])
+            if not received:
+                wire.wait()
+            done += received
+        return sum(row in ticket.rows for row in rows[:num_landed])
+
+
+class _Wire:
+    """The receiving end of a connection that never blocks but in `wait`."""
+
+    def __init__(self, connection: socket.socket, patience_s: float) -> None:
+        _keep_alive(connection)
+        self._connection = connection
+        self._patience_ms = patience_s * 1000
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+
+    def receive(self, buffers: list[memoryview]) -> int:
+        """Fill `buffers` with what is there, perhaps nothing. Raises EOFError at the end."""
+        try:
+            received = self._connection.recvmsg_into(buffers)[0]
+        except BlockingIOError:
+            return 0
+        if not received:
+            raise EOFError
+        return received
+
+    def wait(self, for_ever: bool = False) -> None:
+        """Until there is something to receive. Raises TimeoutError when there is nothing for too long."""
+        if not self._poll.poll(None if for_ever else self._patience_ms):
+            raise TimeoutError
+
+    def fill(self, buffer: memoryview, may_idle: bool = False) -> None:
+        """Receive all of `buffer`; with `may_idle` the first byte may be waited for without end."""
+        done = 0
+        while done < len(buffer):
+            received = self.receive([buffer[done:]])
+            if not received:
+                self.wait(for_ever=may_idle and not done)
+            done += received
+
+
+class _Connection:
+    """The writing end of a connection: frames out, one answer a push."""
+
+    def __init__(self, card: Card, boot: str, rows: Rows, patience_s: float) -> None:
+        self._rows = rows
+        self._patience_s = patience_s
+        with contextlib.ExitStack() as undo:
+            self.socket = socket.create_connection((card.host, int(card.endpoint)), patience_s)
+            undo.callback(self.socket.close)
+            _keep_alive(self.socket)
+            self.socket.sendall(hello(card, boot))
+            check_answer(receive_exactly(self.socket, ANSWER.size, patience_s))
+            undo.pop_all()
+        # The kernel's own timeout on a blocking socket: one call, and one wait for the interpreter lock, a frame.
+        self.socket.settimeout(None)
+        seconds, fraction = divmod(patience_s, 1)
+        limit = struct.pack("ll", int(seconds), int(fraction * 1e6))
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def push(self, ticket: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]) -> None:
+        """Send the rows and wait for the answer. A push that is stopped sends fewer rows, but whole frames."""
+        row_bytes = self._rows.shape[1]
+        per_frame = min(MAX_FRAME_ROWS, max(1, FRAME_BYTES // row_bytes))
+        sent = 0
+        while sent < len(source) and not stopped():
+            rows = source[sent : sent + per_frame]
+            head = FRAME.pack(MAGIC, VERSION, len(rows), ticket, row_bytes)
+            indices = struct.pack(f"<{len(rows)}I", *target[sent : sent + per_frame])
+            self._send([memoryview(head + indices), *(self._rows[row].data for row in rows)])
+            sent += len(rows)
+        self._send([memoryview(FRAME.pack(MAGIC, VERSION, 0, ticket, row_bytes))])
+        self._check_ack(sent)
+
+    def interrupt(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended by itself
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _send(self, buffers: list[memoryview]) -> None:
+        while buffers:
+            try:
+                sent = self.socket.sendmsg(buffers)
+            except BlockingIOError as error:
+                raise TimeoutError(f"it took no byte for {self._patience_s} s") from error
+            while buffers and sent >= len(buffers[0]):
+                sent -= len(buffers.pop(0))
+            if sent:
+                buffers[0] = buffers[0][sent:]
+
+    def _check_ack(self, num_rows: int) -> None:
+        answer = receive_exactly(self.socket, ACK.size, self._patience_s)
+        self.socket.settimeout(None)
+        magic, version, accepted, refused = ACK.unpack(answer)
+        if (magic, version, accepted + refused) != (MAGIC, VERSION, num_rows):
+            raise PeerLostError("its answer makes no sense")
+        if refused:
+            raise TicketRefusedError(f"the peer refused {refused} of {num_rows} rows: the ticket is not open for them")
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Small frames go out at once, and a host that vanished without a word is noticed within a quarter of a minute."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 3), (socket.TCP_KEEPCNT, 3)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -8,6 +8,7 @@ half of the cores each. Arms alternate, each repeat starts a fresh cluster and a
 
 import argparse
 import asyncio
+import itertools
 import json
 import platform
 import random
@@ -41,7 +42,7 @@ class Stream:
         """Longest time without a token within [start, end], in seconds."""
         inside = [t for t in self.times if start <= t <= end]
         edges = [start, *inside, end] if inside else [start, end]
-        return max(b - a for a, b in zip(edges, edges[1:], strict=False))
+        return max(b - a for a, b in itertools.pairwise(edges))
 
 
 @contextmanager
@@ -89,7 +90,7 @@ async def measure(url: str, seed: int) -> dict[str, float]:
             asyncio.create_task(follow(client, [rng.randrange(3, 2048) for _ in range(16)], stream))
             for stream in streams
         ]
-        while not all(len(stream.times) > 20 for stream in streams):
+        while not all(len(stream.times) > 20 for stream in streams):  # noqa: ASYNC110 - several make it true
             await asyncio.sleep(0.05)
         await asyncio.sleep(SETTLE_S)
         idle_from = time.monotonic()

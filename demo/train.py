@@ -98,7 +98,7 @@ def held_out_loss(model: LlamaForCausalLM, stream: torch.Tensor, length: int) ->
     losses = torch.cat([loss_of(model, row[None]) for row in rows])
     model.train()
     edges = [e for e in (0, 128, 512, 2048, 4096, 8192) if e <= length]
-    return {f"{a}-{b}": round(losses[:, a:b].mean().item(), 4) for a, b in zip(edges, edges[1:], strict=False)}
+    return {f"{a}-{b}": round(losses[:, a:b].mean().item(), 4) for a, b in itertools.pairwise(edges)}
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:

@@ -137,7 +137,7 @@ class Engine:
         """A step, and when it raises, each of its slices alone, so that only the culprit fails."""
         try:
             outputs = self._runner.run(step)
-        except Exception:  # noqa: BLE001 - any error of one request's data may come up here
+        except Exception:
             log.exception("step %d failed; its slices run one by one", step.number)
             outputs = [self._run_alone(step, index) for index in range(len(step.slices))]
         self._failed_steps = self._failed_steps + 1 if all(output.error for output in outputs) else 0
@@ -149,7 +149,7 @@ class Engine:
         piece = step.slices[index]
         try:
             return self._runner.run(Step(step.number, [piece], []))[0]
-        except Exception:  # noqa: BLE001
+        except Exception:
             log.exception("request %s failed", piece.request.id)
             return Output(error="internal")
 

@@ -56,6 +56,7 @@ def main(settings: NodeSettings, role: Role, make_side: MakeSide) -> int:
                 model=settings.model,
                 runner=settings.runner,
                 device=settings.device,
+                dtype=settings.dtype,
                 block_size=settings.block_size,
                 kv_cache_memory=settings.kv_cache_memory,
                 num_blocks=settings.num_blocks,
@@ -138,10 +139,12 @@ async def _channels(
     if settings.kv_channel in {"auto", "shm"}:
         directory = Path(settings.kv_directory)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        channels.append(await ShmChannel.start(computer.memory, boot, on_writer_lost, directory, settings.push_timeout_s))
+        channels.append(
+            await ShmChannel.start(computer.memory, boot, on_writer_lost, directory, settings.push_timeout_s)
+        )
     if settings.kv_channel in {"auto", "tcp"}:
         host = settings.kv_host or settings.host
-        advertised = None if settings.kv_host else _advertised(settings)
+        advertised = None if settings.kv_host not in {"", *EVERY_ADDRESS} else _advertised(settings)
         channels.append(
             await TcpChannel.start(
                 computer.memory, boot, lambda _: None, host, settings.kv_port, advertised, settings.push_timeout_s

@@ -1,7 +1,6 @@
 """Weights on disk: finds a model's directory, reads its safetensors files, and nothing else (no pickle, no code)."""
 
 import json
-import re
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
@@ -17,28 +16,6 @@ MAX_HEADER_BYTES = 2**20  # 128 bytes a tensor: eight times the largest dense mo
 EDGE_BYTES = 2**20  # of each end of a file that the fingerprint reads
 INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-
-def resolve(model: str) -> Path:
-    """A local directory as it is; a hub id (`owner/name`) as its downloaded snapshot. Raises ValueError."""
-    path = Path(model).expanduser()
-    if model and path.is_dir():
-        return path
-    if path.exists() or not HUB_ID.fullmatch(model):
-        raise ValueError(f"model {model!r} is neither a directory nor a hub id such as Qwen/Qwen3-0.6B")
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise ValueError(
-            f"model {model!r} is no local directory, and to download it huggingface_hub is missing: "
-            "pip install 'baton-serve[hub]'"
-        ) from None
-    try:
-        return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.jinja"]))
-    except (OSError, ValueError, RuntimeError) as error:  # the hub's and the network's errors are all of these
-        reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
-        raise ValueError(f"model {model!r} is no local directory, and downloading it failed: {reason}") from None
 
 
 def fingerprint(directory: Path) -> str:

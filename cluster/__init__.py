@@ -1,0 +1,1 @@
+"""The `baton` command: starts, watches and talks to a cluster on one machine."""

@@ -1,0 +1,97 @@
+"""The `baton` command. What a command needs is imported when it runs, so that `baton --help` is quick."""
+
+import sys
+import tomllib
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+
+from cluster.plan import ROOT, LocalSettings
+from shared.config import NodeSettings, RouterSettings, command_of, markup_mode, run_app
+
+Url = Annotated[str, typer.Option("--url", envvar="BATON_URL", help="The router's URL.")]
+LOCAL_URL = "http://127.0.0.1:8000"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `baton` with `argv`, by default the process's. Returns, or raises SystemExit with, the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    status = run_app(_app(), arguments or ["--help"], "baton")
+    return status if isinstance(status, int) else 0
+
+
+def _app() -> typer.Typer:
+    app = typer.Typer(rich_markup_mode=markup_mode(), pretty_exceptions_enable=False)
+    app.callback(help="Serves large language models with prefill and decode on separate pools.")(_options)
+    app.command("up", help="Start a cluster on this machine, and watch it.")(command_of(LocalSettings, "baton up", _up))
+    app.command("router", help="Run one router.")(command_of(RouterSettings, "baton router", _router))
+    app.command("prefill", help="Run one prefill node.")(command_of(NodeSettings, "baton prefill", _prefill))
+    app.command("decode", help="Run one decode node.")(command_of(NodeSettings, "baton decode", _decode))
+    app.command("status", help="Show the nodes of a running cluster.")(_status)
+    app.command("chat", help="Talk to a running cluster.")(_chat)
+    return app
+
+
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version, and end.", callback=lambda on: on and _print_version())
+    ] = False,
+) -> None:
+    """Of `baton` itself."""
+
+
+def _print_version() -> None:
+    try:
+        print(f"baton {version('baton-serve')}")
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        print(f"baton {project['version']}")
+    raise typer.Exit
+
+
+def _up(settings: LocalSettings) -> int:
+    from cluster.local import up
+
+    return up(settings)
+
+
+def _router(settings: RouterSettings) -> int:
+    from router.__main__ import main as run_router
+
+    return run_router(settings)
+
+
+def _prefill(settings: NodeSettings) -> int:
+    from prefill_node.__main__ import main as run_prefill_node
+
+    return run_prefill_node(settings)
+
+
+def _decode(settings: NodeSettings) -> int:
+    from decode_node.__main__ import main as run_decode_node
+
+    return run_decode_node(settings)
+
+
+def _status(
+    url: Url = LOCAL_URL,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the router's own document.")] = False,
+) -> int:
+    from cluster.status import show_status
+
+    return show_status(url, as_json=as_json)
+
+
+def _chat(
+    url: Url = LOCAL_URL,
+    system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.", show_default="router's")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, max=2.0, help="0 is greedy.", show_default="router's")
+    ] = None,
+) -> int:
+    from cluster.chat import run_chat
+
+    return run_chat(url, system, max_tokens, temperature)

@@ -1,0 +1,238 @@
+"""Starts the processes of a local cluster, watches them, and ends them together. It computes and serves nothing."""
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import time
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.plan import ROUTER, Child, LocalSettings, checked, inherited, plan
+from shared.config import EVERY_ADDRESS
+
+Say = Callable[[str, str], None]  # name of a process, a line
+
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None)
+MAX_LINE_BYTES = 1 << 16
+RESTARTS_PER_MINUTE = 5
+FIRST_DELAY_S = 0.5
+GRACE_S = 2.0  # that a process gets beyond its drain, to close what it opened
+BAD_SETTINGS = 2  # the exit status of a process that cannot run with its settings, and never will
+COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")
+
+
+def up(settings: LocalSettings) -> int:
+    """Runs a cluster until a signal or the router's end. Returns the exit status; raises ConfigError before it starts.
+
+    SIGINT, SIGTERM and SIGHUP drain it; a second one kills it.
+    """
+    settings = checked(settings)
+    children = plan(settings, settings.cpus or sorted(os.sched_getaffinity(0)))
+    say = printer([child.name for child in children])
+    return asyncio.run(_up(settings, children, say))
+
+
+async def _up(settings: LocalSettings, children: Sequence[Child], say: Say) -> int:
+    host = "127.0.0.1" if settings.host in EVERY_ADDRESS else settings.host
+    url = f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
+    telling = asyncio.create_task(_tell_when_ready(url, settings, say))
+    try:
+        return await LocalCluster(children, say, settings.drain_timeout_s).run()
+    finally:
+        telling.cancel()
+
+
+async def _tell_when_ready(url: str, settings: LocalSettings, say: Say) -> None:
+    model = settings.served_model_name or Path(settings.model).name
+    body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 40})
+    num_prefill, num_decode = settings.num_nodes()
+    await until_answers(f"{url}/ready", lambda _: True)
+    say("baton", f"serving at {url}")
+    say("baton", f"try: curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'")
+    await until_answers(f"{url}/v1/status", lambda status: len(status["nodes"]) >= num_prefill + num_decode)
+    say("baton", f"complete: {settings.mode}, {num_prefill} prefill and {num_decode} decode")
+
+
+async def until_answers(url: str, is_enough: Callable[[Any], bool]) -> None:
+    """Asks until the status is 200 and the JSON enough."""
+    import httpx
+
+    # A proxy of the user's environment has no business between a machine and itself.
+    async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                answer = await client.get(url)
+                if answer.status_code == 200 and is_enough(answer.json()):
+                    return
+            await asyncio.sleep(0.1)
+
+
+def printer(names: Iterable[str]) -> Say:
+    """Prints a line after the name of its process, in that process's colour where it is a terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    names = list(names)
+    width = max(map(len, names))
+    colours = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
+
+    def say(name: str, line: str) -> None:
+        prefix = Text(f"{name:<{width}} | ", style=colours.get(name, "bold"))
+        console.print(prefix.append(line, style="bold" if name not in colours else "default"), soft_wrap=True)
+
+    return say
+
+
+class LocalCluster:
+    """Owns the processes of `children`. A node that dies is started again; without its router, all of it ends.
+
+    `drain_timeout_s` is how long the processes take at most to end by themselves.
+    """
+
+    def __init__(self, children: Sequence[Child], say: Say, drain_timeout_s: float) -> None:
+        self._children = children
+        self._say = say
+        self._drain_timeout_s = drain_timeout_s
+        self._processes: dict[str, Process] = {}
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._ending = asyncio.Event()
+        self._num_signals = 0
+        self._status = 0
+
+    async def run(self) -> int:
+        """Returns the exit status once every process has ended: 0 after a signal, 128 + its number after two."""
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in numbers:
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            self._keepers = {child.name: loop.create_task(self._keep(child)) for child in self._children}
+            for keeper in self._keepers.values():
+                keeper.add_done_callback(lambda _: self._ending.set())  # one that could not start its child, too
+            await self._ending.wait()
+            # The router first: it finishes its requests, and needs the nodes for that.
+            await self._end([ROUTER])
+            await self._end([child.name for child in self._children if child.name != ROUTER])
+            await asyncio.gather(*self._keepers.values())
+        finally:
+            self._kill(list(self._processes))
+            for number in numbers:
+                loop.remove_signal_handler(number)
+        return self._status
+
+    def _on_signal(self, number: int) -> None:
+        self._num_signals += 1
+        if self._num_signals == 1:
+            self._say("baton", "draining; once more to end at once")
+            self._ending.set()
+        else:
+            self._status = 128 + number
+            self._kill(list(self._processes))
+
+    def _kill(self, names: Iterable[str]) -> None:
+        for name in names:
+            with contextlib.suppress(ProcessLookupError):
+                self._processes[name].kill()
+
+    async def _end(self, names: Sequence[str]) -> None:
+        """SIGTERM, the time to drain, SIGKILL."""
+        running = [name for name in names if name in self._processes]
+        for name in running:
+            with contextlib.suppress(ProcessLookupError):
+                self._processes[name].terminate()
+        keepers = [self._keepers[name] for name in running]
+        if keepers:
+            await asyncio.wait(keepers, timeout=self._drain_timeout_s + GRACE_S)
+        late = [name for name in running if name in self._processes]
+        for name in late:
+            self._say(name, "has not ended in time: killed")
+        self._kill(late)
+
+    async def _keep(self, child: Child) -> None:
+        restarts: list[float] = []
+        while not self._ending.is_set():
+            status = await self._run(child)
+            if self._ending.is_set():
+                return
+            self._say(child.name, f"ended unexpectedly, {described(status)}")
+            if child.name == ROUTER or status == BAD_SETTINGS:
+                self._status = status if status > 0 else 1
+                self._ending.set()
+                return
+            delay_s = restart_delay_s(restarts, time.monotonic())
+            self._say(child.name, f"starts again in {delay_s:.1f} s")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), delay_s)
+            restarts.append(time.monotonic())
+
+    async def _run(self, child: Child) -> int:
+        """One life of a child; returns how it ended, as a negative signal number or an exit status."""
+        process = await asyncio.create_subprocess_exec(
+            *child.command,
+            stdin=DEVNULL,
+            stdout=PIPE,
+            stderr=STDOUT,
+            env=inherited(os.environ) | child.environment,
+            start_new_session=True,  # a Ctrl-C at the terminal is ours to pass on
+            preexec_fn=_dies_with(os.getpid()),
+        )
+        self._processes[child.name] = process
+        if self._ending.is_set():
+            process.kill()  # born too late to have anything to drain
+        relay = asyncio.create_task(self._relay(child.name, process))
+        try:
+            return await process.wait()
+        finally:
+            del self._processes[child.name]
+            await asyncio.wait({relay}, timeout=1.0)
+            relay.cancel()
+
+    async def _relay(self, name: str, process: Process) -> None:
+        self._say(name, f"started, process {process.pid}")
+        assert process.stdout is not None
+        async for line in lines_of(process.stdout.read):
+            self._say(name, line)
+
+
+async def lines_of(read: Callable[[int], Awaitable[bytes]]) -> AsyncIterator[str]:
+    """Lines without their ends, until `read` gives b"". A line that never ends comes in pieces."""
+    rest = b""
+    while chunk := await read(MAX_LINE_BYTES):
+        *lines, rest = (rest + chunk).split(b"\n")
+        if len(rest) >= MAX_LINE_BYTES:
+            lines.append(rest)
+            rest = b""
+        for line in lines:
+            yield line.rstrip(b"\r").decode("utf-8", "replace")
+    if rest:
+        yield rest.decode("utf-8", "replace")
+
+
+def restart_delay_s(restarts: Sequence[float], now: float) -> float:
+    """Twice as long for each restart within the last minute, and long enough to stay within the limit a minute."""
+    recent = [at for at in restarts if now - at < 60]
+    if len(recent) >= RESTARTS_PER_MINUTE:
+        return recent[-RESTARTS_PER_MINUTE] + 60 - now
+    return FIRST_DELAY_S * float(2 ** len(recent))
+
+
+def described(status: int) -> str:
+    return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+
+
+def _dies_with(parent: int) -> Callable[[], None]:
+    """Run in the child before it becomes its program: whatever ends the parent, SIGKILL too, ends the child."""
+
+    def ask() -> None:
+        LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() != parent:  # it was gone before we asked
+            os._exit(1)
+
+    return ask

@@ -1,0 +1,164 @@
+"""What `baton up` starts: its settings, checked against this machine, as a list of processes. It starts none."""
+
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+from pydantic import Field, model_validator
+
+from shared.config import (
+    EVERY_ADDRESS,
+    ComputingSettings,
+    Host,
+    NodeSettings,
+    Port,
+    RouterSettings,
+    ServingSettings,
+    Settings,
+    flag_of,
+    variable_of,
+)
+from shared.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO_MODEL = ROOT / "demo" / "model"
+ROUTER = "router"
+MODEL_FILES = ("config.json", "tokenizer.json", "*.safetensors")
+
+
+class LocalSettings(ServingSettings, ComputingSettings):
+    """The cluster"""
+
+    needed: ClassVar[tuple[str, ...]] = ()  # without a model, it is the demo's
+
+    prefill: int = Field(default=1, ge=0, le=256, description="Number of prefill nodes.")
+    decode: int = Field(default=0, ge=0, le=256, description="Number of decode nodes; 0: 1, colocated 1 + --prefill.")
+    registry_host: Host = Field(default="127.0.0.1", description="Address that nodes join at.")
+    registry_port: Port = Field(default=0, description="Port that nodes join at; 0: any that is free.")
+
+    @model_validator(mode="after")
+    def _tells_loss_from_silence(self) -> "LocalSettings":
+        if self.node_timeout_s <= 2 * self.heartbeat_s:
+            raise ValueError("--node-timeout-s must be over twice --heartbeat-s, or live nodes count as lost")
+        return self
+
+    def num_nodes(self) -> tuple[int, int]:
+        """Of prefill, of decode."""
+        if self.mode == "colocated":
+            return 0, self.decode or 1 + self.prefill
+        return self.prefill, self.decode or 1
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """One process; `environment` comes on top of the parent's (see `inherited`)."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: dict[str, str]
+
+
+def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
+    """The router, then the nodes, which share `cores`. `settings` are `checked`: model and ports are known."""
+    num_prefill, num_decode = settings.num_nodes()
+    nodes = {"prefill": num_prefill, "decode": num_decode}
+    names = [(role, number) for role, count in nodes.items() for number in range(count)]
+    children = [_child(ROUTER, "router", _part(settings, RouterSettings, {}), num_threads=1)]
+    for (role, number), cpus in zip(names, share_out(cores, len(names)), strict=True):
+        name = f"{role}-{number}"
+        num_threads = settings.threads or len(cpus) or 1
+        # In a Redis that other machines use too, a plain number would not be unique.
+        own = {"id": "" if settings.registry else name, "host": "127.0.0.1", "port": 0, "threads": num_threads}
+        node = _part(settings, NodeSettings, own | {"registry": settings.registry or _joined_at(settings)})
+        children.append(_child(name, f"{role}_node", node.model_copy(update={"cpus": cpus}), num_threads))
+    return children
+
+
+def share_out(cores: Sequence[int], num_nodes: int) -> list[tuple[int, ...]]:
+    """Neighbouring cores for each node, and all of them used; nobody is pinned when there are too few for that."""
+    if len(cores) < num_nodes:
+        return [()] * num_nodes
+    ends = [len(cores) * number // num_nodes for number in range(num_nodes + 1)]
+    return [tuple(cores[start:end]) for start, end in pairwise(ends)]
+
+
+def checked(settings: LocalSettings) -> LocalSettings:
+    """The settings with the model's directory and free ports in them, and the model's files seen.
+
+    Raises ConfigError for what no child could run with.
+    """
+    directory = _local(settings.model) if settings.model else DEMO_MODEL
+    for pattern in MODEL_FILES:
+        if not any(directory.glob(pattern)):
+            raise ConfigError(f"--model {settings.model or directory}: has no {pattern} in it")
+    # Of a downloaded model, the directory's name is a hash.
+    is_downloaded = bool(settings.model) and not Path(settings.model).expanduser().is_dir()
+    update: dict[str, object] = {
+        "model": str(directory.resolve()),
+        "served_model_name": settings.served_model_name or (settings.model if is_downloaded else ""),
+        "port": _free_port("port", settings.host, settings.port),
+    }
+    if not settings.registry:
+        update["registry_port"] = _free_port("registry_port", settings.registry_host, settings.registry_port)
+        if update["registry_port"] == update["port"]:
+            raise ConfigError(f"--registry-port {update['port']}: is that of --port already")
+    return settings.model_copy(update=update)
+
+
+SettingsKind = TypeVar("SettingsKind", bound=Settings)
+
+
+def _part(settings: LocalSettings, kind: type[SettingsKind], own: dict[str, object]) -> SettingsKind:
+    """Those of one process, which `own` are its own."""
+    common = {name: getattr(settings, name) for name in kind.model_fields if name in LocalSettings.model_fields}
+    return kind(**(common | own))
+
+
+def _child(name: str, module: str, settings: Settings, num_threads: int) -> Child:
+    # -P: a directory of the same name where the user happens to stand must not be taken for ours.
+    environment = {**settings.environment(), "OMP_NUM_THREADS": str(num_threads), "PYTHONUNBUFFERED": "1"}
+    return Child(name, (sys.executable, "-P", "-m", module), environment)
+
+
+def inherited(environment: Mapping[str, str]) -> dict[str, str]:
+    """A child's share of its parent's environment: without the parent's settings, and with these very sources."""
+    settings = {variable_of(name) for kind in (LocalSettings, NodeSettings) for name in kind.model_fields}
+    kept = {name: value for name, value in environment.items() if name not in settings}
+    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH", ""))))}
+
+
+def _joined_at(settings: LocalSettings) -> str:
+    host = "127.0.0.1" if settings.registry_host in EVERY_ADDRESS else settings.registry_host
+    return f"{host}:{settings.registry_port}"
+
+
+def _local(model: str) -> Path:
+    """The directory, downloaded when `model` is a hub id."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise ConfigError(f"--model {model}: is no directory")
+    from shared.model_files import resolve
+
+    try:
+        return resolve(model)
+    except ValueError as error:
+        raise ConfigError(f"--model: {error}") from None
+
+
+def _free_port(name: str, host: str, port: int) -> int:
+    """`port`, or any for 0; it is free when this returns, and a child takes it soon after."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"{flag_of(name)} {port}: cannot listen on {host}:{port}: {error.strerror}") from None
+        return int(probe.getsockname()[1])

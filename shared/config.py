@@ -1,0 +1,450 @@
+"""Every setting of every process: its default, its help, its bounds; and how it gets in, by flag or environment.
+
+A flag is over `BATON_<FIELD>` in the environment, which is over the default. Nobody else reads the environment.
+"""
+
+import difflib
+import inspect
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
+from urllib.parse import urlsplit, urlunsplit
+
+import typer
+import typer.main
+from annotated_types import Ge, Gt, Le
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from shared.errors import ConfigError
+
+PREFIX = "BATON_"
+MAX_CPU = 4095
+SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,6})?) ?(?:([KMGT])(I?))?B?", re.IGNORECASE | re.ASCII)
+SIZE_FORMS = "bytes, or a number with KiB, MiB, GiB, TiB, kB, MB, GB or TB, as in 512MiB"
+EVERY_ADDRESS = ("0.0.0.0", "::")
+
+
+# ---- values --------------------------------------------------------------------------------------------------------
+
+
+def parse_size(value: int | str) -> int:
+    """Bytes of "512MiB" (1024s), "2GB" (1000s) or "4096". Raises ValueError for anything that is no such size."""
+    match = SIZE.fullmatch(str(value).strip())
+    # "2G" is 2 GB to some programs and 2 GiB to others.
+    if match is None or (match[2] and not match[0].upper().endswith("B")):
+        raise ValueError(f"must be {SIZE_FORMS}")
+    exponent = " KMGT".index(match[2].upper()) if match[2] else 0
+    size = Fraction(match[1]) * (1024 if match[3] else 1000) ** exponent
+    if size < 1:
+        raise ValueError(f"must be at least one byte: {SIZE_FORMS}")
+    return int(size)
+
+
+def parse_cpus(value: str | Iterable[int]) -> tuple[int, ...]:
+    """CPU numbers of "0,2-3", in order and once each; "" is none. Raises ValueError."""
+    if not isinstance(value, str):
+        return tuple(sorted(set(value)))
+    cpus: set[int] = set()
+    for part in value.split(",") if value.strip() else ():
+        match = re.fullmatch(r" *([0-9]{1,4})(?:-([0-9]{1,4}))? *", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not first <= last <= MAX_CPU:
+            raise ValueError(f"must be CPU numbers up to {MAX_CPU} and ranges of them, as in 0,2-3")
+        cpus.update(range(first, last + 1))
+    return tuple(sorted(cpus))
+
+
+def format_value(value: object, field: FieldInfo | None = None) -> str:
+    """As the command line and the environment take it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and field is not None and _is_size(field) and value % (1 << 20) == 0:
+        return f"{value >> 20}MiB"
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def private_directory() -> str:
+    """For unix sockets: nobody else may write there, and its path is short, as a socket's has to be."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime and os.access(runtime, os.W_OK):
+        return str(Path(runtime) / "baton")
+    return str(Path(tempfile.gettempdir()) / f"baton-{os.getuid()}")
+
+
+def _matches(pattern: str, words: str, value: str) -> str:
+    if not re.fullmatch(pattern, value, re.ASCII):
+        raise ValueError(f"must be {words}")
+    return value
+
+
+def _check_registry(value: str) -> str:
+    """`host:port` of a router, or a Redis URL."""
+    if "://" not in value:
+        host, _, port = value.rpartition(":")
+        if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
+            raise ValueError("must be host:port of the router's registry, as in 127.0.0.1:8001, or redis://host:port")
+        return value
+    parts = urlsplit(value)
+    try:
+        valid = parts.scheme in {"redis", "rediss", "unix"} and (parts.port or 0) >= 0 and (parts.netloc or parts.path)
+    except ValueError:  # urlsplit finds out about a bad port late
+        valid = False
+    if not valid:
+        raise ValueError("must be redis://host:port/database, rediss:// or unix:// for a URL")
+    return value
+
+
+def _check_router_registry(value: str) -> str:
+    if value and "://" not in value:
+        raise ValueError('must be redis://host:port/database, or "" for the router itself (see --registry-port)')
+    return value and _check_registry(value)
+
+
+def _check_cpus(cpus: tuple[int, ...]) -> tuple[int, ...]:
+    allowed = os.sched_getaffinity(0)
+    if not allowed.issuperset(cpus):
+        raise ValueError(f"must be among the CPUs that this process may use: {format_value(tuple(sorted(allowed)))}")
+    return cpus
+
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Count = Annotated[int, Field(ge=1, le=2**20)]
+CountOrNone = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Size = Annotated[int, BeforeValidator(parse_size)]
+Cpus = Annotated[tuple[int, ...], BeforeValidator(parse_cpus), AfterValidator(_check_cpus)]
+Host = Annotated[str, AfterValidator(partial(_matches, r"[\w.:%-]+", "a host name or address, without a port"))]
+HostOrNone = Annotated[str, AfterValidator(partial(_matches, r"[\w.:%-]*", "a host name or address, without a port"))]
+Label = Annotated[str, AfterValidator(partial(_matches, r"[\w.-]{1,64}", "1 to 64 letters, digits and . _ -"))]
+LabelOrNone = Annotated[str, AfterValidator(partial(_matches, r"[\w.-]{0,64}", "up to 64 letters, digits and . _ -"))]
+Device = Annotated[str, AfterValidator(partial(_matches, r"auto|cpu|cuda(:\d{1,2})?", "auto, cpu, cuda or cuda:N"))]
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(lambda text: str(text).lower())]
+
+
+# ---- settings ------------------------------------------------------------------------------------------------------
+
+
+class Settings(BaseModel):
+    """Frozen; an unknown key is an error. `needed` may not be empty when a process starts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+    needed: ClassVar[tuple[str, ...]] = ("model",)
+
+    def environment(self) -> dict[str, str]:
+        """What makes another process read the same settings: one variable for each that is not at its default."""
+        return {
+            variable_of(name): format_value(getattr(self, name))
+            for name, field in type(self).model_fields.items()
+            if getattr(self, name) != field.get_default(call_default_factory=True)
+        }
+
+
+class CommonSettings(Settings):
+    """Every process"""
+
+    model: str = Field(default="", description="Model: a directory, or a hub id such as Qwen/Qwen3-0.6B.")
+    max_model_len: CountOrNone = Field(
+        default=0, description="Longest prompt and answer together, in tokens; 0: the model's."
+    )
+    cluster: Label = Field(
+        default="default", description="Name of the cluster, which keeps several apart in one Redis."
+    )
+    drain_timeout_s: Seconds = Field(default=30.0, description="How long a process that ends waits for its requests.")
+    log_level: LogLevel = Field(default="info", description="How much is logged.")
+
+
+class ServingSettings(CommonSettings):
+    """The router"""
+
+    host: Host = Field(default="127.0.0.1", description="Address that the OpenAI API listens on.")
+    port: Port = Field(default=8000, description="Its port; 0: any that is free.")
+    registry: Annotated[str, AfterValidator(_check_router_registry)] = Field(
+        default="", description="redis://host:port when several routers share nodes; empty: the router is the registry."
+    )
+    registry_host: HostOrNone = Field(default="", description="Address that nodes join at; empty: that of --host.")
+    registry_port: Port = Field(default=8001, description="Port that nodes join at; 0: any that is free.")
+    served_model_name: str = Field(default="", description="Name that clients ask for; empty: the model directory's.")
+    mode: Literal["disaggregated", "colocated"] = Field(
+        default="disaggregated",
+        description="Whether prompts go to prefill nodes, or decode nodes compute them themselves.",
+    )
+    node_timeout_s: Seconds = Field(default=5.0, description="A node without a sign of life for so long is lost.")
+    max_concurrent_requests: Count = Field(default=1024, description="More requests than that at once get status 429.")
+    max_attempts: Annotated[int, Field(ge=1, le=100)] = Field(
+        default=5, description="Nodes that a request is tried on before it fails."
+    )
+
+
+class ComputingSettings(CommonSettings):
+    """The nodes; names are vLLM's where it has one"""
+
+    device: Device = Field(default="auto", description="Where a node computes.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Of weights and KV; auto: float32 on the CPU, the model's own elsewhere."
+    )
+    kv_cache_memory: Size = Field(default=512 << 20, description="Memory for KV blocks, as in 512MiB or 2GB.")
+    num_blocks: CountOrNone = Field(default=0, description="Number of KV blocks instead; 0: as many as fit the memory.")
+    block_size: Annotated[int, Field(ge=1, le=1024)] = Field(default=16, description="Tokens of one KV block.")
+    max_num_batched_tokens: Count = Field(default=512, description="Tokens that one step computes at most.")
+    max_num_seqs: Count = Field(default=64, description="Requests that run at once.")
+    long_prefill_token_threshold: CountOrNone = Field(
+        default=0, description="Largest chunk of one prompt; 0: the step's."
+    )
+    max_num_partial_prefills: Count = Field(default=1, description="Prompts that a step may leave unfinished.")
+    policy: Literal["stall_free", "prefill_first"] = Field(
+        default="stall_free", description="Prompts in chunks beside decodes, or whole prompts first while decodes wait."
+    )
+    enable_prefix_caching: bool = Field(default=True, description="Keep computed prompts for others that begin alike.")
+    kv_channel: Literal["auto", "shm", "tcp"] = Field(
+        default="auto", description="How KV travels: shared memory on one host, tcp, or the best that both ends can do."
+    )
+    kv_directory: str = Field(
+        default_factory=private_directory, min_length=1, description="Private directory for the channel's sockets."
+    )
+    reserve_timeout_s: Seconds = Field(default=30.0, description="How long a handoff waits for room on a decode node.")
+    push_timeout_s: Seconds = Field(default=5.0, description="A push that moves no byte for so long has failed.")
+    heartbeat_s: Annotated[float, Field(ge=0.05, le=60)] = Field(
+        default=0.5, description="Time between two signs of life."
+    )
+    cpus: Cpus = Field(default=(), description="CPUs to run on, as in 0,2-3; empty: all.")
+    threads: Annotated[int, Field(ge=0, le=4096)] = Field(
+        default=0, description="Threads that compute; 0: one for each of the CPUs."
+    )
+    runner: Literal["torch", "hash"] = Field(
+        default="torch", description="hash: a testing model that hashes its KV instead of computing."
+    )
+
+
+class RouterSettings(ServingSettings):
+    """This router"""
+
+
+class NodeSettings(ComputingSettings):
+    """This node"""
+
+    id: LabelOrNone = Field(default="", description="Unique name; empty: made of role, host and process id.")
+    host: Host = Field(default="127.0.0.1", description="Address that the node's RPCs listen on.")
+    port: Port = Field(default=0, description="Their port; 0: any that is free.")
+    advertise: HostOrNone = Field(
+        default="",
+        description="Address under which others reach this node; empty: that of --host, or the one towards the registry.",
+    )
+    registry: Annotated[str, AfterValidator(_check_registry)] = Field(
+        default="127.0.0.1:8001", description="host:port where the router's registry listens, or redis://host:port."
+    )
+    kv_host: HostOrNone = Field(default="", description="Address for KV over tcp; empty: that of --host.")
+    kv_port: Port = Field(default=0, description="Port for KV over tcp; 0: any that is free.")
+
+
+# ---- where a value comes from --------------------------------------------------------------------------------------
+
+S = TypeVar("S", bound=Settings)
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def variable_of(name: str) -> str:
+    return PREFIX + name.upper()
+
+
+def resolve(kind: type[S], flags: Mapping[str, object], environment: Mapping[str, str]) -> tuple[S, dict[str, str]]:
+    """The settings, and the source of each: "flag --port", "environment BATON_PORT" or "default".
+
+    `flags` maps fields to what the command line gave, None where it gave nothing. An empty variable counts as unset.
+    Raises ConfigError: one line with the source's name, the value and the allowed ones.
+    """
+    _refuse_misspelt(kind, environment)
+    given = {name: (f"flag {flag_of(name)}", value) for name, value in flags.items() if value is not None}
+    for name in kind.model_fields:
+        if name not in given and (text := environment.get(variable_of(name))):
+            given[name] = (f"environment {variable_of(name)}", text)
+    try:
+        settings = kind(**{name: value for name, (_, value) in given.items()})
+    except ValidationError as error:
+        raise ConfigError(_complaint(kind, error, {name: source for name, (source, _) in given.items()})) from None
+    return settings, {name: given[name][0] if name in given else "default" for name in kind.model_fields}
+
+
+def _refuse_misspelt(kind: type[Settings], environment: Mapping[str, str]) -> None:
+    """A variable close to a setting's name. Others may mean another process, or come from a container platform."""
+    known = {*kind.model_fields, *RouterSettings.model_fields, *NodeSettings.model_fields}
+    for variable in sorted(environment):
+        name = variable.removeprefix(PREFIX).lower()
+        if not variable.startswith(PREFIX) or name in known:
+            continue
+        if close := difflib.get_close_matches(name, sorted(known), 1, cutoff=0.85):
+            raise ConfigError(f"{variable} is no setting; did you mean {variable_of(close[0])}?")
+
+
+def _complaint(kind: type[Settings], error: ValidationError, sources: Mapping[str, str]) -> str:
+    """Only of the first: a second line would hide it."""
+    first = error.errors(include_url=False)[0]
+    own_words = str(first["ctx"]["error"]) if first["type"] == "value_error" else ""
+    if not first["loc"]:
+        return own_words
+    name = str(first["loc"][0])
+    if name not in kind.model_fields:
+        return f"{name} is no setting"
+    source = sources.get(name, flag_of(name)).split(" ")[-1]
+    value = repr(hide_password(str(first["input"])))
+    shown = value if len(value) <= 80 else value[:77] + "..."
+    return f"{source} {shown}: {own_words or 'must be ' + allowed(kind.model_fields[name])}"
+
+
+def allowed(field: FieldInfo) -> str:
+    """In words, the values that a field takes."""
+    if get_origin(field.annotation) is Literal:
+        *most, last = get_args(field.annotation)
+        return f"{', '.join(most)} or {last}"
+    if field.annotation is bool:
+        return "true or false"
+    number = {int: "a whole number", float: "a number"}.get(cast(type, field.annotation))
+    if number is None:
+        return "text that is not empty"
+    bounds = {type(bound): bound for bound in field.metadata}
+    low, over, high = bounds.get(Ge), bounds.get(Gt), bounds.get(Le)
+    least = f" over {over.gt:g}" if over else f" from {low.ge}" if low else ""
+    return f"{number}{least}" + (f" {'up ' if over or not low else ''}to {high.le}" if high else "")
+
+
+def hide_password(text: str) -> str:
+    """Without the password of a URL."""
+    try:
+        parts = urlsplit(text)
+        password = parts.password
+    except ValueError:
+        return text
+    if not password:
+        return text
+    return urlunsplit(parts._replace(netloc=parts.netloc.replace(f":{password}@", ":***@", 1)))
+
+
+def print_settings(settings: Settings, sources: Mapping[str, str]) -> None:
+    """A table on a terminal; elsewhere `name = value  # source`."""
+    fields = type(settings).model_fields
+    rows = [
+        (name, hide_password(format_value(getattr(settings, name), fields[name])), source)
+        for name, source in sources.items()
+    ]
+    if not sys.stdout.isatty():
+        for name, value, source in rows:
+            print(f"{name} = {value}  # {source}")
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("setting", "value", "from", box=None)
+    for row in rows:
+        table.add_row(*map(Text, row), style="" if row[2] == "default" else "bold")
+    Console().print(table)
+
+
+# ---- the command line ----------------------------------------------------------------------------------------------
+
+# Typer carries its own copy of click, or needs click itself, and exports from neither the class of all wrong usage.
+Misuse = cast(type[Exception], next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"))
+
+
+def settings_from_command_line(kind: type[S], argv: Sequence[str], prog: str) -> S:
+    """For `__main__`. Ends the process after --help and --print-config, and with status 2 for a bad value."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=markup_mode())
+    app.command(help=f"Run one process: {prog}.")(command_of(kind, prog, lambda settings: settings))
+    result = run_app(app, argv, prog)
+    if isinstance(result, kind):
+        return result
+    raise SystemExit(result)
+
+
+def markup_mode() -> Literal["rich"] | None:
+    """Boxes and colours are for terminals."""
+    return "rich" if sys.stdout.isatty() else None
+
+
+def run_app(app: typer.Typer, argv: Sequence[str], prog: str) -> Any:
+    """What the command returned, or 0 after --help. Wrong usage is one line on stderr and SystemExit(2)."""
+    try:
+        return typer.main.get_command(app).main(args=list(argv), prog_name=prog, standalone_mode=False)
+    except Misuse as error:
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context is not None else prog
+        print(f"{path}: {cast(typer.BadParameter, error).format_message()}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def command_of(kind: type[S], prog: str, run: Callable[[S], Any]) -> Callable[..., Any]:
+    """A function that Typer takes for a command with an option a field, and that runs `run` with the settings.
+
+    A ConfigError, of the settings or out of `run`, is one line on stderr and status 2.
+    """
+
+    def command(print_config: bool, **flags: object) -> Any:
+        try:
+            settings, sources = resolve(kind, flags, os.environ)
+            if print_config:
+                print_settings(settings, sources)
+                return 0
+            for name in kind.needed:
+                if not getattr(settings, name):
+                    raise ConfigError(f"{flag_of(name)} (or {variable_of(name)}) is needed")
+            return run(settings)
+        except ConfigError as error:
+            print(f"{prog}: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+
+    parameters = [_parameter(name, field, _panel(kind, name)) for name, field in kind.model_fields.items()]
+    about = typer.Option("--print-config", help="Print every setting with where it comes from, and end.")
+    parameters.append(_keyword("print_config", Annotated[bool, about], default=False))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _parameter(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
+    """Values stay text: pydantic is the one that reads them, from wherever they come."""
+    flag = flag_of(name)
+    default = format_value(field.get_default(call_default_factory=True), field)
+    about = str(field.description)
+    if default and f"{default}: " not in about:  # there, the text says already what the default does
+        about += f" Default: {default}."
+    if field.annotation is bool:
+        flag += f"/--no-{flag[2:]}"
+    option = typer.Option(
+        flag,
+        help=about,
+        metavar=None if field.annotation is bool else _metavar(field),
+        show_default=False,
+        rich_help_panel=panel,
+    )
+    return _keyword(name, Annotated[bool | None if field.annotation is bool else str | None, option], default=None)
+
+
+def _keyword(name: str, annotation: object, default: object) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _metavar(field: FieldInfo) -> str:
+    if get_origin(field.annotation) is Literal:
+        return f"[{'|'.join(get_args(field.annotation))}]"
+    if _is_size(field):
+        return "SIZE"
+    return {int: "INTEGER", float: "NUMBER"}.get(cast(type, field.annotation), "TEXT")
+
+
+def _is_size(field: FieldInfo) -> bool:
+    return any(isinstance(item, BeforeValidator) and item.func is parse_size for item in field.metadata)
+
+
+def _panel(kind: type[Settings], name: str) -> str:
+    """The class that declares the field says what it is about."""
+    owner = next(base for base in kind.__mro__ if name in inspect.get_annotations(base))
+    return str(owner.__doc__).split(";")[0]

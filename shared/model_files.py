@@ -1,0 +1,27 @@
+"""Where a model's files are: a directory as it is, or a hub's snapshot of it. All processes must find the same."""
+
+import re
+from pathlib import Path
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def resolve(model: str) -> Path:
+    """A local directory as it is; a hub id (`owner/name`) as its downloaded snapshot. Raises ValueError."""
+    path = Path(model).expanduser()
+    if model and path.is_dir():
+        return path
+    if path.exists() or not HUB_ID.fullmatch(model):
+        raise ValueError(f"model {model!r} is neither a directory nor a hub id such as Qwen/Qwen3-0.6B")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ValueError(
+            f"model {model!r} is no local directory, and to download it huggingface_hub is missing: "
+            "pip install 'baton-serve[hub]'"
+        ) from None
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.jinja"]))
+    except (OSError, ValueError, RuntimeError) as error:  # the hub's and the network's errors are all of these
+        reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
+        raise ValueError(f"model {model!r} is no local directory, and downloading it failed: {reason}") from None

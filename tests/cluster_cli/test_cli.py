@@ -1,0 +1,393 @@
+"""The `baton` command from outside: what it prints, and its exit status; routers are small fakes over real HTTP."""
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.chat import Answer, ChatError, Conversation, converse
+from cluster.cli import main
+from cluster.status import COLUMNS, row_of, size_text, summary
+
+ROOT = Path(__file__).resolve().parents[2]
+
+NODE = {
+    "id": "decode-0",
+    "role": "decode",
+    "address": "127.0.0.1:5000",
+    "state": "ready",
+    "alive": True,
+    "running": 3,
+    "waiting": 1,
+    "blocks": {"free": 50, "cached": 20, "owned": 25, "reserved": 4, "quarantined": 1, "total": 100},
+    "block_bytes": 65536,
+    "steps": 17,
+    "prompt_tokens": 5,
+    "generated_tokens": 6,
+    "handoffs": 2,
+    "handoffs_failed": 1,
+    "blocks_moved": 24,
+    "bytes_moved": 1572864,
+    "channels": {"prefill-0": "shm", "prefill-1": "shm"},
+    "channel_fallbacks": 1,
+    "preemptions": 0,
+}
+ROW = ("decode-0", "decode", "ready", "3", "1", "30/100", "17", "2 (1 failed)", "1.5 MiB", "shm (1 fell back)")
+STATUS = {
+    "model": "stories",
+    "mode": "disaggregated",
+    "registry": {"kind": "embedded", "state": "ok"},
+    "nodes": [NODE, NODE | {"id": "[red]x[/red]", "alive": False, "channels": {}, "channel_fallbacks": 0}],
+    "handoffs": 2,
+    "blocks_moved": 24,
+    "bytes_moved": 1572864,
+    "requests": {"running": 3, "total": 9},
+}
+
+Answering = Callable[[str, Any], tuple[int, bytes]]
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Answering], str]]:
+    """Starts a fake router that answers (path, body) with (status, body); gives its URL."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(answer: Answering) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                length = int(self.headers.get("Content-Length", 0))
+                status, body = answer(self.path, json.loads(self.rfile.read(length)) if length else None)
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def do_POST(self) -> None:
+                self.do_GET()
+
+            def log_message(self, *_: object) -> None:
+                """Not to stderr, which the tests read."""
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def run_at_terminal(*arguments: str) -> str:
+    """What `baton` prints to a wide terminal."""
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"COLUMNS": "200", "TERM": "xterm"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "cluster", *arguments], stdout=theirs, stderr=theirs, cwd=ROOT, env=environment
+    ) as process:
+        os.close(theirs)
+        printed = b""
+        try:
+            while piece := os.read(ours, 65536):
+                printed += piece
+        except OSError:  # so ends a terminal whose other side is closed
+            pass
+        os.close(ours)
+        assert process.wait() == 0
+    return printed.decode()
+
+
+# ---- the command itself --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"]])
+def test_help_names_the_commands(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    for command in ("up", "router", "prefill", "decode", "status", "chat"):
+        assert f"\n  {command} " in out
+
+
+def test_help_loads_nothing_heavy() -> None:
+    program = (
+        "import sys; from cluster.cli import main; main(['--help']);"
+        "print([name for name in ('torch', 'httpx', 'starlette', 'uvicorn', 'grpclib', 'redis') if name in sys.modules])"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert printed.stdout.splitlines()[-1] == "[]"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("baton 0.")
+
+
+@pytest.mark.parametrize(
+    ("argv", "start"),
+    [
+        (["fly"], "baton: "),
+        (["up", "--fly"], "baton up: "),
+        (["up", "--port", "x"], "baton up: --port 'x': must be a whole number"),
+        (["up", "--mode", "x"], "baton up: --mode 'x': must be disaggregated or colocated"),
+        (["up", "--model", "/nowhere"], "baton up: --model /nowhere: is no directory"),
+        (["up", "--prefill", "-1"], "baton up: --prefill '-1': must be a whole number from 0"),
+        (["router"], "baton router: --model (or BATON_MODEL) is needed"),
+        (["prefill", "--kv-channel", "x"], "baton prefill: --kv-channel 'x': must be auto, shm or tcp"),
+        (["decode", "--registry", "x"], "baton decode: --registry 'x': must be host:port"),
+        (["chat", "--temperature", "9"], "baton chat: "),
+        (["status", "surplus"], "baton status: "),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(argv: list[str], start: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith(start)
+
+
+def test_print_config_of_a_cluster(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_DECODE", "3")
+    assert main(["up", "--mode", "colocated", "--print-config"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "mode = colocated  # flag --mode" in lines
+    assert "decode = 3  # environment BATON_DECODE" in lines
+
+
+def test_print_config_is_a_table_at_a_terminal() -> None:
+    printed = run_at_terminal("router", "--port", "9000", "--print-config")
+    assert "setting" in printed
+    assert any("port" in line and "9000" in line and "flag --port" in line for line in printed.splitlines())
+
+
+# ---- status --------------------------------------------------------------------------------------------------------
+
+
+def test_status_of_a_cluster(serve: Callable[[Answering], str], capsys: pytest.CaptureFixture[str]) -> None:
+    url = serve(lambda path, _: (200 if path == "/v1/status" else 404, json.dumps(STATUS).encode()))
+    assert main(["status", "--url", url + "/"]) == 0
+    first, head, *rows = capsys.readouterr().out.splitlines()
+    assert first == summary(STATUS)
+    assert head.split("\t") == list(COLUMNS)
+    assert rows[0].split("\t") == list(ROW)
+    assert rows[1].split("\t")[:3] == ["[red]x[/red]", "decode", "lost"]
+    assert rows[1].split("\t")[-1] == "-"
+
+
+def test_status_as_json(serve: Callable[[Answering], str], capsys: pytest.CaptureFixture[str]) -> None:
+    url = serve(lambda *_: (200, json.dumps(STATUS).encode()))
+    assert main(["status", "--json", "--url", url]) == 0
+    assert json.loads(capsys.readouterr().out) == STATUS
+
+
+def test_status_is_a_table_at_a_terminal(serve: Callable[[Answering], str]) -> None:
+    printed = run_at_terminal("status", "--url", serve(lambda *_: (200, json.dumps(STATUS).encode())))
+    for cell in (*COLUMNS, *ROW, "[red]x[/red]", "lost"):
+        assert cell in printed
+
+
+def test_the_url_may_come_from_the_environment(
+    serve: Callable[[Answering], str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BATON_URL", serve(lambda *_: (200, b'{"nodes": []}')))
+    assert main(["status"]) == 0
+    assert capsys.readouterr().out.startswith("?, ?; registry ?: ?;")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (404, b"{}", "status 404"),
+        (200, b"hello", "JSON"),
+        (200, b"[]", "something else"),
+        (200, b'{"nodes": 1}', "something else"),
+        (500, b"", "status 500"),
+    ],
+)
+def test_what_is_no_router_is_one_line_and_status_1(
+    serve: Callable[[Answering], str], capsys: pytest.CaptureFixture[str], status: int, body: bytes, words: str
+) -> None:
+    assert main(["status", "--url", serve(lambda *_: (status, body))]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert words in err
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "127.0.0.1", "http://[::1", "ftp://x"])
+def test_a_url_where_nothing_answers_is_one_line_and_status_1(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--url", url]) == 1
+    assert capsys.readouterr().err.startswith(f"baton status: no router at {url}: ")
+
+
+def test_a_node_that_says_little_still_has_a_row() -> None:
+    assert row_of({}) == ("?", "?", "?", "0", "0", "0/0", "0", "0", "0 B", "-")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (5 << 50, "5120.0 TiB")]
+)
+def test_sizes_in_words(size: int, text: str) -> None:
+    assert size_text(size) == text
+
+
+# ---- chat ----------------------------------------------------------------------------------------------------------
+
+
+def events(*texts: str) -> bytes:
+    """An answer as the router streams it, with its usage last."""
+    chunks: list[dict[str, Any]] = [{"choices": [{"delta": {"role": "assistant"}}]}]
+    chunks += [{"choices": [{"delta": {"content": text}}]} for text in texts]
+    chunks += [{"choices": [{"delta": {}, "finish_reason": "stop"}]}]
+    chunks += [{"choices": [], "usage": {"completion_tokens": len(texts)}}]
+    lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+    return "".join([*lines, ": a comment\n\n", "data: [DONE]\n\n"]).encode()
+
+
+class Echo:
+    """A router that answers with the words of the last message; keeps what it was sent."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+
+    def __call__(self, path: str, body: Any) -> tuple[int, bytes]:
+        assert path == "/v1/chat/completions"
+        self.bodies.append(body)
+        prompt = body["messages"][-1]["content"]
+        if prompt == "fail":
+            return 400, json.dumps({"error": {"message": "Too\nlong.", "code": None}}).encode()
+        if prompt == "break":
+            return 200, b'data: {"choices":[{"delta":{"content":"half"}}]}\n\ndata: {"error":{"message":"Lost."}}\n\n'
+        if prompt == "babble":
+            return 200, b"data: babble\n\n"
+        if prompt == "crash":
+            return 500, b"oops"
+        return 200, events(*(word + " " for word in prompt.split()))
+
+
+def chat(url: str, text: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    return main(["chat", "--url", url, *arguments])
+
+
+def test_chat_from_a_pipe_answers_line_by_line_with_its_timing(
+    serve: Callable[[Answering], str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    echo = Echo()
+    assert chat(serve(echo), "Hello you there\n\n  again  \nand again\n", monkeypatch) == 0
+    out, err = capsys.readouterr()
+    assert out == "Hello you there \nagain \nand again \n"
+    timings = err.splitlines()
+    assert timings[0].startswith("[3 tokens, TTFT ")
+    assert timings[0].endswith(" tokens/s]")
+    assert timings[1].startswith("[1 tokens, TTFT ")
+    assert [message["content"] for message in echo.bodies[2]["messages"]] == [
+        "Hello you there",
+        "Hello you there ",
+        "again",
+        "again ",
+        "and again",
+    ]
+    assert echo.bodies[0]["stream"] is True
+    assert "max_tokens" not in echo.bodies[0]
+
+
+def test_chat_options_reach_the_router(serve: Callable[[Answering], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    echo = Echo()
+    arguments = ("--system", "Be brief.", "--max-tokens", "7", "--temperature", "0")
+    assert chat(serve(echo), "a\n/new\nb\n/quit\nc\n", monkeypatch, *arguments) == 0
+    system = {"role": "system", "content": "Be brief."}
+    assert [body["messages"] for body in echo.bodies] == [
+        [system, {"role": "user", "content": "a"}],
+        [system, {"role": "user", "content": "b"}],
+    ]
+    assert (echo.bodies[0]["max_tokens"], echo.bodies[0]["temperature"]) == (7, 0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "line"),
+    [
+        ("fail", "baton chat: Too long. (status 400)"),
+        ("crash", "baton chat: status 500"),
+        ("break", "baton chat: Lost."),
+        ("babble", "baton chat: the router sent what is no event: babble"),
+    ],
+)
+def test_a_failed_answer_is_one_line_and_leaves_the_conversation_as_it_was(
+    serve: Callable[[Answering], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    prompt: str,
+    line: str,
+) -> None:
+    echo = Echo()
+    assert chat(serve(echo), f"{prompt}\nagain\n", monkeypatch) == 1
+    out, err = capsys.readouterr()
+    assert out.endswith("again \n")
+    assert err.strip().splitlines()[0] == line
+    assert [message["content"] for message in echo.bodies[1]["messages"]] == ["again"]
+
+
+def test_chat_with_nobody_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chat("http://127.0.0.1:9", "Hello\n", monkeypatch) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("baton chat: no answer from http://127.0.0.1:9")
+    assert err.count("\n") == 1
+
+
+class Interrupted(httpx.SyncByteStream):
+    """An answer during which the user presses Ctrl-C; tells whether its connection was closed."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield b'data: {"choices":[{"delta":{"content":"half"}}]}\n\n'
+        raise KeyboardInterrupt
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_cancelled_answer_closes_its_connection_and_leaves_no_trace() -> None:
+    stream = Interrupted()
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=stream))
+    with httpx.Client(base_url="http://router", transport=transport) as client:
+        conversation = Conversation(client)
+        answer = Answer()
+        with pytest.raises(KeyboardInterrupt):
+            list(conversation.ask("Hello", answer))
+    assert stream.closed
+    assert answer.text == "half"
+    assert conversation.messages == []
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = iter([httpx.Response(200, stream=Interrupted()), httpx.Response(200, content=events("fine"))])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nagain\n"))
+    with httpx.Client(base_url="http://router", transport=httpx.MockTransport(lambda _: next(answers))) as client:
+        assert converse(Conversation(client)) == 1
+    out, err = capsys.readouterr()
+    assert out == "halffine\n"
+    assert err.splitlines()[1] == "[stopped]"
+
+
+def test_an_error_within_a_stream_is_raised_as_such() -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=b'data: {"error": "boom"}\n\n'))
+    with httpx.Client(base_url="http://router", transport=transport) as client, pytest.raises(ChatError, match="boom"):
+        list(Conversation(client).ask("Hello", Answer()))

@@ -1,0 +1,244 @@
+"""Watching processes: who is restarted, who ends all, and that nothing outlives the watcher. Children are one-liners."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.local import MAX_LINE_BYTES, described, lines_of, restart_delay_s, until_answers
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 30.0
+
+DRIVER = """
+import asyncio, json, sys
+from cluster.local import LocalCluster, printer
+from cluster.plan import Child
+
+programs = json.loads(sys.argv[1])
+children = [Child(name, (sys.executable, "-c", program), {"PYTHONUNBUFFERED": "1"}) for name, program in programs]
+sys.exit(asyncio.run(LocalCluster(children, printer([child.name for child in children]), 0.2).run()))
+"""
+POLITE = """
+import signal, sys, time
+def end(*_):
+    time.sleep({delay_s})
+    print("bye")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+print("up")
+while True: time.sleep(60)
+"""
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); time.sleep(600)"
+
+
+class Watcher:
+    """A cluster of `programs` in a process of its own, and what it printed so far."""
+
+    def __init__(self, programs: dict[str, str]) -> None:
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, json.dumps(list(programs.items()))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+        )
+
+    def wait_for(self, *patterns: str) -> None:
+        """Reads until each pattern was in some line, in whatever order."""
+        missing = {pattern for pattern in patterns if not any(re.search(pattern, line) for line in self.lines)}
+        assert self.process.stdout is not None
+        while missing:
+            line = self.process.stdout.readline()
+            assert line, f"ended without {missing}: {self.lines}"
+            self.lines.append(line.rstrip("\n"))
+            missing = {pattern for pattern in missing if not re.search(pattern, line)}
+
+    def pid(self, name: str) -> int:
+        """Of the latest life of a child."""
+        found = [re.match(rf"{name} +\| started, process (\d+)", line) for line in self.lines]
+        return int([match[1] for match in found if match][-1])
+
+    def ended(self) -> int:
+        rest, _ = self.process.communicate(timeout=PATIENCE_S)
+        self.lines += rest.splitlines()
+        return self.process.returncode
+
+    def index(self, pattern: str) -> int:
+        return next(number for number, line in enumerate(self.lines) if re.search(pattern, line))
+
+
+@pytest.fixture
+def watch() -> Iterator[Callable[..., Watcher]]:
+    watchers: list[Watcher] = []
+
+    def start(**programs: str) -> Watcher:
+        watchers.append(Watcher({name.replace("_", "-"): program for name, program in programs.items()}))
+        return watchers[-1]
+
+    yield start
+    for watcher in watchers:
+        watcher.process.kill()
+        watcher.process.communicate()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in {"Z", "X"}
+
+
+def until_gone(*pids: int) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline, "a child outlived its parent"
+        time.sleep(0.02)
+
+
+def test_a_signal_ends_the_router_and_then_its_nodes(watch: Callable[..., Watcher]) -> None:
+    watcher = watch(router=POLITE.format(delay_s=0.3), decode_0=POLITE.format(delay_s=0))
+    watcher.wait_for(r"router +\| up", r"decode-0 +\| up")
+    pids = watcher.pid("router"), watcher.pid("decode-0")
+    watcher.process.send_signal(signal.SIGTERM)
+    assert watcher.ended() == 0
+    assert watcher.index(r"router +\| bye") < watcher.index(r"decode-0 +\| bye")
+    until_gone(*pids)
+
+
+def test_who_does_not_end_in_time_is_killed(watch: Callable[..., Watcher]) -> None:
+    watcher = watch(router=POLITE.format(delay_s=0), decode_0=STUBBORN)
+    watcher.wait_for(r"router +\| up", r"decode-0 +\| up")
+    watcher.process.send_signal(signal.SIGINT)
+    assert watcher.ended() == 0
+    assert any(re.match(r"decode-0 +\| has not ended in time: killed", line) for line in watcher.lines)
+    until_gone(watcher.pid("decode-0"))
+
+
+def test_a_second_signal_ends_all_at_once(watch: Callable[..., Watcher]) -> None:
+    watcher = watch(router=STUBBORN, decode_0=STUBBORN)
+    watcher.wait_for(r"router +\| up", r"decode-0 +\| up")
+    watcher.process.send_signal(signal.SIGINT)
+    watcher.wait_for("draining; once more to end at once")
+    watcher.process.send_signal(signal.SIGINT)
+    assert watcher.ended() == 130
+    assert not any("in time" in line for line in watcher.lines)
+    until_gone(watcher.pid("router"), watcher.pid("decode-0"))
+
+
+def test_a_node_that_dies_is_started_again(watch: Callable[..., Watcher]) -> None:
+    watcher = watch(router=POLITE.format(delay_s=0), decode_0=POLITE.format(delay_s=0))
+    watcher.wait_for(r"router +\| up", r"decode-0 +\| up")
+    first = watcher.pid("decode-0")
+    os.kill(first, signal.SIGKILL)
+    watcher.wait_for(r"decode-0 +\| ended unexpectedly, by SIGKILL", r"decode-0 +\| starts again in 0.5 s")
+    seen = len(watcher.lines)
+    while watcher.pid("decode-0") == first or not any("up" in line for line in watcher.lines[seen:]):
+        watcher.lines.append(watcher.process.stdout.readline())  # type: ignore[union-attr]
+    watcher.process.send_signal(signal.SIGTERM)
+    assert watcher.ended() == 0
+    until_gone(watcher.pid("decode-0"))
+
+
+def test_the_death_of_the_router_ends_all_with_its_status(watch: Callable[..., Watcher]) -> None:
+    watcher = watch(router="import time; time.sleep(0.5); raise SystemExit(3)", decode_0=POLITE.format(delay_s=0))
+    assert watcher.ended() == 3
+    assert any(re.match(r"router +\| ended unexpectedly, with status 3", line) for line in watcher.lines)
+    until_gone(watcher.pid("decode-0"))
+
+
+@pytest.mark.parametrize(("end", "status"), [("raise SystemExit(0)", 1), ("import os; os.kill(os.getpid(), 9)", 1)])
+def test_a_router_that_just_ends_is_a_failure(watch: Callable[..., Watcher], end: str, status: int) -> None:
+    assert watch(router=end).ended() == status
+
+
+def test_a_node_that_cannot_run_with_its_settings_ends_all(watch: Callable[..., Watcher]) -> None:
+    program = "import sys; print('node: bad --block-size', file=sys.stderr); sys.exit(2)"
+    watcher = watch(router=POLITE.format(delay_s=0), decode_0=program)
+    assert watcher.ended() == 2
+    assert any("node: bad --block-size" in line for line in watcher.lines)
+    assert not any("starts again" in line for line in watcher.lines)
+
+
+def test_no_child_survives_when_the_parent_is_killed(watch: Callable[..., Watcher]) -> None:
+    watcher = watch(router=STUBBORN, prefill_0=STUBBORN, decode_0=STUBBORN)
+    watcher.wait_for(r"router +\| up", r"prefill-0 +\| up", r"decode-0 +\| up")
+    pids = [watcher.pid(name) for name in ("router", "prefill-0", "decode-0")]
+    assert all(map(is_alive, pids))
+    watcher.process.kill()
+    until_gone(*pids)
+
+
+@given(st.lists(st.floats(0.0, 30.0), max_size=40))
+def test_restarts_back_off_and_are_at_most_five_a_minute(lives_s: list[float]) -> None:
+    now, restarts = 1000.0, list[float]()
+    for life_s in lives_s:
+        now += life_s
+        delay_s = restart_delay_s(restarts, now)
+        assert delay_s >= 0
+        now += delay_s
+        restarts.append(now)
+    for first, sixth in zip(restarts, restarts[5:], strict=False):
+        assert sixth - first >= 60 - 1e-6
+    assert restart_delay_s([], now) == 0.5
+    assert restart_delay_s([now], now) == 1.0
+    assert restart_delay_s([now - 61], now) == 0.5
+
+
+@given(st.lists(st.text(alphabet=st.characters(exclude_characters="\n\r", exclude_categories=["Cs"]))), st.data())
+def test_lines_come_whole_however_they_are_cut(lines: list[str], data: st.DataObject) -> None:
+    rest = "".join(line + "\n" for line in lines).encode()
+
+    async def read(limit: int) -> bytes:
+        nonlocal rest
+        count = data.draw(st.integers(1, limit)) if rest else 0
+        piece, rest = rest[:count], rest[count:]
+        return piece
+
+    async def collect() -> list[str]:
+        return [line async for line in lines_of(read)]
+
+    assert asyncio.run(collect()) == lines
+
+
+async def test_a_line_without_an_end_comes_in_pieces_and_the_last_needs_none() -> None:
+    chunks = [b"x" * MAX_LINE_BYTES, b"y" * 10, b"\nlast\xff", b""]
+
+    async def read(_: int) -> bytes:
+        return chunks.pop(0)
+
+    assert [line async for line in lines_of(read)] == ["x" * MAX_LINE_BYTES, "y" * 10, "last\ufffd"]
+
+
+async def test_a_router_is_asked_until_its_answer_is_enough() -> None:
+    answers = [(503, "null"), (200, "1"), (200, "2"), (200, "3")]
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        status, body = answers.pop(0)
+        head = f"HTTP/1.1 {status} x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        writer.write((head + body).encode())
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        await until_answers(f"http://127.0.0.1:{port}/", lambda number: number >= 2)
+    assert answers == [(200, "3")]
+
+
+def test_how_a_process_ended_in_words() -> None:
+    assert (described(-9), described(70)) == ("by SIGKILL", "with status 70")

@@ -1,0 +1,284 @@
+"""Settings: where a value comes from, what a bad one is answered with, and the forms of sizes and CPU lists."""
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from shared.config import (
+    NodeSettings,
+    RouterSettings,
+    Settings,
+    allowed,
+    flag_of,
+    format_value,
+    hide_password,
+    parse_cpus,
+    parse_size,
+    private_directory,
+    resolve,
+    settings_from_command_line,
+    variable_of,
+)
+from shared.errors import ConfigError
+
+BOTH = pytest.mark.parametrize("kind", [RouterSettings, NodeSettings])
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("BATON_")]:
+        monkeypatch.delenv(name)
+
+
+def test_a_flag_is_over_the_environment_which_is_over_the_default() -> None:
+    environment = {"BATON_PORT": "7000", "BATON_HOST": "::1"}
+    settings, sources = resolve(RouterSettings, {"port": "9000", "host": None}, environment)
+    assert (settings.port, settings.host, settings.registry_port) == (9000, "::1", 8001)
+    assert sources["port"] == "flag --port"
+    assert sources["host"] == "environment BATON_HOST"
+    assert sources["registry_port"] == "default"
+    assert list(sources) == list(RouterSettings.model_fields)
+
+
+def test_an_empty_variable_counts_as_unset() -> None:
+    settings, sources = resolve(RouterSettings, {}, {"BATON_PORT": ""})
+    assert settings.port == 8000
+    assert sources["port"] == "default"
+
+
+def test_a_misspelt_variable_is_refused_and_a_foreign_one_is_not() -> None:
+    with pytest.raises(ConfigError, match="BATON_MAX_NUM_SEQ is no setting; did you mean BATON_MAX_NUM_SEQS"):
+        resolve(RouterSettings, {}, {"BATON_MAX_NUM_SEQ": "4"})
+    resolve(RouterSettings, {}, {"BATON_SERVICE_HOST": "x", "BATON_PORT_8000_TCP_ADDR": "x", "BATON_URL": "x"})
+    resolve(RouterSettings, {}, {"BATON_MAX_NUM_SEQS": "nodes only", "PORT": "x"})
+
+
+@BOTH
+def test_another_process_reads_the_same_settings_from_the_environment(kind: type[Settings]) -> None:
+    odd = {
+        "port": 1,
+        "model": "m",
+        "drain_timeout_s": 0.1,
+        "mode": "colocated",
+        "enable_prefix_caching": False,
+        "kv_cache_memory": "3MiB",
+        "cpus": (min(os.sched_getaffinity(0)),),
+        "served_model_name": "a b",
+    }
+    settings = kind(**{name: value for name, value in odd.items() if name in kind.model_fields})
+    assert resolve(kind, {}, settings.environment())[0] == settings
+    assert kind().environment() == {}
+
+
+@BOTH
+def test_settings_cannot_be_changed_and_take_no_unknown_key(kind: type[Settings]) -> None:
+    with pytest.raises(ValidationError):
+        kind().port = 5  # type: ignore[attr-defined]
+    with pytest.raises(ValidationError):
+        kind(prot=5)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="prot is no setting"):
+        resolve(kind, {"prot": "5"}, {})
+
+
+BAD_FOR_ROUTER = [
+    ("port", "99999", "a whole number from 0 to 65535"),
+    ("port", "-1", "a whole number from 0 to 65535"),
+    ("port", "eighty", "a whole number from 0 to 65535"),
+    ("port", "8e3", "a whole number from 0 to 65535"),
+    ("host", "http://x", "a host name or address, without a port"),
+    ("host", "a b", "a host name or address, without a port"),
+    ("mode", "both", "disaggregated or colocated"),
+    ("registry", "127.0.0.1:8001", "redis://"),
+    ("registry", "http://h:1", "redis://"),
+    ("registry", "redis://h:99999", "redis://"),
+    ("node_timeout_s", "0", "a number over 0 up to 86400"),
+    ("node_timeout_s", "nan", "a number over 0 up to 86400"),
+    ("node_timeout_s", "inf", "a number over 0 up to 86400"),
+    ("max_concurrent_requests", "0", "a whole number from 1 to 1048576"),
+    ("max_attempts", "1.5", "a whole number from 1 to 100"),
+    ("cluster", "a/b", "letters, digits"),
+    ("cluster", "x" * 65, "letters, digits"),
+    ("cluster", "\u00e4", "letters, digits"),
+    ("log_level", "loud", "debug, info, warning or error"),
+    ("max_model_len", "-1", "a whole number from 0 to 2147483647"),
+]
+BAD_FOR_NODES = [
+    ("block_size", "0", "a whole number from 1 to 1024"),
+    ("block_size", "1000000", "a whole number from 1 to 1024"),
+    ("kv_cache_memory", "lots", "512MiB"),
+    ("kv_cache_memory", "2G", "512MiB"),
+    ("kv_cache_memory", "0", "at least one byte"),
+    ("device", "gpu", "auto, cpu, cuda or cuda:N"),
+    ("dtype", "int8", "auto, float32, bfloat16 or float16"),
+    ("policy", "fifo", "stall_free or prefill_first"),
+    ("kv_channel", "rdma", "auto, shm or tcp"),
+    ("runner", "onnx", "torch or hash"),
+    ("heartbeat_s", "0.01", "a number from 0.05 to 60"),
+    ("cpus", "x", "as in 0,2-3"),
+    ("cpus", "4095", "this process may use"),
+    ("registry", "localhost", "host:port"),
+    ("registry", "localhost:0", "host:port"),
+    ("registry", "redis://", "redis://host:port"),
+    ("id", "a b", "letters, digits"),
+]
+BAD = [(RouterSettings, *row) for row in BAD_FOR_ROUTER] + [(NodeSettings, *row) for row in BAD_FOR_NODES]
+
+
+@pytest.mark.parametrize(("kind", "name", "value", "words"), BAD)
+def test_a_bad_flag_is_one_line_with_what_is_allowed_and_status_2(
+    kind: type[Settings], name: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        settings_from_command_line(kind, ["--model", "m", flag_of(name), value], "prog")
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith(f"prog: {flag_of(name)} '")
+    assert words in err
+
+
+def test_a_bad_variable_is_named_as_such(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_PORT", "tcp://10.0.0.1:80")  # as a container platform sets it for a service "baton"
+    with pytest.raises(SystemExit) as ended:
+        settings_from_command_line(RouterSettings, ["--model", "m"], "prog")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == ("prog: BATON_PORT 'tcp://10.0.0.1:80': must be a whole number from 0 to 65535\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--prot", "1"], "--port"),
+        (["--port"], "--port"),
+        (["surplus"], "surplus"),
+        (["--enable-prefix-caching=maybe"], "--enable-prefix-caching"),
+        ([], "--model (or BATON_MODEL) is needed"),
+        (["--model", "m", "--host", "0.0.0.0"], "--advertise"),
+        (["--model", "m", "--kv-host", "::"], "--advertise"),
+        (["--model", "m", "--kv-directory", ""], "--kv-directory ''"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        settings_from_command_line(NodeSettings, argv, "prog")
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert words in err
+
+
+def test_a_long_bad_value_is_cut() -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolve(RouterSettings, {"port": "9" * 1000}, {})
+    assert len(str(refused.value)) < 200
+
+
+def test_the_command_line_gives_typed_settings() -> None:
+    argv = ["--model", "m", "--no-enable-prefix-caching", "--kv-cache-memory", "2GB", "--log-level", "INFO"]
+    settings = settings_from_command_line(NodeSettings, argv, "prog")
+    assert settings == NodeSettings(model="m", enable_prefix_caching=False, kv_cache_memory=2 * 10**9)
+
+
+def test_print_config_says_where_each_value_comes_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_REGISTRY", "redis://user:secret@h:6379/0")
+    with pytest.raises(SystemExit) as ended:
+        settings_from_command_line(NodeSettings, ["--port", "9000", "--print-config"], "prog")
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert "port = 9000  # flag --port" in lines
+    assert "registry = redis://user:***@h:6379/0  # environment BATON_REGISTRY" in lines
+    assert "kv_cache_memory = 512MiB  # default" in lines
+    assert len(lines) == len(NodeSettings.model_fields)
+
+
+def test_a_password_is_in_no_error() -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolve(NodeSettings, {"registry": "redis://user:secret@h:99999"}, {})
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "127.0.0.1:8001", "redis://h:1/0", "http://[::1", "redis://user@h:1"])
+def test_only_passwords_are_hidden(text: str) -> None:
+    assert hide_password(text) == text
+
+
+@BOTH
+def test_help_names_every_setting_with_its_default(kind: type[Settings], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        settings_from_command_line(kind, ["--help"], "prog")
+    assert ended.value.code == 0
+    words = " ".join(capsys.readouterr().out.split())
+    for name, field in kind.model_fields.items():
+        assert flag_of(name) in words
+        assert field.description
+        assert field.description in words
+        assert allowed(field)
+        assert variable_of(name) == "BATON_" + name.upper()
+    assert "Default: default." in words
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("4096", 4096),
+        ("512MiB", 512 << 20),
+        ("512 mib", 512 << 20),
+        ("2GB", 2 * 10**9),
+        ("1.5GiB", 3 << 29),
+        ("0.5kB", 500),
+        ("1KiB", 1024),
+        ("2TiB", 2 << 40),
+        ("7B", 7),
+        (12, 12),
+    ],
+)
+def test_sizes(text: int | str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "-1", "1e9", "2G", "1Mi", "1 M iB", "0", "0.1", "1PiB", "9" * 40, "\u0661"]
+)
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        parse_size(text)
+
+
+@given(st.integers(1, 2**50))
+def test_a_size_is_printed_as_it_is_read(size: int) -> None:
+    field = NodeSettings.model_fields["kv_cache_memory"]
+    assert parse_size(format_value(size, field)) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"),
+    [("", ()), (" ", ()), ("0", (0,)), ("3,1", (1, 3)), ("0-3", (0, 1, 2, 3)), ("0-1, 1,7-8", (0, 1, 7, 8))],
+)
+def test_cpu_lists(text: str, cpus: tuple[int, ...]) -> None:
+    assert parse_cpus(text) == cpus
+
+
+@pytest.mark.parametrize("text", ["a", "1-", "-1", "3-1", "0-9999", "99999", "1,,2", "0-999999999999", "\u0661"])
+def test_what_is_no_cpu_list(text: str) -> None:
+    with pytest.raises(ValueError, match="as in 0,2-3"):
+        parse_cpus(text)
+
+
+@given(st.lists(st.integers(0, 4095), max_size=20))
+def test_a_cpu_list_is_printed_as_it_is_read(cpus: list[int]) -> None:
+    assert parse_cpus(format_value(parse_cpus(cpus))) == tuple(sorted(set(cpus)))
+
+
+def test_sockets_go_where_nobody_else_may_write(monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert private_directory() == f"{tmp_path}/baton"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", f"{tmp_path}/gone")
+    assert private_directory().endswith(f"/baton-{os.getuid()}")

@@ -1,0 +1,61 @@
+"""The documentation is true: every `file:name` exists, every linked file is there, the state tables are the code's."""
+
+import ast
+import re
+from enum import Enum
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from decode_node import landing
+from prefill_node import handoff
+from scheduler import request
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
+NAME = re.compile(r"`([\w/]+\.py)(?::([\w.]+))?`")
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+States = TypeVar("States", bound=Enum)
+
+
+def defined(file: Path) -> set[str]:
+    """Functions, classes, constants, and Class.method."""
+    names: set[str] = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+            for inner in node.body if isinstance(node, ast.ClassDef) else ():
+                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+                    names.add(f"{node.name}.{inner.name}")
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names.update(target.id for target in targets if isinstance(target, ast.Name))
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_exists(page: Path) -> None:
+    text = page.read_text()
+    for path, name in NAME.findall(text):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+        assert not name or name in defined(ROOT / path), f"{page.name} names {path}:{name}"
+    for target in LINK.findall(text):
+        assert (page.parent / target).exists(), f"{page.name} links {target}"
+
+
+def drawn(title: str, legal: dict[States, frozenset[States]]) -> str:
+    lines = [
+        f"{title:9}{state.value:12}→ {', '.join(sorted(s.value for s in after))}"
+        for state, after in legal.items()
+        if after
+    ]
+    return "\n".join(lines)
+
+
+def test_the_journey_shows_the_states_of_the_code() -> None:
+    tables = [("request", request.LEGAL), ("handoff", handoff.LEGAL), ("landing", landing.LEGAL)]
+    wanted = "\n\n".join(drawn(title, legal) for title, legal in tables)  # type: ignore[type-var]
+    text = (ROOT / "docs" / "journey.md").read_text()
+    found = text.split("<!-- states: written by tests/test_docs.py -->")[1].split("<!-- end -->")[0]
+    assert found.strip() == f"```\n{wanted}\n```", f"put this into docs/journey.md:\n```\n{wanted}\n```"

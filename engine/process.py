@@ -51,6 +51,7 @@ def main(settings: NodeSettings, role: Role, make_side: MakeSide) -> int:
     if settings.cpus:
         os.sched_setaffinity(0, settings.cpus)
     try:
+        Path(settings.kv_directory).mkdir(mode=0o700, parents=True, exist_ok=True)
         computer = build(
             BuildOptions(
                 model=settings.model,
@@ -88,7 +89,11 @@ async def _serve(
     node = Node(info, role, scheduler, computer.runner, settings.heartbeat_s, settings.enable_prefix_caching)
     async with AsyncExitStack() as cleanup:
         sides: list[Side] = []
-        channels = await _channels(settings, computer, info.boot, lambda boot: sides[0].writer_lost(boot))
+
+        def writer_lost(boot: str) -> None:  # the side is made of the channels, so it comes after them
+            sides[0].writer_lost(boot)
+
+        channels = await _channels(settings, computer, info.boot, writer_lost)
         for channel in channels:
             cleanup.push_async_callback(channel.close)
         side = make_side(node, computer.memory.rows, channels, settings.reserve_timeout_s)
@@ -137,11 +142,8 @@ async def _channels(
     """Best first. The news that a tcp writer is gone is nothing to act on: the receiver itself fences it off."""
     channels: list[KVChannel] = []
     if settings.kv_channel in {"auto", "shm"}:
-        directory = Path(settings.kv_directory)
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        channels.append(
-            await ShmChannel.start(computer.memory, boot, on_writer_lost, directory, settings.push_timeout_s)
-        )
+        directory, patience_s = settings.kv_directory, settings.push_timeout_s
+        channels.append(await ShmChannel.start(computer.memory, boot, on_writer_lost, directory, patience_s))
     if settings.kv_channel in {"auto", "tcp"}:
         host = settings.kv_host or settings.host
         advertised = None if settings.kv_host not in {"", *EVERY_ADDRESS} else _advertised(settings)

@@ -1,4 +1,4 @@
-"""One request's journey, top to bottom: place it, send it, stream what comes back, and go on elsewhere when a node dies.
+"""One request's journey, top to bottom: place it, send it, stream what comes back, go on elsewhere when a node dies.
 
 The router owns the request: the prompt and the tokens so far are here, so any node may be lost at any moment.
 """

@@ -9,11 +9,17 @@ from shared.messages import Load, NodeInfo
 NodeRow = tuple[NodeInfo, Load, bool]
 LABELS = ("engine", "role", "model_name")
 
+
+def _usage(load: Load) -> float:
+    used = load.blocks_owned + load.blocks_reserved + load.blocks_quarantined
+    return used / load.blocks_total if load.blocks_total else 0.0
+
+
 # vLLM's names where it has one, so that its boards work; ours where it has none.
 GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
     ("vllm:num_requests_running", "Requests in the running batch.", lambda load: load.running),
     ("vllm:num_requests_waiting", "Requests that wait for room.", lambda load: load.waiting),
-    ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 1 is all.", lambda load: _usage(load)),
+    ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 1 is all.", _usage),
     ("baton:kv_blocks_free", "Empty KV blocks.", lambda load: load.blocks_free),
     ("baton:kv_blocks_cached", "KV blocks kept as prefix cache only.", lambda load: load.blocks_cached),
     ("baton:kv_blocks_owned", "KV blocks of requests.", lambda load: load.blocks_owned),
@@ -84,11 +90,6 @@ def node_status(info: NodeInfo, load: Load, alive: bool) -> dict[str, object]:
         "channels": load.channels,
         "channel_fallbacks": load.channel_fallbacks,
     }
-
-
-def _usage(load: Load) -> float:
-    used = load.blocks_owned + load.blocks_reserved + load.blocks_quarantined
-    return used / load.blocks_total if load.blocks_total else 0.0
 
 
 def _labels(info: NodeInfo) -> tuple[str, str, str]:

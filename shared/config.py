@@ -234,7 +234,7 @@ class NodeSettings(ComputingSettings):
     port: Port = Field(default=0, description="Their port; 0: any that is free.")
     advertise: HostOrNone = Field(
         default="",
-        description="Address under which others reach this node; empty: that of --host, or the one towards the registry.",
+        description="Address at which others reach this node; empty: --host, or the one towards the registry.",
     )
     registry: Annotated[str, AfterValidator(_check_registry)] = Field(
         default="127.0.0.1:8001", description="host:port where the router's registry listens, or redis://host:port."

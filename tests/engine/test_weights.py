@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.models.config import MAX_CONFIG_BYTES, ModelConfig, Rope
 from engine.models.decoder import load_model
-from engine.weights import INDEX, MAX_HEADER_BYTES, Checkpoint, fingerprint, resolve
+from engine.weights import INDEX, MAX_HEADER_BYTES, Checkpoint, fingerprint
+from shared.model_files import resolve
 from tests.engine.build import CPU
 
 CONFIG: dict[str, Any] = {

@@ -157,8 +157,6 @@ def test_a_bad_variable_is_named_as_such(capsys: pytest.CaptureFixture[str], mon
         (["surplus"], "surplus"),
         (["--enable-prefix-caching=maybe"], "--enable-prefix-caching"),
         ([], "--model (or BATON_MODEL) is needed"),
-        (["--model", "m", "--host", "0.0.0.0"], "--advertise"),
-        (["--model", "m", "--kv-host", "::"], "--advertise"),
         (["--model", "m", "--kv-directory", ""], "--kv-directory ''"),
     ],
 )

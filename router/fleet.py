@@ -37,6 +37,7 @@ class Link:
         self.listeners: dict[str, Listener] = {}
         self.outstanding_tokens = 0  # prompt tokens sent there whose computation was not told yet
         self.kv_tokens = 0  # tokens whose KV is, or will be, there
+        self.placed = 0  # attempts that named it, ever
         self._router = router
         self._timeout_s = timeout_s
         self._changed = changed
@@ -49,13 +50,14 @@ class Link:
         return self.alive and self.info.state == "ready" and self.load.state == "ready"
 
     def submit(self, submit: Submit, listener: Listener) -> None:
-        self.listeners[submit.id] = listener
+        self.listen(submit.id, listener)
         self._command.submits.append(submit)
         self._wake.set()
 
     def listen(self, identity: str, listener: Listener) -> None:
         """Also hear what this node says of a request that another node hands to it."""
         self.listeners[identity] = listener
+        self.placed += 1
 
     def forget(self, identity: str) -> None:
         """Nothing more is expected of it here."""
@@ -77,6 +79,7 @@ class Link:
             info.max_num_seqs,
             max(self.kv_tokens, in_blocks),
             max(1, (info.num_blocks - 1) * info.block_tokens),
+            self.placed,
         )
 
     async def run(self) -> None:

@@ -21,6 +21,7 @@ class NodeView:
     max_num_seqs: int = 1
     kv_tokens: int = 0  # tokens whose KV is or will be there
     kv_capacity_tokens: int = 1
+    placed: int = 0  # requests ever sent there: among equals, whose turn it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +93,18 @@ def place(
     return Placement(prefill.id, decode.id, "disaggregated")
 
 
-def _prefill_work(node: NodeView, num_tokens: int, cached_tokens: Mapping[str, int]) -> tuple[int, int]:
+def _prefill_work(node: NodeView, num_tokens: int, cached_tokens: Mapping[str, int]) -> tuple[int, int, int]:
     """Tokens that the node computes until this prompt is done."""
-    return node.outstanding_tokens + num_tokens - min(num_tokens, cached_tokens.get(node.id, 0)), node.running
+    work = node.outstanding_tokens + num_tokens - min(num_tokens, cached_tokens.get(node.id, 0))
+    return work, node.running, node.placed
 
 
-def _decode_load(node: NodeView, num_tokens: int, cached_tokens: Mapping[str, int]) -> tuple[float, int]:
+def _decode_load(node: NodeView, num_tokens: int, cached_tokens: Mapping[str, int]) -> tuple[float, int, int]:
     """Share of the scarcer of memory and batch places in use once the request is there, prompt work included."""
     new_tokens = num_tokens - min(num_tokens, cached_tokens.get(node.id, 0))
     memory = (node.kv_tokens + node.outstanding_tokens + new_tokens) / node.kv_capacity_tokens
     places = (node.running + 1) / node.max_num_seqs
-    return max(memory, places), node.outstanding_tokens
+    return max(memory, places), node.outstanding_tokens, node.placed
 
 
 def _candidates(request_id: str, nodes: Sequence[NodeView], cached_tokens: Mapping[str, int]) -> Sequence[NodeView]:

@@ -334,8 +334,8 @@ def test_a_hub_id_without_the_package_or_the_network_says_what_is_missing(
     with pytest.raises(ValueError, match="huggingface_hub is missing: pip install"):
         resolve("owner/name")
     monkeypatch.undo()
-    hub = pytest.importorskip("huggingface_hub")
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match="'owner/name' is no local directory, and downloading it failed: "):
         resolve("owner/name")

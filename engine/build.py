@@ -44,6 +44,7 @@ class Computer:
     memory: HostMemory
     layout: KVLayout
     max_model_len: int
+    vocab_size: int
     fingerprint: str
 
 
@@ -69,7 +70,7 @@ def build(options: BuildOptions) -> Computer:
         pool = KVPool(layout, memory)
         model = load_model(path, torch.float32, torch.device("cpu"))
         runner = TorchRunner(model, pool, TorchAttention(pool), torch.device("cpu"))
-    return Computer(runner, memory, layout, max_model_len, _fingerprint(options, path, layout))
+    return Computer(runner, memory, layout, max_model_len, config.vocab_size, _fingerprint(options, path, layout))
 
 
 def _layout(options: BuildOptions, config: ModelConfig) -> KVLayout:

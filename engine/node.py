@@ -75,6 +75,7 @@ class Node(Tell):
         scheduler: Scheduler,
         runner: Runner,
         heartbeat_s: float,
+        vocab_size: int,
         share_prefixes: bool = True,
     ) -> None:
         self.info = info
@@ -91,6 +92,8 @@ class Node(Tell):
         self._scheduler = scheduler  # the engine's: only numbers are read here
         self._heartbeat_s = heartbeat_s
         self._share_prefixes = share_prefixes
+        self._vocab_size = vocab_size
+        self._scored: dict[str, int] = {}  # prompt positions whose logprobs were told; the engine's thread writes it
         self._outboxes: dict[str, Outbox] = {}
         self._router_of: dict[str, str] = {}
         self._loop = asyncio.get_running_loop()
@@ -177,8 +180,13 @@ class Node(Tell):
         if outbox is None:
             raise ValueError("its router is not attached here")
         tokens = unpack_ids(submit.tokens)
-        if not 0 < submit.num_prompt <= len(tokens) or submit.max_tokens <= 0:
-            raise ValueError("num_prompt and max_tokens must be positive and within the tokens")
+        if not 0 < submit.num_prompt <= len(tokens) <= self.info.max_model_len or submit.max_tokens <= 0:
+            raise ValueError(
+                f"{len(tokens)} tokens, num_prompt {submit.num_prompt} and max_tokens {submit.max_tokens}: "
+                f"must be positive, and at most {self.info.max_model_len} tokens"
+            )
+        if max(tokens) >= self._vocab_size:
+            raise ValueError(f"token id {max(tokens)} is beyond the vocabulary of {self._vocab_size}")
         if submit.id in self._router_of:
             raise ValueError(f"request {submit.id} is already here")
         request = Request(
@@ -222,6 +230,7 @@ class Node(Tell):
         self.abort(identity)
 
     def forget(self, identity: str) -> Request | None:
+        self._scored.pop(identity, None)
         router = self._router_of.pop(identity, None)
         outbox = self._outboxes.get(router) if router is not None else None
         return outbox.requests.pop(identity, None) if outbox is not None else None
@@ -265,9 +274,17 @@ class Node(Tell):
             request, output = event.request, outputs[event.slice_index]
             if request.leaves:
                 progress.append(Progress(request, request.num_computed, event.token, event.finish))
+            if output.prompt_logprobs:
+                self._cut_told(step.slices[event.slice_index].start, request.id, output)
             if event.token is not None or event.finish is not None or output.prompt_logprobs:
                 deltas.append(_delta(event, output))
         self._loop.call_soon_threadsafe(self._told, deltas, progress)
+
+    def _cut_told(self, start: int, identity: str, output: Output) -> None:
+        """A preempted request computes its prompt again; each position's logprob is told once."""
+        told = self._scored.get(identity, 0)
+        self._scored[identity] = max(told, start + len(output.prompt_logprobs))
+        del output.prompt_logprobs[: max(0, told - start)]
 
     def died(self, error: BaseException) -> None:
         self._loop.call_soon_threadsafe(self._end_with, error)

@@ -86,7 +86,15 @@ async def _serve(
         POLICIES[settings.policy],
     )
     info = _info(settings, role, computer)
-    node = Node(info, role, scheduler, computer.runner, settings.heartbeat_s, settings.enable_prefix_caching)
+    node = Node(
+        info,
+        role,
+        scheduler,
+        computer.runner,
+        settings.heartbeat_s,
+        computer.vocab_size,
+        settings.enable_prefix_caching,
+    )
     async with AsyncExitStack() as cleanup:
         sides: list[Side] = []
 

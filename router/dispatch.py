@@ -300,7 +300,7 @@ class Attempt:
                 self.sample.index,
                 tokens,
                 delta.logprobs,
-                self._prompt_logprobs,
+                self._prompt_logprobs if is_first else [],
                 delta.finish or None,
                 delta.cached_tokens if is_first else 0,
             )

@@ -1,0 +1,266 @@
+"""A decode node under writers that ask, lie, stop and vanish: no block is lost, nothing wrong is ever generated."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from decode_node import receiver as receiver_module
+from decode_node.receiver import Receiver
+from engine.hash_model import HashRunner, expected_tokens
+from engine.node import Node
+from scheduler.request import Request, Slice, Step
+from scheduler.role import DECODE
+from scheduler.scheduler import Limits, Scheduler
+from shared.kv.channel import ChannelError, KVChannel
+from shared.kv.checksum import checksums
+from shared.kv.memory import HostMemory
+from shared.kv.shm import ShmChannel
+from shared.kv.tcp import TcpChannel
+from shared.messages import (
+    Command,
+    Commit,
+    Delta,
+    NodeInfo,
+    Renew,
+    Reserve,
+    Reserved,
+    Sampling,
+    Stop,
+    Submit,
+    pack_ids,
+    unpack_ids,
+)
+from shared.serve import until
+from shared.services import ATTACH, RpcServer, connect
+
+BLOCK_TOKENS, LAYERS, VOCABULARY = 4, 2, 97
+ROW_BYTES = BLOCK_TOKENS * LAYERS * 8
+PROMPT = list(range(3, 21))  # 18 tokens: 5 blocks
+WRITER = "a" * 32
+
+
+@dataclass
+class Bench:
+    """A decode node with a router attached, and a writer's pool that holds the prompt's KV in blocks 1 to 5."""
+
+    node: Node
+    receiver: Receiver
+    rows: np.ndarray[Any, np.dtype[np.uint8]]
+    writer: KVChannel
+    writer_rows: np.ndarray[Any, np.dtype[np.uint8]]
+    scheduler: Scheduler
+    deltas: list[Delta] = field(default_factory=list)
+    send: Callable[[Command], Any] = lambda _: None
+
+    async def reserve(self, identity: str = "r", max_tokens: int = 6) -> Reserved:
+        submit = Submit(identity, "router", pack_ids(PROMPT), len(PROMPT), max_tokens, Sampling(temperature=0.0))
+        return await self.receiver.reserve(Reserve(submit, WRITER, "print"))
+
+    async def push(self, reserved: Reserved) -> None:
+        targets = unpack_ids(reserved.targets)
+        source = list(range(1 + reserved.num_held, 1 + reserved.num_held + len(targets)))
+        await self.writer.push(reserved.cards[self.writer.name], reserved.ticket, source, targets)
+
+    def commit(self, reserved: Reserved, first_token: int | None = None) -> Commit:
+        source = list(range(1 + reserved.num_held, 6))
+        token = expected_tokens(PROMPT, 1, vocab_size=VOCABULARY)[0] if first_token is None else first_token
+        return Commit(reserved.ticket, token, checksums(self.writer_rows, source))
+
+    def tokens(self, identity: str = "r") -> list[int]:
+        return [token for delta in self.deltas if delta.id == identity for token in unpack_ids(delta.tokens)]
+
+    def errors(self) -> list[str]:
+        return [delta.error for delta in self.deltas if delta.error]
+
+    async def empty(self) -> None:
+        """Waits until no block is anybody's."""
+
+        def is_empty() -> bool:
+            ledger = self.scheduler.ledger()
+            return ledger.free + ledger.cached == ledger.total
+
+        assert await until(is_empty, 5.0), self.scheduler.ledger()
+
+
+def compute_prompt(rows: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    request = Request("writer's", list(PROMPT), len(PROMPT), 1)
+    request.blocks = [1, 2, 3, 4, 5]
+    HashRunner(rows, BLOCK_TOKENS, LAYERS, VOCABULARY).run(Step(0, [Slice(request, 0, len(PROMPT), True, 0)], []))
+
+
+@asynccontextmanager
+async def bench(kind: str, directory: Path, num_blocks: int = 20, timeout_s: float = 5.0) -> AsyncIterator[Bench]:
+    memory, writers_memory = HostMemory(num_blocks, ROW_BYTES), HostMemory(8, ROW_BYTES)
+    compute_prompt(writers_memory.rows)
+    boot = secrets.token_hex(16)
+    made: list[Receiver] = []
+    channel, writer = [
+        await (
+            ShmChannel.start(where, name, lost, directory)
+            if kind == "shm"
+            else TcpChannel.start(where, name, lambda _: None, "127.0.0.1")
+        )
+        for where, name, lost in (
+            (memory, boot, lambda name: made[0].writer_lost(name)),
+            (writers_memory, WRITER, lambda _: None),
+        )
+    ]
+    scheduler = Scheduler(Limits(max_num_batched_tokens=8), num_blocks, BLOCK_TOKENS)
+    info = NodeInfo("d", boot, "decode", "", "m", "print", BLOCK_TOKENS, ROW_BYTES, num_blocks, 512, 8)
+    runner = HashRunner(memory.rows, BLOCK_TOKENS, LAYERS, VOCABULARY)
+    node = Node(info, DECODE, scheduler, runner, 0.1, VOCABULARY)
+    receiver = Receiver(node, memory.rows, [channel], timeout_s)
+    made.append(receiver)
+    server = RpcServer({ATTACH: node.attach, **receiver.handlers()})
+    port = await server.start("127.0.0.1", 0)
+    node.start()
+    receiver.start()
+    rpc = connect(f"127.0.0.1:{port}")
+    here = Bench(node, receiver, memory.rows, writer, writers_memory.rows, scheduler)
+    try:
+        async with ATTACH.open(rpc) as stream:
+            await stream.send_message(Command("router"))
+            here.send = stream.send_message
+
+            async def listen() -> None:
+                while (report := await stream.recv_message()) is not None:
+                    here.deltas += report.deltas
+
+            listener = asyncio.ensure_future(listen())
+            assert await until(lambda: "router" in node._outboxes, 5.0)
+            yield here
+            listener.cancel()
+    finally:
+        rpc.close()
+        await writer.close()
+        await channel.close()
+        await server.close()
+        await node.close()
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+async def test_a_committed_prompt_is_continued_with_the_tokens_that_belong_to_it(kind: str, tmp_path: Path) -> None:
+    async with bench(kind, tmp_path) as here:
+        reserved = await here.reserve()
+        assert (len(unpack_ids(reserved.targets)), reserved.num_held) == (5, 0)
+        await here.push(reserved)
+        assert (await here.receiver.commit(here.commit(reserved))).error == ""
+        assert await until(lambda: any(delta.finish for delta in here.deltas), 5.0)
+        assert here.tokens() == expected_tokens(PROMPT, 6, vocab_size=VOCABULARY)[1:]
+        await here.empty()
+        again = await here.reserve("again")
+        assert (len(unpack_ids(again.targets)), again.num_held) == (1, 4), "held blocks are not sent again"
+        await here.receiver.stop(Stop(again.ticket))
+        await here.empty()
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+async def test_rows_that_are_not_what_was_sent_are_never_read(kind: str, tmp_path: Path) -> None:
+    async with bench(kind, tmp_path) as here:
+        reserved = await here.reserve()
+        await here.push(reserved)
+        here.rows[unpack_ids(reserved.targets)[2], 5] ^= 1
+        assert (await here.receiver.commit(here.commit(reserved))).error == "checksums differ"
+        await here.empty()
+        assert await until(lambda: bool(here.errors()), 5.0)
+        assert here.tokens() == []
+        assert here.scheduler.pool.match([]) == []
+
+
+async def test_a_ticket_is_good_once_and_only_for_a_commit_or_a_stop(tmp_path: Path) -> None:
+    async with bench("tcp", tmp_path) as here:
+        reserved = await here.reserve()
+        await here.push(reserved)
+        commit = here.commit(reserved)
+        assert (await here.receiver.commit(Commit(b"\0" * 16, 1, b""))).error == "the ticket is void"
+        assert (await here.receiver.commit(commit)).error == ""
+        assert (await here.receiver.commit(commit)).error == "the ticket is void"
+        assert (await here.receiver.stop(Stop(reserved.ticket))).error == ""
+        await here.receiver.renew(Renew(WRITER, reserved.ticket + b"odd"))
+        assert await until(lambda: any(delta.finish for delta in here.deltas), 5.0), "a late stop stops nothing"
+        await here.empty()
+
+
+async def test_another_model_or_an_unknown_router_is_refused_with_both_names(tmp_path: Path) -> None:
+    async with bench("tcp", tmp_path) as here:
+        submit = Submit("r", "router", pack_ids(PROMPT), len(PROMPT), 6, Sampling())
+        answer = await here.receiver.reserve(Reserve(submit, WRITER, "other"))
+        assert answer.error == "this node has print, the prefill node other"
+        submit.router = "stranger"
+        assert "not attached" in (await here.receiver.reserve(Reserve(submit, WRITER, "print"))).error
+        submit.router, submit.tokens = "router", pack_ids([500] * 18)
+        assert "beyond the vocabulary" in (await here.receiver.reserve(Reserve(submit, WRITER, "print"))).error
+        await here.empty()
+
+
+async def test_who_finds_no_room_waits_and_is_told_when_it_takes_too_long(tmp_path: Path) -> None:
+    async with bench("tcp", tmp_path, num_blocks=8, timeout_s=0.3) as here:
+        first = await here.reserve("first")
+        assert (await here.reserve("late")).error == "no room within 0.3 s"
+        waiting = asyncio.ensure_future(here.reserve("waits"))
+        await asyncio.sleep(0.1)
+        await here.receiver.stop(Stop(first.ticket))
+        assert (await waiting).error == ""
+        await here.send(Command("router", aborts=["waits"]))
+        await here.empty()
+
+
+async def test_an_abort_under_shm_keeps_the_blocks_until_the_writer_has_stopped(tmp_path: Path) -> None:
+    async with bench("shm", tmp_path) as here:
+        reserved = await here.reserve()
+        await here.push(reserved)
+        await here.send(Command("router", aborts=["r"]))
+        assert await until(lambda: here.scheduler.ledger().quarantined == 5, 5.0)
+        assert (await here.receiver.commit(here.commit(reserved))).error == "the ticket is void"
+        await here.receiver.stop(Stop(reserved.ticket))
+        await here.empty()
+        assert here.errors() == []
+
+
+async def test_a_writer_that_hangs_up_gives_its_blocks_back_and_is_barred(tmp_path: Path) -> None:
+    async with bench("shm", tmp_path) as here:
+        reserved = await here.reserve()
+        await here.push(reserved)
+        await here.writer.close()
+        await here.empty()
+        assert await until(lambda: here.errors() == ["landing: the prefill node is gone"], 5.0)
+
+
+@pytest.fixture
+def quick_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode_node.landing.LEASE_S", 0.2)
+    monkeypatch.setattr(receiver_module, "TICK_S", 0.05)
+
+
+@pytest.mark.usefixtures("quick_leases")
+async def test_a_frozen_writer_that_wakes_up_after_its_lease_cannot_write_any_more(tmp_path: Path) -> None:
+    async with bench("shm", tmp_path) as here:
+        reserved = await here.reserve()
+        await here.empty()
+        assert await until(lambda: here.errors() == ["landing: its lease ended"], 5.0)
+        with pytest.raises(ChannelError, match="took us for dead"):
+            await here.push(reserved)
+
+
+@pytest.mark.usefixtures("quick_leases")
+async def test_blocks_of_a_silent_writer_that_is_connected_wait_for_its_end(tmp_path: Path) -> None:
+    async with bench("shm", tmp_path) as here:
+        reserved = await here.reserve()
+        await here.push(reserved)
+        assert await until(lambda: here.scheduler.ledger().quarantined == 5, 5.0)
+        await here.writer.close()
+        await here.empty()
+
+
+async def test_a_router_that_leaves_takes_its_landings_with_it(tmp_path: Path) -> None:
+    async with bench("tcp", tmp_path) as here:
+        await here.reserve()
+        here.node._orphan(here.node._outboxes["router"])
+        await here.empty()

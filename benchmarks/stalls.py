@@ -69,8 +69,8 @@ def cluster(port: int, flags: tuple[str, ...]) -> Iterator[str]:
         process.wait(60)
 
 
-async def follow(client: httpx.AsyncClient, prompt: list[int], stream: Stream) -> None:
-    body = {"model": "model", "prompt": prompt, "max_tokens": 6000, "temperature": 0, "ignore_eos": True}
+async def follow(client: httpx.AsyncClient, prompt: list[int], stream: Stream, max_tokens: int = 6000) -> None:
+    body = {"model": "model", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     async with client.stream(
         "POST", "/v1/completions", json=body | {"stream": True, "return_token_ids": True}
     ) as answer:
@@ -96,9 +96,9 @@ async def measure(url: str, seed: int) -> dict[str, float]:
         idle_from = time.monotonic()
         await asyncio.sleep(IDLE_S)
         sent = time.monotonic()
-        body = {"model": "model", "prompt": prompt, "max_tokens": 2, "temperature": 0}
-        (await client.post("/v1/completions", json=body)).raise_for_status()
-        answered = time.monotonic()
+        arrival = Stream()
+        await follow(client, prompt, arrival, max_tokens=2)
+        first, answered = arrival.times[0], time.monotonic()
         await asyncio.sleep(0.5)
         for follower in followers:
             follower.cancel()
@@ -110,7 +110,9 @@ async def measure(url: str, seed: int) -> dict[str, float]:
         "idle_worst_gap_s": max(stream.worst_gap(idle_from, sent) for stream in streams),
         "busy_median_gap_s": statistics.median(busy) if busy else answered - sent,
         "busy_worst_gap_s": max(stream.worst_gap(sent, answered) for stream in streams),
-        "prompt_s": answered - sent,
+        "until_first_token_worst_gap_s": max(stream.worst_gap(sent, first) for stream in streams),
+        "prompt_ttft_s": first - sent,
+        "prompt_second_token_s": answered - first,
     }
 
 
@@ -134,6 +136,9 @@ def main() -> None:
     summary = {
         "stall_free / prefill_first, worst gap": fair["busy_worst_gap_s"] / stalling["busy_worst_gap_s"],
         "disaggregated worst gap / its idle worst gap": apart["busy_worst_gap_s"] / apart["idle_worst_gap_s"],
+        "disaggregated worst gap until the prompt's first token / its idle worst gap": (
+            apart["until_first_token_worst_gap_s"] / apart["idle_worst_gap_s"]
+        ),
         "disaggregated median gap / its idle median gap": apart["busy_median_gap_s"] / apart["idle_median_gap_s"],
     }
     report = {

@@ -38,6 +38,7 @@ class Landing:
     writer: str
     blocks: list[int]  # promised to the writer
     lease_until: float
+    num_checked: int = 0  # of `blocks`, whose rows are what the writer sent
     phase: Phase = Phase.OPEN
 
     def move_to(self, phase: Phase) -> None:
@@ -78,12 +79,16 @@ class LandingTable:
             if landing is not None and landing.writer == writer:
                 landing.lease_until = max(landing.lease_until, now + LEASE_S)
 
+    def open(self, ticket: bytes) -> Landing | None:
+        """The landing whose writer may write; None: the ticket is void."""
+        landing = self._by_ticket.get(ticket)
+        return landing if landing is not None and landing.phase is Phase.OPEN else None
+
     def commit(self, ticket: bytes) -> Landing | None:
         """The writer has written all and will write no more; None: the ticket is void."""
-        landing = self._by_ticket.get(ticket)
-        if landing is None or landing.phase is not Phase.OPEN:
-            return None
-        landing.move_to(Phase.CHECKING)
+        landing = self.open(ticket)
+        if landing is not None:
+            landing.move_to(Phase.CHECKING)
         return landing
 
     @staticmethod

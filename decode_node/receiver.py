@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from decode_node.landing import Ending, LandingTable
+from decode_node.landing import Ending, Landing, LandingTable
 from engine.node import Node
 from scheduler.request import Request
 from shared.kv.channel import TICKET_BYTES, KVChannel
-from shared.kv.checksum import checksums
-from shared.messages import Answer, Commit, Delta, Renew, Reserve, Reserved, Stop, pack_ids
-from shared.services import COMMIT, RENEW, RESERVE, STOP, Rpc, unary
+from shared.kv.checksum import CHECKSUM_BYTES, checksums
+from shared.messages import Answer, Commit, Delta, Pushed, Renew, Reserve, Reserved, Stop, pack_ids
+from shared.services import COMMIT, PUSHED, RENEW, RESERVE, STOP, Rpc, unary
 
 log = logging.getLogger("baton.landing")
 TICK_S = 1.0
@@ -37,6 +37,7 @@ class Receiver:
     def handlers(self) -> dict[Rpc[Any, Any], Callable[[Any], Awaitable[None]]]:
         return {
             RESERVE: unary(self.reserve),
+            PUSHED: unary(self.pushed),
             COMMIT: unary(self.commit),
             STOP: unary(self.stop),
             RENEW: unary(self.renew),
@@ -84,6 +85,24 @@ class Receiver:
         cards = {channel.name: channel.card() for channel in self._channels}
         return Reserved(ticket, num_held, pack_ids(blocks), cards)
 
+    async def pushed(self, message: Pushed) -> Answer:
+        landing = self._table.open(message.ticket)
+        if landing is None:
+            return Answer("the ticket is void")
+        return Answer("" if await self._check(landing, message.checksums) else "checksums differ")
+
+    async def _check(self, landing: Landing, sums: bytes) -> bool:
+        """Compares the next rows with their checksums, on a thread; rows that differ stay unchecked."""
+        first = landing.num_checked
+        last = first + len(sums) // CHECKSUM_BYTES
+        if last > len(landing.blocks):
+            return False
+        found = await asyncio.to_thread(checksums, self._rows, landing.blocks[first:last])
+        if found != sums or landing.num_checked != first:
+            return False
+        landing.num_checked = last
+        return True
+
     async def commit(self, message: Commit) -> Answer:
         landing = self._table.commit(message.ticket)
         if landing is None:
@@ -91,10 +110,10 @@ class Receiver:
         request = landing.request
         for channel in self._channels:
             channel.shut(message.ticket)
-        found = await asyncio.to_thread(checksums, self._rows, landing.blocks)
+        are_right = await self._check(landing, message.checksums)
         if self._table.is_over(landing):
             return Answer("the request was aborted")
-        if found != message.checksums or message.first_token < 0:
+        if not are_right or landing.num_checked < len(landing.blocks) or message.first_token < 0:
             self._end(self._table.reject(landing), "the rows are not what the prefill node sent")
             return Answer("checksums differ")
         self._table.landed(landing)

@@ -21,7 +21,7 @@ from shared.kv.channel import ChannelError, KVChannel, TicketRefusedError
 from shared.kv.checksum import checksums
 from shared.messages import Submit
 from shared.serve import Tasks
-from shared.services import COMMIT, RENEW, RESERVE, STOP, PeerError, Rpc, connect
+from shared.services import COMMIT, PUSHED, RENEW, RESERVE, STOP, PeerError, Rpc, connect
 
 log = logging.getLogger("baton.handoff")
 RENEW_S = 2.0
@@ -51,7 +51,7 @@ class Leaving:
     request: Request
     handoff: Handoff
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    sums: list[bytes] = field(default_factory=list)
+    sums: bytes = b""  # of rows that are pushed, which the peer was not told yet
     carried: bool = False  # its task runs
     silent: bool = False  # nobody is to be told how it ends: it was aborted, or ended here
 
@@ -172,10 +172,8 @@ class Courier:
                     await self._push(peer, leaving, action)
                 case Commit():
                     assert handoff.ticket is not None
-                    commit = messages.Commit(handoff.ticket, action.first_token, b"".join(leaving.sums))
-                    answer = await COMMIT.call(peer.rpc, commit, CALL_S)
-                    if answer.error:
-                        raise PeerError(answer.error)
+                    commit = messages.Commit(handoff.ticket, action.first_token, leaving.sums)
+                    _check(await COMMIT.call(peer.rpc, commit, CALL_S))
                 case Stop():
                     await self._stop(peer, handoff, action)
         except (PeerError, ChannelError) as error:
@@ -198,7 +196,11 @@ class Courier:
             peer.failed[peer.channel.name] = card
             peer.channel = None  # chosen anew for the next handoff
             raise
-        leaving.sums.append(await asyncio.to_thread(checksums, self._rows, source))
+        leaving.sums += await asyncio.to_thread(checksums, self._rows, source)
+        if push.last < leaving.handoff.num_blocks:
+            told = messages.Pushed(leaving.handoff.ticket, leaving.sums)
+            leaving.sums = b""
+            _check(await PUSHED.call(peer.rpc, told, CALL_S))
         self._node.ticker.blocks_moved += len(source)
         self._node.ticker.bytes_moved += len(source) * self._node.info.block_bytes
 
@@ -257,3 +259,8 @@ class Courier:
             await RENEW.call(peer.rpc, messages.Renew(self._node.info.boot, b"".join(peer.tickets)), CALL_S)
         except PeerError as error:
             log.warning("leases at %s were not renewed: %s", peer.address, error)
+
+
+def _check(answer: messages.Answer) -> None:
+    if answer.error:
+        raise PeerError(answer.error)

@@ -41,7 +41,7 @@ def decode(data: bytes, kind: type[T]) -> T:
             max_bin_len=MAX_MESSAGE_BYTES,
             max_ext_len=0,
         )
-    except (ValueError, msgpack.UnpackException, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:  # TypeError: a list as a key
         raise Malformed(f"{kind.__name__}: {error or type(error).__name__}") from None
     check: Check = _checker(cast(Any, kind))
     return cast(T, check(value, kind.__name__))

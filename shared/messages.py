@@ -176,8 +176,19 @@ class Reserved:
 
 
 @dataclass(slots=True)
+class Pushed:
+    """The next target blocks of the ticket are written: one xxh3-64 each, 8 bytes, in their order.
+
+    Told while the next chunk is computed, so that at the commit only the last rows are left to check.
+    """
+
+    ticket: bytes
+    checksums: bytes
+
+
+@dataclass(slots=True)
 class Commit:
-    """All rows of the ticket are written; `checksums` has one xxh3-64 a target block, 8 bytes each."""
+    """All rows of the ticket are written; `checksums` are those that no `Pushed` has told yet."""
 
     ticket: bytes
     first_token: int

@@ -35,6 +35,10 @@ def run(main: Callable[[Lifetime], Coroutine[Any, Any, int]], log_level: str) ->
     logging.basicConfig(format=FORMAT, level=log_level.upper(), stream=sys.stderr)
     logging.getLogger("grpclib").setLevel(logging.ERROR)
 
+    # A node's engine thread and its event loop share the interpreter: at the default of 5 ms, each would make the
+    # other wait for most of a small model's step.
+    sys.setswitchinterval(0.0005)
+
     async def body() -> int:
         return await main(Lifetime())
 

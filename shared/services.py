@@ -24,6 +24,7 @@ from shared.messages import (
     Commit,
     JoinReply,
     NodeInfo,
+    Pushed,
     Renew,
     Report,
     Reserve,
@@ -86,6 +87,7 @@ class PeerError(Exception):
 JOIN = Rpc("/baton.Registry/Join", NodeInfo, JoinReply, streams=True)
 ATTACH = Rpc("/baton.Node/Attach", Command, Report, streams=True)
 RESERVE = Rpc("/baton.Decode/Reserve", Reserve, Reserved)
+PUSHED = Rpc("/baton.Decode/Pushed", Pushed, Answer)
 COMMIT = Rpc("/baton.Decode/Commit", Commit, Answer)
 STOP = Rpc("/baton.Decode/Stop", Stop, Answer)
 RENEW = Rpc("/baton.Decode/Renew", Renew, Answer)

@@ -6,10 +6,12 @@ import xxhash
 
 from shared.kv.memory import Rows
 
+CHECKSUM_BYTES = 8
+
 
 def checksums(rows: Rows, indices: Sequence[int]) -> bytes:
     """xxh3-64 of each of `rows[indices]`, 8 bytes little-endian each, in the order of `indices`.
 
     `rows` is uint8 [num_rows, row_bytes], each row contiguous. Raises IndexError for an index outside of it.
     """
-    return b"".join(xxhash.xxh3_64_intdigest(rows[index]).to_bytes(8, "little") for index in indices)
+    return b"".join(xxhash.xxh3_64_intdigest(rows[index]).to_bytes(CHECKSUM_BYTES, "little") for index in indices)

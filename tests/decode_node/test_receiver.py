@@ -28,6 +28,7 @@ from shared.messages import (
     Commit,
     Delta,
     NodeInfo,
+    Pushed,
     Renew,
     Reserve,
     Reserved,
@@ -172,6 +173,25 @@ async def test_rows_that_are_not_what_was_sent_are_never_read(kind: str, tmp_pat
         assert await until(lambda: bool(here.errors()), 5.0)
         assert here.tokens() == []
         assert here.scheduler.pool.match([]) == []
+
+
+async def test_rows_are_checked_as_they_come_and_none_may_be_left_unchecked(tmp_path: Path) -> None:
+    async with bench("tcp", tmp_path) as here:
+        reserved = await here.reserve()
+        await here.push(reserved)
+        whole = here.commit(reserved)
+        first, rest = whole.checksums[:16], whole.checksums[16:]
+        assert (await here.receiver.pushed(Pushed(reserved.ticket, rest[:8]))).error == "checksums differ"
+        assert (await here.receiver.pushed(Pushed(reserved.ticket, first))).error == ""
+        assert (await here.receiver.pushed(Pushed(b"0" * 16, first))).error == "the ticket is void"
+        assert (await here.receiver.pushed(Pushed(reserved.ticket, bytes(64)))).error == "checksums differ"
+        short = Commit(reserved.ticket, whole.first_token, rest[:16])
+        assert (await here.receiver.commit(short)).error == "checksums differ"
+        again = await here.reserve("again")
+        await here.push(again)
+        assert (await here.receiver.pushed(Pushed(again.ticket, first))).error == ""
+        assert (await here.receiver.commit(Commit(again.ticket, whole.first_token, rest))).error == ""
+        assert await until(lambda: len(here.tokens("again")) == 5, 5.0)
 
 
 async def test_a_ticket_is_good_once_and_only_for_a_commit_or_a_stop(tmp_path: Path) -> None:

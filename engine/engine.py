@@ -3,20 +3,17 @@
 The loop is: take commands, decide a step, run it, tell what it did. It knows no router, no peer and no channel.
 """
 
-import asyncio
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
 
 from engine.runner import Output, Runner
 from scheduler.request import Request, Step
 from scheduler.scheduler import Event, Scheduler
 
 log = logging.getLogger("baton.engine")
-T = TypeVar("T")
 Command = Callable[[Scheduler], object]
 FAILED_STEPS_TO_DIE = 3  # steps in a row in which every slice fails also alone: the device is gone
 IDLE_S = 1.0
@@ -63,22 +60,6 @@ class Engine:
     def post(self, command: Command) -> None:
         """Runs `command` with the scheduler, between two steps. From any thread; the order is kept."""
         self._inbox.put(command)
-
-    async def ask(self, command: Callable[[Scheduler], T]) -> T:
-        """As `post`, and waits for what it returns or raises."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
-
-        def run(scheduler: Scheduler) -> None:
-            try:
-                value = command(scheduler)
-            except Exception as error:  # noqa: BLE001 - it is the asker's
-                loop.call_soon_threadsafe(_settle, answer, None, error)
-            else:
-                loop.call_soon_threadsafe(_settle, answer, value, None)
-
-        self.post(run)
-        return await answer
 
     def _run(self) -> None:
         try:
@@ -152,12 +133,3 @@ class Engine:
         except Exception:
             log.exception("request %s failed", piece.request.id)
             return Output(error="internal")
-
-
-def _settle(answer: asyncio.Future[T], value: T | None, error: Exception | None) -> None:
-    if answer.done():
-        return
-    if error is not None:
-        answer.set_exception(error)
-    else:
-        answer.set_result(value)  # type: ignore[arg-type]

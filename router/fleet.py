@@ -34,6 +34,7 @@ class Link:
         self.load = Load()
         self.alive = False
         self.is_listed = True  # the registry has it
+        self.is_left = False  # this router is ending
         self.listeners: dict[str, Listener] = {}
         self.outstanding_tokens = 0  # prompt tokens sent there whose computation was not told yet
         self.kv_tokens = 0  # tokens whose KV is, or will be, there
@@ -138,7 +139,7 @@ class Link:
                 listener.delta(self, delta)
 
     def _end(self) -> None:
-        if self.alive:
+        if self.alive and not self.is_left:
             log.warning("node %s is lost with %d requests on it", self.info.id, len(self.listeners))
         self.alive = False
         listeners, self.listeners = self.listeners, {}
@@ -165,6 +166,8 @@ class Fleet:
         await self._registry.start(self._reconcile)
 
     async def close(self) -> None:
+        for link in self._links.values():
+            link.is_left = True
         await self._registry.close()
         await self._tasks.close()
 

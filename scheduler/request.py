@@ -112,10 +112,6 @@ class Step:
     def num_tokens(self) -> int:
         return sum(piece.count for piece in self.slices)
 
-    @property
-    def num_decodes(self) -> int:
-        return sum(piece.count == 1 and piece.samples for piece in self.slices)
-
 
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)

@@ -125,7 +125,7 @@ class StreamAnnouncer:
                             await asyncio.wait_for(self._wake.wait(), self._heartbeat_s)
                         self._wake.clear()
             except PEER_FAILURES as error:
-                if not complained:
+                if not complained and self._info is not None and self._info.state == "ready":
                     log.warning("no router at %s (%s): trying on", self._address, error or type(error).__name__)
                     complained = True
             finally:

@@ -1,13 +1,12 @@
 """Runs one process of Baton: its event loop, its signals, its drain."""
 
 import asyncio
-import contextlib
 import gc
 import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import uvloop
@@ -85,10 +84,3 @@ class Tasks:
             for task in pending:
                 task.cancel()
             await asyncio.wait(pending, timeout=0.5)
-
-
-async def close_all(*closers: Callable[[], Awaitable[None]]) -> None:
-    """Closes what was opened, last first, whatever fails on the way."""
-    for close in reversed(closers):
-        with contextlib.suppress(Exception):
-            await close()

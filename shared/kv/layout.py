@@ -40,10 +40,6 @@ class KVLayout:
         """Size of one block of all layers: one row of the pool."""
         return prod(self.shape[1:]) * BYTES_OF[self.dtype]
 
-    @property
-    def pool_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
-
     def describe(self) -> str:
         """What two peers must have in common to exchange blocks; the number of blocks is each one's own."""
         return (

@@ -1,0 +1,430 @@
+"""Dispatch over nodes that say what the test says: whatever fails, a client gets each token once, and all is given back.
+
+The fleet is the real one; only its nodes are played, without streams.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router import dispatch as dispatch_module
+from router.dispatch import Dispatch, Run
+from router.fleet import Fleet, Link
+from router.generation import Generation, Piece
+from shared.errors import Rejected, Unavailable
+from shared.messages import Delta, Logprobs, NodeInfo, Report, Sampling, Submit, pack_ids, unpack_ids
+from shared.registry import EmbeddedRegistry
+
+PROMPT = list(range(10, 19))
+ANSWER = list(range(50, 57))
+
+
+class Played(Link):
+    """A node whose words are the test's; it keeps what it was sent."""
+
+    def __init__(self, fleet: Fleet, name: str) -> None:
+        role = "prefill" if name.startswith("p") else "decode"
+        info = NodeInfo(name, name, role, f"{name}:1", "m", "print", 4, 64, 1000, 512, 8)
+        super().__init__("router", info, 1.0, fleet._link_changed)
+        self.alive = True
+        self.submits: list[Submit] = []
+        self.aborts: list[str] = []
+
+    def submit(self, submit: Submit, listener: Any) -> None:
+        self.submits.append(submit)
+        super().submit(submit, listener)
+
+    def abort(self, identity: str) -> None:
+        if identity in self.listeners:
+            self.aborts.append(identity)
+        super().abort(identity)
+
+    def say(self, *deltas: Delta) -> None:
+        self._take(Report(list(deltas)))
+
+    def die(self) -> None:
+        self._end()
+
+
+@dataclass
+class Stage:
+    fleet: Fleet
+    dispatch: Dispatch
+    nodes: dict[str, Played]
+    pieces: list[Piece] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Played:
+        return self.nodes[name]
+
+    async def submit(self, n: int = 1, max_tokens: int = len(ANSWER), **sampling: Any) -> Run:
+        drawn = Sampling(temperature=0.0, **sampling)
+        run = await self.dispatch.submit(Generation("r", list(PROMPT), max_tokens, drawn, n=n))
+        await turns()
+        return run
+
+    def sent(self) -> list[tuple[str, Submit]]:
+        return [(name, submit) for name, node in self.nodes.items() for submit in node.submits]
+
+    def attempt(self, number: int, sample: int = 0) -> tuple[Played, Played, Submit]:
+        """Who computes the prompt of this attempt, who generates, and what was sent."""
+        identity = f"r.{sample}.{number}"
+        ((name, submit),) = [(name, submit) for name, submit in self.sent() if submit.id == identity]
+        where = submit.decode_node.partition(":")[0] or name
+        return self.nodes[name], self.nodes[where], submit
+
+    def counts(self) -> dict[str, int]:
+        requests: Any = self.dispatch.status()["requests"]
+        return dict(requests)
+
+    def check_over(self) -> None:
+        """Nothing of any request is left in the router, and the counts add up."""
+        for name, node in self.nodes.items():
+            assert (name, node.outstanding_tokens, node.kv_tokens, node.listeners) == (name, 0, 0, {})
+        counts = self.counts()
+        assert counts["running"] == 0
+        assert counts["total"] == counts["finished"] + counts["cancelled"] + counts["failed"]
+
+
+def stage(names: str = "p0 d0", max_attempts: int = 3) -> Stage:
+    fleet = Fleet("router", EmbeddedRegistry("router", "127.0.0.1", 0), "disaggregated", 1.0)
+    nodes = {name: Played(fleet, name) for name in names.split()}
+    fleet._links.update(nodes)
+    return Stage(fleet, Dispatch(fleet, "m", max_attempts), nodes)
+
+
+async def turns() -> None:
+    for _ in range(8):
+        await asyncio.sleep(0)
+
+
+async def collect(run: Run) -> list[Piece]:
+    async with asyncio.timeout(5):
+        return [piece async for piece in run]
+
+
+def tokens_of(pieces: list[Piece], index: int = 0) -> list[int]:
+    return [token for piece in pieces if piece.index == index for token in piece.tokens]
+
+
+def token(identity: str, position: int, **fields: Any) -> Delta:
+    finish = "length" if position == len(ANSWER) - 1 else ""
+    return Delta(identity, position, pack_ids([ANSWER[position]]), finish=finish, **fields)
+
+
+def generated(identity: str, start: int = 0) -> list[Delta]:
+    return [token(identity, position) for position in range(start, len(ANSWER))]
+
+
+# ---- one attempt ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_words_of_both_nodes_in_any_order_doubled_or_late_give_the_tokens_in_order(data: st.DataObject) -> None:
+    async def play() -> None:
+        here = stage()
+        run = await here.submit()
+        p0, d0, submit = here.attempt(0)
+        words = [(p0, token(submit.id, 0, cached_tokens=4)), (d0, Delta(submit.id, 1, landed=True))]
+        words += [(d0, delta) for delta in generated(submit.id, 1)]
+        words += data.draw(st.lists(st.sampled_from(words), max_size=6))
+        words = data.draw(st.permutations(words))
+        first_of_decode = [node for node, _ in words].index(d0)
+        late = data.draw(st.integers(first_of_decode + 1, len(words)))
+        words.insert(late, (p0, Delta(submit.id, error="handoff: it did not hear", retry=True)))
+        for node, delta in words:
+            node.say(delta)
+            if data.draw(st.booleans()):
+                await asyncio.sleep(0)
+        pieces = await collect(run)
+        assert tokens_of(pieces) == ANSWER
+        assert [piece.finish for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+        assert [piece.cached_tokens for piece in pieces] == [4] + [0] * (len(pieces) - 1)
+        assert (p0.aborts, d0.aborts) == ([], [])
+        here.check_over()
+
+    asyncio.run(play())
+
+
+async def test_a_request_over_at_its_first_token_needs_no_word_of_the_decode_node() -> None:
+    here = stage()
+    run = await here.submit(max_tokens=1)
+    here.p0.say(Delta("r.0.0", 0, pack_ids([5]), finish="length"))
+    here.d0.say(Delta("r.0.0", error="landing: the prefill node stopped", retry=True))
+    assert [(piece.tokens, piece.finish) for piece in await collect(run)] == [([5], "length")]
+    here.check_over()
+
+
+async def test_a_finish_may_come_without_tokens() -> None:
+    here = stage("d0")
+    run = await here.submit()
+    here.d0.say(Delta("r.0.0", 0, pack_ids([5])), Delta("r.0.0", 1, finish="stop"))
+    assert [(piece.tokens, piece.finish) for piece in await collect(run)] == [([5], None), ([], "stop")]
+    here.check_over()
+
+
+async def test_the_prompt_is_owed_by_who_computes_it_and_its_kv_by_who_generates() -> None:
+    here = stage()
+    run = await here.submit(max_tokens=20)
+    assert (here.p0.outstanding_tokens, here.p0.kv_tokens) == (len(PROMPT), 0)
+    assert (here.d0.outstanding_tokens, here.d0.kv_tokens) == (0, len(PROMPT) + 10)
+    here.p0.say(token("r.0.0", 0))
+    here.d0.say(Delta("r.0.0", 1, landed=True))
+    assert (here.p0.outstanding_tokens, here.d0.kv_tokens) == (0, len(PROMPT) + 10)
+    await run.close()
+    here.check_over()
+
+
+# ---- failures ---------------------------------------------------------------------------------------------------
+
+FAULTS = ("p_lost", "d_lost", "p_error", "d_error")
+
+
+@dataclass
+class Play:
+    """One request over three nodes of each kind, and what the test knows of its attempt under way."""
+
+    here: Stage = field(default_factory=lambda: stage("p0 p1 p2 d0 d1 d2", max_attempts=30))
+    number: int = 0
+    base: int = 0  # tokens that were told before this attempt
+    told: int = 0
+    landed: bool = False
+    failed: Played | None = None
+    knowing_nothing: list[Played] = field(default_factory=list)  # nodes that died during this attempt
+
+    def check_attempt(self) -> None:
+        p, d, submit = self.here.attempt(self.number)
+        assert unpack_ids(submit.tokens) == PROMPT + ANSWER[: self.base]
+        assert (submit.num_prompt, submit.max_tokens) == (len(PROMPT), len(ANSWER))
+        assert self.failed not in {p, d}, "a node that just failed is avoided while there are others"
+
+    def advance(self, act: str) -> None:
+        """The next token, or the landing, where it can come now."""
+        p, d, submit = self.here.attempt(self.number)
+        if act == "land" and self.told == self.base + 1:
+            self.landed = True
+            d.say(Delta(submit.id, self.told, landed=True))
+        elif act == "token" and (self.landed or self.told == self.base):
+            (d if self.landed else p).say(token(submit.id, self.told))
+            self.told += 1
+
+    async def fail(self, act: str) -> None:
+        p, d, submit = self.here.attempt(self.number)
+        who = p if act.startswith("p") else d
+        if act.endswith("lost"):
+            who.die()
+            who.alive = True  # it is back at once
+            self.knowing_nothing.append(who)
+        else:
+            who.say(Delta(submit.id, error="no", retry=True))
+        await turns()
+        if who is p and self.landed:
+            return  # it is not needed any more
+        for node in (p, d):
+            is_told = submit.id in node.aborts
+            assert is_told is (node not in self.knowing_nothing), "whoever may still work on it is told to stop"
+        self.number, self.base, self.landed, self.failed = self.number + 1, self.told, False, who
+        self.knowing_nothing.clear()
+        self.check_attempt()
+
+
+@settings(max_examples=80, deadline=None)
+@given(script=st.lists(st.sampled_from(("token", "token", "land", *FAULTS)), max_size=25))
+def test_whatever_fails_and_when_each_token_is_told_once_and_all_is_given_back(script: list[str]) -> None:
+    async def play() -> None:
+        it = Play()
+        run = await it.here.submit()
+        it.check_attempt()
+        for act in [*script, "token", "land", *["token"] * len(ANSWER)]:
+            if it.told == len(ANSWER):
+                break
+            if act in FAULTS:
+                await it.fail(act)
+            else:
+                it.advance(act)
+        assert tokens_of(await collect(run)) == ANSWER
+        assert it.here.counts()["moved"] == it.number
+        it.here.check_over()
+
+    asyncio.run(play())
+
+
+async def test_a_request_is_given_up_after_its_last_attempt() -> None:
+    here = stage("p0 d0", max_attempts=2)
+    run = await here.submit()
+    for number in range(2):
+        here.p0.say(Delta(f"r.0.{number}", error="handoff: no", retry=True))
+        await turns()
+    with pytest.raises(Unavailable, match="after 2 attempts") as caught:
+        await collect(run)
+    assert caught.value.status == 503
+    assert (here.counts()["failed"], len(here.sent())) == (1, 2)
+    here.check_over()
+
+
+@pytest.mark.parametrize("reason", ["internal", "numerical", "no_token"])
+async def test_a_model_that_fails_on_a_request_is_a_server_error_and_not_tried_elsewhere(reason: str) -> None:
+    here = stage("p0 d0 d1")
+    run = await here.submit()
+    here.p0.say(Delta("r.0.0", error=reason))
+    with pytest.raises(Unavailable, match=reason) as caught:
+        await collect(run)
+    assert (caught.value.status, len(here.sent())) == (500, 1)
+    here.check_over()
+
+
+async def test_what_a_node_finds_wrong_with_a_request_is_the_clients_error() -> None:
+    here = stage()
+    run = await here.submit(n=2)
+    here.p0.say(token("r.0.0", 0))
+    here.d0.say(Delta("r.0.0", 1, landed=True))
+    await turns()
+    here.d0.say(Delta("r.1.0", error="beyond the vocabulary"))
+    with pytest.raises(Rejected, match="beyond the vocabulary"):
+        await collect(run)
+    assert "r.0.0" in here.d0.aborts, "its other samples are over too"
+    assert (here.counts()["failed"], here.counts()["cancelled"]) == (1, 1)
+    here.check_over()
+
+
+async def test_who_finds_no_node_is_told_so_and_under_way_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch_module, "WAIT_NEW_S", 0.02)
+    here = stage("d0")
+    run = await here.submit()
+    here.d0.say(*[token("r.0.0", position) for position in range(3)])
+    here.d0.die()
+    await turns()
+    with pytest.raises(Unavailable, match="No node"):
+        await here.dispatch.submit(Generation("late", PROMPT, 4, Sampling()))
+    assert not here.dispatch.ready()
+    here.d0.alive = True
+    here.fleet._link_changed(here.d0)
+    await turns()
+    here.d0.say(*generated("r.0.1", 3))
+    assert tokens_of(await collect(run)) == ANSWER
+    here.check_over()
+
+
+async def test_a_request_under_way_does_not_wait_for_a_node_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch_module, "WAIT_UNDER_WAY_S", 0.02)
+    here = stage("d0")
+    run = await here.submit()
+    here.d0.die()
+    with pytest.raises(Unavailable, match="No node"):
+        await collect(run)
+    assert here.counts()["failed"] == 1
+    here.check_over()
+
+
+def logprobs(*tokens: int) -> list[Logprobs]:
+    return [Logprobs(token, -1.0, 1) for token in tokens]
+
+
+@pytest.mark.parametrize("chunks_before", [0, 1, 2])
+async def test_prompt_logprobs_are_told_once_whole_though_an_attempt_failed_midway(chunks_before: int) -> None:
+    here = stage("p0 p1 d0")
+    run = await here.submit(prompt_logprobs=1)
+    chunks = [logprobs(*PROMPT[1:4]), logprobs(*PROMPT[4:8]), logprobs(*PROMPT[8:])]
+    for number, count in ((0, chunks_before), (1, 2)):
+        p, _, submit = here.attempt(number)
+        assert submit.sampling.prompt_logprobs == 1
+        p.say(*[Delta(submit.id, prompt_logprobs=chunk) for chunk in chunks[:count]])
+        if number == 0:
+            p.die()
+            await turns()
+    p.say(token("r.0.1", 0, prompt_logprobs=chunks[2]))
+    here.d0.die()
+    here.d0.alive = True
+    await turns()
+    p, _, submit = here.attempt(2)
+    assert submit.sampling.prompt_logprobs is None, "they were told with the first token"
+    p.say(token(submit.id, 1))
+    here.d0.say(*generated(submit.id, 2))
+    pieces = await collect(run)
+    assert tokens_of(pieces) == ANSWER
+    assert [entry.token for entry in pieces[0].prompt_logprobs] == PROMPT[1:]
+    assert not any(piece.prompt_logprobs for piece in pieces[1:])
+    here.check_over()
+
+
+# ---- samples ----------------------------------------------------------------------------------------------------
+
+
+async def test_further_samples_start_when_the_first_is_home_and_go_there_alone() -> None:
+    here = stage("p0 d0 d1")
+    run = await here.submit(n=3, prompt_logprobs=0)
+    assert [submit.id for _, submit in here.sent()] == ["r.0.0"]
+    p0, home, first = here.attempt(0)
+    p0.say(token("r.0.0", 0))
+    await turns()
+    assert len(here.sent()) == 1, "the prompt's KV is not at the decode node yet"
+    home.say(Delta("r.0.0", 1, landed=True))
+    await turns()
+    siblings = [here.attempt(0, sample) for sample in (1, 2)]
+    for node, _, submit in siblings:
+        assert (node, submit.decode_node, submit.sampling.prompt_logprobs) == (home, "", None)
+    assert len({submit.sampling.seed for _, _, submit in [(p0, home, first), *siblings]}) == 3
+    assert all(0 <= submit.sampling.seed < 2**63 for _, _, submit in siblings)
+    home.say(*generated("r.0.0", 1), *generated("r.2.0"), *generated("r.1.0"))
+    pieces = await collect(run)
+    assert [tokens_of(pieces, index) for index in range(3)] == [ANSWER] * 3
+    assert here.counts()["finished"] == 3
+    here.check_over()
+
+
+async def test_a_sample_retried_keeps_its_seed_and_siblings_of_a_dead_home_go_elsewhere() -> None:
+    here = stage("p0 d0 d1")
+    run = await here.submit(n=2, seed=7)
+    _, home, first = here.attempt(0)
+    here.p0.say(token("r.0.0", 0))
+    home.say(Delta("r.0.0", 1, landed=True))
+    await turns()
+    home.die()
+    await turns()
+    for sample, seed in ((0, first.sampling.seed), (1, here.attempt(0, 1)[2].sampling.seed)):
+        p, d, submit = here.attempt(1, sample)
+        assert (p, submit.sampling.seed) == (here.p0, seed)
+        assert d is not home
+        start = len(unpack_ids(submit.tokens)) - len(PROMPT)
+        p.say(token(submit.id, start))
+        d.say(*generated(submit.id, start + 1))
+    pieces = await collect(run)
+    assert [tokens_of(pieces, index) for index in range(2)] == [ANSWER, ANSWER]
+    here.check_over()
+
+
+async def test_cancelling_one_sample_ends_it_on_every_node_and_leaves_the_others() -> None:
+    here = stage()
+    run = await here.submit(n=3)
+    run.cancel(2)
+    run.cancel(0)
+    run.cancel(0)
+    await turns()
+    assert ("r.0.0" in here.p0.aborts, "r.0.0" in here.d0.aborts) == (True, True)
+    _, _, submit = here.attempt(0, 1)
+    here.p0.say(token(submit.id, 0))
+    here.d0.say(*generated(submit.id, 1))
+    pieces = await collect(run)
+    assert {piece.index for piece in pieces} == {1}
+    assert (here.counts()["finished"], here.counts()["cancelled"]) == (1, 1), "a sample that never began is not counted"
+    here.check_over()
+
+
+@pytest.mark.parametrize("landed", [False, True])
+async def test_closing_ends_every_sample_on_every_node_that_was_named(landed: bool) -> None:
+    here = stage()
+    run = await here.submit(n=2)
+    if landed:
+        here.p0.say(token("r.0.0", 0))
+        here.d0.say(Delta("r.0.0", 1, landed=True))
+        await turns()
+    await run.close()
+    await run.close()
+    assert (here.p0.aborts, sorted(here.d0.aborts)) == (["r.0.0"], ["r.0.0", "r.1.0"] if landed else ["r.0.0"])
+    here.d0.say(*generated("r.0.0", 1))  # late: changes nothing
+    assert all(piece.index == 0 for piece in await collect(run))
+    here.check_over()

@@ -1,0 +1,289 @@
+"""The fleet over real streams to nodes that do what the test says: who is used, who is lost and when, who comes back."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from router.fleet import Fleet, Link
+from shared.messages import Command, Delta, Load, NodeInfo, Report, Sampling, Submit
+from shared.serve import until
+from shared.services import ATTACH, RpcServer
+
+PATIENCE_S = 0.4
+
+
+class Listing:
+    """A registry whose list is the test's."""
+
+    kind = "embedded"
+    state = "ok"
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, NodeInfo] = {}
+        self.changed: Callable[[], None] = lambda: None
+
+    async def start(self, changed: Callable[[], None]) -> None:
+        self.changed = changed
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    def put(self, info: NodeInfo) -> None:
+        self.nodes[info.id] = info
+        self.changed()
+
+    def take_out(self, name: str) -> None:
+        del self.nodes[name]
+        self.changed()
+
+
+class Played:
+    """A node that reports its load every 20 ms, until it is made silent or its stream is ended."""
+
+    def __init__(self) -> None:
+        self.load = Load()
+        self.is_silent = False
+        self.heard: list[Command] = []
+        self.num_streams = 0
+        self.num_open = 0
+        self._stream: Any = None
+        self._end = asyncio.Event()
+
+    async def attach(self, stream: Any) -> None:
+        self.num_streams += 1
+        self.num_open += 1
+        self._stream, self._end = stream, asyncio.Event()
+        beat = asyncio.ensure_future(self._beat(stream))
+        listen = asyncio.ensure_future(self._listen(stream))
+        try:
+            await self._end.wait()
+        finally:
+            self.num_open -= 1
+            beat.cancel()
+            listen.cancel()
+
+    async def _beat(self, stream: Any) -> None:
+        while True:
+            if not self.is_silent:
+                await stream.send_message(Report([], self.load))
+            await asyncio.sleep(0.02)
+
+    async def _listen(self, stream: Any) -> None:
+        async for command in stream:
+            self.heard.append(command)
+
+    async def say(self, *deltas: Delta) -> None:
+        await self._stream.send_message(Report(list(deltas)))
+
+    def end_stream(self) -> None:
+        self._end.set()
+
+
+@dataclass
+class Heard:
+    """A listener that keeps what it is told."""
+
+    deltas: list[Delta] = field(default_factory=list)
+    losses: list[Link] = field(default_factory=list)
+
+    def delta(self, _: Link, delta: Delta) -> None:
+        self.deltas.append(delta)
+
+    def lost(self, link: Link) -> None:
+        self.losses.append(link)
+
+
+@dataclass
+class Stage:
+    fleet: Fleet
+    listing: Listing
+    nodes: dict[str, Played]
+
+    async def alive(self, *names: str) -> None:
+        def are_alive() -> bool:
+            return {info.id for info, _, alive in self.fleet.nodes() if alive} == set(names)
+
+        assert await until(are_alive, 5.0), self.fleet.nodes()
+
+    def usable(self) -> tuple[list[str], list[str]]:
+        prefill, decode = self.fleet.usable()
+        return sorted(link.info.id for link in prefill), sorted(link.info.id for link in decode)
+
+
+@asynccontextmanager
+async def stage(names: str, mode: str = "disaggregated", timeout_s: float = 30.0, **prints: str) -> AsyncIterator[Stage]:
+    """Nodes by name, p… and d…, each with its fingerprint. At the default timeout nobody is lost for silence."""
+    listing, nodes, servers = Listing(), {name: Played() for name in names.split()}, []
+    fleet = Fleet("router", listing, mode, timeout_s)
+    await fleet.start()
+    for name, node in nodes.items():
+        servers.append(RpcServer({ATTACH: node.attach}))
+        address = f"127.0.0.1:{await servers[-1].start('127.0.0.1', 0)}"
+        role = "prefill" if name.startswith("p") else "decode"
+        listing.put(NodeInfo(name, "boot-1", role, address, "m", prints.get(name, "print"), 4, 64, 100, 512, 8))
+    here = Stage(fleet, listing, nodes)
+    try:
+        await here.alive(*nodes)
+        yield here
+    finally:
+        await fleet.close()
+        for server in servers:
+            await server.close()
+
+
+def submit(identity: str) -> Submit:
+    return Submit(identity, "router", b"\1\0\0\0", 1, 4, Sampling())
+
+
+async def test_a_silent_node_is_lost_after_the_timeout_and_comes_back_when_it_speaks() -> None:
+    async with stage("p0 d0", timeout_s=PATIENCE_S) as here:
+        link, listener = here.fleet.link("d0"), Heard()
+        link.submit(submit("r"), listener)
+        link.kv_tokens = link.outstanding_tokens = 5
+        here.nodes["d0"].is_silent = True
+        await here.alive("p0")
+        assert (listener.losses, here.usable()) == ([link], (["p0"], []))
+        assert (link.listeners, link.kv_tokens, link.outstanding_tokens) == ({}, 0, 0)
+        here.nodes["d0"].is_silent = False
+        await here.alive("p0", "d0")
+        assert here.fleet.link("d0") is link
+
+
+async def test_a_node_whose_stream_ends_is_lost_at_once_and_dialled_again() -> None:
+    async with stage("d0") as here:
+        link, listener, node = here.fleet.link("d0"), Heard(), here.nodes["d0"]
+        link.submit(submit("r"), listener)
+        assert await until(lambda: any(command.submits for command in node.heard), 5.0)
+        node.end_stream()
+        assert await until(lambda: listener.losses == [link], 5.0)
+        await here.alive("d0")
+        assert node.num_streams == 2
+        again = [command for command in node.heard if command != Command("router")]
+        assert [command.submits for command in again] == [[submit("r")]], "what the old stream carried is not sent again"
+
+
+async def test_commands_reach_the_node_and_its_words_only_who_listens() -> None:
+    async with stage("d0") as here:
+        link, node, first, second = here.fleet.link("d0"), here.nodes["d0"], Heard(), Heard()
+        link.submit(submit("first"), first)
+        link.listen("second", second)
+        link.abort("unknown")
+        assert await until(lambda: len(node.heard) == 2, 5.0)
+        assert node.heard == [Command("router"), Command("router", [submit("first")])]
+        link.abort("first")
+        link.abort("first")
+        link.forget("second")
+        assert await until(lambda: len(node.heard) == 3, 5.0)
+        assert node.heard[2] == Command("router", aborts=["first"])
+        link.listen("third", third := Heard())
+        await node.say(Delta("first", 1), Delta("second", 1), Delta("third", 1), Delta("third", 2))
+        assert await until(lambda: len(third.deltas) == 2, 5.0)
+        assert (first.deltas, second.deltas) == ([], [])
+        assert link.view().placed == 3
+
+
+async def test_a_new_life_of_a_node_replaces_the_old_one_and_what_ran_on_it_is_lost() -> None:
+    async with stage("p0 d0") as here:
+        old, listener, node = here.fleet.link("d0"), Heard(), here.nodes["d0"]
+        old.submit(submit("r"), listener)
+        old.load = Load(handoffs=3)
+        here.fleet.prefixes.record([b"hash"], "d0")
+        here.listing.put(replace(old.info, boot="boot-2"))
+        assert here.fleet.link("d0") is not old
+        assert await until(lambda: listener.losses == [old], 5.0)
+        await here.alive("p0", "d0")
+        assert await until(lambda: node.num_open == 1, 5.0), "one router has one stream to a node"
+        assert here.fleet.link("d0").info.boot == "boot-2"
+        assert here.fleet.prefixes.overlap([b"hash"]) == {}, "its cache died with it"
+        assert here.fleet.status()["handoffs"] == 3, "what it did stays counted"
+
+
+async def test_the_registry_forgetting_a_node_that_lives_changes_nothing_until_its_stream_ends() -> None:
+    async with stage("p0 d0") as here:
+        listener = Heard()
+        here.fleet.link("d0").submit(submit("r"), listener)
+        here.listing.take_out("d0")
+        await here.nodes["d0"].say(Delta("r", 1))
+        assert await until(lambda: len(listener.deltas) == 1, 5.0)
+        assert here.usable() == (["p0"], ["d0"])
+        here.nodes["d0"].end_stream()
+        assert await until(lambda: [info.id for info, _, _ in here.fleet.nodes()] == ["p0"], 5.0)
+        assert len(listener.losses) == 1
+
+
+async def test_a_listed_node_that_nobody_can_reach_is_dialled_until_it_is_taken_out() -> None:
+    async with stage("d0") as here:
+        info = replace(here.fleet.link("d0").info, id="d1", address="127.0.0.1:1")
+        here.listing.put(info)
+        await asyncio.sleep(0.2)
+        assert here.usable() == ([], ["d0"])
+        here.listing.take_out("d1")
+        assert [info.id for info, _, _ in here.fleet.nodes()] == ["d0"]
+        here.listing.put(replace(info, address=here.fleet.link("d0").info.address))
+        await here.alive("d0", "d1")
+
+
+async def test_the_new_address_of_the_same_life_is_dialled_after_the_old_stream_ended() -> None:
+    async with stage("d0 d1") as here:
+        info = here.fleet.link("d0").info
+        here.listing.put(replace(info, address=here.fleet.link("d1").info.address))
+        here.nodes["d0"].end_stream()
+        await here.alive("d0", "d1")
+        assert (here.nodes["d0"].num_open, here.nodes["d1"].num_open) == (0, 2)
+
+
+async def test_nodes_with_another_fingerprint_than_most_decode_nodes_are_not_used() -> None:
+    async with stage("p0 p1 d0 d1 d2", p1="other", d2="other") as here:
+        assert here.usable() == (["p0"], ["d0", "d1"])
+        for name in ("d0", "d1"):
+            here.listing.take_out(name)
+            here.nodes[name].end_stream()
+        await here.alive("p0", "p1", "d2")
+        assert here.usable() == (["p1"], ["d2"])
+
+
+async def test_colocated_mode_does_not_use_prefill_nodes() -> None:
+    async with stage("p0 d0", mode="colocated") as here:
+        assert here.usable() == ([], ["d0"])
+
+
+@pytest.mark.parametrize("told_by", ["node", "registry"])
+async def test_a_draining_node_gets_nothing_new_and_keeps_what_it_has(told_by: str) -> None:
+    async with stage("d0 d1") as here:
+        link, listener, node = here.fleet.link("d0"), Heard(), here.nodes["d0"]
+        link.submit(submit("r"), listener)
+        if told_by == "node":
+            node.load = Load("draining")
+        else:
+            here.listing.put(replace(link.info, state="draining"))
+        assert await until(lambda: here.usable() == ([], ["d1"]), 5.0)
+        assert link.alive
+        await node.say(Delta("r", 1))
+        assert await until(lambda: len(listener.deltas) == 1, 5.0)
+        link.abort("r")
+        assert await until(lambda: node.heard[-1].aborts == ["r"], 5.0)
+        assert listener.losses == []
+
+
+async def test_a_change_wakes_who_waits_for_a_node() -> None:
+    async with stage("d0") as here:
+        for act in (
+            lambda: here.nodes["d0"].end_stream(),
+            lambda: setattr(here.nodes["d0"], "load", Load("stuck")),
+            lambda: here.listing.take_out("d0"),
+        ):
+            await here.alive("d0")
+            change = asyncio.ensure_future(here.fleet.change())
+            await asyncio.sleep(0)
+            act()
+            await asyncio.wait_for(change, 5.0)
+
+
+async def test_a_fleet_that_closes_leaves_every_node() -> None:
+    async with stage("p0 d0") as here:
+        await here.fleet.close()
+        assert await until(lambda: all(node.num_open == 0 for node in here.nodes.values()), 5.0)

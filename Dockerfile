@@ -15,7 +15,6 @@ COPY shared shared
 COPY scheduler scheduler
 COPY engine engine
 COPY cluster cluster
-COPY demo/model demo/model
 RUN useradd --uid 1000 --no-create-home baton && mkdir /run/baton && chown baton /run/baton
 USER baton
 ENTRYPOINT ["baton"]

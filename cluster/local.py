@@ -27,6 +27,9 @@ BAD_SETTINGS = 2  # the exit status of a process that cannot run with its settin
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")
 
 
+TELL_AFTER_S = 20.0
+
+
 def up(settings: LocalSettings) -> int:
     """Runs a cluster until a signal or the router's end. Returns the exit status; raises ConfigError before it starts.
 
@@ -52,7 +55,10 @@ async def _tell_when_ready(url: str, settings: LocalSettings, say: Say) -> None:
     model = settings.served_model_name or Path(settings.model).name
     body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 40})
     num_prefill, num_decode = settings.num_nodes()
-    await until_answers(f"{url}/ready", lambda _: True)
+    ready = asyncio.ensure_future(until_answers(f"{url}/ready", lambda _: True))
+    if not (await asyncio.wait({ready}, timeout=TELL_AFTER_S))[0]:
+        say("baton", f"no node takes requests after {TELL_AFTER_S:g} s: still waiting, the lines above may say why")
+    await ready
     say("baton", f"serving at {url}")
     say("baton", f"try: curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'")
     await until_answers(f"{url}/v1/status", lambda status: len(status["nodes"]) >= num_prefill + num_decode)
@@ -163,6 +169,8 @@ class LocalCluster:
                 return
             self._say(child.name, f"ended unexpectedly, {described(status)}")
             if child.name == ROUTER or status == BAD_SETTINGS:
+                if child.name == ROUTER and status != BAD_SETTINGS:
+                    self._say("baton", "without its router the cluster ends")
                 self._status = status if status > 0 else 1
                 self._ending.set()
                 return

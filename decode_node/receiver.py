@@ -73,6 +73,8 @@ class Receiver:
             return Reserved(error=f"no room within {self._timeout_s:g} s")
         finally:
             del self._waiting[request.id]
+        if not node.has(request.id):  # aborted after room was found, before this line ran: the blocks are gone
+            return Reserved(error="the request was aborted")
         return self._grant(message, request)
 
     def _grant(self, message: Reserve, request: Request) -> Reserved:
@@ -110,15 +112,20 @@ class Receiver:
         request = landing.request
         for channel in self._channels:
             channel.shut(message.ticket)
-        are_right = await self._check(landing, message.checksums)
+        try:
+            are_right = await self._check(landing, message.checksums)
+        except asyncio.CancelledError:
+            if not self._table.is_over(landing):
+                self._end(self._table.reject(landing), "the commit was cut off")
+            raise
         if self._table.is_over(landing):
             return Answer("the request was aborted")
         if not are_right or landing.num_checked < len(landing.blocks) or message.first_token < 0:
             self._end(self._table.reject(landing), "the rows are not what the prefill node sent")
             return Answer("checksums differ")
         self._table.landed(landing)
+        self._node.send_for(request.id, Delta(request.id, landed=True))
         self._node.engine.post(lambda scheduler: scheduler.land(request, message.first_token))
-        self._node.send_for(request.id, Delta(request.id, request.num_generated, landed=True))
         return Answer()
 
     async def stop(self, message: Stop) -> Answer:

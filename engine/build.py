@@ -81,6 +81,8 @@ def _layout(options: BuildOptions, config: ModelConfig) -> KVLayout:
             num_blocks, config.num_kv_heads, config.num_layers, options.block_size, config.head_dim, "float32"
         )
 
+    if options.num_blocks == 1:
+        raise ValueError("--num-blocks 1: one block is kept as a dummy, so at least 2 are needed")
     one = layout(1)
     return layout(options.num_blocks or blocks_for(options.kv_cache_memory, one))
 

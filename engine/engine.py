@@ -121,9 +121,12 @@ class Engine:
         except Exception:
             log.exception("step %d failed; its slices run one by one", step.number)
             outputs = [self._run_alone(step, index) for index in range(len(step.slices))]
-        self._failed_steps = self._failed_steps + 1 if all(output.error for output in outputs) else 0
-        if self._failed_steps >= FAILED_STEPS_TO_DIE:
-            raise RuntimeError(f"{self._failed_steps} steps in a row failed whole")
+            if all(output.error == "internal" for output in outputs):
+                self._failed_steps += 1
+                if self._failed_steps >= FAILED_STEPS_TO_DIE:
+                    raise RuntimeError(f"{self._failed_steps} steps in a row failed whole") from None
+                return outputs
+        self._failed_steps = 0
         return outputs
 
     def _run_alone(self, step: Step, index: int) -> Output:

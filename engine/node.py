@@ -23,6 +23,7 @@ from shared.serve import Tasks, until
 
 log = logging.getLogger("baton.node")
 MAX_OUTBOX = 100_000  # deltas that a router may leave unread before it counts as gone
+MAX_DELTAS = 1000  # of one message: with 20 logprobs each they stay far below the cap
 STUCK_S = 30.0  # an engine that has work and makes no turn for so long
 
 
@@ -135,9 +136,9 @@ class Node(Tell):
                     self._submit(router, submit)
         finally:
             writer.cancel()
+            self._orphan(outbox)  # finds its requests by the outbox, so it goes first
             if self._outboxes.get(router) is outbox:
                 del self._outboxes[router]
-            self._orphan(outbox)
 
     async def _write(self, stream: Any, outbox: Outbox) -> None:
         while True:
@@ -145,8 +146,10 @@ class Node(Tell):
             outbox.wake.clear()
             deltas, load = outbox.deltas, outbox.load
             outbox.deltas, outbox.load = [], None
-            if deltas or load is not None:
-                await stream.send_message(Report(deltas, load))
+            if load is not None:
+                await stream.send_message(Report([], load))
+            for first in range(0, len(deltas), MAX_DELTAS):
+                await stream.send_message(Report(deltas[first : first + MAX_DELTAS]))
 
     def _orphan(self, outbox: Outbox) -> None:
         for identity in list(outbox.requests):
@@ -235,6 +238,9 @@ class Node(Tell):
         outbox = self._outboxes.get(router) if router is not None else None
         return outbox.requests.pop(identity, None) if outbox is not None else None
 
+    def has(self, identity: str) -> bool:
+        return identity in self._router_of
+
     def send(self, router: str, *deltas: Delta) -> None:
         outbox = self._outboxes.get(router)
         if outbox is None:
@@ -243,8 +249,8 @@ class Node(Tell):
         outbox.wake.set()
         if len(outbox.deltas) > MAX_OUTBOX:
             log.error("router %s reads nothing: dropped with its requests", router)
-            del self._outboxes[router]
             self._orphan(outbox)
+            self._outboxes.pop(router, None)
 
     def send_for(self, identity: str, delta: Delta) -> None:
         self.send(self._router_of.get(identity, ""), delta)

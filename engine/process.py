@@ -127,7 +127,10 @@ async def _serve(
         died = await _until_ended(lifetime, node)
         if died is None:
             await registry.update(replace(node.info, state="draining"))
-            await node.drain(settings.drain_timeout_s)
+            drained = asyncio.ensure_future(node.drain(settings.drain_timeout_s))
+            ends: tuple[asyncio.Future[Any], ...] = (drained, node.died_with)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            died = node.died_with.result() if node.died_with.done() else None
         await registry.close()
     if died is not None:
         log.error("the engine died: %s", died)

@@ -37,7 +37,7 @@ class Peer:
     address: str
     rpc: Channel
     asking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_ASKING))
-    channel: KVChannel | None = None  # in use, once it is chosen
+    channel: KVChannel | None = None  # the last one chosen, and the cards that it was chosen from
     cards: dict[str, bytes] = field(default_factory=dict)
     failed: dict[str, bytes] = field(default_factory=dict)  # the card with which a channel last failed
     tickets: dict[bytes, None] = field(default_factory=dict)
@@ -51,6 +51,8 @@ class Leaving:
     request: Request
     handoff: Handoff
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    channel: KVChannel | None = None  # with `card`, fixed for this handoff: they belong to the granted targets
+    card: bytes = b""
     sums: bytes = b""  # of rows that are pushed, which the peer was not told yet
     carried: bool = False  # its task runs
     silent: bool = False  # nobody is to be told how it ends: it was aborted, or ended here
@@ -95,7 +97,8 @@ class Courier:
     # ---- what the node tells ------------------------------------------------------------------------------------
 
     def begin(self, submit: Submit, request: Request) -> None:
-        handoff = Handoff(len(request.tokens), self._node.info.block_tokens)
+        # Not of request.tokens: the engine has the request already, and may have appended to them.
+        handoff = Handoff(len(messages.unpack_ids(submit.tokens)), self._node.info.block_tokens)
         self._leaving[request.id] = Leaving(submit, request, handoff)
 
     def admitted(self, identities: list[str]) -> None:
@@ -133,8 +136,9 @@ class Courier:
 
     async def _carry(self, leaving: Leaving) -> None:
         handoff, identity = leaving.handoff, leaving.request.id
-        peer = self._peer(leaving.submit.decode_node)
+        peer = None
         try:
+            peer = self._peer(leaving.submit.decode_node)
             await self._ask(peer, leaving)
             while handoff.phase is not Phase.DONE:
                 action = handoff.next_action()
@@ -143,11 +147,16 @@ class Courier:
                 else:
                     await leaving.changed.wait()
                     leaving.changed.clear()
+        except Exception as error:
+            log.exception("handoff of %s broke", identity)
+            handoff.reason = handoff.reason or type(error).__name__
+            if peer is not None:
+                await self._stop(peer, handoff, Stop(handoff.reason))
         finally:
             del self._leaving[identity]
-            if handoff.ticket is not None:
+            if peer is not None and handoff.ticket is not None:
                 peer.tickets.pop(handoff.ticket, None)
-        self._end(leaving)
+            self._end(leaving)
 
     async def _ask(self, peer: Peer, leaving: Leaving) -> None:
         info, handoff = self._node.info, leaving.handoff
@@ -160,7 +169,8 @@ class Courier:
                 return
             handoff.granted(reserved.ticket, reserved.num_held, tuple(messages.unpack_ids(reserved.targets)))
             peer.tickets[reserved.ticket] = None
-            await self._choose_channel(peer, reserved.cards)
+            leaving.channel = self._choose_channel(peer, reserved.cards)
+            leaving.card = reserved.cards[leaving.channel.name]
         except (PeerError, ChannelError, ValueError) as error:
             handoff.failed(str(error))
 
@@ -182,19 +192,20 @@ class Courier:
             handoff.done()
 
     async def _push(self, peer: Peer, leaving: Leaving, push: Push) -> None:
-        assert peer.channel is not None
+        channel, card = leaving.channel, leaving.card
+        assert channel is not None
         assert leaving.handoff.ticket is not None
         source = leaving.request.blocks[push.first : push.last]
         if len(source) < push.last - push.first:
             raise ChannelError("the request's blocks are gone")  # aborted just now
-        card = peer.cards[peer.channel.name]
         try:
-            await peer.channel.push(card, leaving.handoff.ticket, source, push.targets)
+            await channel.push(card, leaving.handoff.ticket, source, push.targets)
         except TicketRefusedError:
             raise  # the channel is well
         except ChannelError:
-            peer.failed[peer.channel.name] = card
-            peer.channel = None  # chosen anew for the next handoff
+            peer.failed[channel.name] = card
+            if peer.channel is channel:
+                peer.channel = None  # chosen anew for the next handoff
             raise
         leaving.sums += await asyncio.to_thread(checksums, self._rows, source)
         if push.last < leaving.handoff.num_blocks:
@@ -231,10 +242,10 @@ class Courier:
             peer = self._peers[address] = Peer(address, connect(address))
         return peer
 
-    async def _choose_channel(self, peer: Peer, cards: Mapping[str, bytes]) -> None:
+    def _choose_channel(self, peer: Peer, cards: Mapping[str, bytes]) -> KVChannel:
         """The first channel that both sides can do. Falling to a later one is logged and counted."""
         if peer.channel is not None and peer.cards == cards:
-            return
+            return peer.channel
         peer.cards = dict(cards)
         common = [channel for channel in self._channels if channel.name in cards]
         for place, channel in enumerate(common):
@@ -246,7 +257,7 @@ class Courier:
                     self._node.ticker.channel_fallbacks += 1
                 peer.channel = channel
                 self._node.ticker.channels[peer.address] = channel.name
-                return
+                return channel
         raise ChannelError(f"no common KV channel with {peer.address}: it offers {sorted(cards)}")
 
     async def _renew(self) -> None:

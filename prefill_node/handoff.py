@@ -68,10 +68,9 @@ class Handoff:
 
     def granted(self, ticket: bytes, num_held: int, targets: tuple[int, ...]) -> None:
         """The decode node holds the first `num_held` blocks and reserved `targets` for the others."""
+        self.ticket = ticket
         if num_held < 0 or num_held + len(targets) != self.num_blocks:
             self.give_up(f"{num_held} held and {len(targets)} reserved blocks are not the prompt's {self.num_blocks}")
-            return
-        self.ticket = ticket
         if self.phase is Phase.ASKING:
             self.num_held = self.num_pushed = num_held
             self._targets = targets

@@ -50,7 +50,7 @@ async def _serve(
     fleet = Fleet(identity, _registry(settings, identity), settings.mode, settings.node_timeout_s)
     dispatch = Dispatch(fleet, model.name, settings.max_attempts)
     metrics = CollectorRegistry()
-    metrics.register(NodeMetrics(fleet.nodes))
+    metrics.register(NodeMetrics(fleet.nodes, model.name))
     app = build_app(
         dispatch, tokenizer, model, registry=metrics, max_concurrent_requests=settings.max_concurrent_requests
     )

@@ -19,6 +19,7 @@ from shared.serve import Tasks
 log = logging.getLogger("baton.dispatch")
 WAIT_NEW_S = 1.0  # for a node, before a new request is turned away
 WAIT_UNDER_WAY_S = 30.0  # for a node, before a request that already runs is given up
+RETRY_PAUSE_S = 0.05  # times the attempts so far
 SEED_STEP = 0x9E3779B97F4A7C15  # spreads the seeds of samples (the golden ratio, as in splitmix64)
 
 
@@ -88,7 +89,10 @@ class Dispatch:
                     return
                 except Lost as lost:
                     counts.moved += 1
-                    avoid = {lost.node} if lost.node else set()
+                    avoid.add(lost.node)
+                    if str(lost).startswith("handoff: ") and attempt.decode is not None:
+                        avoid.add(attempt.decode.info.id)  # which of the two is at fault is not known
+                    await asyncio.sleep(RETRY_PAUSE_S * number)
                     log.warning("request %s goes on elsewhere: %s", attempt.id, lost)
                 finally:
                     self._end(attempt)
@@ -98,7 +102,7 @@ class Dispatch:
             raise
         finally:
             counts.running -= 1
-            ended = ended or ("finished" if sample.is_finished else "cancelled")
+            ended = ended or ("finished" if sample.is_finished or sample.is_enough else "cancelled")
             setattr(counts, ended, getattr(counts, ended) + 1)
 
     def _start(self, run: "Run", attempt: "Attempt", avoid: set[str]) -> None:
@@ -136,7 +140,7 @@ class Dispatch:
         if attempt.sample.index and sibling is not None and sibling in decode:
             self._note("sibling")
             return None, sibling  # the prompt's KV is there already
-        prefill = [link for link in prefill if link.info.id not in avoid] or prefill
+        prefill = [link for link in prefill if link.info.id not in avoid]  # none left: the decode node alone
         decode = [link for link in decode if link.info.id not in avoid] or decode
         links = prefill + decode
         if not links:
@@ -209,6 +213,7 @@ class Run:
     def cancel(self, index: int) -> None:
         task = self._running.get(index)
         if task is not None:
+            self._samples[index].is_enough = True
             task.cancel()
 
     async def close(self) -> None:
@@ -245,6 +250,7 @@ class Sample:
     run: Run
     tokens: list[int] = field(default_factory=list)
     is_finished: bool = False
+    is_enough: bool = False  # for the client: a stop string was found
 
 
 class Attempt:
@@ -257,6 +263,7 @@ class Attempt:
         self.decode: Link | None = None
         self.cached_tokens = 0  # that the prefix index expects
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._start = len(sample.tokens)
         self._landed = False
         self._early: dict[int, Delta] = {}
         self._prompt_logprobs: list[Logprobs] = []
@@ -287,7 +294,8 @@ class Attempt:
                 return
 
     def lost(self, link: Link) -> None:
-        if self.over.done() or (link is self.prefill and self._landed):
+        # Landed, and its first token is here: the prefill node has nothing left to say.
+        if self.over.done() or (link is self.prefill and self._landed and len(self.sample.tokens) > self._start):
             return
         self.over.set_exception(Lost(f"node {link.info.id} is gone", link.info.id))
 

@@ -5,7 +5,7 @@ The registry says whom to dial; it never says that a node is dead while its stre
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from router.fleet_status import node_status
@@ -16,6 +16,7 @@ from shared.serve import Tasks
 from shared.services import ATTACH, PEER_FAILURES, connect
 
 log = logging.getLogger("baton.fleet")
+MAX_COMMAND_BYTES = 4 << 20
 REDIAL_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -125,26 +126,39 @@ class Link:
             await self._wake.wait()
             self._wake.clear()
             command, self._command = self._command, Command(self._router)
-            await stream.send_message(command)
+            for part in _parts(command):
+                await stream.send_message(part)
 
     def _take(self, report: Report) -> None:
         if report.load is not None:
             was_ready, self.load = self.is_ready, report.load
             self.alive = True
+            if self.load.state == "stuck":
+                self._give_up("is stuck")
             if self.is_ready != was_ready:
                 self._changed(self)
         for delta in report.deltas:
             listener = self.listeners.get(delta.id)
             if listener is not None:
                 listener.delta(self, delta)
+            elif delta.tokens and not delta.finish:  # it was over here before it began there
+                self._command.aborts.append(delta.id)
+                self._wake.set()
 
     def _end(self) -> None:
-        if self.alive and not self.is_left:
-            log.warning("node %s is lost with %d requests on it", self.info.id, len(self.listeners))
-        self.alive = False
-        listeners, self.listeners = self.listeners, {}
+        was_alive, self.alive = self.alive, False
         self.outstanding_tokens = self.kv_tokens = 0
         self._changed(self)
+        self._give_up("is lost" if was_alive and not self.is_left else "")
+
+    def _give_up(self, what: str) -> None:
+        """All requests on the node go on elsewhere. Over a stream that lives, the node hears of it."""
+        listeners, self.listeners = self.listeners, {}
+        if what and (listeners or not self.alive):
+            log.warning("node %s %s with %d requests on it", self.info.id, what, len(listeners))
+        if self.alive:
+            self._command.aborts += listeners
+            self._wake.set()
         for listener in listeners.values():
             listener.lost(self)
 
@@ -239,6 +253,18 @@ class Fleet:
         run = self._runs.pop(name)
         if run is not asyncio.current_task():
             run.cancel()
+
+
+def _parts(command: Command) -> Iterator[Command]:
+    """A command in messages that stay below the cap: aborts first, then the submits, by the bytes of their tokens."""
+    part, size = Command(command.router, aborts=command.aborts), 0
+    for submit in command.submits:
+        if size > MAX_COMMAND_BYTES:
+            yield part
+            part, size = Command(command.router), 0
+        part.submits.append(submit)
+        size += len(submit.tokens)
+    yield part
 
 
 def _of(fingerprint: str, links: Sequence[Link]) -> list[Link]:

@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from shared.messages import Load, NodeInfo
 
 NodeRow = tuple[NodeInfo, Load, bool]
+Family = GaugeMetricFamily | CounterMetricFamily
 LABELS = ("engine", "role", "model_name")
 
 
@@ -44,19 +45,28 @@ COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
 class NodeMetrics:
     """A prometheus collector over what the nodes last said."""
 
-    def __init__(self, nodes: Callable[[], list[NodeRow]]) -> None:
+    def __init__(self, nodes: Callable[[], list[NodeRow]], model_name: str) -> None:
         self._nodes = nodes
+        self._model_name = model_name
 
     def collect(self) -> Iterable[Metric]:
         rows = self._nodes()
         for name, text, read in GAUGES:
-            yield _filled(GaugeMetricFamily(name, text, labels=LABELS), rows, read)
+            yield self._filled(GaugeMetricFamily(name, text, labels=LABELS), rows, read)
         for name, text, read in COUNTERS:
-            yield _filled(CounterMetricFamily(name, text, labels=LABELS), rows, read)
+            yield self._filled(CounterMetricFamily(name, text, labels=LABELS), rows, read)
         alive = GaugeMetricFamily("baton:node_alive", "Whether the node's stream lives.", labels=LABELS)
         for info, _, is_alive in rows:
-            alive.add_metric(_labels(info), float(is_alive))
+            alive.add_metric(self._labels(info), float(is_alive))
         yield alive
+
+    def _labels(self, info: NodeInfo) -> tuple[str, str, str]:
+        return info.id, info.role, self._model_name
+
+    def _filled(self, family: Family, rows: list[NodeRow], read: Callable[[Load], float]) -> Family:
+        for info, load, _ in rows:
+            family.add_metric(self._labels(info), read(load))
+        return family
 
 
 def node_status(info: NodeInfo, load: Load, alive: bool) -> dict[str, object]:
@@ -90,15 +100,3 @@ def node_status(info: NodeInfo, load: Load, alive: bool) -> dict[str, object]:
         "channels": load.channels,
         "channel_fallbacks": load.channel_fallbacks,
     }
-
-
-def _labels(info: NodeInfo) -> tuple[str, str, str]:
-    return info.id, info.role, info.model
-
-
-def _filled(
-    family: GaugeMetricFamily | CounterMetricFamily, rows: list[NodeRow], read: Callable[[Load], float]
-) -> GaugeMetricFamily | CounterMetricFamily:
-    for info, load, _ in rows:
-        family.add_metric(_labels(info), read(load))
-    return family

@@ -89,7 +89,10 @@ class Scheduler:
         self._wait(request)
 
     def land(self, request: Request, token: int) -> None:
-        """The peer has written the whole prompt's KV and sampled `token`: the request runs on from there."""
+        """The peer has written the whole prompt's KV and sampled `token`: the request runs on from there. Nothing
+        happens when it was aborted meanwhile."""
+        if request.state is not State.LANDING:
+            return
         num_held = request.num_computed // self.block_tokens
         self.pool.settle(request.blocks[num_held:])
         self._advance(request, len(request.tokens))
@@ -105,10 +108,12 @@ class Scheduler:
         self._end(request)
 
     def abort(self, request: Request, writer_stopped: bool = True) -> list[int]:
-        """Ends a request in any state. Returns the blocks that went to quarantine, for `pool.clear` later."""
+        """Ends a request in any state; one that is not here is over already, or was refused. Returns the blocks that
+        went to quarantine, for `pool.clear` later."""
+        if self.requests.get(request.id) is not request:
+            return []
         if request.state is not State.LANDING:
-            if request.state is not State.DONE:
-                self._end(request)
+            self._end(request)
             return []
         num_held = request.num_computed // self.block_tokens
         reserved = request.blocks[num_held:]

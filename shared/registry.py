@@ -23,6 +23,7 @@ from shared.services import JOIN, PEER_FAILURES, RpcServer, connect
 log = logging.getLogger("baton.registry")
 REDIS_TIMEOUT_S = 0.5
 LEASE_HEARTBEATS = 3
+FAILURES_TO_TELL = 15
 
 
 class Registry(Protocol):
@@ -82,7 +83,7 @@ class EmbeddedRegistry:
                     self._changed()
                 await stream.send_message(JoinReply(self._router))
         finally:
-            if info is not None and self.nodes.get(info.id) == info:  # a new life of the same id may have come
+            if info is not None and self.nodes.get(info.id) is info:  # a new life of the same id may have come
                 del self.nodes[info.id]
                 self._changed()
 
@@ -109,7 +110,7 @@ class StreamAnnouncer:
         await self._tasks.close()
 
     async def _hold(self) -> None:
-        complained = False
+        failures = 0
         while True:
             channel = connect(self._address)
             try:
@@ -120,14 +121,14 @@ class StreamAnnouncer:
                         async with asyncio.timeout(10 * self._heartbeat_s + 2):
                             if await stream.recv_message() is None:
                                 break
-                        complained = False
+                        failures = 0
                         with contextlib.suppress(TimeoutError):
                             await asyncio.wait_for(self._wake.wait(), self._heartbeat_s)
                         self._wake.clear()
             except PEER_FAILURES as error:
-                if not complained and self._info is not None and self._info.state == "ready":
+                failures += 1
+                if failures == FAILURES_TO_TELL:  # the first ones are a router that starts, or that ends with us
                     log.warning("no router at %s (%s): trying on", self._address, error or type(error).__name__)
-                    complained = True
             finally:
                 channel.close()
             await asyncio.sleep(min(0.2, self._heartbeat_s))

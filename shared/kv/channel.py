@@ -55,7 +55,7 @@ class KVChannel(Protocol):
     def bar(self, boot: str) -> bool:
         """Receiver: refuse the process with this boot id from now on, as it is taken for dead.
 
-        False: it is connected at this moment, so it can write until its loss is told.
+        False: it is connected at this moment, so it can write until its loss is told, and is not barred.
         """
         ...
 

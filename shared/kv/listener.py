@@ -91,10 +91,12 @@ class Listener:
         self._server.close()
 
     def bar(self, boot: str) -> bool:
-        """Refuse this writer from now on. False: it is connected at this moment, and may go on until it hangs up."""
+        """Refuse this writer from now on. False: it is connected at this moment, so it is not barred."""
         with self._lock:
+            if self._num_open[boot]:
+                return False
             self._barred.add(boot)
-            return self._num_open[boot] == 0
+            return True
 
     def _accept(self) -> None:
         while not self._closing:

@@ -10,6 +10,7 @@ import mmap
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
@@ -22,6 +23,7 @@ from shared.kv.memory import HostMemory, Rows
 from shared.kv.peers import Peers, hung_up
 
 PATIENCE_S = 2.0
+SWEEP_AGE_S = 60.0  # a younger socket may be bound and not listening yet
 PIECE_BYTES = 8 << 20  # copied between two looks at whether to go on: a few milliseconds
 
 
@@ -120,6 +122,7 @@ class ShmChannel:
 
 def _listening(directory: str | Path) -> socket.socket:
     """A unix socket that only our user can reach; its random name clashes with no leftover of a dead process."""
+    _sweep(Path(directory))
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     path = Path(directory).absolute() / secrets.token_hex(16)
     try:
@@ -131,6 +134,20 @@ def _listening(directory: str | Path) -> socket.socket:
         path.unlink(missing_ok=True)
         raise OSError(error.errno, f"cannot listen on the unix socket {path}: {error}") from error
     return server
+
+
+def _sweep(directory: Path) -> None:
+    """Removes the sockets that killed processes left: old ones on which nobody listens."""
+    for path in directory.iterdir():
+        with contextlib.suppress(OSError):
+            if not path.is_socket() or time.time() - path.stat().st_mtime < SWEEP_AGE_S:
+                continue
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.settimeout(0.1)
+                try:
+                    probe.connect(str(path))
+                except ConnectionRefusedError:
+                    path.unlink()
 
 
 def _unlink(path: str) -> None:

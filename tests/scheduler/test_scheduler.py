@@ -194,6 +194,11 @@ def test_a_request_that_can_never_fit_is_refused_with_the_arithmetic() -> None:
     scheduler = Scheduler(Limits(), 11, 4)
     with pytest.raises(ValueError, match=r"41 tokens need 11 blocks of 4 tokens, and the KV cache has 10"):
         scheduler.add(request("r", list(range(30)), 11))
+    refused = request("too long", list(range(40)), 1)
+    with pytest.raises(ValueError, match="41 tokens"):
+        scheduler.add(refused)
+    assert scheduler.abort(refused) == []
+    assert scheduler.num_waiting == 0
     scheduler.add(request("r", list(range(30)), 10))
     with pytest.raises(ValueError, match="already here"):
         scheduler.add(request("r", [1], 1))

@@ -1,6 +1,7 @@
 """A decode node under writers that ask, lie, stop and vanish: no block is lost, nothing wrong is ever generated."""
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from grpclib.exceptions import StreamTerminatedError
 
 from decode_node import receiver as receiver_module
 from decode_node.receiver import Receiver
@@ -59,6 +61,7 @@ class Bench:
     scheduler: Scheduler
     deltas: list[Delta] = field(default_factory=list)
     send: Callable[[Command], Any] = lambda _: None
+    hang_up: Callable[[], Any] = lambda: None  # the router's stream ends
 
     async def reserve(self, identity: str = "r", max_tokens: int = 6) -> Reserved:
         submit = Submit(identity, "router", pack_ids(PROMPT), len(PROMPT), max_tokens, Sampling(temperature=0.0))
@@ -129,10 +132,12 @@ async def bench(kind: str, directory: Path, num_blocks: int = 20, timeout_s: flo
         async with ATTACH.open(rpc) as stream:
             await stream.send_message(Command("router"))
             here.send = stream.send_message
+            here.hang_up = stream.cancel
 
             async def listen() -> None:
-                while (report := await stream.recv_message()) is not None:
-                    here.deltas += report.deltas
+                with contextlib.suppress(StreamTerminatedError):  # it hung up
+                    while (report := await stream.recv_message()) is not None:
+                        here.deltas += report.deltas
 
             listener = asyncio.ensure_future(listen())
             assert await until(lambda: "router" in node._outboxes, 5.0)
@@ -279,8 +284,37 @@ async def test_blocks_of_a_silent_writer_that_is_connected_wait_for_its_end(tmp_
         await here.empty()
 
 
-async def test_a_router_that_leaves_takes_its_landings_with_it(tmp_path: Path) -> None:
+async def test_a_router_that_leaves_takes_its_requests_with_it(tmp_path: Path) -> None:
     async with bench("tcp", tmp_path) as here:
         await here.reserve()
-        here.node._orphan(here.node._outboxes["router"])
+        submit = Submit("long", "router", pack_ids(PROMPT), len(PROMPT), 40, Sampling(temperature=0.0))
+        await here.send(Command("router", submits=[submit]))
+        assert await until(lambda: here.node.has("long"), 5.0)
+        await here.hang_up()
+        await here.empty()
+        assert not here.node.has("r")
+        assert not here.node.has("long")
+
+
+async def test_an_abort_between_room_found_and_the_grant_grants_nothing(tmp_path: Path) -> None:
+    async with bench("tcp", tmp_path) as here:
+        found = here.node.on_landings
+
+        def find_and_abort(requests: list[Request]) -> None:
+            found(requests)
+            here.node.abort("r")
+
+        here.node.on_landings = find_and_abort
+        assert (await here.reserve()).error == "the request was aborted"
+        await here.empty()
+
+
+async def test_a_commit_that_is_cut_off_gives_its_blocks_back(tmp_path: Path) -> None:
+    async with bench("tcp", tmp_path) as here:
+        reserved = await here.reserve()
+        await here.push(reserved)
+        committing = asyncio.ensure_future(here.receiver.commit(here.commit(reserved)))
+        await asyncio.sleep(0)
+        committing.cancel()
+        await asyncio.gather(committing, return_exceptions=True)
         await here.empty()

@@ -4,6 +4,7 @@ The fleet is the real one; only its nodes are played, without streams.
 """
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +56,6 @@ class Stage:
     fleet: Fleet
     dispatch: Dispatch
     nodes: dict[str, Played]
-    pieces: list[Piece] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Played:
         return self.nodes[name]
@@ -117,6 +117,13 @@ def token(identity: str, position: int, **fields: Any) -> Delta:
 
 def generated(identity: str, start: int = 0) -> list[Delta]:
     return [token(identity, position) for position in range(start, len(ANSWER))]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_pauses() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch_module, "RETRY_PAUSE_S", 0.0)
+        yield
 
 
 # ---- one attempt ------------------------------------------------------------------------------------------------
@@ -181,7 +188,7 @@ async def test_the_prompt_is_owed_by_who_computes_it_and_its_kv_by_who_generates
 
 # ---- failures ---------------------------------------------------------------------------------------------------
 
-FAULTS = ("p_lost", "d_lost", "p_error", "d_error")
+FAULTS = ("p_lost", "d_lost", "p_error", "d_error", "p_handoff")
 
 
 @dataclass
@@ -193,42 +200,47 @@ class Play:
     base: int = 0  # tokens that were told before this attempt
     told: int = 0
     landed: bool = False
-    failed: Played | None = None
-    knowing_nothing: list[Played] = field(default_factory=list)  # nodes that died during this attempt
+    failed: set[str] = field(default_factory=set)  # nodes, in any attempt so far
+    gone: list[Played] = field(default_factory=list)  # nodes that died during this attempt
 
     def check_attempt(self) -> None:
         p, d, submit = self.here.attempt(self.number)
         assert unpack_ids(submit.tokens) == PROMPT + ANSWER[: self.base]
         assert (submit.num_prompt, submit.max_tokens) == (len(PROMPT), len(ANSWER))
-        assert self.failed not in {p, d}, "a node that just failed is avoided while there are others"
+        self.landed = p is d
+        assert self.landed is ({"p0", "p1", "p2"} <= self.failed), "a decode node alone, where all others failed"
+        assert self.landed or p.info.id not in self.failed
+        assert d.info.id not in self.failed or {"d0", "d1", "d2"} <= self.failed
 
     def advance(self, act: str) -> None:
         """The next token, or the landing, where it can come now."""
         p, d, submit = self.here.attempt(self.number)
-        if act == "land" and self.told == self.base + 1:
+        is_first = self.told == self.base
+        if act == "land" and not self.landed:
             self.landed = True
-            d.say(Delta(submit.id, self.told, landed=True))
-        elif act == "token" and (self.landed or self.told == self.base):
-            (d if self.landed else p).say(token(submit.id, self.told))
+            d.say(Delta(submit.id, landed=True))
+        elif act == "token" and (is_first or self.landed) and not (is_first and p in self.gone):
+            (p if is_first else d).say(token(submit.id, self.told))
             self.told += 1
 
     async def fail(self, act: str) -> None:
         p, d, submit = self.here.attempt(self.number)
-        who = p if act.startswith("p") else d
-        if act.endswith("lost"):
+        who, how = (p if act.startswith("p") else d), act.partition("_")[2]
+        if how == "lost":
             who.die()
             who.alive = True  # it is back at once
-            self.knowing_nothing.append(who)
+            self.gone.append(who)
         else:
-            who.say(Delta(submit.id, error="no", retry=True))
+            who.say(Delta(submit.id, error="handoff: no" if how == "handoff" else "no", retry=True))
         await turns()
-        if who is p and self.landed:
+        if who is not d and self.landed and (self.told > self.base or how != "lost"):
             return  # it is not needed any more
         for node in (p, d):
             is_told = submit.id in node.aborts
-            assert is_told is (node not in self.knowing_nothing), "whoever may still work on it is told to stop"
-        self.number, self.base, self.landed, self.failed = self.number + 1, self.told, False, who
-        self.knowing_nothing.clear()
+            assert is_told is (node not in self.gone), "whoever may still work on it is told to stop"
+        self.failed |= {who.info.id, d.info.id} if how == "handoff" else {who.info.id}
+        self.number, self.base = self.number + 1, self.told
+        self.gone.clear()
         self.check_attempt()
 
 
@@ -239,7 +251,7 @@ def test_whatever_fails_and_when_each_token_is_told_once_and_all_is_given_back(s
         it = Play()
         run = await it.here.submit()
         it.check_attempt()
-        for act in [*script, "token", "land", *["token"] * len(ANSWER)]:
+        for act in [*script, "land", *["token"] * len(ANSWER)]:
             if it.told == len(ANSWER):
                 break
             if act in FAULTS:
@@ -257,12 +269,41 @@ async def test_a_request_is_given_up_after_its_last_attempt() -> None:
     here = stage("p0 d0", max_attempts=2)
     run = await here.submit()
     for number in range(2):
-        here.p0.say(Delta(f"r.0.{number}", error="handoff: no", retry=True))
+        here.attempt(number)[0].say(Delta(f"r.0.{number}", error="handoff: no", retry=True))
         await turns()
     with pytest.raises(Unavailable, match="after 2 attempts") as caught:
         await collect(run)
     assert caught.value.status == 503
     assert (here.counts()["failed"], len(here.sent())) == (1, 2)
+    here.check_over()
+
+
+async def test_a_first_token_that_was_lost_with_the_prefill_node_is_generated_anew() -> None:
+    """The prefill node committed, and died before its stream to the router gave the first token."""
+    here = stage("p0 p1 d0 d1")
+    run = await here.submit()
+    p, d, submit = here.attempt(0)
+    d.say(Delta(submit.id, landed=True), *generated(submit.id, 1)[:2])
+    p.die()
+    d.say(*generated(submit.id, 3))
+    await turns()
+    p, d, submit = here.attempt(1)
+    p.say(token(submit.id, 0))
+    d.say(*generated(submit.id, 1))
+    assert tokens_of(await collect(run)) == ANSWER
+    here.check_over()
+
+
+async def test_a_decode_node_that_the_prefill_node_cannot_reach_is_avoided() -> None:
+    here = stage("p0 p1 d0 d1")
+    here.d1.load.blocks_owned = 600  # so that placement would take d0 again
+    run = await here.submit()
+    p, d, submit = here.attempt(0)
+    assert d is here.d0
+    p.say(Delta(submit.id, error="handoff: /baton.Decode/Reserve: no answer", retry=True))
+    await turns()
+    assert here.attempt(1)[1] is here.d1
+    await run.close()
     here.check_over()
 
 
@@ -326,7 +367,7 @@ def logprobs(*tokens: int) -> list[Logprobs]:
 
 @pytest.mark.parametrize("chunks_before", [0, 1, 2])
 async def test_prompt_logprobs_are_told_once_whole_though_an_attempt_failed_midway(chunks_before: int) -> None:
-    here = stage("p0 p1 d0")
+    here = stage("p0 p1 p2 d0")
     run = await here.submit(prompt_logprobs=1)
     chunks = [logprobs(*PROMPT[1:4]), logprobs(*PROMPT[4:8]), logprobs(*PROMPT[8:])]
     for number, count in ((0, chunks_before), (1, 2)):
@@ -348,6 +389,32 @@ async def test_prompt_logprobs_are_told_once_whole_though_an_attempt_failed_midw
     assert tokens_of(pieces) == ANSWER
     assert [entry.token for entry in pieces[0].prompt_logprobs] == PROMPT[1:]
     assert not any(piece.prompt_logprobs for piece in pieces[1:])
+    here.check_over()
+
+
+async def test_a_prefill_node_that_dies_before_its_first_token_was_read_is_not_waited_for() -> None:
+    here = stage()
+    run = await here.submit()
+    p, d, submit = here.attempt(0)
+    d.say(Delta(submit.id, landed=True), *generated(submit.id, 1))
+    p.die()
+    await turns()
+    _, _, submit = here.attempt(1)
+    d.say(*generated(submit.id, 0))
+    assert tokens_of(await collect(run)) == ANSWER
+    here.check_over()
+
+
+async def test_after_a_failed_handoff_neither_of_its_nodes_is_tried_as_such_again() -> None:
+    here = stage()
+    run = await here.submit()
+    p, d, submit = here.attempt(0)
+    p.say(Delta(submit.id, error="handoff: no common KV channel", retry=True))
+    await turns()
+    computes, generates, submit = here.attempt(1)
+    assert (computes, generates) == (d, d), "the decode node alone needs no handoff"
+    d.say(*generated(submit.id, 0))
+    assert tokens_of(await collect(run)) == ANSWER
     here.check_over()
 
 
@@ -410,7 +477,7 @@ async def test_cancelling_one_sample_ends_it_on_every_node_and_leaves_the_others
     here.d0.say(*generated(submit.id, 1))
     pieces = await collect(run)
     assert {piece.index for piece in pieces} == {1}
-    assert (here.counts()["finished"], here.counts()["cancelled"]) == (1, 1), "a sample that never began is not counted"
+    assert (here.counts()["total"], here.counts()["finished"]) == (2, 2), "of the sample that never began nothing is"
     here.check_over()
 
 

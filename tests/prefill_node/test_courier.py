@@ -1,0 +1,349 @@
+"""The courier of a real prefill node against a decode node that answers as the test says, over a real channel."""
+
+import asyncio
+import secrets
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.hash_model import HashRunner, expected_tokens
+from engine.node import Node
+from engine.runner import Output
+from prefill_node import courier as courier_module
+from prefill_node.courier import Courier
+from scheduler.request import Request, Slice, Step
+from scheduler.role import PREFILL
+from scheduler.scheduler import Limits, Scheduler
+from shared.kv.channel import ChannelError, KVChannel
+from shared.kv.checksum import checksums
+from shared.kv.memory import HostMemory
+from shared.kv.tcp import TcpChannel
+from shared.messages import (
+    Answer,
+    Command,
+    Commit,
+    Delta,
+    NodeInfo,
+    Pushed,
+    Renew,
+    Reserve,
+    Reserved,
+    Sampling,
+    Stop,
+    Submit,
+    pack_ids,
+    unpack_ids,
+)
+from shared.serve import until
+from shared.services import ATTACH, COMMIT, PUSHED, RENEW, RESERVE, STOP, RpcServer, connect, unary
+
+BLOCK_TOKENS, LAYERS, VOCABULARY = 4, 2, 97
+ROW_BYTES = BLOCK_TOKENS * LAYERS * 8
+PROMPT = list(range(3, 21))  # 18 tokens: 5 blocks, 3 chunks of 8, 8 and 2 tokens
+FIRST = expected_tokens(PROMPT, 1, vocab_size=VOCABULARY)[0]
+TARGETS = [9, 2, 7, 4, 5]
+Rows = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Decoder:
+    """A decode node: grants TARGETS to whoever asks, unless told otherwise, and keeps what it hears in order."""
+
+    def __init__(self, memory: HostMemory, channel: KVChannel) -> None:
+        self.rows, self.channel = memory.rows, channel
+        self.cards = {channel.name: channel.card()}
+        self.heard: list[Any] = []
+        self.held = 0
+        self.errors: dict[type, str] = {}  # what it answers to messages of a type
+        self.waits: dict[type, asyncio.Event] = {}  # what it waits for before it answers
+        self.address = ""
+
+    async def take(self, message: Any) -> Any:
+        self.heard.append(message)
+        if type(message) in self.waits:
+            await self.waits[type(message)].wait()
+        error = self.errors.get(type(message), "")
+        if not isinstance(message, Reserve) or error:
+            return (Reserved if isinstance(message, Reserve) else Answer)(error=error)
+        ticket, targets = secrets.token_bytes(16), TARGETS[self.held :]
+        self.channel.open(ticket, targets)
+        return Reserved(ticket, self.held, pack_ids(targets), self.cards)
+
+    def all(self, kind: type) -> list[Any]:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    async def hears(self, kind: type, count: int = 1) -> Any:
+        assert await until(lambda: len(self.all(kind)) >= count, 5.0), self.heard
+        return self.all(kind)[count - 1]
+
+    def checksums(self) -> bytes:
+        """All that it was told of, in order."""
+        return b"".join(message.checksums for message in self.heard if isinstance(message, Pushed | Commit))
+
+
+class StepwiseRunner(HashRunner):
+    """Computes a step when the test says so."""
+
+    steps: threading.Semaphore
+
+    def run(self, step: Step) -> list[Output]:
+        self.steps.acquire()
+        return super().run(step)
+
+
+class BrokenChannel:
+    """Reaches everybody, and moves nothing."""
+
+    name = "shm"
+    fenced = False
+
+    def __init__(self) -> None:
+        self.pushes = 0
+
+    def reachable(self, _: bytes) -> bool:
+        return True
+
+    async def push(self, _: bytes, __: bytes, ___: Sequence[int], ____: Sequence[int]) -> None:
+        self.pushes += 1
+        raise ChannelError("the wire is cut")
+
+
+@dataclass
+class Bench:
+    node: Node
+    scheduler: Scheduler
+    decoder: Decoder
+    steps: threading.Semaphore
+    stream: Any
+    deltas: list[Delta] = field(default_factory=list)
+
+    async def submit(self, identity: str = "r", max_tokens: int = 6) -> None:
+        sampling = Sampling(temperature=0.0)
+        to = self.decoder.address
+        submit = Submit(identity, "router", pack_ids(PROMPT), len(PROMPT), max_tokens, sampling, decode_node=to)
+        await self.stream.send_message(Command("router", [submit]))
+
+    async def abort(self, identity: str = "r") -> None:
+        await self.stream.send_message(Command("router", aborts=[identity]))
+        assert await until(lambda: identity not in self.node._router_of, 5.0)
+
+    async def told(self, count: int = 1) -> list[Delta]:
+        assert await until(lambda: len(self.deltas) >= count, 5.0), self.deltas
+        return self.deltas
+
+    async def empty(self) -> None:
+        """Waits until no block is anybody's and no handoff is on its way."""
+
+        def is_empty() -> bool:
+            ledger = self.scheduler.ledger()
+            return ledger.free + ledger.cached == ledger.total and not self.node._router_of
+
+        assert await until(is_empty, 5.0), self.scheduler.ledger()
+
+
+@asynccontextmanager
+async def bench(steps: int = 1000, *, is_broken: bool = False) -> AsyncIterator[Bench]:
+    """`steps` are computed without being asked for. With `is_broken`, a first channel that fails is there too."""
+    ours, theirs, boot = HostMemory(20, ROW_BYTES), HostMemory(20, ROW_BYTES), secrets.token_hex(16)
+    writer = await TcpChannel.start(ours, boot, lambda _: None, "127.0.0.1")
+    receiver = await TcpChannel.start(theirs, secrets.token_hex(16), lambda _: None, "127.0.0.1")
+    decoder = Decoder(theirs, receiver)
+    server = RpcServer({rpc: unary(decoder.take) for rpc in (RESERVE, PUSHED, COMMIT, STOP, RENEW)})
+    decoder.address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    channels: list[Any] = [BrokenChannel(), writer] if is_broken else [writer]
+    decoder.cards |= {"shm": b"a card"} if is_broken else {}
+    scheduler = Scheduler(Limits(max_num_batched_tokens=8), 20, BLOCK_TOKENS)
+    runner = StepwiseRunner(ours.rows, BLOCK_TOKENS, LAYERS, VOCABULARY)
+    runner.steps = threading.Semaphore(steps)
+    info = NodeInfo("p", boot, "prefill", "", "m", "print", BLOCK_TOKENS, ROW_BYTES, 20, 512, 8)
+    node = Node(info, PREFILL, scheduler, runner, 30.0, VOCABULARY)
+    courier = Courier(node, ours.rows, channels, 5.0)
+    node_server = RpcServer({ATTACH: node.attach})
+    rpc = connect(f"127.0.0.1:{await node_server.start('127.0.0.1', 0)}")
+    node.start()
+    courier.start()
+    try:
+        async with ATTACH.open(rpc) as stream:
+            await stream.send_message(Command("router"))
+            here = Bench(node, scheduler, decoder, runner.steps, stream)
+
+            async def listen() -> None:
+                while (report := await stream.recv_message()) is not None:
+                    here.deltas += report.deltas
+
+            listener = asyncio.ensure_future(listen())
+            yield here
+            listener.cancel()
+    finally:
+        runner.steps.release(1000)
+        rpc.close()
+        await courier.close()
+        for end in (node_server, server, writer, receiver, node):
+            await end.close()
+
+
+def prompt_rows() -> Rows:
+    """What the prompt's five blocks must hold."""
+    rows = np.zeros((6, ROW_BYTES), np.uint8)
+    request = Request("reference", list(PROMPT), len(PROMPT), 1, blocks=[1, 2, 3, 4, 5])
+    HashRunner(rows, BLOCK_TOKENS, LAYERS, VOCABULARY).run(Step(0, [Slice(request, 0, len(PROMPT), True, 0)], []))
+    return rows[1:]
+
+
+@pytest.mark.parametrize("held", [0, 2])
+async def test_a_prompt_is_moved_chunk_by_chunk_and_committed_with_its_first_token(held: int) -> None:
+    async with bench(steps=1) as here:
+        here.decoder.held = held
+        await here.submit()
+        reserve = await here.decoder.hears(Reserve)
+        assert (reserve.writer, reserve.fingerprint) == (here.node.info.boot, "print")
+        if held == 0:
+            first = await here.decoder.hears(Pushed)
+            assert first.checksums == checksums(prompt_rows(), [0, 1]), "before the next chunk is computed"
+        here.steps.release(1)
+        await here.decoder.hears(Pushed, 1 if held else 2)
+        here.steps.release(1)
+        commit = await here.decoder.hears(Commit)
+        assert commit.first_token == FIRST
+        assert [(delta.position, unpack_ids(delta.tokens), delta.finish) for delta in here.deltas] == [(0, [FIRST], "")]
+        assert (here.decoder.rows[TARGETS[held:]] == prompt_rows()[held:]).all()
+        assert here.decoder.checksums() == checksums(here.decoder.rows, TARGETS[held:])
+        await here.empty()
+        assert here.decoder.all(Stop) == []
+        load = here.node.load()
+        assert (load.handoffs, load.handoffs_failed, load.channel_fallbacks) == (1, 0, 0)
+        assert (load.blocks_moved, load.bytes_moved) == (5 - held, (5 - held) * ROW_BYTES)
+        assert load.channels == {here.decoder.address: "tcp"}
+        assert load.blocks_cached > 0, "the prompt stays as prefix cache"
+
+
+@pytest.mark.parametrize("phase", [Reserve, Pushed, Commit])
+async def test_a_refusal_in_any_phase_is_told_to_both_sides(phase: type) -> None:
+    async with bench(steps=1) as here:
+        here.decoder.errors[phase] = "not today"
+        await here.submit()
+        await here.decoder.hears(Reserve if phase is Reserve else Pushed)
+        here.steps.release(1000)
+        assert await until(lambda: any(delta.error for delta in here.deltas), 5.0)
+        (failure,) = [delta for delta in here.deltas if delta.error]
+        assert (failure.id, failure.retry) == ("r", True)
+        assert "not today" in failure.error
+        assert failure.error.startswith("handoff: ")
+        stops = here.decoder.all(Stop)
+        assert len(stops) == (phase is not Reserve), "where nothing was reserved there is nothing to stop"
+        assert all("not today" in stop.reason for stop in stops)
+        assert len(here.decoder.all(Commit)) == (phase is Commit)
+        await here.empty()
+        assert (here.node.load().handoffs, here.node.load().handoffs_failed) == (0, 1)
+
+
+async def test_a_decode_node_that_is_gone_is_told_to_the_router() -> None:
+    async with bench() as here:
+        here.decoder.address = "127.0.0.1:1"
+        await here.submit()
+        assert await until(lambda: any(delta.retry and delta.error for delta in here.deltas), 5.0)
+        await here.empty()
+
+
+async def test_a_request_that_is_aborted_in_the_queue_never_asks_for_room() -> None:
+    async with bench(steps=0) as here:
+        await here.submit("first")
+        await here.decoder.hears(Reserve)
+        await here.submit("second")
+        assert await until(lambda: "second" in here.node._router_of, 5.0)
+        await here.abort("second")
+        here.steps.release(1000)
+        await here.decoder.hears(Commit)
+        await here.empty()
+        assert [reserve.request.id for reserve in here.decoder.all(Reserve)] == ["first"]
+
+
+@pytest.mark.parametrize("phase", ["asking", "between chunks", "pushing", "committing"])
+async def test_an_abort_in_any_phase_stops_the_decode_node_and_tells_the_router_nothing(phase: str) -> None:
+    waits = {"asking": Reserve, "pushing": Pushed, "committing": Commit}.get(phase)
+    async with bench(steps=1) as here:
+        go_on = asyncio.Event()
+        if waits is not None:
+            here.decoder.waits[waits] = go_on
+        await here.submit()
+        await here.decoder.hears(Reserve if phase == "asking" else Pushed)
+        if phase == "committing":
+            here.steps.release(2)
+            await here.decoder.hears(Commit)
+        await here.abort()
+        assert here.decoder.all(Stop) == [] or waits is None, "what is under way is waited for"
+        go_on.set()
+        here.steps.release(1000)
+        assert (await here.decoder.hears(Stop)).reason == "aborted"
+        await here.empty()
+        assert len(here.decoder.all(Stop)) == 1
+        assert len(here.decoder.all(Commit)) == (phase == "committing")
+        assert not any(delta.error for delta in here.deltas)
+        assert (here.node.load().handoffs, here.node.load().handoffs_failed) == (0, 0)
+
+
+async def test_a_request_over_at_its_first_token_is_never_committed() -> None:
+    async with bench() as here:
+        await here.submit(max_tokens=1)
+        stop = await here.decoder.hears(Stop)
+        assert stop.reason == "finished: length"
+        assert [(unpack_ids(delta.tokens), delta.finish, delta.error) for delta in here.deltas] == [
+            ([FIRST], "length", "")
+        ]
+        await here.empty()
+        assert here.decoder.all(Commit) == []
+        assert (here.node.load().handoffs, here.node.load().handoffs_failed) == (0, 0)
+
+
+async def test_leases_of_all_tickets_are_renewed_together_until_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(courier_module, "RENEW_S", 0.03)
+    async with bench() as here:
+        here.decoder.waits[Commit] = asyncio.Event()
+        for identity in ("one", "two"):
+            await here.submit(identity)
+        await here.decoder.hears(Commit, 2)
+        tickets = {commit.ticket for commit in here.decoder.all(Commit)}
+        await here.decoder.hears(Renew, len(here.decoder.all(Renew)) + 2)
+        renew = here.decoder.all(Renew)[-1]
+        assert renew.writer == here.node.info.boot
+        assert {renew.tickets[:16], renew.tickets[16:]} == tickets
+        here.decoder.waits[Commit].set()
+        await here.empty()
+        assert await until(lambda: here.node.load().handoffs == 2, 5.0)
+        await asyncio.sleep(0.05)
+        told = len(here.decoder.all(Renew))
+        await asyncio.sleep(0.1)
+        assert len(here.decoder.all(Renew)) == told, "there is nothing left to renew"
+
+
+async def test_a_channel_that_fails_costs_one_handoff_and_the_next_takes_another_channel() -> None:
+    async with bench(is_broken=True) as here:
+        await here.submit("one")
+        await here.decoder.hears(Stop)
+        assert await until(lambda: any(delta.error for delta in here.deltas), 5.0)
+        (failure,) = [delta for delta in here.deltas if delta.error]
+        assert (failure.error, failure.retry) == ("handoff: the wire is cut", True)
+        for count, identity in enumerate(("two", "three"), 1):
+            await here.submit(identity)
+            await here.decoder.hears(Commit, count)
+        await here.empty()
+        load = here.node.load()
+        assert (load.handoffs, load.handoffs_failed, load.channel_fallbacks) == (2, 1, 1)
+        assert load.channels == {here.decoder.address: "tcp"}
+        here.decoder.cards["shm"] = b"the card of a new life"
+        await here.submit("four")
+        await here.decoder.hears(Stop, 2)
+        assert await until(lambda: here.node.load().handoffs_failed == 2, 5.0), "a new card is worth a try"
+
+
+async def test_two_nodes_without_a_common_channel_say_which_there_are() -> None:
+    async with bench() as here:
+        here.decoder.cards = {"nixl": b""}
+        await here.submit()
+        assert "no common KV channel" in (await here.decoder.hears(Stop)).reason
+        assert await until(lambda: any("['nixl']" in delta.error for delta in here.deltas), 5.0)
+        await here.empty()

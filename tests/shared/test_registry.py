@@ -1,0 +1,299 @@
+"""Membership under streams that end late, routers that restart, and a Redis that fails, freezes or forgets."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from redis.exceptions import ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from shared import registry as registry_module
+from shared.codec import encode
+from shared.messages import JoinReply, NodeInfo
+from shared.registry import EmbeddedRegistry, RedisAnnouncer, RedisRegistry, StreamAnnouncer, announcer
+from shared.serve import until
+from shared.services import JOIN, connect
+
+INFO = NodeInfo("d0", "boot-1", "decode", "127.0.0.1:1", "m", "print", 4, 64, 100, 512, 8)
+BEAT_S = 0.03
+LEASE_S = 1.0  # and more: three heartbeats are enough
+
+
+# ---- embedded -----------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def embedded(changes: list[dict[str, NodeInfo]]) -> AsyncIterator[EmbeddedRegistry]:
+    registry = EmbeddedRegistry("router", "127.0.0.1", 0)
+    await registry.start(lambda: changes.append(dict(registry.nodes)))
+    try:
+        yield registry
+    finally:
+        await registry.close()
+
+
+@asynccontextmanager
+async def joined(registry: EmbeddedRegistry, info: NodeInfo) -> AsyncIterator[Any]:
+    channel = connect(f"127.0.0.1:{registry.port}")
+    try:
+        async with JOIN.open(channel) as stream:
+            await stream.send_message(info)
+            assert await stream.recv_message() == JoinReply("router")
+            yield stream
+    finally:
+        channel.close()
+
+
+async def test_a_nodes_stream_is_its_membership() -> None:
+    changes: list[dict[str, NodeInfo]] = []
+    draining = replace(INFO, state="draining")
+    async with embedded(changes) as registry:
+        async with joined(registry, INFO) as stream:
+            for message in (INFO, draining, draining):
+                await stream.send_message(message)
+                assert await stream.recv_message() == JoinReply("router")
+            assert registry.nodes == {"d0": draining}
+        assert await until(lambda: registry.nodes == {}, 5.0)
+    assert changes == [{"d0": INFO}, {"d0": draining}, {}], "a heartbeat that says nothing new is no change"
+
+
+async def test_the_late_end_of_an_old_stream_does_not_remove_the_nodes_new_life() -> None:
+    reborn, other = replace(INFO, boot="boot-2"), replace(INFO, id="p0")
+    async with embedded([]) as registry, joined(registry, other):
+        async with joined(registry, INFO):
+            new_life = joined(registry, reborn)
+            await new_life.__aenter__()
+        await asyncio.sleep(0.1)
+        assert registry.nodes == {"d0": reborn, "p0": other}
+        await new_life.__aexit__(None, None, None)
+        assert await until(lambda: registry.nodes == {"p0": other}, 5.0)
+
+
+async def test_the_late_end_of_an_old_stream_does_not_remove_the_same_life_that_joined_again() -> None:
+    async with embedded([]) as registry:
+        async with joined(registry, INFO):
+            again = joined(registry, INFO)
+            stream = await again.__aenter__()
+        await asyncio.sleep(0.1)
+        await stream.send_message(INFO)
+        assert await stream.recv_message() == JoinReply("router")
+        assert registry.nodes == {"d0": INFO}
+        await again.__aexit__(None, None, None)
+        assert await until(lambda: registry.nodes == {}, 5.0)
+
+
+async def test_an_announcer_joins_updates_and_leaves() -> None:
+    async with embedded([]) as registry:
+        node = announcer(f"127.0.0.1:{registry.port}", "default", 30.0)
+        assert isinstance(node, StreamAnnouncer)
+        await node.start(INFO)
+        assert await until(lambda: registry.nodes == {"d0": INFO}, 5.0)
+        await node.update(replace(INFO, state="draining"))
+        assert await until(lambda: registry.nodes["d0"].state == "draining", 5.0), "it waits for no heartbeat"
+        await node.close()
+        assert await until(lambda: registry.nodes == {}, 5.0)
+
+
+async def test_an_announcer_waits_for_its_router_and_comes_back_after_a_restart() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    node = StreamAnnouncer(f"127.0.0.1:{port}", BEAT_S)
+    await node.start(INFO)
+    try:
+        for life in range(2):
+            registry = EmbeddedRegistry(f"router-{life}", "127.0.0.1", port)
+            await asyncio.sleep(0.05)
+            await registry.start(lambda: None)
+            assert await until(lambda here=registry: here.nodes == {"d0": INFO}, 5.0)  # type: ignore[misc]
+            await registry.close()
+    finally:
+        await node.close()
+
+
+# ---- redis --------------------------------------------------------------------------------------------------------
+
+
+class PlayedRedis:
+    """The commands that the registry uses, on a dict; while `error` is set, every one of them fails with it."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.index: dict[str, set[bytes]] = {}
+        self.leases_ms: list[int] = []
+        self.error: Exception | None = None
+        self.num_reads = 0
+        self.now = 100.0  # the registry's clock, which only the test moves
+        self.is_closed = False
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    async def smembers(self, name: str) -> set[bytes]:
+        self._check()
+        self.num_reads += 1
+        return set(self.index.get(name, set()))
+
+    async def mget(self, names: list[str]) -> list[bytes | None]:
+        self._check()
+        return [self.values.get(name) for name in names]
+
+    async def set(self, name: str, value: bytes, px: int) -> None:
+        self._check()
+        self.values[name] = value
+        self.leases_ms.append(px)
+
+    async def sadd(self, name: str, member: str) -> None:
+        self._check()
+        self.index.setdefault(name, set()).add(member.encode())
+
+    async def delete(self, name: str) -> None:
+        self._check()
+        self.values.pop(name, None)
+
+    async def srem(self, name: str, member: str) -> None:
+        self._check()
+        self.index[name].discard(member.encode())
+
+    async def aclose(self) -> None:
+        self.is_closed = True
+
+    def forget_all(self) -> None:
+        self.values.clear()
+        self.index.clear()
+
+    def put(self, name: str, value: bytes, cluster: str = "c") -> None:
+        self.values[f"baton:{cluster}:node:{name}"] = value
+        self.index.setdefault(f"baton:{cluster}:nodes", set()).add(name.encode())
+
+
+@pytest.fixture
+def redis(monkeypatch: pytest.MonkeyPatch) -> PlayedRedis:
+    played = PlayedRedis()
+    monkeypatch.setattr(registry_module, "_client", lambda _: played)
+    monkeypatch.setattr(registry_module, "time", SimpleNamespace(monotonic=lambda: played.now))
+    return played
+
+
+@asynccontextmanager
+async def watching(changes: list[list[str]] | None = None) -> AsyncIterator[RedisRegistry]:
+    registry = RedisRegistry("redis://played", "c", BEAT_S)
+    log = [] if changes is None else changes
+    await registry.start(lambda: log.append(sorted(registry.nodes)))
+    try:
+        yield registry
+    finally:
+        await registry.close()
+
+
+async def reads(redis: PlayedRedis, count: int) -> None:
+    """Waits until the registry was read so many times more; the last of them may still be looked at."""
+    goal = redis.num_reads + count
+    assert await until(lambda: redis.num_reads >= goal, 10.0)
+
+
+async def test_nodes_that_announce_themselves_are_listed_and_leave_when_they_close(redis: PlayedRedis) -> None:
+    changes: list[list[str]] = []
+    async with watching(changes) as registry:
+        node = announcer("redis://played", "c", BEAT_S)
+        assert isinstance(node, RedisAnnouncer)
+        await node.start(INFO)
+        assert await until(lambda: registry.nodes == {"d0": INFO}, 5.0)
+        await node.update(replace(INFO, state="draining"))
+        assert await until(lambda: registry.nodes["d0"].state == "draining", 5.0)
+        await node.close()
+        assert (redis.values, redis.index["baton:c:nodes"]) == ({}, set())
+        await reads(redis, 2)
+        redis.now += LEASE_S
+        assert await until(lambda: registry.nodes == {}, 5.0)
+        assert changes == [["d0"], ["d0"], []]
+    assert set(redis.leases_ms) == {90}, "a lease is three heartbeats"
+
+
+@pytest.mark.parametrize("error", [RedisTimeoutError("frozen"), ConnectionRefusedError(), ResponseError("LOADING")])
+async def test_the_last_list_stays_for_as_long_as_redis_fails(redis: PlayedRedis, error: Exception) -> None:
+    redis.put("d0", encode(INFO))
+    async with watching() as registry:
+        assert await until(lambda: registry.state == "ok" and registry.nodes == {"d0": INFO}, 5.0)
+        redis.error = error
+        assert await until(lambda: registry.state == "down", 5.0)
+        redis.forget_all()
+        redis.now += LEASE_S
+        await asyncio.sleep(2 * BEAT_S)
+        assert registry.nodes == {"d0": INFO}
+        redis.error = None
+        await reads(redis, 2)
+        assert (registry.state, registry.nodes) == ("ok", {"d0": INFO}), "it came back empty, which is no proof"
+        redis.put("d0", encode(INFO))
+        redis.now += LEASE_S
+        await reads(redis, 2)
+        assert registry.nodes == {"d0": INFO}
+
+
+async def test_a_node_leaves_only_after_a_whole_lease_of_answers_without_it(redis: PlayedRedis) -> None:
+    registry = RedisRegistry("redis://played", "c", 1.0)
+    changes: list[list[str]] = []
+    registry._changed = lambda: changes.append(sorted(registry.nodes))
+    other = replace(INFO, id="p0")
+    registry._take({"d0": INFO, "p0": other}, 100.0)
+    for now in (101.0, 102.0, 103.9):
+        registry._take({"p0": other}, now)
+        assert sorted(registry.nodes) == ["d0", "p0"]
+    registry._take({"d0": INFO, "p0": other}, 104.0)
+    registry._take({"p0": other}, 105.0)
+    registry._take({"p0": other}, 108.0)
+    assert sorted(registry.nodes) == ["d0", "p0"], "an answer with it starts the lease anew"
+    registry._take({"p0": other}, 108.1)
+    assert changes == [["d0", "p0"], ["p0"]]
+
+
+async def test_failures_of_redis_in_between_do_not_count_towards_the_lease(redis: PlayedRedis) -> None:
+    redis.put("d0", encode(INFO))
+    async with watching() as registry:
+        assert await until(lambda: registry.nodes == {"d0": INFO}, 5.0)
+        redis.forget_all()
+        for _ in range(2):
+            await reads(redis, 2)
+            redis.error = RedisTimeoutError("frozen")
+            assert await until(lambda: registry.state == "down", 5.0)
+            redis.now += LEASE_S
+            redis.error = None
+        await reads(redis, 2)
+        assert registry.nodes == {"d0": INFO}, "it was absent for longer than a lease, but never seen to be"
+        redis.now += LEASE_S
+        assert await until(lambda: registry.nodes == {}, 5.0)
+
+
+async def test_entries_that_are_no_node_or_not_their_own_are_skipped_and_the_others_are_listed(
+    redis: PlayedRedis,
+) -> None:
+    redis.put("d0", encode(INFO))
+    redis.put("garbage", b"\xff\x00 not msgpack")
+    redis.put("short", encode(JoinReply("router")))
+    redis.put("impostor", encode(INFO))
+    redis.put("p9", encode(replace(INFO, id="p9")), cluster="another")
+    redis.index["baton:c:nodes"] |= {b"expired", b"\xff\xfe"}
+    async with watching() as registry:
+        await reads(redis, 2)
+        assert registry.nodes == {"d0": INFO}
+        assert registry.skipped >= 2
+        assert registry.state == "ok"
+
+
+async def test_an_announcer_comes_back_after_an_outage_into_an_empty_redis(redis: PlayedRedis) -> None:
+    node = RedisAnnouncer("redis://played", "c", BEAT_S)
+    redis.error = ConnectionRefusedError()
+    await node.start(INFO)
+    await asyncio.sleep(2 * BEAT_S)
+    redis.error = None
+    assert await until(lambda: "baton:c:node:d0" in redis.values, 5.0)
+    redis.forget_all()
+    assert await until(lambda: redis.index.get("baton:c:nodes") == {b"d0"}, 5.0)
+    redis.error = RedisTimeoutError("frozen")
+    await node.close()
+    assert redis.is_closed, "an unreachable registry does not hold up a node's end"

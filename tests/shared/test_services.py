@@ -1,0 +1,216 @@
+"""RPCs against peers that send too much, send garbage, are gone or never leave."""
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import h2.config
+import h2.connection
+import h2.events
+import pytest
+from grpclib.client import Channel
+from grpclib.const import Status
+
+from shared.codec import MAX_MESSAGE_BYTES
+from shared.messages import Answer, Command, JoinReply, NodeInfo, Report, Reserved, Stop
+from shared.serve import until
+from shared.services import ATTACH, JOIN, STOP, PeerError, Rpc, RpcServer, connect, unary
+
+Handlers = dict[Rpc[Any, Any], Callable[[Any], Awaitable[None]]]
+
+
+@asynccontextmanager
+async def serving(handlers: Handlers) -> AsyncIterator[str]:
+    server = RpcServer(handlers)
+    port = await server.start("127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.close()
+
+
+@asynccontextmanager
+async def dialled(address: str) -> AsyncIterator[Channel]:
+    channel = connect(address)
+    try:
+        yield channel
+    finally:
+        channel.close()
+
+
+class Taker:
+    """Answers every message with its class's name, and keeps them."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    async def take(self, message: Any) -> Answer:
+        self.heard.append(message)
+        return Answer(type(message).__name__)
+
+    def handlers(self, *rpcs: Rpc[Any, Any]) -> Handlers:
+        return {rpc: unary(self.take) for rpc in rpcs}
+
+
+async def raw_call(address: str, path: str, data: bytes, *, end: bool = False) -> dict[str, str]:
+    """Sends these bytes as a call's body, left open unless `end`, and returns the trailers that come back."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    peer = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
+    peer.initiate_connection()
+    pseudo = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "test")]
+    peer.send_headers(1, [*pseudo, ("te", "trailers"), ("content-type", "application/grpc+msgpack")])
+    peer.send_data(1, data, end_stream=end)
+    trailers: dict[str, str] = {}
+    try:
+        async with asyncio.timeout(5):
+            while "grpc-status" not in trailers:
+                writer.write(peer.data_to_send())
+                received = await reader.read(65536)
+                assert received, "the connection was closed without a status"
+                for event in peer.receive_data(received):
+                    if isinstance(event, (h2.events.ResponseReceived, h2.events.TrailersReceived)):
+                        trailers |= {str(name): str(value) for name, value in event.headers}
+        return trailers
+    finally:
+        writer.close()
+
+
+async def test_a_message_over_the_limit_is_refused_when_its_length_is_known_not_when_it_has_come() -> None:
+    taker = Taker()
+    async with serving(taker.handlers(STOP)) as address:
+        trailers = await raw_call(address, STOP.path, struct.pack(">?I", False, MAX_MESSAGE_BYTES + 1))
+        assert trailers["grpc-status"] == str(Status.RESOURCE_EXHAUSTED.value)
+        assert str(MAX_MESSAGE_BYTES) in trailers["grpc-message"]
+        assert taker.heard == []
+
+
+async def test_a_message_of_the_limit_is_taken_and_one_more_byte_is_an_error_for_its_sender() -> None:
+    taker = Taker()
+    async with serving(taker.handlers(STOP)) as address, dialled(address) as channel:
+        overhead = len(b"\x92\xc6....\xa0")  # array of two, bytes with a 32-bit length, empty text
+        largest = MAX_MESSAGE_BYTES - overhead
+        assert (await STOP.call(channel, Stop(bytes(largest)), 30.0)).error == "Stop"
+        with pytest.raises(PeerError):
+            await STOP.call(channel, Stop(bytes(largest + 1)), 30.0)
+        assert [len(message.ticket) for message in taker.heard] == [largest]
+        assert (await STOP.call(channel, Stop(b"next"), 5.0)).error == "Stop", "the connection is well"
+
+
+async def test_a_reply_over_the_limit_is_a_peer_error() -> None:
+    async def flood(_: Stop) -> Answer:
+        return Answer("x" * MAX_MESSAGE_BYTES)
+
+    async with serving({STOP: unary(flood)}) as address, dialled(address) as channel:
+        with pytest.raises(PeerError, match="over the limit"):
+            await STOP.call(channel, Stop(b""), 30.0)
+
+
+@pytest.mark.parametrize("payload", [b"", b"\x91\xa3one", b"\x92\xc4\x01t\xc3", b"\x92\xc4\x01t\xa0more"])
+async def test_a_payload_that_is_no_message_is_an_invalid_argument(payload: bytes) -> None:
+    taker = Taker()
+    async with serving(taker.handlers(STOP)) as address:
+        body = struct.pack(">?I", False, len(payload)) + payload
+        trailers = await raw_call(address, STOP.path, body, end=True)
+        assert trailers["grpc-status"] == str(Status.INVALID_ARGUMENT.value)
+        assert trailers["grpc-message"].startswith("Stop")
+        assert taker.heard == []
+
+
+async def test_compressed_messages_are_refused() -> None:
+    async with serving(Taker().handlers(STOP)) as address:
+        trailers = await raw_call(address, STOP.path, struct.pack(">?I", True, 2) + b"xx", end=True)
+        assert trailers["grpc-status"] == str(Status.UNIMPLEMENTED.value)
+
+
+async def test_both_sides_name_the_field_that_does_not_fit() -> None:
+    wrong_question = Rpc(STOP.path, JoinReply, Answer)
+    wrong_answer = Rpc(STOP.path, Stop, Reserved)
+    async with serving(Taker().handlers(STOP)) as address, dialled(address) as channel:
+        with pytest.raises(PeerError, match=r"Stop\.ticket is str, not bytes"):
+            await wrong_question.call(channel, JoinReply("router"), 5.0)
+        with pytest.raises(PeerError, match=r"Reserved\.ticket is str, not bytes"):
+            await wrong_answer.call(channel, Stop(b""), 5.0)
+
+
+async def test_a_peer_that_is_not_there_or_does_not_answer_is_a_peer_error() -> None:
+    async def never(_: Stop) -> Answer:
+        await asyncio.Event().wait()
+        return Answer()
+
+    async with serving({STOP: unary(never)}) as address, dialled(address) as channel:
+        with pytest.raises(PeerError, match="Stop"):
+            await STOP.call(channel, Stop(b""), 0.05)
+    async with dialled(address) as channel:
+        with pytest.raises(PeerError, match=STOP.path):
+            await STOP.call(channel, Stop(b""), 5.0)
+
+
+async def test_a_peer_whose_connection_ends_in_the_middle_of_a_call_is_a_peer_error() -> None:
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"ticket")
+        writer.close()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    async with server, dialled(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as channel:
+        with pytest.raises(PeerError, match=STOP.path):
+            await STOP.call(channel, Stop(b"ticket"), 30.0)
+
+
+async def test_a_standing_stream_carries_both_ways_and_its_end_is_seen_on_the_other_side() -> None:
+    ends: list[str] = []
+
+    async def echo(stream: Any) -> None:
+        try:
+            async for command in stream:
+                await stream.send_message(Report([], None))
+                if command.router == "enough":
+                    break
+            ends.append("ended")
+        except asyncio.CancelledError:
+            ends.append("cancelled")
+            raise
+
+    async with serving({ATTACH: echo}) as address, dialled(address) as channel:
+        async with ATTACH.open(channel) as stream:
+            for _ in range(3):
+                await stream.send_message(Command("router"))
+                assert await stream.recv_message() == Report()
+        assert await until(lambda: ends == ["cancelled"], 5.0), "who leaves the block resets the stream"
+        async with ATTACH.open(channel) as stream:
+            await stream.send_message(Command("enough"))
+            assert await stream.recv_message() == Report()
+            assert await stream.recv_message() is None
+        assert ends == ["cancelled", "ended"]
+        async with ATTACH.open(channel) as stream:
+            await stream.send_message(Command("router"))
+            assert await stream.recv_message() == Report()
+            channel.close()
+            assert await until(lambda: ends[2:] == ["cancelled"], 5.0), "a connection's end resets its streams"
+
+
+async def test_a_server_closes_although_clients_stay_and_cancels_what_it_does_for_them() -> None:
+    cancelled: list[NodeInfo | None] = []
+
+    async def hold(stream: Any) -> None:
+        message = await stream.recv_message()
+        await stream.send_message(JoinReply("router"))
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.append(message)
+
+    server = RpcServer({JOIN: hold})
+    port = await server.start("127.0.0.1", 0)
+    info = NodeInfo("n", "b", "decode", "", "m", "f", 4, 64, 8, 8, 8)
+    async with dialled(f"127.0.0.1:{port}") as channel, JOIN.open(channel) as stream:
+        await stream.send_message(info)
+        assert await stream.recv_message() == JoinReply("router")
+        async with asyncio.timeout(5):
+            await server.close()
+        assert await until(lambda: cancelled == [info], 5.0)
+        again = RpcServer({JOIN: hold})
+        assert await again.start("127.0.0.1", port) == port, "the port is free again"
+        await again.close()

@@ -57,7 +57,7 @@ class Decoder:
         self.rows, self.channel = memory.rows, channel
         self.cards = {channel.name: channel.card()}
         self.heard: list[Any] = []
-        self.held = 0
+        self.held, self.targets = 0, TARGETS
         self.errors: dict[type, str] = {}  # what it answers to messages of a type
         self.waits: dict[type, asyncio.Event] = {}  # what it waits for before it answers
         self.address = ""
@@ -69,7 +69,7 @@ class Decoder:
         error = self.errors.get(type(message), "")
         if not isinstance(message, Reserve) or error:
             return (Reserved if isinstance(message, Reserve) else Answer)(error=error)
-        ticket, targets = secrets.token_bytes(16), TARGETS[self.held :]
+        ticket, targets = secrets.token_bytes(16), self.targets[self.held :]
         self.channel.open(ticket, targets)
         return Reserved(ticket, self.held, pack_ids(targets), self.cards)
 
@@ -101,15 +101,21 @@ class BrokenChannel:
     name = "shm"
     fenced = False
 
-    def __init__(self) -> None:
-        self.pushes = 0
-
     def reachable(self, _: bytes) -> bool:
         return True
 
-    async def push(self, _: bytes, __: bytes, ___: Sequence[int], ____: Sequence[int]) -> None:
-        self.pushes += 1
+    async def push(self, card: bytes, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
         raise ChannelError("the wire is cut")
+
+
+class FickleChannel(BrokenChannel):
+    """Works, without moving anything, until it is told not to."""
+
+    works = True
+
+    async def push(self, card: bytes, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
+        if not self.works:
+            await super().push(card, ticket, source, target)
 
 
 @dataclass
@@ -146,16 +152,16 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(steps: int = 1000, *, is_broken: bool = False) -> AsyncIterator[Bench]:
-    """`steps` are computed without being asked for. With `is_broken`, a first channel that fails is there too."""
+async def bench(steps: int = 1000, first: BrokenChannel | None = None) -> AsyncIterator[Bench]:
+    """`steps` are computed without being asked for. `first` is a channel that is better than tcp."""
     ours, theirs, boot = HostMemory(20, ROW_BYTES), HostMemory(20, ROW_BYTES), secrets.token_hex(16)
     writer = await TcpChannel.start(ours, boot, lambda _: None, "127.0.0.1")
     receiver = await TcpChannel.start(theirs, secrets.token_hex(16), lambda _: None, "127.0.0.1")
     decoder = Decoder(theirs, receiver)
     server = RpcServer({rpc: unary(decoder.take) for rpc in (RESERVE, PUSHED, COMMIT, STOP, RENEW)})
     decoder.address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
-    channels: list[Any] = [BrokenChannel(), writer] if is_broken else [writer]
-    decoder.cards |= {"shm": b"a card"} if is_broken else {}
+    channels: list[Any] = [first, writer] if first else [writer]
+    decoder.cards |= {"shm": b"a card"} if first else {}
     scheduler = Scheduler(Limits(max_num_batched_tokens=8), 20, BLOCK_TOKENS)
     runner = StepwiseRunner(ours.rows, BLOCK_TOKENS, LAYERS, VOCABULARY)
     runner.steps = threading.Semaphore(steps)
@@ -321,7 +327,7 @@ async def test_leases_of_all_tickets_are_renewed_together_until_their_end(monkey
 
 
 async def test_a_channel_that_fails_costs_one_handoff_and_the_next_takes_another_channel() -> None:
-    async with bench(is_broken=True) as here:
+    async with bench(first=BrokenChannel()) as here:
         await here.submit("one")
         await here.decoder.hears(Stop)
         assert await until(lambda: any(delta.error for delta in here.deltas), 5.0)
@@ -338,6 +344,36 @@ async def test_a_channel_that_fails_costs_one_handoff_and_the_next_takes_another
         await here.submit("four")
         await here.decoder.hears(Stop, 2)
         assert await until(lambda: here.node.load().handoffs_failed == 2, 5.0), "a new card is worth a try"
+
+
+async def test_a_push_that_fails_leaves_its_neighbours_on_the_channel_a_reason_of_their_own() -> None:
+    channel = FickleChannel()
+    async with bench(steps=1, first=channel) as here:
+        go_on = here.decoder.waits[Pushed] = asyncio.Event()
+        await here.submit("one")
+        await here.decoder.hears(Pushed)
+        channel.works = False
+        await here.submit("two")
+        here.steps.release(1000)
+        for identity in ("two", "one"):
+            failure = Delta(identity, error="handoff: the wire is cut", retry=True)
+            assert await until(lambda failure=failure: failure in here.deltas, 5.0), here.deltas  # type: ignore[misc]
+            go_on.set()
+        await here.empty()
+        assert len(here.decoder.all(Stop)) == 2
+
+
+async def test_a_grant_of_the_wrong_size_is_given_back_and_not_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(courier_module, "RENEW_S", 0.03)
+    async with bench() as here:
+        here.decoder.targets = TARGETS[:4]
+        await here.submit()
+        stop = await here.decoder.hears(Stop)
+        assert "0 held and 4 reserved blocks are not the prompt's 5" in stop.reason
+        await here.empty()
+        here.decoder.heard.clear()
+        await asyncio.sleep(0.1)
+        assert here.decoder.heard == []
 
 
 async def test_two_nodes_without_a_common_channel_say_which_there_are() -> None:

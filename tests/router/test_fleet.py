@@ -263,6 +263,27 @@ async def test_a_draining_node_gets_nothing_new_and_keeps_what_it_has(told_by: s
         assert listener.losses == []
 
 
+async def test_a_node_that_is_stuck_loses_its_requests_and_hears_of_it() -> None:
+    async with stage("d0 d1") as here:
+        link, listener, node = here.fleet.link("d0"), Heard(), here.nodes["d0"]
+        link.submit(submit("r"), listener)
+        node.load = Load("stuck")
+        assert await until(lambda: listener.losses == [link], 5.0)
+        assert await until(lambda: node.heard[-1].aborts == ["r"], 5.0)
+        assert (link.alive, here.usable()) == (True, ([], ["d1"]))
+
+
+async def test_a_node_that_works_for_nobody_is_told_to_stop() -> None:
+    async with stage("d0") as here:
+        link, node = here.fleet.link("d0"), here.nodes["d0"]
+        link.submit(submit("r"), Heard())
+        link.abort("r")  # in the same message, where aborts come first
+        await node.say(Delta("other", 0, landed=True), Delta("over", 3, b"\1\0\0\0", "length"))
+        await node.say(Delta("r", 0, b"\1\0\0\0"))
+        assert await until(lambda: node.heard[-1] == Command("router", aborts=["r"]), 5.0)
+        assert node.heard[1] == Command("router", [submit("r")], ["r"])
+
+
 async def test_a_change_wakes_who_waits_for_a_node() -> None:
     async with stage("d0") as here:
         acts: tuple[Callable[[], None], ...] = (

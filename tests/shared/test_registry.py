@@ -87,6 +87,17 @@ async def test_the_late_end_of_an_old_stream_does_not_remove_the_same_life_that_
         assert await until(lambda: registry.nodes == {}, 5.0)
 
 
+async def test_the_late_end_of_an_old_stream_of_the_same_life_does_not_remove_the_node() -> None:
+    async with embedded([]) as registry:
+        async with joined(registry, INFO):
+            again = joined(registry, INFO)
+            await again.__aenter__()
+        await asyncio.sleep(0.1)
+        assert registry.nodes == {"d0": INFO}
+        await again.__aexit__(None, None, None)
+        assert await until(lambda: registry.nodes == {}, 5.0)
+
+
 async def test_an_announcer_joins_updates_and_leaves() -> None:
     async with embedded([]) as registry:
         node = announcer(f"127.0.0.1:{registry.port}", "default", 30.0)

@@ -138,7 +138,7 @@ def _listening(directory: str | Path) -> socket.socket:
 
 def _sweep(directory: Path) -> None:
     """Removes the sockets that killed processes left: old ones on which nobody listens."""
-    for path in directory.iterdir():
+    for path in directory.iterdir() if directory.is_dir() else ():
         with contextlib.suppress(OSError):
             if not path.is_socket() or time.time() - path.stat().st_mtime < SWEEP_AGE_S:
                 continue

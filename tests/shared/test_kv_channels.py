@@ -972,3 +972,21 @@ def test_a_flipped_bit_changes_the_checksum(row: bytes, bit: int) -> None:
     assert checksums(rows, [0]) == checksums(rows, [1])
     rows[1, byte] ^= 1 << shift
     assert checksums(rows, [0]) != checksums(rows, [1])
+
+
+async def test_sockets_of_dead_processes_are_swept_up_and_those_of_living_ones_stay(directory: str) -> None:
+    old = time.time() - 3600
+    dead, young, live = (Path(directory) / name for name in ("dead", "young", "live"))
+    sockets = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3)]
+    for path, one in zip((dead, young, live), sockets, strict=True):
+        one.bind(str(path))
+        if path is not young:
+            os.utime(path, (old, old))
+    sockets[2].listen()
+    (Path(directory) / "file").touch()
+    peer = await Peer.start("shm", NUM_ROWS, ROW_BYTES, directory)
+    assert {path.name for path in Path(directory).iterdir()} >= {"young", "live", "file"}
+    assert not dead.exists()
+    await peer.close()
+    for one in sockets:
+        one.close()

@@ -985,7 +985,7 @@ async def test_sockets_of_dead_processes_are_swept_up_and_those_of_living_ones_s
     sockets[2].listen()
     (Path(directory) / "file").touch()
     peer = await Peer.start("shm", NUM_ROWS, ROW_BYTES, directory)
-    assert {path.name for path in Path(directory).iterdir()} >= {"young", "live", "file"}
+    assert set(os.listdir(directory)) >= {"young", "live", "file"}
     assert not dead.exists()
     await peer.close()
     for one in sockets:

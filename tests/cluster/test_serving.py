@@ -139,13 +139,13 @@ def test_an_answer_cut_at_a_stop_string_counts_as_finished_and_ends_on_its_node(
 def test_a_draining_node_finishes_what_it_has_and_takes_nothing_new() -> None:
     with cluster(prefill=1, decode=2) as running:
         prompt = prompt_of(6, 50)
-        started = threading.Event()
+        started = [threading.Event() for _ in range(4)]
         with ThreadPoolExecutor(4) as pool:
             answers = [
-                pool.submit(running.stream, prompt, 1500, lambda count: started.set() if count > 3 else None)
-                for _ in range(4)
+                pool.submit(running.stream, prompt, 1500, lambda count, event=event: event.set() if count > 3 else None)
+                for event in started
             ]
-            assert started.wait(20)
+            assert all(event.wait(20) for event in started)
             running.send_signal("decode-0", 15)
             running.send_signal("prefill-0", 15)
             more = [running.complete(prompt_of(60 + index, 30), 5) for index in range(5)]
@@ -153,4 +153,5 @@ def test_a_draining_node_finishes_what_it_has_and_takes_nothing_new() -> None:
         assert {tuple(answer.result()) for answer in answers} == {tuple(expected(prompt, 1500))}
         assert running.processes["decode-0"].wait(40) == 0
         assert running.processes["prefill-0"].wait(40) == 0
-        assert running.status()["requests"]["moved"] == 0, "nothing had to go on elsewhere"
+        # Only what was sent in the moment before the router knew may have been refused, and gone on elsewhere.
+        assert running.status()["requests"]["moved"] <= len(more)

@@ -121,6 +121,7 @@ class FickleChannel(BrokenChannel):
 @dataclass
 class Bench:
     node: Node
+    courier: Courier
     scheduler: Scheduler
     decoder: Decoder
     steps: threading.Semaphore
@@ -146,7 +147,9 @@ class Bench:
 
         def is_empty() -> bool:
             ledger = self.scheduler.ledger()
-            return ledger.free + ledger.cached == ledger.total and not self.node._router_of
+            return (
+                ledger.free + ledger.cached == ledger.total and not self.node._router_of and not self.courier._leaving
+            )
 
         assert await until(is_empty, 5.0), self.scheduler.ledger()
 
@@ -175,7 +178,7 @@ async def bench(steps: int = 1000, first: BrokenChannel | None = None) -> AsyncI
     try:
         async with ATTACH.open(rpc) as stream:
             await stream.send_message(Command("router"))
-            here = Bench(node, scheduler, decoder, runner.steps, stream)
+            here = Bench(node, courier, scheduler, decoder, runner.steps, stream)
 
             async def listen() -> None:
                 while (report := await stream.recv_message()) is not None:

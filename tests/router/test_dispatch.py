@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router import dispatch as dispatch_module
@@ -189,6 +189,7 @@ async def test_the_prompt_is_owed_by_who_computes_it_and_its_kv_by_who_generates
 # ---- failures ---------------------------------------------------------------------------------------------------
 
 FAULTS = ("p_lost", "d_lost", "p_error", "d_error", "p_handoff")
+PROGRESS = ("", "token", "land", "token land", "land token", "land token token", "token land token")
 
 
 @dataclass
@@ -207,6 +208,7 @@ class Play:
         p, d, submit = self.here.attempt(self.number)
         assert unpack_ids(submit.tokens) == PROMPT + ANSWER[: self.base]
         assert (submit.num_prompt, submit.max_tokens) == (len(PROMPT), len(ANSWER))
+        assert d.kv_tokens == len(PROMPT) + self.base + (len(ANSWER) - self.base) // 2
         self.landed = p is d
         assert self.landed is ({"p0", "p1", "p2"} <= self.failed), "a decode node alone, where all others failed"
         assert self.landed or p.info.id not in self.failed
@@ -244,14 +246,16 @@ class Play:
         self.check_attempt()
 
 
-@settings(max_examples=80, deadline=None)
-@given(script=st.lists(st.sampled_from(("token", "token", "land", *FAULTS)), max_size=25))
-def test_whatever_fails_and_when_each_token_is_told_once_and_all_is_given_back(script: list[str]) -> None:
+@settings(max_examples=200, deadline=None)
+@given(script=st.lists(st.tuples(st.sampled_from(PROGRESS), st.sampled_from(FAULTS)), min_size=1, max_size=8))
+@example(script=[("token land", "p_lost"), ("token", "d_lost")])
+def test_whatever_fails_and_when_each_token_is_told_once_and_all_is_given_back(script: list[tuple[str, str]]) -> None:
     async def play() -> None:
         it = Play()
         run = await it.here.submit()
         it.check_attempt()
-        for act in [*script, "land", *["token"] * len(ANSWER)]:
+        acts = [act for progress, fault in script for act in (*progress.split(), fault)]
+        for act in [*acts, "land", *["token"] * len(ANSWER)]:
             if it.told == len(ANSWER):
                 break
             if act in FAULTS:
@@ -384,6 +388,7 @@ async def test_prompt_logprobs_are_told_once_whole_though_an_attempt_failed_midw
     p, _, submit = here.attempt(2)
     assert submit.sampling.prompt_logprobs is None, "they were told with the first token"
     p.say(token(submit.id, 1))
+    here.d0.say(Delta(submit.id, prompt_logprobs=chunks[0]))  # it was preempted, and computes the prompt anew
     here.d0.say(*generated(submit.id, 2))
     pieces = await collect(run)
     assert tokens_of(pieces) == ANSWER

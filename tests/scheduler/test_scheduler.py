@@ -46,7 +46,7 @@ def traffic(draw: st.DrawFn) -> tuple[Scheduler, list[tuple[int, Request]], int]
     return Scheduler(limits, num_blocks, block_tokens, policy), arrivals, draw(st.sampled_from([1, 1, 2]))
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=2000, deadline=None)
 @given(traffic())
 def test_every_request_gets_its_tokens_and_every_block_returns(
     case: tuple[Scheduler, list[tuple[int, Request]], int],
@@ -71,7 +71,7 @@ def test_every_request_gets_its_tokens_and_every_block_returns(
     assert not scheduler.requests
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(traffic(), st.randoms(use_true_random=False))
 def test_an_abort_in_any_state_frees_its_blocks_and_touches_nobody_else(
     case: tuple[Scheduler, list[tuple[int, Request]], int], rng: random.Random
@@ -97,7 +97,7 @@ def test_an_abort_in_any_state_frees_its_blocks_and_touches_nobody_else(
     assert ledger.free + ledger.cached == ledger.total
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(traffic())
 def test_decodes_never_wait_for_a_prompt_under_stall_free(
     case: tuple[Scheduler, list[tuple[int, Request]], int],

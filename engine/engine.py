@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from engine.runner import Output, Runner
 from scheduler.request import Request, Step
@@ -19,24 +20,19 @@ FAILED_STEPS_TO_DIE = 3  # steps in a row in which every slice fails also alone:
 IDLE_S = 1.0
 
 
-class Tell:
+class Tell(Protocol):
     """Whom the engine tells, on its own thread: the state at each turn, for which landings room was found, what a
     step will do and what it did, how the engine died."""
 
-    def turn(self, scheduler: Scheduler) -> None:
-        raise NotImplementedError
+    def turn(self, scheduler: Scheduler) -> None: ...
 
-    def landings(self, requests: list[Request]) -> None:
-        raise NotImplementedError
+    def landings(self, requests: list[Request]) -> None: ...
 
-    def scheduled(self, step: Step) -> None:
-        raise NotImplementedError
+    def scheduled(self, step: Step) -> None: ...
 
-    def step(self, step: Step, events: list[Event], outputs: list[Output]) -> None:
-        raise NotImplementedError
+    def step(self, step: Step, events: list[Event], outputs: list[Output]) -> None: ...
 
-    def died(self, error: BaseException) -> None:
-        raise NotImplementedError
+    def died(self, error: BaseException) -> None: ...
 
 
 class Engine:

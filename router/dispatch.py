@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from router.fleet import Fleet, Link
 from router.generation import Generation, Piece
@@ -137,7 +138,7 @@ class Dispatch:
     def _place(self, run: "Run", attempt: "Attempt", tokens: list[int], avoid: set[str]) -> tuple[Link | None, Link]:
         prefill, decode = self._fleet.usable()
         sibling = run.home
-        if attempt.sample.index and sibling is not None and sibling in decode:
+        if attempt.sample.index and sibling in decode and sibling.info.id not in avoid:
             self._note("sibling")
             return None, sibling  # the prompt's KV is there already
         prefill = [link for link in prefill if link.info.id not in avoid]  # none left: the decode node alone
@@ -195,6 +196,8 @@ class Run:
         self._at_home = asyncio.Event()
         self._samples = [Sample(index, self) for index in range(generation.n)]
         self._running = {sample.index: self._tasks.start(self._carry(sample)) for sample in self._samples}
+        for index, task in self._running.items():  # not by the task itself: one cancelled at once never begins
+            task.add_done_callback(partial(self._ended, index))
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         return self
@@ -227,6 +230,13 @@ class Run:
         self.home = home
         self._at_home.set()
 
+    def _ended(self, index: int, _: asyncio.Task[None]) -> None:
+        if index == 0:
+            self._at_home.set()
+        del self._running[index]
+        if not self._running:
+            self._pieces.put_nowait(StopAsyncIteration())
+
     async def _carry(self, sample: "Sample") -> None:
         try:
             if sample.index:
@@ -234,12 +244,6 @@ class Run:
             await self._dispatch.carry(self, sample)
         except (Unavailable, Rejected) as error:
             self._pieces.put_nowait(error)
-        finally:
-            if sample.index == 0:
-                self._at_home.set()
-            del self._running[sample.index]
-            if not self._running:
-                self._pieces.put_nowait(StopAsyncIteration())
 
 
 @dataclass(slots=True)

@@ -90,7 +90,7 @@ class Link:
         while self.is_listed:
             try:
                 tries = 0 if await self._hold() else tries
-            except PEER_FAILURES as error:
+            except (*PEER_FAILURES, ValueError) as error:  # ValueError: a delta's tokens are no ids
                 level = logging.WARNING if self.alive else logging.DEBUG
                 log.log(level, "node %s: %s", self.info.id, str(error) or "no sign of life")
             finally:

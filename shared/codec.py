@@ -42,7 +42,7 @@ def decode(data: bytes, kind: type[T]) -> T:
             max_ext_len=0,
         )
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:  # TypeError: a list as a key
-        raise Malformed(f"{kind.__name__}: {error or type(error).__name__}") from None
+        raise Malformed(f"{kind.__name__}: {str(error) or type(error).__name__}") from None
     check: Check = _checker(cast(Any, kind))
     return cast(T, check(value, kind.__name__))
 

@@ -128,7 +128,7 @@ class StreamAnnouncer:
             except PEER_FAILURES as error:
                 failures += 1
                 if failures == FAILURES_TO_TELL:  # the first ones are a router that starts, or that ends with us
-                    log.warning("no router at %s (%s): trying on", self._address, error or type(error).__name__)
+                    log.warning("no router at %s (%s): trying on", self._address, str(error) or type(error).__name__)
             finally:
                 channel.close()
             await asyncio.sleep(min(0.2, self._heartbeat_s))
@@ -183,7 +183,7 @@ class RedisAnnouncer:
                 complained = False
             except (RedisError, OSError, TimeoutError) as error:
                 if not complained:
-                    log.warning("redis does not answer (%s): trying on", error or type(error).__name__)
+                    log.warning("redis does not answer (%s): trying on", str(error) or type(error).__name__)
                     complained = True
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), self._heartbeat_s)
@@ -221,7 +221,7 @@ class RedisRegistry:
                 found = await self._read()
             except (RedisError, OSError, TimeoutError) as error:
                 if self.state == "ok":
-                    log.warning("redis does not answer (%s): keeping the last list", error or type(error).__name__)
+                    log.warning("redis does not answer (%s): keeping the last list", str(error) or type(error).__name__)
                 self.state = "down"
                 self._absent_since.clear()
             else:

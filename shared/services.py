@@ -60,7 +60,7 @@ class Rpc(Generic[Request, Reply]):
         try:
             return await method(request, timeout=timeout_s)
         except PEER_FAILURES as error:
-            raise PeerError(f"{self.path}: {error or type(error).__name__}") from error
+            raise PeerError(f"{self.path}: {str(error) or type(error).__name__}") from error
 
     @asynccontextmanager
     async def open(self, channel: grpclib.client.Channel) -> AsyncIterator["ClientStream[Request, Reply]"]:

@@ -500,3 +500,35 @@ async def test_closing_ends_every_sample_on_every_node_that_was_named(landed: bo
     here.d0.say(*generated("r.0.0", 1))  # late: changes nothing
     assert all(piece.index == 0 for piece in await collect(run))
     here.check_over()
+
+
+async def test_a_sample_that_its_home_refuses_is_tried_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The home began to drain; the router's view of it is a heartbeat old."""
+    monkeypatch.setattr("router.dispatch.RETRY_PAUSE_S", 0.0)
+    here = stage("d0 d1")
+    run = await here.submit(n=2)
+    home, _, _ = here.attempt(0)
+    home.say(token("r.0.0", 0))
+    await turns()
+    for number in range(3):
+        at, _, submit = here.attempt(number, 1)
+        if at is not home:
+            break
+        at.say(Delta(submit.id, error="this node is draining", retry=True))
+        await turns()
+    assert at is not home
+    await run.close()
+
+
+@pytest.mark.parametrize("how", ["cancel", "close"])
+async def test_what_is_cancelled_before_it_began_ends_too(how: str) -> None:
+    from router.generation import Generation
+    from shared.messages import Sampling
+
+    here = stage()
+    run = await here.dispatch.submit(Generation("r", PROMPT, 4, Sampling()))
+    if how == "cancel":
+        run.cancel(0)
+    else:
+        await run.close()
+    assert await collect(run) == []

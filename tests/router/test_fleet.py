@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from router.dispatch import Dispatch
 from router.fleet import Fleet, Link
+from router.generation import Generation
 from shared.messages import Command, Delta, Load, NodeInfo, Report, Sampling, Submit
 from shared.serve import until
 from shared.services import ATTACH, RpcServer
@@ -305,3 +307,15 @@ async def test_a_fleet_that_closes_leaves_every_node() -> None:
     async with stage("p0 d0") as here:
         await here.fleet.close()
         assert await until(lambda: all(node.num_open == 0 for node in here.nodes.values()), 5.0)
+
+
+async def test_a_node_that_says_tokens_that_are_none_is_lost_and_dialled_again() -> None:
+    """Token bytes that are no ids: the node is lost, like one that says anything else malformed, and dialled again."""
+    async with stage("d0 d1") as here:
+        run = await Dispatch(here.fleet, "m", 3).submit(Generation("r", [1, 2, 3], 4, Sampling()))
+        assert await until(lambda: any(link.listeners for link in here.fleet.usable()[1]), 5.0)
+        (link,) = [link for link in here.fleet.usable()[1] if link.listeners]
+        await here.nodes[link.info.id].say(Delta("r.0.0", 0, b"odd"))
+        assert await until(lambda: "r.0.0" not in link.listeners, 5.0)
+        await here.alive("d0", "d1")
+        await run.close()

@@ -98,6 +98,11 @@ class Slice:
     def end(self) -> int:
         return self.start + self.count
 
+    @property
+    def is_decode(self) -> bool:
+        """It computes the last token of its row and nothing else."""
+        return self.samples and self.count == 1
+
 
 @dataclass(slots=True)
 class Step:

@@ -386,7 +386,7 @@ class Scheduler:
         request.num_scheduled += count
         request.num_in_flight += 1
         request.num_sampling += samples
-        if not (samples and count == 1):
+        if not step.slices[-1].is_decode:
             self.counters.prompt_tokens += count
 
     def _advance(self, request: Request, end: int) -> None:

@@ -118,6 +118,17 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Count = Annotated[int, Field(ge=1, le=2**20)]
 CountOrNone = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Milliseconds = Annotated[float, Field(ge=0, le=3_600_000)]
+Policy = Literal[
+    "stall_free",
+    "decode_maximal",
+    "split_fuse",
+    "prefill_chunks_first",
+    "prefill_first",
+    "whole_prompt_mixed",
+    "decode_first",
+    "static",
+]
 Size = Annotated[int, BeforeValidator(parse_size)]
 Cpus = Annotated[tuple[int, ...], BeforeValidator(parse_cpus), AfterValidator(_check_cpus)]
 Host = Annotated[str, AfterValidator(partial(_matches, r"[\w.:%-]+", "a host name or address, without a port"))]
@@ -158,6 +169,7 @@ class CommonSettings(Settings):
     )
     drain_timeout_s: Seconds = Field(default=30.0, description="How long a process that ends waits for its requests.")
     log_level: LogLevel = Field(default="info", description="How much is logged.")
+    log_format: Literal["text", "json"] = Field(default="text", description="Lines for people, or one object a line.")
 
 
 class ServingSettings(CommonSettings):
@@ -174,6 +186,13 @@ class ServingSettings(CommonSettings):
     mode: Literal["disaggregated", "colocated"] = Field(
         default="disaggregated",
         description="Whether prompts go to prefill nodes, or decode nodes compute them themselves.",
+    )
+    disaggregate: Literal["always", "never", "auto"] = Field(
+        default="auto",
+        description="Whether a prompt goes to a prefill node: always, never, or where that is predicted to be faster.",
+    )
+    ttft_slo_ms: Milliseconds = Field(
+        default=0.0, description="Requests whose first token is predicted later than this get status 429; 0: none."
     )
     node_timeout_s: Seconds = Field(default=5.0, description="A node without a sign of life for so long is lost.")
     max_concurrent_requests: Count = Field(default=1024, description="More requests than that at once get status 429.")
@@ -198,8 +217,14 @@ class ComputingSettings(CommonSettings):
         default=0, description="Largest chunk of one prompt; 0: the step's."
     )
     max_num_partial_prefills: Count = Field(default=1, description="Prompts that a step may leave unfinished.")
-    policy: Literal["stall_free", "prefill_first"] = Field(
-        default="stall_free", description="Prompts in chunks beside decodes, or whole prompts first while decodes wait."
+    policy: Policy = Field(
+        default="stall_free", description="How prompts and decodes share steps; see docs/policies.md."
+    )
+    tbt_slo_ms: Milliseconds = Field(
+        default=0.0, description="Longest time between two tokens: sets each step's tokens itself; 0: as given above."
+    )
+    emulate: str = Field(
+        default="", description="Cost model (a name or a JSON file) whose times are slept instead of computing."
     )
     enable_prefix_caching: bool = Field(default=True, description="Keep computed prompts for others that begin alike.")
     kv_channel: Literal["auto", "shm", "tcp"] = Field(

@@ -57,6 +57,7 @@ class Submit:
     priority: int = 0
     decode_node: str = ""
     share_prefix: bool = True  # False: neither reads nor feeds other requests' prefix cache
+    traceparent: str = ""  # W3C trace context of the client's request, for logs
 
 
 @dataclass(slots=True)
@@ -121,14 +122,74 @@ class Load:
     bytes_moved: int = 0
     channels: dict[str, str] = field(default_factory=dict)  # peer id -> channel in use
     channel_fallbacks: int = 0
+    cost: list[float] = field(default_factory=list)  # scheduler.cost.CostModel.packed, once one is fitted
+    transfer: list[float] = field(default_factory=list)  # prefill node: seconds a push, and seconds a byte of it
+    records_dropped: int = 0  # step records and request events that no router could be told
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What one step was and what it took. Times are the node's Unix time; tokens, pairs: see scheduler.cost.Work."""
+
+    number: int
+    start_ns: int  # when its forward pass began
+    duration_us: int  # of the forward pass
+    host_us: int = 0  # deciding it and telling the step before: time of the engine's loop outside the device
+    predicted_us: int = 0  # by the step-time model, before it ran, for pass and host together; 0: there was none
+    budget: int = 0  # tokens that it was allowed
+    reason: str = ""  # why so many: see scheduler.budget
+    num_prefills: int = 0
+    prefill_tokens: int = 0
+    prefill_pairs: int = 0
+    num_decodes: int = 0
+    decode_context: int = 0
+    num_preempted: int = 0
+    running: int = 0
+    waiting: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+    blocks_owned: int = 0
+    blocks_reserved: int = 0
+    members: bytes = b""  # `pack_ids` of (serial, start, count) a slice; serial: see RequestEvent
+
+
+@dataclass(slots=True)
+class RequestEvent:
+    """Something that happened to one request on one node, at its Unix time `at_ns`, after `duration_us` of it.
+
+    kind, and what else is set:
+    "queued"     the node took it: serial (its number in step records of this node), count = tokens of its row
+    "reserving"  room was asked for at `peer`; duration_us = until it was granted
+    "transfer"   blocks were pushed to `peer`: count = blocks, bytes, channel, duration_us
+    "committed"  the peer has all of them and said so
+    "landed"     on the decode node: it may run from now on
+    "admitted"   its first step here began: count = tokens found in the prefix cache
+    "first"      its first token was sampled here
+    "preempted"  its blocks were taken; it computes again
+    "ended"      it is over here; reason: "stop", "length", "handed_off", "aborted", or what went wrong
+    """
+
+    id: str
+    kind: str
+    at_ns: int
+    duration_us: int = 0
+    serial: int = -1
+    count: int = 0
+    bytes: int = 0
+    peer: str = ""
+    channel: str = ""
+    reason: str = ""
 
 
 @dataclass(slots=True)
 class Report:
-    """Node to router on the standing stream: one a step with tokens, and one a heartbeat with the load."""
+    """Node to router on the standing stream: one a step with tokens, one a heartbeat with the load, and what
+    happened since the last, ten times a second."""
 
     deltas: list[Delta] = field(default_factory=list)
     load: Load | None = None
+    steps: list[StepRecord] = field(default_factory=list)
+    events: list[RequestEvent] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -148,6 +209,7 @@ class NodeInfo:
     max_num_seqs: int
     version: str = ""
     state: str = "ready"
+    facts: dict[str, str] = field(default_factory=dict)  # what else must be equal for two nodes to be compared
 
 
 @dataclass(slots=True)

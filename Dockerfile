@@ -6,7 +6,7 @@ WORKDIR /baton
 RUN pip install --no-cache-dir "$TORCH"
 COPY pyproject.toml README.md LICENSE ./
 # Dependencies in a layer of their own: an empty package is installed first, the sources come after.
-RUN mkdir router prefill_node decode_node shared scheduler engine cluster \
+RUN mkdir router prefill_node decode_node shared scheduler engine compare cluster \
  && pip install --no-cache-dir -e .
 COPY router router
 COPY prefill_node prefill_node
@@ -14,6 +14,7 @@ COPY decode_node decode_node
 COPY shared shared
 COPY scheduler scheduler
 COPY engine engine
+COPY compare compare
 COPY cluster cluster
 RUN useradd --uid 1000 --no-create-home baton && mkdir /run/baton && chown baton /run/baton
 USER baton

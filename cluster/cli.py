@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from cluster.plan import ROOT, LocalSettings
+from compare.command import compare
 from shared.config import NodeSettings, RouterSettings, command_of, markup_mode, run_app
 
 Url = Annotated[str, typer.Option("--url", envvar="BATON_URL", help="The router's URL.")]
@@ -30,6 +31,11 @@ def _app() -> typer.Typer:
     app.command("prefill", help="Run one prefill node.")(command_of(NodeSettings, "baton prefill", _prefill))
     app.command("decode", help="Run one decode node.")(command_of(NodeSettings, "baton decode", _decode))
     app.command("status", help="Show the nodes of a running cluster.")(_status)
+    app.command("top", help="Watch the nodes of a running cluster.")(_top)
+    app.command("compare", help="Compare arms under the same traffic: who keeps the SLO, how sure that is, and why.")(
+        compare
+    )
+    app.command("role", help="Make a node of a running cluster a prefill or a decode node.")(_role)
     app.command("chat", help="Talk to a running cluster.")(_chat)
     return app
 
@@ -82,6 +88,22 @@ def _status(
     from cluster.status import show_status
 
     return show_status(url, as_json=as_json)
+
+
+def _top(url: Url = LOCAL_URL) -> int:
+    from cluster.top import run_top
+
+    return run_top(url)
+
+
+def _role(
+    node: Annotated[str, typer.Argument(help="Its name, as `baton status` shows it.")],
+    role: Annotated[str, typer.Argument(help="prefill or decode.")],
+    url: Url = LOCAL_URL,
+) -> int:
+    from cluster.role import change_role
+
+    return change_role(url, node, role)
 
 
 def _chat(

@@ -2,14 +2,13 @@
 
 import sys
 
-from decode_node.receiver import Receiver
 from engine.process import main as run_node
 from scheduler.role import DECODE
 from shared.config import NodeSettings, settings_from_command_line
 
 
 def main(settings: NodeSettings) -> int:
-    return run_node(settings, DECODE, Receiver)
+    return run_node(settings, DECODE)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from engine.node import Node
 from scheduler.request import Request
 from shared.kv.channel import TICKET_BYTES, KVChannel
 from shared.kv.checksum import CHECKSUM_BYTES, checksums
+from shared.logs import about, fields
 from shared.messages import Answer, Commit, Delta, Pushed, Renew, Reserve, Reserved, Stop, pack_ids
 from shared.services import COMMIT, PUSHED, RENEW, RESERVE, STOP, Rpc, unary
 
@@ -53,6 +54,7 @@ class Receiver:
 
     async def reserve(self, message: Reserve) -> Reserved:
         node, submit = self._node, message.request
+        about(submit.id, submit.traceparent)
         if message.fingerprint != node.info.fingerprint:
             return Reserved(error=f"this node has {node.info.fingerprint}, the prefill node {message.fingerprint}")
         if node.info.state != "ready":
@@ -124,6 +126,7 @@ class Receiver:
             self._end(self._table.reject(landing), "the rows are not what the prefill node sent")
             return Answer("checksums differ")
         self._table.landed(landing)
+        self._node.recorder.event(request.id, "landed")
         self._node.send_for(request.id, Delta(request.id, landed=True))
         self._node.engine.post(lambda scheduler: scheduler.land(request, message.first_token))
         return Answer()
@@ -180,9 +183,9 @@ class Receiver:
             return
         identity = ending.landing.request.id
         if not ending.quarantined:
-            log.warning("landing of %s ended: %s", identity, reason)
+            log.warning("landing of %s ended: %s", identity, reason, extra=fields(request=identity))
             self._node.send_for(identity, Delta(identity, error=f"landing: {reason}", retry=True))
-            self._node.forget(identity)
+            self._node.forget(identity, f"landing: {reason}")
         self._give_back(ending)
 
     def _give_back(self, ending: Ending) -> None:

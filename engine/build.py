@@ -3,11 +3,12 @@
 import hashlib
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from engine.attention.torch_backend import TorchAttention
+from engine.emulated import EMULATED_HEAD_DIM, EmulatedRunner
+from engine.emulation import Emulation, load_emulation
 from engine.hash_model import HashRunner
 from engine.kv_pool import KVPool, blocks_for
 from engine.models.config import ModelConfig
@@ -34,11 +35,12 @@ class BuildOptions:
     num_blocks: int
     max_model_len: int
     threads: int
+    emulate: str = ""
 
 
 @dataclass(slots=True)
 class Computer:
-    """`fingerprint` is equal on two nodes exactly when they may exchange KV."""
+    """`fingerprint` is equal on two nodes exactly when they may exchange KV. `facts`: what else shapes their speed."""
 
     runner: Runner
     memory: HostMemory
@@ -46,6 +48,8 @@ class Computer:
     max_model_len: int
     vocab_size: int
     fingerprint: str
+    facts: dict[str, str]
+    emulation: Emulation | None = None
 
 
 def build(options: BuildOptions) -> Computer:
@@ -62,19 +66,36 @@ def build(options: BuildOptions) -> Computer:
         raise ValueError(
             f"--max-model-len {max_model_len} is over the {config.max_position_embeddings} positions of {path}"
         )
-    layout = _layout(options, config)
+    emulation = load_emulation(options.emulate) if options.emulate else None
+    layout = _layout(options, config, emulation)
     memory = HostMemory(layout.num_blocks, layout.block_bytes)
-    if options.runner == "hash":
-        runner: Runner = HashRunner(memory.rows, layout.block_tokens, HASH_LAYERS, config.vocab_size)
+    runner: Runner
+    if emulation is not None:
+        runner = EmulatedRunner(memory.rows, layout.block_tokens, config.vocab_size, emulation)
+    elif options.runner == "hash":
+        runner = HashRunner(memory.rows, layout.block_tokens, HASH_LAYERS, config.vocab_size)
     else:
         pool = KVPool(layout, memory)
         model = load_model(path, torch.float32, torch.device("cpu"))
         runner = TorchRunner(model, pool, TorchAttention(pool), torch.device("cpu"))
-    return Computer(runner, memory, layout, max_model_len, config.vocab_size, _fingerprint(options, path, layout))
+    name = _name(options, emulation)
+    parts = (name, fingerprint(path), layout.describe())
+    print_ = hashlib.blake2b("|".join(parts).encode(), digest_size=12).hexdigest()
+    facts = {"runner": name, "device": "cpu", "dtype": layout.dtype}
+    facts |= {"attention": "torch" if isinstance(runner, TorchRunner) else "none"}
+    facts |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
+    return Computer(runner, memory, layout, max_model_len, config.vocab_size, print_, facts, emulation)
 
 
-def _layout(options: BuildOptions, config: ModelConfig) -> KVLayout:
+def _name(options: BuildOptions, emulation: Emulation | None) -> str:
+    """Of what computes."""
+    return options.runner if emulation is None else f"emulated {emulation.name}"
+
+
+def _layout(options: BuildOptions, config: ModelConfig, emulation: Emulation | None) -> KVLayout:
     def layout(num_blocks: int) -> KVLayout:
+        if emulation is not None:
+            return KVLayout(num_blocks, 1, 1, options.block_size, EMULATED_HEAD_DIM, "float32")
         if options.runner == "hash":
             return KVLayout(num_blocks, 1, HASH_LAYERS, options.block_size, 1, "float32")
         return KVLayout(
@@ -83,10 +104,8 @@ def _layout(options: BuildOptions, config: ModelConfig) -> KVLayout:
 
     if options.num_blocks == 1:
         raise ValueError("--num-blocks 1: one block is kept as a dummy, so at least 2 are needed")
-    one = layout(1)
-    return layout(options.num_blocks or blocks_for(options.kv_cache_memory, one))
-
-
-def _fingerprint(options: BuildOptions, path: Path, layout: KVLayout) -> str:
-    parts = (options.runner, fingerprint(path), layout.describe())
-    return hashlib.blake2b("|".join(parts).encode(), digest_size=12).hexdigest()
+    if options.num_blocks:
+        return layout(options.num_blocks)
+    if emulation is not None:
+        return layout(1 + emulation.kv_tokens // options.block_size)
+    return layout(blocks_for(options.kv_cache_memory, layout(1)))

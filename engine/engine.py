@@ -1,6 +1,10 @@
 """The engine: one thread that owns the scheduler and the device. Everyone else posts a command.
 
 The loop is: take commands, decide a step, run it, tell what it did. It knows no router, no peer and no channel.
+
+A turn lasts from the end of the turn before (or, when the loop had waited, from where it went on) until its step was
+told: what a client sees between two tokens. That is what the step-time model is fitted to; a record splits it into
+the pass and the rest.
 """
 
 import logging
@@ -10,9 +14,12 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from engine.records import Ran
 from engine.runner import Output, Runner
+from scheduler.fit import CostFit
 from scheduler.request import Request, Step
 from scheduler.scheduler import Event, Scheduler
+from shared.clock import now_ns
 
 log = logging.getLogger("baton.engine")
 Command = Callable[[Scheduler], object]
@@ -22,7 +29,7 @@ IDLE_S = 1.0
 
 class Tell(Protocol):
     """Whom the engine tells, on its own thread: the state at each turn, for which landings room was found, what a
-    step will do and what it did, how the engine died."""
+    step will do and what it did, how long that took, how the engine died."""
 
     def turn(self, scheduler: Scheduler) -> None: ...
 
@@ -31,6 +38,8 @@ class Tell(Protocol):
     def scheduled(self, step: Step) -> None: ...
 
     def step(self, step: Step, events: list[Event], outputs: list[Output]) -> None: ...
+
+    def ran(self, ran: Ran) -> None: ...
 
     def died(self, error: BaseException) -> None: ...
 
@@ -43,6 +52,8 @@ class Engine:
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._fit = CostFit()
+        self._turn_began_ns = now_ns()
         self.last_turn = time.monotonic()  # of the loop: a busy engine whose turn is long ago is stuck
 
     def start(self) -> None:
@@ -69,16 +80,18 @@ class Engine:
     def _take_commands(self) -> bool:
         """Waits for a command when there is nothing to run. False: stop."""
         self.last_turn = time.monotonic()
-        wait = not self._scheduler.has_work
+        wait = waited = not self._scheduler.has_work
         while True:
             self._tell.turn(self._scheduler)
             try:
                 command = self._inbox.get(timeout=IDLE_S) if wait else self._inbox.get_nowait()
             except queue.Empty:
                 self.last_turn = time.monotonic()
-                if not wait:
-                    return True
-                continue
+                if wait:
+                    continue
+                if waited:
+                    self._turn_began_ns = now_ns()
+                return True
             if command is None:
                 return False
             command(self._scheduler)
@@ -92,10 +105,20 @@ class Engine:
             self._wait_for_room(step)
             return
         self._tell.scheduled(step)
+        began_ns = now_ns()
         outputs = self._run_step(step)
+        pass_ns = now_ns() - began_ns
         tokens = [output.token for output in outputs]
         events = self._scheduler.update(step, tokens, [bool(output.error) for output in outputs])
         self._tell.step(step, events, outputs)
+        self._ran(step, began_ns, pass_ns)
+
+    def _ran(self, step: Step, began_ns: int, pass_ns: int) -> None:
+        ended_ns = now_ns()
+        turn_ns, self._turn_began_ns = ended_ns - self._turn_began_ns, ended_ns
+        self._fit.observe(step.work, turn_ns / 1e9)
+        self._scheduler.cost = self._fit.model()
+        self._tell.ran(Ran(step, began_ns, pass_ns, turn_ns - pass_ns))
 
     def _wait_for_room(self, step: Step) -> None:
         """Whoever waits, waits for blocks that a landing or leaving request holds: a command will say so."""
@@ -105,6 +128,8 @@ class Engine:
             command = self._inbox.get(timeout=IDLE_S)
         except queue.Empty:
             return
+        finally:
+            self._turn_began_ns = now_ns()
         if command is None:
             self._inbox.put(None)
         else:

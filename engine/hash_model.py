@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.runner import Output
+from engine.runner import Output, Runner
 from scheduler.request import Request, Slice, Step, cdiv
 
 KV_BYTES = 8  # of one position and layer; a KVLayout of 1 head, head_dim 1 and float32 has the same size
@@ -29,7 +29,7 @@ class Prefix:
     state: bytes
 
 
-class HashRunner:
+class HashRunner(Runner):
     """Stands in for `TorchRunner`. `rows` is the pool, uint8 [num_blocks, row_bytes].
 
     Sampling is ignored: there is one next token, and it has no logprobs. Raises ValueError for rows too short.

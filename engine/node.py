@@ -13,28 +13,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.engine import Engine, Tell
+from engine.outbox import Outbox
+from engine.records import Ran, Recorder, Seen
 from engine.runner import Output, Runner
-from scheduler.blocks import Ledger
 from scheduler.request import Request, State, Step
 from scheduler.role import Role
 from scheduler.scheduler import Event, Scheduler
-from shared.messages import Command, Delta, Load, NodeInfo, Report, Submit, pack_ids, unpack_ids
+from shared.clock import now_ns
+from shared.logs import fields
+from shared.messages import Command, Delta, Load, NodeInfo, Submit, pack_ids, unpack_ids
 from shared.serve import Tasks, until
 
 log = logging.getLogger("baton.node")
 MAX_OUTBOX = 100_000  # deltas that a router may leave unread before it counts as gone
-MAX_DELTAS = 1000  # of one message: with 20 logprobs each they stay far below the cap
 STUCK_S = 30.0  # an engine that has work and makes no turn for so long
-
-
-@dataclass(slots=True)
-class Outbox:
-    """Deltas on their way to one router."""
-
-    deltas: list[Delta] = field(default_factory=list)
-    load: Load | None = None
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    requests: dict[str, Request] = field(default_factory=dict)  # of this router, unfinished
+FLUSH_S = 0.1  # between two tellings of what was recorded
 
 
 @dataclass(slots=True)
@@ -49,7 +42,7 @@ class Progress:
 
 @dataclass(slots=True)
 class Ticker:
-    """Counts of the handoffs, for `Load`."""
+    """Counts of the handoffs, for `Load`, and how long pushes take."""
 
     handoffs: int = 0
     handoffs_failed: int = 0
@@ -57,15 +50,7 @@ class Ticker:
     bytes_moved: int = 0
     channels: dict[str, str] = field(default_factory=dict)
     channel_fallbacks: int = 0
-
-
-@dataclass(slots=True)
-class Seen:
-    """The scheduler at the end of a turn; written by the engine's thread as a whole."""
-
-    ledger: Ledger
-    running: int = 0
-    waiting: int = 0
+    transfer: list[float] = field(default_factory=list)  # as in `Load`
 
 
 class Node(Tell):
@@ -82,8 +67,10 @@ class Node(Tell):
         self.info = info
         self.role = role
         self.ticker = Ticker()
+        self.recorder = Recorder()
         self.tasks = Tasks()
         self.engine = Engine(scheduler, runner, self)
+        self._runner = runner  # the engine's: only a count is read here
         self.on_leaving: Callable[[Submit, Request], None] | None = None
         self.on_admitted: Callable[[list[str]], None] = lambda _: None
         self.on_progress: Callable[[list[Progress]], None] = lambda _: None
@@ -98,13 +85,15 @@ class Node(Tell):
         self._outboxes: dict[str, Outbox] = {}
         self._router_of: dict[str, str] = {}
         self._loop = asyncio.get_running_loop()
-        self._seen = Seen(scheduler.ledger())
+        self._seen = Seen(scheduler.ledger())  # written by the engine's thread as a whole
+        self._dropped = 0  # records that a router, or no router, was told
 
     # ---- life -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self.engine.start()
         self.tasks.start(self._beat())
+        self.tasks.start(self._flush())
 
     async def drain(self, timeout_s: float) -> None:
         """Takes no new request, and waits for those that are here."""
@@ -127,7 +116,7 @@ class Node(Tell):
         if (before := self._outboxes.get(router)) is not None:
             self._orphan(before)
         self._outboxes[router] = outbox
-        writer = self.tasks.start(self._write(stream, outbox))
+        writer = self.tasks.start(outbox.write(stream))
         try:
             async for command in stream:
                 for identity in command.aborts:
@@ -140,17 +129,6 @@ class Node(Tell):
             if self._outboxes.get(router) is outbox:
                 del self._outboxes[router]
 
-    async def _write(self, stream: Any, outbox: Outbox) -> None:
-        while True:
-            await outbox.wake.wait()
-            outbox.wake.clear()
-            deltas, load = outbox.deltas, outbox.load
-            outbox.deltas, outbox.load = [], None
-            if load is not None:
-                await stream.send_message(Report([], load))
-            for first in range(0, len(deltas), MAX_DELTAS):
-                await stream.send_message(Report(deltas[first : first + MAX_DELTAS]))
-
     def _orphan(self, outbox: Outbox) -> None:
         for identity in list(outbox.requests):
             self.abort(identity)
@@ -162,6 +140,18 @@ class Node(Tell):
             for outbox in self._outboxes.values():
                 outbox.load = load
                 outbox.wake.set()
+
+    async def _flush(self) -> None:
+        """Every router is told everything: whose a request is shows in its id."""
+        while True:
+            await asyncio.sleep(FLUSH_S)
+            steps, events = self.recorder.take()
+            if not steps and not events:
+                continue
+            if not self._outboxes:
+                self._dropped += len(steps) + len(events)
+            for outbox in self._outboxes.values():
+                self._dropped += outbox.record(steps, events)
 
     # ---- requests -------------------------------------------------------------------------------------------
 
@@ -179,6 +169,7 @@ class Node(Tell):
 
     def take(self, router: str, submit: Submit, *, leaves: bool = False, lands: bool = False) -> Request:
         """Gives a request to the engine. Raises ValueError when it is malformed or its router is not attached."""
+        log.debug("took request", extra=fields(request=submit.id, traceparent=submit.traceparent))
         outbox = self._outboxes.get(router)
         if outbox is None:
             raise ValueError("its router is not attached here")
@@ -210,18 +201,21 @@ class Node(Tell):
         )
         outbox.requests[request.id] = request
         self._router_of[request.id] = router
-        self.engine.post(lambda scheduler: self._add(scheduler, request))
+        taken_ns = now_ns()
+        self.engine.post(lambda scheduler: self._add(scheduler, request, taken_ns))
         return request
 
-    def _add(self, scheduler: Scheduler, request: Request) -> None:
+    def _add(self, scheduler: Scheduler, request: Request, taken_ns: int) -> None:
         try:
             scheduler.add(request)
+            self.recorder.added(request, taken_ns)
         except ValueError as error:
+            self.recorder.event(request.id, "queued", taken_ns, count=len(request.tokens))
             self._loop.call_soon_threadsafe(self.give_up, request.id, str(error), False)
 
-    def abort(self, identity: str) -> None:
+    def abort(self, identity: str, reason: str = "aborted") -> None:
         """Ends a request in whatever state; unknown ones are over already."""
-        request = self.forget(identity)
+        request = self.forget(identity, reason)
         if request is None:
             return
         if not self.on_abort(identity):
@@ -230,11 +224,21 @@ class Node(Tell):
     def give_up(self, identity: str, reason: str, retry: bool) -> None:
         """Tells the router that this node will not finish a request, and drops it."""
         self.send(self._router_of.get(identity, ""), Delta(identity, error=reason, retry=retry))
-        self.abort(identity)
+        self.abort(identity, reason)
 
-    def forget(self, identity: str) -> Request | None:
+    def give_up_all(self, reason: str) -> int:
+        """Whoever is still here goes on elsewhere. Returns how many."""
+        left = list(self._router_of)
+        for identity in left:
+            self.give_up(identity, reason, retry=True)
+        return len(left)
+
+    def forget(self, identity: str, reason: str, at_ns: int | None = None) -> Request | None:
+        """It is over here, since `at_ns` or now. Every way to end leads through this line, once."""
         self._scored.pop(identity, None)
         router = self._router_of.pop(identity, None)
+        if router is not None:
+            self.recorder.event(identity, "ended", at_ns, reason=reason)
         outbox = self._outboxes.get(router) if router is not None else None
         return outbox.requests.pop(identity, None) if outbox is not None else None
 
@@ -260,22 +264,21 @@ class Node(Tell):
     def turn(self, scheduler: Scheduler) -> None:
         running = len(scheduler.running) + scheduler.num_landing
         self._seen = Seen(scheduler.ledger(), running, scheduler.num_waiting)
+        self.recorder.turned(self._seen)
 
     def landings(self, requests: list[Request]) -> None:
         self._loop.call_soon_threadsafe(self.on_landings, requests)
 
     def scheduled(self, step: Step) -> None:
-        admitted = [
-            piece.request.id
-            for piece in step.slices
-            if piece.request.leaves and piece.start == piece.request.num_cached
-        ]
+        admitted = [request.id for request in self.recorder.scheduled(step, self._scheduler) if request.leaves]
         if admitted:
             self._loop.call_soon_threadsafe(self.on_admitted, admitted)
 
     def step(self, step: Step, events: list[Event], outputs: list[Output]) -> None:
         deltas: list[Delta] = []
         progress: list[Progress] = []
+        told_ns = now_ns()
+        self.recorder.stepped(events, told_ns)
         for event in events:
             request, output = event.request, outputs[event.slice_index]
             if request.leaves:
@@ -284,7 +287,10 @@ class Node(Tell):
                 self._cut_told(step.slices[event.slice_index].start, request.id, output)
             if event.token is not None or event.finish is not None or output.prompt_logprobs:
                 deltas.append(_delta(event, output))
-        self._loop.call_soon_threadsafe(self._told, deltas, progress)
+        self._loop.call_soon_threadsafe(self._told, deltas, progress, told_ns)
+
+    def ran(self, ran: Ran) -> None:
+        self.recorder.ran(ran)
 
     def _cut_told(self, start: int, identity: str, output: Output) -> None:
         """A preempted request computes its prompt again; each position's logprob is told once."""
@@ -299,14 +305,14 @@ class Node(Tell):
         if not self.died_with.done():
             self.died_with.set_result(error)
 
-    def _told(self, deltas: list[Delta], progress: list[Progress]) -> None:
+    def _told(self, deltas: list[Delta], progress: list[Progress], told_ns: int) -> None:
         for delta in deltas:
             router = self._router_of.get(delta.id)
             if router is None:
                 continue
             self.send(router, delta)
             if delta.finish or delta.error:
-                self.forget(delta.id)
+                self.forget(delta.id, delta.finish or delta.error, told_ns)
         if progress:
             self.on_progress(progress)
 
@@ -343,6 +349,10 @@ class Node(Tell):
             ticker.bytes_moved,
             dict(ticker.channels),
             ticker.channel_fallbacks,
+            cost.packed() if (cost := self._scheduler.cost) is not None else [],
+            list(ticker.transfer),
+            self._dropped + self.recorder.dropped,
+            overruns=self._runner.overruns,
         )
 
 

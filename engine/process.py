@@ -3,21 +3,23 @@
 import asyncio
 import logging
 import os
+import platform
 import secrets
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
-
 from engine.build import BuildOptions, Computer, build
+from engine.emulated_link import EmulatedLink
 from engine.node import Node
+from engine.sides import RoleChange, Sides
+from scheduler.budget import Budget, budget_of
 from scheduler.policy import POLICIES
 from scheduler.role import Role
 from scheduler.scheduler import Limits, Scheduler
@@ -28,25 +30,13 @@ from shared.kv.tcp import TcpChannel
 from shared.messages import NodeInfo
 from shared.registry import announcer
 from shared.serve import Lifetime, run, settle_memory
-from shared.services import ATTACH, Rpc, RpcServer
+from shared.services import ATTACH, SET_ROLE, RpcServer, unary
 
 log = logging.getLogger("baton.node")
 EXIT_ENGINE_DIED = 70
 
 
-class Side(Protocol):
-    """What a prefill or a decode node does beyond computing: its end of the handoffs."""
-
-    def handlers(self) -> Mapping[Rpc[Any, Any], Callable[[Any], Awaitable[None]]]: ...
-    def start(self) -> None: ...
-    async def close(self) -> None: ...
-    def writer_lost(self, writer: str) -> None: ...
-
-
-MakeSide = Callable[[Node, "np.ndarray[Any, np.dtype[np.uint8]]", Sequence[KVChannel], float], Side]
-
-
-def main(settings: NodeSettings, role: Role, make_side: MakeSide) -> int:
+def main(settings: NodeSettings, role: Role) -> int:
     """Runs the node until SIGTERM. Returns the process's exit status: 2 when the settings cannot be served."""
     if settings.cpus:
         os.sched_setaffinity(0, settings.cpus)
@@ -63,17 +53,20 @@ def main(settings: NodeSettings, role: Role, make_side: MakeSide) -> int:
                 num_blocks=settings.num_blocks,
                 max_model_len=settings.max_model_len,
                 threads=settings.threads,
+                emulate=settings.emulate,
             )
         )
     except (ValueError, OSError) as error:
         print(f"{role.name}: {error}", file=sys.stderr)
         return 2
-    return run(lambda lifetime: _serve(lifetime, settings, role, computer, make_side), settings.log_level)
+    name = settings.id or role.name
+    return run(
+        lambda lifetime: _serve(lifetime, settings, role, computer), settings.log_level, settings.log_format, name
+    )
 
 
-async def _serve(
-    lifetime: Lifetime, settings: NodeSettings, role: Role, computer: Computer, make_side: MakeSide
-) -> int:
+async def _serve(lifetime: Lifetime, settings: NodeSettings, role: Role, computer: Computer) -> int:
+    budget = budget_of(settings.max_num_batched_tokens, settings.tbt_slo_ms / 1000)
     scheduler = Scheduler(
         Limits(
             settings.max_num_batched_tokens,
@@ -84,8 +77,9 @@ async def _serve(
         computer.layout.num_blocks,
         computer.layout.block_tokens,
         POLICIES[settings.policy],
+        budget,
     )
-    info = _info(settings, role, computer)
+    info = _info(settings, role, computer, budget)
     node = Node(
         info,
         role,
@@ -96,18 +90,16 @@ async def _serve(
         settings.enable_prefix_caching,
     )
     async with AsyncExitStack() as cleanup:
-        sides: list[Side] = []
-
-        def writer_lost(boot: str) -> None:  # the side is made of the channels, so it comes after them
-            sides[0].writer_lost(boot)
-
-        channels = await _channels(settings, computer, info.boot, writer_lost)
+        channels: list[KVChannel] = []
+        sides = Sides(node, computer.memory.rows, channels, settings.reserve_timeout_s)
+        channels += await _channels(settings, computer, info.boot, sides.writer_lost)
         for channel in channels:
             cleanup.push_async_callback(channel.close)
-        side = make_side(node, computer.memory.rows, channels, settings.reserve_timeout_s)
-        sides.append(side)
-        cleanup.push_async_callback(side.close)
-        server = RpcServer({ATTACH: node.attach, **side.handlers()})
+        sides.use(role)
+        cleanup.push_async_callback(sides.close)
+        registry = announcer(settings.registry, settings.cluster, settings.heartbeat_s)
+        change = RoleChange(node, sides, registry, lifetime.draining)
+        server = RpcServer({ATTACH: node.attach, SET_ROLE: unary(change.set_role), **sides.handlers()})
         try:
             port = await server.start(settings.host, settings.port)
         except OSError as error:
@@ -117,9 +109,7 @@ async def _serve(
         node.info = replace(info, address=f"{_advertised(settings)}:{port}")
         node.start()
         cleanup.push_async_callback(node.close)
-        side.start()
         settle_memory()
-        registry = announcer(settings.registry, settings.cluster, settings.heartbeat_s)
         await registry.start(node.info)
         log.info(
             "%s at %s: %d blocks of %d tokens", node.info.id, node.info.address, info.num_blocks - 1, info.block_tokens
@@ -163,6 +153,8 @@ async def _channels(
                 computer.memory, boot, lambda _: None, host, settings.kv_port, advertised, settings.push_timeout_s
             )
         )
+    if computer.emulation is not None:
+        return [EmulatedLink(channel, computer.emulation, computer.layout.block_tokens) for channel in channels]
     return channels
 
 
@@ -176,7 +168,7 @@ def _advertised(settings: NodeSettings) -> str:
         return str(probe.getsockname()[0])
 
 
-def _info(settings: NodeSettings, role: Role, computer: Computer) -> NodeInfo:
+def _info(settings: NodeSettings, role: Role, computer: Computer, budget: Budget) -> NodeInfo:
     layout = computer.layout
     return NodeInfo(
         id=settings.id or f"{role.name}-{socket.gethostname()}-{os.getpid()}",
@@ -191,7 +183,24 @@ def _info(settings: NodeSettings, role: Role, computer: Computer) -> NodeInfo:
         max_model_len=computer.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         version=_version(),
+        facts=_facts(settings, computer, budget),
     )
+
+
+def _facts(settings: NodeSettings, computer: Computer, budget: Budget) -> dict[str, str]:
+    """What else must be equal for two nodes to be compared, and what placement reckons with."""
+    return computer.facts | {
+        "policy": settings.policy,
+        "cpus": str(len(os.sched_getaffinity(0))),
+        "max_num_batched_tokens": str(settings.max_num_batched_tokens),
+        "max_step_tokens": str(budget.ceiling),
+        "max_num_seqs": str(settings.max_num_seqs),
+        "tbt_slo_ms": f"{settings.tbt_slo_ms:g}",
+        "long_prefill_token_threshold": str(settings.long_prefill_token_threshold),
+        "max_num_partial_prefills": str(settings.max_num_partial_prefills),
+        "prefix_caching": str(settings.enable_prefix_caching).lower(),
+        "python": platform.python_version(),
+    }
 
 
 def _version() -> str:

@@ -29,12 +29,14 @@ class Output:
 
 
 class Runner(Protocol):
+    overruns: int = 0  # steps that an emulated device would have ended sooner
+
     def run(self, step: Step) -> list[Output]:
         """One output a slice, in order. Requests are read, never changed; running a step twice is harmless."""
         ...
 
 
-class TorchRunner:
+class TorchRunner(Runner):
     """Runs a decoder over the paged pool. A request's payload is its `shared.messages.Sampling`."""
 
     def __init__(self, model: Decoder, pool: KVPool, backend: AttentionBackend, device: torch.device) -> None:

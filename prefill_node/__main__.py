@@ -3,13 +3,12 @@
 import sys
 
 from engine.process import main as run_node
-from prefill_node.courier import Courier
 from scheduler.role import PREFILL
 from shared.config import NodeSettings, settings_from_command_line
 
 
 def main(settings: NodeSettings) -> int:
-    return run_node(settings, PREFILL, Courier)
+    return run_node(settings, PREFILL)
 
 
 if __name__ == "__main__":

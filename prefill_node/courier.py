@@ -15,10 +15,13 @@ from grpclib.client import Channel
 
 from engine.node import Node, Progress
 from prefill_node.handoff import Action, Commit, Handoff, Phase, Push, Stop
+from prefill_node.push_fit import PushFit
 from scheduler.request import Request
 from shared import messages
+from shared.clock import now_ns
 from shared.kv.channel import ChannelError, KVChannel, TicketRefusedError
 from shared.kv.checksum import checksums
+from shared.logs import about
 from shared.messages import Submit
 from shared.serve import Tasks
 from shared.services import COMMIT, PUSHED, RENEW, RESERVE, STOP, PeerError, Rpc, connect
@@ -75,6 +78,7 @@ class Courier:
         self._peers: dict[str, Peer] = {}
         self._leaving: dict[str, Leaving] = {}
         self._tasks = Tasks()
+        self._push_fit = PushFit()
         node.on_leaving = self.begin
         node.on_admitted = self.admitted
         node.on_progress = self.progress
@@ -136,6 +140,7 @@ class Courier:
 
     async def _carry(self, leaving: Leaving) -> None:
         handoff, identity = leaving.handoff, leaving.request.id
+        about(identity, leaving.submit.traceparent)
         peer = None
         try:
             peer = self._peer(leaving.submit.decode_node)
@@ -163,7 +168,9 @@ class Courier:
         try:
             async with peer.asking:
                 question = messages.Reserve(leaving.submit, info.boot, info.fingerprint)
+                asked_ns = now_ns()
                 reserved = await RESERVE.call(peer.rpc, question, self._reserve_timeout_s + CALL_S)
+                self._note(leaving, "reserving", asked_ns, peer=peer.address)
             if reserved.error:
                 handoff.failed(f"{peer.address} refused: {reserved.error}")
                 return
@@ -183,7 +190,9 @@ class Courier:
                 case Commit():
                     assert handoff.ticket is not None
                     commit = messages.Commit(handoff.ticket, action.first_token, leaving.sums)
+                    told_ns = now_ns()
                     _check(await COMMIT.call(peer.rpc, commit, CALL_S))
+                    self._note(leaving, "committed", told_ns, peer=peer.address)
                 case Stop():
                     await self._stop(peer, handoff, action)
         except (PeerError, ChannelError) as error:
@@ -198,6 +207,7 @@ class Courier:
         source = leaving.request.blocks[push.first : push.last]
         if len(source) < push.last - push.first:
             raise ChannelError("the request's blocks are gone")  # aborted just now
+        began_ns = now_ns()
         try:
             await channel.push(card, leaving.handoff.ticket, source, push.targets)
         except TicketRefusedError:
@@ -207,6 +217,8 @@ class Courier:
             if peer.channel is channel:
                 peer.channel = None  # chosen anew for the next handoff
             raise
+        if source:
+            self._pushed(peer, leaving, began_ns, len(source))
         leaving.sums += await asyncio.to_thread(checksums, self._rows, source)
         if push.last < leaving.handoff.num_blocks:
             told = messages.Pushed(leaving.handoff.ticket, leaving.sums)
@@ -214,6 +226,19 @@ class Courier:
             _check(await PUSHED.call(peer.rpc, told, CALL_S))
         self._node.ticker.blocks_moved += len(source)
         self._node.ticker.bytes_moved += len(source) * self._node.info.block_bytes
+
+    def _pushed(self, peer: Peer, leaving: Leaving, began_ns: int, num_blocks: int) -> None:
+        num_bytes = num_blocks * self._node.info.block_bytes
+        channel = leaving.channel.name if leaving.channel is not None else ""
+        self._note(leaving, "transfer", began_ns, count=num_blocks, bytes=num_bytes, peer=peer.address, channel=channel)
+        self._push_fit.observe(num_bytes, (now_ns() - began_ns) / 1e9)
+        self._node.ticker.transfer = self._push_fit.seconds()
+
+    def _note(self, leaving: Leaving, kind: str, began_ns: int, **fields: object) -> None:
+        """Records what took from `began_ns` until now."""
+        at_ns = now_ns()
+        duration_us = (at_ns - began_ns) // 1000
+        self._node.recorder.event(leaving.request.id, kind, at_ns, duration_us=duration_us, **fields)
 
     async def _stop(self, peer: Peer, handoff: Handoff, stop: Stop) -> None:
         if handoff.ticket is None:
@@ -227,7 +252,7 @@ class Courier:
         node, request, handoff = self._node, leaving.request, leaving.handoff
         if handoff.committed and not leaving.silent:
             node.ticker.handoffs += 1
-            node.forget(request.id)
+            node.forget(request.id, "handed_off")
             node.engine.post(lambda scheduler: scheduler.abort(request))  # the blocks stay as prefix cache
         elif not leaving.silent:
             node.ticker.handoffs_failed += 1

@@ -12,12 +12,15 @@ from pathlib import Path
 import uvicorn
 from prometheus_client import CollectorRegistry
 
+from router.admin import admin_routes
 from router.api import build_app
-from router.dispatch import Dispatch
+from router.dispatch import Dispatch, Rules
 from router.fleet import Fleet
-from router.fleet_status import NodeMetrics
+from router.fleet_status import promised
 from router.generation import Model
 from router.model import read_model
+from router.node_metrics import NodeMetrics
+from router.records import Records
 from router.text import Tokenizer
 from shared.config import RouterSettings, settings_from_command_line
 from shared.errors import ConfigError
@@ -40,19 +43,33 @@ def main(settings: RouterSettings) -> int:
     except (ConfigError, OSError, ValueError) as error:
         print(f"router: {error}", file=sys.stderr)
         return 2
-    return run(lambda lifetime: _serve(lifetime, settings, model, tokenizer, listener), settings.log_level)
+    return run(
+        lambda lifetime: _serve(lifetime, settings, model, tokenizer, listener),
+        settings.log_level,
+        settings.log_format,
+        "router",
+    )
 
 
 async def _serve(
     lifetime: Lifetime, settings: RouterSettings, model: Model, tokenizer: Tokenizer, listener: socket.socket
 ) -> int:
     identity = f"router-{secrets.token_hex(8)}"
-    fleet = Fleet(identity, _registry(settings, identity), settings.mode, settings.node_timeout_s)
-    dispatch = Dispatch(fleet, model.name, settings.max_attempts)
+    records = Records()
+    fleet = Fleet(identity, _registry(settings, identity), settings.mode, settings.node_timeout_s, records)
+    rules = Rules(settings.max_attempts, settings.disaggregate, settings.ttft_slo_ms / 1000)
+    dispatch = Dispatch(fleet, model.name, rules, records)
     metrics = CollectorRegistry()
-    metrics.register(NodeMetrics(fleet.nodes, model.name))
+    metrics.register(NodeMetrics(fleet.nodes, model.name, records, dispatch.status))
     app = build_app(
-        dispatch, tokenizer, model, registry=metrics, max_concurrent_requests=settings.max_concurrent_requests
+        dispatch,
+        tokenizer,
+        model,
+        registry=metrics,
+        records=records,
+        slo=lambda: promised(settings.ttft_slo_ms, (info for info, _, alive in fleet.nodes() if alive)),
+        more_routes=admin_routes(fleet, settings.drain_timeout_s),
+        max_concurrent_requests=settings.max_concurrent_requests,
     )
     server = uvicorn.Server(
         uvicorn.Config(
@@ -60,6 +77,7 @@ async def _serve(
             http="httptools",
             loop="none",
             lifespan="off",
+            log_config=None,
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -80,6 +98,7 @@ async def _serve(
         draining = asyncio.ensure_future(lifetime.draining.wait())
         await asyncio.wait({serving, draining}, return_when=asyncio.FIRST_COMPLETED)
         draining.cancel()
+        app.state.feed.close()
         server.should_exit = True
         await serving
     return 0

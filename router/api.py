@@ -1,7 +1,8 @@
 """The routes of the REST API, and how each is answered. Errors become statuses here and nowhere else."""
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from secrets import token_hex
 from typing import Any
@@ -15,10 +16,15 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from router.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
+from router.dashboard import page_routes
 from router.exchange import Exchange
+from router.feed import Feed
+from router.fleet_status import whole_status
 from router.generation import Dispatcher, Model
-from router.metrics import RequestMetrics
+from router.metrics import Collected, RequestMetrics, Slo
+from router.observe import observe_routes
 from router.order import apart, check_ids, encode, take_order
+from router.records import Records
 from router.sse import Form
 from router.text import Tokenizer
 from router.wire import ClientGone, Reply, described, label_of, while_connected
@@ -36,12 +42,20 @@ def build_app(
     model: Model,
     *,
     registry: CollectorRegistry | None = None,
+    records: Records | None = None,
+    slo: Callable[[], Slo] = Slo,
+    more_routes: Sequence[Route] = (),
     max_concurrent_requests: int = 1024,
     body_timeout_s: float = BODY_TIMEOUT_S,
 ) -> Starlette:
-    """The whole REST API as an ASGI app. `registry` collects its metrics and is what `/metrics` shows."""
+    """The whole REST API as an ASGI app. `registry` is what `/metrics` shows, `records` what dispatch and the nodes
+    tell, `slo` what is promised to a request that comes now."""
     registry = CollectorRegistry() if registry is None else registry
-    rim = Rim(dispatcher, tokenizer, model, registry, max_concurrent_requests, body_timeout_s)
+    records = Records() if records is None else records
+    metrics = RequestMetrics(model.name, slo)
+    registry.register(metrics)
+    rim = Rim(dispatcher, tokenizer, model, registry, records, metrics, max_concurrent_requests, body_timeout_s)
+    feed = Feed(records, rim.whole_status)
     app = Starlette(
         routes=[
             Route("/v1/completions", Post(rim, CompletionBody, rim.generate), methods=["POST"]),
@@ -54,10 +68,14 @@ def build_app(
             Route("/health", rim.health),
             Route("/ready", rim.ready),
             Route("/metrics", rim.metrics),
+            *observe_routes(records, feed),
+            *more_routes,
+            *page_routes(),
         ],
         exception_handlers={HTTPException: _tell, Rejected: _tell, Exception: _tell},
     )
     app.router.redirect_slashes = False
+    app.state.feed = feed  # to be closed when the server drains: its streams end by nothing else
     return app
 
 
@@ -75,6 +93,8 @@ class Rim:
         tokenizer: Tokenizer,
         model: Model,
         registry: CollectorRegistry,
+        records: Records,
+        metrics: RequestMetrics,
         max_concurrent_requests: int,
         body_timeout_s: float,
     ) -> None:
@@ -86,14 +106,17 @@ class Rim:
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
         self._registry = registry
-        self._request_metrics = RequestMetrics(registry, model.name)
+        self._records = records
+        self._request_metrics = metrics
 
     async def generate(self, body: Body, reply: Reply) -> None:
         """POST /v1/completions and /v1/chat/completions."""
         assert isinstance(body, CompletionBody | ChatBody)
         name = ("chatcmpl-" if isinstance(body, ChatBody) else "cmpl-") + token_hex(16)
-        order = await take_order(body, self.model, self._tokenizer, name, int(time.time()))
-        exchange = Exchange(order, self._tokenizer, self._request_metrics, reply.arrived)
+        reply.name(name)
+        order = await take_order(body, self.model, self._tokenizer, name, int(time.time()), reply.traceparent)
+        exchange = Exchange(order, self._tokenizer, self._request_metrics, self._records, reply.arrived)
+        reply.facts = exchange.facts
         form = Form(exchange, self._tokenizer, self.model.name)
         async with aclosing(exchange.said(self._dispatcher)) as said_by_samples:
             async for prompt, sample, said in said_by_samples:
@@ -152,7 +175,10 @@ class Rim:
         }
 
     async def status(self, _request: Request) -> Response:
-        return JSONResponse(self._dispatcher.status())
+        return JSONResponse(self.whole_status())
+
+    def whole_status(self) -> dict[str, Any]:
+        return whole_status(self._dispatcher.status(), self._records, self._request_metrics)
 
     async def health(self, _request: Request) -> Response:
         """The router itself lives; whether anybody can compute is `/ready`."""
@@ -163,7 +189,9 @@ class Rim:
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def metrics(self, _request: Request) -> Response:
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+        collected = Collected(self._registry)
+        text = await asyncio.to_thread(generate_latest, collected)  # most of a scrape; tokens flow meanwhile
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 class Post:
@@ -175,7 +203,7 @@ class Post:
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = Reply(send, label_of(scope, token_hex(16)))
+        reply = Reply(scope, send, label_of(scope, token_hex(16)))
         rim = self._rim
         rim.num_at_work += 1
         try:
@@ -189,6 +217,7 @@ class Post:
             await reply.fail(error)
         finally:
             rim.num_at_work -= 1
+            reply.log()
 
     async def _work(self, raw: bytes, reply: Reply) -> None:
         name = self._rim.model.name

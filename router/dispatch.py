@@ -6,21 +6,25 @@ The router owns the request: the prompt and the tokens so far are here, so any n
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
-from router.fleet import Fleet, Link
+from router.attempt import Attempt, Lost, Sample
+from router.fleet import Fleet
 from router.generation import Generation, Piece
+from router.link import Link
+from router.records import Records
 from scheduler.placement import Placement, place
 from scheduler.prefix import block_hashes
 from shared.errors import Rejected, Unavailable
-from shared.messages import Delta, Logprobs, Submit, pack_ids, unpack_ids
+from shared.messages import Submit, pack_ids
 from shared.serve import Tasks
 
 log = logging.getLogger("baton.dispatch")
 WAIT_NEW_S = 1.0  # for a node, before a new request is turned away
 WAIT_UNDER_WAY_S = 30.0  # for a node, before a request that already runs is given up
 RETRY_PAUSE_S = 0.05  # times the attempts so far
+MAX_RETRY_AFTER_S = 60.0
 SEED_STEP = 0x9E3779B97F4A7C15  # spreads the seeds of samples (the golden ratio, as in splitmix64)
 
 
@@ -33,14 +37,30 @@ class Counts:
     finished: int = 0
     cancelled: int = 0
     failed: int = 0
+    refused: int = 0  # their first token was predicted too late
     moved: int = 0  # attempts that went on elsewhere
 
 
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """`disaggregate`: see `scheduler.placement.place`. `ttft_slo_s`: a request whose first token is predicted later
+    is refused; 0: none is."""
+
+    max_attempts: int = 5
+    disaggregate: str = "auto"
+    ttft_slo_s: float = 0.0
+
+
+class Refused(Unavailable):
+    """Its first token would come later than the SLO allows."""
+
+
 class Dispatch:
-    def __init__(self, fleet: Fleet, model: str, max_attempts: int) -> None:
+    def __init__(self, fleet: Fleet, model: str, rules: Rules, records: Records) -> None:
         self._fleet = fleet
         self._model = model
-        self._max_attempts = max_attempts
+        self._rules = rules
+        self._records = records
         self._counts = Counts()
         self._placements: dict[str, int] = {}  # reason -> how many
 
@@ -73,7 +93,7 @@ class Dispatch:
 
     # ---- one sample ---------------------------------------------------------------------------------------------
 
-    async def carry(self, run: "Run", sample: "Sample") -> None:
+    async def carry(self, run: "Run", sample: Sample) -> None:
         """Attempts until the sample is finished. Raises Unavailable or Rejected."""
         counts = self._counts
         counts.total += 1
@@ -81,15 +101,17 @@ class Dispatch:
         ended = ""
         try:
             avoid: set[str] = set()
-            for number in range(self._max_attempts):
+            for number in range(self._rules.max_attempts):
                 await self._some_node(WAIT_UNDER_WAY_S)
-                attempt = Attempt(sample, f"{run.generation.id}.{sample.index}.{number}")
+                is_new = number == 0 and sample.index == 0
+                attempt = Attempt(sample, f"{run.generation.id}.{sample.index}.{number}", is_new)
                 try:
                     self._start(run, attempt, avoid)
                     await attempt.over
                     return
                 except Lost as lost:
                     counts.moved += 1
+                    self._records.moved(attempt.id, str(lost))
                     avoid.add(lost.node)
                     if str(lost).startswith("handoff: ") and attempt.decode is not None:
                         avoid.add(attempt.decode.info.id)  # which of the two is at fault is not known
@@ -97,16 +119,16 @@ class Dispatch:
                     log.warning("request %s goes on elsewhere: %s", attempt.id, lost)
                 finally:
                     self._end(attempt)
-            raise Unavailable(f"The request was given up after {self._max_attempts} attempts.")
-        except (Unavailable, Rejected):
-            ended = "failed"
+            raise Unavailable(f"The request was given up after {self._rules.max_attempts} attempts.")
+        except (Unavailable, Rejected) as error:
+            ended = "refused" if isinstance(error, Refused) else "failed"
             raise
         finally:
             counts.running -= 1
             ended = ended or ("finished" if sample.is_finished or sample.is_enough else "cancelled")
             setattr(counts, ended, getattr(counts, ended) + 1)
 
-    def _start(self, run: "Run", attempt: "Attempt", avoid: set[str]) -> None:
+    def _start(self, run: "Run", attempt: Attempt, avoid: set[str]) -> None:
         """Places the attempt and sends it. Sent to P, it names D; sent to D alone, it names nobody."""
         generation, sample = run.generation, attempt.sample
         tokens = generation.prompt + sample.tokens
@@ -125,6 +147,7 @@ class Dispatch:
             generation.priority,
             decode.info.address if prefill is not None else "",
             generation.share_prefix,
+            generation.traceparent,
         )
         if sample.index or sample.tokens:  # told once
             submit.sampling.prompt_logprobs = None
@@ -135,11 +158,11 @@ class Dispatch:
         else:
             decode.submit(submit, attempt)
 
-    def _place(self, run: "Run", attempt: "Attempt", tokens: list[int], avoid: set[str]) -> tuple[Link | None, Link]:
+    def _place(self, run: "Run", attempt: Attempt, tokens: list[int], avoid: set[str]) -> tuple[Link | None, Link]:
         prefill, decode = self._fleet.usable()
         sibling = run.home
         if attempt.sample.index and sibling in decode and sibling.info.id not in avoid:
-            self._note("sibling")
+            self._note(attempt, Placement(None, sibling.info.id, "sibling"))
             return None, sibling  # the prompt's KV is there already
         prefill = [link for link in prefill if link.info.id not in avoid]  # none left: the decode node alone
         decode = [link for link in decode if link.info.id not in avoid] or decode
@@ -149,22 +172,41 @@ class Dispatch:
         hashes = block_hashes(tokens, links[0].info.block_tokens, run.generation.salt)
         overlap = self._fleet.prefixes.overlap(hashes)
         cached = {name: depth * links[0].info.block_tokens for name, depth in overlap.items()}
-        found: Placement | None = place(
-            attempt.id, len(tokens), [p.view() for p in prefill], [d.view() for d in decode], cached
-        )
+        views = [p.view() for p in prefill], [d.view() for d in decode]
+        found = place(attempt.id, len(tokens), *views, cached, self._rules.disaggregate)
         assert found is not None
-        self._note(found.reason)
+        if attempt.is_new:
+            self._admit(found)
+        self._note(attempt, found)
         for name in (found.prefill, found.decode):
             if name is not None:
                 self._fleet.prefixes.record(hashes, name)
         attempt.cached_tokens = cached.get(found.prefill or found.decode, 0)
         return (None if found.prefill is None else self._fleet.link(found.prefill)), self._fleet.link(found.decode)
 
-    def _note(self, reason: str) -> None:
-        self._placements[reason] = self._placements.get(reason, 0) + 1
+    def _admit(self, found: Placement) -> None:
+        """Raises Refused when the first token is predicted later than the SLO; without a prediction all may come."""
+        slo_s, estimate = self._rules.ttft_slo_s, found.estimate
+        if not slo_s or estimate is None or estimate.first_token_s <= slo_s:
+            return
+        late_s = min(estimate.first_token_s - slo_s, MAX_RETRY_AFTER_S)
+        raise Refused(
+            f"The first token is predicted in {estimate.first_token_s * 1000:.0f} ms, later than the "
+            f"{slo_s * 1000:.0f} ms that this cluster promises; try again later.",
+            retry_after_s=late_s,
+            status=429,
+        )
+
+    def _note(self, attempt: Attempt, found: Placement) -> None:
+        self._placements[found.reason] = self._placements.get(found.reason, 0) + 1
+        local_s, remote_s = (
+            estimate.ready_s if estimate is not None and estimate.keeps_tbt else 0.0
+            for estimate in (found.local, found.remote)
+        )
+        self._records.placed(attempt.id, found.prefill, found.decode, found.reason, local_s, remote_s)
 
     @staticmethod
-    def _end(attempt: "Attempt") -> None:
+    def _end(attempt: Attempt) -> None:
         """Nothing of the attempt goes on anywhere."""
         attempt.uncharge()
         for link in (attempt.prefill, attempt.decode):
@@ -174,14 +216,6 @@ class Dispatch:
                 link.forget(attempt.id)
             else:
                 link.abort(attempt.id)
-
-
-class Lost(Exception):
-    """The attempt cannot go on; another may. `node` had better be avoided, "" if none."""
-
-    def __init__(self, reason: str, node: str) -> None:
-        super().__init__(reason)
-        self.node = node
 
 
 class Run:
@@ -237,114 +271,10 @@ class Run:
         if not self._running:
             self._pieces.put_nowait(StopAsyncIteration())
 
-    async def _carry(self, sample: "Sample") -> None:
+    async def _carry(self, sample: Sample) -> None:
         try:
             if sample.index:
                 await self._at_home.wait()
             await self._dispatch.carry(self, sample)
         except (Unavailable, Rejected) as error:
             self._pieces.put_nowait(error)
-
-
-@dataclass(slots=True)
-class Sample:
-    """What one sample has generated so far, over all attempts."""
-
-    index: int
-    run: Run
-    tokens: list[int] = field(default_factory=list)
-    is_finished: bool = False
-    is_enough: bool = False  # for the client: a stop string was found
-
-
-class Attempt:
-    """One sample on one placement, until it is over or lost. Deltas of the two nodes may come in any order."""
-
-    def __init__(self, sample: Sample, identity: str) -> None:
-        self.sample = sample
-        self.id = identity
-        self.prefill: Link | None = None
-        self.decode: Link | None = None
-        self.cached_tokens = 0  # that the prefix index expects
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._start = len(sample.tokens)
-        self._landed = False
-        self._early: dict[int, Delta] = {}
-        self._prompt_logprobs: list[Logprobs] = []
-        self._charges: list[tuple[Link, int, int]] = []
-
-    def delta(self, link: Link, delta: Delta) -> None:
-        if self.over.done():
-            return
-        self._landed = self._landed or delta.landed or (link is self.decode and bool(delta.tokens))
-        if delta.error:
-            if link is not self.decode and self._landed:
-                return  # the prefill node did not hear that its commit succeeded
-            self._fail(link, delta)
-            return
-        if self._landed or self.prefill is None or delta.finish:
-            self._uncharge_prompt()
-            if self.sample.index == 0:
-                self.sample.run.settle(self.decode if self._landed or self.prefill is None else None)
-        self._prompt_logprobs += delta.prompt_logprobs
-        if not delta.tokens and not delta.finish:
-            return
-        self._early[delta.position] = delta
-        while (ready := self._early.pop(len(self.sample.tokens), None)) is not None:
-            self._tell(ready)
-            if ready.finish:
-                self.sample.is_finished = True
-                self.over.set_result(None)
-                return
-
-    def lost(self, link: Link) -> None:
-        # Landed, and its first token is here: the prefill node has nothing left to say.
-        if self.over.done() or (link is self.prefill and self._landed and len(self.sample.tokens) > self._start):
-            return
-        self.over.set_exception(Lost(f"node {link.info.id} is gone", link.info.id))
-
-    def _tell(self, delta: Delta) -> None:
-        tokens = unpack_ids(delta.tokens)
-        is_first = not self.sample.tokens
-        self.sample.tokens += tokens
-        self.sample.run.tell(
-            Piece(
-                self.sample.index,
-                tokens,
-                delta.logprobs,
-                self._prompt_logprobs if is_first else [],
-                delta.finish or None,
-                delta.cached_tokens if is_first else 0,
-            )
-        )
-        self._prompt_logprobs = []  # told whole with the first token, so an attempt before it leaves no trace
-
-    def _fail(self, link: Link, delta: Delta) -> None:
-        if delta.retry:
-            self.over.set_exception(Lost(delta.error, link.info.id))
-        elif delta.error in {"internal", "numerical", "no_token"}:
-            self.over.set_exception(Unavailable(f"The model failed on this request ({delta.error}).", status=500))
-        else:
-            self.over.set_exception(Rejected(delta.error))
-
-    # ---- the router's own ledger of load, for placement ----------------------------------------------------------
-
-    def charge(self, num_tokens: int, max_new_tokens: int) -> None:
-        assert self.decode is not None
-        work = max(0, num_tokens - self.cached_tokens)
-        computes = self.decode if self.prefill is None else self.prefill
-        self._charges = [(computes, work, 0), (self.decode, 0, num_tokens + max_new_tokens // 2)]
-        for link, outstanding, kv_tokens in self._charges:
-            link.outstanding_tokens += outstanding
-            link.kv_tokens += kv_tokens
-
-    def _uncharge_prompt(self) -> None:
-        if len(self._charges) == 2:
-            link, outstanding, _ = self._charges.pop(0)
-            link.outstanding_tokens = max(0, link.outstanding_tokens - outstanding)
-
-    def uncharge(self) -> None:
-        self._uncharge_prompt()
-        for link, _, kv_tokens in self._charges:
-            link.kv_tokens = max(0, link.kv_tokens - kv_tokens)
-        self._charges = []

@@ -9,9 +9,11 @@ from router.answer import Said, Sample
 from router.generation import Answers, Dispatcher, Generation, Piece
 from router.metrics import RequestMetrics
 from router.order import Order
+from router.records import Records
 from router.text import Tokenizer
 from shared.messages import Logprobs
 
+SETTLE_S = 1.0  # after its last word, until what its nodes recorded of a request is here
 MERGED_PIECES = 64  # held between several prompts' answers and a client that reads slowly
 
 
@@ -54,24 +56,43 @@ class AskedPrompt:
 class Exchange:
     """Runs once. Whatever happens, when `said` is closed every node is told to stop and every sample is counted."""
 
-    def __init__(self, order: Order, tokenizer: Tokenizer, metrics: RequestMetrics, arrived: float) -> None:
+    def __init__(
+        self, order: Order, tokenizer: Tokenizer, metrics: RequestMetrics, records: Records, arrived: float
+    ) -> None:
         """`arrived` is when the request did, on the monotonic clock."""
         self.order = order
         self.prompts = [AskedPrompt(number, order, tokenizer) for number in range(len(order.generations))]
         self.num_prompt_tokens = sum(len(prompt.generation.prompt) for prompt in self.prompts)
         self._metrics = metrics
-        self._started = arrived
-        self._last_token: dict[int, float] = {}
+        self._records = records
         self._open = {sample.index: sample for prompt in self.prompts for sample in prompt.samples}
-        self._tokens_said = 0
+        self._paces = {index: metrics.pace(arrived) for index in self._open}
 
     @property
     def num_generated(self) -> int:
-        return self._tokens_said
+        return sum(pace.num_tokens for pace in self._paces.values())
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Until the first token of any sample."""
+        return min((ttft_s for pace in self._paces.values() if (ttft_s := pace.ttft_s) is not None), default=None)
 
     @property
     def num_cached(self) -> int:
         return sum(prompt.cached_tokens for prompt in self.prompts)
+
+    def facts(self) -> dict[str, object]:
+        """For the access line: what was asked, what was told and how fast, and the nodes that it was last placed on."""
+        prefill, decode = self._records.placed_on(self.order.id)
+        ttft_ms = None if self.ttft_s is None else round(1000 * self.ttft_s, 1)
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "cached_tokens": self.num_cached,
+            "tokens": self.num_generated,
+            "ttft_ms": ttft_ms,
+            "prefill": prefill,
+            "decode": decode,
+        }
 
     async def said(self, dispatcher: Dispatcher) -> AsyncGenerator[tuple[AskedPrompt, Sample, Said], None]:
         """Everything said, as it comes. Raises Rejected and Unavailable. The caller closes it (`aclosing`)."""
@@ -79,8 +100,10 @@ class Exchange:
         why_open = "abort"
         try:
             for prompt in self.prompts:
-                answers.append(await dispatcher.submit(prompt.generation))
-                self._metrics.accepted(len(prompt.generation.prompt))
+                generation = prompt.generation
+                self._records.accepted(self.order.id, len(generation.prompt), generation.n, generation.traceparent)
+                answers.append(await dispatcher.submit(generation))
+                self._metrics.accepted(len(generation.prompt), generation.max_tokens)
             async with aclosing(merged(answers)) as pieces:
                 async for number, piece in pieces:
                     prompt = self.prompts[number]
@@ -99,8 +122,9 @@ class Exchange:
             why_open = "error"
             raise
         finally:
-            for sample in self._open.values():
-                self._metrics.ended(why_open, sample.num_tokens, time.monotonic() - self._started)
+            for index in list(self._open):
+                self._ended(index, why_open, time.monotonic())
+            asyncio.get_running_loop().call_later(SETTLE_S, settle, self.order.id, self._records, self._metrics)
             for each in answers:
                 await each.close()
 
@@ -108,18 +132,21 @@ class Exchange:
         said = sample.hear(piece)
         now = time.monotonic()
         if said.tokens:
-            before = self._last_token.get(sample.index)
-            if before is None:
-                self._metrics.time_to_first_token.observe(now - self._started)
-            else:
-                self._metrics.token_gap(now - before)
-            self._last_token[sample.index] = now
-            self._tokens_said += len(said.tokens)
-            self._metrics.generation_tokens.inc(len(said.tokens))
+            self._metrics.tokens(self._paces[sample.index], len(said.tokens), now)
+            self._records.told(self.order.id, sample.index, len(said.tokens))
         if sample.finish is not None:
-            del self._open[sample.index]
-            self._metrics.ended(sample.finish, sample.num_tokens, now - self._started)
+            self._ended(sample.index, sample.finish, now)
         return said
+
+    def _ended(self, index: int, how: str, now: float) -> None:
+        del self._open[index]
+        self._metrics.ended(self._paces[index], how, now)
+        self._records.ended(self.order.id, index, how)
+
+
+def settle(identity: str, records: Records, metrics: RequestMetrics) -> None:
+    if (summary := records.summary(identity)) is not None:
+        metrics.settled(summary)
 
 
 async def merged(answers: Sequence[Answers]) -> AsyncGenerator[tuple[int, Piece], None]:

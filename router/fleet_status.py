@@ -1,72 +1,12 @@
-"""How `/v1/status` and `/metrics` show the nodes."""
+"""How `/v1/status` shows the cluster."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-
+from router.bottleneck import bottleneck
+from router.metrics import RequestMetrics, Slo
+from router.records import Activity, Records
 from shared.messages import Load, NodeInfo
-
-NodeRow = tuple[NodeInfo, Load, bool]
-Family = GaugeMetricFamily | CounterMetricFamily
-LABELS = ("engine", "role", "model_name")
-
-
-def _usage(load: Load) -> float:
-    used = load.blocks_owned + load.blocks_reserved + load.blocks_quarantined
-    return used / load.blocks_total if load.blocks_total else 0.0
-
-
-# vLLM's names where it has one, so that its boards work; ours where it has none.
-GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
-    ("vllm:num_requests_running", "Requests in the running batch.", lambda load: load.running),
-    ("vllm:num_requests_waiting", "Requests that wait for room.", lambda load: load.waiting),
-    ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 1 is all.", _usage),
-    ("baton:kv_blocks_free", "Empty KV blocks.", lambda load: load.blocks_free),
-    ("baton:kv_blocks_cached", "KV blocks kept as prefix cache only.", lambda load: load.blocks_cached),
-    ("baton:kv_blocks_owned", "KV blocks of requests.", lambda load: load.blocks_owned),
-    ("baton:kv_blocks_reserved", "KV blocks that a peer is writing.", lambda load: load.blocks_reserved),
-    ("baton:kv_blocks_quarantined", "KV blocks that a peer may still write.", lambda load: load.blocks_quarantined),
-)
-COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
-    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda load: load.cache_queries),
-    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda load: load.cache_hits),
-    ("vllm:num_preemptions", "Requests preempted.", lambda load: load.preemptions),
-    ("baton:steps", "Forward passes.", lambda load: load.steps),
-    ("baton:prompt_tokens_computed", "Prompt tokens computed.", lambda load: load.prompt_tokens),
-    ("baton:tokens_generated", "Tokens generated.", lambda load: load.generated_tokens),
-    ("baton:handoffs", "Requests handed to a decode node.", lambda load: load.handoffs),
-    ("baton:handoffs_failed", "Handoffs that ended without a commit.", lambda load: load.handoffs_failed),
-    ("baton:kv_blocks_moved", "KV blocks pushed to decode nodes.", lambda load: load.blocks_moved),
-    ("baton:kv_transfer_bytes", "Bytes pushed to decode nodes.", lambda load: load.bytes_moved),
-    ("baton:channel_fallbacks", "Peers reached over a slower KV channel.", lambda load: load.channel_fallbacks),
-)
-
-
-class NodeMetrics:
-    """A prometheus collector over what the nodes last said."""
-
-    def __init__(self, nodes: Callable[[], list[NodeRow]], model_name: str) -> None:
-        self._nodes = nodes
-        self._model_name = model_name
-
-    def collect(self) -> Iterable[Metric]:
-        rows = self._nodes()
-        for name, text, read in GAUGES:
-            yield self._filled(GaugeMetricFamily(name, text, labels=LABELS), rows, read)
-        for name, text, read in COUNTERS:
-            yield self._filled(CounterMetricFamily(name, text, labels=LABELS), rows, read)
-        alive = GaugeMetricFamily("baton:node_alive", "Whether the node's stream lives.", labels=LABELS)
-        for info, _, is_alive in rows:
-            alive.add_metric(self._labels(info), float(is_alive))
-        yield alive
-
-    def _labels(self, info: NodeInfo) -> tuple[str, str, str]:
-        return info.id, info.role, self._model_name
-
-    def _filled(self, family: Family, rows: list[NodeRow], read: Callable[[Load], float]) -> Family:
-        for info, load, _ in rows:
-            family.add_metric(self._labels(info), read(load))
-        return family
 
 
 def node_status(info: NodeInfo, load: Load, alive: bool) -> dict[str, object]:
@@ -99,4 +39,48 @@ def node_status(info: NodeInfo, load: Load, alive: bool) -> dict[str, object]:
         "bytes_moved": load.bytes_moved,
         "channels": load.channels,
         "channel_fallbacks": load.channel_fallbacks,
+        "facts": info.facts,
+        "cost": load.cost or None,
+        "records_dropped": load.records_dropped,
+        "overruns": load.overruns,
     }
+
+
+def whole_status(status: dict[str, Any], records: Records, requests: RequestMetrics) -> dict[str, Any]:
+    """`/v1/status`: what dispatch says, what nodes did in the last seconds, what clients had in the last minute."""
+    nodes = [node | _activity(records.activity(node["id"])) for node in status["nodes"]]
+    whole = status | {"nodes": nodes, "latency": requests.latency()}
+    return whole | {"summary": bottleneck(whole)}
+
+
+def _activity(activity: Activity | None) -> dict[str, object]:
+    if activity is None:
+        batch = {"tokens": 0, "prefills": 0, "decodes": 0}
+        return {"steps_per_s": 0.0, "tokens_per_s": 0.0, "busy": 0.0, "batch": batch, "budget": 0, "budget_reason": ""}
+    last = activity.last
+    return {
+        "steps_per_s": round(activity.steps_per_s, 1),
+        "tokens_per_s": round(activity.tokens_per_s, 1),
+        "busy": round(activity.busy, 6),
+        "batch": {
+            "tokens": last.prefill_tokens + last.num_decodes,
+            "prefills": last.num_prefills,
+            "decodes": last.num_decodes,
+        },
+        "budget": last.budget,
+        "budget_reason": activity.reason,
+    }
+
+
+def promised(ttft_slo_ms: float, nodes: Iterable[NodeInfo]) -> Slo:
+    """What clients may expect: the router's own word on the first token, the strictest decode node's on the rest."""
+    told = [info.facts.get("tbt_slo_ms", "0") for info in nodes if info.role == "decode"]
+    tbt_ms = [value for text in told if (value := _number(text)) > 0]
+    return Slo(ttft_slo_ms / 1000, min(tbt_ms, default=0.0) / 1000)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0

@@ -35,6 +35,7 @@ class Generation:
     salt: bytes = b""
     priority: int = 0  # smaller runs first
     share_prefix: bool = True
+    traceparent: str = ""  # W3C trace context of the client's request
 
 
 @dataclass(slots=True)

@@ -42,7 +42,12 @@ async def apart(work: Callable[Arguments, Result], *args: Arguments.args, **kwar
 
 
 async def take_order(
-    body: CompletionBody | ChatBody, model: Model, tokenizer: Tokenizer, order_id: str, created: int
+    body: CompletionBody | ChatBody,
+    model: Model,
+    tokenizer: Tokenizer,
+    order_id: str,
+    created: int,
+    traceparent: str = "",
 ) -> Order:
     """Raises Rejected: an id beyond the vocabulary, or more tokens than the context holds."""
     check_ids(body.stop_token_ids, model, "stop_token_ids")
@@ -62,6 +67,7 @@ async def take_order(
             n=body.n,
             salt=salt,
             priority=body.priority,
+            traceparent=traceparent,
         )
         for number, prompt in enumerate(prompts)
     ]

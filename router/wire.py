@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -13,10 +13,14 @@ from starlette.types import Receive, Scope, Send
 
 from router.sse import dump, event
 from shared.errors import Rejected, Unavailable
+from shared.logs import about, fields
+from shared.trace_context import traceparent_of
 
+access = logging.getLogger("baton.access")
 log = logging.getLogger(__name__)
 
 LABEL = re.compile(r"[A-Za-z0-9._-]{1,64}")
+CLIENT_GONE = 499  # nginx's status for it, in the access log only
 
 
 class ClientGone(Exception):
@@ -108,13 +112,36 @@ def described(error: Exception, label: str) -> tuple[int, dict[str, Any], dict[s
 
 
 class Reply:
-    """One response. It is either one JSON object or a stream of events, and ends in every case with an answer."""
+    """One response. It is either one JSON object or a stream of events, and ends in every case with an answer.
 
-    def __init__(self, send: Send, label: str) -> None:
+    It names its request in every log line of the task that made it.
+    """
+
+    def __init__(self, scope: Scope, send: Send, label: str) -> None:
         self._send = send
-        self._label = label
+        self._label = self._name = label
+        self._path = scope["path"]
+        self.traceparent = traceparent_of(Headers(scope=scope).getlist("traceparent"))
         self.arrived = time.monotonic()
+        self.facts: Callable[[], Mapping[str, object]] = dict  # what the access line says beside the status
+        self._status = CLIENT_GONE
+        self._outcome = "client_gone"
         self._streams = False
+        about(label, self.traceparent)
+
+    def name(self, identity: str) -> None:
+        """The name under which clients and records know this request, from here on."""
+        self._name = identity
+        about(identity, self.traceparent)
+
+    def log(self) -> None:
+        """The request's one line in the access log, when it is over."""
+        if not access.isEnabledFor(logging.INFO):
+            return
+        duration_ms = round(1000 * (time.monotonic() - self.arrived), 1)
+        seen: dict[str, object] = {"request": self._name, "path": self._path, "status": self._status}
+        seen |= {"outcome": self._outcome, "duration_ms": duration_ms, **self.facts()}
+        access.info(" ".join(f"{name}={value}" for name, value in seen.items()), extra=fields(**seen))
 
     async def json(self, value: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
         body = dump(value).encode()
@@ -122,6 +149,7 @@ class Reply:
             status, {"content-type": "application/json", "content-length": str(len(body))} | (headers or {})
         )
         await self._send({"type": "http.response.body", "body": body})
+        self._outcome = "answered"
 
     async def events(self, data: bytes) -> None:
         """Part of a stream; the first part starts it, so that failures before it still have a status."""
@@ -141,6 +169,7 @@ class Reply:
     async def end(self) -> None:
         """Ends a stream."""
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        self._outcome = "answered"
 
     async def fail(self, error: Exception) -> None:
         """Tells the client: by status, or in a stream that has begun by one last event."""
@@ -150,8 +179,10 @@ class Reply:
         else:
             await self.events(event(value))
             await self.end()
+        self._outcome = type(error).__name__
 
     async def _start(self, status: int, headers: dict[str, str]) -> None:
-        named = headers | {"x-request-id": self._label}
+        self._status = status
+        named = headers | {"x-request-id": self._label, "traceparent": self.traceparent}
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})

@@ -1,9 +1,10 @@
 """What a step costs: its work in a few numbers, and a model of how long a device takes for that work."""
 
 from dataclasses import astuple, dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from scheduler.request import Slice, Step
+if TYPE_CHECKING:
+    from scheduler.request import Slice, Step
 
 
 @dataclass(slots=True)
@@ -24,7 +25,7 @@ class Work:
     def tokens(self) -> int:
         return self.prefill_tokens + self.num_decodes
 
-    def add(self, piece: Slice) -> None:
+    def add(self, piece: "Slice") -> None:
         if piece.is_decode:
             self.add_decode(piece.end)
         else:
@@ -45,7 +46,7 @@ def pairs_of(start: int, count: int) -> int:
     return count * start + count * (count + 1) // 2
 
 
-def work_of(step: Step) -> Work:
+def work_of(step: "Step") -> Work:
     work = Work()
     for piece in step.slices:
         work.add(piece)

@@ -4,24 +4,13 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
+
+from scheduler.disaggregate import Estimate, NodeView, choose, local_estimate, remote_estimate
 
 # Above this many nodes a decision looks at two of them and at the best prefix match (power of two choices,
 # Mitzenmacher 2001), so that its cost does not grow with the cluster.
 SCAN_LIMIT = 16
-
-
-@dataclass(slots=True)
-class NodeView:
-    """What placement knows of a live node. Tokens are counted from what the router sent and the node told."""
-
-    id: str
-    role: str
-    outstanding_tokens: int = 0  # prompt tokens sent there and not computed yet
-    running: int = 0
-    max_num_seqs: int = 1
-    kv_tokens: int = 0  # tokens whose KV is or will be there
-    kv_capacity_tokens: int = 1
-    placed: int = 0  # requests ever sent there: among equals, whose turn it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +20,13 @@ class Placement:
     prefill: str | None
     decode: str
     reason: str
+    local: Estimate | None = None  # where step-time models are known
+    remote: Estimate | None = None
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """Of the way that was chosen."""
+        return self.local if self.prefill is None else self.remote
 
 
 class PrefixIndex:
@@ -70,27 +66,48 @@ def place(
     prefill_nodes: Sequence[NodeView],
     decode_nodes: Sequence[NodeView],
     cached_tokens: Mapping[str, int],
+    disaggregate: str = "always",
 ) -> Placement | None:
     """The prefill node that would finish the prompt first and the decode node with the most room; None: nobody lives.
 
-    `cached_tokens`: prefix tokens that each node probably holds.
+    `cached_tokens`: prefix tokens that each node probably holds. `disaggregate`: "always" | "never" | "auto", which
+    compares that pair with that decode node alone, and with the one that has most of the prompt already
+    (scheduler.disaggregate).
     """
     generating = decode_nodes or prefill_nodes
     if not generating:
         return None
-    decode = min(
-        _candidates(request_id, generating, cached_tokens),
-        key=lambda node: _decode_load(node, num_tokens, cached_tokens),
-    )
-    if not decode_nodes:
-        return Placement(None, decode.id, "no_decode_node")
-    if not prefill_nodes:
-        return Placement(None, decode.id, "no_prefill_node")
+    candidates = _candidates(request_id, generating, cached_tokens)
+    decode = min(candidates, key=lambda node: _decode_load(node, num_tokens, cached_tokens))
+    if not decode_nodes or not prefill_nodes or disaggregate == "never":
+        reason = "no_decode_node" if not decode_nodes else "never" if prefill_nodes else "no_prefill_node"
+        return Placement(None, decode.id, reason, _local(decode, None, num_tokens, cached_tokens))
     prefill = min(
         _candidates(request_id, prefill_nodes, cached_tokens),
         key=lambda node: _prefill_work(node, num_tokens, cached_tokens),
     )
-    return Placement(prefill.id, decode.id, "disaggregated")
+    cached = cached_tokens.get(prefill.id, 0)
+    remote = remote_estimate(prefill, num_tokens, cached, cached_tokens.get(decode.id, 0))
+    knower = max(candidates, key=lambda node: cached_tokens.get(node.id, 0))
+    alone, local = min(
+        ((node, _local(node, prefill, num_tokens, cached_tokens)) for node in (decode, knower)),
+        key=lambda pair: _total(pair[1]),
+    )
+    is_local, reason = choose(remote, local) if disaggregate == "auto" else (False, "disaggregated")
+    if is_local:
+        return Placement(None, alone.id, reason, local, remote)
+    return Placement(prefill.id, decode.id, reason, local, remote)
+
+
+def _local(
+    node: NodeView, teacher: NodeView | None, num_tokens: int, cached_tokens: Mapping[str, int]
+) -> Estimate | None:
+    cost = teacher.cost if teacher is not None else None
+    return local_estimate(node, cost, num_tokens, cached_tokens.get(node.id, 0))
+
+
+def _total(estimate: Estimate | None) -> float:
+    return estimate.total_s if estimate is not None else inf
 
 
 def _prefill_work(node: NodeView, num_tokens: int, cached_tokens: Mapping[str, int]) -> tuple[int, int, int]:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from scheduler.cost import Work
+
 
 class State(Enum):
     """Where a request stands on this node."""
@@ -106,12 +108,19 @@ class Slice:
 
 @dataclass(slots=True)
 class Step:
-    """One forward pass over slices, decodes first, and the landings that were given room beside it."""
+    """One forward pass over slices, decodes first, and the landings that were given room beside it.
+
+    `budget` tokens were allowed for `reason` (see scheduler.budget); `predicted_s` is 0 where no model predicted it.
+    """
 
     number: int
     slices: list[Slice]
     landings: list[Request]
     num_preempted: int = 0
+    work: Work = field(default_factory=Work)
+    budget: int = 0
+    reason: str = ""
+    predicted_s: float = 0.0
 
     @property
     def num_tokens(self) -> int:

@@ -12,4 +12,4 @@ class Role:
 
 PREFILL = Role("prefill", ends_at="first_token")  # then the request is handed off
 DECODE = Role("decode", ends_at="last_token")  # takes handed-off KV, and prompts that nobody computed
-ROLES = {role.name: role for role in (PREFILL, DECODE)}
+ROLES: dict[str, Role] = {role.name: role for role in (PREFILL, DECODE)}

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from scheduler.blocks import BlockPool, Ledger
+from scheduler.budget import Budget, FixedBudget
+from scheduler.cost import CostModel
 from scheduler.policy import STALL_FREE, Policy
 from scheduler.prefix import extend_hashes
 from scheduler.request import Request, Slice, State, Step, cdiv
-
-# How much of what running requests may still generate is kept free when a new one is admitted: most stop early,
-# and preemption catches the rest (the estimate of SGLang's new-token ratio, with its cap on long limits).
-GROWTH_SHARE = 0.3
-GROWTH_CAP_TOKENS = 4096
+from scheduler.room import blocks_missing, growth_of, growth_of_all, victim_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +56,19 @@ def _turn(request: Request) -> tuple[int, int]:
 
 
 class Scheduler:
-    def __init__(self, limits: Limits, num_blocks: int, block_tokens: int, policy: Policy = STALL_FREE) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        num_blocks: int,
+        block_tokens: int,
+        policy: Policy = STALL_FREE,
+        budget: Budget | None = None,
+    ) -> None:
+        """`budget`: tokens of each step; None: `limits.max_num_batched_tokens`, always."""
         self.limits = limits
         self.policy = policy
+        self.budget = budget or FixedBudget(limits.max_num_batched_tokens)
+        self.cost: CostModel | None = None  # how long a step takes; the driver's to set, between two steps
         self.block_tokens = block_tokens
         self.pool = BlockPool(num_blocks)
         self.requests: dict[str, Request] = {}
@@ -73,7 +81,7 @@ class Scheduler:
         self._steps = 0
         self._parked: deque[tuple[int, list[int]]] = deque()  # freed blocks that steps in flight still use
         # More running requests than tokens in a step would let the first ones starve the last.
-        self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._max_running = min(limits.max_num_seqs, self.budget.ceiling)
 
     # ---- commands -------------------------------------------------------------------------------------------
 
@@ -147,15 +155,15 @@ class Scheduler:
     def schedule(self) -> Step:
         """The next step; without slices when nothing can run now."""
         step = Step(self._steps, [], [])
-        budget = self.limits.max_num_batched_tokens
-        if self.policy.prompts_first:
-            budget = self._schedule_prompts(step, budget)
-            if not step.slices or self.policy.mixed:
-                self._schedule_decodes(step, budget)
-        else:
-            budget = self._schedule_decodes(step, budget)
-            if not step.slices or self.policy.mixed:
-                self._schedule_prompts(step, budget)
+        self.budget.begin(self.cost, self.num_landing > 0 or any(map(self._decodes, self.running)))
+        if not self.policy.prompts_first:
+            self._schedule_decodes(step)
+        self._schedule_prompts(step)
+        if self.policy.prompts_first and (self.policy.mixed or not step.slices):
+            self._schedule_decodes(step)
+        step.budget, step.reason = self.budget.end(step.work)
+        if self.cost is not None:
+            step.predicted_s = self.cost.seconds(step.work)
         if step.slices:
             self._steps += 1
         return step
@@ -189,54 +197,57 @@ class Scheduler:
 
     # ---- decodes --------------------------------------------------------------------------------------------
 
-    def _schedule_decodes(self, step: Step, budget: int) -> int:
+    def _schedule_decodes(self, step: Step) -> None:
+        left = self.budget.ceiling - step.work.tokens
         for request in tuple(self.running):
-            if budget == 0:
+            if left == 0:
                 break
-            if request.num_tokens - request.num_scheduled != 1 or self._is_ending(request):
-                continue
             # A request that an older one preempted in this very loop is not RUNNING any more.
-            if request.state is State.RUNNING and self._make_room(request, 1, step) == 1:
+            if not self._decodes(request) or request.state is not State.RUNNING:
+                continue
+            if self._make_room(request, 1, step) == 1:
                 self._take_slice(step, request, 1)
-                budget -= 1
-        return budget
+                left -= 1
 
     @staticmethod
-    def _is_ending(request: Request) -> bool:
-        """The steps in flight bring its last token here."""
-        return request.num_sampling > 0 and (request.leaves or request.remaining_tokens == 0)
+    def _decodes(request: Request) -> bool:
+        """Its next token is what it lacks, and the steps in flight do not bring its last one here."""
+        if request.num_tokens - request.num_scheduled != 1:
+            return False
+        return request.num_sampling == 0 or not (request.leaves or request.remaining_tokens == 0)
 
     # ---- prompts --------------------------------------------------------------------------------------------
 
-    def _schedule_prompts(self, step: Step, budget: int) -> int:
+    def _schedule_prompts(self, step: Step) -> None:
+        may_compute = self.policy.mixed or not step.slices
         partial = 0
-        for request in tuple(self.running):
+        for request in tuple(self.running) if may_compute else ():
             behind = request.num_tokens - request.num_scheduled
             if behind <= 1 or request.state is not State.RUNNING:
                 continue
-            count = self._make_room(request, self._chunk(request, behind, budget, step), step)
+            count = self._make_room(request, self._chunk(request, request.num_scheduled, step), step)
             if count:
                 self._take_slice(step, request, count)
-                budget -= min(budget, count)
             partial += count < behind
-        return self._admit(step, budget, partial)
+        if not self.policy.together or not (self.running or self.num_landing):
+            self._admit(step, partial, may_compute)
 
-    def _admit(self, step: Step, budget: int, partial: int) -> int:
-        """New requests by turn, as long as there is room; nobody overtakes the one that has to wait."""
+    def _admit(self, step: Step, partial: int, may_compute: bool) -> None:
+        """New requests by turn, as long as there is room; nobody overtakes the one that has to wait. Those that land
+        compute nothing, so they come in also where prompts may not be computed."""
         growth = None
         while (request := self._next_waiting()) is not None:
             if len(self.running) + self.num_landing >= self._max_running or request.num_in_flight:
                 break
             held = self._cached_prefix(request)
-            behind = request.num_tokens - len(held) * self.block_tokens
-            count = 0 if request.lands else self._chunk(request, behind, budget, step)
-            if not request.lands and (
-                count == 0 or (count < behind and partial >= self.limits.max_num_partial_prefills)
-            ):
+            start = len(held) * self.block_tokens
+            count = self._chunk(request, start, step) if may_compute and not request.lands else 0
+            is_partial = count < request.num_tokens - start
+            if not (request.lands or self._may_start(count, is_partial, partial)):
                 break
-            growth = self._growth_blocks() if growth is None else growth
+            growth = growth_of_all(self.running, self.block_tokens) if growth is None else growth
             needed = cdiv(request.num_tokens, self.block_tokens) - len(held) + self.pool.count_unowned(held)
-            own_growth = self._growth(request)
+            own_growth = growth_of(request, self.block_tokens)
             alone = not self.running and not self.num_landing
             if needed + (0 if alone else growth + own_growth) > self.pool.available:
                 break
@@ -250,27 +261,38 @@ class Scheduler:
                 request.move_to(State.RUNNING)
                 insort(self.running, request, key=_turn)
                 self._allot(request, count)
-                self._take_slice(step, request, count)
-                budget -= min(budget, count)
-                partial += count < behind
+                if count:
+                    self._take_slice(step, request, count)
+                partial += is_partial
             growth += own_growth + needed - (available - self.pool.available)
-        return budget
+
+    def _may_start(self, count: int, is_partial: bool, num_partial: int) -> bool:
+        """Whether a prompt is admitted of which the step can compute `count` tokens."""
+        if self.policy.together:
+            return True  # with its batch, whenever its turn to compute comes
+        may_stay_partial = self.policy.fills or num_partial < self.limits.max_num_partial_prefills
+        return count > 0 and (may_stay_partial or not is_partial)
 
     def _next_waiting(self) -> Request | None:
         while self._waiting and self._waiting[0][2].state is not State.WAITING:
             heapq.heappop(self._waiting)
         return self._waiting[0][2] if self._waiting else None
 
-    def _chunk(self, request: Request, behind: int, budget: int, step: Step) -> int:
-        """How many of the tokens that a prompt is behind this step may compute."""
+    def _chunk(self, request: Request, start: int, step: Step) -> int:
+        """How many tokens of a prompt, from `start` on, this step may compute."""
+        behind, num_prompts = request.num_tokens - start, step.work.num_prefills
+        if self.policy.max_prompts is not None and num_prompts >= self.policy.max_prompts:
+            return 0
+        room = self.budget.room(step.work, start)
         if not self.policy.chunked:
-            return behind if behind <= budget or not step.slices else 0
-        count = min(behind, budget)
+            return behind if behind <= room or num_prompts == 0 else 0
+        count = min(behind, room)
+        if self.policy.fills:
+            return count
         if self.limits.long_prefill_token_threshold:
             count = min(count, self.limits.long_prefill_token_threshold)
         if count < behind:
-            end = request.num_scheduled + count
-            aligned = end - end % self.limits.tile_tokens - request.num_scheduled
+            aligned = count - (start + count) % self.limits.tile_tokens
             count = aligned if aligned > 0 else count
         return count
 
@@ -297,28 +319,13 @@ class Scheduler:
         request.move_to(State.LANDING)
         step.landings.append(request)
 
-    def _growth(self, request: Request) -> int:
-        """Blocks to keep free for what a request may still generate here."""
-        if request.leaves:
-            return 0
-        tokens = GROWTH_SHARE * min(request.remaining_tokens, GROWTH_CAP_TOKENS)
-        return cdiv(int(tokens), self.block_tokens)
-
-    def _growth_blocks(self) -> int:
-        """What running requests still need: the rest of prompts under way in full, their answers in part."""
-        growth = 0
-        for request in self.running:
-            rest = cdiv(request.num_tokens, self.block_tokens) - len(request.blocks)
-            growth += rest + self._growth(request)
-        return growth
-
     # ---- blocks ---------------------------------------------------------------------------------------------
 
     def _make_room(self, request: Request, count: int, step: Step) -> int:
         """Allots blocks for `count` more tokens, preempting later requests if it must. Returns how many tokens have
         blocks now; 0 when the request itself had to wait or was preempted."""
-        while self._blocks_missing(request, count) > self.pool.available:
-            victim = self._victim(request, step)
+        while blocks_missing(request, count, self.block_tokens) > self.pool.available:
+            victim = victim_for(request, self.running, step)
             if victim is None:
                 break
             self._preempt(victim, step)
@@ -327,35 +334,13 @@ class Scheduler:
         if self.policy.chunked:
             room = (len(request.blocks) + self.pool.available) * self.block_tokens - request.num_scheduled
             count = min(count, room)
-        elif self._blocks_missing(request, count) > self.pool.available:
+        elif blocks_missing(request, count, self.block_tokens) > self.pool.available:
             return 0
         self._allot(request, count)
         return count
 
-    def _victim(self, request: Request, step: Step) -> Request | None:
-        """The last in turn that is not in this step yet, down to the request itself; None: it has to wait.
-
-        A request that leaves is never preempted, as its blocks are being read by a transfer. A prompt behind which
-        only members of this step come waits for them: it is the older one.
-        """
-        taken = {id(piece.request) for piece in step.slices}
-        others_wait = False
-        for candidate in reversed(self.running):
-            if candidate is request:
-                break
-            if id(candidate) not in taken:
-                if not candidate.leaves:
-                    return candidate
-                others_wait = True
-        is_last = self.running[-1] is request
-        may_wait = request.leaves or len(self.running) == 1 or not (is_last or others_wait)
-        return None if may_wait else request
-
-    def _blocks_missing(self, request: Request, count: int) -> int:
-        return max(0, cdiv(request.num_scheduled + count, self.block_tokens) - len(request.blocks))
-
     def _allot(self, request: Request, count: int) -> None:
-        request.blocks += self.pool.take(self._blocks_missing(request, count))
+        request.blocks += self.pool.take(blocks_missing(request, count, self.block_tokens))
 
     def _preempt(self, request: Request, step: Step) -> None:
         self.running.remove(request)
@@ -381,12 +366,16 @@ class Scheduler:
     # ---- cursors --------------------------------------------------------------------------------------------
 
     def _take_slice(self, step: Step, request: Request, count: int) -> None:
-        samples = request.num_scheduled + count == request.num_tokens
-        step.slices.append(Slice(request, request.num_scheduled, count, samples, request.epoch))
+        start = request.num_scheduled
+        samples = start + count == request.num_tokens
+        step.slices.append(Slice(request, start, count, samples, request.epoch))
         request.num_scheduled += count
         request.num_in_flight += 1
         request.num_sampling += samples
-        if not step.slices[-1].is_decode:
+        if samples and count == 1:
+            step.work.add_decode(start + 1)
+        else:
+            step.work.add_chunk(start, count)
             self.counters.prompt_tokens += count
 
     def _advance(self, request: Request, end: int) -> None:

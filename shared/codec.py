@@ -115,14 +115,14 @@ def _dict_checker(key: Check, inner: Check) -> Check:
 
 def _dataclass_checker(kind: type) -> Check:
     hints = typing.get_type_hints(kind)
-    members = [(field.name, _checker(hints[field.name])) for field in fields(kind)]
+    members = [(f"{kind.__name__}.{field.name}", _checker(hints[field.name])) for field in fields(kind)]
     required = sum(field.default is MISSING and field.default_factory is MISSING for field in fields(kind))
 
     def check(value: Any, where: str) -> Any:
         if type(value) is not list or len(value) < required:
             raise Malformed(f"{where} is not an array of at least {required} fields")
         pairs = zip(members, value, strict=False)
-        return kind(*[inner(item, f"{kind.__name__}.{name}") for (name, inner), item in pairs])
+        return kind(*[inner(item, name) for (name, inner), item in pairs])
 
     return check
 

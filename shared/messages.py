@@ -125,6 +125,8 @@ class Load:
     cost: list[float] = field(default_factory=list)  # scheduler.cost.CostModel.packed, once one is fitted
     transfer: list[float] = field(default_factory=list)  # prefill node: seconds a push, and seconds a byte of it
     records_dropped: int = 0  # step records and request events that no router could be told
+    sent_ns: int = 0  # the node's Unix time when this was sent, for the offset of its clock
+    overruns: int = 0  # emulated passes that ended late, as the machine is too slow for what it emulates
 
 
 @dataclass(slots=True)
@@ -150,7 +152,7 @@ class StepRecord:
     blocks_cached: int = 0
     blocks_owned: int = 0
     blocks_reserved: int = 0
-    members: bytes = b""  # `pack_ids` of (serial, start, count) a slice; serial: see RequestEvent
+    members: bytes = b""  # `pack_ids` of (serial, start, count) a slice, chunks first; serial: see RequestEvent
 
 
 @dataclass(slots=True)
@@ -271,6 +273,17 @@ class Stop:
 
     ticket: bytes
     reason: str = ""
+
+
+@dataclass(slots=True)
+class SetRole:
+    """Router to node: be a "prefill" or a "decode" node from now on. Answered once the node has rejoined as one.
+
+    Requests on it that still run after `drain_s` go on elsewhere.
+    """
+
+    role: str
+    drain_s: float = 30.0
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import uvloop
 
-FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+from shared import logs
 
 
 class Lifetime:
@@ -29,10 +29,11 @@ class Lifetime:
         self.draining.set()
 
 
-def run(main: Callable[[Lifetime], Coroutine[Any, Any, int]], log_level: str) -> int:
-    """Runs `main` under uvloop until it returns the process's exit status."""
-    logging.basicConfig(format=FORMAT, level=log_level.upper(), stream=sys.stderr)
-    logging.getLogger("grpclib").setLevel(logging.ERROR)
+def run(
+    main: Callable[[Lifetime], Coroutine[Any, Any, int]], log_level: str, log_format: str = "text", name: str = ""
+) -> int:
+    """Runs `main` under uvloop until it returns the process's exit status. `name`: of the process, in JSON lines."""
+    logs.configure(log_level, log_format, name)
 
     # A node's engine thread and its event loop share the interpreter: at the default of 5 ms, each would make the
     # other wait for most of a small model's step.

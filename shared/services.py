@@ -29,6 +29,7 @@ from shared.messages import (
     Report,
     Reserve,
     Reserved,
+    SetRole,
     Stop,
 )
 
@@ -86,6 +87,7 @@ class PeerError(Exception):
 
 JOIN = Rpc("/baton.Registry/Join", NodeInfo, JoinReply, streams=True)
 ATTACH = Rpc("/baton.Node/Attach", Command, Report, streams=True)
+SET_ROLE = Rpc("/baton.Node/SetRole", SetRole, Answer)
 RESERVE = Rpc("/baton.Decode/Reserve", Reserve, Reserved)
 PUSHED = Rpc("/baton.Decode/Pushed", Pushed, Answer)
 COMMIT = Rpc("/baton.Decode/Commit", Commit, Answer)

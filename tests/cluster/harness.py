@@ -60,6 +60,7 @@ class Cluster:
             "heartbeat_s": 0.1,
             "kv_directory": directory / "kv",
             "log_level": "warning",
+            "disaggregate": "always",  # or what a test sees would hang on how fast this machine is
         } | settings
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.start("router")

@@ -13,9 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router import dispatch as dispatch_module
-from router.dispatch import Dispatch, Run
-from router.fleet import Fleet, Link
+from router.dispatch import Dispatch, Rules, Run
+from router.fleet import Fleet
 from router.generation import Generation, Piece
+from router.link import Link
+from router.records import Records
+from scheduler.cost import CostModel
 from shared.errors import Rejected, Unavailable
 from shared.messages import Delta, Logprobs, NodeInfo, Report, Sampling, Submit, pack_ids, unpack_ids
 from shared.registry import EmbeddedRegistry
@@ -24,13 +27,30 @@ PROMPT = list(range(10, 19))
 ANSWER = list(range(50, 57))
 
 
+class Heard(Records):
+    """Keeps what it is told of attempts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.placements: list[tuple[str, str | None, str, str, float, float]] = []
+        self.moves: list[tuple[str, str]] = []
+
+    def placed(
+        self, attempt: str, prefill: str | None, decode: str, reason: str, local_s: float = 0.0, remote_s: float = 0.0
+    ) -> None:
+        self.placements.append((attempt, prefill, decode, reason, local_s, remote_s))
+
+    def moved(self, attempt: str, why: str) -> None:
+        self.moves.append((attempt, why))
+
+
 class Played(Link):
     """A node whose words are the test's; it keeps what it was sent."""
 
     def __init__(self, fleet: Fleet, name: str) -> None:
         role = "prefill" if name.startswith("p") else "decode"
         info = NodeInfo(name, name, role, f"{name}:1", "m", "print", 4, 64, 1000, 512, 8)
-        super().__init__("router", info, 1.0, fleet._link_changed)
+        super().__init__("router", info, 1.0, fleet._link_changed, fleet._records)
         self.alive = True
         self.submits: list[Submit] = []
         self.aborts: list[str] = []
@@ -56,6 +76,7 @@ class Stage:
     fleet: Fleet
     dispatch: Dispatch
     nodes: dict[str, Played]
+    records: Heard
 
     def __getattr__(self, name: str) -> Played:
         return self.nodes[name]
@@ -83,17 +104,19 @@ class Stage:
     def check_over(self) -> None:
         """Nothing of any request is left in the router, and the counts add up."""
         for name, node in self.nodes.items():
-            assert (name, node.outstanding_tokens, node.kv_tokens, node.listeners) == (name, 0, 0, {})
+            ledger = (node.outstanding_tokens, node.outstanding_pairs, node.kv_tokens)
+            assert (name, ledger, node.listeners) == (name, (0, 0, 0), {})
         counts = self.counts()
         assert counts["running"] == 0
-        assert counts["total"] == counts["finished"] + counts["cancelled"] + counts["failed"]
+        assert counts["total"] == sum(counts[name] for name in ("finished", "cancelled", "failed", "refused"))
 
 
-def stage(names: str = "p0 d0", max_attempts: int = 3) -> Stage:
-    fleet = Fleet("router", EmbeddedRegistry("router", "127.0.0.1", 0), "disaggregated", 1.0)
+def stage(names: str = "p0 d0", max_attempts: int = 3, **rules: Any) -> Stage:
+    records = Heard()
+    fleet = Fleet("router", EmbeddedRegistry("router", "127.0.0.1", 0), "disaggregated", 1.0, records)
     nodes = {name: Played(fleet, name) for name in names.split()}
     fleet._links.update(nodes)
-    return Stage(fleet, Dispatch(fleet, "m", max_attempts), nodes)
+    return Stage(fleet, Dispatch(fleet, "m", Rules(max_attempts, **rules), records), nodes, records)
 
 
 async def turns() -> None:
@@ -532,3 +555,78 @@ async def test_what_is_cancelled_before_it_began_ends_too(how: str) -> None:
     else:
         await run.close()
     assert await collect(run) == []
+
+
+# ---- where a prompt is computed, and who is refused -------------------------------------------------------------
+
+SLOW = CostModel(overhead=1.0)  # a second a step
+QUICK = CostModel(overhead=0.001, per_token=1e-5)
+
+
+def learn(here: Stage, **costs: CostModel) -> None:
+    for name, cost in costs.items():
+        here.nodes[name].load.cost = cost.packed()
+        here.nodes[name].load.prompt_tokens = 100_000  # enough of them to know what they cost
+
+
+@pytest.mark.parametrize("mode", ["auto", "always", "never"])
+async def test_a_prompt_goes_where_the_mode_or_the_prediction_says_and_fails_over_in_each(mode: str) -> None:
+    here = stage("p0 d0 d1", disaggregate=mode)
+    learn(here, p0=SLOW, d0=QUICK, d1=QUICK)
+    run = await here.submit()
+    computes, generates, submit = here.attempt(0)
+    reason = {"auto": "local_sooner", "always": "disaggregated", "never": "never"}[mode]
+    assert (computes is generates) is (mode != "always")
+    assert here.dispatch.status()["placements"] == {reason: 1}
+    attempt, prefill, decode, told, local_s, remote_s = here.records.placements[0]
+    assert (attempt, prefill, decode, told) == (
+        submit.id,
+        "p0" if mode == "always" else None,
+        generates.info.id,
+        reason,
+    )
+    assert local_s == pytest.approx(0.001 + 1e-5 * len(PROMPT))
+    assert remote_s == (0.0 if mode == "never" else pytest.approx(1.0))
+    generates.die()
+    await turns()
+    computes, generates, submit = here.attempt(1)
+    assert here.records.moves == [("r.0.0", here.records.moves[0][1])]
+    (computes if computes is not generates else generates).say(token(submit.id, 0))
+    generates.say(Delta(submit.id, landed=True), *generated(submit.id, 1))
+    assert tokens_of(await collect(run)) == ANSWER
+    here.check_over()
+
+
+async def test_a_request_whose_first_token_would_be_late_is_refused_and_one_under_way_never() -> None:
+    here = stage("p0 p1 d0", disaggregate="always", ttft_slo_s=1.5)
+    run = await here.submit()
+    p, d, submit = here.attempt(0)
+    p.say(token(submit.id, 0))
+    learn(here, p0=CostModel(overhead=4.0), p1=CostModel(overhead=4.0), d0=QUICK)
+    with pytest.raises(Unavailable, match="predicted in 4000 ms, later than the 1500 ms") as caught:
+        await collect(await here.submit())
+    assert (caught.value.status, caught.value.retry_after_s) == (429, pytest.approx(2.5))
+    assert here.counts()["refused"] == 1
+    p.die()
+    await turns()
+    p, d, submit = here.attempt(1)
+    p.say(token(submit.id, 1))
+    d.say(Delta(submit.id, landed=True), *generated(submit.id, 2))
+    assert tokens_of(await collect(run)) == ANSWER
+    learn(here, p0=SLOW, p1=SLOW)
+    await (await here.submit()).close()
+    assert here.counts() | {"moved": 0} == {
+        "running": 0, "total": 3, "finished": 1, "cancelled": 1, "failed": 0, "refused": 1, "moved": 0
+    }  # fmt: skip
+    here.check_over()
+
+
+async def test_an_outstanding_prompt_makes_the_next_one_late() -> None:
+    here = stage("p0 d0", disaggregate="always", ttft_slo_s=1.5)
+    learn(here, p0=SLOW, d0=QUICK)
+    first = await here.submit()
+    with pytest.raises(Unavailable, match="predicted in 2000 ms"):
+        await collect(await here.submit())
+    await first.close()
+    await (await here.submit()).close()
+    here.check_over()

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
-from router.dispatch import Dispatch
-from router.fleet import Fleet, Link
+from router.dispatch import Dispatch, Rules
+from router.fleet import Fleet
 from router.generation import Generation
+from router.link import Link
+from router.records import Records
+from scheduler.cost import CostModel
 from shared.messages import Command, Delta, Load, NodeInfo, Report, Sampling, Submit
 from shared.serve import until
 from shared.services import ATTACH, RpcServer
@@ -85,6 +88,17 @@ class Played:
         self._end.set()
 
 
+class Kept(Records):
+    """Records that keep who reported."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reports: list[tuple[str, Report]] = []
+
+    def take(self, info: NodeInfo, report: Report) -> None:
+        self.reports.append((info.id, report))
+
+
 @dataclass
 class Heard:
     """A listener that keeps what it is told."""
@@ -104,6 +118,7 @@ class Stage:
     fleet: Fleet
     listing: Listing
     nodes: dict[str, Played]
+    records: "Kept"
 
     async def alive(self, *names: str) -> None:
         def are_alive() -> bool:
@@ -121,15 +136,16 @@ async def stage(
     names: str, mode: str = "disaggregated", timeout_s: float = 30.0, **prints: str
 ) -> AsyncIterator[Stage]:
     """Nodes by name, p… and d…, each with its fingerprint. At the default timeout nobody is lost for silence."""
+    records = Kept()
     listing, nodes, servers = Listing(), {name: Played() for name in names.split()}, []
-    fleet = Fleet("router", listing, mode, timeout_s)
+    fleet = Fleet("router", listing, mode, timeout_s, records)
     await fleet.start()
     for name, node in nodes.items():
         servers.append(RpcServer({ATTACH: node.attach}))
         address = f"127.0.0.1:{await servers[-1].start('127.0.0.1', 0)}"
         role = "prefill" if name.startswith("p") else "decode"
         listing.put(NodeInfo(name, "boot-1", role, address, "m", prints.get(name, "print"), 4, 64, 100, 512, 8))
-    here = Stage(fleet, listing, nodes)
+    here = Stage(fleet, listing, nodes, records)
     try:
         await here.alive(*nodes)
         yield here
@@ -312,10 +328,41 @@ async def test_a_fleet_that_closes_leaves_every_node() -> None:
 async def test_a_node_that_says_tokens_that_are_none_is_lost_and_dialled_again() -> None:
     """Token bytes that are no ids: the node is lost, like one that says anything else malformed, and dialled again."""
     async with stage("d0 d1") as here:
-        run = await Dispatch(here.fleet, "m", 3).submit(Generation("r", [1, 2, 3], 4, Sampling()))
+        run = await Dispatch(here.fleet, "m", Rules(3), here.records).submit(Generation("r", [1, 2, 3], 4, Sampling()))
         assert await until(lambda: any(link.listeners for link in here.fleet.usable()[1]), 5.0)
         (link,) = [link for link in here.fleet.usable()[1] if link.listeners]
         await here.nodes[link.info.id].say(Delta("r.0.0", 0, b"odd"))
         assert await until(lambda: "r.0.0" not in link.listeners, 5.0)
         await here.alive("d0", "d1")
         await run.close()
+
+
+async def test_a_node_that_comes_with_another_role_keeps_its_stream_and_does_other_work() -> None:
+    async with stage("p0 d0 d1") as here:
+        info = here.listing.nodes["d1"]
+        here.listing.put(replace(info, state="draining"))
+        assert here.usable() == (["p0"], ["d0"])
+        here.listing.put(replace(info, role="prefill"))
+        assert here.usable() == (["d1", "p0"], ["d0"])
+        await asyncio.sleep(0.05)
+        assert here.nodes["d1"].num_streams == 1
+        assert await until(lambda: {name for name, _ in here.records.reports} == {"p0", "d0", "d1"}, 5.0)
+
+
+async def test_placement_sees_what_a_node_says_of_its_speed_and_ignores_what_it_garbles() -> None:
+    async with stage("d0") as here:
+        here.nodes["d0"].load = Load(
+            blocks_owned=6, prompt_tokens=5000, cost=CostModel(0.1, margin=0.2).packed(), transfer=[0.002, 1e-9]
+        )
+        facts = {"max_step_tokens": "2048", "tbt_slo_ms": "50"}
+        here.listing.put(replace(here.listing.nodes["d0"], facts=facts))
+        link = here.fleet.link("d0")
+        assert await until(lambda: link.view().cost == CostModel(0.1, margin=0.2), 5.0)
+        view = link.view()
+        assert (view.budget_tokens, view.tbt_slo_s, view.decode_context, view.knows_prompts) == (2048, 0.05, 24, True)
+        assert (view.push_s, view.byte_s, view.token_bytes) == (0.002, 1e-9, 16)
+        here.nodes["d0"].load = Load(cost=[1.0], transfer=[1.0])
+        here.listing.put(replace(here.listing.nodes["d0"], facts={"max_step_tokens": "all", "tbt_slo_ms": "nan"}))
+        assert await until(lambda: link.view().cost is None, 5.0)
+        view = link.view()
+        assert (view.budget_tokens, view.tbt_slo_s, view.push_s, view.knows_prompts) == (512, 0.0, 0.0, False)

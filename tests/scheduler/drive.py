@@ -6,10 +6,12 @@ Any stale, foreign or missing slot changes the tokens, so a right answer proves 
 import hashlib
 from collections import deque
 
+from scheduler.cost import work_of
 from scheduler.request import Request, Slice, State, Step
 from scheduler.scheduler import Event, Scheduler
 
 VOCABULARY = 50
+LANDING_TURNS = 3
 
 
 def next_token(prefix: list[int], salt: bytes = b"") -> int:
@@ -48,7 +50,8 @@ class Device:
 
 
 class Driver:
-    """`depth` steps are decided before the first of them is told: 1 is a plain loop, 2 an overlapped device."""
+    """`depth` steps are decided before the first of them is told: 1 is a plain loop, 2 an overlapped device. Whoever
+    lands does so `LANDING_TURNS` turns after its room was found."""
 
     def __init__(self, scheduler: Scheduler, depth: int = 1) -> None:
         self.scheduler = scheduler
@@ -56,11 +59,17 @@ class Driver:
         self.depth = depth
         self.in_flight: deque[tuple[Step, list[list[int]]]] = deque()
         self.steps: list[Step] = []
+        self.landings: deque[tuple[int, Request]] = deque()
+        self.turns = 0
         self.idle = 0
 
     def turn(self) -> list[Event]:
         """Decides one step and tells those beyond the depth."""
+        self.turns += 1
+        while self.landings and self.landings[0][0] <= self.turns:
+            self.land(self.landings.popleft()[1])
         step = self.scheduler.schedule()
+        self.landings += [(self.turns + LANDING_TURNS, landing) for landing in step.landings]
         if step.slices:
             self.steps.append(step)
             self.in_flight.append((step, [list(piece.request.blocks) for piece in step.slices]))
@@ -68,8 +77,17 @@ class Driver:
         events: list[Event] = []
         if self.in_flight and (len(self.in_flight) >= self.depth or not step.slices):
             events = self.tell()
-        self.idle = 0 if step.slices or events or step.landings else self.idle + 1
+        self.idle = 0 if step.slices or events or self.landings else self.idle + 1
         return events
+
+    def land(self, landing: Request) -> None:
+        """Its peer has written the KV, and sampled the first token."""
+        if landing.state is not State.LANDING:
+            return
+        for position in range(landing.num_computed, len(landing.tokens)):
+            slot = landing.blocks[position // self.device.block_tokens], position % self.device.block_tokens
+            self.device.slots[slot] = (landing.salt, landing.tokens[position])
+        self.scheduler.land(landing, next_token(landing.tokens, landing.salt))
 
     def tell(self) -> list[Event]:
         step, tables = self.in_flight.popleft()
@@ -86,8 +104,10 @@ class Driver:
             seen.add(piece.request.id)
             assert len(piece.request.blocks) * self.scheduler.block_tokens >= piece.end
         if self.scheduler.policy.chunked:
-            assert step.num_tokens <= limits.max_num_batched_tokens
+            assert step.num_tokens <= self.scheduler.budget.ceiling
+            assert step.num_tokens <= max(step.budget, step.work.num_decodes + 1)
         assert len(step.slices) <= limits.max_num_seqs
+        assert step.work == work_of(step)
 
     def recount(self) -> None:
         """The ledger against a full count of who holds what (only valid with nothing in flight)."""
@@ -106,7 +126,7 @@ class Driver:
         assert 0 not in held
 
     def finish(self, limit: int = 20_000) -> None:
-        while self.scheduler.has_work or self.in_flight:
+        while self.scheduler.has_work or self.in_flight or self.landings:
             self.turn()
             assert self.idle < 3, "nothing moves"
             limit -= 1

@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.placement import NodeView, PrefixIndex, place
+from scheduler.disaggregate import NodeView
+from scheduler.placement import PrefixIndex, place
 from scheduler.prefix import block_hashes
 
 

@@ -6,14 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.budget import SloBudget
+from scheduler.cost import CostModel
 from scheduler.policy import POLICIES, PREFILL_FIRST, STALL_FREE, Policy
 from scheduler.request import LEGAL, Request, State
 from scheduler.scheduler import Limits, Scheduler
 from tests.scheduler.drive import Driver, expected, request
 
+every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+MODELS = (None, CostModel(overhead=1.0), CostModel(1.0, 1.0, 4.0, 0.1, 0.01, 0.1, 0.2), CostModel(per_token=0.1))
+
 
 @st.composite
 def traffic(draw: st.DrawFn) -> tuple[Scheduler, list[tuple[int, Request]], int]:
+    """A scheduler, requests of which some land with the turns at which they arrive, and the driver's depth."""
     block_tokens = draw(st.sampled_from([1, 2, 4, 16]))
     limits = Limits(
         max_num_batched_tokens=draw(st.integers(1, 40)),
@@ -22,7 +28,7 @@ def traffic(draw: st.DrawFn) -> tuple[Scheduler, list[tuple[int, Request]], int]
         max_num_partial_prefills=draw(st.integers(1, 3)),
         tile_tokens=draw(st.sampled_from([1, 1, 4])),
     )
-    policy = draw(st.sampled_from(list(POLICIES.values())))
+    budget = draw(st.sampled_from([None, SloBudget(10.0, 40, floor=1, first=3), SloBudget(0.5, 12, floor=2)]))
     seed = draw(st.integers(0, 2**32))
     rng = random.Random(seed)
     longest = 60
@@ -37,23 +43,28 @@ def traffic(draw: st.DrawFn) -> tuple[Scheduler, list[tuple[int, Request]], int]
                 request(
                     f"r{index}",
                     prompt,
-                    rng.randrange(1, 20),
+                    rng.randrange(2, 20),
                     salt=rng.choice([b"", b"tenant"]),
                     priority=rng.choice([0, 0, 0, 1]),
+                    lands=rng.random() < 0.25,
                 ),
             )
         )
-    return Scheduler(limits, num_blocks, block_tokens, policy), arrivals, draw(st.sampled_from([1, 1, 2]))
+    scheduler = Scheduler(limits, num_blocks, block_tokens, budget=budget)
+    return scheduler, arrivals, draw(st.sampled_from([1, 1, 2]))
 
 
-@settings(max_examples=2000, deadline=None)
-@given(traffic())
+@every_policy
+@settings(max_examples=400, deadline=None)
+@given(case=traffic())
 def test_every_request_gets_its_tokens_and_every_block_returns(
-    case: tuple[Scheduler, list[tuple[int, Request]], int],
+    policy: Policy, case: tuple[Scheduler, list[tuple[int, Request]], int]
 ) -> None:
     scheduler, arrivals, depth = case
+    scheduler.policy = policy
     driver = Driver(scheduler, depth)
     for turn in range(20):
+        scheduler.cost = MODELS[turn // 3 % len(MODELS)]
         for when, arrival in arrivals:
             if when == turn:
                 scheduler.add(arrival)
@@ -71,12 +82,14 @@ def test_every_request_gets_its_tokens_and_every_block_returns(
     assert not scheduler.requests
 
 
-@settings(max_examples=500, deadline=None)
-@given(traffic(), st.randoms(use_true_random=False))
+@every_policy
+@settings(max_examples=150, deadline=None)
+@given(case=traffic(), rng=st.randoms(use_true_random=False))
 def test_an_abort_in_any_state_frees_its_blocks_and_touches_nobody_else(
-    case: tuple[Scheduler, list[tuple[int, Request]], int], rng: random.Random
+    policy: Policy, case: tuple[Scheduler, list[tuple[int, Request]], int], rng: random.Random
 ) -> None:
     scheduler, arrivals, depth = case
+    scheduler.policy = policy
     driver = Driver(scheduler, depth)
     for _, arrival in arrivals:
         scheduler.add(arrival)
@@ -97,13 +110,12 @@ def test_an_abort_in_any_state_frees_its_blocks_and_touches_nobody_else(
     assert ledger.free + ledger.cached == ledger.total
 
 
-@settings(max_examples=500, deadline=None)
-@given(traffic())
-def test_decodes_never_wait_for_a_prompt_under_stall_free(
-    case: tuple[Scheduler, list[tuple[int, Request]], int],
-) -> None:
+@pytest.mark.parametrize("name", ["stall_free", "decode_maximal", "split_fuse", "whole_prompt_mixed", "decode_first"])
+@settings(max_examples=200, deadline=None)
+@given(case=traffic())
+def test_decodes_never_wait_for_a_prompt(name: str, case: tuple[Scheduler, list[tuple[int, Request]], int]) -> None:
     scheduler, arrivals, _ = case
-    scheduler.policy = STALL_FREE
+    scheduler.policy = POLICIES[name]
     driver = Driver(scheduler)
     for turn in range(120):
         for when, arrival in arrivals:
@@ -225,9 +237,7 @@ def test_a_landing_reserves_then_owns_and_continues_at_its_second_token() -> Non
     driver.turn()
     assert landing.state is State.LANDING
     assert scheduler.ledger().reserved == 3
-    for position, token in enumerate(prompt):  # the peer writes
-        driver.device.slots[landing.blocks[position // 4], position % 4] = (b"", token)
-    scheduler.land(landing, expected(prompt, 1)[0])
+    driver.land(landing)
     driver.finish()
     assert landing.tokens[10:] == expected(prompt, 4)
     second = request("again", prompt, 4, lands=True)

@@ -113,7 +113,7 @@ BAD_FOR_NODES = [
     ("kv_cache_memory", "0", "at least one byte"),
     ("device", "gpu", "auto, cpu, cuda or cuda:N"),
     ("dtype", "int8", "auto, float32, bfloat16 or float16"),
-    ("policy", "fifo", "stall_free or prefill_first"),
+    ("policy", "fifo", "decode_first or static"),
     ("kv_channel", "rdma", "auto, shm or tcp"),
     ("runner", "onnx", "torch or hash"),
     ("heartbeat_s", "0.01", "a number from 0.05 to 60"),

@@ -106,6 +106,8 @@ async def test_an_announcer_joins_updates_and_leaves() -> None:
         assert await until(lambda: registry.nodes == {"d0": INFO}, 5.0)
         await node.update(replace(INFO, state="draining"))
         assert await until(lambda: registry.nodes["d0"].state == "draining", 5.0), "it waits for no heartbeat"
+        await node.update(replace(INFO, role="prefill"))
+        assert await until(lambda: registry.nodes["d0"].role == "prefill", 5.0), "it may change its role"
         await node.close()
         assert await until(lambda: registry.nodes == {}, 5.0)
 
@@ -217,12 +219,14 @@ async def test_nodes_that_announce_themselves_are_listed_and_leave_when_they_clo
         assert await until(lambda: registry.nodes == {"d0": INFO}, 5.0)
         await node.update(replace(INFO, state="draining"))
         assert await until(lambda: registry.nodes["d0"].state == "draining", 5.0)
+        await node.update(replace(INFO, role="prefill"))
+        assert await until(lambda: registry.nodes["d0"].role == "prefill", 5.0)
         await node.close()
         assert (redis.values, redis.index["baton:c:nodes"]) == ({}, set())
         await reads(redis, 2)
         redis.now += LEASE_S
         assert await until(lambda: registry.nodes == {}, 5.0)
-        assert changes == [["d0"], ["d0"], []]
+        assert changes == [["d0"], ["d0"], ["d0"], []]
     assert set(redis.leases_ms) == {90}, "a lease is three heartbeats"
 
 

@@ -1,0 +1,237 @@
+"""`baton top`: the nodes, what holds the cluster back and the latest passes, live in the terminal, from the router's
+event stream. Where the output is no terminal it prints once, plainly, and ends."""
+
+import json
+import math
+import os
+import select
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+import httpx
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from cluster.status import Unreachable
+
+COLUMNS = ("NODE", "ROLE", "STATE", "BATCH", "KV", "QUEUE", "IT/S", "BUSY")
+NUM_LEFT = 3  # columns of words; the rest are numbers
+TIMEOUT_S = 5.0  # the stream says something every second
+RETRY_S = 1.0
+FRAME_S = 0.25
+PASSES_KEPT = 400
+LEVELS = "▁▂▃▄▅▆▇█"
+FULL_TOKENS = 2048  # a pass of so many is as high as can be
+STYLES = {"prefill": "yellow", "decode": "blue", "over": "bold red"}
+# Columns of a step in the `steps` event.
+START, DURATION, PREFILL_TOKENS, NUM_DECODES = 1, 2, 8, 9
+
+
+class View:
+    """What the stream has said so far. The reading thread writes it, the drawing one reads it."""
+
+    def __init__(self) -> None:
+        self.status: dict[str, Any] | None = None
+        self.passes: dict[str, deque[list[Any]]] = {}
+        self.problem = ""
+
+    def hear(self, kind: str, data: dict[str, Any]) -> None:
+        if kind == "status":
+            self.status = data | {"nodes": sorted(data["nodes"], key=_order)}
+            nodes = {node["id"] for node in data["nodes"]}
+            self.passes = {name: passes for name, passes in self.passes.items() if name in nodes}
+        elif kind == "steps":
+            kept = self.passes.setdefault(data["node"], deque(maxlen=PASSES_KEPT))
+            newest = kept[-1][START] if kept else -math.inf
+            kept.extend(row for row in data["steps"] if row[START] > newest)  # some come again after a reconnect
+
+
+def run_top(url: str) -> int:
+    """Returns the exit status: 1, after one line on stderr, when no router answers at first."""
+    view, events = View(), read_events(url)
+    try:
+        while view.status is None:
+            view.hear(*next(events))
+    except Unreachable as error:
+        print(f"baton top: {error}", file=sys.stderr)
+        return 1
+    except StopIteration:
+        print(f"baton top: the event stream of {url} ended at once; try again", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    if not sys.stdout.isatty():
+        print("\n".join(plain_lines(view)))
+        return 0
+    threading.Thread(target=_keep_reading, args=(url, view, events), daemon=True).start()
+    _show(view)
+    return 0
+
+
+def read_events(url: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(kind, data) of the server-sent events at `url`. Raises Unreachable; ends when the router ends the stream."""
+    try:
+        # No proxy: the default URL is this machine's.
+        with httpx.stream("GET", url.rstrip("/") + "/events", timeout=TIMEOUT_S, trust_env=False) as answer:
+            answer.raise_for_status()
+            kind = ""
+            for line in answer.iter_lines():
+                field, _, value = line.partition(": ")
+                if field == "event":
+                    kind = value
+                elif field == "data":
+                    yield kind, json.loads(value)
+    except httpx.HTTPStatusError as error:
+        raise Unreachable(f"{url} answered with status {error.response.status_code}; is it a router?") from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise Unreachable(f"no router at {url}: {error or type(error).__name__}") from None
+    except ValueError:
+        raise Unreachable(f"{url} sent an event that is not JSON; is it a router?") from None
+
+
+def _keep_reading(url: str, view: View, events: Iterator[tuple[str, dict[str, Any]]]) -> None:
+    """Reads on, and anew whenever the stream breaks, until the process ends."""
+    while True:
+        try:
+            for kind, data in events:
+                view.hear(kind, data)
+                view.problem = ""
+            view.problem = "the router ended the stream; trying again"
+        except Unreachable as error:
+            view.problem = f"{error}; trying again"
+        time.sleep(RETRY_S)
+        events = read_events(url)
+
+
+def _show(view: View) -> None:
+    """Draws until q or Ctrl-C."""
+    console = Console()
+    with _keys(sys.stdin) as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        try:
+            while "q" not in pressed(FRAME_S).lower():
+                live.update(screen_of(view, console.width), refresh=True)
+        except KeyboardInterrupt:
+            pass
+
+
+@contextmanager
+def _keys(stream: TextIO) -> Iterator[Callable[[float], str]]:
+    """Gives a function that waits so many seconds for keys and returns them; the terminal is as before afterwards."""
+    if not stream.isatty():
+        yield _no_keys
+        return
+    import termios
+    import tty
+
+    number = stream.fileno()
+    before = termios.tcgetattr(number)
+
+    def pressed(seconds: float) -> str:
+        return os.read(number, 64).decode(errors="ignore") if select.select([number], [], [], seconds)[0] else ""
+
+    tty.setcbreak(number)
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(number, termios.TCSADRAIN, before)
+
+
+def _no_keys(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""
+
+
+def _order(node: dict[str, Any]) -> tuple[bool, int, str]:
+    """Prefill nodes first, and node-2 before node-10."""
+    return node.get("role") != "prefill", len(node["id"]), node["id"]
+
+
+# ---- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def plain_lines(view: View) -> list[str]:
+    """The same without colours and strip, cells parted by tabs."""
+    status = view.status or {}
+    rows = [row_of(node) for node in status["nodes"]]
+    return [_summary(status), latency_line(status), *("\t".join(row) for row in [COLUMNS, *rows])]
+
+
+def screen_of(view: View, width: int) -> Group:
+    status = view.status or {"nodes": []}
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for index, name in enumerate(COLUMNS):
+        table.add_column(name, justify="left" if index < NUM_LEFT else "right")
+    for node in status["nodes"]:
+        style = STYLES["prefill" if node["role"] == "prefill" else "decode"]
+        table.add_row(*(Text(cell, style=style if index == 1 else "") for index, cell in enumerate(row_of(node))))
+    slo_ms = ((status.get("latency") or {}).get("slo") or {}).get("tbt_ms") or 0.0
+    names = [node["id"] for node in status["nodes"]]
+    label = max(map(len, names), default=0) + 2
+    lanes = [
+        Text.assemble(name.ljust(label), strip(list(view.passes.get(name, ()))[-max(1, width - label) :], slo_ms))
+        for name in names
+    ]
+    legend = Text("one character a pass, height is tokens: ", style="dim")
+    legend.append("prompt ", STYLES["prefill"]).append("decode ", STYLES["decode"]).append("over SLO", STYLES["over"])
+    head = Text(f"{status.get('model', '?')}  {status.get('mode', '?')}  ", style="bold")
+    head.append("q quits", "dim")
+    problem = [Text(view.problem, style="bold red")] if view.problem else []
+    blank = Text("")
+    return Group(head, *problem, Text(_summary(status)), blank, table, blank, *lanes, legend, blank,
+                 Text(latency_line(status)))  # fmt: skip
+
+
+def _summary(status: dict[str, Any]) -> str:
+    return str(status.get("summary") or f"{len(status['nodes'])} nodes")
+
+
+def row_of(node: dict[str, Any]) -> tuple[str, ...]:
+    """One node in the order of COLUMNS. Blocks in use are all that are neither free nor merely cached."""
+    blocks, batch = node.get("blocks") or {}, node.get("batch") or {}
+    total = blocks.get("total") or 0
+    used = total - (blocks.get("free") or 0) - (blocks.get("cached") or 0)
+    prompt_tokens = (batch.get("tokens") or 0) - (batch.get("decodes") or 0)
+    parts = [f"{prompt_tokens}p"] * (prompt_tokens > 0) + [f"{batch.get('decodes')}d"] * bool(batch.get("decodes"))
+    busy = node.get("busy")
+    return (
+        str(node.get("id", "?")),
+        str(node.get("role", "?")),
+        str(node.get("state", "?")),
+        ("+".join(parts) if node.get("running") else "") or "-",
+        f"{used / total:.0%}" if total else "-",
+        str(node.get("waiting", 0)),
+        f"{node.get('steps_per_s') or 0:.0f}",
+        "-" if busy is None else f"{busy:.0%}",
+    )
+
+
+def latency_line(status: dict[str, Any]) -> str:
+    """ "TTFT 180/420 ms (SLO 450)   …" of the last minute, p50/p99."""
+    latency = status.get("latency") or {}
+    parts = []
+    for name in ("ttft", "tbt", "ttst"):
+        value = latency.get(f"{name}_ms") or {}
+        if value.get("p50") is None:
+            continue
+        slo = (latency.get("slo") or {}).get(f"{name}_ms")
+        parts.append(f"{name.upper()} {value['p50']:.4g}/{value['p99']:.4g} ms" + (f" (SLO {slo:g})" if slo else ""))
+    return "p50/p99 of the last minute: " + ("   ".join(parts) or "no requests")
+
+
+def strip(passes: list[list[Any]], slo_ms: float) -> Text:
+    """One character a pass; its height is its tokens, logarithmic, its colour what most of them were."""
+    text = Text()
+    for row in passes:
+        tokens = row[PREFILL_TOKENS] + row[NUM_DECODES]
+        level = min(len(LEVELS) - 1, int(len(LEVELS) * math.log2(1 + tokens) / math.log2(1 + FULL_TOKENS)))
+        is_over = slo_ms > 0 and row[NUM_DECODES] > 0 and row[DURATION] > slo_ms
+        kind = "over" if is_over else "prefill" if row[PREFILL_TOKENS] > row[NUM_DECODES] else "decode"
+        text.append(LEVELS[level], STYLES[kind])
+    return text

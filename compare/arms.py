@@ -1,0 +1,145 @@
+"""The arms of a comparison: what each stack is made of, read from words such as `disaggregated:1p1d@prefill_first`.
+
+An arm is data. Nothing here starts a process; see `compare.stack`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from shared.config import ComputingSettings, ServingSettings, resolve
+from shared.errors import ConfigError
+
+GRAMMAR = "colocated:N or disaggregated:XpYd, with @policy,setting=value after it"
+TOPOLOGY = re.compile(r"(colocated):(\d{1,3})|(disaggregated):(\d{1,3})p(\d{1,3})d", re.ASCII)
+# What the comparison itself decides, for all arms alike.
+OURS = frozenset(
+    {"model", "mode", "host", "port", "registry", "registry_host", "registry_port", "cluster", "served_model_name"}
+    | {"cpus", "emulate", "id", "log_level", "log_format", "drain_timeout_s"}
+)
+
+
+class ArmSettings(ServingSettings, ComputingSettings):
+    """One arm; every setting of its router and its nodes"""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One stack under comparison: so many nodes of each role, on one device each, and what else is set for it."""
+
+    name: str
+    prefill: int
+    decode: int
+    settings: Mapping[str, str] = field(default_factory=dict)  # by field of shared.config, as text
+    url: str = ""  # of a stack that runs already; then the numbers are 0 until it has told them
+
+    @property
+    def devices(self) -> int:
+        return self.prefill + self.decode
+
+    @property
+    def mode(self) -> str:
+        return "disaggregated" if self.prefill else "colocated"
+
+    @property
+    def policy(self) -> str:
+        return self.settings.get("policy", ArmSettings.model_fields["policy"].default)
+
+    def flags(self) -> list[str]:
+        """For `python -m cluster up`: topology and settings."""
+        flags = ["--mode", self.mode, "--decode", str(self.decode)]
+        flags += ["--prefill", str(self.prefill)] if self.prefill else []
+        for name, value in self.settings.items():
+            flag = name.replace("_", "-")
+            is_switch = ArmSettings.model_fields[name].annotation is bool
+            if is_switch:
+                flags.append(f"--{flag}" if value.lower() in {"true", "1", "yes", "on"} else f"--no-{flag}")
+            else:
+                flags += [f"--{flag}", value]
+        return flags
+
+    def document(self) -> dict[str, object]:
+        """Its entry in report.json."""
+        return {
+            "name": self.name,
+            "devices": self.devices,
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "policy": self.policy,
+            "settings": dict(self.settings),
+        }
+
+
+def parse_arm(text: str, common: Mapping[str, str] = {}) -> Arm:
+    """Its own settings are over the `common` ones. Raises ConfigError: which part is wrong, and what may be there."""
+    topology, _, tail = text.partition("@")
+    match = TOPOLOGY.fullmatch(topology)
+    if match is None:
+        raise ConfigError(f"--arms {text}: {topology!r} is no arm; write {GRAMMAR}")
+    prefill, decode = (int(match[4]), int(match[5])) if match[3] else (0, int(match[2]))
+    if decode < 1 or (match[3] and prefill < 1):
+        raise ConfigError(f"--arms {text}: an arm needs a device of each of its roles; write {GRAMMAR}")
+    # A disaggregated arm is what it says, unless the router is told to choose for each request.
+    split = {"disaggregate": "always"} if prefill else {}
+    return Arm(text, prefill, decode, split | dict(common) | parse_settings(f"--arms {text}", tail))
+
+
+def parse_settings(source: str, text: str) -> dict[str, str]:
+    """Of "policy,setting=value,...". Raises ConfigError with a line that begins with `source`."""
+    settings: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = part.partition("=")
+        name, value = (name.strip().replace("-", "_"), value.strip()) if equals else ("policy", part)
+        if name in OURS:
+            raise ConfigError(f"{source}: {name} is decided by the comparison, for all arms alike")
+        if name in settings:
+            raise ConfigError(f"{source}: {name} is given twice")
+        settings[name] = value
+    try:
+        resolve(ArmSettings, settings, {})
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    return settings
+
+
+def parse_arms(texts: Sequence[str], common: Sequence[str] = (), *, unequal: bool = False) -> list[Arm]:
+    """At least two, of equally many devices unless `unequal`, each once; `common` settings, as SETTING=VALUE, hold
+    for all of them. Raises ConfigError."""
+    shared = parse_settings("--set", ",".join(common))
+    if any("=" not in text for text in common):
+        raise ConfigError("--set: write SETTING=VALUE, as in --set max_num_seqs=32")
+    arms = [parse_arm(text, shared) for text in texts]
+    if len(arms) < 2:
+        raise ConfigError("--arms: a comparison needs two arms or more; to compare one with itself, add --control")
+    for number, arm in enumerate(arms):
+        if arm.name in {other.name for other in arms[:number]}:
+            raise ConfigError(f"--arms {arm.name}: is given twice; to compare an arm with itself, use --control")
+    if not unequal:
+        for one, other in pairwise(arms):
+            if one.devices != other.devices:
+                raise ConfigError(
+                    f"--arms: {one.name} has {one.devices} devices and {other.name} {other.devices}; "
+                    "give all arms equally many, or say --unequal"
+                )
+    return arms
+
+
+def copy_of(arm: Arm) -> Arm:
+    """The negative control: the same arm once more, as a stack of its own."""
+    return Arm(f"{arm.name} (control)", arm.prefill, arm.decode, arm.settings, arm.url)
+
+
+def cores_of(arms: Sequence[Arm], cores: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """On a CPU a device is a set of cores, the same number in every arm: which cores each arm's nodes share out.
+
+    Raises ConfigError when there are fewer cores than devices: nodes that take turns on a core measure the turns.
+    """
+    most = max(arm.devices for arm in arms)
+    each = len(cores) // most
+    if each == 0:
+        raise ConfigError(
+            f"--arms: {most} devices need as many cores, and this machine lends {len(cores)}; "
+            "take fewer devices, or --on emulated"
+        )
+    return {arm.name: tuple(cores[: each * arm.devices]) for arm in arms}

@@ -1,0 +1,113 @@
+/* The words and small parts that every section of the report is made of. Text becomes text nodes, never markup. */
+
+const report = JSON.parse(document.getElementById("data").textContent);
+const names = report.arms.map((arm) => arm.name);
+const get = (object, key) => (object && Object.hasOwn(object, key) ? object[key] : null);
+const isThere = (value) => value !== null && value !== undefined;
+const after = []; // called once, when the page is laid out
+const drawings = []; // called again whenever the size or the theme of the page changes
+
+// ---- words and numbers
+
+/* A figure to three digits, all of them where it is longer; a missing one is a dash. */
+function figure(value, digits = 3) {
+  if (!isThere(value)) return "–";
+  const places = value === 0 ? 0 : digits - 1 - Math.floor(Math.log10(Math.abs(value)));
+  const shown = value.toLocaleString("en", { maximumFractionDigits: Math.max(0, Math.min(places, 4)) });
+  return shown.replace("-", "−");
+}
+
+function bytes(count) {
+  const power = Math.min(4, Math.floor(Math.log2(Math.max(1, count)) / 10));
+  return `${figure(count / 1024 ** power)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+}
+
+const percent = (share) => (isThere(share) ? figure(share * 100) + " %" : "–");
+const signed = (value, unit = "") => (isThere(value) ? (value > 0 ? "+" : "") + figure(value) + unit : "–");
+const whole = (count) => count.toLocaleString("en");
+const plural = (count, word) => `${whole(count)} ${word}${count === 1 ? "" : "s"}`;
+const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+
+/* Label and unit of each metric; the order is that of the tables. */
+const METRICS = {
+  capacity_rps: ["Capacity", "/s"], attainment: ["Attainment", ""], goodput_rps: ["Goodput", "/s"],
+  ttft_p50_ms: ["TTFT p50", "ms"], ttft_p99_ms: ["TTFT p99", "ms"],
+  tbt_p50_ms: ["TBT p50", "ms"], tbt_p99_ms: ["TBT p99", "ms"], tbt_max_ms: ["TBT max", "ms"],
+  ttst_p50_ms: ["TTST p50", "ms"], ttst_p99_ms: ["TTST p99", "ms"],
+  tpot_p50_ms: ["TPOT p50", "ms"], e2e_p50_ms: ["E2E p50", "ms"], fluidity: ["Fluidity", ""],
+  throughput_tps: ["Throughput", "tok/s"], exposed_transfer_p50_ms: ["Exposed transfer p50", "ms"],
+  hidden_transfer_p50_ms: ["Hidden transfer p50", "ms"], interference_s: ["Interference", "s"],
+  client_lag_p99_ms: ["Client lag p99", "ms"],
+};
+const ORDER = Object.keys(METRICS), SHARES = new Set(["attainment", "fluidity"]);
+const rank = (metric) => (ORDER.includes(metric) ? ORDER.indexOf(metric) : ORDER.length);
+const labelOf = (metric) => get(METRICS, metric)?.[0] ?? metric;
+const unitOf = (metric) => get(METRICS, metric)?.[1] ?? "";
+const headOf = (metric) => labelOf(metric) + (unitOf(metric) ? `, ${unitOf(metric)}` : "");
+const valueOf = (metric, value) => (SHARES.has(metric) ? percent(value) : figure(value));
+
+// ---- small parts
+
+/* The element with these attributes, listeners ("onclick") and children; null among the children is left out. */
+function h(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value !== null) element.setAttribute(name, value);
+  }
+  element.append(...children.flat(Infinity).filter(isThere));
+  return element;
+}
+
+const none = (why) => h("p", { class: "none" }, why);
+/* By node, those that prefill first. */
+function nodesIn(object) {
+  const place = ([node]) => (node.startsWith("prefill") ? 0 : 1);
+  const inOrder = (a, b) => place(a) - place(b) || a[0].localeCompare(b[0], "en", { numeric: true });
+  return Object.entries(object ?? {}).sort(inOrder);
+}
+
+const chip = (said, kind) => h("span", { class: "chip " + kind }, said);
+const more = (title, ...content) => h("details", {}, h("summary", {}, title), content);
+
+/* An arm's name beside its colour: a square, or a piece of its curve (kind "line"). */
+function armName(name, kind = "swatch") {
+  const index = names.indexOf(name);
+  const mark = index < 0 ? null : h("span", { class: `${kind} arm-${index % 6}`, "aria-hidden": "true" });
+  return h("span", { class: "arm" }, mark, name);
+}
+const legend = (kind) => h("p", { class: "legend" }, names.map((name) => armName(name, kind)));
+
+/* A table that scrolls by itself when narrow. Heads that start with "#", or are {number}, stand over numbers. */
+function table(caption, heads, rows) {
+  const columns = heads.map((head) => {
+    const isNumber = typeof head === "string" ? head.startsWith("#") : true;
+    return { kind: isNumber ? "number" : null, title: head.number ?? head.replace(/^#/, "") };
+  });
+  const head = ({ kind, title }) => h("th", { scope: "col", class: kind }, title);
+  const cell = (content, i) => h(i ? "td" : "th", { class: columns[i].kind, scope: i ? null : "row" }, content);
+  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+    h("table", {}, h("caption", {}, caption), h("thead", {}, h("tr", {}, columns.map(head))),
+      h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell))))));
+}
+
+const barName = (arm, said) =>
+  h("span", { class: "bar-name" }, arm === null ? null : armName(arm), h("small", {}, said));
+
+/* One stacked bar. parts = [[class, label, value]]; `full` is the value of the full width. Wide plain parts say their
+   value; on the hatching of what waits it could not be read. */
+function bar(parts, full, told) {
+  const shown = parts.filter(([, , value]) => value > 0), words = ([, label, value]) => `${label} ${told(value)}`;
+  const piece = (part) => {
+    const [kind, , value] = part, hasRoom = value / full > 0.13 && !["queue", "wait"].includes(kind);
+    const element = h("span", { class: "part " + kind, title: words(part) }, hasRoom ? told(value) : null);
+    element.style.width = `${(100 * value) / full}%`;
+    return element;
+  };
+  return h("div", { class: "bar", role: "img", "aria-label": shown.map(words).join(", ") }, shown.map(piece));
+}
+
+function key(parts) {
+  const one = ([kind, label]) => h("span", { class: "arm" }, h("span", { class: "swatch part " + kind }), label);
+  return h("p", { class: "legend" }, parts.map(one));
+}

@@ -1,0 +1,136 @@
+/* The strip: every pass of each arm on one time axis, and under it the requests that were under way. */
+
+const GANTT_ROWS = 12, NARROW_PX = 560, SHORTEST_MS = 20;
+const labelWidth = () => (innerWidth < NARROW_PX ? 64 : 112);
+
+/* Chunks over transfers, so that of a transfer the part is seen that no computing hides. */
+const LAYERS = ["transfer", "queued", "wait", "decode", "chunk"];
+
+/* The part of a request's spans between two moments, in the order in which they are painted. */
+function clipped(spans, from, to) {
+  return spans
+    .filter((span) => span.end_ms > from && span.start_ms < to)
+    .map((span) => ({ ...span, start_ms: Math.max(from, span.start_ms), end_ms: Math.min(to, span.end_ms) }))
+    .sort((a, b) => LAYERS.indexOf(a.kind) - LAYERS.indexOf(b.kind));
+}
+
+/* One request's spans, a row per place. */
+function gantt(spans) {
+  const canvas = h("canvas", { class: "gantt", role: "img", "aria-label": "Timeline of this request" });
+  const from = Math.min(...spans.map((span) => span.start_ms)), to = Math.max(...spans.map((span) => span.end_ms));
+  drawings.push(() => Strip.gantt(canvas, { rows: Strip.rowsOf(spans), from, to, labelWidth: labelWidth() }));
+  return canvas;
+}
+
+/* What part of the period is in view. All that moves it calls `moved` and then repaints what is in `painters`. */
+function windowOf(since, until, moved) {
+  const view = { from: since, to: until, painters: [] };
+  const show = (from, wanted) => {
+    const width = Math.min(until - since, Math.max(SHORTEST_MS, wanted));
+    view.from = Math.max(since, Math.min(from, until - width));
+    view.to = view.from + width;
+    moved();
+    view.painters.forEach((each) => each());
+  };
+  const width = () => view.to - view.from;
+  return Object.assign(view, {
+    show,
+    centre: (time, wanted = width()) => show(time - wanted / 2, wanted),
+    move: (share) => show(view.from + share * width(), width()),
+    zoom: (factor) => show((view.from + view.to) / 2 - (factor * width()) / 2, factor * width()),
+    place: () => (until - since > width() ? (view.from - since) / (until - since - width()) : 0),
+    slide: (share) => show(since + share * (until - since - width()), width()),
+  });
+}
+
+/* One node's passes. A click or the arrow keys pick one: left and right the next, up and down the next over the SLO. */
+function lane(node, passes, sloMs, view, most, told) {
+  const label = `Passes of ${node}: ${passes.length}. The arrow keys walk through them.`;
+  const canvas = h("canvas", { class: "lane", tabindex: "0", role: "img", "aria-label": label });
+  const own = { passes, sloMs, maxTokens: most, selected: -1 };
+  const draw = () => Strip.draw(canvas, Object.assign(own, { from: view.from, to: view.to }));
+  const pick = (index) => {
+    const pass = passes[index];
+    if (!pass) return;
+    own.selected = index;
+    told(node, pass);
+    if (pass[0] < view.from || pass[0] + pass[1] > view.to) view.centre(pass[0] + pass[1] / 2);
+    else draw();
+  };
+  canvas.addEventListener("click", (event) => pick(Strip.passAt(own, event.offsetX, canvas.clientWidth)));
+  canvas.addEventListener("keydown", (event) => {
+    const way = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!way) return;
+    event.preventDefault();
+    const late = /Up|Down/.test(event.key);
+    let index = own.selected < 0 ? Strip.firstAfter(passes, view.from) - (way > 0 ? 1 : 0) : own.selected;
+    do index += way;
+    while (late && passes[index] && !Strip.isOver(passes[index], sloMs));
+    pick(index);
+  });
+  view.painters.push(draw);
+  return h("div", { class: "lane-row" }, h("span", { class: "lane-name", title: node }, node), canvas);
+}
+
+function requestsUnderWay(requests, view) {
+  const canvas = h("canvas", { class: "gantt", role: "img", "aria-label": "Requests under way, a row each" });
+  view.painters.push(() => {
+    const { from, to } = view;
+    const rows = requests.map((each) => ({ label: "…" + each.id.slice(-6), spans: clipped(each.spans, from, to) }));
+    const seen = rows.filter((row) => row.spans.length).slice(0, GANTT_ROWS);
+    Strip.gantt(canvas, { rows: seen, from, to, labelWidth: labelWidth() });
+  });
+  return canvas;
+}
+
+function strip() {
+  const { since_ms: since, until_ms: until, whole_ms: all } = report.strip_period;
+  const shown = names.filter((name) => Object.values(get(report.strip, name)?.nodes ?? {}).some((rows) => rows.length));
+  if (!shown.length) return none("No passes: the router kept no step records, or they were not fetched in time.");
+  const rows = shown.flatMap((name) => Object.values(report.strip[name].nodes).flat()), sloMs = report.slo.tbt_ms;
+  const most = rows.reduce((max, row) => Math.max(max, row[2] + row[3]), 8);
+  const late = rows.filter((row) => Strip.isOver(row, sloMs)).reduce((a, b) => (a && a[1] >= b[1] ? a : b), null);
+  const hint = "Click a pass, or walk with the arrow keys: up and down stop only at passes over the SLO.";
+  const readout = h("p", { class: "readout", role: "status" }, hint), range = h("output", {});
+  const slider = h("input", { type: "range", min: "0", max: "1000", "aria-label": "Where in the period to look" });
+  const view = windowOf(since, until, () => {
+    slider.value = 1000 * view.place();
+    range.textContent = `${figure(view.from / 1000, 4)} s to ${figure(view.to / 1000, 4)} s`;
+  });
+  slider.addEventListener("input", () => view.slide(slider.value / 1000));
+  drawings.push(() => view.move(0));
+  const goToWorst = (width) => view.centre(late ? late[0] + late[1] / 2 : since, width);
+  after.push(() => goToWorst(Math.max(2000, 40 * sloMs)));
+  const button = (sign, label, onclick) =>
+    h("button", { type: "button", "aria-label": label, title: label, onclick }, sign);
+  const told = (node, [start, duration, prompt, decodes, predicted]) => {
+    const over = Strip.isOver([start, duration, prompt, decodes], sloMs) ? "; over the TBT SLO" : "";
+    const guess = predicted === null || predicted === undefined ? "" : `, predicted ${figure(predicted)} ms`;
+    const work = `${plural(prompt, "prompt token")}, ${plural(decodes, "decode")}`;
+    readout.textContent = `${node}: ${figure(duration)} ms at ${figure(start / 1000, 5)} s, ${work}${guess}${over}`;
+  };
+  const one = (name) => {
+    const { nodes, requests, seed } = report.strip[name];
+    const lanes = nodesIn(nodes).map(([node, passes]) => lane(node, passes, sloMs, view, most, told));
+    const known = `seed ${seed}, ${plural(requests.length, "request")} with a timeline`;
+    const title = h("h3", {}, armName(name), h("small", {}, known));
+    return h("div", { class: "strip-arm" }, title, lanes, requestsUnderWay(requests, view));
+  };
+  return [
+    h("div", { class: "controls" },
+      button("←", "Earlier", () => view.move(-0.5)), button("→", "Later", () => view.move(0.5)),
+      button("−", "Show a longer time", () => view.zoom(2)), button("+", "Show a shorter time", () => view.zoom(0.5)),
+      button("All", "Show the whole period", () => view.show(since, until - since)),
+      late ? button("Worst", "Go to the longest pass that decodes waited for", () => goToWorst()) : null,
+      slider, range),
+    readout,
+    shown.map(one),
+    key([["prefill", "prompt tokens"], ["decode", "decodes"], ["over", "decodes in a pass over the TBT SLO"],
+      ["transfer", "KV transfer, not hidden"], ["queue", "waiting"]]),
+    h("p", { class: "note" },
+      until - since < all ? `Shown: ${figure(since / 1000)} s to ${figure(until / 1000)} s of ${figure(all / 1000)} s,
+        where decodes waited longest; report.json has every pass. ` : "",
+      `Time counts from each run's own beginning, so the same traffic stands at the same place in every arm. Height is
+        tokens, on a logarithmic scale. The axis under the requests counts from the left edge.`),
+  ];
+}

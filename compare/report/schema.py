@@ -1,0 +1,284 @@
+"""What a report of a comparison holds, version baton.compare/1: every key, its type, and which may be missing.
+
+Keys beyond these are kept and ignored, so that a later minor addition does not break an older reader. A figure that
+could not be had is null, never NaN or infinity, which are not JSON.
+"""
+
+import math
+from collections.abc import Iterator
+from itertools import islice
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+SCHEMA = "baton.compare/1"
+MAX_PROBLEMS = 20
+
+Share = Annotated[float, Field(ge=-1e-6, le=1 + 1e-6)]
+Length = Annotated[float, Field(ge=0)]
+Phase = Literal[
+    "client",
+    "router",
+    "prefill_queue",
+    "prefill",
+    "transfer_exposed",
+    "decode_queue",
+    "decode",
+    "interference",
+    "retry",
+]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class Lengths(_Part):
+    """Tokens per request."""
+
+    mean: float | None
+    p50: float | None
+    p99: float | None
+
+
+class Traffic(_Part):
+    name: str
+    num_requests: int
+    rate: float | None
+    duration_s: float
+    scale_tokens: float | None
+    prompt_tokens: Lengths
+    output_tokens: Lengths
+    cut: int
+    refused: int
+
+
+class Slo(_Part):
+    """In milliseconds, 0 for no limit; `tbt_of` is what of a request's gaps is held against `tbt_ms`."""
+
+    ttft_ms: Length
+    tbt_ms: Length
+    tbt_of: str = "p99"
+    attainment: Share
+
+
+class Arm(_Part):
+    name: str
+    devices: float | None
+    prefill: int | None
+    decode: int | None
+    policy: str | None
+    settings: dict[str, Any]
+
+
+class Fact(_Part):
+    fact: str
+    values: dict[str, Any]
+    equal: bool
+    declared: bool
+
+
+class Parity(_Part):
+    equal: bool
+    facts: list[Fact]
+
+
+class KvProof(_Part):
+    handoffs: int
+    blocks: int
+    bytes: int
+
+
+class Run(_Part):
+    """One period: one arm under one seed's traffic. `window_s` is what was measured, in seconds of that run."""
+
+    arm: str
+    seed: int
+    position: int
+    valid: bool
+    overloaded: bool
+    problems: list[str]
+    window_s: Annotated[list[float], Field(min_length=2, max_length=2)] | None
+    arrived: int
+    finished: int
+    failed: int
+    metrics: dict[str, float | None]
+    kv: KvProof | None
+
+
+class Estimate(_Part):
+    """A figure over seeds, with its confidence interval where there are enough of them."""
+
+    mean: float | None
+    low: float | None
+    high: float | None
+    per_seed: list[float | None]
+
+
+class Comparison(_Part):
+    """A paired difference over seeds: `arm` minus `against`; low and high bound it in the metric's unit."""
+
+    arm: str
+    against: str
+    metric: str
+    difference: float | None
+    percent: float | None
+    low: float | None
+    high: float | None
+    p: float | None
+    says: Literal["better", "worse", "too close to call"]
+
+
+class Tokens(_Part):
+    compared: int
+    different: list[Any]
+    equal: bool
+
+
+class Control(_Part):
+    comparisons: list[Comparison] = []
+    says: str
+
+
+class Residual(_Part):
+    median: float | None
+    p99: float | None
+
+
+class Phases(_Part):
+    mean: dict[Phase, float | None]
+    missed: dict[Phase, float | None]
+    residual_ms: Residual
+
+
+class Curve(_Part):
+    x: list[float]
+    y: list[float]
+
+
+class AttainmentCurve(_Part):
+    rate: list[float]
+    share: list[Share]
+    low: list[Share | None]
+    high: list[Share | None]
+
+
+class Curves(_Part):
+    ecdf: dict[Literal["ttft_ms", "tbt_ms", "ttst_ms"], dict[str, Curve]]
+    attainment: dict[str, AttainmentCurve] | None
+
+
+class Busy(_Part):
+    """Shares of the window, 0 to 1; `busy` is prefill plus decode."""
+
+    busy: Share | None
+    prefill: Share | None
+    decode: Share | None
+    idle_empty: Share | None
+    idle_blocked: Share | None
+
+
+class Span(_Part):
+    kind: Literal["queued", "chunk", "transfer", "wait", "decode"]
+    node: str | None
+    start_ms: float
+    end_ms: float
+    tokens: int | None = None
+    cause: str | None = None
+
+
+class Timeline(_Part):
+    """A request's summary and spans, as the router's `/v1/requests/{id}/timeline` gives it."""
+
+    id: str
+    spans: list[Span]
+
+
+class Strip(_Part):
+    """Every pass of one run of an arm: start and duration in ms, prompt tokens, decodes, predicted ms (or null).
+
+    `origin_ms` is when the run's traffic began, on the same clock; without it the first thing that happened.
+    """
+
+    seed: int
+    origin_ms: float | None = None
+    slo_ms: float
+    nodes: dict[str, list[Annotated[list[float | None], Field(min_length=4)]]]
+    requests: list[Timeline]
+
+
+class Worst(Timeline):
+    arm: str
+
+
+class Verdict(_Part):
+    sentence: str
+    cause: str | None
+    flips: str | list[str] | None
+    interval: str | list[float | None] | None
+
+
+class Report(_Part):
+    """The whole report.json."""
+
+    version: Literal["baton.compare/1"] = Field(alias="schema")
+    created: str
+    command: str
+    environment: dict[str, Any]
+    valid: bool
+    problems: list[str]
+    traffic: Traffic
+    slo: Slo
+    on: str
+    arms: Annotated[list[Arm], Field(min_length=1)]
+    parity: Parity
+    runs: list[Run]
+    summary: dict[str, dict[str, Estimate]]
+    comparisons: list[Comparison]
+    tokens: Tokens
+    control: Control | None
+    phases: dict[str, Phases]
+    miss_causes: dict[str, dict[str, int]]
+    curves: Curves
+    busy: dict[str, dict[str, Busy]]
+    strip: dict[str, Strip]
+    worst: list[Worst]
+    verdict: Verdict
+    repro: str
+
+
+def problems_of(report: dict[str, Any]) -> list[str]:
+    """What keeps `report` from being a report.json, one line per field, at most 20; empty when nothing does."""
+    try:
+        Report.model_validate(report)
+    except ValidationError as error:
+        lines = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False))
+        return list(islice(lines, MAX_PROBLEMS))
+    return list(islice([*_not_finite(report, ""), *_strangers(report)], MAX_PROBLEMS))
+
+
+def _not_finite(value: object, path: str) -> Iterator[str]:
+    """Numbers that JSON has no word for, wherever they hide: also in the parts that the schema leaves open."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield f"{path}: {value} is not a JSON number; write null for a figure that could not be had"
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from _not_finite(part, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for index, part in enumerate(value):
+            yield from _not_finite(part, f"{path}.{index}")
+
+
+def _strangers(report: dict[str, Any]) -> Iterator[str]:
+    """Names of arms that `arms` does not list, and names listed twice: nothing could be drawn for them."""
+    names = [arm["name"] for arm in report["arms"]]
+    if len(set(names)) < len(names):
+        yield "arms: two arms have the same name; give each its own"
+    for key in ("summary", "phases", "miss_causes", "busy", "strip"):
+        for name in report[key]:
+            if name not in names:
+                yield f"{key}.{name}: no arm of that name in `arms`"
+    for key in ("runs", "worst"):
+        for index, part in enumerate(report[key]):
+            if part["arm"] not in names:
+                yield f"{key}.{index}.arm: no arm named {part['arm']} in `arms`"

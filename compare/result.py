@@ -1,0 +1,276 @@
+"""Makes report.json of what a run found: figures by period, arm and pair, and the verdict they allow."""
+
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from compare.capacity import attainment_bands
+from compare.causes import miss_causes, phases_of
+from compare.endpoint import Document
+from compare.experiment import Experiment, Findings
+from compare.figures import Figures, traffic_notes
+from compare.measures import ecdf, values_ms
+from compare.passes import busy
+from compare.period import Period, excess_of
+from compare.statistics import Comparison, compare_arms, student
+from compare.verdict import (
+    ATTAINMENT,
+    CAPACITY,
+    Leading,
+    Runs,
+    cause,
+    clear_winner,
+    flips,
+    held_to_itself,
+    sentence,
+    standing,
+)
+from scheduler.cost import CostModel
+
+SCHEMA = "baton.compare/1"
+# The tails of one short run are too wild to hold an arm against itself by.
+CONTROLLED = ("attainment", "goodput_rps", "ttft_p50_ms", "tbt_p50_ms", "tpot_p50_ms", "ttst_p50_ms", "e2e_p50_ms")
+TAILS = ("ttft_p99_ms", "tbt_p99_ms", "tbt_max_ms", "ttst_p99_ms", "fluidity", "throughput_tps")
+COMPARED = CONTROLLED + TAILS
+LEAST_PAIRS = 0.75  # of the seeds that must have a valid period in every arm
+WORST = 10
+ALSO_SHOWN = ("exposed_transfer_p50_ms", "hidden_transfer_p50_ms", "interference_s", "client_lag_p99_ms")
+ESTIMATE = ("mean", "low", "high")
+PARTS = ("mean", "missed")
+
+
+def report_of(experiment: Experiment, findings: Findings, on: str, command: str) -> Document:
+    """The whole of report.json."""
+    figures = Figures(experiment, findings)
+    leading = CAPACITY if experiment.finds_capacity else ATTAINMENT
+    runs = figures.capacities if experiment.finds_capacity else figures.runs(leading.name)
+    metrics = [leading.name] if experiment.finds_capacity else list(COMPARED)
+    control = _control(figures, metrics, runs)
+    problems = findings.problems + _problems(figures, control)
+    causes = {arm: miss_causes(*figures.pooled[arm], experiment.slo) for arm in figures.arms}
+    return {
+        "schema": SCHEMA,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": command,
+        "environment": environment(),
+        "valid": not problems,
+        "problems": problems,
+        "traffic": traffic_notes(experiment),
+        "slo": asdict(experiment.slo) | {"attainment": experiment.attainment},
+        "on": on,
+        "arms": [arm.document() for arm in findings.arms],
+        "parity": asdict(findings.parity),
+        "runs": [_run(period, figures) for period in findings.periods],
+        "summary": _summary(figures, [*metrics, *ALSO_SHOWN], runs if experiment.finds_capacity else {}),
+        "comparisons": [asdict(one) for one in _comparisons(figures, metrics, runs)],
+        "tokens": {
+            "compared": findings.compared,
+            "different": findings.different,
+            "equal": not findings.different,
+        },
+        "control": control,
+        "phases": {arm: _phases(figures, arm) for arm in figures.arms if figures.pooled[arm][1]},
+        "miss_causes": causes,
+        "curves": {"ecdf": _ecdf(figures), "attainment": _attainment_curves(findings)},
+        "busy": {arm: _busy(figures.of(arm), figures) for arm in figures.arms},
+        "strip": {pair.turn.arm: _strip(pair, experiment) for pair in _drawn(figures)},
+        "worst": _worst(figures),
+        "verdict": _verdict(figures, leading, runs, causes, problems)
+        if control is None or len(figures.compared) > 1
+        else _of_control_alone(figures, control, problems),
+        "repro": command,
+    }
+
+
+def _problems(figures: Figures, control: Document | None) -> list[str]:
+    """What of the figures themselves forbids a verdict."""
+    problems = []
+    if not figures.findings.problems and not figures.experiment.finds_capacity:
+        wanted, had = len(figures.experiment.seeds), len(figures.pairs)
+        if had < LEAST_PAIRS * wanted:
+            problems.append(
+                f"only {had} of {wanted} seeds have a valid period in every arm; `runs` says what was wrong"
+            )
+    if figures.findings.different:
+        problems.append(f"{len(figures.findings.different)} requests were not answered alike by all arms")
+    if control and control["comparisons"] and control["says"] != "no difference":
+        problems.append(f"the control, an arm against itself, shows {control['says']}: these runs cannot be trusted")
+    return problems
+
+
+def _run(period: Period, figures: Figures) -> Document:
+    measured = figures.measured.get(period.turn.position)
+    moved = period.moved
+    return {
+        **period.turn._asdict(),
+        "valid": not period.problems,
+        "overloaded": bool(measured and measured.overloaded),
+        "problems": period.problems,
+        "window_s": list(measured.window_s) if measured else None,
+        "arrived": measured.arrived if measured else 0,
+        "finished": measured.finished if measured else 0,
+        "failed": measured.failed if measured else 0,
+        "metrics": measured.metrics if measured else {},
+        "kv": moved
+        and {"handoffs": moved["handoffs"], "blocks": moved["blocks_moved"], "bytes": moved["bytes_moved"], **moved},
+    }
+
+
+def _summary(figures: Figures, metrics: Sequence[str], given: Runs) -> Document:
+    """Means over seeds with their intervals; `given` are the runs of a metric that periods do not have."""
+    shown: Document = {arm: {} for arm in figures.arms}
+    for metric in metrics:
+        for arm, row in (given if metric == CAPACITY.name else figures.runs(metric)).items():
+            known = [value for value in row if value is not None]
+            interval = asdict(student(known)) if known and len(known) == len(row) else dict.fromkeys(ESTIMATE)
+            shown[arm][metric] = interval | {"per_seed": list(row)}
+    return shown
+
+
+def _comparisons(figures: Figures, metrics: Sequence[str], leading: Runs) -> list[Comparison]:
+    """Every other arm against the first, without the control."""
+    told = []
+    for number, metric in enumerate(metrics):
+        runs = leading if number == 0 else figures.runs(metric)
+        rows = {arm: runs[arm] for arm in figures.compared if runs.get(arm)}
+        if len(rows) > 1 and figures.compared[0] in rows:
+            told += compare_arms(metric, rows, figures.compared[0])
+    return told
+
+
+def _control(figures: Figures, metrics: Sequence[str], leading: Runs) -> Document | None:
+    copy, original = figures.experiment.control, figures.compared[0]
+    if copy is None:
+        return None
+    names = metrics if figures.experiment.finds_capacity else list(CONTROLLED)
+    runs = {name: leading if name == metrics[0] else figures.runs(name) for name in names}
+    if not all(row.get(copy.name) for row in runs.values()):
+        return {"comparisons": [], "says": "nothing: there is no valid pair of runs"}
+    found, says = held_to_itself(copy.name, original, runs)
+    return {"comparisons": [asdict(one) for one in found], "says": says}
+
+
+def _phases(figures: Figures, arm: str) -> Document:
+    outcomes, summaries = figures.pooled[arm]
+    found = phases_of(outcomes, summaries, figures.experiment.slo)
+    if found is None:
+        return {"mean": {}, "missed": {}, "residual_ms": {"median": None, "p99": None}}
+    named = {
+        part: {("client" if name == "client_lag" else name): ms for name, ms in found[part].items()} for part in PARTS
+    }
+    return named | {"residual_ms": found["residual_ms"]}
+
+
+def _ecdf(figures: Figures) -> Document:
+    values = {arm: values_ms(figures.pooled[arm][0]) for arm in figures.arms}
+    return {f"{name}_ms": {arm: ecdf(values[arm][name]) for arm in figures.arms} for name in ("ttft", "tbt", "ttst")}
+
+
+def _attainment_curves(findings: Findings) -> Document | None:
+    return {arm: attainment_bands(points) for arm, points in findings.points.items() if points} or None
+
+
+def _busy(periods: Sequence[Period], figures: Figures) -> Document:
+    """By node, the mean over the periods."""
+    rows: dict[str, list[dict[str, float]]] = {}
+    for period in periods:
+        begin_ms = period.recording.started_unix_ns / 1e6
+        first_s, last_s = figures.measured[period.turn.position].window_s
+        for node, steps in period.steps.items():
+            cost = period.costs.get(node)
+            model = CostModel.unpacked(cost) if cost else None
+            if last_s > first_s:
+                window_ms = (begin_ms + first_s * 1e3, begin_ms + last_s * 1e3)
+                rows.setdefault(node, []).append(busy(steps, window_ms, model))
+    return {
+        node: {share: float(np.mean([one[share] for one in shares])) for share in shares[0]}
+        for node, shares in rows.items()
+    }
+
+
+def _drawn(figures: Figures) -> list[Period]:
+    """One period of each arm, of the same seed: the first pair's."""
+    return list(figures.pairs[0].values()) if figures.pairs else []
+
+
+def _strip(period: Period, experiment: Experiment) -> Document:
+    columns = ("start_ms", "duration_ms", "prefill_tokens", "num_decodes", "predicted_ms")
+    return {
+        "seed": period.turn.seed,
+        "slo_ms": experiment.slo.tbt_ms,
+        "origin_ms": period.recording.started_unix_ns / 1e6,
+        "nodes": {node: [[step[name] for name in columns] for step in steps] for node, steps in period.steps.items()},
+        "requests": list(period.timelines.values()),
+    }
+
+
+def _worst(figures: Figures) -> list[Document]:
+    """Requests with timelines that were furthest over the SLO, the worst first."""
+    rows = []
+    for period in figures.findings.periods:
+        for outcome in period.recording.outcomes:
+            if outcome.id in period.timelines:
+                excess = excess_of(outcome, figures.experiment.slo)
+                rows.append((excess, {"arm": period.turn.arm, **period.timelines[outcome.id]}))
+    rows.sort(key=lambda row: row[0], reverse=True)
+    return [row for _, row in rows[:WORST]]
+
+
+def _verdict(
+    figures: Figures, leading: Leading, runs: Runs, causes: Mapping[str, Mapping[str, int]], problems: Sequence[str]
+) -> Document:
+    if problems:
+        return {"sentence": f"no verdict: {problems[0]}", "cause": None, "flips": None, "interval": None}
+    slo = figures.experiment.slo
+    found = standing(leading, {arm: runs[arm] for arm in figures.compared})
+    told, interval = sentence(subject(figures), found)
+    own = figures.attainment_under(slo.ttft_ms, slo.tbt_ms)
+    varies = bool(slo.ttft_ms and slo.tbt_ms) and leading is ATTAINMENT and all(own.values())
+
+    def winner_at(ttft_ms: float, tbt_ms: float) -> str | None:
+        return clear_winner(standing(ATTAINMENT, figures.attainment_under(ttft_ms, tbt_ms)))
+
+    return {
+        "sentence": told,
+        "cause": cause(found, causes),
+        "flips": flips(winner_at, slo.ttft_ms, slo.tbt_ms) if varies else None,
+        "interval": interval,
+    }
+
+
+def _of_control_alone(figures: Figures, control: Document, problems: Sequence[str]) -> Document:
+    told = f"{subject(figures)}: {figures.compared[0]} against itself: {control['says']}"
+    told = f"no verdict: {problems[0]}" if problems else told
+    return {"sentence": told, "cause": None, "flips": None, "interval": None}
+
+
+def subject(figures: Figures) -> str:
+    """What the verdict is about."""
+    experiment, notes = figures.experiment, traffic_notes(figures.experiment)
+    slo, devices = experiment.slo, sorted({arm.devices for arm in figures.findings.arms})
+    load = "" if experiment.finds_capacity or notes["rate"] is None else f" at {notes['rate']:.3g} req/s"
+    share = f" for {experiment.attainment:.0%}" if experiment.finds_capacity else ""
+    return (
+        f"{' or '.join(map(str, devices))} devices, {notes['name']} x {notes['scale_tokens']:g}{load}, "
+        f"TTFT <= {slo.ttft_ms:g} ms and TBT {slo.tbt_of} <= {slo.tbt_ms:g} ms{share}"
+    )
+
+
+def environment() -> Document:
+    """The machine, as far as it matters to figures."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return {
+        "machine": platform.machine(),
+        "cpu": cpu or platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "load_average": [round(value, 2) for value in os.getloadavg()],
+    }

@@ -1,0 +1,108 @@
+"""The client's half of a streamed completion: the request's body, and an outcome filled from server-sent events.
+
+Tokens are counted, not events: by their ids, else by logprobs, else by the running usage, else one an event.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from compare.outcome import Outcome
+
+COUNTS = ("ids", "logprobs", "usage", "events")  # from the surest
+WORDS = ("of", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")  # a token each
+
+
+def body_of(model: str, prompt: Sequence[int], max_tokens: int, send: str, salt: str) -> bytes:
+    """A greedy request for exactly `max_tokens`; as text, it has a common word for each id and OpenAI's fields only."""
+    body: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    if send == "ids":
+        body |= {"prompt": list(prompt), "ignore_eos": True, "return_token_ids": True}
+    else:
+        body["prompt"] = " ".join(WORDS[token % len(WORDS)] for token in prompt)
+    if salt:
+        body["cache_salt"] = salt
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def worst_count(counts: Iterable[str]) -> str:
+    """Of how the tokens of several requests were counted, the least sure."""
+    return max(counts, key=COUNTS.index, default="ids")
+
+
+class Listener:
+    """Fills an outcome from the bytes of its stream. `exact`: the server was told not to stop before `max_tokens`."""
+
+    def __init__(self, outcome: Outcome, *, exact: bool) -> None:
+        self.counted = "ids"
+        self._outcome = outcome
+        self._exact = exact
+        self._rest = b""
+        self._num_told: int | None = None  # tokens that the server says it generated
+
+    def hear(self, piece: bytes, now_s: float) -> None:
+        """Takes bytes that were read at `now_s`. Raises ValueError when they are no stream of completions."""
+        if self._outcome.first_byte_s is None:
+            self._outcome.first_byte_s = now_s
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                data = line[5:].strip()
+                if data != b"[DONE]":
+                    self._take(json.loads(data), now_s)
+
+    def _take(self, event: dict[str, Any], now_s: float) -> None:
+        outcome = self._outcome
+        if "error" in event:
+            outcome.error = _message(event["error"])
+            return
+        outcome.id = outcome.id or str(event.get("id") or "")
+        if usage := event.get("usage"):
+            self._num_told = usage.get("completion_tokens")
+            outcome.prompt_tokens = usage.get("prompt_tokens") or outcome.prompt_tokens
+        for choice in event.get("choices") or ():
+            outcome.token_s += [now_s] * self._num_new(choice, running=bool(usage))
+            outcome.finish = choice.get("finish_reason") or outcome.finish
+
+    def _num_new(self, choice: dict[str, Any], *, running: bool) -> int:
+        """How many tokens the choice brings, by the surest way there is to know."""
+        logprobs = choice.get("logprobs") or {}
+        if isinstance(ids := choice.get("token_ids"), list):
+            self._outcome.tokens += ids
+            return len(ids)
+        if tokens := logprobs.get("tokens"):
+            self.counted = worst_count((self.counted, "logprobs"))
+            return len(tokens)
+        if running and self._num_told is not None:
+            self.counted = worst_count((self.counted, "usage"))
+            return max(0, self._num_told - len(self._outcome.token_s))
+        if not choice.get("text"):
+            return 0
+        self.counted = "events"
+        return 1
+
+    def refused(self, status: int, answer: bytes) -> None:
+        try:
+            said = _message(json.loads(answer)["error"])
+        except (ValueError, KeyError, TypeError):
+            said = answer[:200].decode("utf-8", "replace")
+        self._outcome.error = f"HTTP {status}: {said}"
+
+    def close(self) -> None:
+        """The stream is over: was it whole?"""
+        outcome = self._outcome
+        num_tokens = len(outcome.token_s)
+        if outcome.error:
+            return
+        if not outcome.finish:
+            outcome.error = f"the stream broke off after {num_tokens} tokens"
+        elif self.counted == "events":
+            if self._num_told is not None and self._num_told != num_tokens:
+                outcome.error = f"bundled: {self._num_told} tokens in {num_tokens} events"
+        elif (self._exact and num_tokens != outcome.max_tokens) or (self._num_told or num_tokens) != num_tokens:
+            outcome.error = f"{num_tokens} tokens came of {outcome.max_tokens} asked for"
+
+
+def _message(error: Any) -> str:
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:200]

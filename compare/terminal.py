@@ -1,0 +1,108 @@
+"""The comparison as a terminal shows it: how far it is, one row per arm, and the verdict. Plain lines elsewhere."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from compare.schedule import Turn
+
+Document = Mapping[str, Any]
+# Heading, metric in report.json, factor, digits.
+COLUMNS = (
+    ("SLO met %", "attainment", 100.0, 1),
+    ("goodput req/s", "goodput_rps", 1.0, 2),
+    ("TTFT p50", "ttft_p50_ms", 1.0, 1),
+    ("p99", "ttft_p99_ms", 1.0, 1),
+    ("TBT p50", "tbt_p50_ms", 1.0, 1),
+    ("p99", "tbt_p99_ms", 1.0, 1),
+    ("max", "tbt_max_ms", 1.0, 1),
+    ("exposed transfer", "exposed_transfer_p50_ms", 1.0, 1),
+)
+
+
+class Screen:
+    """Follows a run. A line a period where the output is no terminal."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._num_requests = 0
+        if sys.stdout.isatty():
+            columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._bar.start()
+
+    def say(self, line: str) -> None:
+        self._console.print(line)
+
+    def begin(self, turn: Turn, num_turns: int, num_requests: int) -> None:
+        about = f"{turn.position + 1}/{num_turns} {turn.arm}, seed {turn.seed}: {num_requests} requests"
+        if self._bar is None:
+            self.say(about)
+            return
+        if self._task is None:
+            self._task = self._bar.add_task(about, total=num_turns)
+        self._num_requests = num_requests
+        self._bar.update(self._task, description=about, completed=turn.position)
+
+    def progress(self, sent: int, finished: int, failed: int) -> None:
+        del sent
+        if self._bar is not None and self._task is not None and self._num_requests:
+            done = int(self._bar.tasks[0].completed) + (finished + failed) / self._num_requests
+            self._bar.update(self._task, completed=min(done, int(done) + 0.99))
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def show(report: Document) -> None:
+    """One row per arm, then what is wrong, the control, and the verdict."""
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    rows = [row_of(report, arm["name"]) for arm in report["arms"]]
+    headings = ["arm", *(heading for heading, *_ in COLUMNS), "busy P/D %", "top miss cause"]
+    if sys.stdout.isatty():
+        table = Table(*headings, box=None)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console.print(table)
+    else:
+        for line in [headings, *rows]:
+            print("\t".join(line))
+    for problem in report["problems"]:
+        console.print(problem, style="red")
+    if report["control"] is not None:
+        console.print(f"control: {report['control']['says']}")
+    verdict = report["verdict"]
+    console.print(verdict["sentence"], style="bold")
+    if verdict["cause"]:
+        console.print(f"why: {verdict['cause']}")
+    for flip in verdict["flips"] or ():
+        console.print(f"flips: {flip}")
+
+
+def row_of(report: Document, arm: str) -> list[str]:
+    """One arm in the order of the headings; times in milliseconds, "-" for what is not known."""
+    summary = report["summary"].get(arm, {})
+    cells = [arm]
+    for _, metric, factor, digits in COLUMNS:
+        mean = summary.get(metric, {}).get("mean")
+        cells.append("-" if mean is None else f"{mean * factor:.{digits}f}")
+    nodes = report["busy"].get(arm, {}).values()
+    shares = [_mean([node[kind] for node in nodes if node[kind] is not None]) for kind in ("prefill", "decode")]
+    cells.append("/".join("-" if share is None else f"{share * 100:.0f}" for share in shares))
+    causes = report["miss_causes"].get(arm, {})
+    top = max(causes, key=lambda name: causes[name]) if causes else None
+    cells.append("-" if top is None else f"{top} ({causes[top] / sum(causes.values()):.0%})")
+    return cells
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

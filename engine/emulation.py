@@ -1,0 +1,89 @@
+"""A device that is emulated: how long its steps take, how much KV it holds, how fast its link is; read from JSON.
+
+The files in `costs/` state where each number comes from, and how far the model is from the published points.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from scheduler.cost import CostModel
+
+COSTS = Path(__file__).parent / "costs"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A push of KV lasts `latency_s`, and one second for each `bytes_per_s`."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Emulation:
+    """One model on one device. `kv_tokens`: tokens whose KV its memory holds."""
+
+    name: str
+    cost: CostModel
+    kv_bytes_per_token: int
+    kv_tokens: int
+    link: Link
+
+
+def load_emulation(name: str) -> Emulation:
+    """`name`: one of `costs/` or a JSON file, and maybe `@` and one of its links, as in h200-llama-3.1-8b@100gbe.
+
+    Raises ValueError in one line that names the file, the field and the remedy.
+    """
+    base, _, link = (name, "", "") if Path(name).is_file() else name.partition("@")
+    path = Path(base) if Path(base).is_file() else COSTS / f"{base}.json"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in COSTS.glob("*.json")))
+        raise ValueError(f"--emulate {name}: is no file, and none of {known}")
+    try:
+        return _emulation(json.loads(path.read_text()), name if link else path.stem, link)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--emulate {path}: is no JSON: {error}") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--emulate {path}: {error}") from None
+
+
+def _emulation(data: Any, name: str, link: str) -> Emulation:
+    cost = _get(data, "cost")
+    known = [field.name for field in fields(CostModel)]
+    if unknown := sorted(set(cost) - set(known)):
+        raise ValueError(f"cost.{unknown[0]} is none of {', '.join(known)}")
+    model = CostModel(**{field: _number(cost, field, "cost.") for field in cost})
+    if not any(model.packed()):
+        raise ValueError("cost is all zero: then no step takes time")
+    links, chosen = _get(data, "links"), link or data.get("link", "")
+    if chosen not in links:
+        raise ValueError(f"link {chosen!r} is none of {', '.join(sorted(links))}")
+    return Emulation(
+        name,
+        model,
+        int(_number(data, "kv_bytes_per_token", least=1)),
+        int(_number(data, "kv_tokens", least=1024)),
+        Link(
+            _number(links[chosen], "latency_s", f"links.{chosen}."),
+            _number(links[chosen], "bytes_per_s", f"links.{chosen}.", least=1),
+        ),
+    )
+
+
+def _get(data: Any, name: str) -> Mapping[str, Any]:
+    value = data.get(name) if isinstance(data, dict) else None
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be an object; see the files in {COSTS}")
+    return value
+
+
+def _number(data: Any, name: str, where: str = "", least: float = 0) -> float:
+    value = data.get(name) if isinstance(data, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < least:
+        raise ValueError(f"{where}{name} must be a number from {least} on, not {value!r}")
+    return float(value)

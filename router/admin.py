@@ -1,0 +1,75 @@
+"""What an operator may ask of a running cluster: another role for a node."""
+
+import json
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from router.fleet import Fleet
+from router.link import Link
+from router.wire import read_body
+from shared.errors import Rejected, Unavailable
+from shared.messages import Answer, SetRole
+from shared.services import SET_ROLE, PeerError, connect
+
+ROLES = ("prefill", "decode")
+MARGIN_S = 10.0  # beyond the drain, for the node to answer
+BODY_BYTES, BODY_S = 4096, 10.0
+
+
+def admin_routes(fleet: Fleet, drain_s: float) -> list[Route]:
+    """`drain_s`: how long a node that changes its role waits for its requests."""
+    return [Route("/v1/nodes/{node}/role", Admin(fleet, drain_s).set_role, methods=["POST"])]
+
+
+class Admin:
+    def __init__(self, fleet: Fleet, drain_s: float) -> None:
+        self._fleet = fleet
+        self._drain_s = drain_s
+
+    async def set_role(self, request: Request) -> Response:
+        """POST {"role": "prefill" | "decode"}; answered when the node has rejoined, with a note where the cluster
+        works in another way than it did."""
+        role = _role(await read_body(request.scope, request.receive, BODY_BYTES, BODY_S))
+        link = self._link(request.path_params["node"])
+        note = self._check(link, role)
+        channel = connect(link.info.address)
+        try:
+            answer: Answer = await SET_ROLE.call(channel, SetRole(role, self._drain_s), self._drain_s + MARGIN_S)
+        except PeerError as error:
+            raise Unavailable(f"Node {link.info.id} did not answer: {error}") from None
+        finally:
+            channel.close()
+        if answer.error:
+            raise Rejected(f"Node {link.info.id} keeps its role: {answer.error}.", "role", status=409)
+        return JSONResponse({"node": link.info.id, "role": role, "note": note})
+
+    def _link(self, name: str) -> Link:
+        link = self._fleet.find(name)
+        if link is None or not link.alive:
+            there = ", ".join(info.id for info, _, alive in self._fleet.nodes() if alive) or "none"
+            raise Rejected(f"There is no live node {name[:64]!r}; those that live: {there}.", "node", status=404)
+        return link
+
+    def _check(self, link: Link, role: str) -> str:
+        """What will be different; raises Rejected when nobody would take requests any more."""
+        others = [info for info, _, alive in self._fleet.nodes() if alive and info.id != link.info.id]
+        roles = {info.role for info in others} | {role}
+        if self._fleet.mode == "colocated" and "decode" not in roles:
+            raise Rejected("Only decode nodes are used in mode colocated, and it is the last.", "role", status=409)
+        if "decode" not in roles:
+            return "no decode node is left: prefill nodes generate too"
+        return "" if "prefill" in roles else "no prefill node is left: decode nodes compute prompts too"
+
+
+def _role(body: bytes) -> str:
+    try:
+        value: Any = json.loads(body)
+        role = value["role"]
+    except (ValueError, TypeError, KeyError):
+        role = None
+    if role not in ROLES:
+        raise Rejected('role: must be "prefill" or "decode", as in {"role": "decode"}.', "role")
+    return str(role)

@@ -1,0 +1,137 @@
+"""One sample on one placement: what its two nodes say of it, in whatever order, until it is over or lost.
+
+It also keeps the router's own ledger of load: what an attempt makes its nodes compute and hold.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from router.generation import Piece
+from router.link import Link
+from scheduler.cost import pairs_of
+from shared.errors import Rejected, Unavailable
+from shared.messages import Delta, Logprobs, unpack_ids
+
+
+class Lost(Exception):
+    """The attempt cannot go on; another may. `node` had better be avoided, "" if none."""
+
+    def __init__(self, reason: str, node: str) -> None:
+        super().__init__(reason)
+        self.node = node
+
+
+class Hearer(Protocol):
+    """Whoever a sample belongs to."""
+
+    def tell(self, piece: Piece) -> None: ...
+    def settle(self, home: Link | None) -> None: ...
+
+
+@dataclass(slots=True)
+class Sample:
+    """What one sample has generated so far, over all attempts."""
+
+    index: int
+    run: Hearer
+    tokens: list[int] = field(default_factory=list)
+    is_finished: bool = False
+    is_enough: bool = False  # for the client: a stop string was found
+
+
+class Attempt:
+    """One sample on one placement, until it is over or lost. Deltas of the two nodes may come in any order."""
+
+    def __init__(self, sample: Sample, identity: str, is_new: bool) -> None:
+        self.sample = sample
+        self.id = identity
+        self.is_new = is_new  # the request's first: nothing of it was accepted yet
+        self.prefill: Link | None = None
+        self.decode: Link | None = None
+        self.cached_tokens = 0  # that the prefix index expects
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._start = len(sample.tokens)
+        self._landed = False
+        self._early: dict[int, Delta] = {}
+        self._prompt_logprobs: list[Logprobs] = []
+        self._charges: list[tuple[Link, int, int, int]] = []  # prompt tokens, their pairs, KV tokens
+
+    def delta(self, link: Link, delta: Delta) -> None:
+        if self.over.done():
+            return
+        self._landed = self._landed or delta.landed or (link is self.decode and bool(delta.tokens))
+        if delta.error:
+            if link is not self.decode and self._landed:
+                return  # the prefill node did not hear that its commit succeeded
+            self._fail(link, delta)
+            return
+        if self._landed or self.prefill is None or delta.finish:
+            self._uncharge_prompt()
+            if self.sample.index == 0:
+                self.sample.run.settle(self.decode if self._landed or self.prefill is None else None)
+        self._prompt_logprobs += delta.prompt_logprobs
+        if not delta.tokens and not delta.finish:
+            return
+        self._early[delta.position] = delta
+        while (ready := self._early.pop(len(self.sample.tokens), None)) is not None:
+            self._tell(ready)
+            if ready.finish:
+                self.sample.is_finished = True
+                self.over.set_result(None)
+                return
+
+    def lost(self, link: Link) -> None:
+        # Landed, and its first token is here: the prefill node has nothing left to say.
+        if self.over.done() or (link is self.prefill and self._landed and len(self.sample.tokens) > self._start):
+            return
+        self.over.set_exception(Lost(f"node {link.info.id} is gone", link.info.id))
+
+    def _tell(self, delta: Delta) -> None:
+        tokens = unpack_ids(delta.tokens)
+        is_first = not self.sample.tokens
+        self.sample.tokens += tokens
+        self.sample.run.tell(
+            Piece(
+                self.sample.index,
+                tokens,
+                delta.logprobs,
+                self._prompt_logprobs if is_first else [],
+                delta.finish or None,
+                delta.cached_tokens if is_first else 0,
+            )
+        )
+        self._prompt_logprobs = []  # told whole with the first token, so an attempt before it leaves no trace
+
+    def _fail(self, link: Link, delta: Delta) -> None:
+        if delta.retry:
+            self.over.set_exception(Lost(delta.error, link.info.id))
+        elif delta.error in {"internal", "numerical", "no_token"}:
+            self.over.set_exception(Unavailable(f"The model failed on this request ({delta.error}).", status=500))
+        else:
+            self.over.set_exception(Rejected(delta.error))
+
+    # ---- the router's own ledger of load, for placement ----------------------------------------------------------
+
+    def charge(self, num_tokens: int, max_new_tokens: int) -> None:
+        assert self.decode is not None
+        work = max(0, num_tokens - self.cached_tokens)
+        computes = self.decode if self.prefill is None else self.prefill
+        pairs = pairs_of(num_tokens - work, work)
+        self._charges = [(computes, work, pairs, 0), (self.decode, 0, 0, num_tokens + max_new_tokens // 2)]
+        for link, outstanding, pairs, kv_tokens in self._charges:
+            link.outstanding_tokens += outstanding
+            link.outstanding_pairs += pairs
+            link.kv_tokens += kv_tokens
+
+    def _uncharge_prompt(self) -> None:
+        if len(self._charges) == 2:
+            link, outstanding, pairs, _ = self._charges.pop(0)
+            link.outstanding_tokens = max(0, link.outstanding_tokens - outstanding)
+            link.outstanding_pairs = max(0, link.outstanding_pairs - pairs)
+
+    def uncharge(self) -> None:
+        self._uncharge_prompt()
+        for link, _, _, kv_tokens in self._charges:
+            link.kv_tokens = max(0, link.kv_tokens - kv_tokens)
+        self._charges = []

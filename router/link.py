@@ -1,0 +1,201 @@
+"""The standing stream to one node: requests out, what it says of them in, and whether it lives."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from router.records import Records
+from scheduler.cost import CostModel
+from scheduler.disaggregate import NodeView
+from shared.messages import Command, Delta, Load, NodeInfo, Report, Submit
+from shared.services import ATTACH, PEER_FAILURES, connect
+
+log = logging.getLogger("baton.fleet")
+MAX_COMMAND_BYTES = 4 << 20
+REDIAL_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+LEARNT_PROMPT_TOKENS = 4096  # that a node computes itself before its step-time model is believed on prompts
+
+
+class Listener(Protocol):
+    """One request's attempt, told of everything that concerns it."""
+
+    def delta(self, link: "Link", delta: Delta) -> None: ...
+    def lost(self, link: "Link") -> None: ...
+
+
+class Link:
+    """The standing stream to one life of one node."""
+
+    def __init__(
+        self,
+        router: str,
+        info: NodeInfo,
+        timeout_s: float,
+        changed: Callable[["Link"], None],
+        records: Records,
+    ) -> None:
+        self.info = info
+        self.load = Load()
+        self.alive = False
+        self.is_listed = True  # the registry has it
+        self.is_left = False  # this router is ending
+        self.listeners: dict[str, Listener] = {}
+        self.outstanding_tokens = 0  # prompt tokens sent there whose computation was not told yet
+        self.outstanding_pairs = 0  # query-key pairs of them
+        self.kv_tokens = 0  # tokens whose KV is, or will be, there
+        self.placed = 0  # attempts that named it, ever
+        self._router = router
+        self._timeout_s = timeout_s
+        self._changed = changed
+        self._records = records
+        self._command = Command(router)
+        self._wake = asyncio.Event()
+
+    @property
+    def is_ready(self) -> bool:
+        """Takes new requests."""
+        return self.alive and self.info.state == "ready" and self.load.state == "ready"
+
+    def submit(self, submit: Submit, listener: Listener) -> None:
+        self.listen(submit.id, listener)
+        self._command.submits.append(submit)
+        self._wake.set()
+
+    def listen(self, identity: str, listener: Listener) -> None:
+        """Also hear what this node says of a request that another node hands to it."""
+        self.listeners[identity] = listener
+        self.placed += 1
+
+    def forget(self, identity: str) -> None:
+        """Nothing more is expected of it here."""
+        self.listeners.pop(identity, None)
+
+    def abort(self, identity: str) -> None:
+        if self.listeners.pop(identity, None) is not None and self.alive:
+            self._command.aborts.append(identity)
+            self._wake.set()
+
+    def view(self) -> NodeView:
+        info, load = self.info, self.load
+        in_blocks = (load.blocks_owned + load.blocks_reserved) * info.block_tokens
+        push_s, byte_s = load.transfer if len(load.transfer) == 2 else (0.0, 0.0)
+        return NodeView(
+            info.id,
+            info.role,
+            max(self.outstanding_tokens, load.waiting_tokens),
+            max(len(self.listeners), load.running + load.waiting),
+            info.max_num_seqs,
+            max(self.kv_tokens, in_blocks),
+            max(1, (info.num_blocks - 1) * info.block_tokens),
+            self.placed,
+            self.outstanding_pairs,
+            load.blocks_owned * info.block_tokens,
+            int(_fact(info, "max_step_tokens", 512)),
+            _fact(info, "tbt_slo_ms", 0) / 1000,
+            CostModel.unpacked(load.cost) if load.cost else None,
+            load.prompt_tokens >= LEARNT_PROMPT_TOKENS,
+            push_s,
+            byte_s,
+            info.block_bytes // info.block_tokens,
+        )
+
+    async def run(self) -> None:
+        """Dials until the registry has dropped the node and its stream has ended."""
+        tries = 0
+        while self.is_listed:
+            try:
+                tries = 0 if await self._hold() else tries
+            except (*PEER_FAILURES, ValueError) as error:  # ValueError: a delta's tokens are no ids
+                level = logging.WARNING if self.alive else logging.DEBUG
+                log.log(level, "node %s: %s", self.info.id, str(error) or "no sign of life")
+            finally:
+                self._end()
+            await asyncio.sleep(REDIAL_S[min(tries, len(REDIAL_S) - 1)])
+            tries += 1
+
+    async def _hold(self) -> bool:
+        """One stream, from its start to its end. True when the node was alive on it."""
+        channel = connect(self.info.address)
+        self._command = Command(self._router)
+        self._wake.clear()
+        try:
+            async with ATTACH.open(channel) as stream:
+                await stream.send_message(Command(self._router))
+                writer = asyncio.ensure_future(self._write(stream))
+                try:
+                    while (report := await self._next(stream)) is not None:
+                        self._take(report)
+                finally:
+                    writer.cancel()
+                return self.alive
+        finally:
+            channel.close()
+
+    async def _next(self, stream: Any) -> Report | None:
+        async with asyncio.timeout(self._timeout_s):
+            report: Report | None = await stream.recv_message()
+            return report
+
+    async def _write(self, stream: Any) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            command, self._command = self._command, Command(self._router)
+            for part in _parts(command):
+                await stream.send_message(part)
+
+    def _take(self, report: Report) -> None:
+        self._records.take(self.info, report)
+        if report.load is not None:
+            was_ready, self.load = self.is_ready, report.load
+            self.alive = True
+            if self.load.state == "stuck":
+                self._give_up("is stuck")
+            if self.is_ready != was_ready:
+                self._changed(self)
+        for delta in report.deltas:
+            listener = self.listeners.get(delta.id)
+            if listener is not None:
+                listener.delta(self, delta)
+            elif delta.tokens and not delta.finish:  # it was over here before it began there
+                self._command.aborts.append(delta.id)
+                self._wake.set()
+
+    def _end(self) -> None:
+        was_alive, self.alive = self.alive, False
+        self.outstanding_tokens = self.outstanding_pairs = self.kv_tokens = 0
+        self._changed(self)
+        self._give_up("is lost" if was_alive and not self.is_left else "")
+
+    def _give_up(self, what: str) -> None:
+        """All requests on the node go on elsewhere. Over a stream that lives, the node hears of it."""
+        listeners, self.listeners = self.listeners, {}
+        if what and (listeners or not self.alive):
+            log.warning("node %s %s with %d requests on it", self.info.id, what, len(listeners))
+        if self.alive:
+            self._command.aborts += listeners
+            self._wake.set()
+        for listener in listeners.values():
+            listener.lost(self)
+
+
+def _parts(command: Command) -> Iterator[Command]:
+    """A command in messages that stay below the cap: aborts first, then the submits, by the bytes of their tokens."""
+    part, size = Command(command.router, aborts=command.aborts), 0
+    for submit in command.submits:
+        if size > MAX_COMMAND_BYTES:
+            yield part
+            part, size = Command(command.router), 0
+        part.submits.append(submit)
+        size += len(submit.tokens)
+    yield part
+
+
+def _fact(info: NodeInfo, name: str, otherwise: float) -> float:
+    """A number that a node says of itself; what it does not say, or garbles, is `otherwise`."""
+    try:
+        value = float(info.facts[name])
+    except (KeyError, ValueError):
+        return otherwise
+    return value if 0 < value < 1e9 else otherwise

@@ -1,0 +1,137 @@
+"""The routes that show what the cluster did: requests and their timelines, steps, the trace."""
+
+import asyncio
+import re
+from collections.abc import Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router.feed import Feed
+from router.records import MAX_REQUESTS, Records
+from router.sse import dump
+from router.step_ring import CAPACITY, FIELDS, StepRing
+from router.trace import trace
+from shared.clock import now_ns
+from shared.errors import Rejected
+
+AT_ONCE = 200  # requests or steps; more of them are put together on a thread
+MAX_LAST_S = 3600.0
+DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(ms|s|m)?")
+SECONDS = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0}
+
+
+def observe_routes(records: Records, feed: Feed) -> list[Route]:
+    seen = Observe(records)
+    return [
+        Route("/v1/requests", seen.requests),
+        Route("/v1/requests/{id}/timeline", seen.timeline),
+        Route("/v1/steps", seen.steps),
+        Route("/v1/steps/{node}/{number}", seen.step),
+        Route("/events", feed, methods=["GET"]),
+        Route("/trace", seen.trace),
+    ]
+
+
+class Observe:
+    def __init__(self, records: Records) -> None:
+        self._records = records
+
+    async def requests(self, request: Request) -> Response:
+        limit = _number(request, "limit", 100, MAX_REQUESTS)
+        return await _answer(lambda: {"requests": self._records.latest_requests(limit)}, limit)
+
+    async def timeline(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        found = self._records.request(name)
+        if found is None:
+            raise Rejected(
+                f"No request {name[:80]!r} is among the latest {MAX_REQUESTS}.", "id", "request_not_found", 404
+            )
+        return await _answer(lambda: found, 1)
+
+    async def steps(self, request: Request) -> Response:
+        """The oldest `limit` since `since_ms`; without it, the latest."""
+        node = request.query_params.get("node")
+        if node is None:
+            raise Rejected("`node` is missing: name one of those in /v1/status.", "node")
+        ring, limit = self._ring(node), _number(request, "limit", 1000, CAPACITY)
+        if "since_ms" in request.query_params:
+            first = ring.place(round(_float(request, "since_ms") * 1e6))
+        else:
+            first = max(0, ring.num_ever - limit)
+        last = min(ring.num_ever, first + limit)
+        return await _answer(
+            lambda: {"node": node, "fields": FIELDS, "steps": [ring.shown(row) for row in ring.rows(first, last)]},
+            last - first,
+        )
+
+    async def step(self, request: Request) -> Response:
+        """One step, and whose tokens it computed."""
+        node, text = request.path_params["node"], request.path_params["number"]
+        ring = self._ring(node)
+        row = ring.numbered(int(text)) if text.isascii() and text.isdigit() and len(text) < 19 else None
+        if row is None:
+            raise Rejected(
+                f"No step {text[:40]!r} of node {node} is among its latest {CAPACITY}.", "number", "step_not_found", 404
+            )
+        members = [
+            {
+                "id": self._records.client_id(node, member.serial),
+                "start": member.start,
+                "count": member.num_tokens,
+                "kind": "chunk" if member.is_chunk else "decode",
+            }
+            for member in ring.members(row.number) or []
+        ]
+        values = dict(zip(FIELDS, ring.shown(row), strict=True))
+        return await _answer(lambda: {"node": node, **values, "members": members}, 1)
+
+    async def trace(self, request: Request) -> Response:
+        """Chrome's trace format, as a file."""
+        text = request.query_params.get("last", "30s")
+        match = DURATION.fullmatch(text)
+        last_s = float(match[1]) * SECONDS[match[2]] if match is not None else 0.0
+        if not 0 < last_s <= MAX_LAST_S:
+            raise Rejected("`last` must be a time up to one hour, such as 30s, 500ms or 2m.", "last")
+        since_ns = now_ns() - round(last_s * 1e9)
+        answer = await _answer(lambda: trace(self._records, since_ns), CAPACITY)
+        answer.headers["content-disposition"] = 'attachment; filename="baton-trace.json"'
+        return answer
+
+    def _ring(self, node: str) -> StepRing:
+        ring = self._records.ring(node)
+        if ring is None:
+            raise Rejected(
+                f"No node {node[:80]!r} has told anything yet; see /v1/status.", "node", "node_not_found", 404
+            )
+        return ring
+
+
+async def _answer(make: Callable[[], object], size: int) -> Response:
+    """A JSON answer, made beside the event loop when it is a large one: streams to clients go on meanwhile."""
+
+    def body() -> bytes:
+        return dump(make()).encode()
+
+    return Response(
+        body() if size <= AT_ONCE else await asyncio.to_thread(body), media_type="application/json; charset=utf-8"
+    )
+
+
+def _number(request: Request, name: str, otherwise: int, most: int) -> int:
+    text = request.query_params.get(name, str(otherwise))
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):
+        raise Rejected(f"`{name}` must be a whole number from 1 to {most}.", name)
+    return int(text)
+
+
+def _float(request: Request, name: str) -> float:
+    try:
+        value = float(request.query_params[name])
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e14:
+        raise Rejected(f"`{name}` must be a Unix time in milliseconds.", name)
+    return value

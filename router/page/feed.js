@@ -1,0 +1,40 @@
+/* The router's event stream. It reconnects by itself, also when the router answers with an error or falls silent,
+   and tells when it is gone. */
+
+const SILENT_MS = 5000, RETRY_MS = 1500;
+const KINDS = ["status", "steps", "requests"];
+
+/* `heard(kind, data)` for every event; `changed(state)` with "live" or "gone". */
+export function listen(url, heard, changed) {
+  let source = null, last = 0;
+  const open = () => {
+    source?.close();
+    last = Date.now();
+    source = new EventSource(url);
+    source.onopen = () => { last = Date.now(); changed("live"); };
+    source.onerror = () => changed("gone");
+    for (const kind of KINDS) {
+      source.addEventListener(kind, (event) => {
+        last = Date.now();
+        changed("live");
+        heard(kind, JSON.parse(event.data));
+      });
+    }
+  };
+  open();
+  setInterval(() => {
+    const silent = Date.now() - last;
+    if (silent > SILENT_MS) changed("gone");
+    if (silent > SILENT_MS || (source.readyState === EventSource.CLOSED && silent > RETRY_MS)) open();
+  }, RETRY_MS);
+}
+
+/* JSON of a GET; null when it is not to be had (the request is forgotten, or the router is gone). */
+export async function get(path) {
+  try {
+    const answer = await fetch(path);
+    return answer.ok ? await answer.json() : null;
+  } catch {
+    return null;
+  }
+}

@@ -1,0 +1,146 @@
+/* The live strip: one lane a node, a bounded ring of passes each, drawn once a frame by strip.js. */
+import { get } from "./feed.js";
+import { make, ms, number, say } from "./text.js";
+
+const KEPT = 20000; // passes a node
+const LAG_MS = 400; // shown behind the newest, so that records, which come in batches, are there before their place is
+const LABEL_MS = 500;
+const HISTORY = 1000; // passes a node
+
+/* Columns of a step as the router sends it. */
+const [NUMBER, START, DURATION, HOST, PREDICTED, BUDGET, REASON, PREFILLS, PREFILL_TOKENS, DECODES, , PREEMPTED] =
+  Array(12).keys();
+
+/* `place` holds the lanes, `panel` shows the chosen pass; `picked()` is called when one is chosen. */
+export class Lanes {
+  constructor(place, panel, picked) {
+    Object.assign(this, { place, panel, picked, windowMs: 10000, sloMs: 0, lanes: new Map(), chosen: null });
+    this.skew = -Infinity; // of the nodes' clock against this browser's
+    this.frozenAt = null;
+    this.labelled = 0;
+  }
+
+  /* Rows of the `steps` event; those that came before (after a reconnect) are passed over. */
+  add(node, rows) {
+    const { passes } = this.laneOf(node);
+    for (const row of rows) if (!passes.length || row[START] > passes.at(-1)[0]) passes.push(passOf(row));
+    if (passes.length > KEPT * 1.25) passes.splice(0, passes.length - KEPT);
+    if (passes.length) this.skew = Math.max(this.skew, passes.at(-1)[0] + passes.at(-1)[1] - Date.now());
+  }
+
+  /* Once a lane: what was before the page was opened. */
+  async fill(id) {
+    const lane = this.laneOf(id);
+    if (lane.isFilled) return;
+    lane.isFilled = true;
+    const answer = await get(`v1/steps?node=${encodeURIComponent(id)}&limit=${HISTORY}`), first = lane.passes[0]?.[0];
+    const before = (answer?.steps ?? []).filter((row) => first === undefined || row[START] < first);
+    lane.passes.unshift(...before.map(passOf));
+  }
+
+  /* Lanes in the order of the status, and none of nodes that are gone. */
+  arrange(ids) {
+    for (const [id, lane] of this.lanes) if (!ids.includes(id)) { lane.root.remove(); this.lanes.delete(id); }
+    ids.map((id) => this.laneOf(id).root).forEach((root, index) => {
+      if (this.place.children[index] !== root) this.place.insertBefore(root, this.place.children[index]);
+    });
+  }
+
+  laneOf(id) {
+    if (!this.lanes.has(id)) this.lanes.set(id, this.newLane(id));
+    return this.lanes.get(id);
+  }
+
+  newLane(id) {
+    const label = make("span", {}, id);
+    const canvas = make("canvas", { tabindex: "0", role: "img", "aria-label": `Forward passes of ${id}; arrow keys choose one` });
+    const lane = { id, label, canvas, passes: [], shown: null, root: make("div", { class: "lane" }, label, canvas) };
+    canvas.addEventListener("click", (event) => {
+      const index = Strip.passAt(this.view(lane), event.offsetX, canvas.clientWidth);
+      if (index >= 0) this.choose(lane, this.view(lane).passes[index]);
+    });
+    canvas.addEventListener("keydown", (event) => this.key(lane, event));
+    this.place.append(lane.root);
+    return lane;
+  }
+
+  key(lane, event) {
+    const { passes, to, from } = this.view(lane), last = Strip.firstAfter(passes, to) - 1;
+    const at = this.chosen?.id === lane.id ? passes.indexOf(this.chosen.pass) : -1;
+    const next = { ArrowLeft: at < 0 ? last : at - 1, ArrowRight: at < 0 ? last : at + 1,
+      Home: Strip.firstAfter(passes, from), End: last }[event.key];
+    if (event.key === "Escape") this.choose(lane, null);
+    if (next === undefined || !passes[next]) return;
+    event.preventDefault();
+    this.choose(lane, passes[next]);
+  }
+
+  freeze(on) {
+    if (on === (this.frozenAt !== null)) return;
+    this.frozenAt = on ? this.edge() : null;
+    for (const lane of this.lanes.values()) lane.shown = on ? lane.passes.slice() : null;
+  }
+
+  edge() {
+    const pixel = this.windowMs / (this.place.clientWidth || 1); // whole pixels, or columns would shimmer as they move
+    return this.frozenAt ?? Math.floor((Date.now() + Math.max(this.skew, -1e15) - LAG_MS) / pixel) * pixel;
+  }
+
+  view(lane) {
+    const to = this.edge(), passes = lane.shown ?? lane.passes;
+    const selected = this.chosen?.id === lane.id ? passes.indexOf(this.chosen.pass) : -1;
+    return { passes, from: to - this.windowMs, to, sloMs: this.sloMs, maxTokens: this.most, selected };
+  }
+
+  /* One frame. All lanes share a scale, so that they can be compared. */
+  draw(now) {
+    this.most = 8;
+    const to = this.edge();
+    for (const { passes, shown } of this.lanes.values()) {
+      const list = shown ?? passes;
+      for (let index = Strip.firstAfter(list, to - this.windowMs); index < list.length; index++) {
+        this.most = Math.max(this.most, list[index][2] + list[index][3]);
+      }
+    }
+    const label = now - this.labelled > LABEL_MS;
+    if (label) this.labelled = now;
+    for (const lane of this.lanes.values()) {
+      const count = Strip.draw(lane.canvas, this.view(lane));
+      if (label) say(lane.label, `${lane.id} · ${number(count)}`);
+    }
+  }
+
+  async choose(lane, pass) {
+    this.chosen = pass && { id: lane.id, pass };
+    this.panel.hidden = !pass;
+    if (!pass) return;
+    this.picked();
+    this.panel.replaceChildren(...describe(lane.id, pass[4], this.sloMs));
+    const step = await get(`v1/steps/${encodeURIComponent(lane.id)}/${pass[4][NUMBER]}`);
+    if (this.chosen?.pass !== pass) return;
+    this.panel.append(step ? membersOf(step) : make("p", {}, "Who was in it is no longer kept."));
+  }
+}
+
+const passOf = (row) => [row[START], row[DURATION], row[PREFILL_TOKENS], row[DECODES], row];
+
+function describe(id, row, sloMs) {
+  const parts = [`${ms(row[DURATION])} ms on the device, ${ms(row[HOST])} ms around it`];
+  if (row[PREDICTED]) parts.push(`${ms(row[PREDICTED])} ms predicted`);
+  if (row[PREFILLS]) parts.push(`${number(row[PREFILL_TOKENS])} prompt tokens in ${number(row[PREFILLS])} chunk(s)`);
+  if (row[DECODES]) parts.push(`${number(row[DECODES])} decodes`);
+  if (row[PREEMPTED]) parts.push(`${number(row[PREEMPTED])} preempted`);
+  const why = row[REASON] ? ` (${row[REASON]})` : "";
+  const over = sloMs && row[DECODES] && row[DURATION] > sloMs ? ` Over the TBT SLO of ${ms(sloMs)} ms.` : "";
+  return [
+    make("p", {}, make("strong", {}, `Pass ${row[NUMBER]} of ${id}: `), parts.join("; ") + "." + over),
+    make("p", { class: "note" }, `Budget ${number(row[BUDGET])} tokens${why}.`),
+  ];
+}
+
+function membersOf(step) {
+  return make("ul", { "aria-label": "Members" }, ...step.members.map((each) => make("li",
+    { class: each.kind === "chunk" ? "prefill" : "decode" },
+    `${each.id || "a request not known here"} · ${each.kind === "chunk"
+      ? `prompt ${number(each.start)}–${number(each.start + each.count)}` : `token ${number(each.start)}`}`)));
+}

@@ -1,0 +1,66 @@
+/* TTFT, TBT and TTST against their SLO: the last minute's p50 and p99, and how they moved. */
+import { make, ms, number, say } from "./text.js";
+
+const KINDS = [
+  ["ttft_ms", "TTFT", "time to first token"],
+  ["tbt_ms", "TBT", "time between tokens"],
+  ["ttst_ms", "TTST", "first to second token"],
+];
+const SECONDS = 60;
+
+export class Latency {
+  constructor(place) {
+    this.place = place;
+    this.panels = KINDS.map(([key, short, long]) => {
+      const p50 = make("b"), p99 = make("b"), note = make("span"), chart = make("div", { class: "chart", role: "img" });
+      place.append(make("div", { class: "latency" }, make("h3", {}, `${short} `, make("span", {}, long)),
+        make("p", {}, p50, " p50  ", p99, " p99 ms  ", note), chart));
+      return { key, short, p50, p99, note, chart, points: [], plot: null };
+    });
+    new ResizeObserver(() => this.rebuild()).observe(place);
+  }
+
+  /* `latency` of the status; the time of a point is this browser's. */
+  add(latency) {
+    for (const panel of this.panels) {
+      const { p50 = null, p99 = null, n = 0 } = latency?.[panel.key] ?? {};
+      const slo = latency?.slo?.[panel.key] || null, over = slo !== null && p99 !== null && p99 > slo;
+      panel.points.push([Date.now() / 1000, p50, p99, slo]);
+      if (panel.points.length > SECONDS) panel.points.shift();
+      say(panel.p50, ms(p50));
+      say(panel.p99, ms(p99));
+      panel.p99.className = over ? "bad" : "";
+      say(panel.note, (slo ? `${over ? "over" : "within"} the SLO of ${ms(slo)}; ` : "") + `${number(n)} samples`);
+      panel.chart.setAttribute("aria-label", `${panel.short} of the last minute: p50 ${ms(p50)}, p99 ${ms(p99)} ms`);
+      panel.plot?.setData(columns(panel.points));
+    }
+  }
+
+  /* Anew, for another theme or width. */
+  rebuild() {
+    for (const panel of this.panels) {
+      panel.plot?.destroy();
+      panel.plot = new uPlot(options(panel.chart), columns(panel.points), panel.chart);
+    }
+  }
+}
+
+const columns = (points) => [0, 1, 2, 3].map((index) => points.map((point) => point[index]));
+
+function options(chart) {
+  const { decode, over, line } = Strip.coloursOf(chart);
+  const soft = getComputedStyle(chart).getPropertyValue("--soft").trim();
+  const axis = { stroke: soft, font: "11px system-ui", grid: { stroke: line, width: 1 }, ticks: { show: false } };
+  const now = () => Date.now() / 1000;
+  return {
+    width: chart.clientWidth, height: 78, padding: [6, 4, 6, 0], legend: { show: false }, cursor: { show: false },
+    scales: { x: { range: () => [now() - SECONDS, now()] }, y: { range: (_, __, most) => [0, (most || 1) * 1.08] } },
+    axes: [{ ...axis, show: false }, { ...axis, size: 44, space: 26 }],
+    series: [
+      {},
+      { stroke: soft, width: 1.5, points: { show: false } },
+      { stroke: decode, width: 1.5, points: { show: false } },
+      { stroke: over, width: 1, dash: [4, 4], points: { show: false } },
+    ],
+  };
+}

@@ -1,0 +1,58 @@
+/* How numbers are written, and how elements are made. */
+
+export const number = (value, digits = 0) => value == null ? "–"
+  : value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: digits });
+
+/* Milliseconds with three figures or so: 0.12, 4.56, 78.9, 1,234. */
+export const ms = (value) => number(value, value == null ? 0 : value < 10 ? 2 : value < 100 ? 1 : 0);
+
+export const percent = (share) => share == null ? "–" : `${Math.round(share * 100)} %`;
+
+export function bytes(size) {
+  if (size == null) return "–";
+  const units = ["B", "KiB", "MiB", "GiB"];
+  let unit = 0;
+  while (size >= 1024 && unit < 3) { size /= 1024; unit++; }
+  return `${number(size, unit && size < 100 ? 1 : 0)} ${units[unit]}`;
+}
+
+/* Of bytes in milliseconds. */
+export function rate(size, duration) {
+  if (!(duration > 0)) return "–";
+  const gigabytes = size / duration / 1e6;
+  return gigabytes >= 0.1 ? `${number(gigabytes, 2)} GB/s` : `${number(gigabytes * 1e3, 1)} MB/s`;
+}
+
+/* Prefill nodes first, and node-2 before node-10. */
+export const inOrder = (nodes) => [...nodes].sort((a, b) =>
+  b.role.localeCompare(a.role) || a.id.localeCompare(b.id, "en", { numeric: true }));
+
+/* "cmpl-1234567890abcdef…" -> "1234567890": enough to tell requests apart. */
+export const shortened = (id) => id.slice(id.indexOf("-") + 1, id.indexOf("-") + 11);
+
+/* An element with attributes and children; text is always text, never HTML. */
+export function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children.filter((each) => each != null));
+  return element;
+}
+
+/* Changes the document only where the text differs: layout is what costs. */
+export function say(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+/* A sentence in which `commands` stand between backticks. */
+export function sayWithCode(element, text) {
+  if (element.textContent === text.replaceAll("`", "")) return;
+  element.replaceChildren(...text.split("`").map((part, index) => (index % 2 ? make("code", {}, part) : part)));
+}
+
+/* Parts of a bar as widths in percent of `total`; parts = [[class, amount], …]. */
+export function fillBar(bar, parts, total) {
+  parts.forEach(([name, amount], index) => {
+    const part = bar.children[index] ?? bar.appendChild(make("i", { class: name }));
+    part.style.width = `${total > 0 ? (100 * amount) / total : 0}%`;
+  });
+}

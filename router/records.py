@@ -1,0 +1,289 @@
+"""What the router remembers, in bounded memory: the steps of every node, the latest requests, the latest transfers.
+
+Fed by the nodes' reports (`take`), by the rim (`accepted`, `told`, `ended`) and by dispatch (`placed`, `moved`); read
+by `/v1/requests`, `/v1/steps`, `/events`, `/trace` and the metrics. Everything here runs on the router's event loop.
+
+Nodes stamp their records with their own host's clock. The offset of a node's clock is the smallest difference between
+the arrival and the sending of its latest heartbeats, which is too large by what the fastest of them took (a fraction
+of a millisecond on a local network); a node whose offset is over 1 ms has its times corrected by it.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from router.journey import Chunk, Journey, Leg, Mark
+from router.step_ring import StepRing, StepRow, members_of
+from router.timeline import summary, timeline
+from scheduler.cost import CostModel
+from shared.clock import now_ns
+from shared.messages import Load, NodeInfo, Report, RequestEvent, StepRecord
+
+MAX_REQUESTS = 4000
+MAX_TRANSFERS = 5000
+MAX_NODES = 256
+MAX_SERIALS = 16_384  # of one node: requests whose number in step records is known
+HEARTBEATS = 128  # over which a clock's offset is taken
+OFFSET_NS = 1_000_000  # below it, a clock counts as ours
+
+
+class RecordObserver(Protocol):
+    """Hears every record as it arrives, with times on the router's clock."""
+
+    def step(self, info: NodeInfo, record: StepRecord) -> None: ...
+    def event(self, info: NodeInfo, event: RequestEvent) -> None: ...
+
+
+class Transfer(NamedTuple):
+    """One push of KV blocks."""
+
+    request: str  # as the client knows it
+    leg: Leg
+    mark: Mark
+
+    @property
+    def exposed_ns(self) -> int:
+        """How much of it came after the prompt was computed, and so delays the second token."""
+        end = self.leg.prefilled_ns
+        return 0 if end is None else max(0, self.mark.at_ns - max(end, self.mark.start_ns))
+
+
+class Activity(NamedTuple):
+    """What a node did lately."""
+
+    steps_per_s: float
+    tokens_per_s: float
+    busy: float  # share of the time in which a pass ran
+    last: StepRow
+    reason: str  # of the last step's budget
+
+
+@dataclass(slots=True)
+class NodeMemory:
+    """What is kept of one life of one node."""
+
+    boot: str
+    steps: StepRing = field(default_factory=StepRing)
+    serials: dict[int, str] = field(default_factory=dict)  # number in step records -> attempt
+    delays_ns: deque[int] = field(default_factory=lambda: deque(maxlen=HEARTBEATS))
+    offset_ns: int = 0
+
+    def heard(self, load: Load, received_ns: int) -> None:
+        if load.cost:
+            self.steps.model = CostModel.unpacked(load.cost)
+        if load.sent_ns:
+            self.delays_ns.append(received_ns - load.sent_ns)
+            offset = min(self.delays_ns)
+            self.offset_ns = offset if abs(offset) > OFFSET_NS else 0
+
+    def name(self, serial: int, attempt: str) -> None:
+        self.serials[serial] = attempt
+        if len(self.serials) > MAX_SERIALS:
+            del self.serials[next(iter(self.serials))]
+
+
+class Records:
+    def __init__(self, now: Callable[[], int] = now_ns) -> None:
+        self.observers: list[RecordObserver] = []
+        self._now = now
+        self._nodes: dict[str, NodeMemory] = {}
+        self._journeys: dict[str, Journey] = {}  # oldest first
+        self._transfers: deque[Transfer] = deque(maxlen=MAX_TRANSFERS)
+        self._num_transfers = 0
+        self._changed: dict[str, None] = {}
+
+    # ---- from the nodes -----------------------------------------------------------------------------------------
+
+    def take(self, info: NodeInfo, report: Report) -> None:
+        """Everything in a node's report but its deltas. Raises ValueError for a record that is none."""
+        if report.load is None and not report.steps and not report.events:
+            return
+        node = self._memory(info)
+        if report.load is not None:
+            node.heard(report.load, self._now())
+        for event in report.events:  # before the steps: they name the requests in them
+            event.at_ns += node.offset_ns
+            self._event(info.id, node, event)
+            for observer in self.observers:
+                observer.event(info, event)
+        for record in report.steps:
+            record.start_ns += node.offset_ns
+            self._step(info.id, node, record)
+            for observer in self.observers:
+                observer.step(info, record)
+
+    def _memory(self, info: NodeInfo) -> NodeMemory:
+        node = self._nodes.get(info.id)
+        if node is None or node.boot != info.boot:  # a new life counts its steps from 0
+            self._nodes.pop(info.id, None)
+            if len(self._nodes) >= MAX_NODES:
+                del self._nodes[min(self._nodes, key=lambda name: self._nodes[name].steps.last_arrival_ns)]
+            node = self._nodes[info.id] = NodeMemory(info.boot)
+        return node
+
+    def _step(self, name: str, node: NodeMemory, record: StepRecord) -> None:
+        row = node.steps.add(record)
+        node.steps.last_arrival_ns = self._now()
+        if not row.num_prefills:
+            return
+        for member in members_of(record.members[: 12 * row.num_prefills], row.num_prefills):
+            leg = self._leg(node.serials.get(member.serial, ""))
+            if leg is not None:
+                leg.chunk(Chunk(name, row.number, row.start_ns, row.end_ns, member.num_tokens))
+
+    def _event(self, name: str, node: NodeMemory, event: RequestEvent) -> None:
+        if event.kind == "queued" and event.serial >= 0:
+            node.name(event.serial, event.id)
+        journey, leg = self._journey(event.id), self._leg(event.id)
+        if journey is None or leg is None:
+            return
+        mark = Mark(
+            name,
+            event.kind,
+            event.at_ns,
+            event.duration_us * 1000,
+            event.count,
+            event.bytes,
+            event.peer,
+            event.channel,
+            event.reason,
+        )
+        if leg.mark(mark) and mark.kind == "transfer":
+            self._transfers.append(Transfer(journey.id, leg, mark))
+            self._num_transfers += 1
+        self._changed[journey.id] = None
+
+    # ---- from the rim and from dispatch -------------------------------------------------------------------------
+
+    def accepted(self, id: str, num_prompt: int, num_samples: int, traceparent: str = "") -> None:
+        """A request with one prompt, or one more prompt of it, is accepted."""
+        journey = self._journeys.get(id)
+        if journey is None:
+            if len(self._journeys) >= MAX_REQUESTS:
+                del self._journeys[next(iter(self._journeys))]
+            journey = self._journeys[id] = Journey(id, self._now(), traceparent=traceparent)
+        journey.num_prompt += num_prompt
+        journey.num_samples += num_samples
+        journey.ended_ns = None  # of another prompt of it, all samples may be over already
+        self._changed[id] = None
+
+    def told(self, id: str, sample: int, num_tokens: int) -> None:
+        """So many more tokens went out to the client."""
+        journey = self._journeys.get(id)
+        if journey is not None and num_tokens:
+            journey.told(sample, num_tokens, self._now())
+            self._changed[id] = None
+
+    def ended(self, id: str, sample: int, how: str) -> None:
+        """A sample is over for its client: "stop", "length", "abort" (the client left) or "error"."""
+        journey = self._journeys.get(id)
+        if journey is not None:
+            journey.ended(how, self._now())
+            self._changed[id] = None
+
+    def placed(
+        self, attempt: str, prefill: str | None, decode: str, reason: str, local_s: float = 0.0, remote_s: float = 0.0
+    ) -> None:
+        """An attempt goes to these nodes; the seconds are what placement predicted of either way, 0 if nothing."""
+        journey = self._journey(attempt)
+        if journey is not None:
+            journey.legs[attempt] = Leg(attempt, prefill, decode, reason, self._now(), local_s, remote_s)
+            self._changed[journey.id] = None
+
+    def moved(self, attempt: str, why: str) -> None:
+        """The attempt did not end where it was; another follows, or the request fails."""
+        leg = self._leg(attempt)
+        if leg is not None:
+            leg.moved = why
+
+    # ---- to read ------------------------------------------------------------------------------------------------
+
+    def nodes(self) -> list[str]:
+        return list(self._nodes)
+
+    def ring(self, node: str) -> StepRing | None:
+        memory = self._nodes.get(node)
+        return None if memory is None else memory.steps
+
+    def steps(self, node: str, since_ns: int = 0) -> list[StepRow]:
+        """Steps that began at `since_ns` or later, oldest first; none of a node that is not known."""
+        ring = self.ring(node)
+        return [] if ring is None else list(ring.rows(ring.place(since_ns)))
+
+    def activity(self, node: str, window_s: float = 10.0) -> Activity | None:
+        """Of the last seconds; None before its first step."""
+        ring = self.ring(node)
+        last = ring.latest() if ring is not None else None
+        if ring is None or last is None:
+            return None
+        now = self._now()
+        steps, busy_ns, tokens, _ = ring.sums(now - round(window_s * 1e9), now)
+        return Activity(
+            steps / window_s, tokens / window_s, min(1.0, busy_ns / window_s / 1e9), last, ring.reason(last)
+        )
+
+    def request(self, id: str) -> dict[str, object] | None:
+        """A request's summary and its spans; None: it is not among the latest."""
+        journey = self._journeys.get(id) or self._journeys.get(f"{id}-0")
+        return None if journey is None else timeline(journey, self.ring)
+
+    def summary(self, id: str) -> dict[str, object] | None:
+        journey = self._journeys.get(id)
+        return None if journey is None else summary(journey, self.ring)
+
+    def placed_on(self, id: str) -> tuple[str | None, str | None]:
+        """The prefill and the decode node of its latest attempt."""
+        journey = self._journeys.get(id)
+        leg = journey.last_leg if journey is not None else None
+        return (None, None) if leg is None else (leg.prefill, leg.decode)
+
+    def latest_requests(self, limit: int) -> list[dict[str, object]]:
+        """Summaries, newest first."""
+        return [summary(journey, self.ring) for journey in self.journeys()[:limit]]
+
+    def journeys(self) -> list[Journey]:
+        """Newest first. A copy, as are `nodes` and `transfers`: a trace is made of them on another thread."""
+        return list(reversed(self._journeys.values()))
+
+    def transfers(self, since_ns: int = 0) -> list[Transfer]:
+        """Pushes that ended at `since_ns` or later, oldest first."""
+        return [transfer for transfer in list(self._transfers) if transfer.mark.at_ns >= since_ns]
+
+    def transfers_after(self, num_seen: int) -> tuple[int, list[Transfer]]:
+        """The pushes that came after the first `num_seen`, and how many there were ever."""
+        new = min(self._num_transfers - num_seen, len(self._transfers))
+        return self._num_transfers, list(self._transfers)[len(self._transfers) - new :]
+
+    def changed(self, limit: int) -> list[dict[str, object]]:
+        """Summaries of up to `limit` requests that changed since they were last asked for."""
+        ids = [id for _, id in zip(range(limit), self._changed, strict=False)]
+        for each in ids:
+            del self._changed[each]
+        return [found for each in ids if (found := self.summary(each)) is not None]
+
+    def forget_changes(self) -> None:
+        """Nobody was looking: what changed until now is not news."""
+        self._changed.clear()
+
+    def client_id(self, node: str, serial: int) -> str | None:
+        """Of a request in a step record, as the client knows it; None: it is not known."""
+        memory = self._nodes.get(node)
+        attempt = memory.serials.get(serial) if memory is not None else None
+        if attempt is None:
+            return None
+        journey = self._journey(attempt)
+        return generation_of(attempt) if journey is None else journey.id
+
+    def _journey(self, attempt: str) -> Journey | None:
+        """`attempt` is `{generation}.{sample}.{number}`, a generation is `{request}-{prompt}`."""
+        generation = generation_of(attempt)
+        return self._journeys.get(generation) or self._journeys.get(generation.rpartition("-")[0])
+
+    def _leg(self, attempt: str) -> Leg | None:
+        journey = self._journey(attempt)
+        return None if journey is None else journey.legs.get(attempt)
+
+
+def generation_of(attempt: str) -> str:
+    return attempt.rsplit(".", 2)[0]

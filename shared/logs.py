@@ -1,0 +1,56 @@
+"""What a log line looks like: text for people, or one JSON object a line, with the request that it is about."""
+
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import Any
+
+TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+NOTHING: Mapping[str, str] = MappingProxyType({})
+_about: ContextVar[Mapping[str, str]] = ContextVar("about", default=NOTHING)
+
+
+def about(request: str, traceparent: str) -> None:
+    """From here on, JSON lines of this task, and of the tasks that it starts, name this request and its trace."""
+    _about.set({"request": request, "traceparent": traceparent} if traceparent else {"request": request})
+
+
+def fields(**values: object) -> dict[str, Any]:
+    """A log call's `extra`: what a JSON line has beside its message. Prompts and keys never belong here."""
+    return {"fields": values}
+
+
+def configure(level: str, log_format: str, process: str = "") -> None:
+    """All of this process's lines go to stderr as `log_format`, "text" or "json", the latter naming `process`."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines(process) if log_format == "json" else logging.Formatter(TEXT))
+    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    logging.captureWarnings(True)
+    logging.getLogger("grpclib").setLevel(logging.ERROR)
+
+
+class JsonLines(logging.Formatter):
+    """One object a line whatever the message holds: line ends in it, and exceptions, are escaped."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if self._process:
+            line["node"] = self._process
+        line |= _about.get()
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)

@@ -1,0 +1,142 @@
+"""`baton compare` with whole clusters: what its report claims is held against what the arms were."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compare.report.schema import problems_of
+from tests.cluster.harness import ROOT, cluster, wait_for
+
+# Other tests share the machine: what is late here is no figure of anybody's.
+QUICK = ["--preset", "chat", "--scale-tokens", "0.04", "--rate", "8", "--slo-ttft-ms", "60000", "--slo-tbt-ms", "60000"]
+SMALL = ["--set", "runner=hash", "--set", "num_blocks=512"]
+
+
+def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "cluster", "compare", "--out", str(directory / "report"), *QUICK, *arguments]
+    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        command, env=environment, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def until(process: subprocess.Popen[str], sign: str) -> str:
+    """What the command says, up to the line with the sign."""
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line
+        if sign in line:
+            return said
+    raise AssertionError(f"ended without {sign!r}:\n{said}")
+
+
+def report_in(directory: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((directory / "report" / "report.json").read_text())
+    assert problems_of(report) == []
+    return report
+
+
+def pids(directory: Path) -> list[int]:
+    """Of all processes of all arms."""
+    logs = [log.read_text() for log in (directory / "report" / "logs").iterdir()]
+    return [int(pid) for log in logs for pid in re.findall(r"started, process (\d+)", log)]
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.timeout(180)
+def test_two_arms_and_a_control_are_measured_alike(tmp_path: Path):
+    arms = ["colocated:2", "disaggregated:1p1d"]
+    process = start(tmp_path, "--arms", *arms, *SMALL, "--control", "--duration", "2", "--seeds", "2")
+    said, _ = process.communicate(timeout=170)
+    report = report_in(tmp_path)
+    assert process.returncode == (0 if report["valid"] else 1), said
+    assert report["problems"] == [] or "control" in report["problems"][0], said  # chance may make the control differ
+    assert report["verdict"]["sentence"] in said
+    assert [arm["name"] for arm in report["arms"]] == [*arms, "colocated:2 (control)"]
+    assert report["parity"]["equal"]
+
+    runs = [run for run in report["runs"] if run["valid"]]
+    order = [(run["seed"], run["arm"]) for run in runs]
+    assert order[:3] == [(1, name) for name in [*arms, "colocated:2 (control)"]]
+    assert order[3:] == [(2, name) for name in reversed([*arms, "colocated:2 (control)"])]
+    assert len({run["arrived"] for run in runs if run["seed"] == 1}) == 1
+    assert all(run["finished"] == run["arrived"] > 0 for run in runs)
+
+    for run in runs:
+        block_bytes = int(
+            next(f for f in report["parity"]["facts"] if f["fact"] == "block_bytes")["values"][run["arm"]]
+        )
+        assert run["kv"]["bytes"] == run["kv"]["blocks"] * block_bytes
+        assert (run["kv"]["handoffs"] > 0) == (run["arm"] == "disaggregated:1p1d")
+    requests = [json.loads(line) for line in (tmp_path / "report" / "requests.jsonl").read_text().splitlines()]
+    assert report["tokens"] == {
+        "compared": len({(r["seed"], r["index"]) for r in requests}),
+        "different": [],
+        "equal": True,
+    }
+    assert all(one["router"]["phases_ms"] for one in requests)
+    assert set(report["strip"]) == {*arms, "colocated:2 (control)"}
+    assert all(any(strip["nodes"].values()) for strip in report["strip"].values())
+    assert json.loads((tmp_path / "report" / "trace.json").read_text())
+    assert (tmp_path / "report" / "report.html").stat().st_size > 10_000
+    assert not [pid for pid in pids(tmp_path) if is_alive(pid)]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("what", ["interrupt", "router"])
+def test_a_run_that_is_broken_off_keeps_what_there_is_and_leaves_nothing_running(tmp_path: Path, what: str):
+    process = start(tmp_path, "--arms", "colocated:1", "disaggregated:1p1d", "--unequal", *SMALL, "--duration", "30")
+    try:
+        until(process, "1/12 colocated:1")
+        started = pids(tmp_path)
+        time.sleep(2.0)  # some requests are sent
+        if what == "interrupt":
+            process.send_signal(signal.SIGINT)
+        else:
+            log = (tmp_path / "report" / "logs" / "arm-1.log").read_text()
+            router = re.search(r"router.*started, process (\d+)", log)
+            assert router
+            os.kill(int(router[1]), signal.SIGKILL)
+        said, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 1, said
+    report = report_in(tmp_path)
+    assert not report["valid"]
+    assert ("interrupted" if what == "interrupt" else "colocated:1 was lost") in report["problems"][0]
+    assert report["verdict"]["sentence"].startswith("no verdict: ")
+    assert not report["runs"][0]["valid"]
+    assert (tmp_path / "report" / "requests.jsonl").stat().st_size > 0
+    assert started
+    wait_for(lambda: not [pid for pid in started if is_alive(pid)], "all processes ended", 10)
+
+
+@pytest.mark.timeout(120)
+def test_a_stack_that_runs_already_is_held_against_itself(tmp_path: Path):
+    with cluster(prefill=1, decode=1, disaggregate="always", runner="torch") as running:
+        model = ["--model", str(running.settings["model"])]
+        process = start(tmp_path, "--url", running.url, "--control", *model, "--duration", "1", "--seeds", "2")
+        said, _ = process.communicate(timeout=110)
+        assert running.processes["router"].poll() is None
+    report = report_in(tmp_path)
+    assert report["on"] == "url", said
+    assert (report["arms"][0]["prefill"], report["arms"][0]["decode"]) == (1, 1)
+    assert report["tokens"]["equal"]
+    assert report["tokens"]["compared"] > 0
+    assert "against itself" in report["verdict"]["sentence"] or report["problems"], said

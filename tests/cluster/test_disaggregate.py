@@ -1,0 +1,120 @@
+"""Conditional disaggregation and TTFT admission in clusters of emulated devices, whose step times are known."""
+
+import json
+import random
+import signal
+import threading
+import urllib.error
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from engine.emulated import expected_tokens
+from engine.emulation import COSTS
+from tests.cluster.harness import DEMO_VOCABULARY, Cluster, cluster, expected, wait_for
+
+EMULATED = {"emulate": "h200-llama-3.1-8b@100gbe", "max_num_batched_tokens": 2048}
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 2048) for _ in range(length)]
+
+
+def right(prompt: list[int], count: int) -> list[int]:
+    return expected_tokens(prompt, count, DEMO_VOCABULARY)
+
+
+def placements(running: Cluster) -> dict[str, int]:
+    return dict(running.status()["placements"])
+
+
+def learn(running: Cluster, growth: int = 150) -> None:
+    """Until each node's steps have a model: short and long prompts, and decodes of several at once."""
+    prompts = [prompt_of(index, 40 + growth * index) for index in range(12)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda one: running.complete(one, 40), prompts)) == [right(one, 40) for one in prompts]
+    wait_for(lambda: all(node["cost"] for node in running.nodes().values()), "every node has a model of its steps")
+    running.settled()
+
+
+@pytest.fixture(scope="module")
+def adaptive() -> Iterator[Cluster]:
+    with cluster(prefill=1, decode=1, disaggregate="auto", **EMULATED) as running:
+        assert running.complete([7, 8, 9], 5) == right([7, 8, 9], 5)
+        assert placements(running) == {"no_prediction": 1}
+        learn(running)
+        yield running
+
+
+def test_a_short_prompt_stays_with_an_idle_decode_node(adaptive: Cluster) -> None:
+    before, handoffs = placements(adaptive), adaptive.settled()["handoffs"]
+    prompt = prompt_of(50, 40)
+    assert adaptive.complete(prompt, 8) == right(prompt, 8)
+    after = placements(adaptive)
+    assert after.get("local_sooner", 0) == before.get("local_sooner", 0) + 1, (before, after)
+    assert adaptive.settled()["handoffs"] == handoffs
+
+
+def test_a_long_prompt_goes_away_from_a_decode_node_that_is_busy(adaptive: Cluster) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        streams = [decoding(adaptive, pool, prompt_of(60 + index, 30)) for index in range(16)]
+        wait_for(lambda: adaptive.nodes()["decode-0"]["running"] >= 16, "all of them are decoded")
+        before = placements(adaptive)
+        prompt = prompt_of(90, 6000)
+        assert adaptive.complete(prompt, 4) == right(prompt, 4)
+        assert placements(adaptive).get("remote_sooner", 0) == before.get("remote_sooner", 0) + 1
+        assert [stream.result() for stream in streams] == [right(prompt_of(60 + i, 30), 400) for i in range(16)]
+    adaptive.idle()
+
+
+def decoding(running: Cluster, pool: ThreadPoolExecutor, prompt: list[int]) -> "Future[list[int]]":
+    return pool.submit(running.stream, prompt, 400)
+
+
+def test_a_first_token_that_would_be_late_is_refused_and_the_client_told_when_to_come_back(tmp_path: Path) -> None:
+    device = json.loads((COSTS / "h200-llama-3.1-8b.json").read_text()) | {
+        "cost": {"overhead": 0.005, "per_token": 0.0005}
+    }
+    (tmp_path / "slow.json").write_text(json.dumps(device))
+    with cluster(prefill=1, decode=1, ttft_slo_ms=2500, emulate=tmp_path / "slow.json") as running:
+        learn(running, growth=40)
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            running.complete(prompt_of(1, 8000), 4)  # 4 s of computing
+        with caught.value as answer:
+            assert answer.code == 429
+            assert int(answer.headers["retry-after"]) >= 1
+            assert b"2500 ms that this cluster promises" in answer.read()
+        assert running.status()["requests"]["refused"] == 1
+        assert running.complete([5, 6, 7], 4) == right([5, 6, 7], 4)
+
+
+@pytest.mark.parametrize("mode", ["auto", "never"])
+def test_a_node_that_is_killed_costs_no_request_in_any_mode(mode: str) -> None:
+    with cluster(prefill=1, decode=2, disaggregate=mode) as running:
+        prompts = [prompt_of(index, 60) for index in range(6)]
+        with ThreadPoolExecutor(6) as pool:
+            begun = [threading.Event() for _ in prompts]
+            streams = [
+                pool.submit(running.stream, prompt, 4000, lambda count, event=event: count > 1 and event.set())
+                for prompt, event in zip(prompts, begun, strict=True)
+            ]
+            assert all(event.wait(30) for event in begun), "all are decoded, half of them by the one to die"
+            running.send_signal("decode-1", signal.SIGKILL)
+            running.send_signal("prefill-0", signal.SIGKILL)
+            assert [stream.result() for stream in streams] == [expected(prompt, 4000) for prompt in prompts]
+        if mode == "never":
+            assert set(placements(running)) <= {"never", "no_prefill_node"}
+        assert running.status()["requests"]["moved"] > 0
+
+
+def test_every_topology_channel_and_link_gives_the_same_tokens() -> None:
+    prompts = [prompt_of(index, 300 + 217 * index) for index in range(6)]
+    for prefill, decode, channel in ((0, 1, "auto"), (2, 1, "tcp")):
+        with cluster(prefill=prefill, decode=decode, kv_channel=channel, **EMULATED) as running:
+            with ThreadPoolExecutor(6) as pool:
+                answers = list(pool.map(lambda one: running.stream(one, 50), prompts))
+            assert answers == [right(one, 50) for one in prompts]
+            assert running.settled()["handoffs"] == (6 if prefill else 0)

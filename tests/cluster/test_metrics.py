@@ -1,0 +1,164 @@
+import json
+import re
+import shutil
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.cluster.harness import Cluster, cluster, completion, expected, free_port, wait_for
+
+ROOT = Path(__file__).parents[2]
+PROMPT = list(range(3, 150))
+TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Cluster]:
+    settings = {"log_format": "json", "log_level": "debug", "tbt_slo_ms": 1000, "ttft_slo_ms": 60000}
+    with cluster(1, 1, disaggregate="always", **settings) as running:
+        assert running.complete(PROMPT, 20) == expected(PROMPT, 20)
+        yield running
+
+
+def scrape(running: Cluster) -> str:
+    with urllib.request.urlopen(f"{running.url}/metrics", timeout=10) as answer:
+        return str(answer.read(), "utf-8")
+
+
+def sums(running: Cluster) -> dict[str, float]:
+    """Samples by name, added up over their labels."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(scrape(running)):
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
+
+
+def lines(running: Cluster, name: str) -> list[dict[str, Any]]:
+    text = (running.directory / f"{name}.log").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_everything_that_a_handoff_leaves_behind_is_counted(running):
+    wait_for(lambda: sums(running)["vllm:request_queue_time_seconds_count"] >= 1, "the nodes' story of the request")
+    seen = sums(running)
+    assert seen["vllm:generation_tokens_total"] >= 20
+    assert seen["vllm:iteration_tokens_total_sum"] >= len(PROMPT) + 19
+    assert seen["vllm:nixl_bytes_transferred_sum"] == seen["baton_kv_transfer_bytes_total"] > 0
+    for name in ("baton_decode_admission_wait_seconds", "baton_second_token_latency_seconds"):
+        assert seen[f"{name}_count"] >= 1
+    for part in ("busy", "hidden", "exposed"):
+        assert seen[f"baton_kv_transfer_{part}_seconds_count"] >= 1
+    assert seen["baton_kv_transfer_hidden_seconds_sum"] <= seen["baton_kv_transfer_busy_seconds_sum"]
+    assert seen["baton_slo_attainment_ratio"] == 1.0
+    assert seen["baton_placements_total"] >= 1
+
+
+def test_the_status_says_what_nodes_do_and_what_clients_have(running):
+    running.complete([5, *PROMPT], 20)
+    wait_for(lambda: all(node["steps_per_s"] for node in running.status()["nodes"]), "both nodes' steps")
+    status = running.status()
+    for node in status["nodes"]:
+        assert 0 < node["busy"] <= 1
+        assert node["budget"] >= node["batch"]["tokens"] > 0
+        assert node["facts"]["policy"]
+    latency = status["latency"]
+    assert latency["slo"] == {"ttft_ms": 60000, "tbt_ms": 1000, "attainment": 1.0}
+    assert latency["ttft_ms"]["p50"] <= latency["ttft_ms"]["p99"]
+    assert latency["ttst_ms"]["n"] >= 1
+
+
+def test_one_trace_goes_through_the_answer_and_every_process_log(running):
+    body = completion(running.model, [7, *PROMPT], 3)
+    headers = {"content-type": "application/json", "traceparent": TRACEPARENT, "x-request-id": "mine"}
+    request = urllib.request.Request(running.url + "/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.headers["traceparent"] == TRACEPARENT
+        identity = json.load(answer)["id"]
+
+    def access() -> list[dict[str, Any]]:
+        return [line for line in lines(running, "router") if line["logger"] == "baton.access"]
+
+    wait_for(lambda: any(line["request"] == identity for line in access()), "the access line")
+    (line,) = [line for line in access() if line["request"] == identity]
+    assert (line["traceparent"], line["status"], line["outcome"]) == (TRACEPARENT, 200, "answered")
+    assert (line["prompt_tokens"], line["tokens"]) == (len(PROMPT) + 1, 3)
+    assert (line["prefill"], line["decode"]) == ("prefill-0", "decode-0")
+    assert 0 < line["ttft_ms"] <= line["duration_ms"]
+    for name in ("prefill-0", "decode-0"):
+        told = [line for line in lines(running, name) if line.get("traceparent") == TRACEPARENT]
+        assert "took request" in {line["message"] for line in told}
+        assert all(line["request"].startswith(identity) and line["node"] == name for line in told)
+
+
+def test_a_refused_request_has_its_line_and_no_log_has_a_prompt(running):
+    bad = completion(running.model, [10**9], 3)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        running.post("/v1/completions", bad)
+    with refused.value as answer:
+        assert re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-01", answer.headers["traceparent"])
+
+    def is_logged() -> bool:
+        return any((line.get("status"), line.get("outcome")) == (400, "Rejected") for line in lines(running, "router"))
+
+    wait_for(is_logged, "the refused request's line")
+    assert "1000000000" not in (running.directory / "router.log").read_text()
+
+
+def test_promtool_objects_to_nothing_but_names_that_are_vllms(running):
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed (Debian's package prometheus has it)")
+    checked = subprocess.run(
+        ["promtool", "check", "metrics"], input=scrape(running), text=True, capture_output=True, timeout=30, check=False
+    )
+    objections = checked.stderr.splitlines()
+    assert objections, "promtool dislikes colons in names; nothing said means nothing checked"
+    assert [line for line in objections if not line.startswith("vllm:")] == []
+    # Colons, and the suffix of vllm:iteration_tokens_total, which is a histogram.
+    assert [line for line in objections if "':'" not in line and "iteration_tokens_total" not in line] == []
+
+
+def test_prometheus_takes_all_of_it_and_answers_every_query_of_the_board(running, tmp_path):
+    if shutil.which("prometheus") is None:
+        pytest.skip("prometheus is not installed")
+    configuration = (ROOT / "deploy" / "prometheus.yml").read_text()
+    configuration = configuration.replace("router:8000", f"127.0.0.1:{running.port}").replace("5s", "200ms")
+    (tmp_path / "prometheus.yml").write_text(configuration)
+    address = f"127.0.0.1:{free_port()}"
+    flags = [f"--web.listen-address={address}", f"--config.file={tmp_path}/prometheus.yml"]
+    flags += [f"--storage.tsdb.path={tmp_path}/data", "--log.level=error"]
+    process = subprocess.Popen(["prometheus", *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def ask(query: str) -> list[dict[str, Any]]:
+        url = f"http://{address}/api/v1/query?" + urllib.parse.urlencode({"query": query})
+        try:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                return list(json.load(answer)["data"]["result"])
+        except urllib.error.HTTPError as error:
+            with error:
+                if error.code != 503:  # of one that starts
+                    raise AssertionError(f"{query}: {error.read()!r}") from None
+                return []
+        except OSError:
+            return []
+
+    try:
+        wait_for(lambda: any(row["value"][1] == "1" for row in ask("up")), "a scrape that succeeded")
+        time.sleep(1)
+        board = json.loads((ROOT / "deploy" / "grafana" / "dashboards" / "baton.json").read_text())
+        for panel in board["panels"]:
+            for target in panel.get("targets", []):
+                query = target["expr"].replace("$__rate_interval", "30s").replace("$model", ".*")
+                assert ask(query), f"{panel['title']}: {query}"
+        (generated,) = ask("vllm:generation_tokens_total")
+        assert float(generated["value"][1]) >= 20
+    finally:
+        process.terminate()
+        process.wait(20)

@@ -1,0 +1,287 @@
+"""The dashboard in a real browser: over a made-up feed, and over a running cluster."""
+
+import os
+import re
+import shutil
+import threading
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.cluster.harness import Cluster, cluster, wait_for
+from tests.router.page_feed import Feed, serving
+
+playwright = pytest.importorskip("playwright.sync_api", reason="the page's tests need playwright")
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"no browser here (looked for {', '.join(NAMES)})")
+MISSED = "Failed to load resource"  # the browser's own line for an answer that is an error
+ACCESS = """() => [...document.querySelectorAll('button, a, select, canvas[tabindex], [role=img], [role=region]')]
+    .filter(each => !(each.getAttribute('aria-label') || each.textContent.trim() || each.closest('label')
+        || each.classList.contains('phases'))).map(each => each.outerHTML)"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+        running = driver.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Any]:
+    """Opens a page; in the end nothing may have been logged as an error."""
+    contexts, problems = [], []
+
+    def open_page(url: str, width: int = 1400, scheme: str = "light") -> Any:
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(20_000)
+        page.on("console", lambda line: problems.append(line.text) if line.type in {"error", "warning"} else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(url)
+        return page
+
+    open_page.problems = problems
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert problems == []
+
+
+@pytest.fixture
+def feed() -> Iterator[tuple[Feed, str]]:
+    made = Feed()
+    with serving(made) as url:
+        yield made, url
+
+
+def passes_of(page: Any, node: str) -> int:
+    """In view, as the label of the lane says."""
+    labels = page.locator("#lanes .lane span").all_inner_texts()
+    found = [re.fullmatch(rf"{node} · ([\d,]+)", label) for label in labels]
+    return next((int(match[1].replace(",", "")) for match in found if match), 0)
+
+
+def colours_in(page: Any, lane: int) -> set[str]:
+    """Of the pixels of a lane, those that the strip draws with."""
+    script = """canvas => {
+        const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height), seen = new Set();
+        for (let i = 0; i < data.length; i += 4) if (data[i + 3] === 255) seen.add(`${data[i]},${data[i+1]},${data[i+2]}`);
+        return [...seen];
+    }"""
+    names = {"230,159,0": "prefill", "0,114,178": "decode", "193,18,31": "over"}
+    seen = page.locator("#lanes canvas").nth(lane).evaluate(script)
+    return {names[colour] for colour in seen if colour in names}
+
+
+# ---- over a feed -------------------------------------------------------------------------------------------------------
+
+
+def test_everything_is_there_and_has_a_name(opened: Any, feed: tuple[Feed, str]) -> None:
+    page = opened(feed[1])
+    page.wait_for_selector("#requests tbody tr:nth-child(2)")
+    assert page.inner_text("#summary").startswith("The prefill pool is the bottleneck")
+    assert page.locator("#summary code").inner_text().startswith("baton role decode-")
+    assert page.locator(".node h3").all_inner_texts()[0].split() == ["prefill-0", "prefill", "ready"]
+    assert page.locator(".node .bar").first.get_attribute("aria-label").startswith("KV: ")
+    assert page.locator("#latency canvas").count() == 3
+    assert "SLO of 25.0" in page.locator(".latency").nth(1).inner_text()
+    assert page.get_attribute("text=Trace", "href") == "trace?last=30s"
+    assert page.evaluate(ACCESS) == []
+
+
+def test_the_strip_moves_and_colours_passes_by_what_they_were(opened: Any, feed: tuple[Feed, str]) -> None:
+    page = opened(feed[1])
+    wait_for(lambda: passes_of(page, "decode-0") > 10, "passes in view")
+    before = passes_of(page, "decode-0")
+    wait_for(lambda: passes_of(page, "decode-0") > before + 20, "more passes in view")
+    assert colours_in(page, 0) == {"prefill"}
+    wait_for(lambda: colours_in(page, 2) == {"prefill", "decode", "over"}, "mixed passes over the SLO")
+
+
+def test_a_page_that_is_opened_late_shows_what_was_before(opened: Any) -> None:
+    made = Feed()
+    for name in made.ends:
+        made.numbers[name], made.ends[name] = 1, made.began_ms + 1e9  # nothing new comes
+    with serving(made) as url:
+        page = opened(url)
+        wait_for(lambda: passes_of(page, "decode-0") > 50, "passes of before")
+        assert passes_of(page, "decode-0") <= 101
+
+
+def test_a_pass_shows_its_members_by_mouse_and_by_key_and_stops_the_strip(opened: Any, feed: tuple[Feed, str]) -> None:
+    page = opened(feed[1])
+    wait_for(lambda: passes_of(page, "decode-0") > 100, "passes in view")
+    lane = page.locator("#lanes canvas").nth(2)
+    lane.click(position={"x": lane.bounding_box()["width"] - 60, "y": 40})
+    page.wait_for_selector("#pass li")
+    assert page.inner_text("#pause") == "Resume"
+    assert page.locator("#pass li.chunk, #pass li.prefill").count() == 1
+    first = int(re.match(r"Pass (\d+) of decode-0", page.inner_text("#pass"))[1])
+    lane.focus()
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_function(f"document.getElementById('pass').textContent.startsWith('Pass {first - 1} of decode-0')")
+    page.keyboard.press("Escape")
+    assert not page.is_visible("#pass")
+    page.click("#pause")
+    assert page.get_attribute("#pause", "aria-pressed") == "false"
+
+
+def test_a_request_opens_its_timeline_with_the_keyboard(opened: Any, feed: tuple[Feed, str]) -> None:
+    page = opened(feed[1])
+    page.wait_for_selector("#requests tbody tr:nth-child(3)")
+    page.click("#pause")
+    page.locator("#requests tbody button").nth(1).focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#requests .timeline canvas")
+    assert "placed: least predicted time" in page.inner_text("#requests .timeline")
+    page.click("#requests .timeline summary")
+    spans = page.locator("#requests .timeline li").all_inner_texts()
+    assert sum("prompt chunk of" in span for span in spans) == 3
+    assert any("waited (behind a prompt chunk), 33.0 ms on decode-" in span for span in spans)
+    page.locator("#requests tbody button").nth(1).click()
+    assert page.locator("#requests .timeline").count() == 0
+
+
+def test_pause_holds_everything_still(opened: Any, feed: tuple[Feed, str]) -> None:
+    page = opened(feed[1])
+    page.wait_for_selector("#requests tbody tr:nth-child(2)")
+    page.click("#pause")
+    rows, number = page.locator("#requests tbody tr").count(), len(feed[0].requests)
+    picture = page.locator("#lanes canvas").nth(2).screenshot()
+    wait_for(lambda: len(feed[0].requests) > number + 2, "more requests")
+    assert page.locator("#requests tbody tr").count() == rows
+    assert page.locator("#lanes canvas").nth(2).screenshot() == picture
+    page.click("#pause")
+    wait_for(lambda: page.locator("#requests tbody tr").count() > rows, "live again")
+
+
+def test_a_router_that_goes_and_comes_back_is_told(opened: Any, feed: tuple[Feed, str]) -> None:
+    page = opened(feed[1])
+    page.wait_for_selector("#link[data-state=live]")
+    feed[0].is_gone = True
+    page.wait_for_selector("text=router gone, trying again")
+    feed[0].is_gone = False
+    page.wait_for_selector("#link[data-state=live]")
+    wait_for(lambda: page.locator("#link").inner_text() == "live", "live again")
+    opened.problems[:] = [line for line in opened.problems if not line.startswith(MISSED)]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_narrow_screen_has_no_horizontal_scroll(opened: Any, feed: tuple[Feed, str], scheme: str) -> None:
+    page = opened(feed[1], width=360, scheme=scheme)
+    page.wait_for_selector("#requests tbody tr:nth-child(2)")
+    page.locator("#requests tbody button").first.click()
+    page.wait_for_selector("#requests .timeline canvas")
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    assert page.evaluate("document.documentElement.dataset.theme") == scheme
+
+
+def test_the_theme_is_kept(opened: Any, feed: tuple[Feed, str]) -> None:
+    page = opened(feed[1], scheme="dark")
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.click("#theme")
+    assert page.evaluate("document.documentElement.dataset.theme") == "light"
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != paper
+    page.reload()
+    assert page.evaluate("document.documentElement.dataset.theme") == "light"
+    assert page.inner_text("#theme") == "Dark"
+
+
+def test_text_has_the_contrast_of_wcag_aa_in_both_themes(opened: Any, feed: tuple[Feed, str]) -> None:
+    for scheme in ("light", "dark"):
+        page = opened(feed[1], scheme=scheme)
+        values = page.evaluate("""() => { const style = getComputedStyle(document.documentElement);
+            return Object.fromEntries(['paper', 'panel', 'ink', 'soft', 'over', 'decode-ink']
+                .map(name => [name, style.getPropertyValue('--' + name).trim()])); }""")
+        for text in ("ink", "soft", "over", "decode-ink"):
+            for ground in ("paper", "panel"):
+                assert contrast(values[text], values[ground]) >= 4.5, (scheme, text, ground)
+
+
+def contrast(one: str, other: str) -> float:
+    def luminance(colour: str) -> float:
+        shares = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
+        linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_memory_is_bounded_when_passes_are_many(opened: Any) -> None:
+    made = Feed(steps_per_s=1000.0)
+    for name in made.ends:
+        made.ends[name] -= 40_000.0  # as after a long silence: 40,000 passes at once
+    with serving(made) as url:
+        page = opened(url)
+        page.select_option("#window", "60000")
+        wait_for(lambda: passes_of(page, "decode-0") > 10_000, "passes in view")
+        assert passes_of(page, "decode-0") <= 25_000
+        page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+# ---- over a cluster ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Cluster]:
+    with cluster(prefill=1, decode=1, tbt_slo_ms=50) as started:
+        yield started
+
+
+def test_the_page_of_a_running_cluster_is_live(opened: Any, running: Cluster) -> None:
+    page = opened(running.url)
+    page.wait_for_selector("#link[data-state=live]")
+    wait_for(lambda: page.locator(".node").count() == 2, "cards of both nodes")
+    is_enough, answers = threading.Event(), []
+
+    def send() -> None:
+        while not is_enough.is_set():
+            prompt = [3 + len(answers) % 1000, *range(3, 603)]  # each its own, so that each is computed and moved
+            answers.append(running.complete(prompt, 200))
+
+    work = threading.Thread(target=send)
+    work.start()
+    try:
+        wait_for(lambda: passes_of(page, "prefill-0") > 0 and passes_of(page, "decode-0") > 20, "passes of both nodes")
+        before = passes_of(page, "decode-0")
+        wait_for(lambda: passes_of(page, "decode-0") > before, "more passes")
+        wait_for(lambda: len(answers) > 3, "a few requests")
+    finally:
+        is_enough.set()
+        work.join()
+    finished = page.locator("#requests td[data-state=finished]")
+    wait_for(lambda: finished.count() == min(100, len(answers)), "all requests, finished")
+    assert "prefill-0 → decode-0" in page.locator("#requests tbody tr").first.inner_text()
+    wait_for(lambda: page.locator("#transfers td:text-is('done')").count() == min(10, len(answers)), "their transfers")
+    page.locator("#requests tbody button").first.click()
+    page.wait_for_selector("#requests .timeline canvas")
+    page.click("#requests .timeline summary")
+    spans = "\n".join(page.locator("#requests .timeline li").all_inner_texts())
+    assert re.search(r"prompt chunk of \d+ tokens .*on prefill-0", spans)
+    assert re.search(r"tokens generated.* on decode-0", spans)
+    assert "KV transfer" in spans
+
+
+def test_a_pass_of_a_running_cluster_names_its_members(opened: Any, running: Cluster) -> None:
+    page = opened(running.url)
+    page.wait_for_selector("#link[data-state=live]")
+    running.complete(list(range(3, 303)), 100)
+    wait_for(lambda: passes_of(page, "decode-0") > 10, "passes")
+    page.locator("#lanes canvas").nth(1 if "decode" in page.locator(".lane span").nth(1).inner_text() else 0).focus()
+    page.keyboard.press("End")
+    page.wait_for_selector("#pass li")
+    assert page.locator("#pass li").first.inner_text().startswith("cmpl-")
+
+
+def test_a_router_serves_the_page_at_its_root(running: Cluster) -> None:
+    with urllib.request.urlopen(running.url + "/", timeout=10) as answer:
+        assert answer.headers["content-type"] == "text/html; charset=utf-8"
+        assert b"<title>Baton</title>" in answer.read()

@@ -1,0 +1,127 @@
+"""What a whole cluster tells of itself: every request's time adds up, and every byte and step is in the records."""
+
+import json
+import random
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.cluster.harness import Cluster, cluster, wait_for
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Cluster]:
+    # "always": each prompt goes through both nodes, however short.
+    with cluster(max_num_batched_tokens=64, disaggregate="always") as running:
+        yield running
+
+
+def prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 2048) for _ in range(length)] for _ in range(count)]
+
+
+def recorded(running: Cluster, count: int) -> list[dict[str, Any]]:
+    """The latest requests, when their nodes have told everything."""
+
+    def latest() -> list[dict[str, Any]]:
+        return list(running.get(f"/v1/requests?limit={count}")["requests"])
+
+    wait_for(lambda: len(latest()) == count and all(row["phases_ms"] for row in latest()), "all phases known")
+    return latest()
+
+
+def test_the_time_of_every_request_adds_up_and_its_spans_are_in_order(served: Cluster) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda prompt: served.complete(prompt, 12), prompts(8, 200, seed=1)))
+    for row in recorded(served, 8):
+        assert sum(row["phases_ms"].values()) == pytest.approx(row["ended_ms"] - row["accepted_ms"], abs=0.01)
+        assert min(row["phases_ms"].values()) >= 0
+        times = [row[f"{name}_ms"] for name in ("accepted", "first_token", "second_token", "last_token", "ended")]
+        assert times == sorted(times)
+        assert (row["prefill"], row["decode"], row["generated_tokens"]) == ("prefill-0", "decode-0", 12)
+        spans = served.get(f"/v1/requests/{row['id']}/timeline")["spans"]
+        assert {"queued", "chunk", "transfer", "decode"} <= {span["kind"] for span in spans}
+        assert sum(span["tokens"] for span in spans if span["kind"] == "chunk") == 200
+        assert all(span["start_ms"] <= span["end_ms"] for span in spans)
+
+
+def test_transfers_move_the_bytes_that_the_nodes_counted(served: Cluster) -> None:
+    before = served.settled()["bytes_moved"]
+    for prompt in prompts(3, 150, seed=2):
+        served.complete(prompt, 4)
+    moved = served.settled()["bytes_moved"] - before
+    assert moved == sum(row["transfer"]["bytes"] for row in recorded(served, 3)) > 0
+    events = served.get("/trace?last=60s")["traceEvents"]
+    kinds = {"queued", "admitted", "first", "reserving", "transfer", "committed", "landed", "ended"}
+    assert {event["name"] for event in events if event["ph"] == "n"} == kinds
+    pushes = [event for event in events if event.get("cat") == "transfer"]
+    assert sum(push["args"]["bytes"] for push in pushes) == served.status()["bytes_moved"]
+
+
+def test_members_of_steps_are_the_clients_requests(served: Cluster) -> None:
+    (prompt,) = prompts(1, 130, seed=3)
+    answer = served.post(
+        "/v1/completions", {"model": served.model, "prompt": prompt, "max_tokens": 5, "temperature": 0}
+    )
+    (row,) = recorded(served, 1)
+    assert row["id"] == answer["id"]
+    for node, kinds, tokens in (("prefill-0", {"chunk"}, 130), ("decode-0", {"decode"}, 4)):
+        since_ms = row["accepted_ms"]
+        steps = served.get(f"/v1/steps?node={node}&since_ms={since_ms}")
+        numbers = [step[steps["fields"].index("number")] for step in steps["steps"]]
+        members = [m for number in numbers for m in served.get(f"/v1/steps/{node}/{number}")["members"]]
+        assert {(member["id"], member["kind"]) for member in members} == {(answer["id"], kind) for kind in kinds}
+        assert sum(member["count"] for member in members) == tokens
+
+
+def test_steps_are_told_once_each_and_as_many_as_the_nodes_ran(served: Cluster) -> None:
+    served.settled()
+    for name, node in served.nodes().items():
+        steps = served.get(f"/v1/steps?node={name}&limit=65536")
+        numbers = [row[0] for row in steps["steps"]]
+        assert numbers == list(range(node["steps"]))
+        assert node["records_dropped"] == 0
+        computed = sum(row[steps["fields"].index("prefill_tokens")] for row in steps["steps"])
+        assert computed == node["prompt_tokens"]
+
+
+def test_the_feed_follows_and_does_not_hold_up_a_drain() -> None:
+    with cluster(max_num_batched_tokens=64, disaggregate="always") as running:
+        heard: list[tuple[str, Any]] = []
+        ended = threading.Event()
+
+        def watch() -> None:
+            with urllib.request.urlopen(running.url + "/events", timeout=30) as answer:
+                kind = ""
+                for line in answer:
+                    name, _, value = line.decode().rstrip("\n").partition(": ")
+                    if name == "event":
+                        kind = value
+                    elif name == "data":
+                        heard.append((kind, json.loads(value)))
+            ended.set()
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        wait_for(lambda: heard, "the first status")
+        for prompt in prompts(2, 100, seed=4):
+            running.complete(prompt, 8)
+        wait_for(lambda: {"status", "steps", "requests", "transfers"} <= {kind for kind, _ in heard}, "every kind")
+
+        def last_state() -> set[str]:
+            rows = [row for kind, data in heard if kind == "requests" for row in data["requests"]]
+            return set({row["id"]: row["state"] for row in rows}.values())
+
+        wait_for(lambda: last_state() == {"finished"}, "the news that both finished")
+        began = time.monotonic()
+        running.send_signal("router", signal.SIGTERM)
+        running.processes["router"].wait(15)
+        assert ended.wait(5), "the stream ends whole"
+        assert time.monotonic() - began < 15

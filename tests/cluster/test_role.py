@@ -1,0 +1,91 @@
+"""Roles that change while a cluster serves: no request fails, and nodes do their new work with what they have."""
+
+import json
+import random
+import threading
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from cluster.role import change_role
+from tests.cluster.harness import Cluster, cluster, expected, wait_for
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    return [random.Random(seed).randrange(3, 2048) for _ in range(length)]
+
+
+def roles(running: Cluster) -> dict[str, str]:
+    return {name: node["role"] for name, node in running.nodes().items() if node["state"] == "ready"}
+
+
+def refusal(running: Cluster, node: str, body: bytes) -> tuple[int, str]:
+    request = urllib.request.Request(f"{running.url}/v1/nodes/{node}/role", body, {"content-type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=10)
+    with caught.value as answer:
+        return answer.code, json.load(answer)["error"]["message"]
+
+
+def test_a_node_flipped_each_way_under_load_fails_no_request_and_does_its_new_work(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with cluster(prefill=2, decode=2, drain_timeout_s=0.3, disaggregate="always") as running:
+        prompts = [prompt_of(index, 150 + index) for index in range(8)]
+        with ThreadPoolExecutor(8) as pool:
+            begun = [threading.Event() for _ in prompts]
+            streams = [
+                pool.submit(running.stream, prompt, 5000, lambda count, event=event: count > 1 and event.set())
+                for prompt, event in zip(prompts, begun, strict=True)
+            ]
+            assert all(event.wait(30) for event in begun), "all streams are decoded"
+            assert change_role(running.url, "decode-1", "prefill") == 0
+            assert change_role(running.url, "prefill-1", "decode") == 0
+            assert [stream.result() for stream in streams] == [expected(prompt, 5000) for prompt in prompts]
+        assert capsys.readouterr().out.splitlines() == [
+            "decode-1 is a prefill node now",
+            "prefill-1 is a decode node now",
+        ]
+        assert running.status()["requests"]["failed"] == 0
+        assert running.status()["requests"]["moved"] > 0, "streams that outlived the drain went on elsewhere"
+        wait_for(lambda: roles(running) == {
+            "prefill-0": "prefill", "prefill-1": "decode", "decode-0": "decode", "decode-1": "prefill"
+        }, "the router knows the new roles")  # fmt: skip
+        before = running.nodes()
+        more = [prompt_of(100 + index, 120) for index in range(12)]
+        with ThreadPoolExecutor(12) as pool:
+            assert list(pool.map(lambda prompt: running.stream(prompt, 60), more)) == [
+                expected(one, 60) for one in more
+            ]
+        running.settled()
+        after = running.nodes()
+        assert after["decode-1"]["handoffs"] > before["decode-1"]["handoffs"]
+        assert after["prefill-1"]["generated_tokens"] > before["prefill-1"]["generated_tokens"] + 59
+        running.idle()
+
+        assert change_role(running.url, "decode-1", "decode") == 0
+        assert change_role(running.url, "prefill-1", "prefill") == 0
+        assert running.stream(prompts[0], 30) == expected(prompts[0], 30), "and back again"
+
+        assert change_role(running.url, "decode-0", "prefill") == 0
+        assert change_role(running.url, "decode-1", "prefill") == 0
+        assert "no decode node is left: prefill nodes generate too" in capsys.readouterr().out
+        assert running.stream(prompts[1], 30) == expected(prompts[1], 30)
+        running.idle()
+
+
+def test_what_cannot_be_done_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with cluster(prefill=0, decode=1, mode="colocated") as running:
+        assert change_role(running.url, "decode-7", "prefill") == 1
+        assert "no live node 'decode-7'; those that live: decode-0" in capsys.readouterr().err
+        assert refusal(running, "decode-0", b'{"role": "king"}')[0] == 400
+        assert refusal(running, "decode-0", b"[")[0] == 400
+        assert refusal(running, "nobody", b'{"role": "decode"}')[0] == 404
+        status, text = refusal(running, "decode-0", b'{"role": "prefill"}')
+        assert (status, "it is the last" in text) == (409, True)
+        assert change_role(running.url, "decode-0", "decode") == 0, "nothing to change"
+        assert running.complete([5, 6], 3) == expected([5, 6], 3)
+    assert change_role(running.url, "decode-0", "decode") == 1
+    assert "no router at" in capsys.readouterr().err

@@ -1,0 +1,89 @@
+import pytest
+
+from compare.arms import Arm, copy_of, cores_of, parse_arm, parse_arms
+from compare.stack import Launch
+from shared.errors import ConfigError
+
+
+def test_an_arm_is_read_from_its_words():
+    assert parse_arm("colocated:2") == Arm("colocated:2", 0, 2, {})
+    arm = parse_arm("disaggregated:1p3d@prefill_first,max-num-seqs=8")
+    assert (arm.prefill, arm.decode, arm.devices, arm.mode, arm.policy) == (1, 3, 4, "disaggregated", "prefill_first")
+    assert arm.settings == {"disaggregate": "always", "policy": "prefill_first", "max_num_seqs": "8"}
+
+
+def test_a_disaggregated_arm_is_what_it_says_unless_told_otherwise():
+    assert parse_arm("disaggregated:1p1d").settings["disaggregate"] == "always"
+    assert parse_arm("disaggregated:1p1d@disaggregate=auto").settings["disaggregate"] == "auto"
+    assert "disaggregate" not in parse_arm("colocated:2").settings
+
+
+def test_an_arms_own_settings_are_over_the_common_ones():
+    arms = parse_arms(["colocated:2", "colocated:2@max_num_seqs=4"], ["max_num_seqs=8", "runner=hash"])
+    assert [arm.settings for arm in arms] == [
+        {"max_num_seqs": "8", "runner": "hash"},
+        {"max_num_seqs": "4", "runner": "hash"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arms", "complaint"),
+    [
+        (["colocated", "colocated:2"], "'colocated' is no arm; write colocated:N or disaggregated:XpYd"),
+        (["colocated:2", "dissagregated:1p1d"], "is no arm"),
+        (["colocated:0", "colocated:2"], "needs a device of each of its roles"),
+        (["colocated:2", "disaggregated:0p2d"], "needs a device of each of its roles"),
+        (["colocated:2", "colocated:2@prefil_first"], "policy 'prefil_first': must be stall_free, "),
+        (["colocated:2", "colocated:2@budget=3"], "budget is no setting"),
+        (["colocated:2", "colocated:2@max_num_seqs=none"], "must be a whole number from 1"),
+        (["colocated:2", "colocated:2@port=80"], "port is decided by the comparison"),
+        (["colocated:2", "colocated:2@max_num_seqs=1,max_num_seqs=2"], "max_num_seqs is given twice"),
+        (["colocated:2", "colocated:2"], "is given twice; to compare an arm with itself, use --control"),
+        (["colocated:2"], "needs two arms or more"),
+        (["colocated:2", "disaggregated:1p2d"], "give all arms equally many, or say --unequal"),
+    ],
+)
+def test_what_is_no_arm_is_refused_with_one_line(arms: list[str], complaint: str):
+    with pytest.raises(ConfigError) as caught:
+        parse_arms(arms)
+    assert str(caught.value).startswith("--arms")
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_common_settings_name_their_flag_when_they_are_wrong():
+    with pytest.raises(ConfigError, match=r"--set: .*runner 'bash'"):
+        parse_arms(["colocated:2", "colocated:1"], ["runner=bash"])
+    with pytest.raises(ConfigError, match="write SETTING=VALUE"):
+        parse_arms(["colocated:2", "colocated:1"], ["prefill_first"])
+
+
+def test_unequal_arms_are_allowed_on_request():
+    assert [arm.devices for arm in parse_arms(["colocated:1", "disaggregated:1p1d"], unequal=True)] == [1, 2]
+
+
+def test_a_device_is_as_many_cores_in_every_arm():
+    arms = parse_arms(["colocated:1", "disaggregated:1p1d"], unequal=True)
+    assert cores_of(arms, [0, 1, 2, 3, 4]) == {"colocated:1": (0, 1), "disaggregated:1p1d": (0, 1, 2, 3)}
+
+
+def test_fewer_cores_than_devices_are_refused():
+    with pytest.raises(ConfigError, match="2 devices need as many cores, and this machine lends 1"):
+        cores_of(parse_arms(["colocated:2", "disaggregated:1p1d"]), [5])
+
+
+def test_the_command_line_of_an_arm_says_all_of_it():
+    arm = parse_arm("disaggregated:1p2d@prefill_first,enable_prefix_caching=false")
+    command = Launch("/models/m", (0, 1, 2), "fast").command(arm)
+    assert command[3:5] == ["cluster", "up"]
+    for part in ("--mode disaggregated", "--prefill 1", "--decode 2", "--policy prefill_first", "--cpus 0,1,2"):
+        assert part in " ".join(command)
+    assert "--no-enable-prefix-caching" in command
+    assert "--emulate" in command
+
+
+def test_the_control_is_the_same_arm_under_a_name_of_its_own():
+    arm = parse_arm("colocated:2@prefill_first")
+    copy = copy_of(arm)
+    assert copy.name != arm.name
+    assert copy.flags() == arm.flags()

@@ -1,0 +1,205 @@
+"""The load generator as a process of its own against a small server: what it sends, counts, times and admits."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from compare.client import Spec, problems_of
+from compare.drive import ROOT, drive, write_arrivals
+from compare.outcome import Outcome, Recording, Slo, load_recording
+from compare.stream import Listener
+from compare.traffic import Arrival
+from tests.compare.fake_server import serving
+
+
+def spec_for(directory: Path, url: str, model: str = "plain", **settings: object) -> Spec:
+    arrivals, outcomes = directory / "arrivals.jsonl", directory / "outcomes.jsonl"
+    return Spec(url, model, str(arrivals), str(outcomes), **settings)
+
+
+def num_lines(path: str) -> int:
+    return len(Path(path).read_text().splitlines()) if Path(path).exists() else 0
+
+
+async def run(directory: Path, model: str, arrivals: list[Arrival], **settings: object) -> Recording:
+    async with serving() as (url, _):
+        return await drive(spec_for(directory, url, model, **settings), arrivals)
+
+
+async def test_every_token_has_a_time_and_the_requests_are_what_was_asked(tmp_path: Path) -> None:
+    arrivals = [Arrival(0.02 * index, (5, 6, 7 + index), 4, slo=Slo(9.0)) for index in range(5)]
+    said: list[tuple[int, int, int]] = []
+    async with serving() as (url, bodies):
+        spec = spec_for(tmp_path, url, salt="run 1")
+        recording = await drive(spec, arrivals, lambda *counts: said.append(counts))
+    assert [outcome.index for outcome in recording.outcomes] == [0, 1, 2, 3, 4]
+    for outcome, arrival in zip(recording.outcomes, arrivals, strict=True):
+        assert outcome.finished
+        assert outcome.tokens == [0, 1, 2, 3]
+        assert outcome.id == "cmpl-1"
+        assert outcome.prompt_tokens == 3
+        assert outcome.slo == Slo(9.0)
+        times = [outcome.scheduled_s, outcome.sent_s, outcome.first_byte_s, *outcome.token_s, outcome.ended_s]
+        assert times == sorted(times)
+        assert outcome.scheduled_s == arrival.at_s
+        assert len(outcome.token_s) == 4
+    assert said[-1] == (5, 5, 0)
+    assert recording.counted == "ids"
+    assert {body["cache_salt"] for body in bodies} == {"run 1"}
+    assert all(body["ignore_eos"] and body["temperature"] == 0 and body["max_tokens"] == 4 for body in bodies)
+    assert sorted(body["prompt"] for body in bodies) == [list(arrival.prompt) for arrival in arrivals]
+
+
+async def test_two_tokens_in_one_event_are_two_tokens_at_one_time(tmp_path: Path) -> None:
+    recording = await run(tmp_path, "bundled", [Arrival(0.0, (1,), 4)])
+    (outcome,) = recording.outcomes
+    assert outcome.finished
+    assert len(outcome.token_s) == 4
+    assert outcome.token_s[0] == outcome.token_s[1] <= outcome.token_s[2] == outcome.token_s[3]
+
+
+async def test_a_server_that_tells_no_ids_is_counted_by_events_and_marked(tmp_path: Path) -> None:
+    recording = await run(tmp_path, "no-ids", [Arrival(0.0, (1, 2), 3)], send="text")
+    assert recording.counted == "events"
+    assert recording.outcomes[0].finished
+    assert len(recording.outcomes[0].token_s) == 3
+    assert not [problem for problem in recording.problems if "several tokens" in problem]
+
+
+async def test_bundled_tokens_that_cannot_be_told_apart_invalidate_the_run(tmp_path: Path) -> None:
+    recording = await run(tmp_path, "no-ids-bundled", [Arrival(0.0, (1, 2), 4)])
+    assert recording.outcomes[0].error == "bundled: 4 tokens in 2 events"
+    assert any("the time between tokens cannot be measured" in problem for problem in recording.problems)
+
+
+async def test_logprobs_count_tokens_where_there_are_no_ids(tmp_path: Path) -> None:
+    recording = await run(tmp_path, "logprobs", [Arrival(0.0, (1, 2), 4)])
+    assert recording.counted == "logprobs"
+    assert len(recording.outcomes[0].token_s) == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "error"),
+    [
+        ("full", "HTTP 429: too many requests"),
+        ("short", "2 tokens came of 3 asked for"),
+        ("hangs", "timeout"),
+        ("garbled", "the answer is no stream of completions: 'list' object has no attribute 'get'"),
+    ],
+)
+async def test_a_failure_is_an_outcome_that_says_why(tmp_path: Path, model: str, error: str) -> None:
+    arrivals = [Arrival(0.0, (1,), 3), Arrival(0.01, (1,), 3)]
+    recording = await run(tmp_path, model, arrivals, timeout_s=0.4)
+    assert [outcome.error for outcome in recording.outcomes] == [error, error]
+    assert not any(outcome.finished for outcome in recording.outcomes)
+
+
+async def test_a_stream_that_breaks_off_keeps_the_tokens_that_came(tmp_path: Path) -> None:
+    recording = await run(tmp_path, "breaks", [Arrival(0.0, (1,), 3)])
+    (outcome,) = recording.outcomes
+    assert not outcome.finished
+    assert outcome.error
+    assert len(outcome.token_s) == 1
+
+
+async def test_no_number_of_open_requests_holds_the_next_one_back(tmp_path: Path) -> None:
+    """A concurrency cap would hide overload: all 150 are sent though not one is answered."""
+    arrivals = [Arrival(0.002 * index, (1,), 3) for index in range(150)]
+    recording = await run(tmp_path, "hangs", arrivals, timeout_s=2.0)
+    sent = [outcome.sent_s for outcome in recording.outcomes]
+    assert None not in sent
+    ended = [outcome.ended_s for outcome in recording.outcomes]
+    assert max(sent) < min(ended)
+
+
+async def test_a_server_that_is_gone_fails_every_request_and_the_run(tmp_path: Path) -> None:
+    async with serving() as (url, _):
+        pass
+    recording = await drive(spec_for(tmp_path, url), [Arrival(0.0, (1,), 2), Arrival(0.05, (1,), 2)])
+    assert len(recording.outcomes) == 2
+    assert all("Connect" in outcome.error for outcome in recording.outcomes)
+    assert "went away, in 2 of 2 requests" in " ".join(recording.problems)
+
+
+async def test_a_load_generator_that_is_ended_leaves_an_outcome_for_every_arrival(tmp_path: Path) -> None:
+    async with serving() as (url, _):
+        spec = spec_for(tmp_path, url)
+        arrivals = [Arrival(0.0, (1,), 2), Arrival(60.0, (1,), 2)]
+        driving = asyncio.create_task(drive(spec, arrivals))
+        async with asyncio.timeout(20):
+            while num_lines(spec.outcomes) < 2:  # noqa: ASYNC110 - another process writes it
+                await asyncio.sleep(0.02)
+        driving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await driving
+    assert [outcome.finished for outcome in load_recording(Path(spec.outcomes)).outcomes] == [True]
+
+
+async def test_a_load_generator_that_fails_loses_all_and_says_why(tmp_path: Path) -> None:
+    recording = await drive(spec_for(tmp_path, "http://127.0.0.1:1"), [Arrival("soon", (1,), 2)])
+    assert recording.outcomes[0].error == "lost with the load generator"
+    assert recording.problems[0] == "load generator: could not convert string to float: 'soon'"
+
+
+async def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
+    async with serving() as (url, _):
+        spec = Spec(url, "plain", str(tmp_path / "arrivals.jsonl"), "/dev/full")
+        write_arrivals(Path(spec.arrivals), [Arrival(0.0, (1,), 2)])
+        path = tmp_path / "spec.json"
+        path.write_text(json.dumps(asdict(spec)))
+        command = [sys.executable, "-m", "compare.client", str(path)]
+        ended = await asyncio.to_thread(
+            subprocess.run, command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=30
+        )
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith("load generator: ")
+    assert "No space left on device" in ended.stderr.splitlines()[-1]
+
+
+def test_outcomes_that_break_off_are_read_as_far_as_they_go(tmp_path: Path) -> None:
+    path = tmp_path / "outcomes.jsonl"
+    whole = json.dumps(asdict(Outcome(0, "cmpl-1", 0.0, finish="length")))
+    path.write_text('{"schema":"baton.outcomes/1","started_unix_ns":5}\n' + whole + "\n" + whole[:10])
+    recording = load_recording(path)
+    assert recording.started_unix_ns == 5
+    assert len(recording.outcomes) == 1
+    assert recording.problems == ["outcomes.jsonl breaks off in line 3"]
+    path.write_text('{"schema":"something"}\n')
+    with pytest.raises(ValueError, match=r"not a file of baton\.outcomes/1"):
+        load_recording(path)
+
+
+@pytest.mark.parametrize(
+    ("lag_s", "slo_ms", "honest"), [(0.0015, 0.0, True), (0.003, 0.0, False), (0.003, 1000.0, True)]
+)
+def test_a_client_that_sends_late_invalidates_its_run(lag_s: float, slo_ms: float, honest: bool) -> None:
+    """Allowed: the larger of 2 ms and 2 % of the TTFT SLO."""
+    outcomes = [Outcome(index, "", float(index), sent_s=index + lag_s, finish="length") for index in range(200)]
+    assert (not problems_of(outcomes, Slo(slo_ms))) == honest
+
+
+def test_the_running_usage_counts_where_nothing_else_does() -> None:
+    outcome = Outcome(0, "", 0.0, max_tokens=3)
+    listener = Listener(outcome, exact=True)
+    for told, at_s in ((2, 1.0), (3, 2.0)):
+        event = {"id": "x", "choices": [{"text": " w"}], "usage": {"completion_tokens": told, "prompt_tokens": 7}}
+        listener.hear(b"data: " + json.dumps(event).encode() + b"\r\n\r\n", at_s)
+    listener.hear(b'data: {"choices":[{"text":"","finish_reason":"length"}]}\n\ndata: [DONE]\n\n', 3.0)
+    listener.close()
+    assert outcome.token_s == [1.0, 1.0, 2.0]
+    assert listener.counted == "usage"
+    assert outcome.finished
+
+
+def test_an_error_in_the_stream_is_the_outcome() -> None:
+    outcome = Outcome(0, "", 0.0, max_tokens=3)
+    listener = Listener(outcome, exact=True)
+    listener.hear(b'data: {"error":{"message":"the node was lost"}}\n\n', 1.0)
+    listener.close()
+    assert outcome.error == "the node was lost"
+    assert not outcome.finished

@@ -1,0 +1,271 @@
+"""Every metric on hand-made requests whose figures can be checked by eye; and every trap that the documents list."""
+
+import math
+
+import pytest
+
+from compare.causes import miss_cause, miss_causes, phases_ms, phases_of
+from compare.measures import (
+    ecdf,
+    fluidity,
+    gaps_s,
+    inside,
+    measure,
+    misses,
+    percentile,
+    tpot_s,
+    ttft_s,
+    ttst_s,
+    values_ms,
+)
+from compare.outcome import Outcome, Slo
+from compare.passes import busy
+from scheduler.cost import CostModel
+
+STRICT = Slo(ttft_ms=500, tbt_ms=50)
+
+
+def request(scheduled_s: float, token_s: list[float], **fields: object) -> Outcome:
+    """Finished, sent 1 ms late, unless `fields` say something else."""
+    whole = Outcome(
+        0,
+        f"cmpl-{scheduled_s}",
+        scheduled_s,
+        sent_s=scheduled_s + 0.001,
+        token_s=token_s,
+        finish="length",
+        max_tokens=len(token_s),
+    )
+    for name, value in fields.items():
+        setattr(whole, name, value)
+    return whole
+
+
+def failed(scheduled_s: float, token_s: list[float], max_tokens: int = 4, error: str = "timeout") -> Outcome:
+    return request(scheduled_s, token_s, finish="", error=error, max_tokens=max_tokens)
+
+
+def summary(**phases: float) -> dict[str, object]:
+    named = dict.fromkeys(
+        ("router", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference"), 0.0
+    )
+    return {"phases_ms": named | phases, "transfer": None, "accepted_ms": 1000.0, "first_token_ms": 1100.0}
+
+
+# ---- one request ---------------------------------------------------------------------------------------------------
+
+
+def test_ttft_is_from_when_the_request_was_due_not_from_when_it_was_sent() -> None:
+    assert ttft_s(request(10.0, [10.5, 10.6], sent_s=10.4)) == pytest.approx(0.5)
+    assert ttft_s(failed(10.0, [])) == math.inf
+
+
+def test_tbt_is_the_time_between_tokens_and_two_tokens_of_one_piece_are_0_apart() -> None:
+    assert gaps_s(request(0.0, [1.0, 1.5, 1.5, 3.0])) == [0.5, 0.0, 1.5]
+
+
+def test_tpot_is_the_mean_gap_and_undefined_for_one_token() -> None:
+    assert tpot_s(request(0.0, [1.0, 1.5, 1.5, 3.1])) == pytest.approx(0.7)
+    assert tpot_s(request(0.0, [1.0])) is None
+
+
+def test_ttst_is_the_first_gap_however_long_the_answer() -> None:
+    assert ttst_s(request(0.0, [1.0, 1.25] + [1.25 + 0.01 * index for index in range(1, 100)])) == 0.25
+    assert ttst_s(request(0.0, [1.0])) is None
+    assert ttst_s(failed(0.0, [1.0])) == math.inf
+
+
+def test_fluidity_counts_deadlines_kept_and_tokens_that_never_came_as_late() -> None:
+    # Due at 0.5, 0.55, 0.6, 0.65: the second is late, the third has caught up.
+    assert fluidity(request(0.0, [0.4, 0.58, 0.59, 0.65]), STRICT) == (3, 4)
+    assert fluidity(failed(0.0, [0.4], max_tokens=4), STRICT) == (1, 4)
+    assert fluidity(request(0.0, [0.4, 9.0]), Slo(ttft_ms=500)) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "missed"),
+    [
+        (request(0.0, [0.5, 0.549]), []),
+        (request(0.0, [0.51, 0.55]), ["ttft"]),
+        (request(0.0, [0.4, 0.46]), ["tbt"]),
+        (request(0.0, [0.6, 0.7]), ["ttft", "tbt"]),
+        (request(0.0, [0.4]), []),
+        (failed(0.0, [0.4, 0.41]), ["failed"]),
+        (request(0.0, [0.6, 0.7], slo=Slo(ttft_ms=700, tbt_ms=200)), []),
+    ],
+)
+def test_a_good_request_finished_and_kept_every_slo(outcome: Outcome, missed: list[str]) -> None:
+    assert misses(outcome, STRICT) == missed
+
+
+@pytest.mark.parametrize(("tbt_of", "missed"), [("p99", []), ("max", ["tbt"]), ("mean", [])])
+def test_what_of_the_gaps_is_held_against_the_slo(tbt_of: str, missed: list[str]) -> None:
+    """One stall in 200 gaps is no p99."""
+    times = [0.1 + 0.01 * index for index in range(200)]
+    outcome = request(0.0, [*times, times[-1] + 0.2])
+    assert misses(outcome, Slo(500, 50, tbt_of)) == missed
+
+
+# ---- one run -------------------------------------------------------------------------------------------------------
+
+WINDOW = (10.0, 20.0)
+
+
+def test_attainment_and_goodput_are_over_all_that_arrived_in_the_window() -> None:
+    outcomes = [
+        request(5.0, [5.1]),  # warm-up
+        request(10.0, [10.1, 10.12]),
+        request(12.0, [12.9, 12.95]),  # late
+        failed(15.0, []),
+        request(20.0, [20.1, 20.15]),  # finishes after the window, arrived in it
+        request(21.0, [21.1]),
+    ]
+    found = measure(outcomes, STRICT, {}, WINDOW, overloaded=False)
+    assert (found.arrived, found.finished, found.failed, found.good) == (4, 3, 1, 2)
+    assert found.metrics["attainment"] == 0.5
+    assert found.metrics["goodput_rps"] == pytest.approx(0.2)
+    assert found.metrics["fluidity"] == pytest.approx(4 / 10)
+    assert inside(outcomes, WINDOW) == outcomes[1:5]
+
+
+def test_throughput_counts_tokens_inside_the_window_and_neither_drain_nor_warm_up() -> None:
+    """20 tokens come in the window of 10 s; 30 more while the run drains, and 10 before it began."""
+    early = request(8.0, [9.0 + 0.1 * index for index in range(10)])
+    steady = request(11.0, [11.0 + 0.4 * index for index in range(20)])
+    drain = request(19.0, [20.5 + 0.1 * index for index in range(30)])
+    found = measure([early, steady, drain], STRICT, {}, WINDOW, overloaded=False)
+    assert found.metrics["throughput_tps"] == pytest.approx(2.0)
+
+
+def test_one_token_answers_have_no_tpot_rather_than_a_good_one() -> None:
+    outcomes = [request(10.0 + index, [10.5 + index]) for index in range(9)] + [request(19.0, [19.1, 19.3, 19.5])]
+    metrics = measure(outcomes, STRICT, {}, WINDOW, overloaded=False).metrics
+    assert metrics["tpot_p50_ms"] == pytest.approx(200)
+    assert metrics["ttst_p50_ms"] == pytest.approx(200)
+
+
+def test_failures_push_percentiles_up_and_are_not_left_out() -> None:
+    """Survivors only, the 99th percentile would be 100 ms; 3 of 100 never came, so it is over every bound."""
+    outcomes = [request(10.0, [10.1]) for _ in range(97)] + [failed(10.0, []) for _ in range(3)]
+    metrics = measure(outcomes, STRICT, {}, WINDOW, overloaded=False).metrics
+    assert metrics["ttft_p50_ms"] == pytest.approx(100)
+    assert metrics["ttft_p99_ms"] is None
+    assert metrics["attainment"] == pytest.approx(0.97)
+
+
+def test_the_latest_gap_of_a_request_that_failed_never_ended() -> None:
+    values = values_ms([request(10.0, [10.1, 10.2]), failed(10.0, [10.1, 10.3])])
+    assert values["tbt"] == pytest.approx([100, 200, math.inf])
+    assert ecdf(values["tbt"]) == {"x": pytest.approx([100, 200]), "y": pytest.approx([1 / 3, 2 / 3])}
+
+
+def test_an_overloaded_run_has_no_latencies() -> None:
+    metrics = measure([request(10.0, [10.1, 10.2])], STRICT, {}, WINDOW, overloaded=True).metrics
+    assert "attainment" in metrics
+    assert not [name for name in metrics if name.startswith(("ttft", "tbt", "tpot", "ttst", "e2e"))]
+
+
+def test_latency_percentiles_of_known_values() -> None:
+    outcomes = [request(10.0, [10.1, 10.2, 10.5]), request(11.0, [11.3, 11.4, 11.6], sent_s=11.004)]
+    metrics = measure(outcomes, STRICT, {}, WINDOW, overloaded=False).metrics
+    assert metrics["ttft_p50_ms"] == pytest.approx(200)
+    assert metrics["tbt_p50_ms"] == pytest.approx(150)
+    assert metrics["tbt_max_ms"] == pytest.approx(300)
+    assert metrics["stalls"] == 4
+    assert metrics["tpot_p50_ms"] == pytest.approx(175)
+    assert metrics["e2e_p50_ms"] == pytest.approx(550)
+    assert metrics["client_lag_p99_ms"] == pytest.approx(1 + 0.99 * 3)
+    assert percentile([], 50) is None
+
+
+def test_a_window_in_which_nobody_arrived_has_no_attainment() -> None:
+    found = measure([request(5.0, [5.1])], STRICT, {}, WINDOW, overloaded=False)
+    assert found.arrived == 0
+    assert found.metrics["attainment"] is None
+
+
+# ---- with the router's records -------------------------------------------------------------------------------------
+
+
+def test_transfers_are_told_hidden_and_exposed_and_bandwidth_is_over_busy_time() -> None:
+    outcomes = [request(10.0, [10.2, 10.3], id="a"), request(11.0, [11.2, 11.3], id="b"), request(12.0, [12.1], id="c")]
+    transfers = [
+        {"bytes": 3_000_000, "busy_ms": 2.0, "hidden_ms": 1.5, "exposed_ms": 0.5, "channel": "shm"},
+        {"bytes": 5_000_000, "busy_ms": 6.0, "hidden_ms": 2.5, "exposed_ms": 3.5, "channel": "shm"},
+    ]
+    summaries = {
+        "a": summary(interference=30.0) | {"transfer": transfers[0]},
+        "b": summary(interference=12.0) | {"transfer": transfers[1]},
+        "c": summary(),
+    }
+    metrics = measure(outcomes, STRICT, summaries, WINDOW, overloaded=False).metrics
+    assert metrics["hidden_transfer_p50_ms"] == pytest.approx(2.0)
+    assert metrics["exposed_transfer_p50_ms"] == pytest.approx(2.0)
+    assert metrics["transfer_gb_s"] == pytest.approx(1.0)
+    assert metrics["interference_s"] == pytest.approx(0.042)
+    assert metrics["ttft_server_p50_ms"] == pytest.approx(100)
+
+
+def step(start_ms: float, duration_ms: float, prefill: int, decodes: int, **more: int) -> dict[str, float]:
+    row = {"start_ms": start_ms, "duration_ms": duration_ms, "prefill_tokens": prefill, "num_decodes": decodes}
+    return row | {"num_prefills": int(prefill > 0), "decode_context": 0, "waiting": 0} | more
+
+
+def test_shares_of_a_device_sum_to_1_and_overlaps_count_once() -> None:
+    passes = [step(0, 20, 10, 0), step(10, 20, 0, 4, waiting=3), step(40, 20, 5, 15), step(90, 20, 0, 1)]
+    shares = busy(passes, (0.0, 100.0), None)
+    assert shares["busy"] == pytest.approx(0.6)
+    assert shares["prefill"] == pytest.approx(0.2 + 0.05)
+    assert shares["decode"] == pytest.approx(0.1 + 0.15 + 0.1)
+    assert shares["idle_blocked"] == pytest.approx(0.1)
+    assert shares["idle_empty"] == pytest.approx(0.3)
+    model = CostModel(overhead=0.01, per_token=0.001, per_context=0.0001)
+    mixed = step(0, 40, 10, 10, decode_context=200)  # 10 ms of prompts; 10 + 20 ms of decodes; 10 ms of neither
+    assert busy([mixed], (0.0, 40.0), model)["prefill"] == pytest.approx(0.25)
+
+
+def test_phases_and_client_lag_and_residual_sum_to_the_whole_time() -> None:
+    outcome = request(10.0, [10.3, 10.6], sent_s=10.01)
+    phases = phases_ms(outcome, summary(router=1, prefill_queue=90, prefill=180, transfer_exposed=20, decode=280))
+    assert phases is not None
+    assert phases["client_lag"] == pytest.approx(10)
+    assert phases["residual"] == pytest.approx(600 - 10 - 571)
+    assert sum(phases.values()) == pytest.approx(600)
+    assert phases_ms(failed(10.0, [10.3]), summary()) is None
+    retried = summary(prefill=100)
+    retried["phases_ms"]["retry"] = 50.0
+    assert sum(phases_ms(outcome, retried).values()) == pytest.approx(600)
+
+
+def test_phases_of_a_run_are_means_of_all_and_of_the_missed() -> None:
+    outcomes = [request(10.0, [10.2], id="a"), request(11.0, [11.9], id="b")]
+    summaries = {"a": summary(prefill=190), "b": summary(prefill_queue=600, prefill=290)}
+    found = phases_of(outcomes, summaries, STRICT)
+    assert found["mean"]["prefill"] == pytest.approx(240)
+    assert found["missed"]["prefill_queue"] == pytest.approx(600)
+    assert found["residual_ms"]["median"] == pytest.approx(9)
+    assert phases_of(outcomes, {}, STRICT) is None
+
+
+@pytest.mark.parametrize(
+    ("outcome", "phases", "cause"),
+    [
+        (request(0.0, [0.9, 0.91]), {"prefill_queue": 600, "prefill": 200}, "TTFT: prefill queue"),
+        (request(0.0, [0.9, 0.91]), {"prefill_queue": 100, "prefill": 700}, "TTFT: prefill compute"),
+        (request(0.0, [0.9, 0.91], sent_s=0.8), {"prefill": 90}, "TTFT: client lag"),
+        (request(0.0, [0.1, 0.2]), {"transfer_exposed": 60, "decode": 30}, "TBT: transfer"),
+        (request(0.0, [0.1, 0.2]), {"decode_queue": 60}, "TBT: decode queue"),
+        (request(0.0, [0.1, 0.2, 0.3]), {"interference": 80, "decode": 120}, "TBT: behind prompt chunks"),
+        (request(0.0, [0.1, 0.2, 0.3]), {"interference": 5, "decode": 190}, "TBT: decode compute"),
+        (failed(0.0, []), {}, "failed: timeout"),
+        (failed(0.0, [], error="HTTP 503: no node"), {}, "failed"),
+        (request(0.0, [0.1, 0.14]), {"decode": 40}, None),
+    ],
+)
+def test_every_miss_has_one_cause(outcome: Outcome, phases: dict[str, float], cause: str | None) -> None:
+    assert miss_cause(outcome, summary(**phases), STRICT) == cause
+
+
+def test_causes_are_counted_and_a_miss_without_records_is_told_too() -> None:
+    outcomes = [request(0.0, [0.9]), request(0.0, [0.9]), failed(0.0, []), request(0.0, [0.1])]
+    assert miss_causes(outcomes, {}, STRICT) == {"TTFT: unknown": 2, "failed: timeout": 1}

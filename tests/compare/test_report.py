@@ -1,0 +1,208 @@
+"""The report's schema, the thinning of its series, and the page as text. How it looks is test_report_page.py's."""
+
+import copy
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compare.report.page import page_of, write_report
+from compare.report.schema import problems_of
+from compare.report.thinning import PASSES, thinned
+from tests.compare.reports import HOSTILE, report_of
+
+
+def test_a_whole_report_has_no_problems() -> None:
+    assert problems_of(report_of()) == []
+    assert problems_of(report_of(capacity=True)) == []
+
+
+def _at(report: dict[str, Any], path: str) -> tuple[Any, Any]:
+    """The container that `path` ends in, and its last key."""
+    *way, last = [int(part) if part.isdigit() else part for part in path.split("/")]
+    for part in way:
+        report = report[part]
+    return report, last
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("schema", "baton.compare/2"),
+        ("valid", "yes"),
+        ("arms", []),
+        ("runs/0/arrived", 3.5),
+        ("runs/0/window_s", [1.0]),
+        ("summary/colocated:2/ttft_p50_ms/mean", math.nan),
+        ("environment/load", math.inf),
+        ("arms/0/settings", {"nested": [1.0, {"deep": -math.inf}]}),
+        ("slo/attainment", 90.0),
+        ("busy/colocated:2/decode-0/busy", 1.2),
+        ("comparisons/0/says", "good"),
+        ("strip/colocated:2/nodes/decode-0", [[1.0, 2.0]]),
+        ("worst/0/spans/0/kind", "pause"),
+        ("runs/0/arm", "unheard of"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_path(path: str, value: object) -> None:
+    report = report_of()
+    container, last = _at(report, path)
+    container[last] = value
+    problems = problems_of(report)
+    assert problems, "the value was taken"
+    assert problems[0].startswith(path.replace("/", ".")), problems
+
+
+@pytest.mark.parametrize("key", sorted(report_of()))
+def test_no_top_level_key_may_be_missing(key: str) -> None:
+    report = report_of()
+    del report[key]
+    assert problems_of(report)[0].startswith(f"{key}: ")
+
+
+def test_two_arms_of_one_name_are_refused() -> None:
+    report = report_of()
+    report["arms"][1]["name"] = report["arms"][0]["name"]
+    assert any("same name" in problem for problem in problems_of(report))
+
+
+def test_a_report_that_does_not_fit_writes_nothing(tmp_path: Path) -> None:
+    report = report_of()
+    report["traffic"]["rate"] = math.nan
+    with pytest.raises(ValueError, match=r"traffic\.rate"):
+        write_report(report, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_both_files_are_written_and_the_json_is_the_report(tmp_path: Path) -> None:
+    report = report_of()
+    page = write_report(report, tmp_path / "new" / "folder")
+    assert page.name == "report.html"
+    assert json.loads((page.parent / "report.json").read_text()) == report
+    assert sorted(path.name for path in page.parent.iterdir()) == ["report.html", "report.json"]
+
+
+def test_a_normal_page_is_self_contained_and_under_a_megabyte() -> None:
+    page = page_of(report_of(seconds=60.0, capacity=True))
+    assert len(page.encode()) < 1_000_000
+    assert not re.search(
+        r"""(src|href)=["'](?!#)|@import|url\(""", re.sub(r'id="data">.*?</script>', "", page, flags=re.S)
+    )
+    assert "{{" not in page, "a placeholder was left"
+
+
+def test_a_page_stays_small_however_much_there_is_to_tell() -> None:
+    report = report_of(seconds=400.0)
+    report["tokens"] = {"compared": 9000, "different": [{"seed": 1, "index": n} for n in range(9000)], "equal": False}
+    for strip in report["strip"].values():
+        strip["requests"] *= 20
+    page = page_of(report)
+    assert len(page.encode()) < 1_000_000
+    assert '"num_different":9000' in page
+
+
+def test_text_of_others_never_becomes_markup() -> None:
+    report = hostile()
+    assert problems_of(report) == []
+    page = page_of(report)
+    assert "<img" not in page
+    assert page.count("</script>") == 4
+    told = re.search(r'id="data">(.*?)</script>', page, re.S)
+    assert told
+    assert json.loads(told[1])["arms"][0]["name"] == HOSTILE
+
+
+def hostile() -> dict[str, Any]:
+    """A report in which every text that others chose tries to be markup."""
+    text = json.dumps(report_of()).replace("colocated:2", json.dumps(HOSTILE)[1:-1])
+    report: dict[str, Any] = json.loads(text)
+    report["traffic"]["name"] = report["repro"] = report["verdict"]["sentence"] = HOSTILE
+    report["problems"] = report["runs"][0]["problems"] = [HOSTILE]
+    return report
+
+
+def test_a_long_strip_is_cut_to_the_period_with_the_longest_wait() -> None:
+    report = report_of(arms=("colocated:2",))
+    strip = report["strip"]["colocated:2"]
+    del strip["nodes"]["decode-1"]
+    origin = strip["nodes"]["decode-0"][0][0]
+    strip["nodes"]["decode-0"] = [[origin + 5.0 * n, 4.0, 0, 8, None] for n in range(PASSES * 3)]
+    strip["nodes"]["decode-0"][PASSES * 2][1] = 900.0
+    page = thinned(report)
+    period, rows = page["strip_period"], page["strip"]["colocated:2"]["nodes"]["decode-0"]
+    assert period["since_ms"] <= 5.0 * PASSES * 2 <= period["until_ms"] < period["whole_ms"]
+    assert [900.0, 8] in [row[1:4:2] for row in rows]
+    assert len(rows) <= PASSES * 1.1
+    assert all(period["since_ms"] - 900 <= row[0] <= period["until_ms"] for row in rows)
+    assert page["strip"]["colocated:2"]["requests"] == [], "the requests were all over before this period"
+
+
+def test_a_short_strip_is_whole_and_begins_at_zero_in_every_arm() -> None:
+    report = report_of()
+    page = thinned(report)
+    for arm, strip in report["strip"].items():
+        told = page["strip"][arm]
+        assert {node: len(rows) for node, rows in told["nodes"].items()} == {
+            n: len(r) for n, r in strip["nodes"].items()
+        }
+        assert min(rows[0][0] for rows in told["nodes"].values()) == pytest.approx(0, abs=0.01)
+
+
+def test_a_thinned_curve_keeps_its_ends_and_its_shape() -> None:
+    report = report_of()
+    xs = [1.001**n for n in range(20_000)]
+    report["curves"]["ecdf"]["ttft_ms"]["colocated:2"] = {"x": xs, "y": [(n + 1) / 20_000 for n in range(20_000)]}
+    curve = thinned(report)["curves"]["ecdf"]["ttft_ms"]["colocated:2"]
+    assert len(curve["x"]) < 2000
+    assert curve["x"][0] == 1.0
+    assert curve["y"][-1] == 1.0
+    assert curve["x"] == sorted(curve["x"])
+    for x, y in zip(curve["x"], curve["y"], strict=True):
+        assert y == pytest.approx((math.log(x) / math.log(1.001) + 1) / 20_000, abs=0.001)
+
+
+def test_a_request_of_many_spans_keeps_the_longest_and_says_how_many_are_gone() -> None:
+    report = report_of()
+    spans = [
+        {"kind": "decode", "node": "decode-0", "start_ms": 10.0 * n, "end_ms": 10.0 * n + 1 + n % 7} for n in range(900)
+    ]
+    report["worst"][0]["spans"] = spans
+    worst = thinned(report)["worst"][0]
+    assert len(worst["spans"]) + worst["spans_left_out"] == 900
+    assert all(span["end_ms"] - span["start_ms"] == 7 for span in worst["spans"])
+    assert worst["spans"] == sorted(worst["spans"], key=lambda span: span["start_ms"])
+
+
+def test_thinning_leaves_the_report_as_it_was() -> None:
+    report = report_of()
+    before = copy.deepcopy(report)
+    thinned(report)
+    assert report == before
+
+
+def test_nothing_measured_is_still_a_page() -> None:
+    assert "report.json" in page_of(bare())
+
+
+def bare() -> dict[str, Any]:
+    """A comparison that broke off before its first run was over: every part is there, and empty."""
+    report = report_of(arms=("colocated:2", "disaggregated:1p1d"))
+    report.update(
+        valid=False,
+        problems=["Interrupted."],
+        runs=[],
+        summary={},
+        comparisons=[],
+        control=None,
+        phases={},
+        miss_causes={},
+    )
+    report.update(busy={}, strip={}, worst=[], tokens={"compared": 0, "different": [], "equal": True}, environment={})
+    report["curves"] = {"ecdf": {"ttft_ms": {}, "tbt_ms": {}, "ttst_ms": {}}, "attainment": None}
+    report["parity"] = {"equal": False, "facts": []}
+    report["verdict"] = {"sentence": "No verdict.", "cause": None, "flips": None, "interval": None}
+    assert problems_of(report) == []
+    return report

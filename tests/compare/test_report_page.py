@@ -1,0 +1,244 @@
+"""The report in a real browser, opened from disk as a reader opens it: whole, safe, and usable narrow and by keyboard."""
+
+import copy
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compare.report.page import write_report
+from tests.compare.reports import HOSTILE, report_of
+from tests.compare.test_report import bare, hostile
+
+playwright = pytest.importorskip("playwright.sync_api", reason="the report's page is tested with playwright")
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"no browser here (looked for {', '.join(NAMES)})")
+
+SECTIONS = [
+    "verdict",
+    "arms",
+    "differences",
+    "attainment",
+    "strip",
+    "curves",
+    "phases",
+    "devices",
+    "proof",
+    "runs",
+    "worst",
+]
+SECTIONS += ["parity", "guide"]
+BLANK = """() => [...document.querySelectorAll('canvas')].filter(canvas => {
+    const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+    return new Set(new Uint32Array(data.buffer)).size < 3; }).length"""
+# The least contrast of any text with the ground behind it, by the formula of WCAG 2.
+CONTRAST = """() => {
+    const parse = (text) => text.match(/[\\d.]+/g).map(Number);
+    const light = (rgb) => { const [r, g, b] = rgb.map(c => c / 255).map(c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+    const ground = (element) => { for (let at = element; at; at = at.parentElement) {
+        const colour = parse(getComputedStyle(at).backgroundColor); if (colour[3] !== 0) return colour.slice(0, 3); } return [255, 255, 255]; };
+    const told = [...document.querySelectorAll('body *')].filter(each =>
+        !/SCRIPT|NOSCRIPT/.test(each.tagName) && [...each.childNodes].some(node => node.nodeType === 3 && node.textContent.trim()));
+    const of = (each) => { const [a, b] = [light(parse(getComputedStyle(each).color).slice(0, 3)), light(ground(each))].sort((x, y) => y - x);
+        return [(a + 0.05) / (b + 0.05), each.outerHTML.slice(0, 80)]; };
+    return told.map(of).sort((x, y) => x[0] - y[0])[0]; }"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+        running = driver.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def opened(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Writes a report and opens it from disk; in the end nothing may have been logged, and nothing fetched."""
+    contexts, problems = [], []
+
+    def open_report(report: dict[str, Any], width: int = 1400, scheme: str = "light") -> Any:
+        file = write_report(report, tmp_path)
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(20_000)
+        page.on("console", lambda line: problems.append(line.text))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: problems.append(request.url) if request.url != file.as_uri() else None)
+        page.goto(file.as_uri())
+        return page
+
+    yield open_report
+    for context in contexts:
+        context.close()
+    assert problems == []
+
+
+def ids(page: Any) -> list[str]:
+    found: list[str] = page.eval_on_selector_all("main > section", "all => all.map(each => each.id)")
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_section_is_there_and_every_canvas_is_drawn(opened: Callable[..., Any], scheme: str) -> None:
+    page = opened(report_of(capacity=True), scheme=scheme)
+    assert ids(page) == SECTIONS
+    assert page.locator(".none").count() == 0
+    assert page.locator("canvas").count() == 6 + 3 + 4 + 10  # lanes, requests of each arm, curves, worst requests
+    assert page.evaluate(BLANK) == 0
+    assert page.locator(".banner").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_text_has_enough_contrast(opened: Callable[..., Any], scheme: str) -> None:
+    page = opened(report_of(capacity=True), scheme=scheme)
+    page.eval_on_selector_all("details", "all => all.forEach(each => { each.open = true; })")
+    ratio, where = page.evaluate(CONTRAST)
+    assert ratio >= 4.5, where
+
+
+@pytest.mark.parametrize("made", [report_of, hostile, bare])
+def test_nothing_sticks_out_at_360_pixels(opened: Callable[..., Any], made: Callable[[], dict[str, Any]]) -> None:
+    page = opened(made(), width=360)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert page.evaluate(BLANK) == 0
+
+
+def test_markup_in_names_is_shown_as_text(opened: Callable[..., Any]) -> None:
+    page = opened(hostile())
+    assert page.locator("img").count() == 0
+    assert page.title() == f"Baton comparison: {HOSTILE}"
+    assert page.locator(".sentence").inner_text() == HOSTILE
+    assert page.locator("#arms thead .arm").first.inner_text() == HOSTILE
+    assert page.locator("pre").inner_text() == HOSTILE
+
+
+def test_what_was_not_measured_is_said_in_every_section(opened: Callable[..., Any]) -> None:
+    page = opened(bare())
+    assert ids(page) == SECTIONS
+    assert page.locator(".banner strong").all_inner_texts() == ["Invalid", "Not comparable"]
+    for section in set(SECTIONS) - {"verdict", "guide"}:
+        assert page.locator(f"#{section} .none").count() > 0, section
+
+
+def test_a_report_that_is_not_comparable_names_the_facts_and_gives_no_reasons(opened: Callable[..., Any]) -> None:
+    report = report_of()
+    report["parity"]["equal"] = False
+    report["parity"]["facts"][0].update(
+        equal=False, values={"colocated:2": "float32", "disaggregated:1p1d": "bfloat16"}
+    )
+    page = opened(report)
+    assert "Not comparable They differ in more than was asked: dtype." in page.locator(".banner").inner_text()
+    assert page.locator(".sentence").count() == 0
+    assert "Why" not in page.locator("#verdict").inner_text()
+
+
+def test_answers_that_differ_are_counted_and_listed(opened: Callable[..., Any]) -> None:
+    report = report_of()
+    report["tokens"] = {"compared": 90, "different": [{"seed": 1, "index": n} for n in range(60)], "equal": False}
+    page = opened(report)
+    assert "across arms; 60 requests differ." in page.locator("#proof").inner_text()
+    assert page.locator("#proof li").count() == 50
+    assert page.locator("#proof .none").inner_text() == "10 more are in report.json"
+
+
+def test_invalid_and_overloaded_runs_say_so_and_why(opened: Callable[..., Any]) -> None:
+    report = report_of()
+    report["runs"][1].update(valid=False, problems=["decode-1 died"], window_s=None, metrics={}, kv=None)
+    report["runs"][2].update(overloaded=True, metrics={"attainment": 0.2, "ttft_p99_ms": None})
+    rows = opened(report).locator("#runs tbody tr")
+    assert "invalid" in rows.nth(1).inner_text()
+    assert "decode-1 died" in rows.nth(1).inner_text()
+    assert "overloaded" in rows.nth(2).inner_text()
+    assert "20 %" in rows.nth(2).inner_text()
+
+
+def test_the_strip_moves_and_zooms_and_is_walked_by_keyboard(opened: Callable[..., Any]) -> None:
+    page = opened(report_of())
+    shown, readout = page.locator("#strip output"), page.locator("#strip .readout")
+    first = shown.inner_text()
+    page.get_by_role("button", name="Show the whole period").click()
+    assert shown.inner_text() != first
+    lane = page.locator(".lane").first
+    lane.focus()
+    lane.press("ArrowDown")
+    assert readout.inner_text().startswith("decode-0: ")
+    assert readout.inner_text().endswith("over the TBT SLO")
+    late = readout.inner_text()
+    lane.press("ArrowRight")
+    assert readout.inner_text() != late
+    page.get_by_role("button", name="Show a shorter time").click()
+    page.get_by_role("slider").fill("1000")
+    assert shown.inner_text() != first
+    assert page.evaluate(BLANK) == 0
+
+
+def test_a_pass_that_is_clicked_tells_its_figures(opened: Callable[..., Any]) -> None:
+    report = report_of(arms=("disaggregated:1p1d",))
+    strip = report["strip"]["disaggregated:1p1d"]
+    start = strip["nodes"]["prefill-0"][0][0]
+    strip.update(origin_ms=start, requests=[])
+    strip["nodes"] = {
+        "prefill-0": [[start + 100, 800.0, 512, 0, 790.0]],
+        "decode-0": [[start + 1900, 100.0, 0, 3, None]],
+    }
+    page = opened(report)
+    page.locator(".lane").first.click(position={"x": 200, "y": 20})
+    told = page.locator("#strip .readout").inner_text()
+    assert told == "prefill-0: 800 ms at 0.1 s, 512 prompt tokens, 0 decodes, predicted 790 ms"
+
+
+def test_figures_are_those_of_the_report(opened: Callable[..., Any]) -> None:
+    report = report_of()
+    report["summary"]["colocated:2"]["tbt_p99_ms"] = {"mean": 61.234, "low": 55.5, "high": 1234.4, "per_seed": []}
+    page = opened(report)
+    row = page.locator("#arms tr", has_text="TBT p99, ms").locator("td").first
+    assert row.inner_text() == "61.2(55.5 to 1,234)"
+    attainment = page.locator("#differences tr", has_text="Attainment").first.inner_text()
+    assert "+7.7 points" in attainment
+    assert "better" in attainment
+    phases = page.locator("#phases .bar").first.get_attribute("aria-label")
+    assert f"prefill {report['phases']['colocated:2']['mean']['prefill']:.0f} ms" in phases
+
+
+def test_the_theme_button_repaints_the_page(opened: Callable[..., Any]) -> None:
+    page = opened(report_of())
+    ground = "() => getComputedStyle(document.body).backgroundColor"
+    picture = "() => document.querySelector('.lane').toDataURL()"
+    before = page.evaluate(ground), page.evaluate(picture)
+    page.get_by_role("button", name="Dark").click()
+    assert page.evaluate(ground) != before[0]
+    assert page.evaluate(picture) != before[1]
+
+
+def test_the_command_is_copied(opened: Callable[..., Any]) -> None:
+    page = opened(report_of())
+    page.get_by_role("button", name="Copy").click()
+    page.wait_for_function("document.querySelector('.command [role=status]').textContent !== ''")
+    assert page.evaluate("getSelection().toString()") == report_of()["repro"]
+
+
+def test_paper_is_light_with_all_figures_unfolded(opened: Callable[..., Any]) -> None:
+    page = opened(report_of(), scheme="dark")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate("document.documentElement.dataset.theme") == "light"
+    assert page.locator("details:not([open])").count() == 0
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+def test_requests_without_spans_or_times_are_still_listed(opened: Callable[..., Any]) -> None:
+    report = report_of()
+    lost = copy.deepcopy(report["worst"][0])
+    lost.update(spans=[], accepted_ms=None, first_token_ms=None, finish=None)
+    report["worst"] = [lost]
+    line = opened(report).locator("#worst li")
+    assert "TTFT –" in line.inner_text()
+    assert "No spans were recorded." in line.inner_text()

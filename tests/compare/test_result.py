@@ -1,0 +1,214 @@
+"""Reports made of periods whose figures are known."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compare.arms import copy_of, parse_arms
+from compare.capacity import Point
+from compare.experiment import Experiment, Findings
+from compare.figures import Figures
+from compare.outcome import Outcome, Recording, Slo
+from compare.period import Period
+from compare.preflight import Parity
+from compare.report.schema import problems_of
+from compare.result import report_of
+from compare.schedule import Turn, turns
+from compare.traffic import Arrival, Traffic
+
+ARMS = parse_arms(["colocated:2", "disaggregated:1p1d"])
+CONTROL = copy_of(ARMS[0])
+NUM, STARTED_NS = 40, 1_700_000_000_000_000_000
+
+
+def experiment(*, num_seeds: int = 4, first_rate: float | None = None) -> Experiment:
+    arrivals = tuple(Arrival(0.1 * index, (1, 2, 3), 3) for index in range(NUM))
+    notes = {"name": "made", "rate": 10.0, "duration_s": 4.0, "scale_tokens": 1.0, "cut": 0, "refused": 0}
+    traffic = Traffic("made", arrivals, notes)
+    seeds = tuple(range(1, num_seeds + 1))
+    return Experiment(
+        tuple(ARMS), CONTROL, lambda seed, rate: traffic, seeds, Slo(100, 40), 0.9, first_rate,
+        ((1,),), (), "ids", 5.0, Path(),
+    )  # fmt: skip
+
+
+def summary(name: str) -> dict[str, Any]:
+    phases = {"router": 1.0, "prefill_queue": 2.0, "prefill": 10.0, "transfer_exposed": 0.0, "decode_queue": 0.0}
+    phases |= {"decode": 20.0, "interference": 60.0}
+    return {
+        "id": name, "accepted_ms": 0.0, "first_token_ms": 13.0, "attempts": 1, "phases_ms": phases,
+        "transfer": {"bytes": 64, "busy_ms": 1.0, "hidden_ms": 0.5, "exposed_ms": 0.5, "channel": "shm"},
+    }  # fmt: skip
+
+
+def period(turn: Turn, gap_s: float, *, slow: int, problems: tuple[str, ...] = ()) -> Period:
+    """`slow` of its requests, all over it, have one gap of `gap_s`, the others 9 ms."""
+    outcomes, start = [], 1e-3 * turn.seed  # so that seeds differ
+    for index in range(NUM):
+        at = 0.1 * index
+        gap = gap_s if (index * 7 - 1) % NUM < slow else 0.009
+        times = [at + 0.02 + start, at + 0.029 + start, at + 0.029 + start + gap]
+        name = f"{turn.arm}.{turn.position}.{index}"
+        outcomes.append(Outcome(index, name, at, at, at, times, [7, 8, 9], "length", max_tokens=3, ended_s=times[-1]))
+    columns = {
+        "number": 1,
+        "start_ms": STARTED_NS / 1e6 + 1000,
+        "duration_ms": 500.0,
+        "predicted_ms": None,
+        "waiting": 0,
+    }
+    work = {"num_prefills": 1, "prefill_tokens": 30, "num_decodes": 10, "decode_context": 100}
+    kept = Period(turn, Recording(STARTED_NS, outcomes))
+    kept.summaries = {outcome.id: summary(outcome.id) for outcome in outcomes}
+    kept.steps = {"node-0": [columns | work]}
+    kept.costs = {"node-0": []}
+    kept.timelines = {outcomes[0].id: summary(outcomes[0].id) | {"spans": []}}
+    kept.moved = {"handoffs": 0, "blocks_moved": 0, "bytes_moved": 0}
+    kept.problems = list(problems)
+    return kept
+
+
+def findings(made: Experiment) -> Findings:
+    """The disaggregated arm misses nothing, the co-located ones a quarter and a little more."""
+    names = [arm.name for arm in made.everyone]
+    order = [turn for number, seed in enumerate(made.seeds) for turn in turns(names, seed, number)]
+    is_split = {arm.name: bool(arm.prefill) for arm in made.everyone}
+    periods = [period(turn, 0.09, slow=0 if is_split[turn.arm] else 10 + turn.seed % 2) for turn in order]
+    return Findings(list(made.everyone), Parity(True, []), periods, {}, NUM * 4, [])
+
+
+def test_the_report_fits_its_schema_and_has_a_verdict():
+    made = experiment()
+    report = report_of(made, findings(made), "live", "baton compare")
+    assert problems_of(report) == []
+    assert report["valid"]
+    assert "disaggregated:1p1d 100.0 % leads colocated:2" in report["verdict"]["sentence"]
+    assert "4 paired runs" in report["verdict"]["sentence"]
+    assert report["verdict"]["cause"].endswith("misses of colocated:2 are TBT: behind prompt chunks")
+    assert report["control"]["says"] == "no difference"
+
+
+def test_the_figures_are_those_of_the_periods():
+    made = experiment()
+    report = report_of(made, findings(made), "live", "baton compare")
+    run = report["runs"][0]
+    assert (run["arm"], run["seed"], run["arrived"], run["finished"]) == ("colocated:2", 1, NUM - 1, NUM - 1)
+    assert run["metrics"]["attainment"] == pytest.approx(1 - 11 / (NUM - 1))  # the first is within the warm-up
+    mean = report["summary"]["colocated:2"]["attainment"]
+    assert mean["per_seed"] == pytest.approx([1 - 11 / (NUM - 1), 1 - 10 / (NUM - 1)] * 2)
+    assert mean["low"] < mean["mean"] < mean["high"]
+    busy = report["busy"]["colocated:2"]["node-0"]
+    assert busy["busy"] == pytest.approx(0.5 / 3.9, rel=0.02)
+    assert busy["prefill"] == pytest.approx(busy["busy"] * 0.75)
+    assert report["phases"]["colocated:2"]["mean"]["interference"] == pytest.approx(60.0)
+    assert report["traffic"]["num_requests"] == 4 * NUM
+
+
+def test_the_verdict_flips_where_the_gaps_are_within_the_slo():
+    """At 100 ms between tokens nobody misses; the winner then is nobody, so nothing flips to another arm."""
+    made = experiment()
+    flips = report_of(made, findings(made), "live", "x")["verdict"]["flips"]
+    assert flips is not None
+    assert flips[0].startswith("no other arm wins")
+
+
+def test_a_seed_with_an_invalid_period_is_left_out_of_all_arms():
+    made = experiment()
+    found = findings(made)
+    found.periods[0].problems.append("the load generator was late")
+    assert [next(iter(pair.values())).turn.seed for pair in Figures(made, found).pairs] == [2, 3, 4]
+    report = report_of(made, found, "live", "x")
+    assert report["valid"]
+    assert "3 paired runs" in report["verdict"]["sentence"]
+    assert report["runs"][0]["problems"] == ["the load generator was late"]
+
+
+def test_a_spare_seed_takes_the_place_of_the_invalid_one():
+    made = experiment()
+    found = findings(made)
+    found.periods[0].problems.append("the load generator was late")
+    names = [arm.name for arm in made.everyone]
+    found.periods += [period(turn, 0.09, slow=11) for turn in turns(names, 5, 4)]
+    assert [next(iter(pair.values())).turn.seed for pair in Figures(made, found).pairs] == [2, 3, 4, 5]
+
+
+def test_the_warm_up_that_one_arm_needs_is_cut_off_in_all_arms():
+    made = experiment()
+    found = findings(made)
+    for outcome in found.periods[0].recording.outcomes[:8]:  # the first arm is slow at first
+        outcome.ended_s = 1.5
+    figures = Figures(made, found)
+    windows = {tuple(figures.measured[one.turn.position].window_s) for one in found.periods if one.turn.seed == 1}
+    assert len(windows) == 1
+    assert windows.pop()[0] > 0.5
+    assert figures.measured[found.periods[-1].turn.position].window_s[0] < 0.1
+
+
+def test_too_few_valid_seeds_have_no_verdict():
+    made = experiment()
+    found = findings(made)
+    for one in found.periods[:6]:
+        one.problems.append("a node was lost")
+    report = report_of(made, found, "live", "x")
+    assert not report["valid"]
+    assert problems_of(report) == []
+    assert report["verdict"]["sentence"].startswith("no verdict: only 2 of 4 seeds")
+
+
+def test_different_answers_have_no_verdict():
+    made = experiment()
+    found = findings(made)
+    found.different.append({"seed": 1, "index": 3, "arms": ["a", "b"]})
+    report = report_of(made, found, "live", "x")
+    assert not report["valid"]
+    assert "were not answered alike" in report["verdict"]["sentence"]
+    assert not report["tokens"]["equal"]
+
+
+def test_a_control_that_differs_has_no_verdict():
+    made = experiment()
+    found = findings(made)
+    found.periods = [
+        period(one.turn, 0.09, slow=one.turn.seed % 2) if one.turn.arm == CONTROL.name else one for one in found.periods
+    ]
+    report = report_of(made, found, "live", "x")
+    assert "difference in attainment" in report["control"]["says"]
+    assert "cannot be trusted" in report["verdict"]["sentence"]
+
+
+def test_a_run_that_measured_nothing_still_makes_a_report():
+    made = experiment()
+    found = Findings(list(made.everyone), problems=["not comparable: num_blocks differs"])
+    report = report_of(made, found, "live", "x")
+    assert problems_of(report) == []
+    assert report["verdict"]["sentence"] == "no verdict: not comparable: num_blocks differs"
+
+
+def test_an_arm_held_against_itself_alone_is_told_so():
+    made = experiment()
+    alone = Experiment(
+        (ARMS[0],), CONTROL, made.traffic, made.seeds, made.slo, 0.9, None, ((1,),), (), "ids", 5.0, Path()
+    )
+    found = findings(made)
+    found.arms = list(alone.everyone)
+    found.periods = [one for one in found.periods if one.turn.arm != ARMS[1].name]
+    report = report_of(alone, found, "url", "x")
+    assert report["valid"]
+    assert report["verdict"]["sentence"].endswith("colocated:2 against itself: no difference")
+
+
+def test_capacities_are_compared_seed_by_seed():
+    made = experiment(first_rate=10.0)
+    found = findings(made)
+    found.periods = []
+    capacities = {"colocated:2": 8.0, "disaggregated:1p1d": 16.0, CONTROL.name: 8.0}
+    for arm, capacity in capacities.items():
+        rows = [(capacity * 0.9, 0.95), (capacity + 0.02, 0.9), (capacity * 1.2, 0.5)]
+        found.points[arm] = [Point(rate + seed / 100, seed, share) for seed in range(4) for rate, share in rows]
+    report = report_of(made, found, "live", "x")
+    assert problems_of(report) == []
+    assert report["valid"]
+    assert "disaggregated:1p1d 16.0 req/s leads colocated:2 8.0 req/s (+8.0 req/s" in report["verdict"]["sentence"]
+    assert set(report["curves"]["attainment"]) == set(capacities)
+    assert report["summary"]["colocated:2"]["capacity_rps"]["mean"] == pytest.approx(8.03, abs=0.05)

@@ -1,0 +1,188 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compare.arms import Arm, copy_of, parse_arms
+from compare.endpoint import Endpoint, Unreachable
+from compare.experiment import Experiment, Findings, keep_requests, splits_of, trace_name
+from compare.outcome import Outcome, Recording, Slo
+from compare.period import Period, check_moved, different_tokens, excess_of
+from compare.run import run
+from compare.schedule import Plan, Turn, turns
+from compare.traffic import Arrival, Traffic
+
+ARMS = parse_arms(["colocated:2", "disaggregated:1p1d"])
+
+
+def experiment(out: Path, *, control: bool = False) -> Experiment:
+    traffic = Traffic("t", (Arrival(0.0, (1, 2), 2),), {"rate": 1.0})
+    return Experiment(
+        tuple(ARMS), copy_of(ARMS[0]) if control else None, lambda seed, rate: traffic, (1, 2), Slo(450, 40), 0.9, None,
+        ((1, 2),), (), "ids", 5.0, out,
+    )  # fmt: skip
+
+
+# ---- order and time ------------------------------------------------------------------------------------------------
+
+
+def test_arms_take_turns_forwards_and_backwards():
+    order = [turn for number, seed in enumerate((1, 2, 3)) for turn in turns(["a", "b", "c"], seed, number)]
+    assert "".join(turn.arm for turn in order) == "abccbaabc"
+    assert [turn.seed for turn in order] == [1] * 3 + [2] * 3 + [3] * 3
+    assert [turn.position for turn in order] == list(range(9))
+
+
+def test_drift_over_the_run_meets_two_arms_alike():
+    order = [turn for number in range(6) for turn in turns(["a", "b"], number, number)]
+    mean = {arm: sum(turn.position for turn in order if turn.arm == arm) / 6 for arm in "ab"}
+    assert mean["a"] == mean["b"]
+
+
+def test_the_default_plan_with_a_control_is_below_fifteen_minutes():
+    plan = Plan(num_arms=4, num_turns=6, duration_s=20.0, num_devices=2, keeps_all=True)
+    assert 8 * 60 < plan.predicted_s < 15 * 60
+    assert "4 arms x 6 periods x 20 s" in str(plan)
+
+
+# ---- the proof that KV moved ---------------------------------------------------------------------------------------
+
+
+def node(name: str, **counts: int) -> dict[str, Any]:
+    usual = {
+        "id": name,
+        "alive": True,
+        "steps": 5,
+        "handoffs": 0,
+        "blocks_moved": 0,
+        "bytes_moved": 0,
+        "block_bytes": 64,
+    }
+    return usual | counts
+
+
+def status(*nodes: dict[str, Any], moved: int = 0) -> dict[str, Any]:
+    return {"nodes": list(nodes), "requests": {"moved": moved}}
+
+
+def test_handed_off_blocks_and_bytes_agree():
+    before = status(node("p", handoffs=2, blocks_moved=10, bytes_moved=640), node("d"))
+    after = status(node("p", steps=9, handoffs=3, blocks_moved=13, bytes_moved=832), node("d"))
+    moved, problems = check_moved(before, after, splits=True)
+    assert problems == []
+    assert (moved["handoffs"], moved["blocks_moved"], moved["bytes_moved"]) == (1, 3, 192)
+
+
+@pytest.mark.parametrize(
+    ("after", "splits", "problem"),
+    [
+        (status(node("n")), True, "no KV was handed off"),
+        (
+            status(node("n", handoffs=1, blocks_moved=3, bytes_moved=191)),
+            True,
+            "191 bytes of KV moved, and its blocks are 192",
+        ),
+        (status(node("n", handoffs=1, blocks_moved=1, bytes_moved=64)), False, "co-located, and yet 1 requests"),
+        (status(node("n", steps=4)), None, "node n was started anew"),
+        (status(node("n") | {"alive": False}), None, "node n was lost"),
+        (status(node("n"), node("m")), None, "node m joined"),
+        (status(node("n"), moved=2), None, "2 attempts failed and went on elsewhere"),
+    ],
+)
+def test_what_a_period_may_not_contain_makes_it_invalid(after: dict[str, Any], splits: bool | None, problem: str):
+    _, problems = check_moved(status(node("n")), after, splits=splits)
+    assert len(problems) == 1
+    assert problem in problems[0]
+
+
+def test_an_arm_that_decides_for_each_request_may_hand_off_or_not():
+    assert check_moved(status(node("n")), status(node("n")), splits=None)[1] == []
+    assert [splits_of(arm) for arm in ARMS] == [False, True]
+    assert splits_of(Arm("a", 1, 1, {"disaggregate": "auto"})) is None
+    assert splits_of(Arm("u", 0, 0, {}, "http://u")) is None
+
+
+# ---- equal answers -------------------------------------------------------------------------------------------------
+
+
+def recording(*answers: list[int], error: str = "") -> Recording:
+    rows = [
+        Outcome(index, f"r{index}", 0.0, tokens=answer, finish="length", error=error, token_s=[0.1] * len(answer))
+        for index, answer in enumerate(answers)
+    ]
+    return Recording(outcomes=rows)
+
+
+def test_every_request_that_two_arms_finished_is_compared():
+    assert different_tokens({"a": recording([1], [2, 3]), "b": recording([1], [2, 3])}) == (2, [])
+    count, different = different_tokens({"a": recording([1], [2, 3]), "b": recording([1], [2, 4]), "c": recording([1])})
+    assert count == 2
+    assert different == [{"index": 1, "arms": ["a", "b"]}]
+
+
+def test_what_failed_has_no_answer_to_compare():
+    assert different_tokens({"a": recording([1]), "b": recording([2], error="timeout")}) == (0, [])
+
+
+def test_the_worst_request_is_the_furthest_over_its_slo():
+    slo = Slo(100, 10)
+    assert excess_of(Outcome(0, "", 0.0, token_s=[0.05, 0.08], finish="length"), slo) == pytest.approx(3.0)
+    assert excess_of(Outcome(0, "", 0.0, token_s=[0.4], finish="length"), slo) == pytest.approx(4.0)
+    assert excess_of(Outcome(0, "", 0.0, token_s=[0.01], error="timeout"), slo) == float("inf")
+
+
+# ---- files and ends ------------------------------------------------------------------------------------------------
+
+
+def test_requests_are_kept_as_they_come(tmp_path: Path):
+    period = Period(Turn("a", 1, 0), recording([1], [2]), {"r1": {"id": "r1", "attempts": 1}})
+    keep_requests(tmp_path / "requests.jsonl", period)
+    keep_requests(tmp_path / "requests.jsonl", Period(Turn("b", 1, 1), recording([3]), problems=["late"]))
+    lines = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
+    assert [(line["arm"], line["index"], line["valid"]) for line in lines] == [
+        ("a", 0, True),
+        ("a", 1, True),
+        ("b", 0, False),
+    ]
+    assert lines[1]["router"]["attempts"] == 1
+    assert lines[0]["router"] is None
+
+
+def test_traces_of_arms_do_not_overwrite_each_other(tmp_path: Path):
+    names = [
+        trace_name(experiment(tmp_path, control=True), arm.name) for arm in experiment(tmp_path, control=True).everyone
+    ]
+    assert names == ["trace.json", "trace-2.json", "trace-3.json"]
+
+
+class Nowhere:
+    """Arms that nobody can reach."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    async def up(self, name: str) -> Endpoint:
+        raise Unreachable(f"nothing answers for {name}")
+
+    async def end(self) -> None:
+        self.ended = True
+
+
+class Quiet:
+    def say(self, line: str) -> None: ...
+    def begin(self, turn: Turn, num_turns: int, num_requests: int) -> None: ...
+    def progress(self, sent: int, finished: int, failed: int) -> None: ...
+
+
+async def test_an_arm_that_does_not_start_ends_the_run_and_all_other_arms(tmp_path: Path):
+    places = Nowhere()
+    with pytest.raises(Unreachable, match="nothing answers for colocated:2"):
+        await run(experiment(tmp_path), places, Quiet())
+    assert places.ended
+
+
+def test_findings_begin_without_a_verdict_or_a_problem():
+    findings = Findings()
+    assert findings.problems == []
+    assert not findings.parity.equal

@@ -1,0 +1,170 @@
+"""Intervals cover the truth as often as they say, a difference is called only when it is one, and a run is cut and
+judged steady as its queue is."""
+
+import numpy as np
+import pytest
+
+from compare.outcome import Outcome
+from compare.statistics import TOO_CLOSE, bootstrap, compare, compare_arms, holm, student
+from compare.steady import is_growing, measured_window, mser, outstanding
+
+DRAWS = 400
+
+
+@pytest.mark.parametrize(("interval", "count"), [(student, 3), (student, 6), (student, 20), (bootstrap, 20)])
+def test_a_95_percent_interval_covers_the_truth_about_95_times_in_100(interval: object, count: int) -> None:
+    random = np.random.default_rng(7)
+    draws = DRAWS if interval is student else DRAWS // 2
+    covered = 0
+    for _ in range(draws):
+        found = interval(list(random.normal(50.0, 4.0, count)))
+        covered += found.low <= 50.0 <= found.high
+    assert 0.90 <= covered / draws <= 0.99
+
+
+def test_the_bootstrap_leans_where_the_values_do() -> None:
+    values = list(np.random.default_rng(3).exponential(10.0, 30))
+    found = bootstrap(values)
+    assert found.high - found.mean > 1.1 * (found.mean - found.low)
+    assert bootstrap([2.0, 2.0]) == student([2.0, 2.0])
+    assert bootstrap([2.0]).low is None
+
+
+def test_students_interval_of_known_values() -> None:
+    found = student([1.0, 2.0, 3.0, 4.0])
+    assert (found.mean, found.low, found.high) == pytest.approx((2.5, 2.5 - 2.05426, 2.5 + 2.05426), abs=1e-4)
+    assert student([1.0]).low is None
+    with pytest.raises(ValueError, match="no values"):
+        student([])
+
+
+def test_one_arm_against_a_copy_of_itself_is_hardly_ever_called_different() -> None:
+    """Seeds differ much more than arms: only pairing sees through that, and it must not see too much."""
+    random = np.random.default_rng(11)
+    called = 0
+    for _ in range(DRAWS):
+        seeds = random.normal(100.0, 20.0, 6)
+        runs = {arm: list(seeds + random.normal(0.0, 8.0, 6)) for arm in ("a", "b")}
+        called += compare_arms("ttft_p99_ms", runs, "a")[0].says != TOO_CLOSE
+    assert called / DRAWS <= 0.07
+
+
+def test_pairs_by_seed_find_a_difference_that_unpaired_runs_would_hide() -> None:
+    random = np.random.default_rng(5)
+    seeds = random.normal(100.0, 30.0, 6)
+    ours, theirs = list(seeds * 0.9 + random.normal(0, 1, 6)), list(seeds)
+    found = compare("tbt_p99_ms", ("ours", ours), ("theirs", theirs))
+    assert found.says == "better"
+    assert found.percent == pytest.approx(-10, abs=2)
+    assert found.percent_low < found.percent < found.percent_high < 0
+    assert student(ours).low < student(theirs).mean < student(ours).high
+
+
+@pytest.mark.parametrize(
+    ("metric", "ours", "says"),
+    [
+        ("ttft_p50_ms", [90.0, 91.0, 89.0, 90.5], "better"),
+        ("ttft_p50_ms", [110.0, 111.0, 109.0, 110.5], "worse"),
+        ("attainment", [110.0, 111.0, 109.0, 110.5], "better"),
+        ("attainment", [90.0, 91.0, 89.0, 90.5], "worse"),
+        ("ttft_p50_ms", [102.0, 102.1, 101.9, 102.0], TOO_CLOSE),  # sure, and only 2 %
+        ("ttft_p50_ms", [70.0, 140.0, 80.0, 130.0], TOO_CLOSE),  # large, and unsure
+        ("ttft_p50_ms", [90.0, 90.0, 90.0, 90.0], "better"),
+        ("ttft_p50_ms", [100.0, 100.0, 100.0, 100.0], TOO_CLOSE),
+    ],
+)
+def test_a_difference_is_called_when_it_is_sure_and_large(metric: str, ours: list[float], says: str) -> None:
+    assert compare(metric, ("ours", ours), ("theirs", [100.0] * 4)).says == says
+
+
+def test_one_run_of_each_arm_decides_nothing() -> None:
+    found = compare("ttft_p50_ms", ("ours", [10.0]), ("theirs", [100.0]))
+    assert (found.difference, found.low, found.says, found.note) == (-90.0, None, TOO_CLOSE, "one pair of runs")
+
+
+def test_seeds_that_one_arm_did_not_survive_leave_nothing_to_compare() -> None:
+    found = compare("ttft_p50_ms", ("ours", [10.0, None, 10.0]), ("theirs", [100.0, 101.0, 99.0]))
+    assert found.difference is None
+    assert found.says == TOO_CLOSE
+    assert found.note == "1 of 3 pairs of runs have no such figure"
+    with pytest.raises(ValueError, match="2 runs of a and 1 of b are no pairs"):
+        compare("ttft_p50_ms", ("a", [1.0, 2.0]), ("b", [1.0]))
+
+
+def test_a_base_of_zero_has_no_percent() -> None:
+    found = compare("stalls", ("a", [5.0, 6.0, 5.5]), ("b", [0.0, 0.0, 0.0]))
+    assert found.percent is None
+    assert found.says == "worse"
+
+
+def test_holm_multiplies_the_smallest_by_all_and_never_turns_the_order() -> None:
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_more_arms_make_it_harder_to_be_called_best() -> None:
+    """Each of 5 equal arms alone would pass now and then; together, at least one does as rarely as one of one."""
+    random = np.random.default_rng(2)
+    called = 0
+    for _ in range(DRAWS):
+        runs = {str(arm): list(random.normal(100.0, 10.0, 6)) for arm in range(6)}
+        called += any(found.says != TOO_CLOSE for found in compare_arms("ttft_p50_ms", runs, "0"))
+    assert called / DRAWS <= 0.07
+
+
+# ---- which part of a run counts ------------------------------------------------------------------------------------
+
+
+def queue(load: float, count: int, seed: int, rate: float = 10.0) -> list[Outcome]:
+    """Requests of a server that takes one at a time; it is kept busy `load` of the time, over 1 never catches up."""
+    random = np.random.default_rng(seed)
+    due = np.cumsum(random.exponential(1 / rate, count))
+    outcomes, free = [], 0.0
+    for index, (at_s, takes_s) in enumerate(zip(due, random.exponential(load / rate, count), strict=True)):
+        free = max(free, at_s) + takes_s
+        outcomes.append(Outcome(index, "", float(at_s), ended_s=float(free)))
+    return outcomes
+
+
+def test_outstanding_requests_are_due_and_not_over() -> None:
+    outcomes = [Outcome(0, "", 1.0, ended_s=3.0), Outcome(1, "", 2.0, ended_s=None)]
+    assert list(outstanding(outcomes, np.array([0.0, 1.0, 2.5, 3.0, 9.0]))) == [0, 1, 2, 1, 1]
+
+
+def test_mser_cuts_the_beginning_that_is_unlike_the_rest() -> None:
+    random = np.random.default_rng(1)
+    ramp = np.linspace(0, 20, 100)
+    series = np.concatenate([ramp, np.full(400, 20.0)]) + random.normal(0, 1, 500)
+    assert 70 <= mser(series) <= 130
+    assert mser(random.normal(20, 1, 500)) <= 50
+    assert mser(np.array([1.0, 2.0])) == 0
+    assert mser(np.linspace(0, 100, 500)) <= 250
+
+
+@pytest.mark.parametrize(
+    ("load", "least", "most"), [(0.5, 0.0, 0.02), (0.7, 0.0, 0.1), (1.5, 0.95, 1.0), (2.0, 0.99, 1.0)]
+)
+def test_a_run_is_overloaded_when_its_queue_grows_all_through(load: float, least: float, most: float) -> None:
+    share = np.mean([measured_window(queue(load, 600, seed))[1] for seed in range(100)])
+    assert least <= share <= most
+
+
+def test_the_window_ends_with_the_last_arrival_and_not_with_the_drain() -> None:
+    outcomes = queue(0.5, 300, 1)
+    (first_s, last_s), _ = measured_window(outcomes)
+    assert last_s == outcomes[-1].scheduled_s < max(outcome.ended_s for outcome in outcomes)
+    assert 0 <= first_s <= last_s / 2 + 1
+    assert measured_window([Outcome(0, "", 2.0)]) == ((2.0, 2.0), False)
+    with pytest.raises(ValueError, match="without requests"):
+        measured_window([])
+
+
+def test_requests_that_never_end_are_an_overload() -> None:
+    assert measured_window([Outcome(index, "", index / 10) for index in range(200)])[1]
+
+
+def test_noise_and_constants_do_not_grow() -> None:
+    assert not is_growing(np.full(300, 7.0))
+    assert not is_growing(np.arange(5.0))
+    assert not is_growing(np.linspace(100, 101, 300))  # certain, and nothing

@@ -1,0 +1,282 @@
+"""Traffic is drawn once per seed and never stretched; traces of every format are read, and refused by file and line."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from compare.drive import write_arrivals
+from compare.outcome import Slo
+from compare.presets import NAMES
+from compare.traces import detect_form, read_trace
+from compare.traffic import TrafficPlan, Vocabulary, draw_traffic
+from shared.errors import ConfigError
+
+VOCABULARY = Vocabulary(512, {0, 1, 2})
+TRACES = Path(__file__).parents[2].parent / "shared" / "data" / "traces"
+
+
+def written(directory: Path, *lines: str) -> Path:
+    path = directory / "trace"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def own(**fields: object) -> str:
+    return json.dumps({"t": 0, "prompt_len": 8, "max_tokens": 4} | fields)
+
+
+# ---- formats -------------------------------------------------------------------------------------------------------
+
+AZURE = ("TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:17:04.0319600,3180,8", "2023-11-16 18:17:03,4808,10")
+AZURE_2024 = ("TIMESTAMP,ContextTokens,GeneratedTokens", "2024-05-10 00:00:00.009930+00:00,2162,5")
+BURSTGPT = (
+    "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type",
+    "5,ChatGPT,472,18,490,Conversation log",
+    "45,ChatGPT,1087,0,1087,Conversation log",
+    "118,GPT-4,417,276,693,API log",
+)
+LENGTHS = ("num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio", "74,918,992,0.08")
+MOONCAKE = (
+    '{"timestamp": 0, "input_length": 1200, "output_length": 5, "hash_ids": [7, 8, 9]}',
+    '{"timestamp": 1500, "input_length": 1100, "output_length": 6, "hash_ids": [7, 8, 10]}',
+)
+
+
+@pytest.mark.parametrize(
+    ("lines", "form", "rows"),
+    [
+        (AZURE, "azure", [(0.0, 4808, 10), (1.03196, 3180, 8)]),
+        (AZURE_2024, "azure", [(0.0, 2162, 5)]),
+        (BURSTGPT, "burstgpt", [(0.0, 472, 18), (113.0, 417, 276)]),
+        (LENGTHS, "lengths", [(None, 74, 918)]),
+        (MOONCAKE, "mooncake", [(0.0, 1200, 5), (1.5, 1100, 6)]),
+        ((own(t=2), own(t=0.5)), "own", [(0.5, 8, 4), (2.0, 8, 4)]),
+    ],
+)
+def test_every_format_is_recognised_and_read(tmp_path: Path, lines: tuple[str, ...], form: str, rows: list) -> None:
+    path = written(tmp_path, *lines)
+    assert detect_form(path) == form
+    read = [(row.at_s, row.prompt_len, row.max_tokens) for row in read_trace(path)]
+    assert [row[1:] for row in read] == [row[1:] for row in rows]
+    assert [row[0] for row in read] == [row[0] if row[0] is None else pytest.approx(row[0]) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("lines", "complaint"),
+    [
+        ((*AZURE, "yesterday,1,2"), "line 4, read as azure: Invalid isoformat string: 'yesterday'"),
+        ((*AZURE, "2023-11-16 18:17:09,many,2"), "line 4, read as azure: invalid literal for int()"),
+        ((*AZURE, "2023-11-16 18:17:09,-5,2"), "line 4, read as azure: '-5' is no number of tokens"),
+        ((*AZURE, "2023-11-16 18:17:09,5"), "line 4, read as azure: None is no number of tokens"),
+        ((*MOONCAKE, '{"timestamp": 3}'), "line 3: there is no 'input_length', which the format mooncake has"),
+        ((*MOONCAKE, "{"), "line 3, read as mooncake: Expecting property name"),
+        (
+            ('{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [7]}',),
+            "line 1, read as mooncake: 1 hash_ids for 600 tokens",
+        ),
+        ((own(), "[1]"), "line 2, read as own: is no JSON object"),
+        ((own(max_token=3),), "line 1, read as own: unknown field 'max_token'"),
+        ((own(prefix_len=3),), "line 1, read as own: prefix_len needs a prefix_id"),
+        ((own(prompt="Hello"),), "line 1, read as own: prompt is text"),
+        ((own(t=-1),), "line 1, read as own: -1 is no time"),
+        ((own(slo={"ttft": 3}),), "line 1, read as own: Slo"),
+        (("a,b,c", "1,2,3"), "its first line begins no trace that is known"),
+        ((BURSTGPT[0], BURSTGPT[2]), "no request in it"),
+    ],
+)
+def test_a_trace_that_cannot_be_read_is_refused_by_its_line(
+    tmp_path: Path, lines: tuple[str, ...], complaint: str
+) -> None:
+    path = written(tmp_path, *lines)
+    with pytest.raises(ConfigError, match=re.escape(complaint)) as refused:
+        read_trace(path)
+    assert str(refused.value).startswith(str(path))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_trace_that_is_not_there_and_a_format_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.csv: No such file"):
+        read_trace(tmp_path / "nowhere.csv")
+    with pytest.raises(ConfigError, match="csv is no format of a trace: give one of auto, azure"):
+        read_trace(written(tmp_path, *AZURE), "csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "num_rows"),
+    [
+        ("azure2023_conv_first_half.csv", 9740),
+        ("mooncake_conversation_000-900s.jsonl", 2728),
+        ("sharegpt_8k_lengths_a.csv", 2000),
+    ],
+)
+def test_public_traces_are_read_whole(name: str, num_rows: int) -> None:
+    if not TRACES.is_dir():
+        pytest.skip("the public traces are not beside this checkout")
+    rows = read_trace(TRACES / name)
+    assert num_rows - 5 <= len(rows) <= num_rows
+    assert min(row.max_tokens for row in rows) >= 1
+
+
+# ---- times ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_traces_own_times_are_taken_as_they_are_and_only_a_window_of_them(tmp_path: Path) -> None:
+    path = written(tmp_path, *(own(t=at_s) for at_s in (0, 1.25, 2.5, 3, 7)))
+    plan = TrafficPlan(str(path), start_s=1.0, duration_s=2.0)
+    assert [arrival.at_s for arrival in draw_traffic(plan, 1, VOCABULARY).arrivals] == [0.25, 1.5]
+    scaled = TrafficPlan(str(path), scale_tokens=0.5)
+    assert [arrival.at_s for arrival in draw_traffic(scaled, 1, VOCABULARY).arrivals] == [0, 1.25, 2.5, 3, 7]
+
+
+def test_two_rates_of_a_seed_have_the_same_requests_in_another_unit_of_time(tmp_path: Path) -> None:
+    slow = draw_traffic(TrafficPlan("chat", rate=2.0, num_requests=50), 3, VOCABULARY)
+    fast = draw_traffic(TrafficPlan("chat", rate=4.0, num_requests=50), 3, VOCABULARY)
+    assert [arrival.at_s for arrival in slow.arrivals] == pytest.approx([2 * each.at_s for each in fast.arrivals])
+    assert [arrival.prompt for arrival in slow.arrivals] == [arrival.prompt for arrival in fast.arrivals]
+
+
+@pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5)])
+def test_gaps_have_the_rate_and_the_burstiness_asked_for(tmp_path: Path, burstiness: float, variation: float) -> None:
+    path = written(tmp_path, *[own()] * 10)
+    plan = TrafficPlan(str(path), rate=5.0, burstiness=burstiness, num_requests=4000)
+    gaps = np.diff([arrival.at_s for arrival in draw_traffic(plan, 1, VOCABULARY).arrivals])
+    assert np.mean(gaps) == pytest.approx(0.2, rel=0.1)
+    assert np.std(gaps) / np.mean(gaps) == pytest.approx(variation, rel=0.1)
+
+
+def test_a_short_trace_is_gone_through_again_with_other_tokens(tmp_path: Path) -> None:
+    path = written(tmp_path, *(own(prefix_id="a", prefix_len=6, prompt_len=8) for _ in range(3)))
+    traffic = draw_traffic(TrafficPlan(str(path), rate=1.0, num_requests=7), 1, VOCABULARY)
+    assert traffic.notes["laps"] == 3
+    prefixes = [arrival.prompt[:6] for arrival in traffic.arrivals]
+    assert len(set(prefixes)) >= 2
+    assert len({arrival.prompt for arrival in traffic.arrivals}) == 7
+
+
+@pytest.mark.parametrize(
+    ("plan", "complaint"),
+    [
+        (TrafficPlan("chat", num_requests=5), "chat has no times of its own: give --rate"),
+        (TrafficPlan("chat", rate=2.0), "chat has no end of its own: give --duration"),
+        (TrafficPlan("chat", rate=0.0, num_requests=5), "--rate 0.0: must be over 0"),
+        (TrafficPlan("chat", rate=1.0, duration_s=float("inf")), "--duration inf: must be over 0"),
+        (TrafficPlan("chat", rate=1.0, num_requests=5, scale_tokens=0), "--scale-tokens 0: must be over 0"),
+        (TrafficPlan("chat", rate=0.01, duration_s=0.01), "chat: no request is left to send"),
+    ],
+)
+def test_a_plan_that_cannot_be_drawn_names_its_flag(plan: TrafficPlan, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(complaint)):
+        draw_traffic(plan, 1, VOCABULARY)
+
+
+def test_lengths_without_times_need_a_rate(tmp_path: Path) -> None:
+    path = written(tmp_path, *LENGTHS)
+    with pytest.raises(ConfigError, match="has lengths and no times: give --rate"):
+        draw_traffic(TrafficPlan(str(path)), 1, VOCABULARY)
+
+
+# ---- tokens --------------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_always_draws_the_same_and_two_seeds_do_not() -> None:
+    plan = TrafficPlan("mix", rate=5.0, num_requests=20)
+    assert draw_traffic(plan, 1, VOCABULARY) == draw_traffic(plan, 1, VOCABULARY)
+    one, two = (draw_traffic(plan, seed, VOCABULARY).arrivals for seed in (1, 2))
+    assert [arrival.at_s for arrival in one] != [arrival.at_s for arrival in two]
+    assert not {arrival.prompt for arrival in one} & {arrival.prompt for arrival in two}
+
+
+def test_prompts_hold_no_excluded_id_and_every_other() -> None:
+    drawn = set(Vocabulary(40, {3, 39}).draw(1, "text", 2000))
+    assert drawn == set(range(40)) - {3, 39}
+    assert VOCABULARY.draw(1, "text", 30) == VOCABULARY.draw(1, "text", 100)[:30]
+    with pytest.raises(ConfigError, match="a vocabulary of 2 tokens has none left"):
+        Vocabulary(2, {0, 1})
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.1, 0.013])
+def test_equal_hashes_are_equal_tokens_at_every_scale(tmp_path: Path, scale: float) -> None:
+    path = written(tmp_path, *MOONCAKE)
+    one, two = draw_traffic(TrafficPlan(str(path), scale_tokens=scale), 1, VOCABULARY).arrivals
+    shared = round(1024 * scale)
+    assert one.prompt[:shared] == two.prompt[:shared]
+    assert one.prompt[shared:] != two.prompt[shared:]
+    assert (len(one.prompt), len(two.prompt)) == (round(1200 * scale), round(1100 * scale))
+    assert min(one.max_tokens, two.max_tokens) >= 1
+
+
+def test_own_rows_share_a_prefix_keep_their_session_and_their_slo(tmp_path: Path) -> None:
+    lines = [own(t=at_s, prefix_id="system", prefix_len=5, session="s", slo={"ttft_ms": 9}) for at_s in (0, 1)]
+    path = written(tmp_path, *lines, own(t=2, prompt=[4, 5, 6]), own(t=3, prompt="Hi"))
+    arrivals = draw_traffic(TrafficPlan(str(path)), 1, VOCABULARY, lambda text: [10 + len(text)]).arrivals
+    assert arrivals[0].prompt[:5] == arrivals[1].prompt[:5]
+    assert arrivals[0].prompt[5:] != arrivals[1].prompt[5:]
+    assert (arrivals[0].session, arrivals[0].slo) == ("s", Slo(ttft_ms=9))
+    assert arrivals[2].prompt == (4, 5, 6)
+    assert arrivals[3].prompt == (12,)
+
+
+def test_what_was_sent_can_be_read_as_a_trace(tmp_path: Path) -> None:
+    traffic = draw_traffic(TrafficPlan("agentic", rate=5.0, num_requests=9, scale_tokens=0.001), 1, VOCABULARY)
+    write_arrivals(tmp_path / "sent.jsonl", traffic.arrivals)
+    again = draw_traffic(TrafficPlan(str(tmp_path / "sent.jsonl")), 2, VOCABULARY)
+    assert again.arrivals == traffic.arrivals
+
+
+# ---- lengths -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_presets_draw_plausible_lengths(name: str) -> None:
+    notes = draw_traffic(TrafficPlan(name, rate=5.0, num_requests=1000, scale_tokens=0.1), 1, VOCABULARY).notes
+    assert notes["num_requests"] == 1000
+    assert notes["source"]
+    assert 3 <= notes["prompt_tokens"]["p50"] <= notes["prompt_tokens"]["p99"]
+    assert notes["output_tokens"]["p50"] >= 1
+    medians = {"chat": 82, "code": 109, "rag-long": 219}
+    if name in medians:
+        assert notes["prompt_tokens"]["p50"] == pytest.approx(medians[name], rel=0.25)
+
+
+def test_an_agentic_session_goes_on_with_all_that_was_said() -> None:
+    plan = TrafficPlan("agentic", rate=5.0, num_requests=60, scale_tokens=0.01)
+    sessions: dict[str, tuple[int, ...]] = {}
+    continued = 0
+    for arrival in draw_traffic(plan, 1, VOCABULARY).arrivals:
+        before = sessions.get(arrival.session)
+        if before is not None:
+            continued += 1
+            assert arrival.prompt[: len(before)] == before
+            assert len(arrival.prompt) > len(before)
+        sessions[arrival.session] = arrival.prompt
+    assert 8 <= continued <= 30
+
+
+def test_prompts_over_the_context_are_refused_cut_or_dropped_and_counted(tmp_path: Path) -> None:
+    path = written(tmp_path, own(), own(t=1, prompt_len=100, max_tokens=20), own(t=2, prompt_len=10, max_tokens=90))
+    plan = {"source": str(path), "max_model_len": 64}
+    with pytest.raises(ConfigError, match=r"2 of 3 requests are over the 64 tokens .* --scale-tokens 0\.53 or less"):
+        draw_traffic(TrafficPlan(**plan), 1, VOCABULARY)
+    cut = draw_traffic(TrafficPlan(**plan, too_long="cut"), 1, VOCABULARY)
+    assert [(len(each.prompt), each.max_tokens) for each in cut.arrivals] == [(8, 4), (44, 20), (10, 32)]
+    assert (cut.notes["cut"], cut.notes["refused"]) == (2, 0)
+    dropped = draw_traffic(TrafficPlan(**plan, too_long="drop"), 1, VOCABULARY)
+    assert [arrival.at_s for arrival in dropped.arrivals] == [0]
+    assert (dropped.notes["cut"], dropped.notes["refused"]) == (0, 2)
+    scaled = draw_traffic(TrafficPlan(**plan, scale_tokens=0.53), 1, VOCABULARY)
+    assert max(len(each.prompt) + each.max_tokens for each in scaled.arrivals) <= 64
+
+
+def test_given_tokens_are_never_scaled(tmp_path: Path) -> None:
+    path = written(tmp_path, own(prompt=[3, 4]))
+    with pytest.raises(ConfigError, match="--scale-tokens cannot change"):
+        draw_traffic(TrafficPlan(str(path), scale_tokens=0.5), 1, VOCABULARY)
+
+
+def test_both_lengths_are_scaled_and_at_least_1(tmp_path: Path) -> None:
+    path = written(tmp_path, own(prompt_len=200, max_tokens=50), own(t=1, prompt_len=2, max_tokens=1))
+    arrivals = draw_traffic(TrafficPlan(str(path), scale_tokens=0.1), 1, VOCABULARY).arrivals
+    assert [(len(each.prompt), each.max_tokens) for each in arrivals] == [(20, 5), (1, 1)]

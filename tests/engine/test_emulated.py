@@ -1,0 +1,199 @@
+"""The emulated device: its tokens prove where the KV is, its passes last what the model says, its link has a queue."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.emulated import LANES, EmulatedRunner, expected_tokens
+from engine.emulated_link import EmulatedLink
+from engine.emulation import COSTS, Emulation, Link, load_emulation
+from scheduler.cost import CostModel, Work, pairs_of
+from shared.kv.channel import KVChannel
+from tests.engine.build import Blocks, generate, piece, run_step
+
+VOCABULARY, BLOCK_TOKENS, NUM_BLOCKS = 211, 4, 80
+FREE = Emulation("free", CostModel(), 131_072, 1024, Link(0.001, 1e9))
+
+
+def pool() -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    """Random bytes: whatever lies there must not matter."""
+    return np.random.default_rng(3).integers(0, 256, (NUM_BLOCKS, BLOCK_TOKENS * LANES * 8), np.uint8)
+
+
+def runner(rows: "np.ndarray[Any, np.dtype[np.uint8]]") -> EmulatedRunner:
+    return EmulatedRunner(rows, BLOCK_TOKENS, VOCABULARY, FREE)
+
+
+@pytest.mark.parametrize("budget", [1, 3, 4, 7, 1000])
+def test_any_chunking_and_company_gives_the_reference(budget: int) -> None:
+    random, blocks = Random(budget), Blocks(NUM_BLOCKS, BLOCK_TOKENS)
+    prompts = [[random.randrange(VOCABULARY) for _ in range(length)] for length in (1, 4, 5, 23)]
+    salts = [b"", b"a", b"b" * 100, b""]
+    requests = [blocks.request(one, max_tokens=12, salt=salt) for one, salt in zip(prompts, salts, strict=True)]
+    answers = generate(runner(pool()), requests, budget)
+    assert answers == [expected_tokens(one, 12, VOCABULARY, salt) for one, salt in zip(prompts, salts, strict=True)]
+
+
+def test_every_token_its_place_and_the_salt_matter_to_all_that_follow() -> None:
+    base = list(range(40))
+    for changed in range(40):
+        other = [*base[:changed], base[changed] + 1, *base[changed + 1 :]]
+        assert expected_tokens(other, 12, VOCABULARY) != expected_tokens(base, 12, VOCABULARY)
+    swapped = [base[1], base[0], *base[2:]]
+    assert expected_tokens(swapped, 12, VOCABULARY) != expected_tokens(base, 12, VOCABULARY)
+    assert expected_tokens(base, 12, VOCABULARY, b"x") != expected_tokens(base, 12, VOCABULARY)
+    first = expected_tokens(base, 4, VOCABULARY)
+    assert expected_tokens([*base, *first], 8, VOCABULARY) == expected_tokens(base, 12, VOCABULARY)[4:], "resumed"
+
+
+def test_one_wrong_byte_of_the_last_position_or_anothers_block_changes_the_answer() -> None:
+    prompt = list(range(9))
+    for damage in ("byte", "block"):
+        rows, blocks = pool(), Blocks(NUM_BLOCKS, BLOCK_TOKENS)
+        request = blocks.request(prompt, max_tokens=8)
+        run_step(runner(rows), [piece(request)])
+        if damage == "byte":
+            rows[request.blocks[2], 0] ^= 1
+        else:
+            rows[request.blocks[2]] = rows[request.blocks[1]]
+        told = [run_step(runner(rows), [piece(request)])[0].token for _ in range(7)]
+        assert told != expected_tokens(prompt, 8, VOCABULARY)[1:]
+
+
+class Device:
+    """A clock that moves when somebody sleeps or works."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self.now = 100.0
+        self.oversleep = 0.0
+        emulation = Emulation("d", cost, 1, 1024, Link(0, 1))
+        self.runner = EmulatedRunner(pool(), BLOCK_TOKENS, VOCABULARY, emulation, lambda: self.now, self.sleep)
+        self.request = Blocks(NUM_BLOCKS, BLOCK_TOKENS).request(list(range(9)), max_tokens=64)
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now += seconds + self.oversleep
+
+    def run(self) -> None:
+        run_step(self.runner, [piece(self.request)])
+
+
+def test_a_pass_lasts_what_the_model_says_of_its_work() -> None:
+    cost = CostModel(0.01, 1e-3, 4.0, 1e-5, 1e-4, 1e-3)
+    device = Device(cost)
+    device.run()
+    assert device.now == pytest.approx(100.0 + cost.seconds(Work(1, 9, pairs_of(0, 9))))
+    start = device.now = device.now + 1.0
+    device.run()
+    assert device.now - start == pytest.approx(cost.seconds(Work(num_decodes=1, decode_context=10)))
+
+
+def test_what_lies_between_passes_comes_off_the_next_and_idle_time_does_not() -> None:
+    device = Device(CostModel(0.01))
+    device.oversleep = 0.0005
+    for _ in range(20):
+        device.run()
+        device.now += 0.001  # the loop's own work
+    assert device.now == pytest.approx(100.0 + 20 * 0.01, abs=0.002)
+    assert device.runner.overruns == 0
+    device.now += 5.0
+    start = device.now
+    device.run()
+    assert device.now - start == pytest.approx(0.0105)
+
+
+def test_a_machine_that_is_too_slow_is_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    device = Device(CostModel(0.001))
+    clock = iter([100.0, 100.01] * 5)  # each pass takes 10 ms of this machine
+    device.runner._clock = lambda: next(clock)
+    for _ in range(5):
+        device.run()
+    assert device.runner.overruns == 5
+    assert len(caplog.records) == 3, "at 1, 2 and 4"
+
+
+class Silent(KVChannel):
+    """Moves nothing, at once; keeps in which order it was asked."""
+
+    name, fenced = "shm", True
+
+    def __init__(self) -> None:
+        self.pushed: list[int] = []
+
+    async def push(self, card: bytes, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
+        self.pushed.append(len(source))
+
+
+async def test_pushes_of_one_node_share_its_link_in_their_order() -> None:
+    inner, loop = Silent(), asyncio.get_running_loop()
+    link = EmulatedLink(inner, FREE, block_tokens=16)  # 2.1 ms a block, and 1 ms a push
+    ended: list[tuple[int, float]] = []
+    start = loop.time()
+
+    async def push(blocks: int) -> None:
+        await link.push(b"", b"", list(range(blocks)), list(range(blocks)))
+        ended.append((blocks, loop.time() - start))
+
+    await asyncio.gather(*(push(blocks) for blocks in (4, 1, 2)))
+    assert [blocks for blocks, _ in ended] == inner.pushed == [4, 1, 2]
+    block_s = 16 * 131_072 / 1e9
+    for (_, seconds), (blocks, pushes) in zip(ended, ((4, 1), (5, 2), (7, 3)), strict=True):
+        assert seconds >= blocks * block_s + pushes * 0.001 - 0.002
+    assert (link.name, link.fenced) == ("shm", True)
+
+
+@pytest.mark.parametrize("path", sorted(COSTS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_shipped_model_is_as_near_to_the_published_points_as_it_says(path: Path) -> None:
+    data, cost = json.loads(path.read_text()), load_emulation(path.stem).cost
+    errors = []
+    for point in data["points"]:
+        chunk, decodes = point.get("prompt", 0), point.get("decodes", 0)
+        work = Work(bool(chunk), chunk, pairs_of(0, chunk), decodes, decodes * point.get("context", 0))
+        errors.append(abs(cost.seconds(work) / point["seconds"] - 1))
+    assert len(errors) >= 5
+    assert data["worst_error"] - 0.001 <= max(errors) <= data["worst_error"] <= 0.03
+    assert {"cost", "kv_bytes_per_token", "kv_tokens", "points"} <= set(data["sources"])
+    assert all(link["source"] for link in data["links"].values())
+
+
+def test_a_link_is_chosen_by_name() -> None:
+    slow, fast = load_emulation("h200-llama-3.1-8b@100gbe"), load_emulation("h200-llama-3.1-8b")
+    assert slow.link.bytes_per_s < fast.link.bytes_per_s
+    assert slow.cost == fast.cost
+    assert slow.name != fast.name, "nodes of different links are not of one kind"
+
+
+BROKEN: list[tuple[str, Any, str]] = [
+    ("cost", 5, "cost must be an object"),
+    ("cost", {"overhead": -1.0}, "cost.overhead must be a number from 0"),
+    ("cost", {"overheads": 1.0}, "cost.overheads is none of overhead"),
+    ("cost", {}, "cost is all zero"),
+    ("kv_tokens", "many", "kv_tokens must be a number"),
+    ("kv_bytes_per_token", 0, "kv_bytes_per_token must be a number from 1"),
+    ("link", "token ring", "link 'token ring' is none of 100gbe"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "complaint"), BROKEN)
+def test_a_bad_file_is_refused_by_its_field(field: str, value: object, complaint: str, tmp_path: Path) -> None:
+    data = json.loads((COSTS / "h200-llama-3.1-8b.json").read_text()) | {field: value}
+    path = tmp_path / "device.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=complaint) as caught:
+        load_emulation(str(path))
+    assert "\n" not in str(caught.value)
+    assert "device.json" in str(caught.value)
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"none of h200-llama-3\.1-8b, h200-qwen3-32b, h200-qwen3-8b"):
+        load_emulation("h100-gpt-5")
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(ValueError, match="is no JSON"):
+        load_emulation(str(tmp_path / "x.json"))

@@ -1,0 +1,319 @@
+"""The routes that show what happened: the trace is whole and valid, the feed is bounded and ends, bad input is named."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+
+from router import feed as feed_module
+from router.api import _tell
+from router.feed import MAX_WAITING_BYTES, Feed, Subscriber
+from router.observe import observe_routes
+from router.records import Records
+from router.step_ring import FIELDS
+from router.trace import trace
+from shared.clock import now_ns
+from shared.errors import Rejected
+from shared.messages import NodeInfo, Report, RequestEvent, StepRecord, pack_ids
+from shared.serve import until
+
+MS = 1_000_000
+Message = dict[str, Any]
+
+
+def info(name: str) -> NodeInfo:
+    return NodeInfo(name, "b", name.partition("-")[0], "h:1", "m", "f", 16, 64, 9, 512, 8)
+
+
+def served(records: Records) -> int:
+    """One handed-off request, a second ago. Returns when it began."""
+    began = now_ns() - 1000 * MS
+    attempt = "cmpl-a-0.0.0"
+
+    def event(node: str, kind: str, ms: int, **fields: object) -> RequestEvent:
+        made = RequestEvent(attempt, kind, began + ms * MS, **fields)  # type: ignore[arg-type]
+        records.take(info(node), Report(events=[made]))
+        return made
+
+    def step(node: str, number: int, ms: int, prompt: int, decodes: int, members: list[int]) -> None:
+        record = StepRecord(number, began + ms * MS, 8000, 100, 0, 64, "fixed", int(prompt > 0), prompt, 0, decodes)
+        record.members = pack_ids(members)
+        records.take(info(node), Report(steps=[record]))
+
+    records.accepted("cmpl-a", 32, 1)
+    records.placed(attempt, "prefill-0", "decode-0", "r")
+    event("prefill-0", "queued", 1, serial=4)
+    event("prefill-0", "admitted", 2)
+    step("prefill-0", 7, 3, 16, 0, [4, 0, 16])
+    step("prefill-0", 8, 12, 16, 0, [4, 16, 16])
+    event("prefill-0", "transfer", 18, duration_us=5000, count=1, bytes=64, channel="shm")
+    event("prefill-0", "first", 20)
+    event("prefill-0", "transfer", 24, duration_us=7000, count=1, bytes=64, channel="shm")
+    event("decode-0", "queued", 3, serial=2)
+    event("decode-0", "landed", 26)
+    event("decode-0", "admitted", 27)
+    step("decode-0", 5, 28, 0, 2, [2, 32, 1, 3, 50, 1])
+    event("decode-0", "ended", 36, reason="length")
+    records.told("cmpl-a", 0, 2)
+    records.ended("cmpl-a", 0, "length")
+    return began
+
+
+# ---- the trace ---------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_is_valid_and_shows_passes_pushes_requests_and_arrows() -> None:
+    records = Records()
+    began = served(records)
+    whole = json.loads(json.dumps(trace(records, began - 10 * MS), allow_nan=False))
+    events = whole["traceEvents"]
+    for event in events:
+        assert event["ph"] in set("XMCbnestf"), event
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["ts"], int | float)
+        assert event["ts"] >= 0
+        assert event["ph"] != "X" or event["dur"] >= 0
+    names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+    assert sorted(names.values()) == ["decode-0", "prefill-0", "requests"]
+    passes = [event for event in events if event["ph"] == "X" and event["cat"] == "pass"]
+    assert [(names[e["pid"]], e["name"], e["dur"], e["args"]["number"]) for e in passes] == [
+        ("prefill-0", "prompt 16", 8000, 7),
+        ("prefill-0", "prompt 16", 8000, 8),
+        ("decode-0", "decode 2", 8000, 5),
+    ]
+    pushes = [event for event in events if event["ph"] == "X" and event["cat"] == "transfer"]
+    assert [(e["tid"], e["args"]["bytes"]) for e in pushes] == [(1, 64), (2, 64)], "overlapping pushes: two threads"
+    assert {e["name"] for e in events if e["ph"] == "C"} == {"blocks", "requests"}
+    stages = [event["name"] for event in events if event["ph"] == "b"]
+    assert stages == ["cmpl-a", "queued", "prefill", "transfer", "decode"]
+    assert Counter(e["name"] for e in events if e["ph"] == "b") == Counter(e["name"] for e in events if e["ph"] == "e")
+    arrow = {event["ph"]: event for event in events if event["ph"] in set("stf")}
+    assert {event["id"] for event in arrow.values()} == {arrow["s"]["id"]}
+    assert [names[arrow[phase]["pid"]] for phase in "stf"] == ["prefill-0", "prefill-0", "decode-0"]
+    for phase in "stf":  # an arrow's end belongs to the slice that it lies in
+        assert any(
+            (p["pid"], p["tid"]) == (arrow[phase]["pid"], arrow[phase]["tid"])
+            and p["ts"] <= arrow[phase]["ts"] <= p["ts"] + p["dur"]
+            for p in passes + pushes
+        )
+    assert arrow["s"]["ts"] <= arrow["t"]["ts"] <= arrow["f"]["ts"]
+
+
+def test_a_trace_begins_where_it_was_asked_to_and_has_whole_arrows_only() -> None:
+    records = Records()
+    began = served(records)
+    events = trace(records, began + 20 * MS)["traceEvents"]
+    assert [event["args"]["number"] for event in events if event.get("cat") == "pass"] == [5]
+    assert not [event for event in events if event["ph"] in set("stf")]
+    assert min(event["ts"] for event in events) >= 0
+
+
+# ---- routes ------------------------------------------------------------------------------------------------------
+
+
+def client(records: Records) -> TestClient:
+    routes = observe_routes(records, Feed(records, dict))
+    return TestClient(Starlette(routes=routes, exception_handlers={Rejected: _tell}))  # type: ignore[dict-item]
+
+
+def test_requests_steps_and_their_members_are_shown() -> None:
+    records = Records()
+    began = served(records)
+    http = client(records)
+    (found,) = http.get("/v1/requests?limit=1").json()["requests"]
+    assert (found["id"], found["state"], found["transfer"]["bytes"]) == ("cmpl-a", "finished", 128)
+    timeline = http.get("/v1/requests/cmpl-a/timeline").json()
+    assert [span["kind"] for span in timeline["spans"]][:2] == ["queued", "chunk"]
+    steps = http.get("/v1/steps?node=prefill-0").json()
+    assert (steps["node"], steps["fields"], len(steps["steps"])) == ("prefill-0", list(FIELDS), 2)
+    assert len(steps["steps"][0]) == len(FIELDS)
+    later = http.get(f"/v1/steps?node=prefill-0&since_ms={(began + 10 * MS) / MS}").json()["steps"]
+    assert [row[0] for row in later] == [8]
+    assert [row[0] for row in http.get("/v1/steps?node=prefill-0&since_ms=0&limit=1").json()["steps"]] == [7]
+    assert [row[0] for row in http.get("/v1/steps?node=prefill-0&limit=1").json()["steps"]] == [8]
+    step = http.get("/v1/steps/decode-0/5").json()
+    assert (step["duration_ms"], step["num_decodes"]) == (8.0, 2)
+    assert step["members"] == [
+        {"id": "cmpl-a", "start": 32, "count": 1, "kind": "decode"},
+        {"id": None, "start": 50, "count": 1, "kind": "decode"},
+    ]
+    assert len(http.get("/trace?last=2m").json()["traceEvents"]) > 20
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "param"),
+    [
+        ("/v1/requests?limit=-1", 400, "limit"),
+        ("/v1/requests?limit=many", 400, "limit"),
+        ("/v1/requests?limit=99999", 400, "limit"),
+        ("/v1/requests/cmpl-b/timeline", 404, "id"),
+        ("/v1/steps", 400, "node"),
+        ("/v1/steps?node=nobody", 404, "node"),
+        ("/v1/steps?node=prefill-0&since_ms=nan", 400, "since_ms"),
+        ("/v1/steps?node=prefill-0&limit=0", 400, "limit"),
+        ("/v1/steps/prefill-0/99", 404, "number"),
+        ("/v1/steps/prefill-0/-1", 404, "number"),
+        ("/v1/steps/nobody/0", 404, "node"),
+        ("/trace?last=abc", 400, "last"),
+        ("/trace?last=0s", 400, "last"),
+        ("/trace?last=2000m", 400, "last"),
+        ("/events?node=nobody", 404, "node"),
+    ],
+)
+def test_bad_input_is_told_in_openais_form_by_its_parameter(path: str, status: int, param: str) -> None:
+    records = Records()
+    served(records)
+    answer = client(records).get(path)
+    assert answer.status_code == status
+    assert answer.json()["error"]["param"] == param
+
+
+# ---- the feed ----------------------------------------------------------------------------------------------------
+
+
+class Watcher:
+    """A client of the feed at the ASGI level, which may leave, or stop reading."""
+
+    def __init__(self, feed: Feed, query: str = "", headers: dict[str, str] | None = None) -> None:
+        raw = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+        scope = {"type": "http", "method": "GET", "path": "/events", "query_string": query.encode(), "headers": raw}
+        self.sent: list[Message] = []
+        self.reads = asyncio.Event()
+        self.reads.set()
+        self.left = asyncio.Event()
+        self.task = asyncio.ensure_future(feed(scope, self._receive, self._send))
+
+    async def _receive(self) -> Message:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        await self.reads.wait()
+        self.sent.append(message)
+
+    @property
+    def status(self) -> int:
+        return int(self.sent[0]["status"])
+
+    def events(self) -> list[tuple[str, Any]]:
+        text = b"".join(message.get("body", b"") for message in self.sent).decode()
+        blocks = [dict(line.split(": ", 1) for line in block.splitlines()) for block in text.split("\n\n") if block]
+        return [(block["event"], json.loads(block["data"])) for block in blocks if "event" in block]
+
+    async def hears(self, kind: str, when: Callable[[Any], bool] = lambda _: True) -> Any:
+        def found() -> list[Any]:
+            return [data for name, data in self.events() if name == kind and when(data)]
+
+        assert await until(lambda: bool(found()), 5.0), self.events()
+        return found()[-1]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "TICK_S", 0.005)
+
+
+async def test_the_feed_tells_what_is_new_of_every_kind() -> None:
+    records = Records()
+    feed = Feed(records, lambda: {"mode": "auto"})
+    watcher = Watcher(feed)
+    assert (await watcher.hears("status"))["mode"] == "auto"
+    served(records)
+    steps = await watcher.hears("steps", lambda data: data["node"] == "prefill-0")
+    assert len(steps["steps"][0]) == len(FIELDS)
+    (transfer, _) = (await watcher.hears("transfers"))["transfers"]
+    assert (transfer["request"], transfer["from"], transfer["to"]) == ("cmpl-a", "prefill-0", "decode-0")
+    assert transfer["end_ms"] - transfer["start_ms"] == pytest.approx(5, abs=0.01)
+    (changed,) = (await watcher.hears("requests"))["requests"]
+    assert changed["state"] == "finished"
+    watcher.left.set()
+    await watcher.task
+    again = Watcher(feed)
+    await again.hears("status")
+    await asyncio.sleep(0.05)
+    assert {kind for kind, _ in again.events()} == {"status"}, "what happened before is no news"
+    feed.close()
+    await again.task
+
+
+async def test_a_watcher_of_one_node_hears_its_steps_only() -> None:
+    records = Records()
+    served(records)
+    feed = Feed(records, dict)
+    watcher = Watcher(feed, "node=decode-0")
+    await watcher.hears("status")
+    for name in ("prefill-0", "decode-0"):
+        records.take(info(name), Report(steps=[StepRecord(20, now_ns(), 5)]))
+    await watcher.hears("steps")
+    assert {data["node"] for kind, data in watcher.events() if kind == "steps"} == {"decode-0"}
+    feed.close()
+    await watcher.task
+
+
+async def test_a_watcher_that_returns_hears_what_it_missed() -> None:
+    records = Records()
+    feed = Feed(records, dict)
+    began = served(records)
+    watcher = Watcher(feed, headers={"last-event-id": str(began // MS)})
+    assert {data["node"] for kind, data in watcher.events() if kind == "steps"} <= {"prefill-0", "decode-0"}
+    assert [row[0] for row in (await watcher.hears("steps", lambda data: data["node"] == "prefill-0"))["steps"]] == [
+        7,
+        8,
+    ]
+    assert len((await watcher.hears("transfers"))["transfers"]) == 2
+    feed.close()
+    await watcher.task
+
+
+async def test_streams_end_when_the_router_drains_or_the_client_leaves() -> None:
+    feed = Feed(Records(), dict)
+    leaving, staying = Watcher(feed), Watcher(feed)
+    await leaving.hears("status")
+    leaving.left.set()
+    await asyncio.wait_for(leaving.task, 2.0)
+    assert not staying.task.done()
+    feed.close()
+    await asyncio.wait_for(staying.task, 2.0)
+    assert staying.sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+    late = Watcher(feed)
+    await late.task
+    assert late.status == 503
+
+
+async def test_watchers_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "MAX_SUBSCRIBERS", 2)
+    feed = Feed(Records(), dict)
+    watchers = [Watcher(feed) for _ in range(3)]
+    await watchers[0].hears("status")
+    await watchers[2].task
+    assert [watcher.status for watcher in watchers] == [200, 200, 503]
+    feed.close()
+    await asyncio.gather(*(watcher.task for watcher in watchers))
+
+
+async def test_a_watcher_that_reads_nothing_is_let_go_and_others_hear_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "SILENT_S", 0.1)
+    records = Records()
+    feed = Feed(records, dict)
+    stuck, well = Watcher(feed), Watcher(feed)
+    stuck.reads.clear()
+    await asyncio.wait_for(stuck.task, 5.0)
+    served(records)
+    await well.hears("steps")
+    feed.close()
+    await well.task
+
+
+def test_what_waits_for_a_slow_watcher_is_bounded_and_the_oldest_goes() -> None:
+    subscriber = Subscriber(None)
+    for number in range(10):
+        subscriber.put(str(number).encode() * (MAX_WAITING_BYTES // 4))
+    data = subscriber.take()
+    assert len(data) <= MAX_WAITING_BYTES
+    assert {chr(byte) for byte in data} == {"6", "7", "8", "9"}
+    assert subscriber.take() == b""

@@ -1,0 +1,197 @@
+"""The page as it is served, and the sentence at its top."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from router.bottleneck import bottleneck
+from router.dashboard import FILES, FOLDER, page_routes
+
+
+async def get(path: str, **headers: str) -> httpx.Response:
+    app = Starlette(routes=[*page_routes(), Route("/other", lambda _: None)])
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        return await client.get(path, headers=headers)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+async def test_every_file_of_the_page_is_served_with_its_type_and_a_strict_policy() -> None:
+    kinds = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+    for name in FILES:
+        answer = await get("/" if name == "index.html" else f"/page/{name}")
+        assert answer.status_code == 200, name
+        assert answer.content == (FOLDER / name).read_bytes()
+        assert answer.headers["content-type"].startswith(kinds.get(name.rpartition(".")[2], "text/plain"))
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+        assert policy["default-src"] == "'none'"
+        assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+
+
+def test_the_table_of_files_is_what_the_folder_holds() -> None:
+    assert set(FILES) == {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*") if path.is_file()}
+
+
+async def test_an_unchanged_file_is_not_sent_again() -> None:
+    first = await get("/page/page.js")
+    assert first.headers["cache-control"] == "no-cache"
+    again = await get("/page/page.js", **{"if-none-match": f'"other", W/{first.headers["etag"]}'})
+    assert (again.status_code, again.content) == (304, b"")
+    changed = await get("/page/page.js", **{"if-none-match": '"other"'})
+    assert changed.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/page/../dashboard.py", "/page/%2e%2e/dashboard.py", "/page/..%2fdashboard.py", "/page/", "/page/vendor/"]
+)
+async def test_nothing_but_the_table_is_served(path: str) -> None:
+    assert (await get(path)).status_code == 404
+
+
+def test_the_page_asks_for_nothing_from_outside_and_has_no_inline_script_or_style() -> None:
+    html = (FOLDER / "index.html").read_text()
+    assert re.findall(r"<script(?![^>]*\ssrc=)|<style|\sstyle=|\son\w+=", html) == []
+    links = re.findall(r'(?:src|href)="([^"]*)"', html)
+    assert {link.removeprefix("page/") for link in links if link.startswith("page/")} <= set(FILES)
+    for path in own_files():
+        urls = set(re.findall(r"https?://[^\"'\s)]+", path.read_text())) - {"http://www.w3.org/2000/svg"}
+        assert not urls, path
+        for imported in re.findall(r'from "\./([^"]+)"', path.read_text()):
+            assert imported in FILES
+
+
+def test_the_page_stays_small() -> None:
+    assert sum(path.stat().st_size for path in own_files() if path.suffix == ".js") < 40_000
+
+
+def own_files() -> list[Path]:
+    return [FOLDER / name for name in FILES if not name.startswith("vendor/")]
+
+
+# ---- the sentence ----------------------------------------------------------------------------------------------------
+
+
+def node(role: str, number: int = 0, **fields: Any) -> dict[str, Any]:
+    blocks = {"free": 100, "cached": 0, "owned": 0, "reserved": 0, "quarantined": 0, "total": 100}
+    whole = {"id": f"{role}-{number}", "role": role, "state": "ready", "alive": True, "running": 0, "waiting": 0}
+    whole |= {"busy": 0.0, "batch": {"tokens": 0, "prefills": 0, "decodes": 0}, "blocks": blocks}
+    return whole | fields
+
+
+def sentence(*nodes: dict[str, Any], running: int = 0, **latency: Any) -> str:
+    whole = {"ttft_ms": {"p50": None, "p99": None, "n": 0}, "tbt_ms": {"p50": None, "p99": None, "n": 0}}
+    whole |= {"ttst_ms": {"p50": None, "p99": None, "n": 0}, "slo": {"ttft_ms": 500.0, "tbt_ms": 50.0}} | latency
+    return bottleneck({"nodes": list(nodes), "requests": {"running": running}, "latency": whole})
+
+
+def took(p50: float, p99: float) -> dict[str, float]:
+    return {"p50": p50, "p99": p99, "n": 100}
+
+
+def full(**fields: Any) -> dict[str, Any]:
+    return {"blocks": {"free": 1, "cached": 0, "owned": 95, "reserved": 4, "quarantined": 0, "total": 100}} | fields
+
+
+def test_a_status_of_an_older_router_is_no_error() -> None:
+    assert bottleneck({}) == "No node has joined: nothing can be served."
+    assert "ready" in bottleneck({"nodes": [{"id": "d", "role": "decode", "state": "ready", "alive": True}]})
+
+
+def test_no_node_is_said() -> None:
+    assert sentence() == "No node has joined: nothing can be served."
+    assert sentence(node("decode", alive=False), node("decode", 1, state="draining")) == (
+        "No node is ready; 2 are listed."
+    )
+
+
+def test_idle_and_keeping_up() -> None:
+    assert sentence(node("prefill"), node("decode")) == "Idle: 2 nodes ready, no requests."
+    said = sentence(node("decode", running=3, busy=0.4), running=3, tbt_ms=took(10, 20))
+    assert said == "Keeping up and within the SLO: 3 requests on 1 node, 40% busy, none queued."
+
+
+def test_a_prefill_pool_that_cannot_keep_up_while_decode_nodes_idle() -> None:
+    prefill = node("prefill", waiting=14, busy=0.97)
+    said = sentence(prefill, node("decode", busy=0.5), node("decode", 1, busy=0.3))
+    assert said == (
+        "The prefill pool is the bottleneck: 14 queued and 97% busy, while the decode pool is 60% idle. "
+        "Move one node to prefill: `baton role decode-1 prefill`."
+    )
+
+
+def test_no_node_is_offered_when_its_pool_would_be_empty() -> None:
+    said = sentence(node("prefill", waiting=14, busy=0.97), node("decode", busy=0.1))
+    assert said.startswith("The prefill pool is the bottleneck")
+    assert "baton role" not in said
+
+
+def test_no_node_is_offered_from_a_busy_pool() -> None:
+    said = sentence(node("prefill", waiting=9, busy=0.97), node("decode", busy=0.8), node("decode", 1, busy=0.9))
+    assert said == "The prefill pool is at its limit: 9 queued, 97% busy."
+
+
+def test_a_queue_before_a_prefill_pool_that_is_not_busy_is_not_blamed_on_it() -> None:
+    assert "prefill pool" not in sentence(node("prefill", waiting=2, busy=0.2), node("decode"), running=2)
+
+
+def test_blocks_that_are_short() -> None:
+    said = sentence(node("prefill"), node("decode", **full(waiting=5, running=8, busy=0.9)), running=13)
+    assert said.startswith("KV blocks are the bottleneck: requests hold 99% of those on decode-0, and 5 wait.")
+
+
+def test_cached_blocks_are_not_a_shortage() -> None:
+    blocks = {"free": 0, "cached": 90, "owned": 10, "reserved": 0, "quarantined": 0, "total": 100}
+    assert "KV blocks" not in sentence(node("decode", blocks=blocks, waiting=1, busy=0.5), running=1)
+
+
+def test_a_decode_pool_at_its_limit() -> None:
+    prefills = [node("prefill", number, busy=0.1 * number) for number in range(2)]
+    said = sentence(*prefills, node("decode", waiting=6, busy=0.95))
+    assert said == (
+        "The decode pool is the bottleneck: 6 queued and 95% busy, while the prefill pool is 95% idle. "
+        "Move one node to decode: `baton role prefill-0 decode`."
+    )
+    assert (
+        sentence(node("decode", waiting=6, busy=0.95))
+        == "The nodes are at their limit: 6 queued and 95% busy. Add a node."
+    )
+
+
+def test_prompt_chunks_between_the_tokens_of_others() -> None:
+    mixed = {"tokens": 520, "prefills": 1, "decodes": 8}
+    said = sentence(node("decode", running=9, busy=0.9, batch=mixed), running=9, tbt_ms=took(20, 80))
+    assert said.startswith("Tokens come late, TBT p99 80 ms (SLO 50), and decode-0 runs prompt chunks")
+    assert "prompt chunks" not in sentence(node("decode", running=9, batch=mixed), running=9, tbt_ms=took(20, 40))
+
+
+def test_a_slow_handoff_shows_in_the_second_token() -> None:
+    nodes = (node("prefill"), node("decode", running=4, busy=0.4))
+    late = {"tbt_ms": took(10, 20), "ttst_ms": took(90, 200)}
+    said = sentence(*nodes, running=4, **late)
+    assert said.startswith("The handoff is slow: the second token comes after 90 ms (p50), later ones after 10 ms")
+    assert "handoff" not in sentence(node("prefill"), node("decode", waiting=1, running=4, busy=0.4), running=4, **late)
+    said = sentence(*nodes, running=4, tbt_ms=took(0, 30), ttst_ms=took(60, 90))
+    assert said.startswith("The handoff is slow")  # later tokens come in bundles
+    assert "handoff" not in sentence(*nodes, running=4, tbt_ms=took(20, 30), ttst_ms=took(45, 90))  # within the SLO
+    assert "handoff" not in sentence(nodes[1], running=4, **late)  # nothing is handed over
+
+
+def test_time_that_is_lost_outside_the_nodes() -> None:
+    said = sentence(node("prefill", busy=0.2), node("decode", busy=0.1), running=9, ttft_ms=took(300, 900))
+    assert said == (
+        "TTFT p99 900 ms (SLO 500), yet no node has a queue and none is more than 20% busy: "
+        "the time is lost outside the nodes. Look at the router's CPU."
+    )
+
+
+def test_an_slo_missed_without_a_cause_in_sight_names_none() -> None:
+    said = sentence(node("prefill", busy=0.7), node("decode", busy=0.6), running=9, ttft_ms=took(300, 900))
+    assert said == "Over the SLO: TTFT p99 900 ms (SLO 500). The load of the nodes does not show why."

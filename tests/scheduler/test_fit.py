@@ -1,0 +1,120 @@
+"""The step-time model learned from steps: right, soon right again when the device changes, unmoved by stalls."""
+
+import random
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.cost import CostModel, Work
+from scheduler.fit import RECENT, CostFit, non_negative_solution
+
+TRUE = CostModel(overhead=4e-3, per_token=3e-5, knee_tokens=64, per_pair=2e-8, per_context=1e-7, per_decode=5e-5)
+
+
+def some_work(rng: random.Random) -> Work:
+    work = Work()
+    for _ in range(rng.randrange(20)):
+        work.add_decode(rng.randrange(10, 2000))
+    if rng.random() < 0.5 or not work.num_decodes:
+        work.add_chunk(rng.randrange(4000), rng.randrange(1, 512))
+    return work
+
+
+def watch(fit: CostFit, rng: random.Random, steps: int, speed: float = 1.0, stalls: float = 0.0) -> CostModel:
+    for _ in range(steps):
+        work = some_work(rng)
+        stall = 50 if rng.random() < stalls else 1
+        fit.observe(work, TRUE.seconds(work) * speed * stall * rng.lognormvariate(0, 0.05))
+        model = fit.model()
+    assert model is not None
+    return model
+
+
+def error(model: CostModel, rng: random.Random, speed: float = 1.0) -> float:
+    """The 95th percentile of relative errors on steps never seen."""
+    works = [some_work(rng) for _ in range(200)]
+    return sorted(abs(model.seconds(work) / (speed * TRUE.seconds(work)) - 1) for work in works)[190]
+
+
+@pytest.mark.parametrize("stalls", [0.0, 0.02])
+def test_it_learns_what_steps_cost_whether_or_not_the_system_stalls(stalls: float) -> None:
+    rng = random.Random(5)
+    fit = CostFit()
+    assert error(watch(fit, rng, 50, stalls=stalls), rng) < 0.15
+    model = watch(fit, rng, 400, stalls=stalls)
+    assert error(model, rng) < 0.07
+    assert model.knee_tokens == 64
+
+
+def test_the_margin_is_how_much_longer_one_step_in_a_hundred_lasts() -> None:
+    late = total = 0
+    for seed in range(10):
+        rng = random.Random(seed)
+        model = watch(CostFit(), rng, 400)
+        works = [work for work in (some_work(rng) for _ in range(1000)) if work.prefill_tokens]
+        limits = [(1 + model.margin) * model.seconds(work) for work in works]
+        late += sum(TRUE.seconds(w) * rng.lognormvariate(0, 0.05) > x for w, x in zip(works, limits, strict=True))
+        total += len(works)
+    assert 0.001 * total < late < 0.03 * total
+
+
+@pytest.mark.parametrize("speed", [2.0, 0.5, 5.0])
+def test_it_follows_a_device_that_changes_its_speed_within_a_hundred_steps(speed: float) -> None:
+    rng = random.Random(6)
+    fit = CostFit()
+    before = watch(fit, rng, 500)
+    assert error(before, rng, speed) > 0.4
+    assert error(watch(fit, rng, 100, speed), rng, speed) < 0.12
+
+
+def test_a_kind_of_step_that_became_rare_is_remembered() -> None:
+    rng = random.Random(7)
+    fit = CostFit()
+    watch(fit, rng, 300)
+    for _ in range(2000):
+        work = Work()
+        for _ in range(rng.randrange(1, 12)):
+            work.add_decode(rng.randrange(10, 3000))
+        fit.observe(work, TRUE.seconds(work) * rng.lognormvariate(0, 0.2))
+        model = fit.model()
+    chunk = Work()
+    chunk.add_chunk(2000, 400)
+    assert model is not None
+    assert model.seconds(chunk) == pytest.approx(TRUE.seconds(chunk), rel=0.3)
+
+
+def test_there_is_no_model_before_there_are_steps_and_one_object_between_fits() -> None:
+    rng = random.Random(1)
+    fit = CostFit()
+    assert fit.model() is None
+    fit.observe(Work(), 1.0)
+    fit.observe(some_work(rng), 0.0)
+    assert fit.model() is None
+    model = watch(fit, rng, 8)
+    assert fit.model() is model
+
+
+def test_it_holds_no_more_samples_than_it_says() -> None:
+    rng = random.Random(2)
+    fit = CostFit()
+    watch(fit, rng, 3000)
+    assert len(fit._recent) == RECENT
+
+
+@given(st.lists(st.lists(st.floats(-1, 1), min_size=4, max_size=4), min_size=6, max_size=6), st.randoms())
+def test_the_solution_is_the_best_of_all_that_are_not_negative(rows: list[list[float]], rng: random.Random) -> None:
+    norms = [sum(row[i] ** 2 for row in rows) ** 0.5 or 1.0 for i in range(4)]
+    rows = [[value / norm for value, norm in zip(row, norms, strict=True)] for row in rows]
+    target = [rng.uniform(-1, 1) for _ in rows]
+    matrix = [[sum(row[i] * row[j] for row in rows) + 1e-6 * (i == j) for j in range(4)] for i in range(4)]
+    wanted = [sum(row[i] * y for row, y in zip(rows, target, strict=True)) for i in range(4)]
+    found = non_negative_solution(matrix, wanted)
+    assert min(found) >= 0
+
+    def loss(x: tuple[float, ...] | list[float]) -> float:
+        return sum(x[i] * (sum(matrix[i][j] * x[j] for j in range(4)) - 2 * wanted[i]) for i in range(4))
+
+    for nudge in product((-1e-3, 0, 1e-3), repeat=4):
+        assert loss([max(0.0, a + b) for a, b in zip(found, nudge, strict=True)]) >= loss(found) - 1e-6

@@ -1,0 +1,179 @@
+"""The property that defines each policy, over random traffic with room enough that nothing but the policy decides."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.policies import pages
+from scheduler.policy import POLICIES
+from scheduler.request import Request, State, Step
+from scheduler.scheduler import Limits, Scheduler
+from tests.scheduler.drive import Driver, request
+
+BUDGET = 24
+few = settings(max_examples=60, deadline=None)
+seeds = given(st.integers(0, 2**32))
+
+
+@dataclass
+class Seen:
+    """A step, and what there was before it was decided."""
+
+    step: Step
+    decoding: set[str]  # requests that lacked one token
+    behind: dict[str, int]  # tokens that each request but those landing lacked
+    here: set[str]  # requests that ran or landed
+
+    @property
+    def members(self) -> set[str]:
+        return {piece.request.id for piece in self.step.slices}
+
+    @property
+    def prompts(self) -> set[str]:
+        return {name for name, count in self.behind.items() if count > 1}
+
+
+def watch(name: str, seed: int, lands: float = 0.0) -> Iterator[Seen]:
+    """Serves random requests, no two of which share a prefix, and yields every step."""
+    rng = random.Random(seed)
+    limits = Limits(BUDGET, max_num_seqs=20, long_prefill_token_threshold=rng.choice([0, 10]), tile_tokens=4)
+    driver = Driver(scheduler := Scheduler(limits, 1000, 4, POLICIES[name]))
+    todo = [
+        request(f"r{index}", [100 + index] * rng.randrange(2, 70), rng.randrange(2, 25), lands=rng.random() < lands)
+        for index in range(12)
+    ]
+    while todo or scheduler.has_work or driver.landings:
+        while todo and rng.random() < 0.3:
+            scheduler.add(todo.pop())
+        behind = {
+            r.id: r.num_tokens - r.num_scheduled
+            for r in scheduler.requests.values()
+            if r.state in {State.RUNNING, State.WAITING} and not r.lands
+        }
+        decoding = {r.id for r in scheduler.running if behind[r.id] == 1}
+        here = {r.id for r in scheduler.requests.values() if r.state in {State.RUNNING, State.LANDING}}
+        num_steps = len(driver.steps)
+        driver.turn()
+        assert driver.idle < 3 or not scheduler.requests
+        if len(driver.steps) > num_steps:
+            yield Seen(driver.steps[-1], decoding, behind, here)
+    assert not scheduler.requests
+    assert scheduler.counters.preemptions == 0
+
+
+@few
+@seeds
+def test_decode_maximal_computes_one_chunk_of_one_prompt_beside_all_decodes(seed: int) -> None:
+    for seen in watch("decode_maximal", seed, lands=0.2):
+        assert seen.decoding <= seen.members
+        assert seen.step.work.num_prefills == bool(seen.prompts)
+
+
+@few
+@seeds
+def test_split_fuse_fills_every_step_while_there_is_prompt_work(seed: int) -> None:
+    for seen in watch("split_fuse", seed):
+        assert seen.step.num_tokens == min(BUDGET, sum(seen.behind.values()))
+
+
+@pytest.mark.parametrize("name", ["prefill_chunks_first", "prefill_first", "static"])
+@few
+@seeds
+def test_prompts_first_means_that_decodes_stand_still_while_there_is_a_prompt(name: str, seed: int) -> None:
+    for seen in watch(name, seed, lands=0.2):
+        work = seen.step.work
+        assert not (work.num_prefills and work.num_decodes) or not seen.decoding & seen.members
+        if name != "static" and seen.prompts:
+            assert work.num_prefills > 0
+
+
+@few
+@seeds
+def test_chunks_first_cuts_prompts_to_the_budget(seed: int) -> None:
+    assert all(seen.step.num_tokens <= BUDGET for seen in watch("prefill_chunks_first", seed))
+
+
+@pytest.mark.parametrize("name", ["prefill_first", "whole_prompt_mixed", "decode_first"])
+@few
+@seeds
+def test_whole_prompts_are_computed_in_one_step(name: str, seed: int) -> None:
+    for seen in watch(name, seed):
+        assert all(piece.count == seen.behind[piece.request.id] for piece in seen.step.slices)
+        over = [piece.count for piece in seen.step.slices if piece.count > 1]
+        assert len(over) <= 1 or seen.step.num_tokens <= BUDGET, "only alone may a prompt exceed the budget"
+
+
+@few
+@seeds
+def test_orca_lets_a_whole_prompt_join_the_decodes_at_once(seed: int) -> None:
+    for seen in watch("whole_prompt_mixed", seed):
+        assert seen.decoding <= seen.members
+        assert seen.prompts & seen.members or not seen.prompts
+
+
+@few
+@seeds
+def test_decode_first_computes_no_prompt_while_anything_decodes(seed: int) -> None:
+    for seen in watch("decode_first", seed, lands=0.2):
+        assert not seen.decoding or (seen.decoding <= seen.members and not seen.step.work.num_prefills)
+
+
+@few
+@seeds
+def test_a_static_batch_comes_together_and_admits_nobody_while_it_lives(seed: int) -> None:
+    batch: set[str] = set()
+    for seen in watch("static", seed, lands=0.3):
+        batch = seen.here or batch
+        newcomers = seen.members - seen.here
+        assert not newcomers or not seen.here
+        if seen.step.work.num_decodes and not newcomers:
+            assert not [name for name in seen.here & seen.behind.keys() if seen.behind[name] > 1]
+
+
+def test_a_static_batch_may_be_larger_than_a_step() -> None:
+    driver = Driver(scheduler := Scheduler(Limits(8, max_num_seqs=4), 200, 4, POLICIES["static"]))
+    rows = [request(f"r{index}", [index + 3] * 20, 5) for index in range(6)]
+    for row in rows:
+        scheduler.add(row)
+    driver.turn()
+    assert [row.state for row in rows] == [State.RUNNING] * 4 + [State.WAITING] * 2
+    driver.finish()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_landings_are_let_in_while_others_decode_or_after_their_batch(name: str) -> None:
+    driver = Driver(scheduler := Scheduler(Limits(BUDGET), 200, 4, POLICIES[name]))
+    scheduler.add(stream := request("stream", [3, 4, 5], 60))
+    for _ in range(5):
+        driver.turn()
+    scheduler.add(landing := request("landing", [6] * 30, 5, lands=True))
+    driver.turn()
+    assert landing.state is (State.WAITING if POLICIES[name].together else State.LANDING)
+    driver.finish()
+    assert stream.state is landing.state is State.DONE
+
+
+@pytest.mark.parametrize("name", ["decode_first", "static"])
+def test_a_preempted_request_is_not_starved_by_landings_that_keep_coming(name: str) -> None:
+    driver = Driver(scheduler := Scheduler(Limits(BUDGET), 24, 4, POLICIES[name]))
+    rows: list[Request] = []
+    for index in range(3):
+        rows.append(request(f"r{index}", [index + 3] * 12, 50))
+        scheduler.add(rows[-1])
+    turns = 0
+    while any(row.state is not State.DONE for row in rows):
+        if turns % 4 == 0:
+            scheduler.add(request(f"landing {turns}", [turns + 9] * 12, 20, lands=True))
+        driver.turn()
+        turns += 1
+        assert turns < 1500, "starved"
+    assert scheduler.counters.preemptions > 0
+
+
+def test_the_pages_show_what_the_policies_do() -> None:
+    stale = [path.name for path, text in pages().items() if path.read_text() != text]
+    assert not stale, "run python -m benchmarks.policies"

@@ -1,0 +1,126 @@
+import asyncio
+import json
+import logging
+import re
+
+import pytest
+
+from shared.logs import about, configure, fields
+from shared.trace_context import traceparent_of
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+GIVEN = f"00-{TRACE}-{PARENT}-01"
+log = logging.getLogger("baton.test")
+
+
+class Lines:
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def configure(self, log_format: str) -> None:
+        configure("info", log_format, "decode-0")
+
+    def read(self) -> list[str]:
+        """What was logged since the last reading."""
+        return self._capsys.readouterr().err.splitlines()
+
+    def objects(self) -> list[dict]:
+        return [json.loads(line) for line in self.read()]
+
+
+@pytest.fixture
+def lines(capsys):
+    """The process's lines; the root logger is put back afterwards."""
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield Lines(capsys)
+    logging.captureWarnings(False)
+    root.handlers[:] = before
+    root.setLevel(level)
+
+
+def test_a_json_line_is_one_object_whatever_its_message_holds(lines):
+    lines.configure("json")
+    log.warning("two\nlines of %s", "\ud800 and \u2028", extra=fields(tokens=3, request="cmpl-1"))
+    log.debug("not told at info")
+    (line,) = lines.objects()
+    assert line["message"] == "two\nlines of \ud800 and \u2028"
+    assert (line["level"], line["logger"], line["node"]) == ("warning", "baton.test", "decode-0")
+    assert (line["tokens"], line["request"]) == (3, "cmpl-1")
+    assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line["time"])
+
+
+def test_an_exception_stays_in_its_line(lines):
+    lines.configure("json")
+    try:
+        raise RuntimeError("broken\nhere")
+    except RuntimeError:
+        log.exception("it broke")
+    (line,) = lines.objects()
+    assert "RuntimeError: broken\nhere" in line["exception"]
+    assert "Traceback" in line["exception"]
+
+
+async def test_every_task_names_its_own_request_and_tasks_that_it_starts_name_it_too(lines):
+    lines.configure("json")
+
+    async def inner() -> None:
+        log.info("inner")
+
+    async def serve(number: int) -> None:
+        about(f"cmpl-{number}", GIVEN if number else "")
+        await asyncio.sleep(0)
+        await asyncio.create_task(inner())
+
+    await asyncio.gather(serve(0), serve(1))
+    log.info("outside")
+    first, second, outside = lines.objects()
+    assert {first["request"], second["request"]} == {"cmpl-0", "cmpl-1"}
+    assert ("traceparent" in first, second["traceparent"]) == (False, GIVEN)
+    assert "request" not in outside
+
+
+def test_text_lines_are_as_they_were(lines):
+    lines.configure("text")
+    log.info("ready at %s", "port 7", extra=fields(tokens=3))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO baton\.test ready at port 7", *lines.read())
+
+
+@pytest.mark.parametrize(
+    ("header", "handed_on"),
+    [
+        (GIVEN, GIVEN),
+        (f"00-{TRACE}-{PARENT}-00", f"00-{TRACE}-{PARENT}-00"),
+        (f"cc-{TRACE}-{PARENT}-ff", f"00-{TRACE}-{PARENT}-01"),
+        (f"cc-{TRACE}-{PARENT}-02-what-the-future-will-be-like", f"00-{TRACE}-{PARENT}-00"),
+    ],
+)
+def test_a_valid_traceparent_is_handed_on(header, handed_on):
+    assert traceparent_of([header]) == handed_on
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [GIVEN, GIVEN],
+        [""],
+        [f"ff-{TRACE}-{PARENT}-01"],
+        [f"00-{'0' * 32}-{PARENT}-01"],
+        [f"00-{TRACE}-{'0' * 16}-01"],
+        [f"00-{TRACE.upper()}-{PARENT}-01"],
+        [f"00-{TRACE}-{PARENT}-01-more"],
+        [f"00-{TRACE}-{PARENT}-01-"],
+        [f"cc-{TRACE}-{PARENT}-01.more"],
+        [f"00-{TRACE}-{PARENT}"],
+        [f"00-{TRACE[:-1]}-{PARENT}-01"],
+        [f" {GIVEN}"],
+        [f"{GIVEN}\n"],
+        [f"0x-{TRACE}-{PARENT}-01"],
+    ],
+)
+def test_without_a_valid_traceparent_a_new_trace_begins(headers):
+    first, second = traceparent_of(headers), traceparent_of(headers)
+    assert re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-01", first)
+    assert first != second
+    assert TRACE not in first

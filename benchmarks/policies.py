@@ -27,7 +27,7 @@ NUM_REQUESTS, GAP_S, SEED = 50, 0.07, 2
 BEGIN, END = "<!-- table: python -m benchmarks.policies -->\n", "<!-- end of table -->\n"
 WIDTH, HEIGHT, TOP = 960, 96, 18
 SHOWN_S = 6.0
-COLOURS = {"prefill": "#3b82f6", "decode": "#10b981", "late": "#ef4444"}
+COLOURS = {"prefill": "#e69f00", "decode": "#0e86d4", "late": "#d7263d"}  # as on the page
 
 
 @dataclass(slots=True)
@@ -124,8 +124,8 @@ def strip(name: str, run: Run, most_tokens: int) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 24}" role="img" '
         f'font-family="system-ui, sans-serif" font-size="12" fill="#888">\n'
-        f"<title>{name}: every step over time; prompts blue, red where longer than "
-        f"{1000 * TBT_SLO_S:.0f} ms, decodes green</title>\n"
+        f"<title>{name}: every step over time; prompts orange, red where longer than "
+        f"{1000 * TBT_SLO_S:.0f} ms, decodes blue</title>\n"
         f'<text x="0" y="12">{name}</text>\n{drawn}\n<path stroke="#888" d="M0 {bottom}h{WIDTH}"/>\n{seconds}\n</svg>\n'
     )
 

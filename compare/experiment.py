@@ -58,8 +58,8 @@ class Experiment:
 
     @property
     def max_turns(self) -> int:
-        """Of one arm. A search looks about with some, and has three rates for every seed."""
-        return 6 + 3 * len(self.seeds) if self.finds_capacity else len(self.seeds)
+        """Of one arm. A search looks about with a dozen at most, and has three rates for every seed."""
+        return 12 + 3 * len(self.seeds) if self.finds_capacity else len(self.seeds)
 
 
 @dataclass(slots=True)

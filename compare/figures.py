@@ -59,7 +59,10 @@ class Figures:
 
     @cached_property
     def pairs(self) -> list[dict[str, Period]]:
-        """Of every seed (and rate) with a valid period in each arm, those periods by arm."""
+        """Of every seed with a valid period in each arm, those periods by arm. A search for capacities has none: its
+        periods are at rates of their own."""
+        if self.experiment.finds_capacity:
+            return []
         groups: dict[tuple[int, float | None], dict[str, Period]] = {}
         for period in self.findings.periods:
             if not period.problems and period.turn.position in self.measured:

@@ -4,10 +4,12 @@ Times are seconds since the run's start on the client's monotonic clock. Nothing
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+import math
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+TBT_OF = ("p99", "max", "mean")
 SCHEMA = "baton.outcomes/1"
 TAIL = ("counted", "loop_lag_p99_s", "cpu_s", "problems")
 
@@ -17,12 +19,19 @@ class Slo:
     """What a good request keeps to, in milliseconds; 0: no limit.
 
     `tbt_of` says what of one request's gaps between tokens is held against `tbt_ms`: their 99th percentile ("p99"),
-    the longest ("max") or the mean ("mean", which is TPOT).
+    the longest ("max") or the mean ("mean", which is TPOT). Raises ValueError for what is no such limit.
     """
 
     ttft_ms: float = 0.0
     tbt_ms: float = 0.0
     tbt_of: str = "p99"
+
+    def __post_init__(self) -> None:
+        for name, limit in (("ttft_ms", self.ttft_ms), ("tbt_ms", self.tbt_ms)):
+            if not isinstance(limit, (int, float)) or not 0 <= limit < math.inf:
+                raise ValueError(f"slo: {name} is {limit!r}; it must be milliseconds, or 0 for no limit")
+        if self.tbt_of not in TBT_OF:
+            raise ValueError(f"slo: tbt_of is {self.tbt_of!r}; it must be {', '.join(TBT_OF[:-1])} or {TBT_OF[-1]}")
 
 
 @dataclass(slots=True)
@@ -52,6 +61,9 @@ class Outcome:
         return bool(self.finish) and not self.error
 
 
+OUTCOME_FIELDS = tuple(each.name for each in fields(Outcome))
+
+
 @dataclass(slots=True)
 class Recording:
     """A run as the client saw it. `problems` say why it must not be used; empty: nothing is wrong with it."""
@@ -70,13 +82,13 @@ def head_line(started_unix_ns: int) -> str:
 
 
 def outcome_line(outcome: Outcome) -> str:
-    return json.dumps(asdict(outcome), separators=(",", ":")) + "\n"
+    told = {name: getattr(outcome, name) for name in OUTCOME_FIELDS}  # asdict would copy every token, in mid-run
+    return json.dumps(told | {"slo": outcome.slo and asdict(outcome.slo)}, separators=(",", ":")) + "\n"
 
 
 def tail_line(recording: Recording) -> str:
     """Last line of an outcomes file: what is known of the run as a whole."""
-    marks = asdict(recording)
-    return json.dumps({name: marks[name] for name in TAIL}) + "\n"
+    return json.dumps({name: getattr(recording, name) for name in TAIL}) + "\n"
 
 
 def load_recording(path: Path) -> Recording:
@@ -85,19 +97,19 @@ def load_recording(path: Path) -> Recording:
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
-                fields: dict[str, Any] = json.loads(line)
+                told: dict[str, Any] = json.loads(line)
             except ValueError:
                 recording.problems.append(f"{path.name} breaks off in line {number}")
                 break
             if number == 1:
-                if fields.get("schema") != SCHEMA:
+                if told.get("schema") != SCHEMA:
                     raise ValueError(f"{path}: not a file of {SCHEMA}")
-                recording.started_unix_ns = fields["started_unix_ns"]
-            elif "index" in fields:
-                slo = fields.pop("slo", None)
-                recording.outcomes.append(Outcome(**fields, slo=Slo(**slo) if slo else None))
+                recording.started_unix_ns = told["started_unix_ns"]
+            elif "index" in told:
+                slo = told.pop("slo", None)
+                recording.outcomes.append(Outcome(**told, slo=Slo(**slo) if slo else None))
             else:
                 for name in TAIL:
-                    setattr(recording, name, fields[name])
+                    setattr(recording, name, told[name])
     recording.outcomes.sort(key=lambda outcome: outcome.index)
     return recording

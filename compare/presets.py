@@ -65,7 +65,8 @@ def source_of(name: str) -> str:
 def preset_rows(name: str, count: int, random: np.random.Generator) -> list[Row]:
     """`count` rows without times. "mix" takes each from one of the presets in MIX."""
     if name == "mix":
-        parts = random.choice(list(MIX), size=count, p=list(MIX.values()))
+        # From numbers of their own: the same requests begin traffic of every rate, however many there are.
+        parts = random.spawn(1)[0].choice(list(MIX), size=count, p=list(MIX.values()))
         return [_row(PRESETS[part], [], random, index) for index, part in enumerate(parts)]
     sessions: list[Row] = []
     return [_row(PRESETS[name], sessions, random, index) for index in range(count)]

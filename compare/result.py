@@ -90,9 +90,13 @@ def report_of(experiment: Experiment, findings: Findings, on: str, command: str)
 def _problems(figures: Figures, control: Document | None) -> list[str]:
     """What of the figures themselves forbids a verdict."""
     problems = []
-    if not figures.findings.problems and not figures.experiment.finds_capacity:
+    if not figures.findings.problems:
         wanted, had = len(figures.experiment.seeds), len(figures.pairs)
-        if had < LEAST_PAIRS * wanted:
+        if figures.experiment.finds_capacity:
+            had = min(map(len, figures.capacities.values()), default=0)
+        if had < 2:
+            problems.append(f"{had} paired runs are too few: give --seeds 2 or more, and see `runs` for what was wrong")
+        elif had < LEAST_PAIRS * wanted and not figures.experiment.finds_capacity:
             problems.append(
                 f"only {had} of {wanted} seeds have a valid period in every arm; `runs` says what was wrong"
             )
@@ -252,11 +256,11 @@ def _of_control_alone(figures: Figures, control: Document, problems: Sequence[st
 def subject(figures: Figures) -> str:
     """What the verdict is about."""
     experiment, notes = figures.experiment, traffic_notes(figures.experiment)
-    slo, devices = experiment.slo, sorted({arm.devices for arm in figures.findings.arms})
+    slo, devices = experiment.slo, " or ".join(map(str, sorted({arm.devices for arm in figures.findings.arms})))
     load = "" if experiment.finds_capacity or notes["rate"] is None else f" at {notes['rate']:.3g} req/s"
     share = f" for {experiment.attainment:.0%}" if experiment.finds_capacity else ""
     return (
-        f"{' or '.join(map(str, devices))} devices, {notes['name']} x {notes['scale_tokens']:g}{load}, "
+        f"{devices} device{'' if devices == '1' else 's'}, {notes['name']} x {notes['scale_tokens']:g}{load}, "
         f"TTFT <= {slo.ttft_ms:g} ms and TBT {slo.tbt_of} <= {slo.tbt_ms:g} ms{share}"
     )
 

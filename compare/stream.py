@@ -4,25 +4,28 @@ Tokens are counted, not events: by their ids, else by logprobs, else by the runn
 """
 
 import json
+import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from compare.outcome import Outcome
 
 COUNTS = ("ids", "logprobs", "usage", "events")  # from the surest
+MAX_LINE = 16 << 20  # bytes of one event: a prompt may be echoed, a flood may not be kept
 WORDS = ("of", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")  # a token each
 
 
 def body_of(model: str, prompt: Sequence[int], max_tokens: int, send: str, salt: str) -> bytes:
-    """A greedy request for exactly `max_tokens`; as text, it has a common word for each id and OpenAI's fields only."""
+    """A greedy request for exactly `max_tokens`. As text, it has a common word for each id and OpenAI's fields only;
+    `salt` then says which word is for which id, so that nothing of another salt is found in a prefix cache."""
     body: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": 0, "stream": True}
     body["stream_options"] = {"include_usage": True}
     if send == "ids":
         body |= {"prompt": list(prompt), "ignore_eos": True, "return_token_ids": True}
+        body |= {"cache_salt": salt} if salt else {}
     else:
-        body["prompt"] = " ".join(WORDS[token % len(WORDS)] for token in prompt)
-    if salt:
-        body["cache_salt"] = salt
+        words = random.Random(salt).sample(WORDS, len(WORDS))
+        body["prompt"] = " ".join(words[token % len(words)] for token in prompt)
     return json.dumps(body, separators=(",", ":")).encode()
 
 
@@ -36,33 +39,49 @@ class Listener:
 
     def __init__(self, outcome: Outcome, *, exact: bool) -> None:
         self.counted = "ids"
+        self.is_done = False  # the server said so; it may keep the connection
         self._outcome = outcome
         self._exact = exact
-        self._rest = b""
+        self._rest = bytearray()
         self._num_told: int | None = None  # tokens that the server says it generated
 
     def hear(self, piece: bytes, now_s: float) -> None:
         """Takes bytes that were read at `now_s`. Raises ValueError when they are no stream of completions."""
         if self._outcome.first_byte_s is None:
             self._outcome.first_byte_s = now_s
-        *lines, self._rest = (self._rest + piece).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                data = line[5:].strip()
-                if data != b"[DONE]":
-                    self._take(json.loads(data), now_s)
+        self._rest += piece
+        if b"\n" in piece:
+            *lines, rest = self._rest.split(b"\n")
+            self._rest = bytearray(rest)
+            for line in lines:
+                self._line(bytes(line), now_s)
+        elif len(self._rest) > MAX_LINE:
+            raise ValueError(f"a line of over {MAX_LINE} bytes")
+
+    def _line(self, line: bytes, now_s: float) -> None:
+        if not line.startswith(b"data:"):
+            return
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            self.is_done = True
+            self._outcome.ended_s = now_s
+        else:
+            self._take(json.loads(data), now_s)
 
     def _take(self, event: dict[str, Any], now_s: float) -> None:
         outcome = self._outcome
-        if "error" in event:
-            outcome.error = _message(event["error"])
+        if error := event.get("error"):
+            outcome.error = _message(error)
             return
         outcome.id = outcome.id or str(event.get("id") or "")
         if usage := event.get("usage"):
             self._num_told = usage.get("completion_tokens")
             outcome.prompt_tokens = usage.get("prompt_tokens") or outcome.prompt_tokens
         for choice in event.get("choices") or ():
-            outcome.token_s += [now_s] * self._num_new(choice, running=bool(usage))
+            num_new = self._num_new(choice, running=bool(usage))
+            if len(outcome.token_s) + num_new > outcome.max_tokens:
+                raise ValueError(f"more than the {outcome.max_tokens} tokens asked for")
+            outcome.token_s += [now_s] * num_new
             outcome.finish = choice.get("finish_reason") or outcome.finish
 
     def _num_new(self, choice: dict[str, Any], *, running: bool) -> int:
@@ -74,7 +93,7 @@ class Listener:
         if tokens := logprobs.get("tokens"):
             self.counted = worst_count((self.counted, "logprobs"))
             return len(tokens)
-        if running and self._num_told is not None:
+        if running and self._num_told is not None and self.counted != "events":  # else it makes up for bundles unseen
             self.counted = worst_count((self.counted, "usage"))
             return max(0, self._num_told - len(self._outcome.token_s))
         if not choice.get("text"):
@@ -92,15 +111,17 @@ class Listener:
     def close(self) -> None:
         """The stream is over: was it whole?"""
         outcome = self._outcome
-        num_tokens = len(outcome.token_s)
         if outcome.error:
             return
+        num_tokens = len(outcome.token_s)
+        expected = outcome.max_tokens if self._exact else self._num_told
         if not outcome.finish:
             outcome.error = f"the stream broke off after {num_tokens} tokens"
-        elif self.counted == "events":
-            if self._num_told is not None and self._num_told != num_tokens:
-                outcome.error = f"bundled: {self._num_told} tokens in {num_tokens} events"
-        elif (self._exact and num_tokens != outcome.max_tokens) or (self._num_told or num_tokens) != num_tokens:
+        elif not num_tokens:
+            outcome.error = "an answer without a token"
+        elif self.counted == "events" and num_tokens < (self._num_told or expected or 0):
+            outcome.error = f"bundled: {self._num_told or expected} tokens in {num_tokens} events"
+        elif expected not in {None, num_tokens} or self._num_told not in {None, num_tokens}:
             outcome.error = f"{num_tokens} tokens came of {outcome.max_tokens} asked for"
 
 

@@ -1,7 +1,7 @@
 """The comparison as a terminal shows it: how far it is, one row per arm, and the verdict. Plain lines elsewhere."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -12,8 +12,9 @@ from rich.text import Text
 from compare.schedule import Turn
 
 Document = Mapping[str, Any]
-# Heading, metric in report.json, factor, digits.
-COLUMNS = (
+Column = tuple[str, str, float, int]  # heading, metric in report.json, factor, digits
+COLUMNS: tuple[Column, ...] = (
+    ("capacity req/s", "capacity_rps", 1.0, 2),
     ("SLO met %", "attainment", 100.0, 1),
     ("goodput req/s", "goodput_rps", 1.0, 2),
     ("TTFT p50", "ttft_p50_ms", 1.0, 1),
@@ -66,8 +67,10 @@ class Screen:
 def show(report: Document) -> None:
     """One row per arm, then what is wrong, the control, and the verdict."""
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    rows = [row_of(report, arm["name"]) for arm in report["arms"]]
-    headings = ["arm", *(heading for heading, *_ in COLUMNS), "busy P/D %", "top miss cause"]
+    known = {name for metrics in report["summary"].values() for name, one in metrics.items() if one["mean"] is not None}
+    columns = [column for column in COLUMNS if column[1] in known]
+    rows = [row_of(report, arm["name"], columns) for arm in report["arms"]]
+    headings = ["arm", *(heading for heading, *_ in columns), "busy P/D %", "top miss cause"]
     if sys.stdout.isatty():
         table = Table(*headings, box=None)
         for row in rows:
@@ -88,11 +91,11 @@ def show(report: Document) -> None:
         console.print(f"flips: {flip}")
 
 
-def row_of(report: Document, arm: str) -> list[str]:
-    """One arm in the order of the headings; times in milliseconds, "-" for what is not known."""
+def row_of(report: Document, arm: str, columns: Sequence[Column] = COLUMNS) -> list[str]:
+    """One arm: the `columns`, busy shares, top miss cause. Times in milliseconds, "-" for what is not known."""
     summary = report["summary"].get(arm, {})
     cells = [arm]
-    for _, metric, factor, digits in COLUMNS:
+    for _, metric, factor, digits in columns:
         mean = summary.get(metric, {}).get("mean")
         cells.append("-" if mean is None else f"{mean * factor:.{digits}f}")
     nodes = report["busy"].get(arm, {}).values()

@@ -54,19 +54,19 @@ def read_trace(path: Path, form: str = "auto", encode: Encode | None = None) -> 
                 raise ConfigError(f"{form} is no format of a trace: give one of auto, {', '.join(FORMS)}")
             lines: Iterable[Any] = csv.DictReader(file) if form in CSV else file
             for number, line in enumerate(lines, 2 if form in CSV else 1):  # noqa: B007 - told in errors
-                row = FORMS[form](_object(line) if isinstance(line, str) else line, encode)
-                if row.prompt_len and row.max_tokens:
-                    rows.append(row)
+                rows += _rows_of(line, form, encode)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except KeyError as error:
         raise ConfigError(f"{path}, line {number}: there is no {error}, which the format {form} has") from None
-    except (ValueError, TypeError, AttributeError, csv.Error) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError, csv.Error) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path}, line {number}, read as {form}: {error}") from None
     if not rows:
         raise ConfigError(f"{path}: no request in it")
+    if len({row.at_s is None for row in rows}) > 1:
+        raise ConfigError(f"{path}: some of its requests have a time and some have none")
     if rows[0].at_s is None:
         return rows
     rows.sort(key=lambda row: row.at_s or 0.0)
@@ -84,6 +84,14 @@ def detect_form(path: Path) -> str:
     if form is None:
         raise ConfigError(f"{path}: its first line begins no trace that is known; force a format: {', '.join(FORMS)}")
     return form
+
+
+def _rows_of(line: Any, form: str, encode: Encode | None) -> list[Row]:
+    """The line's request; none where it is blank, or has no prompt or no answer."""
+    if isinstance(line, str) and not line.strip():
+        return []
+    row = FORMS[form](_object(line) if isinstance(line, str) else line, encode)
+    return [row] if row.prompt_len and row.max_tokens else []
 
 
 def _object(line: str) -> Fields:
@@ -126,8 +134,7 @@ def _own(fields: Fields, encode: Encode | None) -> Row:
     """{t, prompt | prompt_len [, prefix_id, prefix_len], max_tokens [, session, slo]}; t in seconds."""
     if unknown := sorted(set(fields) - OWN_FIELDS):
         raise ValueError(f"unknown field {unknown[0]!r}; known are {', '.join(sorted(OWN_FIELDS))}")
-    slo = Slo(**fields["slo"]) if fields.get("slo") else None
-    rest = Row((), _count(fields["max_tokens"]), _seconds(fields["t"]), str(fields.get("session", "")), slo)
+    rest = Row((), _count(fields["max_tokens"]), _seconds(fields["t"]), str(fields.get("session", "")), _slo(fields.get("slo")))
     if "prompt" in fields:
         prompt = fields["prompt"]
         if isinstance(prompt, str):
@@ -140,6 +147,12 @@ def _own(fields: Fields, encode: Encode | None) -> Row:
         raise ValueError("prefix_len needs a prefix_id, and may not be over prompt_len")
     shared = ((f"prefix {fields['prefix_id']}", prefix),) if prefix else ()
     return replace(rest, pieces=(*shared, ("", length - prefix)))
+
+
+def _slo(limits: Any) -> Slo | None:
+    if limits is not None and (not isinstance(limits, dict) or set(limits) - {"ttft_ms", "tbt_ms", "tbt_of"}):
+        raise ValueError(f"slo is {limits!r}; it may have ttft_ms, tbt_ms and tbt_of")
+    return Slo(**limits) if limits else None
 
 
 def _count(value: object) -> int:

@@ -185,7 +185,8 @@ def _fitted(rows: Sequence[Row], plan: TrafficPlan) -> tuple[list[Row | None], i
         )
     if plan.too_long == "drop":
         return [None if limit and row.prompt_len + row.max_tokens > limit else row for row in rows], 0
-    return [_cut(row, limit) if limit else row for row in rows], len(long)
+    over = {id(row) for row in long}
+    return [_cut(row, limit) if id(row) in over else row for row in rows], len(long)
 
 
 def _cut(row: Row, limit: int) -> Row:

@@ -65,6 +65,7 @@ class Exchange:
         self.num_prompt_tokens = sum(len(prompt.generation.prompt) for prompt in self.prompts)
         self._metrics = metrics
         self._records = records
+        self._arrived = arrived
         self._open = {sample.index: sample for prompt in self.prompts for sample in prompt.samples}
         self._paces = {index: metrics.pace(arrived) for index in self._open}
 
@@ -101,7 +102,10 @@ class Exchange:
         try:
             for prompt in self.prompts:
                 generation = prompt.generation
-                self._records.accepted(self.order.id, len(generation.prompt), generation.n, generation.traceparent)
+                waited_s = time.monotonic() - self._arrived
+                self._records.accepted(
+                    self.order.id, len(generation.prompt), generation.n, generation.traceparent, waited_s
+                )
                 answers.append(await dispatcher.submit(generation))
                 self._metrics.accepted(len(generation.prompt), generation.max_tokens)
             async with aclosing(merged(answers)) as pieces:
@@ -115,7 +119,9 @@ class Exchange:
                         if sample.finish is not None and ready.finish is None:
                             answers[number].cancel(ready.index)
                         yield prompt, sample, said
+                        self._went_out(sample, said)
                     if not self._open:
+                        await asyncio.sleep(0)  # the last token leaves with this turn of the loop, not behind the rest
                         return
             raise AssertionError(f"{self.order.id}: dispatch ended before {len(self._open)} samples did")
         except Exception:
@@ -130,13 +136,16 @@ class Exchange:
 
     def _hear(self, sample: Sample, piece: Piece) -> Said:
         said = sample.hear(piece)
-        now = time.monotonic()
         if said.tokens:
-            self._metrics.tokens(self._paces[sample.index], len(said.tokens), now)
+            self._metrics.tokens(self._paces[sample.index], len(said.tokens), time.monotonic())
+        return said
+
+    def _went_out(self, sample: Sample, said: Said) -> None:
+        """Written to the client's connection: making bytes of it was the router's time too."""
+        if said.tokens:
             self._records.told(self.order.id, sample.index, len(said.tokens))
         if sample.finish is not None:
-            self._ended(sample.index, sample.finish, now)
-        return said
+            self._ended(sample.index, sample.finish, time.monotonic())
 
     def _ended(self, index: int, how: str, now: float) -> None:
         del self._open[index]

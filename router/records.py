@@ -156,13 +156,16 @@ class Records:
 
     # ---- from the rim and from dispatch -------------------------------------------------------------------------
 
-    def accepted(self, id: str, num_prompt: int, num_samples: int, traceparent: str = "") -> None:
-        """A request with one prompt, or one more prompt of it, is accepted."""
+    def accepted(
+        self, id: str, num_prompt: int, num_samples: int, traceparent: str = "", waited_s: float = 0.0
+    ) -> None:
+        """A request with one prompt, or one more prompt of it, is accepted. It arrived `waited_s` ago: reading and
+        checking its body is the router's time, not its client's."""
         journey = self._journeys.get(id)
         if journey is None:
             if len(self._journeys) >= MAX_REQUESTS:
                 del self._journeys[next(iter(self._journeys))]
-            journey = self._journeys[id] = Journey(id, self._now(), traceparent=traceparent)
+            journey = self._journeys[id] = Journey(id, self._now() - round(waited_s * 1e9), traceparent=traceparent)
         journey.num_prompt += num_prompt
         journey.num_samples += num_samples
         journey.ended_ns = None  # of another prompt of it, all samples may be over already

@@ -9,7 +9,10 @@ from typing import Protocol
 from scheduler.cost import CostModel, Work
 
 CEILING_TOKENS = 8192  # with an SLO: a step that nobody waits for; vLLM's default on large devices
-FLOOR_TOKENS = 16  # prompts always progress by so much, also where decodes alone miss the SLO
+UNWATCHED_S = 2.0  # such a step lasts no longer: who comes meanwhile waits for it, and a node whose steps take ages is lost
+UNWATCHED_TOKENS = 512  # of such a step, before the model has seen larger ones
+FLOOR_TOKENS = 16  # prompts always progress by so much
+FLOOR_GROWTH = 1.1  # where decodes alone miss the SLO: prompts make their step longer by this factor, if that is more
 FIRST_TOKENS = 64  # of prompts in a step, before the model has seen any
 GROWTH = 1.25  # from one step to the next; shrinking is immediate
 ENGINE_SHARE = 0.9  # of the time between two tokens; the rest is for their way through the router to the client
@@ -57,8 +60,9 @@ class SloBudget:
     """The largest step that the model predicts to last no longer than `target_s` at its residual quantile.
 
     The prediction counts the decodes that the step has already and the context that each chunk attends to. The reason
-    says what bound the step: "slo", "slo floor" (the target cannot be met), "slo growing" (more is likely to fit, but
-    was not tried yet), "ceiling", "no decodes" (nobody waits for a token) or "no model yet".
+    says what bound the step: "slo", "slo floor" (the target leaves prompts next to nothing, or cannot be met), "slo
+    growing" (more is likely to fit, but was not tried yet), "ceiling", "no decodes" (nobody waits for a token: up to
+    `UNWATCHED_S`) or "no model yet".
     """
 
     def __init__(self, target_s: float, ceiling: int, floor: int = FLOOR_TOKENS, first: int = FIRST_TOKENS) -> None:
@@ -71,12 +75,14 @@ class SloBudget:
         self._largest = 0  # prompt tokens of any step so far
         self._trusted = first  # prompt tokens that the model in force is believed for
         self._granted = first  # prompt tokens that the last watched step was allowed
+        self._granted_before = first  # when the model in force came
         self._grant: tuple[int, str] | None = None  # of the step being decided
 
     def begin(self, cost: CostModel | None, watched: bool) -> None:
         if cost is not self._cost:
             self._cost = cost
             self._trusted = max(self._trusted, int(TRUST * self._largest))
+            self._granted_before = self._granted
         self._watched = watched
         self._grant = None
 
@@ -96,16 +102,30 @@ class SloBudget:
     def _grant_for(self, work: Work, start: int) -> tuple[int, str]:
         """Prompt tokens of the whole step, those that `work` holds included."""
         if not self._watched:
-            return self.ceiling, "no decodes"
+            return self._unwatched(work, start), "no decodes"
         if self._cost is None:
             return self._first, "no model yet"
-        fits = work.prefill_tokens + tokens_within(self._cost, self.target_s / (1 + self._cost.margin), work, start)
-        if fits < self._floor:
-            return self._floor, "slo floor"
-        tried = min(self._trusted, int(self._granted * GROWTH) + self._floor)
+        limit_s = self.target_s / (1 + self._cost.margin)
+        alone_s = self._cost.seconds(Work(num_decodes=work.num_decodes, decode_context=work.decode_context))
+        is_missed = alone_s > limit_s
+        fits = self._fits(FLOOR_GROWTH * alone_s if is_missed else limit_s, work, start)
+        # There is no slack to be wrong in: each model has to see what the one before it allowed.
+        granted = min(self._granted, self._granted_before) if is_missed else self._granted
+        tried = min(self._trusted, int(granted * GROWTH) + self._floor)
+        if is_missed or fits < self._floor:
+            return max(self._floor, int(min(fits, tried))), "slo floor"
         if min(fits, tried) + work.num_decodes >= self.ceiling:
             return self.ceiling, "ceiling"
         return (tried, "slo growing") if fits > tried else (int(fits), "slo")
+
+    def _unwatched(self, work: Work, start: int) -> int:
+        tried = max(self._trusted, UNWATCHED_TOKENS)
+        fits = inf if self._cost is None else self._fits(UNWATCHED_S, work, start)
+        return max(self._floor, int(min(fits, tried, self.ceiling)))
+
+    def _fits(self, seconds: float, work: Work, start: int) -> float:
+        assert self._cost is not None
+        return work.prefill_tokens + tokens_within(self._cost, seconds, work, start)
 
 
 def tokens_within(cost: CostModel, seconds: float, work: Work, start: int) -> float:

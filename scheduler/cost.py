@@ -1,6 +1,7 @@
 """What a step costs: its work in a few numbers, and a model of how long a device takes for that work."""
 
 from dataclasses import astuple, dataclass
+from math import inf
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
@@ -89,4 +90,5 @@ class CostModel:
     @classmethod
     def unpacked(cls, numbers: list[float]) -> Self | None:
         """Inverse of `packed`; None for a row that is no model."""
-        return cls(*numbers) if len(numbers) == len(cls.__dataclass_fields__) and min(numbers) >= 0 else None
+        is_model = len(numbers) == len(cls.__dataclass_fields__) and all(0 <= number < inf for number in numbers)
+        return cls(*numbers) if is_model else None

@@ -41,6 +41,16 @@ class Sample(NamedTuple):
     seconds: float
 
 
+Kind = tuple[int, int, int]
+
+
+def _kind(sample: Sample) -> Kind:
+    """Steps of one kind have about as many tokens, and chunks that attend to about as much."""
+    prompt = sample.prefill_tokens
+    reach = (sample.pairs // prompt).bit_length() // 2 if prompt else -1
+    return prompt.bit_length(), reach, sample.decodes > 0 if prompt else sample.decodes.bit_length()
+
+
 class CostFit:
     """The engine's thread calls `observe` after each step and hands `model()` to the scheduler:
 
@@ -50,9 +60,10 @@ class CostFit:
 
     def __init__(self) -> None:
         self._recent: deque[Sample] = deque(maxlen=RECENT)
-        self._old: OrderedDict[tuple[int, ...], deque[Sample]] = OrderedDict()
+        self._old: OrderedDict[Kind, deque[Sample]] = OrderedDict()
         self._ratios: deque[float] = deque(maxlen=WATCHED)  # of measured to predicted time
         self._model: CostModel | None = None
+        self._known: set[Kind] = set()  # kinds of steps that it was fitted to
         self._steps = 0  # since the last fit
         self._seconds = 0.0
         self._challenger = 0
@@ -63,12 +74,14 @@ class CostFit:
             return
         if len(self._recent) == RECENT:
             self._keep(self._recent[0])
-        self._recent.append(
-            Sample(work.tokens, work.prefill_pairs, work.decode_context, work.num_decodes, work.prefill_tokens, seconds)
+        sample = Sample(
+            work.tokens, work.prefill_pairs, work.decode_context, work.num_decodes, work.prefill_tokens, seconds
         )
+        self._recent.append(sample)
         self._steps += 1
         self._seconds += seconds
-        if self._model is not None:
+        # Of a kind that is new to the model, it is the model that is wrong, and not the device that changed.
+        if self._model is not None and _kind(sample) in self._known:
             self._ratios.append(seconds / max(self._model.seconds(work), 1e-9))
 
     def model(self) -> CostModel | None:
@@ -89,9 +102,7 @@ class CostFit:
 
     def _keep(self, sample: Sample) -> None:
         """A sample leaves the recent ones: it stays as one of its kind. Kinds not seen for longest go."""
-        prompt = sample.prefill_tokens
-        reach = (sample.pairs // prompt).bit_length() // 2 if prompt else -1
-        kind = (prompt.bit_length(), reach, bool(sample.decodes) if prompt else sample.decodes.bit_length())
+        kind = _kind(sample)
         self._old.setdefault(kind, deque(maxlen=PER_KIND)).append(sample)
         self._old.move_to_end(kind)
         if len(self._old) > KINDS:
@@ -120,6 +131,7 @@ class CostFit:
         for old in self._old.values():
             samples += old
             weights += [OLD_WEIGHT**0.5] * len(old)
+        self._known = set(map(_kind, samples))
         error, fields = _fit(samples, weights, before, before.knee_tokens)
         other_error, other_fields = _fit(samples, weights, before, KNEES[self._challenger])
         model = CostModel(*(other_fields if other_error < KNEE_GAIN * error else fields))

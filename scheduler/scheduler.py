@@ -368,14 +368,13 @@ class Scheduler:
     def _take_slice(self, step: Step, request: Request, count: int) -> None:
         start = request.num_scheduled
         samples = start + count == request.num_tokens
-        step.slices.append(Slice(request, start, count, samples, request.epoch))
+        piece = Slice(request, start, count, samples, request.epoch)
+        step.slices.append(piece)
+        step.work.add(piece)
         request.num_scheduled += count
         request.num_in_flight += 1
         request.num_sampling += samples
-        if samples and count == 1:
-            step.work.add_decode(start + 1)
-        else:
-            step.work.add_chunk(start, count)
+        if not piece.is_decode:
             self.counters.prompt_tokens += count
 
     def _advance(self, request: Request, end: int) -> None:

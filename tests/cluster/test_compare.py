@@ -128,6 +128,18 @@ def test_a_run_that_is_broken_off_keeps_what_there_is_and_leaves_nothing_running
 
 
 @pytest.mark.timeout(120)
+def test_a_full_disk_in_mid_run_is_told_and_ends_it(tmp_path: Path):
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "requests.jsonl").symlink_to("/dev/full")
+    process = start(tmp_path, "--arms", "colocated:1", "colocated:1@prefill_first", *SMALL, "--duration", "1")
+    said, _ = process.communicate(timeout=110)
+    assert process.returncode == 1, said
+    assert "cannot keep what was measured: No space left on device" in said
+    assert not report_in(tmp_path)["valid"]
+    assert not [pid for pid in pids(tmp_path) if is_alive(pid)]
+
+
+@pytest.mark.timeout(120)
 def test_a_stack_that_runs_already_is_held_against_itself(tmp_path: Path):
     with cluster(prefill=1, decode=1, disaggregate="always", runner="torch") as running:
         model = ["--model", str(running.settings["model"])]

@@ -93,8 +93,8 @@ def test_the_table_has_a_row_for_each_arm():
         "miss_causes": {"a": {"TBT: transfer": 1, "TTFT: prefill queue": 3}},
     }
     row = row_of(report, "a")
-    assert row[:2] == ["a", "93.4"]
-    assert row[3] == "12.3"
-    assert row[6] == "-"
+    assert row[:3] == ["a", "-", "93.4"]
+    assert row[4] == "12.3"
+    assert row[7] == "-"
     assert row[-2:] == ["30/40", "TTFT: prefill queue (75%)"]
-    assert row_of(json.loads(json.dumps(report)), "nobody")[1:] == ["-"] * 8 + ["-/-", "-"]
+    assert row_of(json.loads(json.dumps(report)), "nobody")[1:] == ["-"] * 9 + ["-/-", "-"]

@@ -156,6 +156,13 @@ def test_too_few_valid_seeds_have_no_verdict():
     assert report["verdict"]["sentence"].startswith("no verdict: only 2 of 4 seeds")
 
 
+def test_one_pair_of_runs_has_no_verdict():
+    made = experiment(num_seeds=1)
+    report = report_of(made, findings(made), "live", "x")
+    assert not report["valid"]
+    assert report["verdict"]["sentence"].startswith("no verdict: 1 paired runs are too few: give --seeds 2 or more")
+
+
 def test_different_answers_have_no_verdict():
     made = experiment()
     found = findings(made)

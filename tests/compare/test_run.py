@@ -11,6 +11,7 @@ from compare.outcome import Outcome, Recording, Slo
 from compare.period import Period, check_moved, different_tokens, excess_of
 from compare.run import run
 from compare.schedule import Plan, Turn, turns
+from compare.stack import Stacks, fit_together
 from compare.traffic import Arrival, Traffic
 
 ARMS = parse_arms(["colocated:2", "disaggregated:1p1d"])
@@ -154,6 +155,50 @@ def test_traces_of_arms_do_not_overwrite_each_other(tmp_path: Path):
         trace_name(experiment(tmp_path, control=True), arm.name) for arm in experiment(tmp_path, control=True).everyone
     ]
     assert names == ["trace.json", "trace-2.json", "trace-3.json"]
+
+
+def test_a_full_disk_is_an_error_and_no_silence():
+    with pytest.raises(OSError, match="No space left"):
+        keep_requests(Path("/dev/full"), Period(Turn("a", 1, 0), recording([1])))
+
+
+class Counted:
+    """Stands for an arm's processes: remembers whether they run."""
+
+    def __init__(self, arm: Arm) -> None:
+        self.arm = arm
+        self.endpoint = Endpoint("http://x")
+        self.is_up = False
+
+    async def start(self) -> None:
+        self.is_up = True
+
+    def terminate(self) -> None: ...
+
+    async def end(self) -> None:
+        self.is_up = False
+
+
+@pytest.mark.parametrize("keeps_all", [True, False])
+async def test_arms_stay_up_together_or_one_at_a_time(keeps_all: bool):
+    one, other = (Counted(arm) for arm in ARMS)
+    stacks = Stacks([one, other], keeps_all=keeps_all)
+    await stacks.up(one.arm.name)
+    await stacks.up(other.arm.name)
+    assert (one.is_up, other.is_up) == (keeps_all, True)
+    await stacks.end()
+    assert not one.is_up
+    assert not other.is_up
+
+
+def test_arms_of_gpus_do_not_stay_up_together(tmp_path: Path):
+    cuda = parse_arms(["colocated:2", "disaggregated:1p1d"], ["device=cuda"])
+    assert not fit_together(cuda, str(tmp_path))
+    cpu = parse_arms(["colocated:2", "disaggregated:1p1d"], ["device=cpu", "kv_cache_memory=1MiB"])
+    assert fit_together(cpu, str(tmp_path))
+    assert not fit_together(
+        parse_arms(["colocated:2", "disaggregated:1p1d"], ["device=cpu", "kv_cache_memory=900TiB"]), str(tmp_path)
+    )
 
 
 class Nowhere:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.cost import CostModel, Work
+from scheduler.cost import CostModel, Work, pairs_of
 from scheduler.fit import RECENT, CostFit, non_negative_solution
 
 TRUE = CostModel(overhead=4e-3, per_token=3e-5, knee_tokens=64, per_pair=2e-8, per_context=1e-7, per_decode=5e-5)
@@ -85,6 +85,20 @@ def test_a_kind_of_step_that_became_rare_is_remembered() -> None:
     assert model.seconds(chunk) == pytest.approx(TRUE.seconds(chunk), rel=0.3)
 
 
+def test_a_kind_of_step_that_is_new_is_not_taken_for_a_device_that_changed() -> None:
+    rng = random.Random(8)
+    fit = CostFit()
+
+    works = [Work(1, tokens, pairs_of(0, tokens)) for tokens in (1024, 2048)] * 25
+    works += [Work(num_decodes=8, decode_context=6400)] * 64
+    for work in works:
+        fit.observe(work, TRUE.seconds(work) * rng.lognormvariate(0, 0.04))
+        model = fit.model()
+    assert model is not None
+    chunk_alone = Work(1, 2048, pairs_of(0, 2048))
+    assert model.seconds(chunk_alone) == pytest.approx(TRUE.seconds(chunk_alone), rel=0.1)
+
+
 def test_there_is_no_model_before_there_are_steps_and_one_object_between_fits() -> None:
     rng = random.Random(1)
     fit = CostFit()
@@ -118,3 +132,9 @@ def test_the_solution_is_the_best_of_all_that_are_not_negative(rows: list[list[f
 
     for nudge in product((-1e-3, 0, 1e-3), repeat=4):
         assert loss([max(0.0, a + b) for a, b in zip(found, nudge, strict=True)]) >= loss(found) - 1e-6
+
+
+@pytest.mark.parametrize("wrong", [[], [1.0] * 6, [1.0] * 6 + [-1.0], [1.0, float("nan"), *[1.0] * 5], [float("inf")] * 7])
+def test_numbers_that_are_no_model_are_refused(wrong: list[float]) -> None:
+    assert CostModel.unpacked(wrong) is None
+    assert CostModel.unpacked(TRUE.packed()) == TRUE

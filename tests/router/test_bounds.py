@@ -1,0 +1,223 @@
+"""What the router remembers survives whatever a node says, stays as small after any number of requests, and nobody
+stands in a queue whose node is gone."""
+
+import json
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+
+from router import records as records_module
+from router.fleet_status import node_status, whole_status
+from router.handoff_queues import HandoffQueues
+from router.metrics import RequestMetrics
+from router.node_metrics import NodeMetrics
+from router.records import Records
+from router.trace import trace
+from scheduler.cost import CostModel
+from shared.clock import now_ns
+from shared.codec import decode, encode
+from shared.messages import Load, NodeInfo, Report, RequestEvent, StepRecord, pack_ids
+
+MS = 1_000_000
+
+
+def info(name: str, boot: str = "b", role: str = "") -> NodeInfo:
+    return NodeInfo(name, boot, role or name.partition("-")[0], "h:1", "m", "f", 16, 64, 9, 512, 8)
+
+
+# ---- hostile nodes ---------------------------------------------------------------------------------------------------
+
+whole = st.sampled_from([0, 1, -1, 7, 2**31, 2**40, 2**53, 2**63 - 1, -(2**63), 2**64 - 1]) | st.integers(0, 10**6)
+real = st.sampled_from([0.0, -0.0, 1e-9, 1.0, 1e300, -1.0, float("nan"), float("inf"), float("-inf")])
+attempts = st.sampled_from(["cmpl-a-0.0.0", "cmpl-a-0.0.1", "", "..", "x" * 5000, "cmpl-a", "\n\x00"])
+words = st.sampled_from(["", "fixed", "x" * 5000, "\u2028\n"])
+kinds = st.sampled_from(["queued", "reserving", "transfer", "committed", "landed", "admitted", "first", "ended", "new"])
+members = st.lists(st.integers(-2, 2**31 - 1), max_size=7).map(pack_ids) | st.binary(max_size=25)
+steps = st.builds(
+    StepRecord, whole, whole, whole, whole, whole, whole, words, *([whole] * 12), members=members
+)
+events = st.builds(RequestEvent, attempts, kinds, whole, whole, whole, whole, whole, words, words, words)
+loads = st.builds(
+    Load,
+    cost=st.lists(real, max_size=8),
+    transfer=st.lists(real, max_size=3),
+    sent_ns=whole,
+    running=whole,
+    blocks_total=whole,
+    blocks_owned=whole,
+    steps=whole,
+)
+reports = st.builds(Report, load=st.none() | loads, steps=st.lists(steps, max_size=4), events=st.lists(events, max_size=4))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(reports, max_size=5))
+def test_nothing_that_a_node_says_breaks_the_records_or_what_is_made_of_them(said: list[Report]) -> None:
+    records = Records()
+    node = info("decode-0")
+    rows: list[Any] = [(node, Load(), True)]
+    status = {"nodes": [node_status(node, Load(), True)], "placements": {}, "requests": {}}
+    metrics = CollectorRegistry()
+    metrics.register(NodeMetrics(lambda: rows, "m", records, lambda: status))
+    records.accepted("cmpl-a", 4, 1)
+    records.placed("cmpl-a-0.0.0", None, "decode-0", "r")
+    for report in said:
+        records.take(node, decode(encode(report), Report))
+    start = now_ns()
+    records.take(node, Report(steps=[StepRecord(5, start, 100, num_decodes=1, members=pack_ids([3, 0, 1]))]))
+    ring = records.ring("decode-0")
+    assert ring is not None
+    row = ring.latest()
+    assert row is not None
+    assert (row.number, row.duration_us) == (5, 100), "who said nonsense is heard on"
+    records.ended("cmpl-a", 0, "stop")
+    for made in (
+        records.request("cmpl-a"),
+        records.latest_requests(10),
+        [ring.shown(each) for each in ring.rows()],
+        [ring.members(each.number) for each in ring.rows()],
+        trace(records, start - 10**9),
+        whole_status(status, records, RequestMetrics("m")),
+    ):
+        json.dumps(made, allow_nan=False)
+    generate_latest(metrics)
+
+
+def test_what_is_no_record_is_left_out_and_counted() -> None:
+    records = Records()
+    records.take(info("d"), Report(steps=[StepRecord(1, 2**70, 10), StepRecord(2, 10, 2**62), StepRecord(3, 20, 5)]))
+    assert [row.number for row in records.steps("d")] == [3]
+    assert records.num_malformed == 2
+
+
+def test_a_model_of_numbers_that_no_device_has_is_none() -> None:
+    fine = CostModel(0.1, 1e-5).packed()
+    assert CostModel.unpacked(fine) == CostModel(0.1, 1e-5)
+    for place in range(len(fine)):
+        for number in (float("nan"), float("inf"), -1.0, 1e300):
+            assert CostModel.unpacked(fine[:place] + [number] + fine[place + 1 :]) is None
+
+
+# ---- many requests ---------------------------------------------------------------------------------------------------
+
+
+def sizes(records: Records) -> dict[str, int]:
+    return {name: len(value) for name, value in vars(records).items() if hasattr(value, "__len__")}
+
+
+def serve(records: Records, number: int, num_chunks: int = 2) -> None:
+    """One handed-off request from its acceptance to its end."""
+    name, at = f"cmpl-{number}", number * 10 * MS + 10**15
+    attempt = f"{name}-0.0.0"
+    records.accepted(name, 32, 1)
+    records.placed(attempt, "prefill-0", "decode-0", "r")
+    told = [("queued", 0), ("admitted", 1), *(("transfer", 2) for _ in range(num_chunks)), ("first", 3), ("ended", 5)]
+    events = [RequestEvent(attempt, kind, at + after * MS, serial=number) for kind, after in told]
+    chunks = [
+        StepRecord(num_chunks * number + chunk, at + MS, 900, num_prefills=1, prefill_tokens=16,
+                   members=pack_ids([number, 16 * chunk, 16]))
+        for chunk in range(num_chunks)
+    ]  # fmt: skip
+    records.take(info("prefill-0"), Report(events=events, steps=chunks))
+    landed = [RequestEvent(attempt, kind, at + 4 * MS, serial=number) for kind in ("queued", "landed", "admitted", "ended")]
+    records.take(info("decode-0"), Report(events=landed))
+    records.told(name, 0, 3)
+    records.ended(name, 0, "stop")
+
+
+def test_records_are_as_large_after_many_requests_as_after_some(monkeypatch: Any) -> None:
+    for name, value in {"MAX_REQUESTS": 50, "MAX_TRANSFERS": 40, "MAX_SERIALS": 60, "MAX_ROWS": 10_000}.items():
+        monkeypatch.setattr(records_module, name, value)
+    records = Records()
+    queues = HandoffQueues()
+    records.observers.append(NodeMetrics(list, "m", records, dict))
+    for number in range(300):
+        serve(records, number)
+    some = sizes(records)
+    for number in range(300, 900):
+        serve(records, number)
+    assert sizes(records) == some
+    assert queues.counts({"prefill-0", "decode-0"}) == {}
+
+
+def test_requests_of_many_chunks_are_remembered_in_smaller_number(monkeypatch: Any) -> None:
+    monkeypatch.setattr(records_module, "MAX_ROWS", 1000)
+    records = Records()
+    for number in range(200):
+        serve(records, number, num_chunks=20)
+    kept = [journey.id for journey in records.journeys()]
+    assert 15 <= len(kept) <= 25, "about 45 rows each"
+    assert kept == [f"cmpl-{199 - index}" for index in range(len(kept))], "the latest"
+
+
+def test_changes_are_noted_only_for_who_asks_for_them() -> None:
+    records = Records()
+    serve(records, 0)
+    assert records.changed(10) == [], "the first question begins the watch"
+    serve(records, 1)
+    assert [each["id"] for each in records.changed(10)] == ["cmpl-1"]
+    records.forget_changes()
+    serve(records, 2)
+    assert records.changed(10) == []
+
+
+def test_nodes_that_were_not_heard_for_long_are_forgotten_when_others_come() -> None:
+    now = [10**15]
+    records = Records(lambda: now[0])
+    for number in range(5):
+        records.take(info(f"decode-{number}"), Report(load=Load()))
+        now[0] += 3600 * 10**9
+    assert records.nodes() == ["decode-4"]
+
+
+def test_the_summary_of_several_samples_is_of_the_first_ones_way() -> None:
+    records = Records()
+    records.accepted("cmpl-a", 4, 2)
+    records.placed("cmpl-a-0.0.0", "prefill-0", "decode-0", "disaggregated")
+    records.placed("cmpl-a-0.1.0", None, "decode-0", "sibling")
+    assert records.placed_on("cmpl-a") == ("prefill-0", "decode-0")
+    records.placed("cmpl-a-0.0.1", None, "decode-1", "no_prefill_node")
+    assert records.placed_on("cmpl-a") == (None, "decode-1")
+
+
+# ---- queues ----------------------------------------------------------------------------------------------------------
+
+P, D = info("p0", role="prefill"), info("d0", role="decode")
+
+
+def event(kind: str) -> RequestEvent:
+    return RequestEvent("cmpl-1-0.0.0", kind, 0)
+
+
+def test_nobody_stands_in_a_queue_of_a_life_that_is_over() -> None:
+    queues = HandoffQueues()
+    for node in (P, D):
+        queues.event(node, event("queued"))
+    queues.event(P, event("admitted"))
+    assert len(queues.counts({"p0", "d0"})) == 2
+    queues.lost("p0")  # and comes back under its name
+    queues.event(D, event("ended"))
+    assert queues.counts({"p0", "d0"}) == {}
+    assert not queues._open
+
+
+def test_a_node_that_has_changed_its_role_still_ends_what_it_had() -> None:
+    queues = HandoffQueues()
+    queues.event(P, event("queued"))
+    queues.event(P, event("admitted"))
+    queues.event(info("p0", role="decode"), event("ended"))
+    assert queues.counts({"p0", "d0"}) == {}
+    assert not queues._open
+
+
+def test_gauges_of_a_lost_node_are_not_shown_and_its_counters_are() -> None:
+    records, rows = Records(), [(P, Load(running=5, steps=7), False)]
+    metrics = CollectorRegistry()
+    status = {"placements": {}, "requests": {}}
+    metrics.register(NodeMetrics(lambda: rows, "m", records, lambda: status))
+    text = generate_latest(metrics).decode()
+    assert 'vllm:num_requests_running{engine="p0"' not in text
+    assert 'baton_steps_total{engine="p0",model_name="m",role="prefill"} 7.0' in text
+    assert 'baton_node_alive{engine="p0",model_name="m",role="prefill"} 0.0' in text

@@ -29,6 +29,7 @@ TICK_S = 0.01  # how often the event loop's lag is looked at
 PROGRESS_TICKS = 50
 KEEP_ALIVE_S = 2.0  # less than servers' 5 s, so that no request goes out on a connection being closed
 PRIORITY = -10
+MAX_REFUSAL = 64 << 10  # bytes read of an answer that is no stream
 LEAST_LAG_S, SLO_SHARE = 0.002, 0.02  # how late requests may be sent, at the 99th percentile
 
 
@@ -58,6 +59,9 @@ class Run:
     bodies: Sequence[bytes]
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     counted: list[str] = field(default_factory=list)
+    num_sent: int = 0
+    num_ended: int = 0
+    num_finished: int = 0
     lags_s: list[float] = field(default_factory=list)
     all_begun: asyncio.Event = field(default_factory=asyncio.Event)
     broken: asyncio.Event = field(default_factory=asyncio.Event)
@@ -76,6 +80,8 @@ class Run:
         await asyncio.wait(self.tasks)
 
     def keep(self, outcome: Outcome) -> None:
+        self.num_ended += 1
+        self.num_finished += outcome.finished
         try:
             self.file.write(outcome_line(outcome).encode())
         except OSError as error:
@@ -87,11 +93,9 @@ class Run:
 
     def say(self) -> None:
         """Tells the parent how far the run is."""
-        ended = [outcome for outcome in self.outcomes if outcome.ended_s is not None]
-        finished = sum(outcome.finished for outcome in ended)
-        sent = sum(outcome.sent_s is not None for outcome in self.outcomes)
+        counts = {"sent": self.num_sent, "finished": self.num_finished, "failed": self.num_ended - self.num_finished}
         try:
-            print(json.dumps({"sent": sent, "finished": finished, "failed": len(ended) - finished}), flush=True)
+            print(json.dumps(counts), flush=True)
         except OSError:
             self.break_off("nobody reads how far the run is any more")
 
@@ -102,21 +106,25 @@ async def _ask(run: Run, outcome: Outcome, body: bytes) -> None:
     try:
         async with asyncio.timeout(outcome.scheduled_s + run.spec.timeout_s - run.now_s()):
             outcome.sent_s = run.now_s()
+            run.num_sent += 1
             async with run.session.post(f"{run.spec.url}/v1/completions", data=body) as response:
                 if response.status != 200:
-                    listener.refused(response.status, await response.read())
+                    listener.refused(response.status, await response.content.read(MAX_REFUSAL))
                     return
                 async for piece in response.content.iter_any():
                     listener.hear(piece, run.now_s())
             listener.close()
     except TimeoutError:
-        outcome.error = "timeout"
+        if listener.is_done:  # and the server keeps its connection open
+            listener.close()
+        else:
+            outcome.error = "timeout"
     except (aiohttp.ClientError, OSError) as error:
         outcome.error = f"{type(error).__name__}: {error}"[:200]
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         outcome.error = f"the answer is no stream of completions: {error}"[:200]
     finally:
-        outcome.ended_s = run.now_s()
+        outcome.ended_s = outcome.ended_s or run.now_s()
         run.counted.append(listener.counted)
         run.keep(outcome)
 
@@ -158,8 +166,8 @@ async def _follow(run: Run) -> None:
 
 async def generate(spec: Spec, outcomes: list[Outcome], bodies: Sequence[bytes], file: BinaryIO) -> Recording:
     """Sends every request at its time and follows each to its end. Raises OSError if outcomes cannot be kept."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-    headers = {"Content-Type": "application/json"}
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ttl_dns_cache=None)
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # packing would bundle tokens
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=None)
     cpu_s = time.process_time()
     async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout) as session:

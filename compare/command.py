@@ -85,7 +85,7 @@ def compare(**given: Any) -> int:
     try:
         from compare.course import compared
     except ModuleNotFoundError as error:
-        print(f"baton compare: needs {error.name}: pip install 'baton-serve[compare]'", file=sys.stderr)
+        print(f"baton compare: needs {error.name}: pip install -e .", file=sys.stderr)
         raise SystemExit(BAD_INPUT) from None
     try:
         return asyncio.run(compared(Choices(**given)))

@@ -3,7 +3,8 @@
     python -m benchmarks.slo_budget --out benchmarks/results/slo_budget.json
 
 One co-located node on one compute thread, fed open loop a little faster than it can serve, so that the time to finish
-the same requests is its throughput. Each cluster serves two loads one after the other, unchanged: chat with moderate
+the same requests is its throughput. The verdict says of each load whether that was so: on a faster machine, raise the
+rates. Each cluster serves two loads one after the other, unchanged: chat with moderate
 prompts, then the same with long prompts among them. Arms are interleaved; a cluster's first seconds are not measured.
 """
 
@@ -27,6 +28,7 @@ from benchmarks.stalls import Stream, cluster, follow
 BUDGETS = (64, 128, 256, 512, 2048)
 COMMON = ("--mode", "colocated", "--decode", "1", "--threads", "1", "--max-num-seqs", "12")
 WARM_UP, SEED = "warm-up", 20
+BACKLOG_S = 1.0  # less is the last answer itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class Result:
     p99_s: float
     worst_s: float
     tokens_per_s: float  # prompt and generated, until all are done
+    backlog_s: float  # from the last arrival until then
     requests: int
     finished: int
 
@@ -83,6 +86,7 @@ async def serve(url: str, load: Load, seconds: float, seed: int) -> Result:
         p99_s=gaps[int(0.99 * (len(gaps) - 1))],
         worst_s=gaps[-1],
         tokens_per_s=sum(len(prompt) + count for _, prompt, count in arrivals) / took_s,
+        backlog_s=took_s - arrivals[-1][0],
         requests=len(arrivals),
         finished=sum(done),
     )
@@ -106,6 +110,7 @@ def judged(runs: dict[str, dict[str, list[Result]]], slo_s: float, arms: dict[st
         best = max(rates, key=lambda arm: rates[arm], default=None)
         ratio = medians[slo]["tokens_per_s"] / rates[best] if best else None
         found[load] = {
+            "fed faster than served": min(result.backlog_s for arm in arms for result in runs[arm][load]) > BACKLOG_S,
             "arms": {arm: row | {"holds": holds[arm]} for arm, row in medians.items()},
             "best fixed that holds": best,
             "throughput / the best fixed": ratio,

@@ -27,6 +27,7 @@ TIMEOUT_S = 5.0  # the stream says something every second
 RETRY_S = 1.0
 FRAME_S = 0.25
 PASSES_KEPT = 400
+STRANGE = "sent an event that is not as this version of Baton has it"
 LEVELS = "▁▂▃▄▅▆▇█"
 FULL_TOKENS = 2048  # a pass of so many is as high as can be
 STYLES = {"prefill": "yellow", "decode": "blue", "over": "bold red"}
@@ -59,6 +60,9 @@ def run_top(url: str) -> int:
     try:
         while view.status is None:
             view.hear(*next(events))
+    except (KeyError, TypeError, IndexError):
+        print(f"baton top: {url} {STRANGE}", file=sys.stderr)
+        return 1
     except Unreachable as error:
         print(f"baton top: {error}", file=sys.stderr)
         return 1
@@ -106,6 +110,8 @@ def _keep_reading(url: str, view: View, events: Iterator[tuple[str, dict[str, An
             view.problem = "the router ended the stream; trying again"
         except Unreachable as error:
             view.problem = f"{error}; trying again"
+        except (KeyError, TypeError, IndexError):
+            view.problem = f"{url} {STRANGE}; trying again"
         time.sleep(RETRY_S)
         events = read_events(url)
 

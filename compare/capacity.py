@@ -13,6 +13,7 @@ from scipy import stats
 from scipy.optimize import isotonic_regression
 
 RESAMPLES = 200
+TAIL = 0.025  # of the resamples: what a 95 % interval leaves out at either end
 CLOSE_RATES = 1.1  # two rates no further apart than that have nothing between them
 CLIFF_DROP = 0.25  # of attainment between such rates
 ENOUGH = 0.03  # half of the interval, as a share of the capacity
@@ -34,7 +35,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Requests per second, with a 95 % interval over seeds (None from fewer than two).
+    """Requests per second, with a 95 % interval over seeds (None from fewer than two, and for an end that lies beyond
+    the rates that were measured).
 
     bounded: "yes"; "above" when the highest rate measured is still carried, "below" when the lowest is not. `cliff`:
     attainment drops at once there, so the capacity is the last rate before the drop and no crossing.
@@ -87,10 +89,14 @@ def capacity_of(points: Sequence[Point], alpha: float, seed: int = 0) -> Capacit
     crossings = []
     for _ in range(RESAMPLES):
         drawn = [point for index in random.integers(len(seeds), size=len(seeds)) for point in of_seed[seeds[index]]]
-        crossings.append(crossing(*fit_attainment(drawn), alpha).rate)
+        crossings.append(crossing(*fit_attainment(drawn), alpha))
     widening = math.sqrt(len(seeds) / (len(seeds) - 1)) * float(stats.t.ppf(0.975, len(seeds) - 1))
-    reach = float(np.std(crossings)) * widening
-    return Capacity(found.rate, max(0.0, found.rate - reach), found.rate + reach, found.bounded, found.cliff)
+    reach = float(np.std([each.rate for each in crossings])) * widening
+    # What never crosses tells the last rate measured, and so much of it would make any interval narrow.
+    beyond = {each for each in ("below", "above") if [one.bounded for one in crossings].count(each) > TAIL * RESAMPLES}
+    low = None if "below" in beyond else max(0.0, found.rate - reach)
+    high = None if "above" in beyond else found.rate + reach
+    return Capacity(found.rate, low, high, found.bounded, found.cliff)
 
 
 def attainment_bands(points: Sequence[Point]) -> dict[str, list[float]]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from compare.measures import Summaries, Summary, e2e_s, gaps_s, misses
-from compare.outcome import Outcome, Slo
+from compare.outcome import TIMEOUT, Outcome, Slo
 
 PHASES = (
     "client_lag",
@@ -25,11 +25,14 @@ BEFORE_FIRST = {
     "router": "router",
     "prefill_queue": "prefill queue",
     "prefill": "prefill compute",
+    "retry": "failed attempts",
+    "residual": "outside the router",
 }
 BETWEEN = {
     "transfer_exposed": "transfer",
     "decode_queue": "decode queue",
     "interference": "behind prompt chunks",
+    "retry": "failed attempts",
 }
 EXPLAINS = 0.5  # of the time over the SLO that a cause must account for
 
@@ -87,7 +90,7 @@ def miss_cause(outcome: Outcome, summary: Summary, slo: Slo) -> str | None:
     if not missed:
         return None
     if missed == ["failed"]:
-        return "failed: timeout" if outcome.error == "timeout" else "failed"
+        return "failed: timeout" if outcome.error == TIMEOUT else "failed"
     phases = phases_ms(outcome, summary)
     if phases is None:
         return f"{missed[0].upper()}: unknown"

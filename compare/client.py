@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
 import aiohttp
 import numpy as np
 import uvloop
 
-from compare.outcome import Outcome, Recording, Slo, head_line, outcome_line, tail_line
+from compare.outcome import TIMEOUT, Outcome, Recording, Slo, head_line, outcome_line, tail_line
 from compare.stream import Listener, body_of, worst_count
 
 LEAD_NS = 100_000_000  # from the run's second 0 back to when it is fixed
@@ -105,28 +106,41 @@ async def _ask(run: Run, outcome: Outcome, body: bytes) -> None:
     listener = Listener(outcome, exact=run.spec.send == "ids")
     try:
         async with asyncio.timeout(outcome.scheduled_s + run.spec.timeout_s - run.now_s()):
-            outcome.sent_s = run.now_s()
-            run.num_sent += 1
-            async with run.session.post(f"{run.spec.url}/v1/completions", data=body) as response:
+            url, known = f"{run.spec.url}/v1/completions", (run, outcome)
+            async with run.session.post(url, data=body, trace_request_ctx=known) as response:
                 if response.status != 200:
                     listener.refused(response.status, await response.content.read(MAX_REFUSAL))
                     return
                 async for piece in response.content.iter_any():
                     listener.hear(piece, run.now_s())
             listener.close()
-    except TimeoutError:
-        if listener.is_done:  # and the server keeps its connection open
+    except (aiohttp.ClientError, OSError) as error:  # OSError: a timeout too
+        if listener.is_done:  # all was said; the server kept its connection open, or broke it
             listener.close()
         else:
-            outcome.error = "timeout"
-    except (aiohttp.ClientError, OSError) as error:
-        outcome.error = f"{type(error).__name__}: {error}"[:200]
+            outcome.error = TIMEOUT if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"[:200]
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         outcome.error = f"the answer is no stream of completions: {error}"[:200]
     finally:
         outcome.ended_s = outcome.ended_s or run.now_s()
         run.counted.append(listener.counted)
         run.keep(outcome)
+
+
+async def _on_sent(_: aiohttp.ClientSession, context: SimpleNamespace, __: object) -> None:
+    """The request's connection is there, or begins to be made: what it took until then was the client's own time, and
+    what connecting takes is the server's."""
+    run, outcome = context.trace_request_ctx
+    if outcome.sent_s is None:
+        outcome.sent_s = run.now_s()
+        run.num_sent += 1
+
+
+def _tracing() -> aiohttp.TraceConfig:
+    tracing = aiohttp.TraceConfig()
+    tracing.on_connection_create_start.append(_on_sent)
+    tracing.on_connection_reuseconn.append(_on_sent)
+    return tracing
 
 
 def _pace(run: Run, loop: asyncio.AbstractEventLoop, stopped: threading.Event) -> None:
@@ -170,25 +184,24 @@ async def generate(spec: Spec, outcomes: list[Outcome], bodies: Sequence[bytes],
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # packing would bundle tokens
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=None)
     cpu_s = time.process_time()
-    async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout) as session:
+    options: dict[str, Any] = {"headers": headers, "timeout": timeout, "trace_configs": [_tracing()]}
+    async with aiohttp.ClientSession(connector=connector, **options) as session:
         start_ns = time.monotonic_ns() + LEAD_NS
         started_unix_ns = time.time_ns() + start_ns - time.monotonic_ns()
         file.write(head_line(started_unix_ns).encode())
         run = Run(spec, session, file, start_ns, outcomes, bodies)
         await _follow(run)
         run.say()
+    loop_lag_s = float(np.percentile(run.lags_s or [0.0], 99))
+    problems = problems_of(outcomes, spec.slo, loop_lag_s)
     return Recording(
-        started_unix_ns,
-        outcomes,
-        worst_count(run.counted),
-        float(np.percentile(run.lags_s or [0.0], 99)),
-        time.process_time() - cpu_s,
-        problems_of(outcomes, spec.slo),
+        started_unix_ns, outcomes, worst_count(run.counted), loop_lag_s, time.process_time() - cpu_s, problems
     )
 
 
-def problems_of(outcomes: Sequence[Outcome], slo: Slo) -> list[str]:
-    """Why what the client saw must not be used: it was late itself, or could not see single tokens."""
+def problems_of(outcomes: Sequence[Outcome], slo: Slo, loop_lag_s: float = 0.0) -> list[str]:
+    """Why what the client saw must not be used: it sent late, read late (`loop_lag_s` at the 99th percentile, which it
+    would tell as the server's time), or could not see single tokens."""
     problems = []
     lags = [outcome.sent_s - outcome.scheduled_s for outcome in outcomes if outcome.sent_s is not None]
     allowed_s = max(LEAST_LAG_S, SLO_SHARE * slo.ttft_ms / 1000)
@@ -198,14 +211,20 @@ def problems_of(outcomes: Sequence[Outcome], slo: Slo) -> list[str]:
             f"the load generator sent 1 % of the requests over {lag_s * 1e3:.1f} ms late; {allowed_s * 1e3:.1f} ms are"
             " allowed: give it a CPU of its own, or another machine"
         )
+    if loop_lag_s > allowed_s:
+        problems.append(
+            f"the load generator read 1 % of what came over {loop_lag_s * 1e3:.1f} ms late; {allowed_s * 1e3:.1f} ms"
+            " are allowed: give it a CPU of its own, or another machine"
+        )
     bundled = sum(outcome.error.startswith("bundled") for outcome in outcomes)
     if bundled:
         problems.append(
             f"in {bundled} requests several tokens came in one event and the server does not tell how many: the time"
             " between tokens cannot be measured there"
         )
-    gone = sum("Connect" in outcome.error or "Disconnected" in outcome.error for outcome in outcomes)
-    if gone:
+    broken = ["Connect" in outcome.error or "Disconnected" in outcome.error for outcome in outcomes]
+    gone = sum(broken)
+    if broken and broken[-1]:  # and did not come back: a connection broken in between is a miss like any other
         problems.append(f"the server could not be reached, or went away, in {gone} of {len(outcomes)} requests")
     return problems
 

@@ -33,9 +33,9 @@ def gaps_s(outcome: Outcome) -> list[float]:
 
 
 def tpot_s(outcome: Outcome) -> float | None:
-    """The mean gap; None for one token, which has none; infinite if the request failed."""
+    """The mean gap; None for one token, which has none; infinite if a request for more failed."""
     if not outcome.finished:
-        return math.inf
+        return None if outcome.max_tokens == 1 else math.inf
     count = len(outcome.token_s)
     return (outcome.token_s[-1] - outcome.token_s[0]) / (count - 1) if count > 1 else None
 
@@ -137,7 +137,7 @@ def latencies(population: Sequence[Outcome], slo: Slo) -> dict[str, float | None
     return {
         f"{name}_p{share}_ms": percentile(values[name], share, scale=1) for name in LATENCIES for share in (50, 99)
     } | {
-        "tbt_max_ms": max(values["tbt"], default=None),
+        "tbt_max_ms": percentile(values["tbt"], 100, scale=1),
         "stalls": stalls,
     }
 
@@ -169,15 +169,16 @@ def percentile(values: Sequence[float], share: float, scale: float = 1000) -> fl
 
 
 def ecdf(values: Sequence[float], points: int = 200) -> dict[str, list[float]]:
-    """The share `y` of all values that is at most `x`, at some of them. It ends below 1 where some are infinite."""
+    """The share `y` of all values that is at most `x`, at some of them: evenly, and closer and closer to the longest.
+    It ends below 1 where some are infinite."""
     finite = np.sort([value for value in values if math.isfinite(value)])
     if not len(finite):
         return {"x": [], "y": []}
-    places = np.unique(np.linspace(0, len(finite) - 1, min(points, len(finite))).astype(int))
-    return {
-        "x": [float(finite[place]) for place in places],
-        "y": [float((place + 1) / len(values)) for place in places],
-    }
+    last = len(finite) - 1
+    even = np.linspace(0, last, min(points, len(finite)))
+    tail = last - np.geomspace(1, len(finite), min(points, len(finite))) + 1
+    xs = np.unique(finite[np.concatenate([even, tail]).astype(int)])
+    return {"x": xs.tolist(), "y": (np.searchsorted(finite, xs, side="right") / len(values)).tolist()}
 
 
 # ---- with the router's summaries -----------------------------------------------------------------------------------
@@ -188,7 +189,8 @@ def from_summaries(population: Sequence[Outcome], summaries: Summaries) -> dict[
     known = [summaries[outcome.id] for outcome in population if outcome.id in summaries]
     if not known:
         return {}
-    firsts = [row["first_token_ms"] - row["accepted_ms"] for row in known if row["first_token_ms"] is not None]
+    firsts = [_first_ms(row) for row in known]
+    firsts += [math.inf for outcome in population if outcome.id not in summaries and not outcome.token_s]
     figures = {f"ttft_server_p{share}_ms": percentile(firsts, share, scale=1) for share in (50, 99)}
     transfers = [row["transfer"] for row in known if row["transfer"]]
     for part in ("hidden", "exposed"):
@@ -201,6 +203,11 @@ def from_summaries(population: Sequence[Outcome], summaries: Summaries) -> dict[
     phases = [row["phases_ms"] for row in known if row.get("phases_ms")]
     figures["interference_s"] = sum(phase["interference"] for phase in phases) / 1000 if phases else None
     return figures
+
+
+def _first_ms(summary: Summary) -> float:
+    first_ms = summary["first_token_ms"]
+    return math.inf if first_ms is None else float(first_ms - summary["accepted_ms"])
 
 
 def _lag_s(outcome: Outcome) -> float:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+TIMEOUT = "timeout"  # the error of a request that was given up
 TBT_OF = ("p99", "max", "mean")
 SCHEMA = "baton.outcomes/1"
 TAIL = ("counted", "loop_lag_p99_s", "cpu_s", "problems")
@@ -50,7 +51,7 @@ class Outcome:
     token_s: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     finish: str = ""
-    error: str = ""  # "timeout", or what went wrong, in one line
+    error: str = ""  # TIMEOUT, or what went wrong, in one line
     prompt_tokens: int = 0
     max_tokens: int = 0
     ended_s: float | None = None  # when the client had the last of it, or gave up

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from compare.outcome import Outcome
+from compare.outcome import TIMEOUT, Outcome
 
 Series = NDArray[np.float64]
 
@@ -19,7 +19,8 @@ LEAST_GROWTH, GROWTH_DEVIATIONS = 0.25, 2.0  # of the mean, and of its root (a P
 
 def measured_window(outcomes: Sequence[Outcome]) -> tuple[tuple[float, float], bool]:
     """The window in seconds of the run, from the end of its warm-up to its last arrival; and whether the run is
-    overloaded: requests pile up all through the window. Raises ValueError for a run without requests."""
+    overloaded: requests pile up all through the window. Half of the requests stay, however they came. Raises
+    ValueError for a run without requests."""
     if not outcomes:
         raise ValueError("a run without requests has no window")
     last_s = max(outcome.scheduled_s for outcome in outcomes)
@@ -29,15 +30,21 @@ def measured_window(outcomes: Sequence[Outcome]) -> tuple[tuple[float, float], b
     at_s = np.linspace(first_s, last_s, POINTS)
     waiting = outstanding(outcomes, at_s)
     cut = mser(waiting)
-    return (float(at_s[cut]), last_s), is_growing(waiting[cut:])
+    median_s = float(np.median([outcome.scheduled_s for outcome in outcomes]))
+    return (min(float(at_s[cut]), median_s), last_s), is_growing(waiting[cut:])
 
 
 def outstanding(outcomes: Sequence[Outcome], at_s: Series) -> Series:
-    """Requests that were due and not over, at each time. One without an end is never over."""
+    """Requests that were due and not over, at each time. One without an end is never over, and neither is one that was
+    given up: else a server that answers nobody would look steady as soon as the first ones are."""
     due = np.sort([outcome.scheduled_s for outcome in outcomes])
-    over = np.sort([math.inf if outcome.ended_s is None else outcome.ended_s for outcome in outcomes])
+    over = np.sort([_over_s(outcome) for outcome in outcomes])
     counts = np.searchsorted(due, at_s, side="right") - np.searchsorted(over, at_s, side="right")
     return counts.astype(np.float64)
+
+
+def _over_s(outcome: Outcome) -> float:
+    return math.inf if outcome.ended_s is None or outcome.error == TIMEOUT else outcome.ended_s
 
 
 def mser(series: Series, batch: int = BATCH) -> int:

@@ -134,7 +134,9 @@ def _own(fields: Fields, encode: Encode | None) -> Row:
     """{t, prompt | prompt_len [, prefix_id, prefix_len], max_tokens [, session, slo]}; t in seconds."""
     if unknown := sorted(set(fields) - OWN_FIELDS):
         raise ValueError(f"unknown field {unknown[0]!r}; known are {', '.join(sorted(OWN_FIELDS))}")
-    rest = Row((), _count(fields["max_tokens"]), _seconds(fields["t"]), str(fields.get("session", "")), _slo(fields.get("slo")))
+    rest = Row(
+        (), _count(fields["max_tokens"]), _seconds(fields["t"]), str(fields.get("session", "")), _slo(fields.get("slo"))
+    )
     if "prompt" in fields:
         prompt = fields["prompt"]
         if isinstance(prompt, str):

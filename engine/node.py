@@ -215,11 +215,18 @@ class Node(Tell):
 
     def abort(self, identity: str, reason: str = "aborted") -> None:
         """Ends a request in whatever state; unknown ones are over already."""
-        request = self.forget(identity, reason)
+        at_ns = now_ns()
+        request = self._drop(identity)
         if request is None:
             return
-        if not self.on_abort(identity):
-            self.engine.post(lambda scheduler: scheduler.abort(request))
+        if self.on_abort(identity):
+            self.recorder.event(identity, "ended", at_ns, reason=reason)
+        else:  # told by the engine, which may be about to tell that it is queued
+            self.engine.post(lambda scheduler: self._aborted(scheduler, request, reason, at_ns))
+
+    def _aborted(self, scheduler: Scheduler, request: Request, reason: str, at_ns: int) -> None:
+        scheduler.abort(request)
+        self.recorder.event(request.id, "ended", at_ns, reason=reason)
 
     def give_up(self, identity: str, reason: str, retry: bool) -> None:
         """Tells the router that this node will not finish a request, and drops it."""
@@ -234,11 +241,15 @@ class Node(Tell):
         return len(left)
 
     def forget(self, identity: str, reason: str, at_ns: int | None = None) -> Request | None:
-        """It is over here, since `at_ns` or now. Every way to end leads through this line, once."""
+        """It is over here, since `at_ns` or now."""
+        if identity in self._router_of:
+            self.recorder.event(identity, "ended", at_ns, reason=reason)
+        return self._drop(identity)
+
+    def _drop(self, identity: str) -> Request | None:
+        """Every way to end leads through here, and finds the request once."""
         self._scored.pop(identity, None)
         router = self._router_of.pop(identity, None)
-        if router is not None:
-            self.recorder.event(identity, "ended", at_ns, reason=reason)
         outbox = self._outboxes.get(router) if router is not None else None
         return outbox.requests.pop(identity, None) if outbox is not None else None
 

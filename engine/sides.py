@@ -108,13 +108,14 @@ class RoleChange:
             return Answer("the node is draining")
         if role is node.role:
             return Answer()
+        node.info = replace(node.info, state="draining")  # at once: another call finds it so
         # A caller that hangs up must not leave the node draining.
         drain_s = min(max(message.drain_s, 0.0), MAX_DRAIN_S)
         return await asyncio.shield(node.tasks.start(self._change(role, drain_s)))
 
     async def _change(self, role: Role, drain_s: float) -> Answer:
         node = self._node
-        await self._announcer.update(replace(node.info, state="draining"))
+        await self._announcer.update(node.info)
         await node.drain(drain_s)
         moved = node.give_up_all(f"node {node.info.id} becomes a {role.name} node")
         if self._ending.is_set():

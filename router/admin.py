@@ -12,10 +12,12 @@ from router.link import Link
 from router.wire import read_body
 from shared.errors import Rejected, Unavailable
 from shared.messages import Answer, SetRole
+from shared.serve import until
 from shared.services import SET_ROLE, PeerError, connect
 
 ROLES = ("prefill", "decode")
 MARGIN_S = 10.0  # beyond the drain, for the node to answer
+NEWS_S = 2.0  # for the registry to say so too
 BODY_BYTES, BODY_S = 4096, 10.0
 
 
@@ -28,6 +30,7 @@ class Admin:
     def __init__(self, fleet: Fleet, drain_s: float) -> None:
         self._fleet = fleet
         self._drain_s = drain_s
+        self._becoming: dict[str, str] = {}  # node -> role, of the changes under way
 
     async def set_role(self, request: Request) -> Response:
         """POST {"role": "prefill" | "decode"}; answered when the node has rejoined, with a note where the cluster
@@ -35,16 +38,19 @@ class Admin:
         role = _role(await read_body(request.scope, request.receive, BODY_BYTES, BODY_S))
         link = self._link(request.path_params["node"])
         note = self._check(link, role)
-        channel = connect(link.info.address)
+        name, channel = link.info.id, connect(link.info.address)
+        self._becoming[name] = role
         try:
             answer: Answer = await SET_ROLE.call(channel, SetRole(role, self._drain_s), self._drain_s + MARGIN_S)
         except PeerError as error:
             raise Unavailable(f"Node {link.info.id} did not answer: {error}") from None
         finally:
             channel.close()
+            del self._becoming[name]
         if answer.error:
-            raise Rejected(f"Node {link.info.id} keeps its role: {answer.error}.", "role", status=409)
-        return JSONResponse({"node": link.info.id, "role": role, "note": note})
+            raise Rejected(f"Node {name} keeps its role: {answer.error}.", "role", status=409)
+        await until(lambda: link.info.role == role, NEWS_S)
+        return JSONResponse({"node": name, "role": role, "note": note})
 
     def _link(self, name: str) -> Link:
         link = self._fleet.find(name)
@@ -55,8 +61,11 @@ class Admin:
 
     def _check(self, link: Link, role: str) -> str:
         """What will be different; raises Rejected when nobody would take requests any more."""
-        others = [info for info, _, alive in self._fleet.nodes() if alive and info.id != link.info.id]
-        roles = {info.role for info in others} | {role}
+        name = link.info.id
+        if name in self._becoming:
+            raise Rejected(f"Node {name} is becoming a {self._becoming[name]} node already.", "role", status=409)
+        others = [info for info, _, alive in self._fleet.nodes() if alive and info.id != name]
+        roles = {self._becoming.get(info.id, info.role) for info in others} | {role}
         if self._fleet.mode == "colocated" and "decode" not in roles:
             raise Rejected("Only decode nodes are used in mode colocated, and it is the last.", "role", status=409)
         if "decode" not in roles:

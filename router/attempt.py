@@ -15,11 +15,12 @@ from shared.messages import Delta, Logprobs, unpack_ids
 
 
 class Lost(Exception):
-    """The attempt cannot go on; another may. `node` had better be avoided, "" if none."""
+    """The attempt cannot go on; another may. `node` had better be avoided, "" if none; `is_moved`: it said so."""
 
-    def __init__(self, reason: str, node: str) -> None:
+    def __init__(self, reason: str, node: str, is_moved: bool = False) -> None:
         super().__init__(reason)
         self.node = node
+        self.is_moved = is_moved
 
 
 class Hearer(Protocol):
@@ -105,7 +106,7 @@ class Attempt:
 
     def _fail(self, link: Link, delta: Delta) -> None:
         if delta.retry:
-            self.over.set_exception(Lost(delta.error, link.info.id))
+            self.over.set_exception(Lost(delta.error, link.info.id, is_moved=True))
         elif delta.error in {"internal", "numerical", "no_token"}:
             self.over.set_exception(Unavailable(f"The model failed on this request ({delta.error}).", status=500))
         else:
@@ -123,12 +124,15 @@ class Attempt:
             link.outstanding_tokens += outstanding
             link.outstanding_pairs += pairs
             link.kv_tokens += kv_tokens
+        self.decode.arriving += 1
 
     def _uncharge_prompt(self) -> None:
         if len(self._charges) == 2:
             link, outstanding, pairs, _ = self._charges.pop(0)
             link.outstanding_tokens = max(0, link.outstanding_tokens - outstanding)
             link.outstanding_pairs = max(0, link.outstanding_pairs - pairs)
+            if self.decode is not None:
+                self.decode.arriving = max(0, self.decode.arriving - 1)
 
     def uncharge(self) -> None:
         self._uncharge_prompt()

@@ -9,19 +9,20 @@ Status = dict[str, Any]
 BUSY = 0.85  # of the last seconds: such a node has no room for more
 SLACK = 0.5  # a node less busy than this could do more
 FULL = 0.97  # share of KV blocks that requests hold when there is no room
-SLOW_SECOND, SLOW_SECOND_MS = 3.0, 5.0  # times the usual gap, and at least: the second token waits for the handoff
+SLOW_SECOND, SLOW_SECOND_MS = 3.0, 50.0  # times the usual gap, and no less, as nobody notices: the second token waits
 
 
 def bottleneck(status: Status) -> str:
     """The first that applies of: no nodes, blocks, prefill pool, prompt chunks between tokens, decode pool, transfer,
-    loss outside the nodes, an SLO missed; else that it keeps up, or is idle. `status` is that of /v1/status."""
+    a first token that is late without a queue, an SLO missed; else that it keeps up, or is idle. `status` is that of
+    /v1/status."""
     view = View(status)
     if not view.nodes:
         lost = len(status.get("nodes") or [])
         return (
             f"No node is ready; {lost} {_are(lost)} listed." if lost else "No node has joined: nothing can be served."
         )
-    findings = (_blocks, _prefill_pool, _chunks_between, _decode_pool, _transfer, _outside, _missed)
+    findings = (_blocks, _prefill_pool, _chunks_between, _decode_pool, _transfer, _late_without_queue, _missed)
     return next((text for finding in findings if (text := finding(view))), None) or _calm(view)
 
 
@@ -79,8 +80,9 @@ def _requests(count: int) -> str:
 
 
 def _move(nodes: list[Node], role: str) -> str:
-    """How the least busy of `nodes` could help the other pool; "" when it is the only one there."""
-    if len(nodes) < 2:
+    """How the least busy of `nodes` could help the other pool; "" when the rest could not do the work without it."""
+    share = len(nodes) / max(1, len(nodes) - 1)
+    if len(nodes) < 2 or share * (_busy(nodes) or 0.0) >= BUSY or share * max(map(_held, nodes)) >= FULL:
         return ""
     idle = min(nodes, key=lambda node: (node.get("busy") or 0.0, node.get("running") or 0))
     return f" Move one node to {role}: `baton role {idle['id']} {role}`."
@@ -119,7 +121,7 @@ def _chunks_between(view: View) -> str | None:
     ]
     if "tbt_ms" not in view.missed or not mixed:
         return None
-    hint = "" if view.prefill else " Prefill nodes, or `--policy slo`, would keep them apart."
+    hint = "" if view.prefill else " Prefill nodes would keep them apart."
     return (
         f"Tokens come late, {view.over('tbt_ms')}, and {mixed[0]['id']} runs prompt chunks "
         f"in the same passes as decodes.{hint}"
@@ -142,8 +144,10 @@ def _decode_pool(view: View) -> str | None:
 
 
 def _transfer(view: View) -> str | None:
+    """Where the usual gap is 0, tokens come in bundles, and what the first of them waited for cannot be told."""
     second, usual = view.p50["ttst_ms"], view.p50["tbt_ms"]
-    if not view.prefill or _queue(view.decode) or second is None or usual is None:
+    is_handed_over = view.prefill and any(node.get("handoffs") for node in view.nodes)
+    if not is_handed_over or _queue(view.decode) or not second or not usual:
         return None
     if second < max(SLOW_SECOND * usual, SLOW_SECOND_MS) or second <= view.slo["tbt_ms"]:
         return None
@@ -153,7 +157,7 @@ def _transfer(view: View) -> str | None:
     )
 
 
-def _outside(view: View) -> str | None:
+def _late_without_queue(view: View) -> str | None:
     shares = [node.get("busy") for node in view.nodes]
     if "ttft_ms" not in view.missed or _queue(view.nodes) or None in shares:
         return None
@@ -162,7 +166,8 @@ def _outside(view: View) -> str | None:
         return None
     return (
         f"{view.over('ttft_ms')}, yet no node has a queue and none is more than {most:.0%} busy: "
-        "the time is lost outside the nodes. Look at the router's CPU."
+        "either such prompts take so long alone, or time is lost outside the nodes. "
+        "The timeline of a slow request shows which."
     )
 
 
@@ -181,4 +186,5 @@ def _calm(view: View) -> str:
     load = f", {busy:.0%} busy" if busy is not None else ""
     queue = _queue(view.nodes)
     met = " and within the SLO" if any(view.slo[name] and view.p99[name] is not None for name in view.slo) else ""
-    return f"Keeping up{met}: {_requests(running)} on {nodes}{load}, {queue or 'none'} queued."
+    head = f"Keeping up{met}" if queue < len(view.nodes) else "At work"  # a queue says that somebody waits
+    return f"{head}: {_requests(running)} on {nodes}{load}, {queue or 'none'} queued."

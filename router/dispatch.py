@@ -101,8 +101,10 @@ class Dispatch:
         ended = ""
         try:
             avoid: set[str] = set()
-            for number in range(self._rules.max_attempts):
+            number = failures = 0
+            while failures < self._rules.max_attempts:
                 await self._some_node(WAIT_UNDER_WAY_S)
+                told = len(sample.tokens)
                 is_new = number == 0 and sample.index == 0
                 attempt = Attempt(sample, f"{run.generation.id}.{sample.index}.{number}", is_new)
                 try:
@@ -110,15 +112,18 @@ class Dispatch:
                     await attempt.over
                     return
                 except Lost as lost:
+                    # A node that lives, and moves what it has begun, has done its part: not so one that died of it.
+                    failures += not (lost.is_moved and len(sample.tokens) > told)
                     counts.moved += 1
                     self._records.moved(attempt.id, str(lost))
                     avoid.add(lost.node)
                     if str(lost).startswith("handoff: ") and attempt.decode is not None:
                         avoid.add(attempt.decode.info.id)  # which of the two is at fault is not known
-                    await asyncio.sleep(RETRY_PAUSE_S * number)
+                    await asyncio.sleep(RETRY_PAUSE_S * min(number, self._rules.max_attempts))
                     log.warning("request %s goes on elsewhere: %s", attempt.id, lost)
                 finally:
                     self._end(attempt)
+                number += 1
             raise Unavailable(f"The request was given up after {self._rules.max_attempts} attempts.")
         except (Unavailable, Rejected) as error:
             ended = "refused" if isinstance(error, Refused) else "failed"
@@ -185,9 +190,12 @@ class Dispatch:
         return (None if found.prefill is None else self._fleet.link(found.prefill)), self._fleet.link(found.decode)
 
     def _admit(self, found: Placement) -> None:
-        """Raises Refused when the first token is predicted later than the SLO; without a prediction all may come."""
+        """Raises Refused when the first token is predicted later than the SLO. Without a prediction all may come, and
+        with one that is stale one may: else a node once taken for too slow would refuse everybody for ever."""
         slo_s, estimate = self._rules.ttft_slo_s, found.estimate
         if not slo_s or estimate is None or estimate.first_token_s <= slo_s:
+            return
+        if self._fleet.link(found.prefill or found.decode).is_stale:
             return
         late_s = min(estimate.first_token_s - slo_s, MAX_RETRY_AFTER_S)
         raise Refused(

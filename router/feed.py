@@ -85,6 +85,8 @@ class Feed:
             if not self._subscribers and self._ticks is not None:
                 self._ticks.cancel()
                 self._ticks = None
+                self._seen.clear()
+                self._records.watch(False)
 
     def close(self) -> None:
         """The router is going: every stream ends, so that none holds it up."""
@@ -136,11 +138,12 @@ class Feed:
 
     def _news(self, tick: int) -> Iterator[tuple[str | None, bytes]]:
         """Messages since the last tick, each with the node that it is of, if it is of one."""
+        before, self._seen = self._seen, {}
         for node in self._records.nodes():
             ring = self._records.ring(node)
             if ring is None:
                 continue
-            known, num_seen = self._seen.get(node, (ring, 0))
+            known, num_seen = before.get(node, (ring, 0))
             self._seen[node] = (ring, ring.num_ever)
             rows = list(ring.rows(num_seen if known is ring else 0))
             if rows:
@@ -155,7 +158,7 @@ class Feed:
 
     def _catch_up(self) -> None:
         """Nobody watched until now."""
-        self._records.forget_changes()
+        self._records.watch(True)
         self._num_transfers, _ = self._records.transfers_after(self._num_transfers)
         for node in self._records.nodes():
             if (ring := self._records.ring(node)) is not None:
@@ -168,7 +171,7 @@ class Feed:
                 yield node, _steps(node, ring, rows)
         if pushes := self._records.transfers(since_ns):
             yield None, _transfers(pushes)
-        yield None, _message("requests", {"requests": self._records.latest_requests(MAX_CHANGED)})
+        yield None, _message("requests", {"requests": list(self._records.latest_requests(MAX_CHANGED))})
 
 
 def _since(last_event_id: str | None) -> int | None:

@@ -74,7 +74,7 @@ class Fleet:
 
     def _reconcile(self) -> None:
         """The registry changed: dial who is new, let go who is gone."""
-        listed = self._registry.nodes
+        listed = {name: info for name, info in self._registry.nodes.items() if _is_sound(info)}
         for name, info in listed.items():
             link = self._links.get(name)
             if link is not None and link.info.boot == info.boot:
@@ -109,6 +109,11 @@ class Fleet:
         run = self._runs.pop(name)
         if run is not asyncio.current_task():
             run.cancel()
+
+
+def _is_sound(info: NodeInfo) -> bool:
+    """Whether a node of these numbers can be; what is not is left alone."""
+    return min(info.block_tokens, info.block_bytes, info.num_blocks, info.max_num_seqs, info.max_model_len) > 0
 
 
 def _of(fingerprint: str, links: Sequence[Link]) -> list[Link]:

@@ -41,21 +41,23 @@ class HandoffQueues:
         elif attempt is None:
             return
         elif event.kind == "ended":
-            self._left(event.id, attempt, is_prefill)
+            self._left(event.id, attempt, info.id)
         elif event.kind == "landed":
             attempt.landed = True
-        elif is_prefill:
+        elif info.id == attempt.prefill:  # not by its role, which it may just have changed
             attempt.admitted |= event.kind == "admitted"
             attempt.granted |= event.kind == "reserving"
             attempt.sampled |= event.kind == "first"
 
-    def counts(self, nodes: set[str]) -> dict[tuple[str, str], int]:
-        """How many stand in each node's each queue; what was open on nodes that are not among `nodes` is forgotten."""
-        counts: dict[tuple[str, str], int] = {}
+    def lost(self, node: str) -> None:
+        """Nobody will say how that ended which was there."""
         for identity, attempt in list(self._open.items()):
-            if ({attempt.prefill, attempt.decode} - {""}) - nodes:
-                del self._open[identity]
-                continue
+            self._left(identity, attempt, node)
+
+    def counts(self) -> dict[tuple[str, str], int]:
+        """How many stand in each node's each queue."""
+        counts: dict[tuple[str, str], int] = {}
+        for attempt in self._open.values():
             for place in _places(attempt):
                 counts[place] = counts.get(place, 0) + 1
         return counts
@@ -73,10 +75,10 @@ class HandoffQueues:
         else:
             attempt.decode = info.id
 
-    def _left(self, identity: str, attempt: Open, is_prefill: bool) -> None:
-        if is_prefill:
+    def _left(self, identity: str, attempt: Open, node: str) -> None:
+        if attempt.prefill == node:
             attempt.prefill = ""
-        else:
+        if attempt.decode == node:
             attempt.decode = ""
         if not attempt.prefill and not attempt.decode:
             del self._open[identity]

@@ -61,9 +61,16 @@ class Leg:
         self._marks.append(tuple(mark))
         return True
 
-    def chunk(self, chunk: Chunk) -> None:
-        if len(self._chunks) < MAX_MARKS:
-            self._chunks.append(tuple(chunk))
+    def chunk(self, chunk: Chunk) -> bool:
+        """As `mark`."""
+        if len(self._chunks) >= MAX_MARKS:
+            return False
+        self._chunks.append(tuple(chunk))
+        return True
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._marks) + len(self._chunks)
 
     @property
     def marks(self) -> list[Mark]:
@@ -133,4 +140,6 @@ class Journey:
 
     @property
     def last_leg(self) -> Leg | None:
-        return next(reversed(self.legs.values()), None)
+        """The latest attempt of its first sample, which is placed before all others."""
+        first = next(iter(self.legs), "").rpartition(".")[0]
+        return next((leg for name, leg in reversed(self.legs.items()) if name.rpartition(".")[0] == first), None)

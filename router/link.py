@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from router.records import Records
-from scheduler.cost import CostModel
+from scheduler.cost import MOST, CostModel
 from scheduler.disaggregate import NodeView
 from shared.messages import Command, Delta, Load, NodeInfo, Report, Submit
 from shared.services import ATTACH, PEER_FAILURES, connect
@@ -14,6 +15,7 @@ from shared.services import ATTACH, PEER_FAILURES, connect
 log = logging.getLogger("baton.fleet")
 MAX_COMMAND_BYTES = 4 << 20
 REDIAL_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+STALE_S = 30.0  # without a step, what a node's step-time model says counts no longer
 LEARNT_PROMPT_TOKENS = 4096  # that a node computes itself before its step-time model is believed on prompts
 
 
@@ -44,6 +46,7 @@ class Link:
         self.outstanding_tokens = 0  # prompt tokens sent there whose computation was not told yet
         self.outstanding_pairs = 0  # query-key pairs of them
         self.kv_tokens = 0  # tokens whose KV is, or will be, there
+        self.arriving = 0  # attempts that generate there, and whose prompt is not computed yet
         self.placed = 0  # attempts that named it, ever
         self._router = router
         self._timeout_s = timeout_s
@@ -51,6 +54,12 @@ class Link:
         self._records = records
         self._command = Command(router)
         self._wake = asyncio.Event()
+        self._ran_at = time.monotonic()  # when it last computed something, or was given something to
+
+    @property
+    def is_stale(self) -> bool:
+        """Its steps are too long ago to predict from."""
+        return time.monotonic() - self._ran_at > STALE_S
 
     @property
     def is_ready(self) -> bool:
@@ -66,6 +75,7 @@ class Link:
         """Also hear what this node says of a request that another node hands to it."""
         self.listeners[identity] = listener
         self.placed += 1
+        self._ran_at = time.monotonic()
 
     def forget(self, identity: str) -> None:
         """Nothing more is expected of it here."""
@@ -79,7 +89,8 @@ class Link:
     def view(self) -> NodeView:
         info, load = self.info, self.load
         in_blocks = (load.blocks_owned + load.blocks_reserved) * info.block_tokens
-        push_s, byte_s = load.transfer if len(load.transfer) == 2 else (0.0, 0.0)
+        transfer = load.transfer if all(0 <= number < MOST for number in load.transfer) else []
+        push_s, byte_s = transfer if len(transfer) == 2 else (0.0, 0.0)
         return NodeView(
             info.id,
             info.role,
@@ -98,6 +109,8 @@ class Link:
             push_s,
             byte_s,
             info.block_bytes // info.block_tokens,
+            self.arriving,
+            self.is_stale,
         )
 
     async def run(self) -> None:
@@ -148,6 +161,10 @@ class Link:
     def _take(self, report: Report) -> None:
         self._records.take(self.info, report)
         if report.load is not None:
+            if CostModel.unpacked(report.load.cost) is None:
+                report.load.cost = []
+            if report.load.steps != self.load.steps:
+                self._ran_at = time.monotonic()
             was_ready, self.load = self.is_ready, report.load
             self.alive = True
             if self.load.state == "stuck":
@@ -164,8 +181,9 @@ class Link:
 
     def _end(self) -> None:
         was_alive, self.alive = self.alive, False
-        self.outstanding_tokens = self.outstanding_pairs = self.kv_tokens = 0
+        self.outstanding_tokens = self.outstanding_pairs = self.kv_tokens = self.arriving = 0
         self._changed(self)
+        self._records.lost(self.info.id)
         self._give_up("is lost" if was_alive and not self.is_left else "")
 
     def _give_up(self, what: str) -> None:

@@ -22,7 +22,8 @@ ITL_S = (
 )
 E2E_S = (*(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680),)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
-FINISHES = ("stop", "length", "abort", "error")
+FINISHED = ("stop", "length")
+FINISHES = (*FINISHED, "abort", "error")
 AFTER_FIRST = ("transfer_exposed", "decode_queue", "decode", "interference")  # a request's phases after its first token
 
 # What is measured: its help, its buckets, and every name it is shown under. The second name of a gap between tokens,
@@ -131,31 +132,31 @@ class RequestMetrics:
     def tokens(self, pace: Pace, count: int, now: float) -> None:
         """`count` tokens went out together: between two of them no time passed."""
         self._num_generated += count
-        if not pace.num_tokens:
+        if pace.num_tokens:
+            gap_s = now - pace.last
+            self._observe("tbt", gap_s)
+            if 0 < pace.slo.tbt_s < gap_s:
+                pace.num_slow += 1
+        else:
             pace.first = now
             self._observe("ttft", now - pace.arrived)
-        else:
-            self._gap(pace, now - pace.last)
-        for _ in range(count - 1):
-            self._gap(pace, 0.0)
+        if count > 1:
+            self._observe("tbt", 0.0, count - 1)
         if pace.num_tokens < 2 <= pace.num_tokens + count:
             self._observe("ttst", now - pace.first)
         pace.last = now
         pace.num_tokens += count
 
-    def _gap(self, pace: Pace, gap_s: float) -> None:
-        self._observe("tbt", gap_s)
-        pace.num_slow += bool(pace.slo.tbt_s) and gap_s > pace.slo.tbt_s
-
-    def _observe(self, what: str, value: float) -> None:
-        self._seen[what].observe(value)
-        self._window[what].observe(value)
+    def _observe(self, what: str, value: float, times: int = 1) -> None:
+        self._seen[what].observe(value, times)
+        self._window[what].observe(value, times)
 
     def ended(self, pace: Pace, reason: str, now: float) -> None:
         """`reason` is one of FINISHES: "abort" when the client left, "error" when we failed."""
         self._ended[reason] += 1
-        self._seen["generation"].observe(pace.num_tokens)
-        self._seen["e2e"].observe(now - pace.arrived)
+        if reason in FINISHED:  # what was refused in a millisecond would make latencies look good
+            self._seen["generation"].observe(pace.num_tokens)
+            self._seen["e2e"].observe(now - pace.arrived)
         if pace.num_tokens > 1:
             self._seen["tpot"].observe((pace.last - pace.first) / (pace.num_tokens - 1))
         is_missed = reason == "error" or pace.breaks(now)

@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from router.handoff_queues import QUEUES, HandoffQueues
-from router.records import Records
+from router.records import MAX_NODES, Records
 from router.step_ring import interference_ns
 from router.tally import Histogram
 from shared.messages import Load, NodeInfo, RequestEvent, StepRecord
@@ -117,9 +117,15 @@ class NodeMetrics:
         elif event.kind == "reserving":
             self._of(info).seen[ADMISSION].observe(event.duration_us / 1e6)
 
+    def lost(self, node: str) -> None:
+        self._queues.lost(node)
+
     def _of(self, info: NodeInfo) -> Told:
         told = self._told.get(info.id)
         if told is None or told.boot != info.boot:
+            self._told.pop(info.id, None)
+            if len(self._told) >= MAX_NODES:  # a scrape forgets those that left, but nobody may scrape
+                del self._told[next(iter(self._told))]
             told = self._told[info.id] = Told(info.boot)
         return told
 
@@ -127,8 +133,9 @@ class NodeMetrics:
 
     def collect(self) -> Iterable[Metric]:
         rows = self._nodes()
+        alive_rows = [row for row in rows if row[2]]  # what a lost node said of itself holds no longer
         for name, text, read in GAUGES:
-            yield self._filled(GaugeMetricFamily(name, text, labels=LABELS), rows, read)
+            yield self._filled(GaugeMetricFamily(name, text, labels=LABELS), alive_rows, read)
         for name, text, read in COUNTERS:
             yield self._filled(CounterMetricFamily(name, text, labels=LABELS), rows, read)
         alive = GaugeMetricFamily("baton_node_alive", "Whether the node's stream lives.", labels=LABELS)
@@ -161,7 +168,7 @@ class NodeMetrics:
         for info in infos:
             interference.add_metric(self._labels(info), self._of(info).interference_s)
         yield interference
-        counts = self._queues.counts(here)
+        counts = self._queues.counts()
         for queue, (role, text) in QUEUES.items():
             gauge = GaugeMetricFamily(f"baton_{queue}", text, labels=LABELS)
             for info in infos:

@@ -1,22 +1,23 @@
 """The routes that show what the cluster did: requests and their timelines, steps, the trace."""
 
-import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from router.feed import Feed
 from router.records import MAX_REQUESTS, Records
 from router.sse import dump
 from router.step_ring import CAPACITY, FIELDS, StepRing
-from router.trace import trace
+from router.trace import trace_events
 from shared.clock import now_ns
 from shared.errors import Rejected
 
-AT_ONCE = 200  # requests or steps; more of them are put together on a thread
+AT_ONCE = 200  # rows
+JSON = "application/json; charset=utf-8"
 MAX_LAST_S = 3600.0
 DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(ms|s|m)?")
 SECONDS = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0}
@@ -40,7 +41,7 @@ class Observe:
 
     async def requests(self, request: Request) -> Response:
         limit = _number(request, "limit", 100, MAX_REQUESTS)
-        return await _answer(lambda: {"requests": self._records.latest_requests(limit)}, limit)
+        return _listing({}, "requests", self._records.latest_requests(limit), limit)
 
     async def timeline(self, request: Request) -> Response:
         name = request.path_params["id"]
@@ -49,7 +50,7 @@ class Observe:
             raise Rejected(
                 f"No request {name[:80]!r} is among the latest {MAX_REQUESTS}.", "id", "request_not_found", 404
             )
-        return await _answer(lambda: found, 1)
+        return _answer(found)
 
     async def steps(self, request: Request) -> Response:
         """The oldest `limit` since `since_ms`; without it, the latest."""
@@ -62,10 +63,8 @@ class Observe:
         else:
             first = max(0, ring.num_ever - limit)
         last = min(ring.num_ever, first + limit)
-        return await _answer(
-            lambda: {"node": node, "fields": FIELDS, "steps": [ring.shown(row) for row in ring.rows(first, last)]},
-            last - first,
-        )
+        shown = (ring.shown(row) for row in ring.rows(first, last))
+        return _listing({"node": node, "fields": FIELDS}, "steps", shown, last - first)
 
     async def step(self, request: Request) -> Response:
         """One step, and whose tokens it computed."""
@@ -86,7 +85,7 @@ class Observe:
             for member in ring.members(row.number) or []
         ]
         values = dict(zip(FIELDS, ring.shown(row), strict=True))
-        return await _answer(lambda: {"node": node, **values, "members": members}, 1)
+        return _answer({"node": node, **values, "members": members})
 
     async def trace(self, request: Request) -> Response:
         """Chrome's trace format, as a file."""
@@ -96,7 +95,8 @@ class Observe:
         if not 0 < last_s <= MAX_LAST_S:
             raise Rejected("`last` must be a time up to one hour, such as 30s, 500ms or 2m.", "last")
         since_ns = now_ns() - round(last_s * 1e9)
-        answer = await _answer(lambda: trace(self._records, since_ns), CAPACITY)
+        head = {"displayTimeUnit": "ms", "otherData": {"began_unix_ms": since_ns / 1e6}}
+        answer = _listing(head, "traceEvents", trace_events(self._records, since_ns), CAPACITY)
         answer.headers["content-disposition"] = 'attachment; filename="baton-trace.json"'
         return answer
 
@@ -109,15 +109,25 @@ class Observe:
         return ring
 
 
-async def _answer(make: Callable[[], object], size: int) -> Response:
-    """A JSON answer, made beside the event loop when it is a large one: streams to clients go on meanwhile."""
+def _answer(value: object) -> Response:
+    return Response(dump(value), media_type=JSON)
 
-    def body() -> bytes:
-        return dump(make()).encode()
 
-    return Response(
-        body() if size <= AT_ONCE else await asyncio.to_thread(body), media_type="application/json; charset=utf-8"
-    )
+def _listing(head: Mapping[str, object], name: str, rows: Iterable[object], size: int) -> Response:
+    """`head` and, under `name`, the rows. More than a few are written on another thread, some at a time: a whole one
+    would hold the interpreter, and with it every client's stream, until it is written."""
+    if size <= AT_ONCE:
+        return _answer({**head, name: list(rows)})
+    return StreamingResponse(_pieces(head, name, iter(rows)), media_type=JSON)
+
+
+def _pieces(head: Mapping[str, object], name: str, rows: Iterator[object]) -> Iterator[str]:
+    yield dump({**head, name: []})[:-2]
+    comma = ""
+    while some := list(islice(rows, AT_ONCE)):
+        yield comma + dump(some)[1:-1]
+        comma = ","
+    yield "]}"
 
 
 def _number(request: Request, name: str, otherwise: int, most: int) -> int:

@@ -3,36 +3,36 @@
 Fed by the nodes' reports (`take`), by the rim (`accepted`, `told`, `ended`) and by dispatch (`placed`, `moved`); read
 by `/v1/requests`, `/v1/steps`, `/events`, `/trace` and the metrics. Everything here runs on the router's event loop.
 
-Nodes stamp their records with their own host's clock. The offset of a node's clock is the smallest difference between
-the arrival and the sending of its latest heartbeats, which is too large by what the fastest of them took (a fraction
-of a millisecond on a local network); a node whose offset is over 1 ms has its times corrected by it.
+What a node says may be nonsense, as another version of it or a stranger may speak: a record that is none is left out
+and counted, and nothing here raises for it.
 """
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from router.journey import Chunk, Journey, Leg, Mark
+from router.node_memory import MAX_NS, NodeMemory
 from router.step_ring import StepRing, StepRow, members_of
 from router.timeline import summary, timeline
-from scheduler.cost import CostModel
 from shared.clock import now_ns
-from shared.messages import Load, NodeInfo, Report, RequestEvent, StepRecord
+from shared.messages import NodeInfo, Report, RequestEvent, StepRecord
 
 MAX_REQUESTS = 4000
 MAX_TRANSFERS = 5000
+MAX_ROWS = 500_000  # marks and chunks of all requests: 150 MB
 MAX_NODES = 256
-MAX_SERIALS = 16_384  # of one node: requests whose number in step records is known
-HEARTBEATS = 128  # over which a clock's offset is taken
-OFFSET_NS = 1_000_000  # below it, a clock counts as ours
+GONE_NS = 900 * 10**9  # a node that said nothing for so long is forgotten when another comes
+MAX_TEXT = 200  # characters of what a node calls something
 
 
 class RecordObserver(Protocol):
-    """Hears every record as it arrives, with times on the router's clock."""
+    """Hears every record as it arrives, with times on the router's clock, and of nodes whose stream ended: of what
+    was on them, some never hears the end."""
 
     def step(self, info: NodeInfo, record: StepRecord) -> None: ...
     def event(self, info: NodeInfo, event: RequestEvent) -> None: ...
+    def lost(self, node: str) -> None: ...
 
 
 class Transfer(NamedTuple):
@@ -59,78 +59,72 @@ class Activity(NamedTuple):
     reason: str  # of the last step's budget
 
 
-@dataclass(slots=True)
-class NodeMemory:
-    """What is kept of one life of one node."""
-
-    boot: str
-    steps: StepRing = field(default_factory=StepRing)
-    serials: dict[int, str] = field(default_factory=dict)  # number in step records -> attempt
-    delays_ns: deque[int] = field(default_factory=lambda: deque(maxlen=HEARTBEATS))
-    offset_ns: int = 0
-
-    def heard(self, load: Load, received_ns: int) -> None:
-        if load.cost:
-            self.steps.model = CostModel.unpacked(load.cost)
-        if load.sent_ns:
-            self.delays_ns.append(received_ns - load.sent_ns)
-            offset = min(self.delays_ns)
-            self.offset_ns = offset if abs(offset) > OFFSET_NS else 0
-
-    def name(self, serial: int, attempt: str) -> None:
-        self.serials[serial] = attempt
-        if len(self.serials) > MAX_SERIALS:
-            del self.serials[next(iter(self.serials))]
-
-
 class Records:
     def __init__(self, now: Callable[[], int] = now_ns) -> None:
         self.observers: list[RecordObserver] = []
+        self.num_malformed = 0
         self._now = now
         self._nodes: dict[str, NodeMemory] = {}
         self._journeys: dict[str, Journey] = {}  # oldest first
         self._transfers: deque[Transfer] = deque(maxlen=MAX_TRANSFERS)
         self._num_transfers = 0
+        self._num_rows = 0  # of all journeys
         self._changed: dict[str, None] = {}
+        self._watched = False
 
     # ---- from the nodes -----------------------------------------------------------------------------------------
 
     def take(self, info: NodeInfo, report: Report) -> None:
-        """Everything in a node's report but its deltas. Raises ValueError for a record that is none."""
+        """Everything in a node's report but its deltas."""
         if report.load is None and not report.steps and not report.events:
             return
         node = self._memory(info)
         if report.load is not None:
             node.heard(report.load, self._now())
         for event in report.events:  # before the steps: they name the requests in them
+            if len(event.id) > MAX_TEXT or not 0 <= event.at_ns < MAX_NS:
+                self.num_malformed += 1
+                continue
             event.at_ns += node.offset_ns
             self._event(info.id, node, event)
             for observer in self.observers:
                 observer.event(info, event)
         for record in report.steps:
             record.start_ns += node.offset_ns
-            self._step(info.id, node, record)
+            try:
+                self._step(info.id, node, record)
+            except ValueError:
+                self.num_malformed += 1
+                continue
             for observer in self.observers:
                 observer.step(info, record)
+
+    def lost(self, node: str) -> None:
+        """The node's stream ended."""
+        for observer in self.observers:
+            observer.lost(node)
 
     def _memory(self, info: NodeInfo) -> NodeMemory:
         node = self._nodes.get(info.id)
         if node is None or node.boot != info.boot:  # a new life counts its steps from 0
             self._nodes.pop(info.id, None)
+            since_ns = self._now() - GONE_NS
+            for name in [name for name, other in self._nodes.items() if other.heard_ns < since_ns]:
+                del self._nodes[name]
             if len(self._nodes) >= MAX_NODES:
-                del self._nodes[min(self._nodes, key=lambda name: self._nodes[name].steps.last_arrival_ns)]
-            node = self._nodes[info.id] = NodeMemory(info.boot)
+                del self._nodes[min(self._nodes, key=lambda name: self._nodes[name].heard_ns)]
+            node = self._nodes[info.id] = NodeMemory(info.boot, heard_ns=self._now())
         return node
 
     def _step(self, name: str, node: NodeMemory, record: StepRecord) -> None:
         row = node.steps.add(record)
-        node.steps.last_arrival_ns = self._now()
-        if not row.num_prefills:
+        if row.num_prefills <= 0:
             return
         for member in members_of(record.members[: 12 * row.num_prefills], row.num_prefills):
             leg = self._leg(node.serials.get(member.serial, ""))
-            if leg is not None:
-                leg.chunk(Chunk(name, row.number, row.start_ns, row.end_ns, member.num_tokens))
+            if leg is not None and leg.chunk(Chunk(name, row.number, row.start_ns, row.end_ns, member.num_tokens)):
+                self._num_rows += 1
+        self._make_room()
 
     def _event(self, name: str, node: NodeMemory, event: RequestEvent) -> None:
         if event.kind == "queued" and event.serial >= 0:
@@ -145,14 +139,28 @@ class Records:
             event.duration_us * 1000,
             event.count,
             event.bytes,
-            event.peer,
-            event.channel,
-            event.reason,
+            event.peer[:MAX_TEXT],
+            event.channel[:MAX_TEXT],
+            event.reason[:MAX_TEXT],
         )
-        if leg.mark(mark) and mark.kind == "transfer":
-            self._transfers.append(Transfer(journey.id, leg, mark))
-            self._num_transfers += 1
-        self._changed[journey.id] = None
+        if leg.mark(mark):
+            self._num_rows += 1
+            if mark.kind == "transfer":
+                self._transfers.append(Transfer(journey.id, leg, mark))
+                self._num_transfers += 1
+        self._change(journey.id)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """The oldest requests go when there are too many, or too much is known of them all."""
+        while len(self._journeys) > MAX_REQUESTS or (self._num_rows > MAX_ROWS and len(self._journeys) > 1):
+            identity = next(iter(self._journeys))
+            self._num_rows -= sum(leg.num_rows for leg in self._journeys.pop(identity).legs.values())
+            self._changed.pop(identity, None)
+
+    def _change(self, identity: str) -> None:
+        if self._watched:
+            self._changed[identity] = None
 
     # ---- from the rim and from dispatch -------------------------------------------------------------------------
 
@@ -163,27 +171,27 @@ class Records:
         checking its body is the router's time, not its client's."""
         journey = self._journeys.get(id)
         if journey is None:
-            if len(self._journeys) >= MAX_REQUESTS:
-                del self._journeys[next(iter(self._journeys))]
             journey = self._journeys[id] = Journey(id, self._now() - round(waited_s * 1e9), traceparent=traceparent)
+            self._make_room()
         journey.num_prompt += num_prompt
         journey.num_samples += num_samples
         journey.ended_ns = None  # of another prompt of it, all samples may be over already
-        self._changed[id] = None
+        self._change(id)
 
     def told(self, id: str, sample: int, num_tokens: int) -> None:
         """So many more tokens went out to the client."""
         journey = self._journeys.get(id)
         if journey is not None and num_tokens:
             journey.told(sample, num_tokens, self._now())
-            self._changed[id] = None
+            if self._watched:  # not by `_change`: this is done for every token
+                self._changed[id] = None
 
     def ended(self, id: str, sample: int, how: str) -> None:
         """A sample is over for its client: "stop", "length", "abort" (the client left) or "error"."""
         journey = self._journeys.get(id)
         if journey is not None:
             journey.ended(how, self._now())
-            self._changed[id] = None
+            self._change(id)
 
     def placed(
         self, attempt: str, prefill: str | None, decode: str, reason: str, local_s: float = 0.0, remote_s: float = 0.0
@@ -192,7 +200,7 @@ class Records:
         journey = self._journey(attempt)
         if journey is not None:
             journey.legs[attempt] = Leg(attempt, prefill, decode, reason, self._now(), local_s, remote_s)
-            self._changed[journey.id] = None
+            self._change(journey.id)
 
     def moved(self, attempt: str, why: str) -> None:
         """The attempt did not end where it was; another follows, or the request fails."""
@@ -241,9 +249,9 @@ class Records:
         leg = journey.last_leg if journey is not None else None
         return (None, None) if leg is None else (leg.prefill, leg.decode)
 
-    def latest_requests(self, limit: int) -> list[dict[str, object]]:
-        """Summaries, newest first."""
-        return [summary(journey, self.ring) for journey in self.journeys()[:limit]]
+    def latest_requests(self, limit: int) -> Iterator[dict[str, object]]:
+        """Summaries, newest first, each as of when it is read."""
+        return (summary(journey, self.ring) for journey in self.journeys()[:limit])
 
     def journeys(self) -> list[Journey]:
         """Newest first. A copy, as are `nodes` and `transfers`: a trace is made of them on another thread."""
@@ -265,8 +273,9 @@ class Records:
             del self._changed[each]
         return [found for each in ids if (found := self.summary(each)) is not None]
 
-    def forget_changes(self) -> None:
-        """Nobody was looking: what changed until now is not news."""
+    def watch(self, watched: bool) -> None:
+        """Whether somebody asks for changes from now on; until then none are noted."""
+        self._watched = watched
         self._changed.clear()
 
     def client_id(self, node: str, serial: int) -> str | None:

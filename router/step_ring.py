@@ -15,6 +15,8 @@ from shared.messages import StepRecord, unpack_ids
 CAPACITY = 65_536
 MEMBERS_BYTES = 16 << 20  # of one node; the oldest steps lose their members first
 MAX_REASONS = 256
+MAX_REASON = 64  # characters of one
+MOST = 2**40  # microseconds of a step, or tokens: more is nonsense, and its sums would not fit a row for long
 
 
 class StepRow(NamedTuple):
@@ -72,9 +74,8 @@ class StepRing:
     def __init__(self, capacity: int = CAPACITY, members_bytes: int = MEMBERS_BYTES) -> None:
         self.model: CostModel | None = None  # the node's own, as it last said
         self.num_ever = 0
-        self.last_arrival_ns = 0
         self._capacity = capacity
-        self._data = bytearray(capacity * PACKED.size)
+        self._data = bytearray()  # grows to `capacity` rows
         self._members: dict[int, bytes] = {}  # by number, oldest first
         self._members_bytes = 0
         self._members_limit = members_bytes
@@ -87,6 +88,9 @@ class StepRing:
     def add(self, record: StepRecord) -> StepRow:
         """Appends the node's next step. Raises ValueError for numbers that no step has."""
         busy, tokens, interference = self._sums
+        summed = (record.duration_us, record.host_us, record.prefill_tokens, record.num_decodes)
+        if min(summed) < 0 or max(summed) > MOST or record.start_ns < 0:
+            raise ValueError(f"step {record.number}: nothing lasts or computes so much")
         row = StepRow(
             record.number,
             record.start_ns,
@@ -94,7 +98,7 @@ class StepRing:
             record.host_us,
             record.predicted_us,
             record.budget,
-            self._code(record.reason),
+            self._code(record.reason[:MAX_REASON]),
             record.num_prefills,
             record.prefill_tokens,
             record.prefill_pairs,
@@ -110,7 +114,10 @@ class StepRing:
             *self._sums,
         )
         try:
-            PACKED.pack_into(self._data, self.num_ever % self._capacity * PACKED.size, *row)
+            if self.num_ever < self._capacity:
+                self._data += PACKED.pack(*row)
+            else:
+                PACKED.pack_into(self._data, self.num_ever % self._capacity * PACKED.size, *row)
         except struct.error as error:
             raise ValueError(f"step {record.number}: {error}") from None
         self.num_ever += 1
@@ -153,9 +160,12 @@ class StepRing:
         return [row.number, *times, row.budget, self.reason(row), *prompts, *row[12:19]]
 
     def members(self, number: int) -> list[Member] | None:
-        """The slices of a step, chunks first; None: they are not here any more."""
+        """The slices of a step, chunks first; None: they are not here any more, or were none."""
         data, row = self._members.get(number), self.numbered(number)
-        return None if data is None or row is None else members_of(data, row.num_prefills)
+        try:
+            return None if data is None or row is None else members_of(data, row.num_prefills)
+        except ValueError:
+            return None
 
     # ---- sums over [start_ns, end_ns), of the steps that began in it --------------------------------------------
 
@@ -207,7 +217,7 @@ def interference_ns(row: StepRow, model: CostModel | None) -> int:
     if row.prefill_tokens == 0 or (model is None and row.num_decodes):
         return 0
     alone = Work(num_decodes=row.num_decodes, decode_context=row.decode_context)
-    alone_s = model.seconds(alone) if model is not None and row.num_decodes else 0.0
+    alone_s = min(model.seconds(alone), MOST) if model is not None and row.num_decodes else 0.0
     return max(0, (row.duration_us + row.host_us) * 1000 - round(alone_s * 1e9))
 
 

@@ -83,9 +83,9 @@ class Percentiles:
         self._counts = Sliding(self.NUM_BUCKETS, seconds, clock=clock)
         self._scale = 1 / math.log(self.RATIO)
 
-    def observe(self, value: float) -> None:
+    def observe(self, value: float, times: int = 1) -> None:
         bucket = int(math.log(value / self.LEAST) * self._scale) + 1 if value > self.LEAST else 0
-        self._counts.add(min(bucket, self.NUM_BUCKETS - 1))
+        self._counts.add(bucket if bucket < self.NUM_BUCKETS else -1, times)
 
     def read(self, *shares: float) -> tuple[int, list[float | None]]:
         """How many values there are, and for each share in (0, 1] the value that it lies at or below."""

@@ -19,30 +19,25 @@ REQUESTS = 1  # process id; nodes follow
 PASSES, PUSHES = 0, 1  # thread ids
 
 
-def trace(records: Records, since_ns: int) -> Event:
-    """Everything since then, as one JSON object."""
+def trace_events(records: Records, since_ns: int) -> Iterator[Event]:
+    """Everything since then."""
     nodes = records.nodes()
     pids = {node: REQUESTS + 1 + number for number, node in enumerate(nodes)}
-    events: list[Event] = [_meta(REQUESTS, "process_name", name="requests")]
+    yield _meta(REQUESTS, "process_name", name="requests")
     transfers = [push for push in records.transfers(since_ns) if push.mark.start_ns >= since_ns]
     lanes: dict[Mark, int] = {}
     for node, pid in pids.items():
         ring = records.ring(node)
         if ring is not None:
-            events += Node(pid, since_ns).events(node, ring, MAX_STEPS // len(nodes))
-            events += _pushes(pid, [push for push in transfers if push.mark.node == node], since_ns, lanes)
+            yield from Node(pid, since_ns).events(node, ring, MAX_STEPS // len(nodes))
+            yield from _pushes(pid, [push for push in transfers if push.mark.node == node], since_ns, lanes)
     for number, journey in enumerate(records.journeys()):
         if journey.ended_ns is None or journey.ended_ns >= since_ns:
-            events += _request(journey, since_ns)
+            yield from _request(journey, since_ns)
             for leg in list(journey.legs.values()):
                 ends = _arrow(leg, records, lanes)
                 if ends is not None and ends[0][1] >= since_ns:
-                    events += _flow(f"{number}.{leg.id}", ends, pids, since_ns)
-    return {
-        "traceEvents": events,
-        "displayTimeUnit": "ms",
-        "otherData": {"began_unix_ms": since_ns / 1e6},
-    }
+                    yield from _flow(f"{number}.{leg.id}", ends, pids, since_ns)
 
 
 class Node:

@@ -9,7 +9,7 @@ from typing import Protocol
 from scheduler.cost import CostModel, Work
 
 CEILING_TOKENS = 8192  # with an SLO: a step that nobody waits for; vLLM's default on large devices
-UNWATCHED_S = 2.0  # such a step lasts no longer: who comes meanwhile waits for it, and a node whose steps take ages is lost
+UNWATCHED_S = 2.0  # how long it may last: who comes meanwhile waits, and a node that makes no turn counts as stuck
 UNWATCHED_TOKENS = 512  # of such a step, before the model has seen larger ones
 FLOOR_TOKENS = 16  # prompts always progress by so much
 FLOOR_GROWTH = 1.1  # where decodes alone miss the SLO: prompts make their step longer by this factor, if that is more
@@ -120,7 +120,7 @@ class SloBudget:
 
     def _unwatched(self, work: Work, start: int) -> int:
         tried = max(self._trusted, UNWATCHED_TOKENS)
-        fits = inf if self._cost is None else self._fits(UNWATCHED_S, work, start)
+        fits = inf if self._cost is None else self._fits(max(UNWATCHED_S, self.target_s), work, start)
         return max(self._floor, int(min(fits, tried, self.ceiling)))
 
     def _fits(self, seconds: float, work: Work, start: int) -> float:

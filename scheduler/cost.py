@@ -1,7 +1,6 @@
 """What a step costs: its work in a few numbers, and a model of how long a device takes for that work."""
 
 from dataclasses import astuple, dataclass
-from math import inf
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
@@ -54,6 +53,9 @@ def work_of(step: "Step") -> Work:
     return work
 
 
+MOST = 1e6  # of any coefficient: beyond all devices, and small enough for sums of products
+
+
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """Seconds of a step, all coefficients non-negative:
@@ -89,6 +91,6 @@ class CostModel:
 
     @classmethod
     def unpacked(cls, numbers: list[float]) -> Self | None:
-        """Inverse of `packed`; None for a row that is no model."""
-        is_model = len(numbers) == len(cls.__dataclass_fields__) and all(0 <= number < inf for number in numbers)
+        """Inverse of `packed`; None for a row that is no model: of another length, or with what no device has."""
+        is_model = len(numbers) == len(cls.__dataclass_fields__) and all(0 <= number <= MOST for number in numbers)
         return cls(*numbers) if is_model else None

@@ -8,9 +8,9 @@ decode node is taken to mix chunks with decodes, as the policy stall_free does.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import ceil, inf
+from math import ceil
 
-from scheduler.budget import tokens_within
+from scheduler.budget import FLOOR_TOKENS, tokens_within
 from scheduler.cost import CostModel, Work, pairs_of
 
 
@@ -35,6 +35,12 @@ class NodeView:
     push_s: float = 0.0  # seconds a push of KV blocks takes, whatever its size
     byte_s: float = 0.0  # and for each byte of it
     token_bytes: int = 0  # KV of one token
+    arriving: int = 0  # of those running: whose prompt is not computed yet, here or elsewhere
+    stale: bool = False  # it ran nothing for so long that its model may not hold any more
+
+    @property
+    def num_decodes(self) -> int:
+        return max(0, self.running - self.arriving)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,20 +105,20 @@ def local_estimate(node: NodeView, teacher: CostModel | None, num_tokens: int, c
         return None
     own = max(1, num_tokens - cached)
     pairs = pairs_of(num_tokens - own, own)
-    decodes = Work(num_decodes=node.running, decode_context=node.decode_context)
-    alone_s = node.cost.seconds(decodes) if node.running else 0.0
-    room = _room(node, alone_s, prompts, decodes, num_tokens - own // 2)
-    if room < 1:
-        return Estimate(inf, inf, keeps_tbt=False)
+    num_decodes = node.num_decodes
+    decodes = Work(num_decodes=num_decodes, decode_context=node.decode_context)
+    alone_s = node.cost.seconds(decodes) if num_decodes else 0.0
+    fits = _room(node, alone_s, prompts, decodes, num_tokens - own // 2)
+    room = max(fits, FLOOR_TOKENS) if node.tbt_slo_s else fits  # which an SLO grants prompts whatever it costs
 
     def step_seconds(count: int) -> float:
-        return alone_s + chunk_seconds(prompts, count + node.running, node.running)
+        return alone_s + chunk_seconds(prompts, count + num_decodes, num_decodes)
 
     wait_s = prompt_seconds(step_seconds, node.outstanding_tokens, room) + prompts.per_pair * node.outstanding_pairs
     compute_s = prompt_seconds(step_seconds, own, room) + prompts.per_pair * pairs
     if node.tbt_slo_s:  # slower tokens are what the SLO allows
-        return Estimate(wait_s, compute_s)
-    return Estimate(wait_s, compute_s, harm_s=node.running * (compute_s - ceil(own / room) * alone_s))
+        return Estimate(wait_s, compute_s, keeps_tbt=fits >= min(own, FLOOR_TOKENS))
+    return Estimate(wait_s, compute_s, harm_s=num_decodes * (compute_s - ceil(own / room) * alone_s))
 
 
 def prompt_seconds(step_seconds: Callable[[int], float], tokens: int, room: int) -> float:
@@ -130,8 +136,8 @@ def chunk_seconds(cost: CostModel, tokens: int, beside: int = 0) -> float:
 
 def _room(node: NodeView, alone_s: float, cost: CostModel, decodes: Work, start: int) -> int:
     """Prompt tokens, from position `start` on, that fit into a step beside the decodes."""
-    room = max(1, node.budget_tokens - node.running)
-    if not node.tbt_slo_s or not node.running:
+    room = max(1, node.budget_tokens - decodes.num_decodes)
+    if not node.tbt_slo_s or not decodes.num_decodes:
         return room
     spare_s = node.tbt_slo_s / (1 + cost.margin) - alone_s
     return int(min(room, tokens_within(cost, cost.seconds(decodes) + spare_s, decodes, start)))

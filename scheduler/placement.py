@@ -94,6 +94,8 @@ def place(
         key=lambda pair: _total(pair[1]),
     )
     is_local, reason = choose(remote, local) if disaggregate == "auto" else (False, "disaggregated")
+    if is_local and prefill.stale:  # taken for too slow, it would never be measured again
+        is_local, reason = False, "stale_model"
     if is_local:
         return Placement(None, alone.id, reason, local, remote)
     return Placement(prefill.id, decode.id, reason, local, remote)

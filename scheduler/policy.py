@@ -39,4 +39,3 @@ POLICIES = {
     )
 }
 STALL_FREE = POLICIES["stall_free"]
-PREFILL_FIRST = POLICIES["prefill_first"]

@@ -108,7 +108,7 @@ class Slice:
 
 @dataclass(slots=True)
 class Step:
-    """One forward pass over slices, decodes first, and the landings that were given room beside it.
+    """One forward pass over slices, and the landings that were given room beside it.
 
     `budget` tokens were allowed for `reason` (see scheduler.budget); `predicted_s` is 0 where no model predicted it.
     """
@@ -121,10 +121,6 @@ class Step:
     budget: int = 0
     reason: str = ""
     predicted_s: float = 0.0
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(piece.count for piece in self.slices)
 
 
 def cdiv(a: int, b: int) -> int:

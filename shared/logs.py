@@ -11,6 +11,7 @@ from typing import Any
 
 TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 NOTHING: Mapping[str, str] = MappingProxyType({})
+LINE_ENDS = {ord(end): repr(end)[1:-1] for end in "\n\r\v\f\x1b\x1c\x1d\x1e\x85\u2028\u2029"}
 _about: ContextVar[Mapping[str, str]] = ContextVar("about", default=NOTHING)
 
 
@@ -27,10 +28,18 @@ def fields(**values: object) -> dict[str, Any]:
 def configure(level: str, log_format: str, process: str = "") -> None:
     """All of this process's lines go to stderr as `log_format`, "text" or "json", the latter naming `process`."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines(process) if log_format == "json" else logging.Formatter(TEXT))
+    handler.setFormatter(JsonLines(process) if log_format == "json" else TextLines(TEXT))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.captureWarnings(True)
     logging.getLogger("grpclib").setLevel(logging.ERROR)
+
+
+class TextLines(logging.Formatter):
+    """One line whatever is named in it: nobody makes up a line of their own. An exception follows on more."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the library's name
+        record.message = record.message.translate(LINE_ENDS)
+        return super().formatMessage(record)
 
 
 class JsonLines(logging.Formatter):

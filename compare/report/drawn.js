@@ -25,7 +25,7 @@ function attainment() {
   if (!found.length)
     return none("Measured at one rate only. --find-capacity finds attainment against rate, and what each arm carries.");
   const label = "Share of requests within the SLO against rate, a line an arm; its figures are in the table below";
-  const hint = "Shaded: the interval over seeds. Dashed: the share asked for.";
+  const hint = "Shaded: from the lowest to the highest seed. Dashed: the share asked for.";
   const rows = found.flatMap(({ name, rate, share, low, high }) =>
     rate.map((_, i) =>
       [armName(name), figure(rate[i]), percent(share[i]), `${percent(low[i])} to ${percent(high[i])}`]));
@@ -33,7 +33,7 @@ function attainment() {
   return [
     legend("line"),
     chart(label, hint, found, (x) => `At ${figure(x)}/s`, draw),
-    more("Figures", table("Attainment against rate", ["Arm", "#Rate, /s", "#Attainment", "#Interval"], rows)),
+    more("Figures", table("Attainment against rate", ["Arm", "#Rate, /s", "#Attainment", "#Lowest to highest seed"], rows)),
   ];
 }
 

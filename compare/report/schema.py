@@ -179,10 +179,12 @@ class Busy(_Part):
 
 
 class Span(_Part):
+    """One of a request that never got further, or whose records were lost, has no end."""
+
     kind: Literal["queued", "chunk", "transfer", "wait", "decode"]
     node: str | None
     start_ms: float
-    end_ms: float
+    end_ms: float | None
     tokens: int | None = None
     cause: str | None = None
 

@@ -118,13 +118,21 @@ def _slowest(timelines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _timeline(timeline: dict[str, Any], origin: float, identity: str | None) -> dict[str, Any]:
     """A request with its longest spans, in order, in ms since `origin`; of the summary what a row of the page says."""
-    longest = sorted(timeline["spans"], key=lambda span: span["start_ms"] - span["end_ms"])[:SPANS]
+    longest = sorted(_closed(timeline), key=lambda span: span["start_ms"] - span["end_ms"])[:SPANS]
     spans = [
         {**span, "start_ms": round(span["start_ms"] - origin, 2), "end_ms": round(span["end_ms"] - origin, 2)}
         for span in sorted(longest, key=lambda span: (span["start_ms"], span["end_ms"]))
     ]
     told = {"spans": spans, "spans_left_out": len(timeline["spans"]) - len(spans)}
     return {"id": identity, **told} if identity else {**timeline, **told}
+
+
+def _closed(timeline: dict[str, Any]) -> list[dict[str, Any]]:
+    """Its spans; one that never ended goes on until the last that is known of the request."""
+    spans = timeline["spans"]
+    moments = [timeline.get("ended_ms"), *(span[edge] for span in spans for edge in ("start_ms", "end_ms"))]
+    last = max((moment for moment in moments if moment is not None), default=0.0)
+    return [span if span["end_ms"] is not None else {**span, "end_ms": max(last, span["start_ms"])} for span in spans]
 
 
 def _short(value: float) -> float:

@@ -2,10 +2,11 @@
 import { get } from "./feed.js";
 import { make, ms, number, say } from "./text.js";
 
-const KEPT = 20000; // passes a node
+const KEPT = 20000, KEPT_MS = 70000; // passes a node, and of how long: the longest window and a little
 const LAG_MS = 400; // shown behind the newest, so that records, which come in batches, are there before their place is
 const LABEL_MS = 500;
 const HISTORY = 1000; // passes a node
+const FORGET_MS = 0.05; // of the skew, a batch of records: clocks drift apart
 
 /* Columns of a step as the router sends it. */
 const [NUMBER, START, DURATION, HOST, PREDICTED, BUDGET, REASON, PREFILLS, PREFILL_TOKENS, DECODES, , PREEMPTED] =
@@ -24,8 +25,11 @@ export class Lanes {
   add(node, rows) {
     const { passes } = this.laneOf(node);
     for (const row of rows) if (!passes.length || row[START] > passes.at(-1)[0]) passes.push(passOf(row));
-    if (passes.length > KEPT * 1.25) passes.splice(0, passes.length - KEPT);
-    if (passes.length) this.skew = Math.max(this.skew, passes.at(-1)[0] + passes.at(-1)[1] - Date.now());
+    if (!passes.length) return;
+    const newest = passes.at(-1)[0] + passes.at(-1)[1];
+    const old = Math.max(passes.length - KEPT, Strip.firstAfter(passes, newest - KEPT_MS));
+    if (old > KEPT / 4) passes.splice(0, old);
+    this.skew = Math.max(this.skew - FORGET_MS, newest - Date.now());
   }
 
   /* Once a lane: what was before the page was opened. */

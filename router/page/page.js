@@ -25,12 +25,12 @@ listen("events", (kind, data) => {
   if (place("link").dataset.state === state) return;
   place("link").dataset.state = state;
   say(place("link"), state === "live" ? "live" : "router gone, trying again");
-  if (state === "live") loadRequests();
+  if (state === "live" && !paused) loadRequests();
 });
 
 async function loadRequests() {
   const answer = await get("v1/requests?limit=100");
-  if (answer) showRequests(answer);
+  if (answer && !paused) showRequests(answer);
 }
 
 function showStatus(status) {

@@ -1,6 +1,6 @@
 /* The table of requests, newest first; a click opens one's timeline below it. */
 import { get } from "./feed.js";
-import { bytes, fillBar, make, ms, number, say, shortened } from "./text.js";
+import { bytes, fillBar, isOlder, keepNewest, make, ms, number, place, say, shortened } from "./text.js";
 
 const SHOWN = 100;
 const PHASES = ["router", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference", "retry"];
@@ -29,16 +29,14 @@ export class Requests {
 
   /* New and changed summaries, in any order. */
   add(summaries) {
-    for (const one of [...summaries].sort((a, b) => a.accepted_ms - b.accepted_ms)) {
-      if (!this.rows.has(one.id)) this.rows.set(one.id, this.newRow(one));
+    for (const one of summaries) {
+      if (!this.rows.has(one.id)) {
+        if (isOlder(this.rows, SHOWN, one)) continue;
+        this.rows.set(one.id, this.newRow(one));
+      }
       this.fill(this.rows.get(one.id), one);
     }
-    for (const [id, row] of this.rows) {
-      if (this.rows.size <= SHOWN) break;
-      if (row.detail) continue; // somebody reads it
-      row.root.remove();
-      this.rows.delete(id);
-    }
+    keepNewest(this.rows, SHOWN);
   }
 
   newRow(one) {
@@ -46,9 +44,9 @@ export class Requests {
     const cells = CELLS.map(([name]) => make("td", { class: name }));
     const bar = make("div", { class: "bar phases", role: "img" });
     const root = make("tr", {}, make("td", {}, button), ...cells, make("td", { class: "wide" }, bar));
-    const row = { one, button, cells, bar, root, detail: null };
+    const row = { one, button, cells, bar, root, detail: null, isLoading: false, isStale: false };
     root.addEventListener("click", () => (row.detail ? this.close(row) : this.open(row)));
-    this.body.prepend(root);
+    place(this.body, this.rows, row);
     return row;
   }
 
@@ -79,12 +77,18 @@ export class Requests {
     row.button.setAttribute("aria-expanded", "false");
   }
 
+  /* One question at a time; what changes meanwhile is asked for afterwards. */
   async load(row) {
+    row.isStale = row.isLoading;
+    if (row.isLoading) return;
+    row.isLoading = true;
     const timeline = await get(`v1/requests/${encodeURIComponent(row.one.id)}/timeline`);
+    row.isLoading = false;
     const cell = row.detail?.firstChild;
     if (!cell) return;
     if (timeline) showTimeline(cell, timeline);
     else cell.replaceChildren("Its timeline is no longer kept.");
+    if (row.isStale) this.load(row);
   }
 
   redraw() {
@@ -112,7 +116,7 @@ function showTimeline(cell, timeline) {
   const moved = timeline.transfer;
   if (moved) {
     facts.push(`${bytes(moved.bytes)} of KV over ${moved.channel}, ${ms(moved.hidden_ms)} ms hidden, ${ms(moved.exposed_ms)} ms exposed`);
-  };
+  }
   if (timeline.phases_ms) facts.push(phaseText(timeline.phases_ms));
   const canvas = make("canvas", { role: "img", "aria-label": "Timeline of the request; the list below says the same" });
   const wasOpen = cell.querySelector("details")?.open ?? false;

@@ -49,6 +49,25 @@ export function sayWithCode(element, text) {
   element.replaceChildren(...text.split("`").map((part, index) => (index % 2 ? make("code", {}, part) : part)));
 }
 
+/* ---- rows of a table: id -> {one (a summary), root, …}, the newest on top ---- */
+
+const byAge = (rows) => [...rows.values()].sort((a, b) => a.one.accepted_ms - b.one.accepted_ms);
+
+/* Whether `one` would be below all of a full table. */
+export const isOlder = (rows, most, one) => rows.size >= most && one.accepted_ms < byAge(rows)[0].one.accepted_ms;
+
+export function place(body, rows, row) {
+  body.insertBefore(row.root, byAge(rows).findLast((each) => each.one.accepted_ms <= row.one.accepted_ms)?.root ?? null);
+}
+
+/* Removes the oldest beyond `most`, but none whose detail somebody reads. */
+export function keepNewest(rows, most) {
+  for (const { one, root } of byAge(rows).slice(0, Math.max(0, rows.size - most)).filter((row) => !row.detail)) {
+    root.remove();
+    rows.delete(one.id);
+  }
+}
+
 /* Parts of a bar as widths in percent of `total`; parts = [[class, amount], …]. */
 export function fillBar(bar, parts, total) {
   parts.forEach(([name, amount], index) => {

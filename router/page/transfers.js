@@ -1,15 +1,16 @@
 /* KV on its way from prefill to decode nodes: what is in flight, and the latest that arrived. It reads the requests'
    summaries, whose numbers are of all pushes of a request together. */
-import { bytes, make, ms, rate, say, shortened } from "./text.js";
+import { bytes, isOlder, keepNewest, make, ms, place, rate, say, shortened } from "./text.js";
 
 const SHOWN = 10;
 
 const isMoving = (one) => one.state === "prefill" || one.state === "transfer";
+const stateOf = (one) => (isMoving(one) ? "in flight" : one.state === "failed" || one.state === "cancelled" ? one.state : "done");
 
 const CELLS = [
   ["", (one) => shortened(one.id)],
   ["", (one) => `${one.prefill} → ${one.decode}`],
-  ["", (one) => (isMoving(one) ? "in flight" : "done")],
+  ["", stateOf],
   ["number", (one) => bytes(one.transfer.bytes)],
   ["number", (one) => rate(one.transfer.bytes, one.transfer.busy_ms)],
   ["number", (one) => ms(one.transfer.hidden_ms)],
@@ -23,12 +24,8 @@ export class Transfers {
   }
 
   add(summaries) {
-    for (const one of [...summaries].sort((a, b) => a.accepted_ms - b.accepted_ms)) if (one.transfer) this.put(one);
-    while (this.rows.size > SHOWN) {
-      const [id, row] = this.rows.entries().next().value;
-      row.root.remove();
-      this.rows.delete(id);
-    }
+    for (const one of summaries) if (one.transfer) this.put(one);
+    keepNewest(this.rows, SHOWN);
     const moving = [...this.rows.values()].filter((row) => isMoving(row.one)).length;
     say(this.note, this.rows.size ? `${moving || "None"} in flight. Hidden is time during the prefill, exposed after it.`
       : "Nothing has been handed over yet.");
@@ -37,10 +34,10 @@ export class Transfers {
   put(one) {
     let row = this.rows.get(one.id);
     if (!row) {
-      const root = make("tr", {}, ...CELLS.map(([name]) => make("td", { class: name })));
-      row = { root };
+      if (isOlder(this.rows, SHOWN, one)) return;
+      row = { one, root: make("tr", {}, ...CELLS.map(([name]) => make("td", { class: name }))) };
+      place(this.body, this.rows, row);
       this.rows.set(one.id, row);
-      this.body.prepend(root);
     }
     row.one = one;
     CELLS.forEach(([, read], index) => say(row.root.cells[index], read(one)));

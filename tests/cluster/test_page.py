@@ -149,6 +149,41 @@ def test_a_request_opens_its_timeline_with_the_keyboard(opened: Any, feed: tuple
     assert page.locator("#requests .timeline").count() == 0
 
 
+def test_tables_keep_the_newest_in_order_whoever_changes(opened: Any, feed: tuple[Feed, str]) -> None:
+    page = opened(feed[1])
+    shown = page.evaluate("""async () => {
+        const {Requests} = await import('/page/requests.js'), {Transfers} = await import('/page/transfers.js');
+        const table = () => { const made = document.createElement('table'); made.createTBody(); return made; };
+        const transfer = {bytes: 1, busy_ms: 1, hidden_ms: 1, exposed_ms: 0, channel: 'shm'};
+        const one = (number) => ({id: `cmpl-${number}`, state: number % 2 ? 'failed' : 'decode', accepted_ms: number,
+            prefill: 'p', decode: 'd', transfer, attempts: 1});
+        const rows = table(), moved = table(), requests = new Requests(rows), transfers = new Transfers(moved, table());
+        const all = [...Array(150).keys()].map(one);
+        for (const part of [all.slice(20, 140), all, all.slice(0, 60), all.slice(100, 130)]) {
+            requests.add(part);
+            transfers.add(part);
+        }
+        const ids = (table) => [...table.rows].map((row) => Number(row.cells[0].textContent));
+        return [ids(rows), ids(moved), [...moved.rows].slice(0, 2).map((row) => row.cells[2].textContent)];
+    }""")
+    assert shown == [list(range(149, 49, -1)), list(range(149, 139, -1)), ["failed", "done"]]
+
+
+def test_a_paused_page_stays_as_it_is_when_the_router_comes_back(opened: Any, feed: tuple[Feed, str]) -> None:
+    page = opened(feed[1])
+    page.wait_for_selector("#requests tbody tr:nth-child(2)")
+    page.click("#pause")
+    rows = page.locator("#requests tbody tr").count()
+    feed[0].is_gone = True
+    page.wait_for_selector("text=router gone, trying again")
+    feed[0].is_gone = False
+    page.wait_for_selector("#link[data-state=live]")
+    number = len(feed[0].requests)
+    wait_for(lambda: len(feed[0].requests) > number + 1, "more requests")
+    assert page.locator("#requests tbody tr").count() == rows
+    opened.problems[:] = [line for line in opened.problems if not line.startswith(MISSED)]
+
+
 def test_pause_holds_everything_still(opened: Any, feed: tuple[Feed, str]) -> None:
     page = opened(feed[1])
     page.wait_for_selector("#requests tbody tr:nth-child(2)")

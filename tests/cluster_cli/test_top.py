@@ -114,6 +114,17 @@ def test_something_that_is_no_event_stream_is_one_line(capsys: pytest.CaptureFix
     assert capsys.readouterr().err.strip().endswith("answered with status 503; is it a router?")
 
 
+@pytest.mark.parametrize("status", [{}, {"nodes": None}, {"nodes": [{"role": "decode"}]}])
+def test_a_status_of_another_version_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: dict[str, object]
+) -> None:
+    feed = Feed()
+    monkeypatch.setattr(feed, "status", lambda: status)
+    with serving(feed) as url:
+        assert main(["top", "--url", url]) == 1
+    assert capsys.readouterr().err == f"baton top: {url} sent an event that is not as this version of Baton has it\n"
+
+
 def test_in_a_terminal_it_draws_until_q_says_when_the_router_is_gone_and_leaves_the_terminal_as_it_was() -> None:
     feed = Feed()
     with serving(feed) as url:

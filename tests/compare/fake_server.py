@@ -49,6 +49,11 @@ class FakeServer:
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count}
         await response.write(b"data: " + json.dumps({"id": "cmpl-1", "choices": [], "usage": usage}).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
+        if model == "stays":
+            await asyncio.sleep(30)
+        if model == "leaves":
+            await asyncio.sleep(0.1)
+            request.transport.close()
         return response
 
 

@@ -78,6 +78,18 @@ def test_the_interval_over_seeds_covers_the_capacity() -> None:
     assert 0.90 <= covered / draws <= 0.99
 
 
+def test_an_interval_is_open_where_seeds_cross_beyond_the_rates_that_were_measured() -> None:
+    """Seeds that are up to 36 % apart, measured within 8 %: most crossings are near because nobody looked further."""
+    points = [
+        Point(rate, seed, attainment(rate, capacity))
+        for seed, capacity in enumerate((8.2, 9.1, 10.0, 10.9, 11.8))
+        for rate in (9.3, 10.0, 10.8)
+    ]
+    found = capacity_of(points, ALPHA)
+    assert found.rate == pytest.approx(10.0, rel=0.05)
+    assert (found.low, found.high) == (None, None)
+
+
 @pytest.mark.parametrize(("capacity", "first"), [(10.0, 1.0), (10.0, 64.0), (0.3, 1.0), (10.0, 10.0)])
 async def test_a_search_finds_the_capacity_from_above_and_below(capacity: float, first: float) -> None:
     measure = measuring(capacity, 0.01, np.random.default_rng(1))

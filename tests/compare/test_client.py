@@ -11,8 +11,8 @@ import pytest
 
 from compare.client import Spec, problems_of
 from compare.drive import ROOT, drive, write_arrivals
-from compare.outcome import Outcome, Recording, Slo, load_recording
-from compare.stream import Listener
+from compare.outcome import Outcome, Recording, Slo, load_recording, outcome_line
+from compare.stream import Listener, body_of
 from compare.traffic import Arrival
 from tests.compare.fake_server import serving
 
@@ -126,6 +126,14 @@ async def test_a_server_that_is_gone_fails_every_request_and_the_run(tmp_path: P
     assert "went away, in 2 of 2 requests" in " ".join(recording.problems)
 
 
+def test_a_connection_that_breaks_now_and_then_is_a_miss_and_no_way_out_of_the_comparison() -> None:
+    outcomes = [Outcome(index, "", float(index), sent_s=float(index), finish="length") for index in range(9)]
+    outcomes[4] = Outcome(4, "", 4.0, sent_s=4.0, error="ServerDisconnectedError: Server disconnected")
+    assert problems_of(outcomes, Slo()) == []
+    outcomes[8].error = outcomes[4].error
+    assert "went away, in 2 of 9 requests" in problems_of(outcomes, Slo())[0]
+
+
 async def test_a_load_generator_that_is_ended_leaves_an_outcome_for_every_arrival(tmp_path: Path) -> None:
     async with serving() as (url, _):
         spec = spec_for(tmp_path, url)
@@ -194,6 +202,86 @@ def test_the_running_usage_counts_where_nothing_else_does() -> None:
     assert outcome.token_s == [1.0, 1.0, 2.0]
     assert listener.counted == "usage"
     assert outcome.finished
+
+
+def heard(*events: dict[str, object], exact: bool = True, max_tokens: int = 3) -> tuple[Outcome, Listener]:
+    """A second from each event to the next."""
+    outcome = Outcome(0, "", 0.0, max_tokens=max_tokens)
+    listener = Listener(outcome, exact=exact)
+    for at_s, event in enumerate(events, 1):
+        listener.hear(b"data: " + json.dumps(event).encode() + b"\n\n", float(at_s))
+    listener.close()
+    return outcome, listener
+
+
+def said(text: str, finish: str | None = None, **more: object) -> dict[str, object]:
+    return {"choices": [{"text": text, "finish_reason": finish}], **more}
+
+
+def test_usage_that_only_comes_at_the_end_does_not_make_up_for_bundles() -> None:
+    """Two tokens came at second 1. To count one there and two at second 2 would invent a time between tokens."""
+    outcome, _ = heard(said("a b"), said("c", "length", usage={"completion_tokens": 3}))
+    assert outcome.error == "bundled: 3 tokens in 2 events"
+    outcome, _ = heard(said("a b"), said("c", "length"))  # no usage at all, and exactly three were asked for
+    assert outcome.error == "bundled: 3 tokens in 2 events"
+
+
+def test_an_answer_without_a_token_is_no_good_request() -> None:
+    outcome, _ = heard(said("", "stop"), exact=False)
+    assert not outcome.finished
+    assert outcome.error == "an answer without a token"
+
+
+def test_a_null_error_is_none() -> None:
+    outcome, _ = heard(said("a", "stop", error=None), exact=False)
+    assert outcome.finished
+
+
+@pytest.mark.parametrize("usage", [{}, {"usage": {"completion_tokens": 10**12}}])
+def test_a_stream_that_never_ends_is_given_up_after_the_tokens_asked_for(usage: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="more than the 3 tokens asked for"):
+        heard(*[said(" w", **usage)] * 9)
+
+
+def test_a_line_without_end_is_given_up() -> None:
+    listener = Listener(Outcome(0, "", 0.0), exact=True)
+    for _ in range(16):
+        listener.hear(b"x" * (1 << 20), 1.0)
+    with pytest.raises(ValueError, match="a line of over"):
+        listener.hear(b"x", 1.0)
+
+
+@pytest.mark.parametrize("model", ["stays", "leaves"])
+async def test_what_a_connection_does_after_the_last_word_is_no_matter(tmp_path: Path, model: str) -> None:
+    recording = await run(tmp_path, model, [Arrival(0.0, (1,), 3)], timeout_s=0.6)
+    (outcome,) = recording.outcomes
+    assert outcome.finished, outcome.error
+    assert outcome.ended_s < 0.5
+
+
+def test_text_of_two_salts_shares_no_prefix_and_of_one_salt_shares_what_the_ids_share() -> None:
+    def text(ids: list[int], salt: str) -> list[str]:
+        return str(json.loads(body_of("m", ids, 1, "text", salt))["prompt"]).split()
+
+    ids = list(range(40))
+    first, again, other = text(ids, "run 1"), text([*ids[:20], 7, 7], "run 1"), text(ids, "run 2")
+    assert first[:20] == again[:20]
+    assert first != again
+    assert len(first) == len(other) == 40
+    assert first[:3] != other[:3]
+    assert "cache_salt" not in json.loads(body_of("m", ids, 1, "text", "run 1"))
+
+
+def test_a_client_that_reads_late_invalidates_its_run() -> None:
+    """It would tell its own lateness as the time between the server's tokens."""
+    assert problems_of([], Slo(), 0.0015) == []
+    assert "read 1 % of what came over 3.0 ms late" in problems_of([], Slo(), 0.003)[0]
+    assert problems_of([], Slo(1000.0), 0.003) == []
+
+
+def test_an_outcome_is_kept_whole() -> None:
+    outcome = Outcome(3, "x", 0.5, 0.6, 0.7, [0.7, 0.8], [5, 6], "length", "", 4, 2, 0.9, Slo(9.0, 4.0, "max"))
+    assert json.loads(outcome_line(outcome)) == asdict(outcome)
 
 
 def test_an_error_in_the_stream_is_the_outcome() -> None:

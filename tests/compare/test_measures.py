@@ -67,6 +67,8 @@ def test_tbt_is_the_time_between_tokens_and_two_tokens_of_one_piece_are_0_apart(
 def test_tpot_is_the_mean_gap_and_undefined_for_one_token() -> None:
     assert tpot_s(request(0.0, [1.0, 1.5, 1.5, 3.1])) == pytest.approx(0.7)
     assert tpot_s(request(0.0, [1.0])) is None
+    assert tpot_s(failed(0.0, [], max_tokens=1)) is None
+    assert tpot_s(failed(0.0, [], max_tokens=2)) == math.inf
 
 
 def test_ttst_is_the_first_gap_however_long_the_answer() -> None:
@@ -159,6 +161,22 @@ def test_the_latest_gap_of_a_request_that_failed_never_ended() -> None:
     assert ecdf(values["tbt"]) == {"x": pytest.approx([100, 200]), "y": pytest.approx([1 / 3, 2 / 3])}
 
 
+def test_every_figure_of_a_run_with_failures_is_a_number_or_none() -> None:
+    """report.json has no word for infinity: one answer that broke off must not cost the whole report."""
+    outcomes = [request(10.0, [10.1, 10.2]), failed(10.0, [10.1, 10.3]), failed(11.0, [], max_tokens=1)]
+    metrics = measure(outcomes, STRICT, {}, WINDOW, overloaded=False).metrics
+    assert metrics["tbt_max_ms"] is None
+    assert all(value is None or math.isfinite(value) for value in metrics.values())
+
+
+def test_a_curve_counts_ties_whole_and_keeps_the_longest_apart() -> None:
+    assert ecdf([1.0] * 1000 + [2.0] * 3, points=5) == {"x": [1.0, 2.0], "y": [1000 / 1003, 1.0]}
+    found = ecdf([float(value) for value in range(100_000)])
+    assert len(found["x"]) <= 400
+    assert found["x"][-3:] == [99_997.0, 99_998.0, 99_999.0]
+    assert all(y == (x + 1) / 100_000 for x, y in zip(found["x"], found["y"], strict=True))
+
+
 def test_an_overloaded_run_has_no_latencies() -> None:
     metrics = measure([request(10.0, [10.1, 10.2])], STRICT, {}, WINDOW, overloaded=True).metrics
     assert "attainment" in metrics
@@ -204,6 +222,16 @@ def test_transfers_are_told_hidden_and_exposed_and_bandwidth_is_over_busy_time()
     assert metrics["transfer_gb_s"] == pytest.approx(1.0)
     assert metrics["interference_s"] == pytest.approx(0.042)
     assert metrics["ttft_server_p50_ms"] == pytest.approx(100)
+
+
+def test_ttft_at_the_server_does_not_leave_out_who_never_got_a_token() -> None:
+    """Survivors only, its median would be 100 ms: of five requests, three had no first token."""
+    outcomes = [request(10.0, [10.2], id="a"), request(10.0, [10.2], id="b")]
+    outcomes += [failed(10.0, []), failed(10.0, []), failed(10.0, [])]
+    outcomes[2].id, outcomes[3].id, outcomes[4].id = "c", "d", ""
+    summaries = {"a": summary(), "b": summary()} | dict.fromkeys("cd", summary() | {"first_token_ms": None})
+    metrics = measure(outcomes, STRICT, summaries, WINDOW, overloaded=False).metrics
+    assert metrics["ttft_server_p50_ms"] is None
 
 
 def step(start_ms: float, duration_ms: float, prefill: int, decodes: int, **more: int) -> dict[str, float]:
@@ -257,6 +285,9 @@ def test_phases_of_a_run_are_means_of_all_and_of_the_missed() -> None:
         (request(0.0, [0.1, 0.2]), {"decode_queue": 60}, "TBT: decode queue"),
         (request(0.0, [0.1, 0.2, 0.3]), {"interference": 80, "decode": 120}, "TBT: behind prompt chunks"),
         (request(0.0, [0.1, 0.2, 0.3]), {"interference": 5, "decode": 190}, "TBT: decode compute"),
+        (request(0.0, [0.9, 0.91]), {"retry": 700, "prefill": 90}, "TTFT: failed attempts"),
+        (request(0.0, [0.9, 0.91]), {"prefill": 90}, "TTFT: outside the router"),
+        (request(0.0, [0.1, 0.5]), {"retry": 380, "prefill": 90}, "TBT: failed attempts"),
         (failed(0.0, []), {}, "failed: timeout"),
         (failed(0.0, [], error="HTTP 503: no node"), {}, "failed"),
         (request(0.0, [0.1, 0.14]), {"decode": 40}, None),

@@ -176,6 +176,22 @@ def test_a_request_of_many_spans_keeps_the_longest_and_says_how_many_are_gone() 
     assert worst["spans"] == sorted(worst["spans"], key=lambda span: span["start_ms"])
 
 
+def test_a_request_that_never_ended_is_drawn_until_the_last_that_is_known_of_it(tmp_path: Path) -> None:
+    """The worst requests are those that hang or are lost: what has no end must not cost the whole report."""
+    report = report_of()
+    spans = [
+        {"kind": "queued", "node": "decode-0", "start_ms": 10.0, "end_ms": 30.0, "tokens": 0, "cause": "prefill queue"},
+        {"kind": "decode", "node": "decode-0", "start_ms": 40.0, "end_ms": None, "tokens": 3, "cause": ""},
+    ]
+    for request in (report["worst"][0], report["strip"]["colocated:2"]["requests"][0]):
+        request |= {"spans": copy.deepcopy(spans), "ended_ms": 90.0, "accepted_ms": 10.0}
+    write_report(report, tmp_path)
+    worst = thinned(report)["worst"][0]
+    assert [(span["start_ms"], span["end_ms"]) for span in worst["spans"]] == [(0, 20), (30, 80)]
+    report["worst"][0]["ended_ms"] = None
+    assert thinned(report)["worst"][0]["spans"][-1]["end_ms"] == 30
+
+
 def test_thinning_leaves_the_report_as_it_was() -> None:
     report = report_of()
     before = copy.deepcopy(report)

@@ -177,7 +177,7 @@ def test_a_control_that_differs_has_no_verdict():
     made = experiment()
     found = findings(made)
     found.periods = [
-        period(one.turn, 0.09, slow=one.turn.seed % 2) if one.turn.arm == CONTROL.name else one for one in found.periods
+        period(one.turn, 0.09, slow=one.turn.seed) if one.turn.arm == CONTROL.name else one for one in found.periods
     ]
     report = report_of(made, found, "live", "x")
     assert "difference in attainment" in report["control"]["says"]
@@ -212,7 +212,7 @@ def test_capacities_are_compared_seed_by_seed():
     capacities = {"colocated:2": 8.0, "disaggregated:1p1d": 16.0, CONTROL.name: 8.0}
     for arm, capacity in capacities.items():
         rows = [(capacity * 0.9, 0.95), (capacity + 0.02, 0.9), (capacity * 1.2, 0.5)]
-        found.points[arm] = [Point(rate + seed / 100, seed, share) for seed in range(4) for rate, share in rows]
+        found.points[arm] = [Point(rate * (1 + seed / 1000), seed, share) for seed in range(4) for rate, share in rows]
     report = report_of(made, found, "live", "x")
     assert problems_of(report) == []
     assert report["valid"]

@@ -82,7 +82,13 @@ def test_every_format_is_recognised_and_read(tmp_path: Path, lines: tuple[str, .
         ((own(prefix_len=3),), "line 1, read as own: prefix_len needs a prefix_id"),
         ((own(prompt="Hello"),), "line 1, read as own: prompt is text"),
         ((own(t=-1),), "line 1, read as own: -1 is no time"),
-        ((own(slo={"ttft": 3}),), "line 1, read as own: Slo"),
+        ((own(slo={"ttft": 3}),), "line 1, read as own: slo is {'ttft': 3}; it may have ttft_ms"),
+        ((own(slo={"ttft_ms": "fast"}),), "line 1, read as own: slo: ttft_ms is 'fast'; it must be milliseconds"),
+        ((own(slo={"tbt_ms": -1}),), "line 1, read as own: slo: tbt_ms is -1"),
+        ((own(slo={"tbt_of": "p50"}),), "line 1, read as own: slo: tbt_of is 'p50'; it must be p99, max or mean"),
+        ((own(t=float("nan")),), "line 1, read as own: nan is no time"),
+        ((own(), '{"t": 1, "prompt": ' + "[" * 100_000), "line 2, read as own: maximum recursion depth"),
+        (("arrived_at,num_prefill_tokens,num_decode_tokens", "5,10,4", ",10,4"), "some of its requests have a time"),
         (("a,b,c", "1,2,3"), "its first line begins no trace that is known"),
         ((BURSTGPT[0], BURSTGPT[2]), "no request in it"),
     ],
@@ -95,6 +101,12 @@ def test_a_trace_that_cannot_be_read_is_refused_by_its_line(
         read_trace(path)
     assert str(refused.value).startswith(str(path))
     assert "\n" not in str(refused.value)
+
+
+def test_dos_line_ends_a_byte_order_mark_and_blank_lines_are_no_matter(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join([own(), "", own(t=1), "", ""]).encode())
+    assert [row.at_s for row in read_trace(path)] == [0.0, 1.0]
 
 
 def test_a_trace_that_is_not_there_and_a_format_that_is_none(tmp_path: Path) -> None:
@@ -131,11 +143,14 @@ def test_a_traces_own_times_are_taken_as_they_are_and_only_a_window_of_them(tmp_
     assert [arrival.at_s for arrival in draw_traffic(scaled, 1, VOCABULARY).arrivals] == [0, 1.25, 2.5, 3, 7]
 
 
-def test_two_rates_of_a_seed_have_the_same_requests_in_another_unit_of_time(tmp_path: Path) -> None:
-    slow = draw_traffic(TrafficPlan("chat", rate=2.0, num_requests=50), 3, VOCABULARY)
-    fast = draw_traffic(TrafficPlan("chat", rate=4.0, num_requests=50), 3, VOCABULARY)
-    assert [arrival.at_s for arrival in slow.arrivals] == pytest.approx([2 * each.at_s for each in fast.arrivals])
-    assert [arrival.prompt for arrival in slow.arrivals] == [arrival.prompt for arrival in fast.arrivals]
+@pytest.mark.parametrize("preset", ["chat", "mix", "agentic"])
+def test_two_rates_of_a_seed_have_the_same_requests_in_another_unit_of_time(preset: str) -> None:
+    slow = draw_traffic(TrafficPlan(preset, rate=2.0, duration_s=20.0), 3, VOCABULARY).arrivals
+    fast = draw_traffic(TrafficPlan(preset, rate=4.0, duration_s=20.0), 3, VOCABULARY).arrivals
+    assert 20 < len(slow) < len(fast)
+    fast = fast[: len(slow)]
+    assert [arrival.at_s for arrival in slow] == pytest.approx([2 * each.at_s for each in fast])
+    assert [(each.prompt, each.max_tokens) for each in slow] == [(each.prompt, each.max_tokens) for each in fast]
 
 
 @pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5)])
@@ -268,6 +283,15 @@ def test_prompts_over_the_context_are_refused_cut_or_dropped_and_counted(tmp_pat
     assert (dropped.notes["cut"], dropped.notes["refused"]) == (0, 2)
     scaled = draw_traffic(TrafficPlan(**plan, scale_tokens=0.53), 1, VOCABULARY)
     assert max(len(each.prompt) + each.max_tokens for each in scaled.arrivals) <= 64
+
+
+@pytest.mark.parametrize("too_long", ["error", "cut", "drop"])
+def test_a_request_that_fits_is_left_as_it_is(tmp_path: Path, too_long: str) -> None:
+    """Also one whose answer is longer than half of the context."""
+    plan = TrafficPlan(str(written(tmp_path, own(prompt_len=10, max_tokens=50))), max_model_len=64, too_long=too_long)
+    drawn = draw_traffic(plan, 1, VOCABULARY)
+    assert [(len(each.prompt), each.max_tokens) for each in drawn.arrivals] == [(10, 50)]
+    assert drawn.notes["cut"] == 0
 
 
 def test_given_tokens_are_never_scaled(tmp_path: Path) -> None:

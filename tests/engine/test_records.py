@@ -1,6 +1,7 @@
 """What a node records: a record a step, events of every request from its queueing to its one end, in bounded memory."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -173,6 +174,23 @@ async def test_every_queued_request_ends_once(
         assert (kinds[0], kinds[-1]) == ("queued", "ended")
         assert (kinds.count("queued"), kinds.count("ended")) == (1, 1)
         assert reason in next(event.reason for event in line.events("a") if event.kind == "ended")
+
+
+async def test_a_request_that_is_aborted_before_the_engine_looks_is_queued_before_it_ends() -> None:
+    async with node() as (running, line, _):
+        busy = threading.Event()
+        running.engine.post(lambda _: busy.wait(5.0))  # as in a long pass
+        line.submit("a", [5] * 18, 6)
+        abort(line)
+        assert await until(lambda: not line.commands.qsize(), 2.0)
+        assert await until(lambda: not running.has("a"), 2.0)
+        await asyncio.sleep(0.15)
+        busy.set()
+        await line.ends("a")
+        await asyncio.sleep(0.15)
+        assert [event.kind for event in line.events("a")] == ["queued", "ended"], "in the order of their telling too"
+        queued, ended = line.events("a")
+        assert queued.at_ns <= ended.at_ns < queued.at_ns + 100_000_000, "it ended when it was aborted"
 
 
 async def test_a_router_that_leaves_ends_its_requests_and_later_records_count_as_dropped() -> None:

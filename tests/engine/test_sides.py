@@ -113,6 +113,15 @@ async def test_a_node_that_drains_keeps_its_role_and_one_that_ends_does_not_come
         assert not here.node.has("r"), "it was told to go on elsewhere"
 
 
+async def test_of_two_changes_at_once_one_is_refused_and_the_node_is_not_drained_twice() -> None:
+    async with stage() as here:
+        first, second = await asyncio.gather(
+            here.change.set_role(SetRole("decode", 0.3)), here.change.set_role(SetRole("decode", 0.3))
+        )
+        assert (first, second) == (Answer(), Answer("the node is draining"))
+        assert here.told.infos == [("prefill", "draining"), ("decode", "ready")]
+
+
 async def test_a_caller_that_hangs_up_leaves_no_node_draining() -> None:
     async with stage() as here:
         here.node._router_of["r"] = "router"

@@ -3,6 +3,7 @@ import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import httpx
 import openai
@@ -11,6 +12,8 @@ import uvicorn
 
 from router.api import build_app
 from router.generation import Generation, Model, Piece
+from router.records import Records
+from shared.clock import now_ns
 from shared.errors import Unavailable
 from shared.messages import Logprobs
 
@@ -561,3 +564,31 @@ async def test_a_client_that_leaves_ends_the_work(dispatcher, byte_level, stream
             for answers in dispatcher.answers:
                 await answers.gone.wait()
         assert len(dispatcher.answers) == 2
+
+
+async def test_a_request_is_recorded_from_its_first_byte_to_its_last(dispatcher, byte_level):
+    """Reading the body and writing the answer are the router's time: what it records leaves neither out."""
+    records = Records()
+    app = build_app(dispatcher, byte_level, MODEL, records=records)
+    at: dict[str, float] = {"arrived": now_ns() / 1e6}
+
+    async def receive() -> dict[str, Any]:
+        if "asked" in at:
+            await asyncio.sleep(3600)  # connected
+        await asyncio.sleep(0.02)
+        at["asked"] = now_ns() / 1e6
+        return {"type": "http.request", "body": json.dumps({"prompt": "x", "stream": True}).encode()}
+
+    async def send(message: dict[str, Any]) -> None:
+        if b'"text"' in message.get("body", b""):
+            await asyncio.sleep(0.005)
+            at.setdefault("first", now_ns() / 1e6)
+            at["last"] = now_ns() / 1e6
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+    await app(scope, receive, send)
+    (summary,) = records.latest_requests(1)
+    assert at["arrived"] <= summary["accepted_ms"] < at["asked"]
+    assert summary["first_token_ms"] >= at["first"]
+    assert summary["ended_ms"] >= at["last"]

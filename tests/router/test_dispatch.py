@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from router import dispatch as dispatch_module
 from router.dispatch import Dispatch, Rules, Run
+from router.exchange import merged
 from router.fleet import Fleet
 from router.generation import Generation, Piece
-from router.link import Link
+from router.link import STALE_S, Link
 from router.records import Records
 from scheduler.cost import CostModel
 from shared.errors import Rejected, Unavailable
@@ -104,8 +105,8 @@ class Stage:
     def check_over(self) -> None:
         """Nothing of any request is left in the router, and the counts add up."""
         for name, node in self.nodes.items():
-            ledger = (node.outstanding_tokens, node.outstanding_pairs, node.kv_tokens)
-            assert (name, ledger, node.listeners) == (name, (0, 0, 0), {})
+            ledger = (node.outstanding_tokens, node.outstanding_pairs, node.kv_tokens, node.arriving)
+            assert (name, ledger, node.listeners) == (name, (0, 0, 0, 0), {})
         counts = self.counts()
         assert counts["running"] == 0
         assert counts["total"] == sum(counts[name] for name in ("finished", "cancelled", "failed", "refused"))
@@ -629,4 +630,63 @@ async def test_an_outstanding_prompt_makes_the_next_one_late() -> None:
         await collect(await here.submit())
     await first.close()
     await (await here.submit()).close()
+    here.check_over()
+
+
+async def test_a_node_taken_for_too_slow_is_measured_again_after_a_while() -> None:
+    here = stage("p0 d0", disaggregate="auto", ttft_slo_s=1.5)
+    learn(here, p0=CostModel(overhead=90.0), d0=CostModel(overhead=80.0))
+    with pytest.raises(Unavailable, match="predicted in 80000 ms"):
+        await collect(await here.submit())
+    for node in here.nodes.values():
+        node._ran_at -= STALE_S + 1
+    run = await here.submit()
+    computes, generates, _ = here.attempt(0)
+    assert (computes, generates) == (here.p0, here.d0), "the prefill node too, which is predicted to be slower"
+    with pytest.raises(Unavailable, match="predicted in 80000 ms"):
+        await collect(await here.submit())
+    await run.close()
+    assert here.dispatch.status()["placements"] == {"stale_model": 1}
+    here.check_over()
+
+
+async def test_only_what_is_decoded_counts_as_decodes() -> None:
+    here = stage("p0 d0", disaggregate="always")
+    run = await here.submit()
+    p, d, submit = here.attempt(0)
+    assert (d.view().running, d.view().num_decodes) == (1, 0), "its prompt is still computed"
+    p.say(token(submit.id, 0))
+    d.say(Delta(submit.id, landed=True))
+    assert (d.view().running, d.view().num_decodes) == (1, 1)
+    await run.close()
+    here.check_over()
+
+
+async def test_a_request_that_nodes_move_on_with_progress_is_not_given_up_for_it() -> None:
+    here = stage("d0 d1", max_attempts=2)
+    run = await here.submit()
+    last = len(ANSWER) - 1
+    for number in range(last):
+        _, d, submit = here.attempt(number)
+        d.say(token(submit.id, number), Delta(submit.id, error="becomes a prefill node", retry=True))
+        await turns()
+    assert here.counts()["moved"] == last
+    _, d, submit = here.attempt(last)
+    d.say(token(submit.id, last))
+    assert tokens_of(await collect(run)) == ANSWER
+    here.check_over()
+
+
+async def test_one_prompt_that_is_refused_ends_what_was_begun_of_the_others() -> None:
+    here = stage("p0 d0", disaggregate="always", ttft_slo_s=1.5)
+    learn(here, p0=SLOW, d0=QUICK)
+    sampling = Sampling(temperature=0.0)
+    runs = [await here.dispatch.submit(Generation(f"r-{number}", list(PROMPT), 7, sampling)) for number in range(2)]
+    pieces = merged(runs)
+    with pytest.raises(Unavailable, match="predicted in 2000 ms"):
+        await anext(pieces)
+    for run in runs:
+        await run.close()
+    assert here.p0.aborts == here.d0.aborts == ["r-0.0.0"]
+    assert (here.counts()["refused"], here.counts()["cancelled"]) == (1, 1)
     here.check_over()

@@ -1,19 +1,23 @@
 """The fleet over real streams to nodes that do what the test says: who is used, who is lost and when, who comes back."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
+from router.admin import Admin
 from router.dispatch import Dispatch, Rules
 from router.fleet import Fleet
 from router.generation import Generation
 from router.link import Link
 from router.records import Records
 from scheduler.cost import CostModel
+from shared.errors import Rejected, Unavailable
 from shared.messages import Command, Delta, Load, NodeInfo, Report, Sampling, Submit
 from shared.serve import until
 from shared.services import ATTACH, RpcServer
@@ -366,3 +370,46 @@ async def test_placement_sees_what_a_node_says_of_its_speed_and_ignores_what_it_
         assert await until(lambda: link.view().cost is None, 5.0)
         view = link.view()
         assert (view.budget_tokens, view.tbt_slo_s, view.push_s, view.knows_prompts) == (512, 0.0, 0.0, False)
+
+
+async def test_a_node_of_impossible_numbers_is_left_alone() -> None:
+    async with stage("d0") as here:
+        here.listing.put(replace(here.listing.nodes["d0"], id="d1", block_tokens=0))
+        assert [info.id for info, _, _ in here.fleet.nodes()] == ["d0"]
+
+
+async def test_a_load_of_nonsense_leaves_a_node_usable_and_its_status_json() -> None:
+    async with stage("d0") as here:
+        nan = float("nan")
+        here.nodes["d0"].load = Load(cost=[nan] * 7, transfer=[nan, float("inf")], running=-5, steps=3)
+        link = here.fleet.link("d0")
+        assert await until(lambda: link.load.steps == 3, 5.0)
+        view = link.view()
+        assert (view.cost, view.push_s, view.byte_s) == (None, 0.0, 0.0)
+        json.dumps(here.fleet.status(), allow_nan=False)
+
+
+async def post(admin: Admin, node: str, role: str) -> int:
+    """The status that a change of role is answered with."""
+    scope = {
+        "type": "http", "method": "POST", "path": "/", "path_params": {"node": node}, "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+    body = {"type": "http.request", "body": json.dumps({"role": role}).encode(), "more_body": False}
+
+    async def receive() -> dict[str, Any]:
+        return body
+
+    try:
+        return (await admin.set_role(Request(scope, receive))).status_code
+    except (Rejected, Unavailable) as error:
+        return error.status
+
+
+async def test_two_operators_at_once_leave_a_decode_node_and_change_no_node_twice() -> None:
+    async with stage("d0 d1", mode="colocated") as here:
+        admin = Admin(here.fleet, 0.1)
+        # These nodes know no change of role, and say so: 503.
+        assert list(await asyncio.gather(post(admin, "d0", "prefill"), post(admin, "d1", "prefill"))) == [503, 409]
+        assert list(await asyncio.gather(post(admin, "d0", "prefill"), post(admin, "d0", "decode"))) == [503, 409]
+        assert await post(admin, "d1", "prefill") == 503, "what failed is forgotten"

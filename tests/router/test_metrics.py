@@ -196,6 +196,14 @@ def test_whoever_left_before_a_late_first_token_counts_as_missed():
     assert shown(metrics)["baton_slo_requests_total", "met=no", "model_name=tiny"] == 1
 
 
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_what_did_not_finish_counts_by_its_reason_and_has_no_latency(reason):
+    seen = shown(asked(Slo(1.0), [0.1, 0.2], reason))
+    assert seen["vllm:request_success_total", f"finished_reason={reason}", "model_name=tiny"] == 1
+    for name in ("vllm:e2e_request_latency_seconds_count", "vllm:request_generation_tokens_count"):
+        assert seen[name, "model_name=tiny"] == 0
+
+
 def test_latency_is_the_last_minutes():
     latency = asked(Slo(), [0.4, 0.1, *[0.02] * 98]).latency()
     assert latency["ttft_ms"] == {"p50": pytest.approx(400, rel=0.03), "p99": pytest.approx(400, rel=0.03), "n": 1}
@@ -308,7 +316,7 @@ def test_a_handoff_goes_through_sglangs_queues():
     queues = HandoffQueues()
     for number, (node, kind, stands) in enumerate(STORY):
         queues.event(node, RequestEvent("cmpl-1-0.0.0", kind, number))
-        assert set(queues.counts({"p0", "d0"})) == set(stands), kind
+        assert set(queues.counts()) == set(stands), kind
     assert not queues._open
 
 
@@ -319,18 +327,20 @@ def test_the_two_nodes_may_tell_in_any_order_and_nothing_stays():
         queues, rest = HandoffQueues(), {name: iter(kinds) for name, kinds in stories.items()}
         for node in order:
             queues.event(node, RequestEvent("a", next(rest[node.id]), 0))
-        assert queues.counts({"p0", "d0"}) == {}
+        assert queues.counts() == {}
 
 
 def test_a_prompt_computed_where_it_is_generated_stands_in_no_queue_and_a_lost_node_leaves_none():
     queues = HandoffQueues()
     for kind in ("queued", "admitted", "first"):
         queues.event(D, RequestEvent("a", kind, 0))
-    assert queues.counts({"d0"}) == {}
+    assert queues.counts() == {}
     for node, kind, _ in STORY[:3]:
         queues.event(node, RequestEvent("b", kind, 0))
-    assert queues.counts({"d0"}) == {}
-    assert set(queues._open) == {"a"}
+    queues.lost("p0")
+    assert queues.counts() == {("d0", PREALLOC): 1}
+    queues.lost("d0")
+    assert not queues._open
 
 
 def test_the_status_shows_what_nodes_did_and_what_clients_had():

@@ -11,12 +11,13 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from router import feed as feed_module
+from router import observe as observe_module
 from router.api import _tell
 from router.feed import MAX_WAITING_BYTES, Feed, Subscriber
 from router.observe import observe_routes
 from router.records import Records
 from router.step_ring import FIELDS
-from router.trace import trace
+from router.trace import trace_events
 from shared.clock import now_ns
 from shared.errors import Rejected
 from shared.messages import NodeInfo, Report, RequestEvent, StepRecord, pack_ids
@@ -70,8 +71,7 @@ def served(records: Records) -> int:
 def test_a_trace_is_valid_and_shows_passes_pushes_requests_and_arrows() -> None:
     records = Records()
     began = served(records)
-    whole = json.loads(json.dumps(trace(records, began - 10 * MS), allow_nan=False))
-    events = whole["traceEvents"]
+    events = json.loads(json.dumps(list(trace_events(records, began - 10 * MS)), allow_nan=False))
     for event in events:
         assert event["ph"] in set("XMCbnestf"), event
         assert isinstance(event["pid"], int)
@@ -107,7 +107,7 @@ def test_a_trace_is_valid_and_shows_passes_pushes_requests_and_arrows() -> None:
 def test_a_trace_begins_where_it_was_asked_to_and_has_whole_arrows_only() -> None:
     records = Records()
     began = served(records)
-    events = trace(records, began + 20 * MS)["traceEvents"]
+    events = list(trace_events(records, began + 20 * MS))
     assert [event["args"]["number"] for event in events if event.get("cat") == "pass"] == [5]
     assert not [event for event in events if event["ph"] in set("stf")]
     assert min(event["ts"] for event in events) >= 0
@@ -174,6 +174,24 @@ def test_bad_input_is_told_in_openais_form_by_its_parameter(path: str, status: i
 
 
 # ---- the feed ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/requests?limit=4000", "/v1/steps?node=decode-0&limit=4000", "/trace?last=1h"])
+def test_a_long_answer_is_one_json_object_however_many_pieces_it_is_written_in(path: str, monkeypatch: Any) -> None:
+    records = Records()
+    served(records)
+    for number in range(6, 12):
+        step = StepRecord(number, now_ns(), 100, num_decodes=1)
+        records.take(info("decode-0"), Report(steps=[step]))
+        records.accepted(f"cmpl-{number}", 3, 1)
+    path = path.replace("1h", "60m")
+    whole = client(records).get(path).json()
+    monkeypatch.setattr(observe_module, "AT_ONCE", 2)
+    pieces = client(records).get(path).json()
+    rows = next(name for name in ("requests", "steps", "traceEvents") if name in whole)
+    assert len(whole[rows]) == len(pieces[rows]) >= 7
+    assert {**whole, rows: 0, "otherData": 0} == {**pieces, rows: 0, "otherData": 0}
+    assert rows == "traceEvents" or whole == pieces
 
 
 class Watcher:

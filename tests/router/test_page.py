@@ -138,6 +138,19 @@ def test_no_node_is_offered_from_a_busy_pool() -> None:
     assert said == "The prefill pool is at its limit: 9 queued, 97% busy."
 
 
+@pytest.mark.parametrize(("busy", "owned"), [(0.45, 0), (0.1, 60)])
+def test_no_node_is_offered_that_the_rest_of_its_pool_could_not_do_without(busy: float, owned: int) -> None:
+    load = {"busy": busy, "blocks": {"free": 100 - owned, "owned": owned, "total": 100}}
+    said = sentence(node("prefill", waiting=14, busy=0.97), node("decode", **load), node("decode", 1, **load))
+    assert said.startswith("The prefill pool is the bottleneck")
+    assert "baton role" not in said
+
+
+def test_who_has_a_queue_does_not_keep_up() -> None:
+    said = sentence(node("prefill", waiting=30, busy=0.6), node("decode", running=3, busy=0.4), running=33)
+    assert said == "At work: 33 requests on 2 nodes, 50% busy, 30 queued."
+
+
 def test_a_queue_before_a_prefill_pool_that_is_not_busy_is_not_blamed_on_it() -> None:
     assert "prefill pool" not in sentence(node("prefill", waiting=2, busy=0.2), node("decode"), running=2)
 
@@ -168,27 +181,35 @@ def test_a_decode_pool_at_its_limit() -> None:
 def test_prompt_chunks_between_the_tokens_of_others() -> None:
     mixed = {"tokens": 520, "prefills": 1, "decodes": 8}
     said = sentence(node("decode", running=9, busy=0.9, batch=mixed), running=9, tbt_ms=took(20, 80))
-    assert said.startswith("Tokens come late, TBT p99 80 ms (SLO 50), and decode-0 runs prompt chunks")
+    assert said == (
+        "Tokens come late, TBT p99 80 ms (SLO 50), and decode-0 runs prompt chunks in the same passes as decodes. "
+        "Prefill nodes would keep them apart."
+    )
     assert "prompt chunks" not in sentence(node("decode", running=9, batch=mixed), running=9, tbt_ms=took(20, 40))
 
 
 def test_a_slow_handoff_shows_in_the_second_token() -> None:
-    nodes = (node("prefill"), node("decode", running=4, busy=0.4))
+    nodes = (node("prefill", handoffs=9), node("decode", running=4, busy=0.4))
     late = {"tbt_ms": took(10, 20), "ttst_ms": took(90, 200)}
     said = sentence(*nodes, running=4, **late)
     assert said.startswith("The handoff is slow: the second token comes after 90 ms (p50), later ones after 10 ms")
-    assert "handoff" not in sentence(node("prefill"), node("decode", waiting=1, running=4, busy=0.4), running=4, **late)
-    said = sentence(*nodes, running=4, tbt_ms=took(0, 30), ttst_ms=took(60, 90))
-    assert said.startswith("The handoff is slow")  # later tokens come in bundles
-    assert "handoff" not in sentence(*nodes, running=4, tbt_ms=took(20, 30), ttst_ms=took(45, 90))  # within the SLO
-    assert "handoff" not in sentence(nodes[1], running=4, **late)  # nothing is handed over
+    waits = node("decode", waiting=1, running=4, busy=0.4)
+    assert "handoff" not in sentence(nodes[0], waits, running=4, **late)
+    bundles = {"tbt_ms": took(0, 30), "ttst_ms": took(60, 90)}
+    assert "handoff" not in sentence(*nodes, running=4, **bundles)  # nobody can tell what a token of them waited for
+    assert "handoff" not in sentence(*nodes, running=4, tbt_ms=took(15, 30), ttst_ms=took(45, 90))  # within the SLO
+    fast = {"tbt_ms": took(0.2, 1), "ttst_ms": took(8, 20), "slo": {"ttft_ms": 0.0, "tbt_ms": 0.0}}
+    assert "handoff" not in sentence(*nodes, running=4, **fast)  # many times the usual gap, and yet nothing
+    assert "handoff" not in sentence(nodes[1], running=4, **late)
+    assert "handoff" not in sentence(node("prefill", handoffs=0), nodes[1], running=4, **late)  # all computed locally
 
 
-def test_time_that_is_lost_outside_the_nodes() -> None:
+def test_a_late_first_token_without_a_queue_is_not_blamed_on_anybody() -> None:
     said = sentence(node("prefill", busy=0.2), node("decode", busy=0.1), running=9, ttft_ms=took(300, 900))
     assert said == (
         "TTFT p99 900 ms (SLO 500), yet no node has a queue and none is more than 20% busy: "
-        "the time is lost outside the nodes. Look at the router's CPU."
+        "either such prompts take so long alone, or time is lost outside the nodes. "
+        "The timeline of a slow request shows which."
     )
 
 

@@ -305,7 +305,7 @@ def test_a_foreign_request_is_named_in_members_and_nothing_else() -> None:
     world = World()
     world.event("decode-0", "queued", 1, "cmpl-other-0.0.0", serial=3)
     assert world.records.client_id("decode-0", 3) == "cmpl-other-0"
-    assert world.records.latest_requests(9) == []
+    assert not list(world.records.latest_requests(9))
 
 
 @given(

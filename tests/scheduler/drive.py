@@ -12,6 +12,7 @@ from scheduler.scheduler import Event, Scheduler
 
 VOCABULARY = 50
 LANDING_TURNS = 3
+LEAVING_TURNS = 2
 
 
 def next_token(prefix: list[int], salt: bytes = b"") -> int:
@@ -51,7 +52,7 @@ class Device:
 
 class Driver:
     """`depth` steps are decided before the first of them is told: 1 is a plain loop, 2 an overlapped device. Whoever
-    lands does so `LANDING_TURNS` turns after its room was found."""
+    lands does so `LANDING_TURNS` turns after its room was found, who leaves is gone `LEAVING_TURNS` after its token."""
 
     def __init__(self, scheduler: Scheduler, depth: int = 1) -> None:
         self.scheduler = scheduler
@@ -60,6 +61,7 @@ class Driver:
         self.in_flight: deque[tuple[Step, list[list[int]]]] = deque()
         self.steps: list[Step] = []
         self.landings: deque[tuple[int, Request]] = deque()
+        self.leaving: deque[tuple[int, Request]] = deque()
         self.turns = 0
         self.idle = 0
 
@@ -68,6 +70,9 @@ class Driver:
         self.turns += 1
         while self.landings and self.landings[0][0] <= self.turns:
             self.land(self.landings.popleft()[1])
+        while self.leaving and self.leaving[0][0] <= self.turns:
+            if (gone := self.leaving.popleft()[1]).state is State.LEAVING:
+                self.scheduler.release(gone)
         step = self.scheduler.schedule()
         self.landings += [(self.turns + LANDING_TURNS, landing) for landing in step.landings]
         if step.slices:
@@ -77,7 +82,9 @@ class Driver:
         events: list[Event] = []
         if self.in_flight and (len(self.in_flight) >= self.depth or not step.slices):
             events = self.tell()
-        self.idle = 0 if step.slices or events or self.landings else self.idle + 1
+        leaving = [event.request for event in events if event.request.state is State.LEAVING]
+        self.leaving += [(self.turns + LEAVING_TURNS, request) for request in leaving]
+        self.idle = 0 if step.slices or events or self.landings or self.leaving else self.idle + 1
         return events
 
     def land(self, landing: Request) -> None:
@@ -104,8 +111,8 @@ class Driver:
             seen.add(piece.request.id)
             assert len(piece.request.blocks) * self.scheduler.block_tokens >= piece.end
         if self.scheduler.policy.chunked:
-            assert step.num_tokens <= self.scheduler.budget.ceiling
-            assert step.num_tokens <= max(step.budget, step.work.num_decodes + 1)
+            assert step.work.tokens <= self.scheduler.budget.ceiling
+            assert step.work.tokens <= max(step.budget, step.work.num_decodes + 1)
         assert len(step.slices) <= limits.max_num_seqs
         assert step.work == work_of(step)
 
@@ -126,7 +133,7 @@ class Driver:
         assert 0 not in held
 
     def finish(self, limit: int = 20_000) -> None:
-        while self.scheduler.has_work or self.in_flight or self.landings:
+        while self.scheduler.has_work or self.in_flight or self.landings or self.leaving:
             self.turn()
             assert self.idle < 3, "nothing moves"
             limit -= 1

@@ -111,13 +111,13 @@ def test_nobody_is_held_back_while_nobody_waits() -> None:
         scheduler.cost = model
         step = scheduler.schedule()
         assert step.reason == "no decodes"
-        sizes.append(step.num_tokens)
+        sizes.append(step.work.tokens)
         scheduler.update(step, [7 if step.slices[0].samples else None])
     assert sizes == [512, 768, 1152, 1728, 2592, 2248]
     scheduler.add(request("s", list(range(5000, 8000)), 1))
     scheduler.cost = None
     step = scheduler.schedule()
-    assert (step.num_tokens, step.budget, step.reason) == (65, 65, "no model yet")
+    assert (step.work.tokens, step.budget, step.reason) == (65, 65, "no model yet")
 
 
 def test_a_step_that_nobody_waits_for_still_ends_soon_on_a_slow_device() -> None:
@@ -138,7 +138,7 @@ def test_growth_waits_for_evidence_and_shrinking_for_nothing() -> None:
     budget, work = SloBudget(0.1, 8192), Work()
     work.add_decode(100)
     sizes = []
-    for model in (FAST, CostModel(*FAST.packed()), SLOW, CostModel(*SLOW.packed()[:1], per_token=1e-2)):
+    for model in (FAST, CostModel(*FAST.packed()), SLOW, CostModel(SLOW.overhead, per_token=1e-2)):
         for _ in range(10):
             budget.begin(model, watched=True)
             done = Work(**{name: getattr(work, name) for name in Work.__slots__})
@@ -153,7 +153,7 @@ def test_growth_waits_for_evidence_and_shrinking_for_nothing() -> None:
 def test_a_fixed_budget_stays_what_it_is() -> None:
     served = serve(budget_of(96, 0), lambda _: FAST, num_requests=5)  # type: ignore[arg-type]
     assert {(step.budget, step.reason) for step in served.steps} == {(96, "fixed")}
-    assert max(step.num_tokens for step in served.steps) == 96
+    assert max(step.work.tokens for step in served.steps) == 96
 
 
 @given(

@@ -161,6 +161,25 @@ def test_a_local_prompt_is_predicted_to_keep_the_slo(prompt: int, decodes: int, 
         assert estimate.compute_s / steps <= slo_s * 1.05
 
 
+def test_where_decodes_alone_miss_the_slo_prompts_still_progress_by_the_floor_of_each_step() -> None:
+    estimate = local_estimate(decode_node(64, tbt_slo_s=0.001), H200, 160, 0)
+    assert estimate is not None
+    assert not estimate.keeps_tbt
+    alone_s = H200.seconds(Work(num_decodes=64, decode_context=64_000))
+    assert 10 * alone_s <= estimate.compute_s < 11 * alone_s, "ten steps of 16 tokens"
+
+
+def test_a_prefill_node_that_was_idle_for_long_is_measured_again() -> None:
+    assert placed(100, prefill_node(), decode_node()).reason == "local_sooner"
+    found = placed(100, prefill_node(stale=True), decode_node(stale=True))
+    assert (found.prefill, found.reason) == ("p0", "stale_model")
+
+
+def test_requests_whose_prompts_are_not_computed_yet_are_not_delayed_by_another() -> None:
+    assert placed(3000, prefill_node(), decode_node(64)).reason == "remote_sooner"
+    assert placed(3000, prefill_node(), decode_node(64, arriving=64)).reason == "local_sooner"
+
+
 def test_ties_and_unknowns_go_to_the_prefill_node() -> None:
     same = Estimate(0.1, 0.2)
     assert choose(same, same) == (False, "remote_sooner")

@@ -134,7 +134,9 @@ def test_the_solution_is_the_best_of_all_that_are_not_negative(rows: list[list[f
         assert loss([max(0.0, a + b) for a, b in zip(found, nudge, strict=True)]) >= loss(found) - 1e-6
 
 
-@pytest.mark.parametrize("wrong", [[], [1.0] * 6, [1.0] * 6 + [-1.0], [1.0, float("nan"), *[1.0] * 5], [float("inf")] * 7])
+@pytest.mark.parametrize(
+    "wrong", [[], [1.0] * 6, [1.0] * 6 + [-1.0], [1.0, float("nan"), *[1.0] * 5], [float("inf")] * 7]
+)
 def test_numbers_that_are_no_model_are_refused(wrong: list[float]) -> None:
     assert CostModel.unpacked(wrong) is None
     assert CostModel.unpacked(TRUE.packed()) == TRUE

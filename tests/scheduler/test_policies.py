@@ -77,7 +77,7 @@ def test_decode_maximal_computes_one_chunk_of_one_prompt_beside_all_decodes(seed
 @seeds
 def test_split_fuse_fills_every_step_while_there_is_prompt_work(seed: int) -> None:
     for seen in watch("split_fuse", seed):
-        assert seen.step.num_tokens == min(BUDGET, sum(seen.behind.values()))
+        assert seen.step.work.tokens == min(BUDGET, sum(seen.behind.values()))
 
 
 @pytest.mark.parametrize("name", ["prefill_chunks_first", "prefill_first", "static"])
@@ -94,7 +94,7 @@ def test_prompts_first_means_that_decodes_stand_still_while_there_is_a_prompt(na
 @few
 @seeds
 def test_chunks_first_cuts_prompts_to_the_budget(seed: int) -> None:
-    assert all(seen.step.num_tokens <= BUDGET for seen in watch("prefill_chunks_first", seed))
+    assert all(seen.step.work.tokens <= BUDGET for seen in watch("prefill_chunks_first", seed))
 
 
 @pytest.mark.parametrize("name", ["prefill_first", "whole_prompt_mixed", "decode_first"])
@@ -104,7 +104,7 @@ def test_whole_prompts_are_computed_in_one_step(name: str, seed: int) -> None:
     for seen in watch(name, seed):
         assert all(piece.count == seen.behind[piece.request.id] for piece in seen.step.slices)
         over = [piece.count for piece in seen.step.slices if piece.count > 1]
-        assert len(over) <= 1 or seen.step.num_tokens <= BUDGET, "only alone may a prompt exceed the budget"
+        assert len(over) <= 1 or seen.step.work.tokens <= BUDGET, "only alone may a prompt exceed the budget"
 
 
 @few

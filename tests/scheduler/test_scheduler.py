@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from scheduler.budget import SloBudget
 from scheduler.cost import CostModel
-from scheduler.policy import POLICIES, PREFILL_FIRST, STALL_FREE, Policy
+from scheduler.policy import POLICIES, STALL_FREE, Policy
 from scheduler.request import LEGAL, Request, State
 from scheduler.scheduler import Limits, Scheduler
 from tests.scheduler.drive import Driver, expected, request
@@ -19,7 +19,8 @@ MODELS = (None, CostModel(overhead=1.0), CostModel(1.0, 1.0, 4.0, 0.1, 0.01, 0.1
 
 @st.composite
 def traffic(draw: st.DrawFn) -> tuple[Scheduler, list[tuple[int, Request]], int]:
-    """A scheduler, requests of which some land with the turns at which they arrive, and the driver's depth."""
+    """A scheduler, requests with the turns at which they arrive, and the driver's depth. Of the requests some land or
+    leave, some are resumed and some want the logits of their prompt."""
     block_tokens = draw(st.sampled_from([1, 2, 4, 16]))
     limits = Limits(
         max_num_batched_tokens=draw(st.integers(1, 40)),
@@ -37,21 +38,27 @@ def traffic(draw: st.DrawFn) -> tuple[Scheduler, list[tuple[int, Request]], int]
     arrivals = []
     for index in range(draw(st.integers(1, 12))):
         prompt = rng.choice(stems)[: rng.randrange(25)] + [rng.randrange(3, 50) for _ in range(rng.randrange(1, 16))]
-        arrivals.append(
-            (
-                rng.randrange(20),
-                request(
-                    f"r{index}",
-                    prompt,
-                    rng.randrange(2, 20),
-                    salt=rng.choice([b"", b"tenant"]),
-                    priority=rng.choice([0, 0, 0, 1]),
-                    lands=rng.random() < 0.25,
-                ),
-            )
+        way = rng.random()
+        arrival = request(
+            f"r{index}",
+            prompt,
+            rng.randrange(2, 20),
+            salt=rng.choice([b"", b"tenant"]),
+            priority=rng.choice([0, 0, 0, 1]),
+            lands=way < 0.25,
+            leaves=way > 0.85,
+            every_logit=rng.random() < 0.1,
         )
+        if not arrival.lands and rng.random() < 0.2:
+            arrival.tokens += expected(prompt, rng.randrange(1, arrival.max_tokens), arrival.salt)
+        arrivals.append((rng.randrange(20), arrival))
     scheduler = Scheduler(limits, num_blocks, block_tokens, budget=budget)
     return scheduler, arrivals, draw(st.sampled_from([1, 1, 2]))
+
+
+def expected_of(done: Request) -> list[int]:
+    """What it should have generated, so many tokens as it has."""
+    return expected(done.tokens[: done.num_prompt], done.num_generated, done.salt)
 
 
 @every_policy
@@ -74,9 +81,8 @@ def test_every_request_gets_its_tokens_and_every_block_returns(
     driver.finish()
     for _, done in arrivals:
         assert done.state is State.DONE
-        assert done.tokens[done.num_prompt :] == expected(done.tokens[: done.num_prompt], done.max_tokens, done.salt), (
-            "tokens depend on the schedule"
-        )
+        assert done.tokens[done.num_prompt :] == expected_of(done), "tokens depend on the schedule"
+        assert done.leaves or done.num_generated == done.max_tokens
     ledger = scheduler.ledger()
     assert ledger.free + ledger.cached == ledger.total
     assert not scheduler.requests
@@ -103,9 +109,7 @@ def test_an_abort_in_any_state_frees_its_blocks_and_touches_nobody_else(
     driver.finish()
     for _, done in arrivals:
         if done.id not in aborted:
-            assert done.tokens[done.num_prompt :] == expected(
-                done.tokens[: done.num_prompt], done.max_tokens, done.salt
-            )
+            assert done.tokens[done.num_prompt :] == expected_of(done)
     ledger = scheduler.ledger()
     assert ledger.free + ledger.cached == ledger.total
 
@@ -139,13 +143,13 @@ def test_decodes_stall_behind_a_prompt_under_prefill_first() -> None:
         driver.finish()
         gap = longest = 0
         for step in driver.steps:
-            gap += step.num_tokens
+            gap += step.work.tokens
             if any(piece.request.id == "stream" for piece in step.slices):
                 longest, gap = max(longest, gap), 0
         return longest
 
     assert longest_gap(STALL_FREE) <= 16
-    assert longest_gap(PREFILL_FIRST) > 300
+    assert longest_gap(POLICIES["prefill_first"]) > 300
 
 
 def test_a_prompt_is_computed_once_and_its_prefix_is_shared_within_its_salt_only() -> None:

@@ -39,6 +39,20 @@ def lines(capsys):
     root.setLevel(level)
 
 
+def test_a_text_line_is_one_line_whatever_is_named_in_it_and_an_exception_follows(lines):
+    lines.configure("text")
+    log.warning("node %s is gone", "d0\n2026-01-01 00:00:00,000 INFO baton.access made up\r\x1b[2K\u2028")
+    (line,) = lines.read()
+    assert line.endswith("node d0\\n2026-01-01 00:00:00,000 INFO baton.access made up\\r\\x1b[2K\\u2028 is gone")
+    try:
+        raise ValueError("why")
+    except ValueError:
+        log.exception("it broke")
+    first, *rest = lines.read()
+    assert first.endswith("ERROR baton.test it broke")
+    assert rest[-1] == "ValueError: why"
+
+
 def test_a_json_line_is_one_object_whatever_its_message_holds(lines):
     lines.configure("json")
     log.warning("two\nlines of %s", "\ud800 and \u2028", extra=fields(tokens=3, request="cmpl-1"))

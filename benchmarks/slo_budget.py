@@ -122,11 +122,11 @@ def judged(runs: dict[str, dict[str, list[Result]]], slo_s: float, arms: dict[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slo-ms", type=float, default=60.0)
+    parser.add_argument("--slo-ms", type=float, default=40.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=8.0, help="of arrivals, a load")
-    parser.add_argument("--chat-rate", type=float, default=6.0)
-    parser.add_argument("--long-rate", type=float, default=3.0)
+    parser.add_argument("--chat-rate", type=float, default=28.0)
+    parser.add_argument("--long-rate", type=float, default=12.0)
     parser.add_argument("--budgets", type=int, nargs="+", default=list(BUDGETS))
     parser.add_argument("--port", type=int, default=8320)
     parser.add_argument("--out", type=Path)

@@ -99,6 +99,33 @@ def capacity_of(points: Sequence[Point], alpha: float, seed: int = 0) -> Capacit
     return Capacity(found.rate, low, high, found.bounded, found.cliff)
 
 
+def influences(points: Sequence[Point], alpha: float) -> dict[int, float | None]:
+    """By seed, the capacity as the seed moves it (jackknife pseudo-values, Tukey 1958, of the crossing of all): their
+    mean is the crossing, and their spread tells how sure it is, as figures of paired runs do.
+
+    All None where the crossing, of all seeds or without one, lies beyond the rates that were measured: a bound is no
+    figure. A single seed often does not cross within them, which says nothing of all.
+    """
+    seeds = sorted({point.seed for point in points})
+    without = [[point for point in points if point.seed != seed] for seed in seeds]
+    found = [crossing(*fit_attainment(own), alpha) for own in (points, *without) if own]
+    if len(found) <= len(seeds) or any(each.bounded != "yes" for each in found):
+        return dict.fromkeys(seeds)
+    whole, *parts = (each.rate for each in found)
+    mean = math.fsum(parts) / len(parts)
+    return {seed: whole + (len(seeds) - 1) * (mean - part) for seed, part in zip(seeds, parts, strict=True)}
+
+
+def balanced(points: Sequence[Point]) -> list[Point]:
+    """Points at rates that several seeds were measured at, once there are: the first seed alone looked about."""
+    if len({point.seed for point in points}) < 2:
+        return list(points)
+    at = defaultdict(set)
+    for point in points:
+        at[point.rate].add(point.seed)
+    return [point for point in points if len(at[point.rate]) > 1]
+
+
 def attainment_bands(points: Sequence[Point]) -> dict[str, list[float]]:
     """For a chart: the fitted share at every rate, and the lowest and highest that a seed had there."""
     rates, shares = fit_attainment(points)
@@ -171,16 +198,7 @@ class Search:
         return self.points[-1].attainment >= self._alpha
 
     def _found(self) -> Capacity:
-        return capacity_of(self._balanced(), self._alpha)
-
-    def _balanced(self) -> list[Point]:
-        """Points at rates that several seeds were measured at, once there are: the first seed alone looked about."""
-        if len({point.seed for point in self.points}) < 2:
-            return self.points
-        at = defaultdict(set)
-        for point in self.points:
-            at[point.rate].add(point.seed)
-        return [point for point in self.points if len(at[point.rate]) > 1]
+        return capacity_of(balanced(self.points), self._alpha)
 
     def _is_narrow(self) -> bool:
         found = self._found()

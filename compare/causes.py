@@ -53,7 +53,8 @@ def phases_ms(outcome: Outcome, summary: Summary) -> dict[str, float] | None:
 def phases_of(population: Sequence[Outcome], summaries: Summaries, slo: Slo) -> dict[str, Any] | None:
     """The mean of every phase over all requests and over those that missed, and how large the residual is.
 
-    None if no request has phases. `missed` is empty if none of those missed.
+    Only of requests that finished and have phases, `requests` says how many; None if there is none. `missed` is empty
+    if none of those missed.
     """
     rows, missed = [], []
     for outcome in population:
@@ -67,6 +68,7 @@ def phases_of(population: Sequence[Outcome], summaries: Summaries, slo: Slo) -> 
     return {
         "mean": _mean(rows),
         "missed": _mean(missed),
+        "requests": {"mean": len(rows), "missed": len(missed)},
         "residual_ms": {"median": float(np.median(residuals)), "p99": float(np.percentile(residuals, 99))},
     }
 

@@ -1,10 +1,12 @@
 """The course of `baton compare`, from its flags to its report."""
 
+import json
 import os
 import shlex
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from compare.arms import Arm
 from compare.command import Choices
@@ -12,6 +14,7 @@ from compare.endpoint import Document, Endpoint, Unreachable
 from compare.experiment import Places
 from compare.planning import Prepared, prepared
 from compare.report.page import write_report
+from compare.report.schema import problems_of
 from compare.result import report_of
 from compare.run import run
 from compare.stack import Stack, Stacks
@@ -51,12 +54,15 @@ async def compared(choices: Choices) -> int:
     screen.say(f"measured in {(time.monotonic() - began) / 60:.1f} min")
     report = report_of(ready.experiment, findings, ready.on, command_line(sys.argv[1:]))
     show(report)
-    return _written(report, ready)
+    return written(report, ready)
 
 
-def _written(report: Document, ready: Prepared) -> int:
+def written(report: Document, ready: Prepared) -> int:
+    """Writes the report and says where it is; the exit status. What cannot be written is told in one line."""
     try:
         page = write_report(report, ready.experiment.out)
+    except ValueError:
+        return _kept_raw(report, ready.experiment.out)
     except OSError as error:
         print(f"baton compare: cannot write the report: {error.strerror or error}", file=sys.stderr)
         return NO_VERDICT
@@ -64,6 +70,21 @@ def _written(report: Document, ready: Prepared) -> int:
         (ready.experiment.out / name).unlink(missing_ok=True)
     print(f"report: {page}")
     return 0 if report["valid"] else NO_VERDICT
+
+
+def _kept_raw(report: Document, out: Path) -> int:
+    """A report that does not fit its schema is a fault of ours; what was measured is kept, with the faults named."""
+    faults = problems_of(report)
+    path = out / "report-unfit.json"
+    more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
+    told = f"the report does not fit its schema ({faults[0]}{more})"
+    try:
+        path.write_text(json.dumps({"faults": faults, **report}, default=str) + "\n", encoding="utf-8")
+        told += f": there is no page, and all figures are in {path}"
+    except OSError as error:
+        told += f", and cannot be kept: {error.strerror or error}"
+    print(f"baton compare: {told}", file=sys.stderr)
+    return NO_VERDICT
 
 
 def _places(ready: Prepared) -> Places:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from compare.arms import Arm
-from compare.capacity import Point
+from compare.capacity import Capacity, Point
 from compare.endpoint import Document, Endpoint
 from compare.outcome import Slo
 from compare.period import Period
@@ -73,6 +73,8 @@ class Findings:
     compared: int = 0  # requests whose answers were compared between arms
     different: list[Document] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what speaks against no verdict, and has to be known with it
+    capacities: dict[str, Capacity] = field(default_factory=dict)  # of the arms whose search came to its end
 
 
 def splits_of(arm: Arm) -> bool | None:

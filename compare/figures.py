@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from compare.capacity import crossing, fit_attainment
+from compare.capacity import Point, balanced, influences
 from compare.endpoint import Document
 from compare.experiment import Experiment, Findings
 from compare.measures import Measured, gaps_s, held_against_tbt, inside, measure, misses, ttft_s
@@ -82,16 +82,16 @@ class Figures:
             for arm in self.arms
         }
 
-    @cached_property
-    def pooled(self) -> dict[str, tuple[list[Outcome], dict[str, Document]]]:
-        """By arm, the requests of all its valid periods, and the router's summaries of them."""
-        return {
-            arm: (
-                [outcome for period in self.of(arm) for outcome in self.population(period)],
-                {name: summary for period in self.of(arm) for name, summary in period.summaries.items()},
-            )
-            for arm in self.arms
-        }
+    def steady(self, arm: str) -> list[Period]:
+        """Without those that were overloaded: nothing that is a time may be told of them."""
+        return [period for period in self.of(arm) if not self.measured[period.turn.position].overloaded]
+
+    def pooled(self, periods: Sequence[Period]) -> tuple[list[Outcome], dict[str, Document]]:
+        """The requests of all these periods, and the router's summaries of them."""
+        return (
+            [outcome for period in periods for outcome in self.population(period)],
+            {name: summary for period in periods for name, summary in period.summaries.items()},
+        )
 
     @cached_property
     def _limits(self) -> dict[str, list[NDArray[np.float64]]]:
@@ -117,17 +117,21 @@ class Figures:
 
     @cached_property
     def capacities(self) -> Runs:
-        """By arm, the rate that each seed alone says it carries; a seed counts that was measured at three rates."""
-        rows: dict[str, dict[int, float]] = {}
-        for arm, points in self.findings.points.items():
-            seeds = {point.seed: [each for each in points if each.seed == point.seed] for point in points}
-            rows[arm] = {
-                seed: crossing(*fit_attainment(own), self.experiment.attainment).rate
-                for seed, own in seeds.items()
-                if len(own) >= 3
-            }
-        shared = sorted(set.intersection(*(set(row) for row in rows.values()))) if rows else []
-        return {arm: [row[seed] for seed in shared] for arm, row in rows.items()}
+        """By arm, the capacity as each seed moves it, None where that is not bounded; of the seeds that every arm was
+        measured with at three rates."""
+        of_arms = {arm: balanced(points) for arm, points in self.findings.points.items()}
+        enough = [{seed for seed, rates in _rates(points).items() if len(rates) >= 3} for points in of_arms.values()]
+        shared = sorted(set.intersection(*enough)) if enough else []
+        rows = {arm: [point for point in points if point.seed in shared] for arm, points in of_arms.items()}
+        return {arm: list(influences(row, self.experiment.attainment).values()) for arm, row in rows.items()}
+
+
+def _rates(points: Sequence[Point]) -> dict[int, set[float]]:
+    """By seed, the rates that it was measured at."""
+    rates: dict[int, set[float]] = {}
+    for point in points:
+        rates.setdefault(point.seed, set()).add(point.rate)
+    return rates
 
 
 def traffic_notes(experiment: Experiment) -> Document:

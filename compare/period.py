@@ -1,10 +1,9 @@
 """One period: one arm under one seed's traffic, from idle to idle, with what the client saw and the router recorded."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from compare.endpoint import Document, Endpoint, Unreachable
+from compare.endpoint import SUMMARIES, Document, Endpoint, Unreachable
 from compare.measures import gaps_s, ttft_s
 from compare.outcome import Outcome, Recording, Slo
 from compare.schedule import Turn
@@ -26,6 +25,7 @@ class Period:
     timelines: dict[str, Document] = field(default_factory=dict)  # of its worst requests, by their ids
     moved: dict[str, int] | None = None  # what the nodes counted during it; None: it could not be asked
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what its figures leave out, though they may be used
 
 
 def check_moved(before: Document, after: Document, *, splits: bool | None) -> tuple[dict[str, int], list[str]]:
@@ -95,26 +95,15 @@ class Watch:
         period.problems += problems
         own = {outcome.id for outcome in period.recording.outcomes if outcome.id}
         period.summaries = {one["id"]: one for one in await self._endpoint.requests() if one["id"] in own}
+        if lost := len(own) - len(period.summaries):
+            period.notes.append(
+                f"the router kept no record of {lost} of {len(own)} requests (it keeps {SUMMARIES} at most): phases,"
+                " transfers and causes leave them out; a shorter --duration keeps all"
+            )
         since_ms = max(0.0, period.recording.started_unix_ns / 1e6 - SLACK_MS)
         for node in status["nodes"]:
             period.steps[node["id"]] = await self._endpoint.steps(node["id"], since_ms)
             period.costs[node["id"]] = node.get("cost") or []
-
-
-def different_tokens(recordings: Mapping[str, Recording]) -> tuple[int, list[Document]]:
-    """Of one seed's recordings by arm: how many requests could be compared, and which were answered differently."""
-    answers: dict[int, dict[str, list[int]]] = {}
-    for arm, recording in recordings.items():
-        for outcome in recording.outcomes:
-            if outcome.finished and outcome.tokens:
-                answers.setdefault(outcome.index, {})[arm] = outcome.tokens
-    shared = {index: given for index, given in answers.items() if len(given) > 1}
-    different = [
-        {"index": index, "arms": sorted(given)}
-        for index, given in sorted(shared.items())
-        if len({tuple(tokens) for tokens in given.values()}) > 1
-    ]
-    return len(shared), different
 
 
 def excess_of(outcome: Outcome, slo: Slo) -> float:

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from compare.outcome import Slo
 from compare.presets import NAMES
 from compare.schedule import Plan
 from compare.stack import Launch, fit_together
+from compare.traces import Encode, Row, read_trace
 from compare.traffic import Traffic, TrafficPlan, Vocabulary, draw_traffic
 from shared.errors import ConfigError
 from shared.model_files import resolve
@@ -50,9 +52,12 @@ def prepared(choices: Choices) -> Prepared:
     everyone = [*arms, *([control] if control else [])]
     launches = {} if choices.url else _launches(choices, everyone, str(model))
     keeps_all = bool(choices.url) or fit_together(everyone, str(model))
-    vocabulary, limit = vocabulary_of(model) if model else (Vocabulary(WORDS_ONLY), 0)
+    tokenizer = _tokenizer(model) if model else None
+    vocabulary, limit = vocabulary_of(model, tokenizer) if model and tokenizer else (Vocabulary(WORDS_ONLY), 0)
     seeds = tuple(range(1, choices.seeds + 1))
-    traffic = lru_cache(partial(traffic_of, choices, traffic_plan(choices, limit), vocabulary, model))
+    plan = traffic_plan(choices, limit)
+    trace = read_trace(choices.trace, choices.trace_format, _encode(tokenizer)) if choices.trace else None
+    traffic = lru_cache(partial(traffic_of, choices.duration, plan, vocabulary, trace))
     for seed in seeds:
         traffic(seed)  # what cannot be drawn had better be told now
     experiment = Experiment(
@@ -70,8 +75,8 @@ def prepared(choices: Choices) -> Prepared:
         choices.out or Path(time.strftime("baton-compare-%Y%m%d-%H%M%S")),
     )
     num_devices = max(arm.devices for arm in everyone)
-    plan = Plan(len(everyone), experiment.max_turns, choices.duration, num_devices, keeps_all)
-    return Prepared(experiment, launches, keeps_all, plan, "url" if choices.url else choices.on)
+    course = Plan(len(everyone), experiment.max_turns, choices.duration, num_devices, keeps_all)
+    return Prepared(experiment, launches, keeps_all, course, "url" if choices.url else choices.on)
 
 
 def _check_words(choices: Choices) -> None:
@@ -138,10 +143,10 @@ def traffic_plan(choices: Choices, max_model_len: int) -> TrafficPlan:
 
 
 def traffic_of(
-    choices: Choices,
+    duration_s: float,
     plan: TrafficPlan,
     vocabulary: Vocabulary,
-    model: Path | None,
+    trace: Sequence[Row] | None,
     seed: int,
     rate: float | None = None,
 ) -> Traffic:
@@ -149,22 +154,29 @@ def traffic_of(
     if rate is not None:
         plan = replace(plan, rate=rate)
     elif plan.rate is None:
-        plan = replace(plan, start_s=plan.start_s + (seed - 1) * choices.duration)
-    tokenizer = None if model is None else _tokenizer(model)
-    return draw_traffic(plan, seed, vocabulary, tokenizer and (lambda text: list(tokenizer.encode(text).ids)))
+        plan = replace(plan, start_s=plan.start_s + (seed - 1) * duration_s)
+    return draw_traffic(plan, seed, vocabulary, trace=trace)
 
 
 def _tokenizer(model: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(model / "tokenizer.json"))
-
-
-def vocabulary_of(model: Path) -> tuple[Vocabulary, int]:
-    """The ids that prompts may hold, and the longest context (0: not told). Raises ConfigError."""
+    """Raises ConfigError."""
     try:
-        tokenizer = _tokenizer(model)
-        config = json.loads((model / "config.json").read_text())
+        return Tokenizer.from_file(str(model / "tokenizer.json"))
     except Exception as error:  # noqa: BLE001 - tokenizers raises Exception itself
         raise ConfigError(f"--model {model}: {error}") from None
+
+
+def _encode(tokenizer: Tokenizer | None) -> Encode | None:
+    return None if tokenizer is None else lambda text: list(tokenizer.encode(text).ids)
+
+
+def vocabulary_of(model: Path, tokenizer: Tokenizer) -> tuple[Vocabulary, int]:
+    """The ids that prompts may hold, and the longest context (0: not told). Raises ConfigError."""
+    try:
+        config = json.loads((model / "config.json").read_text())
+        limit = int(config.get("max_position_embeddings", 0))
+        size = min(tokenizer.get_vocab_size(), int(config.get("vocab_size", tokenizer.get_vocab_size())))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--model {model}: {error}") from None
     special = [number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special]
-    size = min(tokenizer.get_vocab_size(), int(config.get("vocab_size", tokenizer.get_vocab_size())))
-    return Vocabulary(size, special), int(config.get("max_position_embeddings", 0))
+    return Vocabulary(size, special), limit

@@ -11,6 +11,7 @@ import numpy as np
 
 from compare.capacity import attainment_bands
 from compare.causes import miss_causes, phases_of
+from compare.caveats import notes_told, problems_told
 from compare.endpoint import Document
 from compare.experiment import Experiment, Findings
 from compare.figures import Figures, traffic_notes
@@ -21,12 +22,13 @@ from compare.statistics import Comparison, compare_arms, student
 from compare.verdict import (
     ATTAINMENT,
     CAPACITY,
-    Leading,
+    LATENCIES,
     Runs,
+    Standing,
     cause,
-    clear_winner,
     flips,
     held_to_itself,
+    latencies_told,
     sentence,
     standing,
 )
@@ -37,7 +39,6 @@ SCHEMA = "baton.compare/1"
 CONTROLLED = ("attainment", "goodput_rps", "ttft_p50_ms", "tbt_p50_ms", "tpot_p50_ms", "ttst_p50_ms", "e2e_p50_ms")
 TAILS = ("ttft_p99_ms", "tbt_p99_ms", "tbt_max_ms", "ttst_p99_ms", "fluidity", "throughput_tps")
 COMPARED = CONTROLLED + TAILS
-LEAST_PAIRS = 0.75  # of the seeds that must have a valid period in every arm
 WORST = 10
 ALSO_SHOWN = ("exposed_transfer_p50_ms", "hidden_transfer_p50_ms", "interference_s", "client_lag_p99_ms")
 ESTIMATE = ("mean", "low", "high")
@@ -51,8 +52,9 @@ def report_of(experiment: Experiment, findings: Findings, on: str, command: str)
     runs = figures.capacities if experiment.finds_capacity else figures.runs(leading.name)
     metrics = [leading.name] if experiment.finds_capacity else list(COMPARED)
     control = _control(figures, metrics, runs)
-    problems = findings.problems + _problems(figures, control)
-    causes = {arm: miss_causes(*figures.pooled[arm], experiment.slo) for arm in figures.arms}
+    found = standing(leading, {arm: runs.get(arm, []) for arm in figures.compared})
+    problems = findings.problems + problems_told(figures, control, found)
+    causes = {arm: miss_causes(*figures.pooled(figures.of(arm)), experiment.slo) for arm in figures.arms}
     return {
         "schema": SCHEMA,
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -60,6 +62,7 @@ def report_of(experiment: Experiment, findings: Findings, on: str, command: str)
         "environment": environment(),
         "valid": not problems,
         "problems": problems,
+        "notes": notes_told(figures),
         "traffic": traffic_notes(experiment),
         "slo": asdict(experiment.slo) | {"attainment": experiment.attainment},
         "on": on,
@@ -74,37 +77,17 @@ def report_of(experiment: Experiment, findings: Findings, on: str, command: str)
             "equal": not findings.different,
         },
         "control": control,
-        "phases": {arm: _phases(figures, arm) for arm in figures.arms if figures.pooled[arm][1]},
+        "phases": {arm: phases for arm in figures.arms if (phases := _phases(figures, arm))},
         "miss_causes": causes,
         "curves": {"ecdf": _ecdf(figures), "attainment": _attainment_curves(findings)},
         "busy": {arm: _busy(figures.of(arm), figures) for arm in figures.arms},
         "strip": {pair.turn.arm: _strip(pair, experiment) for pair in _drawn(figures)},
         "worst": _worst(figures),
-        "verdict": _verdict(figures, leading, runs, causes, problems)
+        "verdict": _verdict(figures, found, causes, problems)
         if control is None or len(figures.compared) > 1
         else _of_control_alone(figures, control, problems),
         "repro": command,
     }
-
-
-def _problems(figures: Figures, control: Document | None) -> list[str]:
-    """What of the figures themselves forbids a verdict."""
-    problems = []
-    if not figures.findings.problems:
-        wanted, had = len(figures.experiment.seeds), len(figures.pairs)
-        if figures.experiment.finds_capacity:
-            had = min(map(len, figures.capacities.values()), default=0)
-        if had < 2:
-            problems.append(f"{had} paired runs are too few: give --seeds 2 or more, and see `runs` for what was wrong")
-        elif had < LEAST_PAIRS * wanted and not figures.experiment.finds_capacity:
-            problems.append(
-                f"only {had} of {wanted} seeds have a valid period in every arm; `runs` says what was wrong"
-            )
-    if figures.findings.different:
-        problems.append(f"{len(figures.findings.different)} requests were not answered alike by all arms")
-    if control and control["comparisons"] and control["says"] != "no difference":
-        problems.append(f"the control, an arm against itself, shows {control['says']}: these runs cannot be trusted")
-    return problems
 
 
 def _run(period: Period, figures: Figures) -> Document:
@@ -133,6 +116,9 @@ def _summary(figures: Figures, metrics: Sequence[str], given: Runs) -> Document:
             known = [value for value in row if value is not None]
             interval = asdict(student(known)) if known and len(known) == len(row) else dict.fromkeys(ESTIMATE)
             shown[arm][metric] = interval | {"per_seed": list(row)}
+    for arm, found in figures.findings.capacities.items():  # of all that was measured, with ends that may be open
+        shown[arm][CAPACITY.name] |= {"mean": found.rate, "low": found.low, "high": found.high}
+        shown[arm][CAPACITY.name] |= {"bounded": found.bounded, "cliff": found.cliff}
     return shown
 
 
@@ -159,19 +145,19 @@ def _control(figures: Figures, metrics: Sequence[str], leading: Runs) -> Documen
     return {"comparisons": [asdict(one) for one in found], "says": says}
 
 
-def _phases(figures: Figures, arm: str) -> Document:
-    outcomes, summaries = figures.pooled[arm]
+def _phases(figures: Figures, arm: str) -> Document | None:
+    outcomes, summaries = figures.pooled(figures.steady(arm))
     found = phases_of(outcomes, summaries, figures.experiment.slo)
     if found is None:
-        return {"mean": {}, "missed": {}, "residual_ms": {"median": None, "p99": None}}
+        return None
     named = {
         part: {("client" if name == "client_lag" else name): ms for name, ms in found[part].items()} for part in PARTS
     }
-    return named | {"residual_ms": found["residual_ms"]}
+    return found | named | {"requests": found["requests"] | {"arrived": len(outcomes)}}
 
 
 def _ecdf(figures: Figures) -> Document:
-    values = {arm: values_ms(figures.pooled[arm][0]) for arm in figures.arms}
+    values = {arm: values_ms(figures.pooled(figures.steady(arm))[0]) for arm in figures.arms}
     return {f"{name}_ms": {arm: ecdf(values[arm][name]) for arm in figures.arms} for name in ("ttft", "tbt", "ttst")}
 
 
@@ -214,10 +200,12 @@ def _strip(period: Period, experiment: Experiment) -> Document:
 
 
 def _worst(figures: Figures) -> list[Document]:
-    """Requests with timelines that were furthest over the SLO, the worst first."""
+    """Requests with timelines that were furthest over the SLO, the worst first; not of overloaded periods, whose times
+    only tell how long they went on."""
     rows = []
     for period in figures.findings.periods:
-        for outcome in period.recording.outcomes:
+        measured = figures.measured.get(period.turn.position)
+        for outcome in [] if measured and measured.overloaded else period.recording.outcomes:
             if outcome.id in period.timelines:
                 excess = excess_of(outcome, figures.experiment.slo)
                 rows.append((excess, {"arm": period.turn.arm, **period.timelines[outcome.id]}))
@@ -226,23 +214,27 @@ def _worst(figures: Figures) -> list[Document]:
 
 
 def _verdict(
-    figures: Figures, leading: Leading, runs: Runs, causes: Mapping[str, Mapping[str, int]], problems: Sequence[str]
+    figures: Figures,
+    found: Standing | None,
+    causes: Mapping[str, Mapping[str, int]],
+    problems: Sequence[str],
 ) -> Document:
     if problems:
         return {"sentence": f"no verdict: {problems[0]}", "cause": None, "flips": None, "interval": None}
     slo = figures.experiment.slo
-    found = standing(leading, {arm: runs[arm] for arm in figures.compared})
     told, interval = sentence(subject(figures), found)
+    compares_periods = not figures.experiment.finds_capacity
+    also = latencies_told(found, {name: figures.runs(name) for name in LATENCIES}) if compares_periods else None
     own = figures.attainment_under(slo.ttft_ms, slo.tbt_ms)
-    varies = bool(slo.ttft_ms and slo.tbt_ms) and leading is ATTAINMENT and all(own.values())
+    varies = bool(slo.ttft_ms and slo.tbt_ms) and compares_periods and all(own.values())
 
-    def winner_at(ttft_ms: float, tbt_ms: float) -> str | None:
-        return clear_winner(standing(ATTAINMENT, figures.attainment_under(ttft_ms, tbt_ms)))
+    def standing_at(ttft_ms: float, tbt_ms: float) -> Standing | None:
+        return standing(ATTAINMENT, figures.attainment_under(ttft_ms, tbt_ms))
 
     return {
-        "sentence": told,
+        "sentence": ". ".join(filter(None, (told, also))),
         "cause": cause(found, causes),
-        "flips": flips(winner_at, slo.ttft_ms, slo.tbt_ms) if varies else None,
+        "flips": flips(standing_at, slo.ttft_ms, slo.tbt_ms) if varies else None,
         "interval": interval,
     }
 

@@ -20,8 +20,9 @@ from compare.endpoint import Document, Endpoint, Unreachable
 from compare.experiment import Experiment, Findings, Places, Told, keep_requests, splits_of, trace_name
 from compare.measures import inside, misses
 from compare.outcome import Recording, load_recording
-from compare.period import Period, Watch, different_tokens
+from compare.period import Period, Watch
 from compare.preflight import different_answers, facts_of, greedy_answers, parity
+from compare.same_work import different_tokens, work_told
 from compare.schedule import Turn, turns
 from compare.steady import measured_window
 from compare.traffic import Traffic
@@ -64,7 +65,13 @@ async def run(experiment: Experiment, places: Places, told: Told) -> Findings:
         await places.end()
         for number in numbers:
             loop.remove_signal_handler(number)
-    findings.compared, findings.different = _compare_tokens(findings.periods)
+    groups = _by_traffic(findings.periods)
+    findings.compared, findings.different = _compare_tokens(groups)
+    others = {arm.name for arm in experiment.arms}  # the copy of a stack is asked in other words
+    same = [{name: own for name, own in group.items() if name in others} for group in groups.values()]
+    problem, note = work_told(same)
+    findings.problems += [problem] if problem else []
+    findings.notes += [note] if note else []
     return findings
 
 
@@ -150,7 +157,7 @@ class Course:
             min_seeds=len(experiment.seeds),
         )
         self._findings.points[arm] = search.points
-        await search.run(experiment.first_rate)
+        self._findings.capacities[arm] = await search.run(experiment.first_rate)
 
     async def _attainment(self, arm: str, rate: float, seed: int) -> float:
         """One period's. Raises Gone without a valid one after ATTEMPTS: a search cannot go on without a figure."""
@@ -199,7 +206,7 @@ class Course:
             await watch.begin(period)
         began = time.monotonic()
         try:
-            period.recording = await drive(self._spec(endpoint, turn), traffic.arrivals, self._told.progress)
+            period.recording = await drive(self.spec(endpoint, turn), traffic.arrivals, self._told.progress)
         except asyncio.CancelledError:
             period.recording = _broken_off(experiment.out / "outcomes.jsonl")
             period.problems.append("interrupted")
@@ -213,7 +220,8 @@ class Course:
             trace = await endpoint.trace(time.monotonic() - began + TRACE_SLACK_S)
             (experiment.out / trace_name(experiment, turn.arm)).write_bytes(trace)
 
-    def _spec(self, endpoint: Endpoint, turn: Turn) -> Spec:
+    def spec(self, endpoint: Endpoint, turn: Turn) -> Spec:
+        """What the load generator is told for a turn."""
         out = self._experiment.out
         return Spec(
             endpoint.url,
@@ -223,14 +231,15 @@ class Course:
             self._experiment.slo,
             self._experiment.timeout_s,
             self._experiment.send,
-            self._salt(turn) if endpoint.is_baton else "",
+            self._salt(turn) if endpoint.is_baton or self._experiment.send == "text" else "",
         )
 
     def _salt(self, turn: Turn) -> str:
-        """Nothing that an earlier period left in a prefix cache is found again. The same for all arms but those that
-        are one stack, because a model for tests may hash it into its answers."""
-        stack = turn.arm if self._experiment.arms[0].url else ""
-        return f"{self._started_ns} {turn.traffic} {stack}"
+        """Nothing that an earlier period left in a prefix cache is found again. The same for all arms, because as text
+        it decides the words; but for the copy of a stack, which is that stack and has seen them."""
+        copy = self._experiment.control
+        again = turn.arm if copy and copy.url and copy.name == turn.arm else ""
+        return f"{self._started_ns} {turn.traffic} {again}"
 
 
 def _as_met(arm: Arm, status: Document | None) -> Arm:
@@ -249,11 +258,18 @@ def _broken_off(path: Path) -> Recording:
     return Recording()
 
 
-def _compare_tokens(periods: Sequence[Period]) -> tuple[int, list[Document]]:
-    """Of all periods under the same traffic."""
-    groups: dict[tuple[int, float | None], dict[str, Recording]] = {}
+Groups = dict[tuple[int, float | None], dict[str, Recording]]  # by traffic, the recording of each arm
+
+
+def _by_traffic(periods: Sequence[Period]) -> Groups:
+    groups: Groups = {}
     for period in periods:
         groups.setdefault(period.turn.traffic, {})[period.turn.arm] = period.recording
+    return groups
+
+
+def _compare_tokens(groups: Groups) -> tuple[int, list[Document]]:
+    """Of all periods under the same traffic."""
     compared, different = 0, []
     for (seed, _), recordings in groups.items():
         count, found = different_tokens(recordings)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
 from scipy import stats
@@ -30,7 +31,7 @@ class Comparison:
     """One arm against another in one metric: the paired difference (`arm` - `against`) with its interval.
 
     `percent`, `percent_low`, `percent_high` are of the mean of `against`; None where that is 0. `p` is corrected for
-    the number of arms. `note` says why there is no difference to tell.
+    as many as it is one of. `note` says why there is no difference to tell.
     """
 
     arm: str
@@ -96,11 +97,30 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def compare_arms(metric: str, runs: Mapping[str, Sequence[float | None]], against: str) -> list[Comparison]:
-    """Every other arm against one, corrected over the arms. `runs`: by arm, the figure of every seed."""
-    found = [compare(metric, (arm, runs[arm]), (against, runs[against])) for arm in runs if arm != against]
-    corrected = holm([comparison.p for comparison in found])
-    found = [replace(comparison, p=p) for comparison, p in zip(found, corrected, strict=True)]
-    return [replace(comparison, says=_says(comparison)) for comparison in found]
+    """Every other arm against one that was named beforehand, corrected over the arms. `runs`: by arm, the figure of
+    every seed."""
+    return corrected([compare(metric, (arm, runs[arm]), (against, runs[against])) for arm in runs if arm != against])
+
+
+def compare_with_best(metric: str, runs: Mapping[str, Sequence[float | None]], best: str) -> list[Comparison]:
+    """Every other arm against one that was picked for its figures: corrected over all pairs of arms, because any of
+    them could have come out as the best."""
+    pairs = list(combinations(runs, 2))
+    p_values = holm([compare(metric, (one, runs[one]), (other, runs[other])).p for one, other in pairs])
+    p_of = dict(zip(map(frozenset, pairs), p_values, strict=True))
+    found = [compare(metric, (arm, runs[arm]), (best, runs[best])) for arm in runs if arm != best]
+    return [with_p(one, p_of[frozenset((one.arm, best))]) for one in found]
+
+
+def corrected(found: Sequence[Comparison]) -> list[Comparison]:
+    """The same, none of them called for being one of many."""
+    return [with_p(one, p) for one, p in zip(found, holm([one.p for one in found]), strict=True)]
+
+
+def with_p(found: Comparison, p: float) -> Comparison:
+    """The same difference with a corrected probability, and what it then says."""
+    found = replace(found, p=p)
+    return replace(found, says=_says(found))
 
 
 def _says(found: Comparison) -> str:

@@ -25,6 +25,8 @@ COLUMNS: tuple[Column, ...] = (
     ("exposed transfer", "exposed_transfer_p50_ms", 1.0, 1),
 )
 
+BOUNDS = {"above": ">= ", "below": "< "}  # of a capacity that lies beyond what was measured
+
 
 class Screen:
     """Follows a run. A line a period where the output is no terminal."""
@@ -81,6 +83,8 @@ def show(report: Document) -> None:
             print("\t".join(line))
     for problem in report["problems"]:
         console.print(problem, style="red")
+    for note in report["notes"]:
+        console.print(f"note: {note}", style="yellow")
     if report["control"] is not None:
         console.print(f"control: {report['control']['says']}")
     verdict = report["verdict"]
@@ -96,8 +100,9 @@ def row_of(report: Document, arm: str, columns: Sequence[Column] = COLUMNS) -> l
     summary = report["summary"].get(arm, {})
     cells = [arm]
     for _, metric, factor, digits in columns:
-        mean = summary.get(metric, {}).get("mean")
-        cells.append("-" if mean is None else f"{mean * factor:.{digits}f}")
+        own = summary.get(metric, {})
+        mean, bound = own.get("mean"), BOUNDS.get(own.get("bounded", "yes"), "")
+        cells.append("-" if mean is None else f"{bound}{mean * factor:.{digits}f}")
     nodes = report["busy"].get(arm, {}).values()
     shares = [_mean([node[kind] for node in nodes if node[kind] is not None]) for kind in ("prefill", "decode")]
     cells.append("/".join("-" if share is None else f"{share * 100:.0f}" for share in shares))

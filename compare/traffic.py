@@ -4,7 +4,7 @@ A trace's own times are taken as they are, or not at all: they are never stretch
 """
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -76,9 +76,18 @@ class Vocabulary:
         return picked
 
 
-def draw_traffic(plan: TrafficPlan, seed: int, vocabulary: Vocabulary, encode: Encode | None = None) -> Traffic:
-    """The traffic of a seed, the same at every call. Raises ConfigError: what is wrong, and the flag to change."""
-    rows, laps = _rows(plan, seed, encode)
+def draw_traffic(
+    plan: TrafficPlan,
+    seed: int,
+    vocabulary: Vocabulary,
+    encode: Encode | None = None,
+    trace: Sequence[Row] | None = None,
+) -> Traffic:
+    """The traffic of a seed, the same at every call. `trace`: of the plan's source, where it has been read already.
+
+    Raises ConfigError: what is wrong, and the flag to change.
+    """
+    rows, laps = _rows(plan, seed, lambda: trace or read_trace(Path(plan.source), plan.form, encode))
     rows = [_scaled(row, plan.scale_tokens) for row in rows]
     kept, cut = _fitted(rows, plan)
     own = [row for row in kept if row is not None]
@@ -98,7 +107,7 @@ def _name(plan: TrafficPlan) -> str:
 # ---- which requests, and when --------------------------------------------------------------------------------------
 
 
-def _rows(plan: TrafficPlan, seed: int, encode: Encode | None) -> tuple[list[Row], int]:
+def _rows(plan: TrafficPlan, seed: int, read: Callable[[], Sequence[Row]]) -> tuple[list[Row], int]:
     """Rows with their times, and how often a trace was gone through to have enough of them."""
     for name, value in (("--rate", plan.rate), ("--burstiness", plan.burstiness), ("--duration", plan.duration_s)):
         if value is not None and not 0 < value < float("inf"):
@@ -108,7 +117,7 @@ def _rows(plan: TrafficPlan, seed: int, encode: Encode | None) -> tuple[list[Row
         random = np.random.default_rng([seed, LENGTHS])
         drawn = preset_rows(plan.source, len(at_s), random)
         return [replace(row, at_s=at) for row, at in zip(drawn, at_s, strict=True)], 1
-    trace = read_trace(Path(plan.source), plan.form, encode)
+    trace = read()
     if plan.rate is None:
         return _own_times(plan, trace), 1
     at_s = _times(plan, seed, len(trace))

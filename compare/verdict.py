@@ -3,13 +3,22 @@
 Pure. It never says more than the paired differences do: "too close to call" is a verdict.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
-from compare.statistics import CONFIDENCE, TOO_CLOSE, Comparison, compare, compare_arms, holm
+from compare.statistics import CONFIDENCE, TOO_CLOSE, Comparison, compare, compare_with_best, corrected, holm
 
 CEILING = 0.99  # of attainment: above it, an arm leaves nothing to see
-STEPS_AROUND = 12  # of a quarter octave each: SLOs from an eighth to eight times the one that was asked for
+STEPS_AROUND = 6  # of half an octave each: SLOs from an eighth to eight times the one that was asked for
+LEAST_STEPS = 2  # in a row that an arm must win: one alone is no range
+LATENCIES = {
+    "ttft_p50_ms": "TTFT p50",
+    "ttft_p99_ms": "TTFT p99",
+    "tbt_p50_ms": "TBT p50",
+    "tbt_p99_ms": "TBT p99",
+    "e2e_p50_ms": "E2E p50",
+}  # that are told where nothing else decides; few, because each costs the others some of their sureness
 
 Runs = Mapping[str, Sequence[float | None]]  # by arm, the figure of every seed, in one order of the seeds
 
@@ -68,7 +77,7 @@ def standing(leading: Leading, runs: Runs) -> Standing | None:
     if len(means) < 2:
         return None
     best = max(means, key=means.__getitem__)
-    others = compare_arms(leading.name, {arm: runs[arm] for arm in means}, best)
+    others = compare_with_best(leading.name, {arm: runs[arm] for arm in means}, best)
     return Standing(leading, runs, best, tuple(sorted(others, key=lambda other: -means[other.arm])))
 
 
@@ -111,35 +120,78 @@ def clear_winner(found: Standing | None) -> str | None:
     return found.best if found is not None and not found.close else None
 
 
-Winner = Callable[[float, float], str | None]  # (TTFT SLO, TBT SLO) in ms -> the arm that wins clearly, if one does
+StandingAt = Callable[[float, float], Standing | None]  # (TTFT SLO, TBT SLO) in ms -> how the arms stand under them
 
 
-def flips(winner_at: Winner, ttft_ms: float, tbt_ms: float) -> list[str]:
-    """Where another arm wins, the same outcomes being judged by other SLOs; what was looked at, if none does."""
-    now = winner_at(ttft_ms, tbt_ms)
+def flips(standing_at: StandingAt, ttft_ms: float, tbt_ms: float) -> list[str]:
+    """Where another arm wins, the same outcomes being judged by other SLOs; what was looked at, if none does.
+
+    Of so many looks one in twenty would show a winner by chance: their probabilities are corrected over all of them
+    (Holm), and a win is told as the range in which it holds at every look.
+    """
+    now = clear_winner(standing_at(ttft_ms, tbt_ms))
+    factors = [[2.0 ** (way * step / 2) for step in range(1, STEPS_AROUND + 1)] for way in (-1, 1)]
+    limits = (("TBT", tbt_ms), ("TTFT", ttft_ms))
+    ways = [(name, [slo_ms * factor for factor in row]) for name, slo_ms in limits for row in factors]
+    looks = [standing_at(*((ttft_ms, at) if name == "TBT" else (at, tbt_ms))) for name, values in ways for at in values]
+    sure = iter(p <= 1 - CONFIDENCE for p in holm([_p_of(look) for look in looks]))
+    winners = iter([clear_winner(look) if next(sure) else None for look in looks])
     told = []
-    for name, slo_ms in (("TBT", tbt_ms), ("TTFT", ttft_ms)):
-        for sign, word in ((-1, "at most"), (1, "at least")):
-            for step in range(1, STEPS_AROUND + 1):
-                value = slo_ms * 2.0 ** (sign * step / 4)
-                winner = winner_at(ttft_ms, value) if name == "TBT" else winner_at(value, tbt_ms)
-                if winner not in {None, now}:
-                    told.append(f"{winner} wins if the {name} SLO is {word} {value:.3g} ms")
-                    break
-    span = 2.0 ** (STEPS_AROUND / 4)
+    for name, values in ways:
+        for winner, own in groupby(((next(winners), at) for at in values), key=lambda pair: pair[0]):
+            reach = [at for _, at in own]
+            if winner not in {None, now} and len(reach) >= LEAST_STEPS:
+                told.append(f"{winner} wins with a {name} SLO of {min(reach):.3g} to {max(reach):.3g} ms")
+    span = 2.0 ** (STEPS_AROUND / 2)
     return told or [
-        f"no {'other ' if now else ''}arm wins with a TBT SLO of {tbt_ms / span:.3g} to {tbt_ms * span:.3g} ms "
+        f"no {'other ' if now else ''}arm wins clearly with a TBT SLO of {tbt_ms / span:.3g} to {tbt_ms * span:.3g} ms "
         f"or a TTFT SLO of {ttft_ms / span:.3g} to {ttft_ms * span:.3g} ms"
     ]
 
 
+def _p_of(found: Standing | None) -> float:
+    """That the best arm is ahead of every other one."""
+    return max((other.p for other in found.others), default=1.0) if found else 1.0
+
+
+def latencies_told(found: Standing | None, figures: Mapping[str, Runs]) -> str | None:
+    """What differs clearly where the leading metric is too close to call; None elsewhere, and without latencies.
+
+    `figures`: by metric of LATENCIES. Corrected over all metrics and pairs that are told of.
+    """
+    if found is None or not found.close or len(found.runs[found.best]) < 2:
+        return None
+    close = {found.best, *(other.arm for other in found.close)}
+    first, *rest = (arm for arm in found.runs if arm in close)
+    rows = [compare(name, (arm, runs[arm]), (first, runs[first])) for name, runs in figures.items() for arm in rest]
+    if all(one.difference is None for one in rows):
+        return None
+    clear = [one for one in corrected(rows) if one.says != TOO_CLOSE]
+    told = "; ".join(_lower(clear, figures, several=len(close) > 2))
+    if any((_mean(found.runs[arm]) or 0.0) < CEILING for arm in close):
+        return told or None
+    return f"{'Both' if len(close) == 2 else 'All of these'} keep the SLO; {told or 'no latency differs clearly'}"
+
+
+def _lower(clear: Sequence[Comparison], figures: Mapping[str, Runs], *, several: bool) -> Iterator[str]:
+    """For each pair, what is lower in the one than in the other, in percent of the other."""
+    ahead = [(one.arm, one.against) if one.says == "better" else (one.against, one.arm) for one in clear]
+    for arm, behind in dict.fromkeys(ahead):
+        parts = []
+        for one, pair in zip(clear, ahead, strict=True):
+            if pair == (arm, behind):
+                runs = figures[one.metric]
+                less = compare(one.metric, (arm, runs[arm]), (behind, runs[behind]))
+                percent, low, high = (value or 0.0 for value in (less.percent, less.percent_low, less.percent_high))
+                parts.append(f"{-percent:.0f} % lower {LATENCIES[one.metric]} [{low:+.0f}, {high:+.0f}]")
+        listed = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+        yield f"{arm} has {listed}" + (f" than {behind}" if several else "")
+
+
 def held_to_itself(copy: str, original: str, figures: Mapping[str, Runs]) -> tuple[list[Comparison], str]:
     """The negative control over `figures` by metric, corrected for their number; and what it says."""
-    found = [compare(metric, (copy, runs[copy]), (original, runs[original])) for metric, runs in figures.items()]
-    corrected = holm([one.p for one in found])
-    found = [
-        replace(one, p=p, says=one.says if p <= 1 - CONFIDENCE else TOO_CLOSE)
-        for one, p in zip(found, corrected, strict=True)
-    ]
+    found = corrected(
+        [compare(metric, (copy, runs[copy]), (original, runs[original])) for metric, runs in figures.items()]
+    )
     differing = [one.metric for one in found if one.says != TOO_CLOSE]
     return found, f"a difference in {', '.join(differing)}" if differing else "no difference"

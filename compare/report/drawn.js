@@ -66,8 +66,13 @@ function phases() {
   const rows = found.flatMap((name) => [row(name, "mean"), row(name, "missed")]);
   const longest = Math.max(...rows.map((row) => sum(row.parts))), told = (value) => figure(value) + " ms";
   const used = PHASES.filter((_, i) => rows.some((row) => row.parts[i][2] > 0));
+  const counted = ({ name, which }) => {
+    const of = report.phases[name].requests;
+    if (which === "missed") return of ? `mean of ${whole(of.missed)} of them that missed` : "mean of those that missed";
+    return of ? `mean of the ${whole(of.mean)} finished of ${whole(of.arrived)}` : "mean of the finished";
+  };
   const line = ({ name, which, parts }) => [
-    barName(which === "mean" ? name : null, which === "mean" ? "mean of all" : "mean of missed"),
+    barName(which === "mean" ? name : null, counted({ name, which })),
     sum(parts) ? bar(parts, longest, told) : none("no request missed its SLO"),
   ];
   const figures = PHASES.map(([, label], i) => [label, ...rows.map((row) => figure(row.parts[i][2]))]);
@@ -78,7 +83,8 @@ function phases() {
     key(used),
     h("div", { class: "bars" }, rows.map(line)),
     more("Figures", table("Mean milliseconds per request", heads, [...figures, ["sum", ...rows.map(total)]])),
-    h("p", { class: "note" }, "The phases of a request sum to its end-to-end time. What they leave unexplained: ",
+    h("p", { class: "note" }, `The phases of a request sum to its end-to-end time; one that failed has none, and is in
+        no mean. What they leave unexplained: `,
       found.map((name) => `${name} ${left(report.phases[name].residual_ms)}`).join("; "), "."),
     causes(),
   ];

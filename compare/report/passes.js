@@ -74,13 +74,16 @@ function lane(node, passes, sloMs, view, most, told) {
 
 function requestsUnderWay(requests, view) {
   const canvas = h("canvas", { class: "gantt", role: "img", "aria-label": "Requests under way, a row each" });
+  const left = h("p", { class: "note" });
   view.painters.push(() => {
     const { from, to } = view;
     const rows = requests.map((each) => ({ label: "…" + each.id.slice(-6), spans: clipped(each.spans, from, to) }));
-    const seen = rows.filter((row) => row.spans.length).slice(0, GANTT_ROWS);
-    Strip.gantt(canvas, { rows: seen, from, to, labelWidth: labelWidth() });
+    const seen = rows.filter((row) => row.spans.length), more = seen.length - GANTT_ROWS;
+    Strip.gantt(canvas, { rows: seen.slice(0, GANTT_ROWS), from, to, labelWidth: labelWidth() });
+    const told = `${plural(more, "more request")} with a timeline not drawn here: look at less time`;
+    left.textContent = more > 0 ? told : "";
   });
-  return canvas;
+  return [canvas, left];
 }
 
 function strip() {
@@ -110,9 +113,10 @@ function strip() {
     readout.textContent = `${node}: ${figure(duration)} ms at ${figure(start / 1000, 5)} s, ${work}${guess}${over}`;
   };
   const one = (name) => {
-    const { nodes, requests, seed } = report.strip[name];
+    const { nodes, requests, seed, num_requests: numKnown } = report.strip[name];
     const lanes = nodesIn(nodes).map(([node, passes]) => lane(node, passes, sloMs, view, most, told));
-    const known = `seed ${seed}, ${plural(requests.length, "request")} with a timeline`;
+    const of = requests.length < numKnown ? `${whole(requests.length)} of ` : "";
+    const known = `seed ${seed}, ${of}${plural(numKnown, "request")} with a timeline`;
     const title = h("h3", {}, armName(name), h("small", {}, known));
     return h("div", { class: "strip-arm" }, title, lanes, requestsUnderWay(requests, view));
   };

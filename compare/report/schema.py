@@ -113,6 +113,7 @@ class Estimate(_Part):
     low: float | None
     high: float | None
     per_seed: list[float | None]
+    bounded: Literal["yes", "above", "below"] = "yes"  # beyond what was measured: `mean` is then a bound
 
 
 class Comparison(_Part):
@@ -145,7 +146,16 @@ class Residual(_Part):
     p99: float | None
 
 
+class Counted(_Part):
+    """Of how many requests the means are, those that finished and have phases, and how many had arrived."""
+
+    mean: int
+    missed: int
+    arrived: int
+
+
 class Phases(_Part):
+    requests: Counted | None = None
     mean: dict[Phase, float | None]
     missed: dict[Phase, float | None]
     residual_ms: Residual
@@ -229,6 +239,7 @@ class Report(_Part):
     environment: dict[str, Any]
     valid: bool
     problems: list[str]
+    notes: list[str] = []
     traffic: Traffic
     slo: Slo
     on: str

@@ -49,6 +49,7 @@ def _strips(strips: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
     since, until = _period(lanes, whole)
     for strip in rebased.values():
         strip["nodes"] = {node: _between(rows, since, until) for node, rows in strip["nodes"].items()}
+        strip["num_requests"] = len(strip["requests"])
         strip["requests"] = _slowest(each for each in strip["requests"] if _touches(each, since, until))
     return rebased, {"since_ms": since, "until_ms": until, "whole_ms": _short(whole)}
 

@@ -12,6 +12,7 @@ function verdict() {
     banners.map(([title, why]) => h("div", { class: "banner", role: "alert" }, h("strong", {}, title), " ", why)),
     report.problems.length ? h("ul", {}, report.problems.map((each) => h("li", {}, each))) : null,
     isSaid ? null : h("p", { class: banners.length ? "doubted" : "sentence" }, sentence),
+    report.notes?.length ? h("ul", { class: "notes" }, report.notes.map((each) => h("li", {}, each))) : null,
     told("Interval", Array.isArray(interval) ? interval.map((each) => signed(each)).join(" to ") : interval),
     told("Why", cause),
     told("Where it flips", Array.isArray(flips) ? flips.join(" ") : flips),
@@ -44,6 +45,8 @@ function arms() {
   const estimate = (name, metric) => {
     const own = get(get(report.summary, name), metric);
     if (!own || own.mean === null) return "–";
+    const beyond = { above: "≥ ", below: "< " }[own.bounded]; // of a capacity that was not reached
+    if (beyond) return beyond + valueOf(metric, own.mean);
     if (own.low === null || own.high === null) return valueOf(metric, own.mean);
     const bounds = `(${valueOf(metric, own.low)} to ${valueOf(metric, own.high)})`.replaceAll(" %", "");
     return [valueOf(metric, own.mean), h("small", {}, bounds)];

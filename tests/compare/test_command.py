@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 
 from cluster.cli import main
-from compare.terminal import row_of
+from compare.command import Choices
+from compare.course import written
+from compare.planning import DEMO_MODEL, Prepared, prepared
+from compare.terminal import row_of, show
+from tests.compare.reports import report_of
 
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n"
 
@@ -98,3 +102,43 @@ def test_the_table_has_a_row_for_each_arm():
     assert row[7] == "-"
     assert row[-2:] == ["30/40", "TTFT: prefill queue (75%)"]
     assert row_of(json.loads(json.dumps(report)), "nobody")[1:] == ["-"] * 9 + ["-/-", "-"]
+
+
+def ready(out: Path) -> Prepared:
+    lines = [json.dumps({"t": 0.5 * number, "prompt": "three little words", "max_tokens": 4}) for number in range(80)]
+    Path("own.jsonl").write_text("\n".join(lines))
+    for name in ("tokenizer.json", "config.json"):
+        Path(name).write_bytes((DEMO_MODEL / name).read_bytes())
+    urls = ["http://127.0.0.1:9", "http://127.0.0.1:11"]
+    return prepared(Choices(url=urls, trace=Path("own.jsonl"), model=str(Path().resolve()), seeds=2, out=out))
+
+
+def test_trace_and_tokenizer_are_read_once(tmp_path: Path):
+    """A search for the capacity draws traffic for dozens of rates and seeds."""
+    made = ready(tmp_path).experiment
+    for name in ("own.jsonl", "tokenizer.json", "config.json"):
+        Path(name).unlink()
+    assert len(made.traffic(2, 5.0).arrivals[0].prompt) > 1
+    assert made.traffic(1, None).arrivals
+
+
+def test_a_report_that_does_not_fit_its_schema_is_not_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    made = ready(tmp_path)
+    report = report_of()
+    report["arms"][0]["devices"] = float("nan")
+    report["verdict"]["sentence"] = 3
+    assert written(report, made) == 1
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert "the report does not fit its schema (arms.0.devices: " in said.err
+    kept = tmp_path / "report-unfit.json"
+    assert str(kept) in said.err
+    told = json.loads(kept.read_text())
+    assert [fault.partition(":")[0] for fault in told["faults"]] == ["arms.0.devices", "verdict.sentence"]
+    assert told["runs"] == report["runs"]
+
+
+def test_what_is_left_out_is_told_beside_the_verdict(capsys: pytest.CaptureFixture[str]):
+    report = report_of() | {"notes": ["2 of 6 periods of colocated:2 are invalid and in no figure"]}
+    show(report)
+    assert "note: 2 of 6 periods of colocated:2 are invalid" in capsys.readouterr().out

@@ -195,6 +195,27 @@ def test_a_pass_that_is_clicked_tells_its_figures(opened: Callable[..., Any]) ->
     assert told == "prefill-0: 800 ms at 0.1 s, 512 prompt tokens, 0 decodes, predicted 790 ms"
 
 
+def test_what_is_not_drawn_or_not_counted_is_said(opened: Callable[..., Any]) -> None:
+    report = report_of()
+    strip = report["strip"]["colocated:2"]
+    strip["requests"] = [{**strip["requests"][0], "id": f"cmpl-{number:06}"} for number in range(40)]
+    report["notes"] = ["colocated:2 was overloaded in 1 of 6 periods"]
+    report["phases"]["colocated:2"]["requests"] = {"mean": 2350, "missed": 7, "arrived": 2400}
+    report["summary"]["colocated:2"]["capacity_rps"] = {
+        "mean": 12.0, "low": None, "high": None, "per_seed": [None], "bounded": "above",
+    }  # fmt: skip
+    page = opened(report)
+    page.get_by_role("button", name="Show the whole period").click()
+    arm = page.locator(".strip-arm").first
+    assert "36 of 40 requests with a timeline" in arm.inner_text()
+    assert "24 more requests with a timeline not drawn here" in arm.inner_text()
+    assert report["notes"][0] in page.locator("#verdict").inner_text()
+    phases = page.locator("#phases").inner_text()
+    assert "mean of the 2,350 finished of 2,400" in phases
+    assert "mean of 7 of them that missed" in phases
+    assert page.locator("#arms tr", has_text="Capacity").locator("td").first.inner_text() == "≥ 12"
+
+
 def test_figures_are_those_of_the_report(opened: Callable[..., Any]) -> None:
     report = report_of()
     report["summary"]["colocated:2"]["tbt_p99_ms"] = {"mean": 61.234, "low": 55.5, "high": 1234.4, "per_seed": []}

@@ -1,12 +1,13 @@
 """Reports made of periods whose figures are known."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from compare.arms import copy_of, parse_arms
-from compare.capacity import Point
+from compare.capacity import Point, capacity_of
 from compare.experiment import Experiment, Findings
 from compare.figures import Figures
 from compare.outcome import Outcome, Recording, Slo
@@ -15,6 +16,7 @@ from compare.preflight import Parity
 from compare.report.schema import problems_of
 from compare.result import report_of
 from compare.schedule import Turn, turns
+from compare.terminal import row_of
 from compare.traffic import Arrival, Traffic
 
 ARMS = parse_arms(["colocated:2", "disaggregated:1p1d"])
@@ -212,10 +214,149 @@ def test_capacities_are_compared_seed_by_seed():
     capacities = {"colocated:2": 8.0, "disaggregated:1p1d": 16.0, CONTROL.name: 8.0}
     for arm, capacity in capacities.items():
         rows = [(capacity * 0.9, 0.95), (capacity + 0.02, 0.9), (capacity * 1.2, 0.5)]
-        found.points[arm] = [Point(rate * (1 + seed / 1000), seed, share) for seed in range(4) for rate, share in rows]
+        found.points[arm] = [Point(rate, seed, share + seed / 1e4) for seed in range(4) for rate, share in rows]
+        found.capacities[arm] = capacity_of(found.points[arm], 0.9)
     report = report_of(made, found, "live", "x")
     assert problems_of(report) == []
     assert report["valid"]
     assert "disaggregated:1p1d 16.0 req/s leads colocated:2 8.0 req/s (+8.0 req/s" in report["verdict"]["sentence"]
     assert set(report["curves"]["attainment"]) == set(capacities)
     assert report["summary"]["colocated:2"]["capacity_rps"]["mean"] == pytest.approx(8.03, abs=0.05)
+    assert "bounded" in report["summary"]["colocated:2"]["capacity_rps"]
+
+
+RATES = (9.0, 10.0, 11.5)
+
+
+def searched(made: Experiment, shares: dict[str, list[list[float]]]) -> Findings:
+    """`shares`: by arm, of each seed the attainment at each of RATES."""
+    found = Findings(list(made.everyone), Parity(True, []))
+    for arm, rows in {CONTROL.name: [[0.99, 0.9, 0.5]] * 4, **shares}.items():
+        points = [
+            Point(rate, seed, share) for seed, row in enumerate(rows) for rate, share in zip(RATES, row, strict=True)
+        ]
+        found.points[arm], found.capacities[arm] = points, capacity_of(points, 0.9)
+    return found
+
+
+def test_a_capacity_beyond_the_highest_rate_is_a_bound_and_no_figure():
+    """Its seeds would all count as 11.5 req/s, without any doubt."""
+    made = experiment(first_rate=10.0)
+    found = searched(made, {"colocated:2": [[0.99, 0.9, 0.5]] * 4, "disaggregated:1p1d": [[1.0, 0.99, 0.95]] * 4})
+    report = report_of(made, found, "live", "x")
+    assert problems_of(report) == []
+    assert not report["valid"]
+    assert report["verdict"]["sentence"] == (
+        "no verdict: disaggregated:1p1d carries at least 11.5 req/s, the highest rate that was measured"
+    )
+    bound = report["summary"]["disaggregated:1p1d"]["capacity_rps"]
+    assert (bound["mean"], bound["low"], bound["high"], bound["bounded"]) == (11.5, None, None, "above")
+    assert bound["per_seed"] == [None] * 4
+    assert row_of(report, "disaggregated:1p1d")[1] == ">= 11.50"
+
+
+def test_a_seed_that_never_crosses_does_not_count_as_the_last_rate():
+    """One of four seeds is carried at every rate; what all together carry is known, and less sure for it."""
+    made = experiment(first_rate=10.0)
+    rows = [[0.99, 0.92, 0.5], [0.99, 0.91, 0.5], [0.98, 0.9, 0.5], [1.0, 0.97, 0.93]]
+    figures = Figures(made, searched(made, {"colocated:2": rows, "disaggregated:1p1d": rows}))
+    row = [value for value in figures.capacities["colocated:2"] if value is not None]
+    assert len(row) == 4
+    assert sum(row) / 4 == pytest.approx(figures.findings.capacities["colocated:2"].rate)
+    assert 11.5 > row[3] > max(row[:3])
+
+
+def test_a_capacity_that_hangs_on_one_seed_has_no_verdict():
+    made = experiment(first_rate=10.0)
+    rows = [[0.99, 0.99, 0.92], [0.99, 0.99, 0.93], [0.99, 0.98, 0.91], [0.9, 0.5, 0.2]]
+    report = report_of(made, searched(made, {"colocated:2": rows, "disaggregated:1p1d": rows}), "live", "x")
+    assert "hangs on a single seed" in report["verdict"]["sentence"]
+
+
+# ---- what has to be known beside a verdict -------------------------------------------------------------------------
+
+
+def swamp(one: Period) -> None:
+    """Every request waits for all before it, longer and longer."""
+    for outcome in one.recording.outcomes:
+        late = outcome.scheduled_s
+        outcome.token_s = [at + late for at in outcome.token_s]
+        outcome.ended_s = outcome.token_s[-1]
+
+
+def test_latencies_of_overloaded_periods_are_nowhere():
+    made = experiment()
+    found = findings(made)
+    swamped = next(one for one in found.periods if one.turn == ("disaggregated:1p1d", 1, one.turn.position, None))
+    swamp(swamped)
+    report = report_of(made, found, "live", "x")
+    assert next(run for run in report["runs"] if run["position"] == swamped.turn.position)["overloaded"]
+    assert max(report["curves"]["ecdf"]["ttft_ms"]["disaggregated:1p1d"]["x"]) < 30
+    assert report["phases"]["disaggregated:1p1d"]["requests"]["arrived"] == 3 * (NUM - 1)
+    assert not any(each["id"].startswith(f"disaggregated:1p1d.{swamped.turn.position}.") for each in report["worst"])
+    assert report["notes"] == [
+        "disaggregated:1p1d was overloaded in 1 of 4 periods: its latency curves and phases are of the others, its"
+        " better ones"
+    ]
+
+
+def test_an_arm_that_was_always_overloaded_has_no_latency():
+    made = experiment()
+    found = findings(made)
+    for one in found.periods:
+        if one.turn.arm == "disaggregated:1p1d":
+            swamp(one)
+    report = report_of(made, found, "live", "x")
+    assert problems_of(report) == []
+    assert report["curves"]["ecdf"]["tbt_ms"]["disaggregated:1p1d"] == {"x": [], "y": []}
+    assert "disaggregated:1p1d" not in report["phases"]
+    assert report["notes"][0].endswith("phases are left out")
+
+
+def test_invalid_periods_are_told_by_arm_with_their_reason():
+    made = experiment()
+    found = findings(made)
+    found.periods[0].problems.append("the load generator was late")
+    found.periods[4].notes.append("the router kept no record of 3 of 40 requests")
+    first, forgotten = report_of(made, found, "live", "x")["notes"]
+    assert first == "1 of 4 periods of colocated:2 are invalid and in no figure; mostly: the load generator was late"
+    assert forgotten.endswith("seed 2: the router kept no record of 3 of 40 requests")
+
+
+@pytest.mark.parametrize(("loser", "is_valid"), [("disaggregated:1p1d", False), ("colocated:2", True)])
+def test_an_arm_does_not_lead_by_what_only_it_lost(loser: str, is_valid: bool):
+    """What its load made invalid may have been its worst; an arm that is behind in spite of that is behind."""
+    made = experiment(num_seeds=8)
+    found = findings(made)
+    for one in [one for one in found.periods if one.turn.arm == loser][:2]:
+        one.problems.append("the load generator was late")
+    report = report_of(made, found, "live", "x")
+    assert report["valid"] == is_valid
+    assert any(note.startswith(f"all invalid periods are of {loser}: its load may be why") for note in report["notes"])
+    if not is_valid:
+        assert "would lead, but all 2 invalid periods are its own" in report["verdict"]["sentence"]
+
+
+def test_invalid_periods_of_several_arms_are_bad_luck():
+    made = experiment(num_seeds=8)
+    found = findings(made)
+    for one in found.periods[:2]:  # of the same seed, one of each arm
+        one.problems.append("the load generator was late")
+    assert report_of(made, found, "live", "x")["valid"]
+
+
+def test_phases_say_of_how_many_requests_they_are():
+    made = experiment()
+    found = findings(made)
+    for one in found.periods:
+        one.recording.outcomes[-1].error = "timeout"
+    report = report_of(made, found, "live", "x")
+    arrived = 4 * (NUM - 1)
+    assert report["phases"]["colocated:2"]["requests"] == {"mean": arrived - 4, "missed": 42, "arrived": arrived}
+
+
+def test_where_all_keep_the_slo_the_verdict_goes_on_to_the_latencies():
+    made = replace(experiment(num_seeds=8), slo=Slo(100, 200))
+    report = report_of(made, findings(made), "live", "x")
+    assert "too close to call" in report["verdict"]["sentence"]
+    assert "Both keep the SLO; disaggregated:1p1d has 90 % lower TBT p99 [" in report["verdict"]["sentence"]

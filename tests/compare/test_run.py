@@ -1,15 +1,17 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from compare.arms import Arm, copy_of, parse_arms
-from compare.endpoint import Endpoint, Unreachable
+from compare.endpoint import Document, Endpoint, Unreachable
 from compare.experiment import Experiment, Findings, keep_requests, splits_of, trace_name
 from compare.outcome import Outcome, Recording, Slo
-from compare.period import Period, check_moved, different_tokens, excess_of
-from compare.run import run
+from compare.period import Period, Watch, check_moved, excess_of
+from compare.run import Course, run
+from compare.same_work import different_tokens, work_told
 from compare.schedule import Plan, Turn, turns
 from compare.stack import Stacks, fit_together
 from compare.traffic import Arrival, Traffic
@@ -124,6 +126,93 @@ def test_every_request_that_two_arms_finished_is_compared():
 
 def test_what_failed_has_no_answer_to_compare():
     assert different_tokens({"a": recording([1]), "b": recording([2], error="timeout")}) == (0, [])
+
+
+def asked(*counts: tuple[int, int]) -> Recording:
+    """Requests of so many prompt tokens, and answers of so many."""
+    return Recording(
+        outcomes=[
+            Outcome(index, f"r{index}", 0.0, token_s=[0.1] * answer, finish="stop", prompt_tokens=prompt)
+            for index, (prompt, answer) in enumerate(counts)
+        ]
+    )
+
+
+def test_prompts_that_are_more_tokens_in_one_arm_are_not_the_same_work():
+    problem, note = work_told([{"a": asked((10, 20), (11, 20)), "b": asked((10, 20), (12, 20))}])
+    assert problem == "not the same work: 1 of 2 prompts are not as many tokens in every arm"
+    assert note == ""
+    assert work_told([{"a": asked((10, 20)), "b": asked((10, 20))}]) == ("", "")
+    assert work_told([{"a": asked((0, 20)), "b": asked((10, 20))}]) == ("", "")  # an arm that tells none
+
+
+def test_answers_that_are_longer_in_one_arm_are_not_the_same_work():
+    problem, _ = work_told([{"a": asked((10, 20), (10, 20)), "b": asked((10, 20), (10, 15))}])
+    assert problem == "not the same work: 1 of 2 answers are not as long in every arm, by 12.5% of their tokens"
+    apart = work_told([{"a": asked((10, 20), (10, 15)), "b": asked((10, 15), (10, 20))}])[0]
+    assert apart.startswith("not the same work: 2 of 2")  # as many in all, and yet others
+
+
+def test_a_token_more_in_a_thousand_is_told_and_forbids_nothing():
+    problem, note = work_told([{"a": asked((10, 500), (10, 500)), "b": asked((10, 500), (10, 501))}])
+    assert problem == ""
+    assert note == "1 of 2 answers are not as long in every arm, by 0.1% of their tokens"
+
+
+def test_what_one_arm_did_not_finish_is_no_work_to_compare():
+    broken = asked((10, 20))
+    broken.outcomes[0].error = "timeout"
+    assert work_told([{"a": asked((12, 30)), "b": broken}, {}]) == ("", "")
+
+
+def test_as_text_every_server_is_asked_in_words_that_it_has_not_seen(tmp_path: Path):
+    """The same words in all arms, others for each seed and rate, and others for the copy of a stack that runs."""
+    arms = (Arm("http://a", 0, 0, {}, "http://a"), Arm("http://b", 0, 0, {}, "http://b"))
+    made = replace(experiment(tmp_path), arms=arms, control=copy_of(arms[0]), send="text")
+    course = Course(made, Nowhere(), Quiet(), Findings())
+
+    def salt(arm: str, seed: int = 1, rate: float | None = None) -> str:
+        return course.spec(Endpoint("http://x"), Turn(arm, seed, 0, rate)).salt
+
+    assert salt("http://a")
+    assert salt("http://a") == salt("http://b")
+    assert len({salt("http://a"), salt("http://a (control)"), salt("http://a", 2), salt("http://a", 1, 3.0)}) == 4
+
+
+def test_servers_that_take_ids_are_not_sent_what_only_baton_knows(tmp_path: Path):
+    course = Course(experiment(tmp_path), Nowhere(), Quiet(), Findings())
+    endpoint = Endpoint("http://x")
+    assert course.spec(endpoint, Turn("colocated:2", 1, 0)).salt == ""
+    endpoint.is_baton = True
+    salts = {course.spec(endpoint, Turn(arm.name, 1, 0)).salt for arm in experiment(tmp_path, control=True).everyone}
+    assert len(salts) == 1
+    assert salts != {""}
+
+
+class Forgetful(Endpoint):
+    """A router that keeps the records of one request only."""
+
+    async def until_idle(self, timeout_s: float) -> bool:
+        return True
+
+    async def status(self) -> Document:
+        return status()
+
+    async def requests(self) -> list[Document]:
+        return [{"id": "r1"}]
+
+    async def timeline(self, identity: str) -> Document:
+        return {"id": identity, "spans": []}
+
+
+async def test_requests_that_the_router_has_forgotten_are_told():
+    period = Period(Turn("a", 1, 0), recording([1], [2], [3]))
+    watch = Watch(Forgetful("http://x"), None)
+    await watch.begin(period)
+    await watch.end(period, Slo(), 5)
+    assert period.problems == []
+    assert len(period.notes) == 1
+    assert period.notes[0].startswith("the router kept no record of 2 of 3 requests (it keeps 4000 at most)")
 
 
 def test_the_worst_request_is_the_furthest_over_its_slo():

@@ -141,12 +141,16 @@ def flips(standing_at: StandingAt, ttft_ms: float, tbt_ms: float) -> list[str]:
         for winner, own in groupby(((next(winners), at) for at in values), key=lambda pair: pair[0]):
             reach = [at for _, at in own]
             if winner not in {None, now} and len(reach) >= LEAST_STEPS:
-                told.append(f"{winner} wins with a {name} SLO of {min(reach):.3g} to {max(reach):.3g} ms")
+                told.append(f"{winner} wins with a {name} SLO of {_read(min(reach))} to {_read(max(reach))} ms")
     span = 2.0 ** (STEPS_AROUND / 2)
     return told or [
-        f"no {'other ' if now else ''}arm wins clearly with a TBT SLO of {tbt_ms / span:.3g} to {tbt_ms * span:.3g} ms "
-        f"or a TTFT SLO of {ttft_ms / span:.3g} to {ttft_ms * span:.3g} ms"
+        f"no {'other ' if now else ''}arm wins clearly with a TBT SLO of {_read(tbt_ms / span)} to "
+        f"{_read(tbt_ms * span)} ms or a TTFT SLO of {_read(ttft_ms / span)} to {_read(ttft_ms * span)} ms"
     ]
+
+
+def _read(value_ms: float) -> str:
+    return f"{value_ms:,.0f}" if value_ms >= 100 else f"{value_ms:.3g}"
 
 
 def _p_of(found: Standing | None) -> float:

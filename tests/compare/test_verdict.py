@@ -100,7 +100,7 @@ def test_a_win_that_is_sure_for_one_look_is_not_for_one_of_many():
 
 def test_a_verdict_that_does_not_flip_says_where_it_was_looked():
     told = flips(lambda *_: ahead("a"), 400, 40)
-    assert told == ["no other arm wins clearly with a TBT SLO of 5 to 320 ms or a TTFT SLO of 50 to 3.2e+03 ms"]
+    assert told == ["no other arm wins clearly with a TBT SLO of 5 to 320 ms or a TTFT SLO of 50 to 3,200 ms"]
 
 
 def test_what_is_too_close_here_may_be_clear_elsewhere():

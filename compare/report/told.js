@@ -115,7 +115,7 @@ function pairTable(pair, rows) {
     each.low === null || each.high === null ? "–" : `${told(each, "low")} to ${told(each, "high")}`,
     signed(each.percent, " %"),
     each.percent === null ? "" : interval(inPercent(each, each.low), inPercent(each, each.high), each.percent, reach),
-    figure(each.p, 2),
+    each.p < 0.0001 ? "< 0.0001" : figure(each.p, 2),
     [chip(each.says, each.says.split(" ")[0]), each.note ? h("small", {}, each.note) : null],
   ]));
 }

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -14,11 +13,10 @@ from typing import Any
 
 from cluster.plan import ROUTER, Child, LocalSettings, checked, inherited, plan
 from shared.config import EVERY_ADDRESS
+from shared.serve import dies_with
 
 Say = Callable[[str, str], None]  # name of a process, a line
 
-PR_SET_PDEATHSIG = 1
-LIBC = ctypes.CDLL(None)
 MAX_LINE_BYTES = 1 << 16
 RESTARTS_PER_MINUTE = 5
 FIRST_DELAY_S = 0.5
@@ -189,7 +187,7 @@ class LocalCluster:
             stderr=STDOUT,
             env=inherited(os.environ) | child.environment,
             start_new_session=True,  # a Ctrl-C at the terminal is ours to pass on
-            preexec_fn=_dies_with(os.getpid()),
+            preexec_fn=dies_with(os.getpid()),
         )
         self._processes[child.name] = process
         if self._ending.is_set():
@@ -233,14 +231,3 @@ def restart_delay_s(restarts: Sequence[float], now: float) -> float:
 
 def described(status: int) -> str:
     return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-
-
-def _dies_with(parent: int) -> Callable[[], None]:
-    """Run in the child before it becomes its program: whatever ends the parent, SIGKILL too, ends the child."""
-
-    def ask() -> None:
-        LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != parent:  # it was gone before we asked
-            os._exit(1)
-
-    return ask

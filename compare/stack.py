@@ -5,10 +5,8 @@ It is started by its command line, so that the comparison knows of the stack wha
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import re
-import signal
 import sys
 import time
 from asyncio.subprocess import DEVNULL, STDOUT, Process
@@ -20,6 +18,7 @@ from compare.arms import Arm
 from compare.endpoint import Endpoint, Unreachable
 from shared.config import PREFIX, ComputingSettings, parse_size
 from shared.errors import ConfigError
+from shared.serve import dies_with
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVING_AT = re.compile(r"serving at (http://\S+)")
@@ -31,8 +30,6 @@ PROCESS_BYTES = 400 << 20  # of a node with its libraries, measured
 DEFAULT_KV_BYTES = ComputingSettings.model_fields["kv_cache_memory"].default
 # Where nodes fill every core, the load generator still has to be on time: it is no part of what is measured.
 BEHIND_CLIENT = 5
-PR_SET_PDEATHSIG = 1
-LIBC = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,7 @@ class Stack:
                 stderr=STDOUT,
                 env=environment(),
                 start_new_session=True,  # a Ctrl-C at the terminal is ours to pass on
-                preexec_fn=dies_with(os.getpid()),
+                preexec_fn=before_it_runs(os.getpid()),
             )
         deadline = time.monotonic() + START_S
         while not await self._is_complete():
@@ -169,13 +166,12 @@ def environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH", ""))))}
 
 
-def dies_with(parent: int) -> Callable[[], None]:
-    """Run in the child before it becomes its program: whatever ends the parent, SIGKILL too, ends the child."""
+def before_it_runs(parent: int) -> Callable[[], None]:
+    """Run in the child before it becomes its program."""
+    ask = dies_with(parent)
 
-    def ask() -> None:
+    def prepare() -> None:
         os.nice(BEHIND_CLIENT)
-        LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != parent:  # it was gone before we asked
-            os._exit(1)
+        ask()
 
-    return ask
+    return prepare

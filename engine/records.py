@@ -7,7 +7,7 @@ kept until later, a step's many small objects would cost the garbage collector m
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from scheduler.blocks import Ledger
 from scheduler.request import Request, Slice, State, Step
@@ -52,11 +52,11 @@ class Recorder:
 
     # ---- events -------------------------------------------------------------------------------------------------
 
-    def event(self, identity: str, kind: str, at_ns: int | None = None, **fields: object) -> None:
+    def event(self, identity: str, kind: str, at_ns: int | None = None, **fields: Any) -> None:
         """Something happened to a request, now or at `at_ns`; `fields` as in `shared.messages.RequestEvent`."""
         if len(self._events) == self._events.maxlen:
             self.dropped += 1
-        self._events.append(RequestEvent(identity, kind, at_ns or now_ns(), **fields))  # type: ignore[arg-type]
+        self._events.append(RequestEvent(identity, kind, at_ns or now_ns(), **fields))
 
     def added(self, request: Request, at_ns: int) -> None:
         """The node took the request at `at_ns`; the scheduler just now, so that it has its number."""

@@ -61,8 +61,8 @@ def _are(count: int) -> str:
 
 def _busy(nodes: list[Node]) -> float | None:
     """Mean busy share, or None where a node has not said."""
-    shares = [node.get("busy") for node in nodes]
-    return sum(shares) / len(shares) if shares and None not in shares else None  # type: ignore[arg-type]
+    shares = [float(node["busy"]) for node in nodes if node.get("busy") is not None]
+    return sum(shares) / len(shares) if shares and len(shares) == len(nodes) else None
 
 
 def _queue(nodes: list[Node]) -> int:

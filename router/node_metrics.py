@@ -202,6 +202,11 @@ class NodeMetrics:
         for reason, count in list(status["placements"].items())[:MAX_REASONS]:
             placements.add_metric([self._model_name, reason], count)
         yield placements
+        malformed = CounterMetricFamily(
+            "baton_records_malformed", "Records of nodes that were none, and are left out.", labels=["model_name"]
+        )
+        malformed.add_metric([self._model_name], self._records.num_malformed)
+        yield malformed
         requests: Mapping[str, int] = status["requests"]
         for name, text in (
             ("moved", "Attempts that went on elsewhere."),

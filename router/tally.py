@@ -41,11 +41,9 @@ class Sliding:
     def __init__(
         self, width: int, seconds: float, num_slices: int = 12, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.seconds = seconds
         self._slice_s = seconds / num_slices
         self._clock = clock
-        self._began = clock()
-        self._turned = int(self._began / self._slice_s)
+        self._turned = int(clock() / self._slice_s)
         self._sums = [0] * width
         self._slices = [[0] * width for _ in range(num_slices)]
 
@@ -59,12 +57,6 @@ class Sliding:
     def sums(self) -> list[int]:
         self._turn_to(int(self._clock() / self._slice_s))
         return self._sums
-
-    def covered_s(self) -> float:
-        """How much time `sums` stands for."""
-        now = self._clock()
-        whole = (len(self._slices) - 1) * self._slice_s + now % self._slice_s
-        return max(1e-9, min(now - self._began, whole))
 
     def _turn_to(self, turn: int) -> None:
         for slice_number in range(max(self._turned, turn - len(self._slices)) + 1, turn + 1):

@@ -1,6 +1,7 @@
 """Runs one process of Baton: its event loop, its signals, its drain."""
 
 import asyncio
+import ctypes
 import gc
 import logging
 import os
@@ -12,6 +13,9 @@ from typing import Any
 import uvloop
 
 from shared import logs
+
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None)
 
 
 class Lifetime:
@@ -43,6 +47,17 @@ def run(
         return await main(Lifetime())
 
     return uvloop.run(body())
+
+
+def dies_with(parent: int) -> Callable[[], None]:
+    """Run in the child before it becomes its program: whatever ends the parent, SIGKILL too, ends the child."""
+
+    def ask() -> None:
+        LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() != parent:  # it was gone before we asked
+            os._exit(1)
+
+    return ask
 
 
 def settle_memory() -> None:

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from compare.arms import Arm
 from compare.endpoint import Endpoint, Unreachable
-from shared.config import PREFIX, ComputingSettings, parse_size
+from shared.config import PREFIX, parse_size
 from shared.errors import ConfigError
+from shared.kv.layout import HOST_KV_BYTES
 from shared.serve import dies_with
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,7 +28,6 @@ DRAIN_S = 3  # of an arm that ends: whatever it still does, nobody waits for
 GRACE_S = 12.0
 BAD_SETTINGS = 2
 PROCESS_BYTES = 400 << 20  # of a node with its libraries, measured
-DEFAULT_KV_BYTES = ComputingSettings.model_fields["kv_cache_memory"].default
 # Where nodes fill every core, the load generator still has to be on time: it is no part of what is measured.
 BEHIND_CLIENT = 5
 
@@ -149,7 +149,7 @@ def fit_together(arms: Sequence[Arm], model: str) -> bool:
     if needs_gpu or (Path("/dev/nvidia0").exists() and any("device" not in arm.settings for arm in arms)):
         return False
     weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) * 2  # as float32
-    kv = {arm.name: parse_size(arm.settings.get("kv_cache_memory", str(DEFAULT_KV_BYTES))) for arm in arms}
+    kv = {arm.name: parse_size(arm.settings.get("kv_cache_memory", "0")) or HOST_KV_BYTES for arm in arms}
     needed = sum(arm.devices * (PROCESS_BYTES + weights + kv[arm.name]) + PROCESS_BYTES for arm in arms)
     return needed < 0.7 * memory_available()
 

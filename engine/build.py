@@ -2,24 +2,27 @@
 
 import hashlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from engine.attention.torch_backend import TorchAttention
+from engine.attention.choose import attention_on_cpu
 from engine.emulated import EMULATED_HEAD_DIM, EmulatedRunner
 from engine.emulation import Emulation, load_emulation
 from engine.hash_model import HashRunner
+from engine.kernels.choose import kernels_on_cpu
 from engine.kv_pool import KVPool, blocks_for
+from engine.linear.choose import linear_on_cpu
 from engine.models.config import ModelConfig
 from engine.models.decoder import load_model
 from engine.runner import Runner, TorchRunner
 from engine.weights import fingerprint
-from shared.kv.layout import KVLayout
+from shared.kv.layout import HOST_KV_BYTES, KVLayout
 from shared.kv.memory import HostMemory
 from shared.model_files import resolve
 
 HASH_LAYERS = 2  # of the testing model that hashes instead of computing
+CPU_BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +30,22 @@ class BuildOptions:
     """What of a node's settings concerns its arithmetic; names as there."""
 
     model: str
-    runner: str
-    device: str
-    dtype: str
-    block_size: int
-    kv_cache_memory: int
-    num_blocks: int
-    max_model_len: int
-    threads: int
+    runner: str = "torch"
+    device: str = "cpu"
+    dtype: str = "auto"
+    weight_dtype: str = "auto"
+    quantization: str = "none"
+    kv_cache_dtype: str = "auto"
+    attention_backend: str = "auto"
+    enforce_eager: bool = False
+    gpu_memory_utilization: float = 0.9
+    block_size: int = 0
+    kv_cache_memory: int = 0
+    num_blocks: int = 0
+    max_model_len: int = 0
+    max_num_seqs: int = 64
+    max_step_tokens: int = 512
+    threads: int = 0
     emulate: str = ""
 
 
@@ -57,7 +68,15 @@ def build(options: BuildOptions) -> Computer:
     if options.device not in {"auto", "cpu"}:
         raise ValueError(f"device {options.device!r}: this version computes on the CPU only; use --device cpu")
     if options.dtype not in {"auto", "float32"}:
-        raise ValueError(f"dtype {options.dtype!r}: CPUs compute 8 to 10 times slower in 16 bits; use --dtype float32")
+        raise ValueError(
+            f"dtype {options.dtype!r}: on the CPU activations are float32; use --dtype float32, and --weight-dtype "
+            f"{options.dtype} to hold the weights so"
+        )
+    options = replace(
+        options,
+        block_size=options.block_size or CPU_BLOCK_TOKENS,
+        kv_cache_memory=options.kv_cache_memory or HOST_KV_BYTES,
+    )
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     path = resolve(options.model)
     config = ModelConfig.from_directory(path)
@@ -69,6 +88,8 @@ def build(options: BuildOptions) -> Computer:
     emulation = load_emulation(options.emulate) if options.emulate else None
     layout = _layout(options, config, emulation)
     memory = HostMemory(layout.num_blocks, layout.block_bytes)
+    name = _name(options, emulation)
+    facts = {"runner": name, "device": "cpu", "dtype": "float32", "kv_cache_dtype": layout.dtype}
     runner: Runner
     if emulation is not None:
         runner = EmulatedRunner(memory.rows, layout.block_tokens, config.vocab_size, emulation)
@@ -76,13 +97,14 @@ def build(options: BuildOptions) -> Computer:
         runner = HashRunner(memory.rows, layout.block_tokens, HASH_LAYERS, config.vocab_size)
     else:
         pool = KVPool(layout, memory)
-        model = load_model(path, torch.float32, torch.device("cpu"))
-        runner = TorchRunner(model, pool, TorchAttention(pool), torch.device("cpu"))
-    name = _name(options, emulation)
+        linear = linear_on_cpu(options.weight_dtype, options.quantization)
+        model = load_model(path, torch.float32, torch.device("cpu"), linear)
+        attention = attention_on_cpu(options.attention_backend, pool)
+        kernels = kernels_on_cpu(config, pool)
+        runner = TorchRunner(model, pool, attention, kernels, torch.device("cpu"))
+        facts |= {"attention": attention.name, "kernels": kernels.name, "weights": linear.name}
     parts = (name, fingerprint(path), layout.describe())
     print_ = hashlib.blake2b("|".join(parts).encode(), digest_size=12).hexdigest()
-    facts = {"runner": name, "device": "cpu", "dtype": layout.dtype}
-    facts |= {"attention": "torch" if isinstance(runner, TorchRunner) else "none"}
     facts |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
     return Computer(runner, memory, layout, max_model_len, config.vocab_size, print_, facts, emulation)
 
@@ -93,13 +115,15 @@ def _name(options: BuildOptions, emulation: Emulation | None) -> str:
 
 
 def _layout(options: BuildOptions, config: ModelConfig, emulation: Emulation | None) -> KVLayout:
+    kv_dtype = "float32" if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+
     def layout(num_blocks: int) -> KVLayout:
         if emulation is not None:
             return KVLayout(num_blocks, 1, 1, options.block_size, EMULATED_HEAD_DIM, "float32")
         if options.runner == "hash":
             return KVLayout(num_blocks, 1, HASH_LAYERS, options.block_size, 1, "float32")
         return KVLayout(
-            num_blocks, config.num_kv_heads, config.num_layers, options.block_size, config.head_dim, "float32"
+            num_blocks, config.num_kv_heads, config.num_layers, options.block_size, config.head_dim, kv_dtype
         )
 
     if options.num_blocks == 1:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.attention.interface import AttentionBackend
 from engine.batch import Batch, build
+from engine.kernels.interface import Kernels
 from engine.kv_pool import KVPool
 from engine.logprobs import describe
 from engine.models.decoder import Decoder
@@ -39,7 +40,9 @@ class Runner(Protocol):
 class TorchRunner(Runner):
     """Runs a decoder over the paged pool. A request's payload is its `shared.messages.Sampling`."""
 
-    def __init__(self, model: Decoder, pool: KVPool, backend: AttentionBackend, device: torch.device) -> None:
+    def __init__(
+        self, model: Decoder, pool: KVPool, backend: AttentionBackend, kernels: Kernels, device: torch.device
+    ) -> None:
         config, layout = model.config, pool.layout
         wanted = (config.num_layers, config.num_kv_heads, config.head_dim)
         if (layout.layers, layout.kv_heads, layout.head_dim) != wanted:
@@ -47,6 +50,7 @@ class TorchRunner(Runner):
         self._model = model
         self._block_tokens = layout.block_tokens
         self._backend = backend
+        self._kernels = kernels
         self._device = device
 
     @torch.inference_mode()
@@ -55,7 +59,7 @@ class TorchRunner(Runner):
         if not outputs:
             return outputs
         batch = build(step.slices, self._block_tokens, self._device)
-        hidden = self._model.forward(batch, self._backend.plan(batch))
+        hidden = self._model.forward(batch, self._kernels.begin(batch), self._backend.plan(batch))
         sampled = hidden[: len(batch.sampled)]
         draws = sample(self._model.logits(sampled), [_row(step.slices[index]) for index in batch.sampled])
         for index, draw in zip(batch.sampled, draws, strict=True):

@@ -61,11 +61,10 @@ def _inside(directory: Path, name: str) -> Path:
 
 
 class Checkpoint:
-    """The tensors of a directory, each to be taken once, checked, in the dtype and on the device asked for."""
+    """The tensors of a directory, each to be taken once, checked, in its own dtype and on the device asked for."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, directory: Path, device: torch.device) -> None:
         self._directory = directory
-        self._dtype = dtype
         self._device = device
         self._files: dict[str, Any] = {}  # tensor -> open file
         for file in weight_files(directory):
@@ -85,7 +84,7 @@ class Checkpoint:
             raise ValueError(f"{self._directory}: tensor {name!r} is {found}, the config asks for {list(shape)}")
         # A copy, since the file is mapped: whoever overwrites it must not change a running model.
         tensor: Tensor = file.get_tensor(name)
-        return tensor.to(self._device, self._dtype, copy=True)
+        return tensor.to(self._device, copy=True)
 
     def skip(self, name: str) -> None:
         self._files.pop(name, None)

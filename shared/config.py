@@ -42,8 +42,8 @@ def parse_size(value: int | str) -> int:
         raise ValueError(f"must be {SIZE_FORMS}")
     exponent = " KMGT".index(match[2].upper()) if match[2] else 0
     size = Fraction(match[1]) * (1024 if match[3] else 1000) ** exponent
-    if size < 1:
-        raise ValueError(f"must be at least one byte: {SIZE_FORMS}")
+    if 0 < size < 1:
+        raise ValueError(f"must be whole bytes: {SIZE_FORMS}")
     return int(size)
 
 
@@ -65,7 +65,7 @@ def format_value(value: object, field: FieldInfo | None = None) -> str:
     """As the command line and the environment take it."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, int) and field is not None and _is_size(field) and value % (1 << 20) == 0:
+    if isinstance(value, int) and field is not None and _is_size(field) and value and value % (1 << 20) == 0:
         return f"{value >> 20}MiB"
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
@@ -206,11 +206,34 @@ class ComputingSettings(CommonSettings):
 
     device: Device = Field(default="auto", description="Where a node computes.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Of weights and KV; auto: float32 on the CPU, the model's own elsewhere."
+        default="auto", description="Of activations; auto: float32 on the CPU, the model's own elsewhere."
     )
-    kv_cache_memory: Size = Field(default=512 << 20, description="Memory for KV blocks, as in 512MiB or 2GB.")
+    weight_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="That weights are held in; auto: --dtype. On the CPU, arithmetic stays float32."
+    )
+    quantization: Literal["none", "int8"] = Field(
+        default="none", description="int8: weights and activations of matrix products in 8 bits (CPU)."
+    )
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="That KV is held in; auto: --dtype."
+    )
+    attention_backend: Literal["auto", "torch", "numba", "triton", "flash_attn"] = Field(
+        default="auto", description="What computes attention; auto: the fastest that can run here."
+    )
+    enforce_eager: bool = Field(default=False, description="Never replay CUDA graphs.")
+    async_scheduling: Literal["auto", "on", "off"] = Field(
+        default="auto", description="Plan a step while the one before runs; auto: where it was measured to pay."
+    )
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.9, description="Share of a GPU's memory that this node takes, weights included."
+    )
+    kv_cache_memory: Size = Field(
+        default=0, description="Memory for KV blocks, as in 2GB; 0: 512MiB on the CPU, what is free on a GPU."
+    )
     num_blocks: CountOrNone = Field(default=0, description="Number of KV blocks instead; 0: as many as fit the memory.")
-    block_size: Annotated[int, Field(ge=1, le=1024)] = Field(default=16, description="Tokens of one KV block.")
+    block_size: Annotated[int, Field(ge=0, le=1024)] = Field(
+        default=0, description="Tokens of one KV block; 0: 16 on the CPU, 64 on a GPU."
+    )
     max_num_batched_tokens: Count = Field(default=512, description="Tokens that one step computes at most.")
     max_num_seqs: Count = Field(default=64, description="Requests that run at once.")
     long_prefill_token_threshold: CountOrNone = Field(
@@ -227,8 +250,8 @@ class ComputingSettings(CommonSettings):
         default="", description="Cost model (a name or a JSON file) whose times are slept instead of computing."
     )
     enable_prefix_caching: bool = Field(default=True, description="Keep computed prompts for others that begin alike.")
-    kv_channel: Literal["auto", "shm", "tcp"] = Field(
-        default="auto", description="How KV travels: shared memory on one host, tcp, or the best that both ends can do."
+    kv_channel: Literal["auto", "pool", "cuda_ipc", "shm", "tcp"] = Field(
+        default="auto", description="How KV travels: see docs/operations.md; auto: the best that both ends can do."
     )
     kv_directory: str = Field(
         default_factory=private_directory, min_length=1, description="Private directory for the channel's sockets."

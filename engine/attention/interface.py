@@ -1,4 +1,4 @@
-"""What a model asks of attention: store this step's K and V, and attend over everything stored before."""
+"""What a model asks of attention: attend over everything stored before, this step's keys and values included."""
 
 from typing import Protocol
 
@@ -10,12 +10,11 @@ from engine.batch import Batch
 class AttentionPlan(Protocol):
     """One step's attention, the same for every layer."""
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-        """Writes `k` and `v` into the pool at the batch's slots, then attends.
+    def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
+        """q [T, heads, head_dim], after rotation; the step's K and V of this layer are in the pool already.
 
-        q [T, heads, head_dim]; k and v [T, kv_heads, head_dim], all after rotation. A query sees the positions of
-        its own slice's context up to itself, and of these only the last `window` when that is not 0. Scores are
-        scaled by head_dim ** -0.5. Returns [T, heads, head_dim] in q's dtype.
+        A query sees the positions of its own slice's context up to itself, and of these only the last `window` when
+        that is not 0. Scores are scaled by head_dim ** -0.5. Returns [T, heads, head_dim] in q's dtype.
         """
         ...
 

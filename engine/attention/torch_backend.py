@@ -38,18 +38,13 @@ class TorchAttention:
 class TorchPlan:
     def __init__(self, pool: KVPool, batch: Batch) -> None:
         layout = pool.layout
-        self._pool = pool.tensor
         # A (block, head) piece of one layer is contiguous: gathered head by head it needs no second copy.
         self._pieces = pool.tensor.view(-1, *layout.shape[2:])
         self._layout = layout
         self._batch = batch
-        self._blocks = batch.slots // layout.block_tokens
-        self._offsets = batch.slots % layout.block_tokens
         self._reaches: dict[int, list[_Reach]] = {}
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-        # K and V go in as one write: index_put is the slow part of a small step.
-        self._pool[:, :, layer][self._blocks, :, self._offsets] = torch.stack((k, v), dim=2).to(self._pool.dtype)
+    def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
         if window not in self._reaches:
             self._reaches[window] = self._plan_window(window)
         out = torch.empty_like(q)
@@ -79,7 +74,7 @@ class TorchPlan:
 
     def _reach(self, index: int, row: int, start: int, end: int, window: int) -> _Reach:
         size, heads = self._layout.block_tokens, self._layout.kv_heads
-        device = self._pool.device
+        device = self._pieces.device
         first = max(0, start + 1 - window) // size if window else 0  # blocks that no query of the slice sees
         low = first * size
         blocks = self._batch.block_table[index, first : -(-end // size)].long()

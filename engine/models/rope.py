@@ -22,10 +22,10 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     return frequencies * (keep + (1 - keep) / rope.factor)
 
 
-def angles(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [T, 1, head_dim / 2], computed in float32."""
+def angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, float32 [T, 1, head_dim / 2]."""
     turned = positions[:, None, None].float() * frequencies
-    return turned.cos().to(dtype), turned.sin().to(dtype)
+    return turned.cos(), turned.sin()
 
 
 def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 from math import prod
 
+HOST_KV_BYTES = 512 << 20  # that a node on a CPU takes when nothing else is asked for
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

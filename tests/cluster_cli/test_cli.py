@@ -143,7 +143,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["up", "--model", "/nowhere"], "baton up: --model /nowhere: is no directory"),
         (["up", "--prefill", "-1"], "baton up: --prefill '-1': must be a whole number from 0"),
         (["router"], "baton router: --model (or BATON_MODEL) is needed"),
-        (["prefill", "--kv-channel", "x"], "baton prefill: --kv-channel 'x': must be auto, shm or tcp"),
+        (["prefill", "--kv-channel", "x"], "baton prefill: --kv-channel 'x': must be auto, pool, cuda_ipc, shm or tcp"),
         (["decode", "--registry", "x"], "baton decode: --registry 'x': must be host:port"),
         (["chat", "--temperature", "9"], "baton chat: "),
         (["status", "surplus"], "baton status: "),

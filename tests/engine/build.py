@@ -7,6 +7,7 @@ from random import Random
 import torch
 
 from engine.attention.torch_backend import TorchAttention
+from engine.kernels.torch_kernels import TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.runner import Output, Runner, TorchRunner
@@ -47,7 +48,11 @@ def torch_runner(model: Decoder, num_blocks: int = 64, block_tokens: int = 4) ->
     layout = layout_of(model, num_blocks, block_tokens)
     pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
     pool.tensor.fill_(torch.nan)
-    return TorchRunner(model, pool, TorchAttention(pool), CPU), pool, Blocks(num_blocks, block_tokens)
+    return (
+        TorchRunner(model, pool, TorchAttention(pool), TorchKernels(model.config, pool), CPU),
+        pool,
+        Blocks(num_blocks, block_tokens),
+    )
 
 
 def piece(request: Request, size: int | None = None) -> Slice:

@@ -176,7 +176,7 @@ def test_a_pool_of_another_model_is_refused(model: Decoder) -> None:
     runner, pool, _ = torch_runner(model)
     pool.layout = KVLayout(64, 2, 3, 4, 8, "float32")
     with pytest.raises(ValueError, match="another model"):
-        TorchRunner(model, pool, runner._backend, CPU)
+        TorchRunner(model, pool, runner._backend, runner._kernels, CPU)
 
 
 def test_many_rows_of_one_request_are_scored_in_parts(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,7 +202,7 @@ def test_known_leftovers_of_old_files_are_ignored(directory: Path) -> None:
 
 
 def test_a_loaded_model_does_not_change_with_its_file(directory: Path) -> None:
-    checkpoint = Checkpoint(directory, torch.float32, CPU)
+    checkpoint = Checkpoint(directory, CPU)
     taken = checkpoint.take("model.norm.weight", 8)
     before = taken.clone()
     file = directory / "model.safetensors"

@@ -106,15 +106,15 @@ BAD_FOR_ROUTER = [
     ("max_model_len", "-1", "a whole number from 0 to 2147483647"),
 ]
 BAD_FOR_NODES = [
-    ("block_size", "0", "a whole number from 1 to 1024"),
-    ("block_size", "1000000", "a whole number from 1 to 1024"),
+    ("block_size", "-1", "a whole number from 0 to 1024"),
+    ("block_size", "1000000", "a whole number from 0 to 1024"),
     ("kv_cache_memory", "lots", "512MiB"),
     ("kv_cache_memory", "2G", "512MiB"),
-    ("kv_cache_memory", "0", "at least one byte"),
+    ("kv_cache_memory", "0.0001kB", "whole bytes"),
     ("device", "gpu", "auto, cpu, cuda or cuda:N"),
     ("dtype", "int8", "auto, float32, bfloat16 or float16"),
     ("policy", "fifo", "decode_first or static"),
-    ("kv_channel", "rdma", "auto, shm or tcp"),
+    ("kv_channel", "rdma", "auto, pool, cuda_ipc, shm or tcp"),
     ("runner", "onnx", "torch or hash"),
     ("heartbeat_s", "0.01", "a number from 0.05 to 60"),
     ("cpus", "x", "as in 0,2-3"),
@@ -192,7 +192,7 @@ def test_print_config_says_where_each_value_comes_from(
     lines = out.splitlines()
     assert "port = 9000  # flag --port" in lines
     assert "registry = redis://user:***@h:6379/0  # environment BATON_REGISTRY" in lines
-    assert "kv_cache_memory = 512MiB  # default" in lines
+    assert "kv_cache_memory = 0  # default" in lines
     assert len(lines) == len(NodeSettings.model_fields)
 
 
@@ -243,7 +243,7 @@ def test_sizes(text: int | str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "MiB", "-1", "1e9", "2G", "1Mi", "1 M iB", "0", "0.1", "1PiB", "9" * 40, "\u0661"]
+    "text", ["", "MiB", "-1", "1e9", "2G", "1Mi", "1 M iB", "0.1", "1PiB", "9" * 40, "\u0661"]
 )
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="must be"):

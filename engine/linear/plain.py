@@ -1,0 +1,24 @@
+"""torch's own product over weights as they are: on CUDA what cuBLAS makes of it, and the reference everywhere."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, dtype
+from torch.nn.functional import linear
+
+
+@dataclass(slots=True)
+class PlainLinear:
+    weight: Tensor  # [out, in]
+    bias: Tensor | None = None
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return linear(rows, self.weight, self.bias)
+
+
+class Plain:
+    def __init__(self, held_in: dtype) -> None:
+        self.name = f"{held_in}".removeprefix("torch.")
+        self._held_in = held_in
+
+    def make(self, weight: Tensor, bias: Tensor | None) -> PlainLinear:
+        return PlainLinear(weight.to(self._held_in), None if bias is None else bias.to(self._held_in))

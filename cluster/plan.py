@@ -1,15 +1,17 @@
 """What `baton up` starts: its settings, checked against this machine, as a list of processes. It starts none."""
 
 import os
+import re
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from shared.config import (
     EVERY_ADDRESS,
@@ -31,6 +33,22 @@ ROUTER = "router"
 MODEL_FILES = ("config.json", "tokenizer.json", "*.safetensors")
 
 
+def parse_devices(value: str | Iterable[str]) -> tuple[str, ...]:
+    """GPUs of "cuda:0,cuda:1", each once; "" is none. Raises ValueError."""
+    names = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
+    if names == [""]:
+        return ()
+    for name in names:
+        if not re.fullmatch(r"cuda:(0|[1-9]\d?)", name, re.ASCII):
+            raise ValueError(f"{name!r} is no GPU: must be a list as cuda:0,cuda:1")
+    if len(set(names)) < len(names):
+        raise ValueError("must name each GPU once; several nodes share one where there are more nodes than GPUs")
+    return tuple(names)
+
+
+Devices = Annotated[tuple[str, ...], BeforeValidator(parse_devices)]
+
+
 class LocalSettings(ServingSettings, ComputingSettings):
     """The cluster"""
 
@@ -38,6 +56,10 @@ class LocalSettings(ServingSettings, ComputingSettings):
 
     prefill: int = Field(default=1, ge=0, le=256, description="Number of prefill nodes.")
     decode: int = Field(default=0, ge=0, le=256, description="Number of decode nodes; 0: 1, colocated 1 + --prefill.")
+    devices: Devices = Field(
+        default=(),
+        description="GPUs as in cuda:0,cuda:1: prefill, then decode nodes in turn; empty: all nodes on --device.",
+    )
     registry_host: Host = Field(default="127.0.0.1", description="Address that nodes join at.")
     registry_port: Port = Field(default=0, description="Port that nodes join at; 0: any that is free.")
 
@@ -47,11 +69,45 @@ class LocalSettings(ServingSettings, ComputingSettings):
             raise ValueError("--node-timeout-s must be over twice --heartbeat-s, or live nodes count as lost")
         return self
 
+    @model_validator(mode="after")
+    def _gives_each_node_a_place(self) -> "LocalSettings":
+        if self.devices and self.device not in {"auto", "cuda"}:
+            raise ValueError(
+                f"--devices {','.join(self.devices)}: says where nodes compute; leave out --device {self.device}"
+            )
+        if len(self.devices) > sum(self.num_nodes()):
+            raise ValueError(
+                f"--devices {','.join(self.devices)}: are more than the {sum(self.num_nodes())} nodes; name fewer, "
+                "or give --prefill and --decode"
+            )
+        if self.kv_channel == "pool" and (problem := _not_poolable(self.num_nodes()[0], self.places())):
+            raise ValueError(f"--kv-channel pool: {problem}")
+        return self
+
+    def places(self) -> list[str]:
+        """The device of each node: prefill nodes, then decode nodes."""
+        devices = self.devices or (self.device,)
+        return [devices[number % len(devices)] for number in range(sum(self.num_nodes()))]
+
     def num_nodes(self) -> tuple[int, int]:
         """Of prefill, of decode."""
         if self.mode == "colocated":
             return 0, self.decode or 1 + self.prefill
         return self.prefill, self.decode or 1
+
+
+def _not_poolable(num_prefill: int, places: Sequence[str]) -> str:
+    """Why prefill nodes cannot compute in the pools of decode nodes; empty when they can."""
+    decode = Counter(places[num_prefill:])
+    for device, count in decode.items():
+        if count > 1:
+            return f"{count} decode nodes on {device}, where one can lend its pool; use one a device"
+    for device in places[:num_prefill]:
+        if device not in decode:
+            return (
+                f"no decode node on {device}, where a prefill node is; give as many --devices as decode nodes, or fewer"
+            )
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +124,14 @@ def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
     num_prefill, num_decode = settings.num_nodes()
     nodes = {"prefill": num_prefill, "decode": num_decode}
     names = [(role, number) for role, count in nodes.items() for number in range(count)]
+    places = settings.places()
     children = [_child(ROUTER, "router", _part(settings, RouterSettings, {}), num_threads=1)]
-    for (role, number), cpus in zip(names, share_out(cores, len(names)), strict=True):
+    for (role, number), cpus, device in zip(names, share_out(cores, len(names)), places, strict=True):
         name = f"{role}-{number}"
         num_threads = settings.threads or len(cpus) or 1
         # In a Redis that other machines use too, a plain number would not be unique.
         own = {"id": "" if settings.registry else name, "host": "127.0.0.1", "port": 0, "threads": num_threads}
+        own |= {"device": device, "gpu_memory_utilization": settings.gpu_memory_utilization / places.count(device)}
         node = _part(settings, NodeSettings, own | {"registry": settings.registry or _joined_at(settings)})
         children.append(_child(name, f"{role}_node", node.model_copy(update={"cpus": cpus}), num_threads))
     return children

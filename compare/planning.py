@@ -16,7 +16,7 @@ from compare.experiment import Experiment
 from compare.outcome import Slo
 from compare.presets import NAMES
 from compare.schedule import Plan
-from compare.stack import Launch, fit_together
+from compare.stack import Launch, fit_together, num_gpus
 from compare.traces import Encode, Row, read_trace
 from compare.traffic import Traffic, TrafficPlan, Vocabulary, draw_traffic
 from shared.errors import ConfigError
@@ -123,7 +123,8 @@ def _launches(choices: Choices, arms: list[Arm], model: str) -> dict[str, Launch
     if choices.on == "emulated":  # nodes that sleep need no core of their own
         return {arm.name: Launch(model, emulate=choices.emulate or DEFAULT_EMULATED) for arm in arms}
     cores = cores_of(arms, sorted(os.sched_getaffinity(0)))
-    return {arm.name: Launch(model, cores[arm.name]) for arm in arms}
+    gpus = num_gpus()
+    return {arm.name: Launch(model, cores[arm.name], gpus=gpus) for arm in arms}
 
 
 def traffic_plan(choices: Choices, max_model_len: int) -> TrafficPlan:

@@ -18,6 +18,7 @@ from compare.arms import Arm
 from compare.endpoint import Endpoint, Unreachable
 from shared.config import PREFIX, parse_size
 from shared.errors import ConfigError
+from shared.kv.cuda_driver import CudaError, Driver
 from shared.kv.layout import HOST_KV_BYTES
 from shared.serve import dies_with
 
@@ -34,16 +35,22 @@ BEHIND_CLIENT = 5
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What every arm is started with alike: a model directory, and the cores that its nodes share ((): all)."""
+    """What every arm is started with alike: a model directory, the cores that its nodes share ((): all), and how many
+    GPUs they may take."""
 
     model: str
     cpus: tuple[int, ...] = ()
     emulate: str = ""
+    gpus: int = 0
 
     def command(self, arm: Arm) -> list[str]:
         flags = ["--model", self.model, "--port", "0", "--registry-port", "0", "--drain-timeout-s", str(DRAIN_S)]
         flags += ["--cpus", ",".join(map(str, self.cpus))] if self.cpus else []
         flags += ["--emulate", self.emulate] if self.emulate else []
+        if self.gpus and arm.settings.get("device", "auto") in {"auto", "cuda"}:
+            in_place = arm.settings.get("kv_channel") == "pool"  # there, prefill nodes are on decode nodes' GPUs
+            num_gpus = min(self.gpus, arm.decode if in_place else arm.devices)
+            flags += ["--devices", ",".join(f"cuda:{number}" for number in range(num_gpus))]
         return [sys.executable, "-P", "-m", "cluster", "up", *flags, *arm.flags()]
 
 
@@ -152,6 +159,14 @@ def fit_together(arms: Sequence[Arm], model: str) -> bool:
     kv = {arm.name: parse_size(arm.settings.get("kv_cache_memory", "0")) or HOST_KV_BYTES for arm in arms}
     needed = sum(arm.devices * (PROCESS_BYTES + weights + kv[arm.name]) + PROCESS_BYTES for arm in arms)
     return needed < 0.7 * memory_available()
+
+
+def num_gpus() -> int:
+    """That this process may use."""
+    try:
+        return len(Driver.load().uuids())
+    except CudaError:
+        return 0
 
 
 def memory_available() -> int:

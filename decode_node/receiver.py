@@ -7,13 +7,12 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from decode_node.landing import Ending, Landing, LandingTable
 from engine.node import Node
 from scheduler.request import Request
 from shared.kv.channel import TICKET_BYTES, KVChannel
-from shared.kv.checksum import CHECKSUM_BYTES, checksums
+from shared.kv.checksum import CHECKSUM_BYTES
+from shared.kv.staging import KVMemory
 from shared.logs import about, fields
 from shared.messages import Answer, Commit, Delta, Pushed, Renew, Reserve, Reserved, Stop, pack_ids
 from shared.services import COMMIT, PUSHED, RENEW, RESERVE, STOP, Rpc, unary
@@ -23,11 +22,9 @@ TICK_S = 1.0
 
 
 class Receiver:
-    def __init__(
-        self, node: Node, rows: "np.ndarray[Any, np.dtype[np.uint8]]", channels: Sequence[KVChannel], timeout_s: float
-    ) -> None:
+    def __init__(self, node: Node, memory: KVMemory, channels: Sequence[KVChannel], timeout_s: float) -> None:
         self._node = node
-        self._rows = rows
+        self._memory = memory
         self._channels = channels
         self._timeout_s = timeout_s  # how long a writer may wait for room
         self._table = LandingTable(fenced=all(channel.fenced for channel in channels))
@@ -83,11 +80,13 @@ class Receiver:
         num_held = request.num_computed // self._node.info.block_tokens
         blocks = request.blocks[num_held:]
         ticket = secrets.token_bytes(TICKET_BYTES)
-        self._table.expect(ticket, request, message.writer, blocks, time.monotonic())
+        landing = self._table.expect(ticket, request, message.writer, blocks, time.monotonic())
+        if request.in_place:
+            landing.num_checked = len(blocks)  # nothing is sent that could differ
         for channel in self._channels:
             channel.open(ticket, blocks)
         cards = {channel.name: channel.card() for channel in self._channels}
-        return Reserved(ticket, num_held, pack_ids(blocks), cards)
+        return Reserved(ticket, num_held, pack_ids(blocks), cards, held=pack_ids(request.blocks[:num_held]))
 
     async def pushed(self, message: Pushed) -> Answer:
         landing = self._table.open(message.ticket)
@@ -101,7 +100,7 @@ class Receiver:
         last = first + len(sums) // CHECKSUM_BYTES
         if last > len(landing.blocks):
             return False
-        found = await asyncio.to_thread(checksums, self._rows, landing.blocks[first:last])
+        found = await asyncio.to_thread(self._memory.checksums, landing.blocks[first:last])
         if found != sums or landing.num_checked != first:
             return False
         landing.num_checked = last

@@ -3,10 +3,12 @@
 import hashlib
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from engine.attention.choose import attention_on_cpu
+from engine.cuda.memory import DeviceMemory
 from engine.emulated import EMULATED_HEAD_DIM, EmulatedRunner
 from engine.emulation import Emulation, load_emulation
 from engine.hash_model import HashRunner
@@ -19,6 +21,7 @@ from engine.runner import Runner, TorchRunner
 from engine.weights import fingerprint
 from shared.kv.layout import HOST_KV_BYTES, KVLayout
 from shared.kv.memory import HostMemory
+from shared.kv.pool import Borrower
 from shared.model_files import resolve
 
 HASH_LAYERS = 2  # of the testing model that hashes instead of computing
@@ -54,7 +57,7 @@ class Computer:
     """`fingerprint` is equal on two nodes exactly when they may exchange KV. `facts`: what else shapes their speed."""
 
     runner: Runner
-    memory: HostMemory
+    memory: HostMemory | DeviceMemory | Borrower
     layout: KVLayout
     max_model_len: int
     vocab_size: int
@@ -63,10 +66,28 @@ class Computer:
     emulation: Emulation | None = None
 
 
-def build(options: BuildOptions) -> Computer:
-    """Raises ValueError, with the fix in the message, when the model, the memory or the device cannot be had."""
-    if options.device not in {"auto", "cpu"}:
-        raise ValueError(f"device {options.device!r}: this version computes on the CPU only; use --device cpu")
+def build(options: BuildOptions, borrowed: Borrower | None = None) -> Computer:
+    """`borrowed`: to compute in, instead of KV memory of its own. Raises ValueError, with the fix in the message, when
+    the model, the memory or the device cannot be had."""
+    path = resolve(options.model)
+    config = ModelConfig.from_directory(path)
+    max_model_len = options.max_model_len or config.max_position_embeddings
+    if max_model_len > config.max_position_embeddings:
+        raise ValueError(
+            f"--max-model-len {max_model_len} is over the {config.max_position_embeddings} positions of {path}"
+        )
+    if borrowed is not None:
+        options = replace(options, num_blocks=borrowed.num_rows)
+    emulation = load_emulation(options.emulate) if options.emulate else None
+    computes = emulation is None and options.runner != "hash"
+    if not computes and options.device.startswith("cuda"):
+        raise ValueError(f"--device {options.device}: what does not compute a model needs no GPU; use --device cpu")
+    if on_gpu(options.device, computes=computes):
+        from engine.cuda.build import build_on_cuda
+        from engine.cuda.device import Gpu
+
+        gpu = Gpu("cuda" if options.device == "auto" else options.device, borrowed)
+        return build_on_cuda(replace(options, max_model_len=max_model_len), config, path, gpu)
     if options.dtype not in {"auto", "float32"}:
         raise ValueError(
             f"dtype {options.dtype!r}: on the CPU activations are float32; use --dtype float32, and --weight-dtype "
@@ -78,16 +99,9 @@ def build(options: BuildOptions) -> Computer:
         kv_cache_memory=options.kv_cache_memory or HOST_KV_BYTES,
     )
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
-    path = resolve(options.model)
-    config = ModelConfig.from_directory(path)
-    max_model_len = options.max_model_len or config.max_position_embeddings
-    if max_model_len > config.max_position_embeddings:
-        raise ValueError(
-            f"--max-model-len {max_model_len} is over the {config.max_position_embeddings} positions of {path}"
-        )
-    emulation = load_emulation(options.emulate) if options.emulate else None
     layout = _layout(options, config, emulation)
-    memory = HostMemory(layout.num_blocks, layout.block_bytes)
+    rows, size = layout.num_blocks, layout.block_bytes
+    memory = HostMemory(rows, size) if borrowed is None else borrowed.fitting(size)
     name = _name(options, emulation)
     facts = {"runner": name, "device": "cpu", "dtype": "float32", "kv_cache_dtype": layout.dtype}
     runner: Runner
@@ -103,10 +117,20 @@ def build(options: BuildOptions) -> Computer:
         kernels = kernels_on_cpu(config, pool)
         runner = TorchRunner(model, pool, attention, kernels, torch.device("cpu"))
         facts |= {"attention": attention.name, "kernels": kernels.name, "weights": linear.name}
-    parts = (name, fingerprint(path), layout.describe())
-    print_ = hashlib.blake2b("|".join(parts).encode(), digest_size=12).hexdigest()
+    print_ = exchange_fingerprint(name, path, layout, memory.sums)
     facts |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
     return Computer(runner, memory, layout, max_model_len, config.vocab_size, print_, facts, emulation)
+
+
+def on_gpu(device: str, *, computes: bool) -> bool:
+    """Whether a node on `device` computes on a GPU; what `computes` no model never does."""
+    return computes and (device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()))
+
+
+def exchange_fingerprint(runner: str, path: Path, layout: KVLayout, sums: str) -> str:
+    """Of all that two nodes must have in common to exchange KV; `sums`: how its memory takes checksums of rows."""
+    parts = (runner, fingerprint(path), layout.describe(), sums)
+    return hashlib.blake2b("|".join(parts).encode(), digest_size=12).hexdigest()
 
 
 def _name(options: BuildOptions, emulation: Emulation | None) -> str:

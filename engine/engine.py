@@ -1,6 +1,9 @@
 """The engine: one thread that owns the scheduler and the device. Everyone else posts a command.
 
-The loop is: take commands, decide a step, run it, tell what it did. It knows no router, no peer and no channel.
+The loop is: take commands, decide a step, launch it, tell what it did. It knows no router, no peer and no channel.
+With a runner that runs ahead it decides and launches the next step first, so that the device never waits for the
+host; a request that turns out to have ended is in that step in vain (the overlapped scheduling of SGLang, vLLM's
+async scheduling).
 
 A turn lasts from the end of the turn before (or, when the loop had waited, from where it went on) until its step was
 told: what a client sees between two tokens. That is what the step-time model is fitted to; a record splits it into
@@ -12,12 +15,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 from engine.records import Ran
-from engine.runner import Output, Runner
+from engine.runner import Output, Pending, Runner, leads
 from scheduler.fit import CostFit
-from scheduler.request import Request, Step
+from scheduler.request import Request, Slice, State, Step
 from scheduler.scheduler import Event, Scheduler
 from shared.clock import now_ns
 
@@ -44,6 +49,16 @@ class Tell(Protocol):
     def died(self, error: BaseException) -> None: ...
 
 
+@dataclass(slots=True)
+class Flight:
+    """A step that was launched and not told yet. `pending` None: it failed to start, or failed with the one before."""
+
+    step: Step
+    pending: Pending | None
+    launched_ns: int
+    leads: bool  # the next step may be decided and launched before this one is told
+
+
 class Engine:
     def __init__(self, scheduler: Scheduler, runner: Runner, tell: Tell) -> None:
         self._scheduler = scheduler
@@ -53,7 +68,8 @@ class Engine:
         self._failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._fit = CostFit()
-        self._turn_began_ns = now_ns()
+        self._flight: Flight | None = None  # between two turns, only with a runner that runs ahead
+        self._turn_began_ns = self._pass_ended_ns = now_ns()
         self.last_turn = time.monotonic()  # of the loop: a busy engine whose turn is long ago is stuck
 
     def start(self) -> None:
@@ -72,6 +88,7 @@ class Engine:
         try:
             while self._take_commands():
                 self._turn()
+            self._land()
         except BaseException as error:
             log.exception("the engine died")
             self._tell.died(error)
@@ -80,7 +97,7 @@ class Engine:
     def _take_commands(self) -> bool:
         """Waits for a command when there is nothing to run. False: stop."""
         self.last_turn = time.monotonic()
-        wait = waited = not self._scheduler.has_work
+        wait = waited = not self._scheduler.has_work and self._flight is None
         while True:
             self._tell.turn(self._scheduler)
             try:
@@ -98,27 +115,54 @@ class Engine:
             wait = wait and not self._scheduler.has_work
 
     def _turn(self) -> None:
+        """Tells of one step at most."""
+        before = self._flight
+        if before is not None and not before.leads:
+            self._land()
+            return
         step = self._scheduler.schedule()
         if step.landings:
             self._tell.landings(step.landings)
-        if not step.slices:
+        self._flight = self._launch(step, before) if step.slices else None
+        if before is not None:
+            self._finish(before)
+        elif self._flight is None:
             self._wait_for_room(step)
-            return
+        elif not self._flight.leads:
+            self._land()
+
+    def _land(self) -> None:
+        """Nothing is in flight any more."""
+        if (flight := self._flight) is not None:
+            self._flight = None
+            self._finish(flight)
+
+    def _launch(self, step: Step, before: Flight | None) -> Flight:
         self._tell.scheduled(step)
         began_ns = now_ns()
-        outputs = self._run_step(step)
-        pass_ns = now_ns() - began_ns
+        try:
+            pending = self._runner.launch(step, before.step if before is not None else None)
+        except Exception:
+            log.exception("step %d failed", step.number)
+            return Flight(step, None, began_ns, leads=False)
+        return Flight(step, pending, began_ns, self._runner.ahead and leads(step))
+
+    def _finish(self, flight: Flight) -> None:
+        step, outputs = flight.step, self._outputs(flight)
+        ended_ns = now_ns()
+        # The device begins a step when it is done with the one before.
+        began_ns, self._pass_ended_ns = max(flight.launched_ns, self._pass_ended_ns), ended_ns
         tokens = [output.token for output in outputs]
         events = self._scheduler.update(step, tokens, [bool(output.error) for output in outputs])
         self._tell.step(step, events, outputs)
-        self._ran(step, began_ns, pass_ns)
+        self._ran(step, began_ns, ended_ns - began_ns)
 
     def _ran(self, step: Step, began_ns: int, pass_ns: int) -> None:
         ended_ns = now_ns()
         turn_ns, self._turn_began_ns = ended_ns - self._turn_began_ns, ended_ns
         self._fit.observe(step.work, turn_ns / 1e9)
         self._scheduler.cost = self._fit.model()
-        self._tell.ran(Ran(step, began_ns, pass_ns, turn_ns - pass_ns))
+        self._tell.ran(Ran(step, began_ns, pass_ns, max(0, turn_ns - pass_ns)))
 
     def _wait_for_room(self, step: Step) -> None:
         """Whoever waits, waits for blocks that a landing or leaving request holds: a command will say so."""
@@ -135,25 +179,49 @@ class Engine:
         else:
             command(self._scheduler)
 
-    def _run_step(self, step: Step) -> list[Output]:
-        """A step, and when it raises, each of its slices alone, so that only the culprit fails."""
-        try:
-            outputs = self._runner.run(step)
-        except Exception:
-            log.exception("step %d failed; its slices run one by one", step.number)
-            outputs = [self._run_alone(step, index) for index in range(len(step.slices))]
-            if all(output.error == "internal" for output in outputs):
-                self._failed_steps += 1
-                if self._failed_steps >= FAILED_STEPS_TO_DIE:
-                    raise RuntimeError(f"{self._failed_steps} steps in a row failed whole") from None
+    def _outputs(self, flight: Flight) -> list[Output]:
+        """Of a step, and when it raised, of each of its slices alone, so that only the culprit fails."""
+        if flight.pending is not None:
+            try:
+                outputs = flight.pending.wait()
+            except Exception:
+                log.exception("step %d failed; its slices run one by one", flight.step.number)
+            else:
+                self._failed_steps = 0
                 return outputs
-        self._failed_steps = 0
+        self._call_back()
+        return self._run_each(flight.step)
+
+    def _call_back(self) -> None:
+        """The step behind a failed one read what that did not write: it ends, and is run again in its turn."""
+        if (behind := self._flight) is None:
+            return
+        if behind.pending is not None:
+            with suppress(Exception):
+                behind.pending.wait()
+        behind.pending, behind.leads = None, False
+
+    def _run_each(self, step: Step) -> list[Output]:
+        live = [_is_live(piece) for piece in step.slices]
+        outputs = [
+            self._run_alone(step, piece) if lives else Output() for piece, lives in zip(step.slices, live, strict=True)
+        ]
+        if sum(output.error == "internal" for output in outputs) < sum(live):
+            self._failed_steps = 0
+        elif any(live):
+            self._failed_steps += 1
+            if self._failed_steps >= FAILED_STEPS_TO_DIE:
+                raise RuntimeError(f"{self._failed_steps} steps in a row failed whole")
         return outputs
 
-    def _run_alone(self, step: Step, index: int) -> Output:
-        piece = step.slices[index]
+    def _run_alone(self, step: Step, piece: Slice) -> Output:
         try:
             return self._runner.run(Step(step.number, [piece], []))[0]
         except Exception:
             log.exception("request %s failed", piece.request.id)
             return Output(error="internal")
+
+
+def _is_live(piece: Slice) -> bool:
+    """It still has its tokens and blocks: neither ended nor preempted since it was decided."""
+    return piece.request.state is State.RUNNING and piece.epoch == piece.request.epoch

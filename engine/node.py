@@ -63,7 +63,9 @@ class Node(Tell):
         heartbeat_s: float,
         vocab_size: int,
         share_prefixes: bool = True,
+        in_place: bool = False,
     ) -> None:
+        """`in_place`: handoffs of this node move nothing, as one of the two computes in the pool of the other."""
         self.info = info
         self.role = role
         self.ticker = Ticker()
@@ -80,6 +82,8 @@ class Node(Tell):
         self._scheduler = scheduler  # the engine's: only numbers are read here
         self._heartbeat_s = heartbeat_s
         self._share_prefixes = share_prefixes
+        self.in_place = in_place
+        self._returning: list[tuple[Request, asyncio.Future[None]]] = []  # the engine's thread's
         self._vocab_size = vocab_size
         self._scored: dict[str, int] = {}  # prompt positions whose logprobs were told; the engine's thread writes it
         self._outboxes: dict[str, Outbox] = {}
@@ -160,15 +164,19 @@ class Node(Tell):
             if self.info.state != "ready":
                 raise ValueError("this node is draining")
             leaves = self.role.ends_at == "first_token" and submit.decode_node != ""
+            if self.info.pool_of and not leaves:
+                raise ValueError("this node has no KV pool of its own")
             request = self.take(router, submit, leaves=leaves)
         except ValueError as error:
-            self.send(router, Delta(submit.id, error=str(error), retry=self.info.state != "ready"))
+            retry = self.info.state != "ready" or bool(self.info.pool_of)
+            self.send(router, Delta(submit.id, error=str(error), retry=retry))
             return
         if leaves and self.on_leaving is not None:
             self.on_leaving(submit, request)
 
     def take(self, router: str, submit: Submit, *, leaves: bool = False, lands: bool = False) -> Request:
-        """Gives a request to the engine. Raises ValueError when it is malformed or its router is not attached."""
+        """Gives a request to the engine; one that is to be computed in another node's blocks waits for `enter`. Raises
+        ValueError when it is malformed or its router is not attached."""
         log.debug("took request", extra=fields(request=submit.id, traceparent=submit.traceparent))
         outbox = self._outboxes.get(router)
         if outbox is None:
@@ -196,14 +204,31 @@ class Node(Tell):
             priority=submit.priority,
             lands=lands,
             leaves=leaves,
+            in_place=self.in_place and (lands or leaves),
             every_logit=submit.sampling.prompt_logprobs is not None,
             payload=submit.sampling,
         )
         outbox.requests[request.id] = request
         self._router_of[request.id] = router
+        if not request.is_guest:
+            self.enter(request)
+        return request
+
+    def enter(self, request: Request) -> None:
+        """Gives a request that was taken to the engine."""
         taken_ns = now_ns()
         self.engine.post(lambda scheduler: self._add(scheduler, request, taken_ns))
-        return request
+
+    def returned(self, request: Request) -> "asyncio.Future[None]":
+        """Ends the request here. Done once no step that was launched computes it: its blocks may be used again."""
+        done: asyncio.Future[None] = self._loop.create_future()
+
+        def end(scheduler: Scheduler) -> None:
+            scheduler.abort(request)
+            self._returning.append((request, done))
+
+        self.engine.post(end)
+        return done
 
     def _add(self, scheduler: Scheduler, request: Request, taken_ns: int) -> None:
         try:
@@ -273,6 +298,10 @@ class Node(Tell):
     # ---- what the engine tells, on its thread ------------------------------------------------------------------
 
     def turn(self, scheduler: Scheduler) -> None:
+        for request, done in self._returning:
+            if not request.num_in_flight:
+                self._loop.call_soon_threadsafe(_finish, done)
+        self._returning = [entry for entry in self._returning if entry[0].num_in_flight]
         running = len(scheduler.running) + scheduler.num_landing
         self._seen = Seen(scheduler.ledger(), running, scheduler.num_waiting)
         self.recorder.turned(self._seen)
@@ -365,6 +394,11 @@ class Node(Tell):
             self._dropped + self.recorder.dropped,
             overruns=self._runner.overruns,
         )
+
+
+def _finish(done: "asyncio.Future[None]") -> None:
+    if not done.done():  # nobody waits any more
+        done.set_result(None)
 
 
 def _delta(event: Event, output: Output) -> Delta:

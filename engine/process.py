@@ -15,16 +15,23 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from engine.build import BuildOptions, Computer, build
+from engine.build import BuildOptions, Computer, build, on_gpu
+from engine.cuda.memory import DeviceMemory
 from engine.emulated_link import EmulatedLink
 from engine.node import Node
+from engine.runner import set_ahead
 from engine.sides import RoleChange, Sides
 from scheduler.budget import Budget, budget_of
 from scheduler.policy import POLICIES
-from scheduler.role import Role
+from scheduler.role import PREFILL, Role
 from scheduler.scheduler import Limits, Scheduler
 from shared.config import EVERY_ADDRESS, NodeSettings
-from shared.kv.channel import KVChannel
+from shared.kv.channel import KVChannel, PeerLostError
+from shared.kv.cuda_driver import Gpu
+from shared.kv.cuda_ipc import CudaIpcChannel
+from shared.kv.local import LocalChannel
+from shared.kv.pool import NAME as POOL
+from shared.kv.pool import Borrower, Lender, card_file
 from shared.kv.shm import ShmChannel
 from shared.kv.tcp import TcpChannel
 from shared.messages import NodeInfo
@@ -34,14 +41,18 @@ from shared.services import ATTACH, SET_ROLE, RpcServer, unary
 
 log = logging.getLogger("baton.node")
 EXIT_ENGINE_DIED = 70
+LENDER_S = 300.0  # a prefill node waits for the decode node whose pool it is to compute in
+NO_BLOCKS = 2  # what a scheduler has at least, for a node that has no pool of its own
 
 
 def main(settings: NodeSettings, role: Role) -> int:
     """Runs the node until SIGTERM. Returns the process's exit status: 2 when the settings cannot be served."""
     if settings.cpus:
         os.sched_setaffinity(0, settings.cpus)
+    boot = secrets.token_hex(16)
     try:
         Path(settings.kv_directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+        borrowed = _borrowed(settings, boot) if role is PREFILL and settings.kv_channel == POOL else None
         computer = build(
             BuildOptions(
                 model=settings.model,
@@ -62,18 +73,33 @@ def main(settings: NodeSettings, role: Role) -> int:
                 max_model_len=settings.max_model_len,
                 threads=settings.threads,
                 emulate=settings.emulate,
-            )
+            ),
+            borrowed,
         )
+        set_ahead(computer.runner, settings.async_scheduling)
     except (ValueError, OSError) as error:
         print(f"{role.name}: {error}", file=sys.stderr)
         return 2
     name = settings.id or role.name
     return run(
-        lambda lifetime: _serve(lifetime, settings, role, computer), settings.log_level, settings.log_format, name
+        lambda lifetime: _serve(lifetime, settings, role, computer, boot, borrowed),
+        settings.log_level,
+        settings.log_format,
+        name,
     )
 
 
-async def _serve(lifetime: Lifetime, settings: NodeSettings, role: Role, computer: Computer) -> int:
+def _borrowed(settings: NodeSettings, boot: str) -> Borrower:
+    """Waits for the decode node on this device. Raises ValueError when there is none, OSError without a driver."""
+    gpu = None
+    if on_gpu(settings.device, computes=settings.runner == "torch" and not settings.emulate):
+        gpu = Gpu(int(settings.device.partition(":")[2] or 0))
+    return Borrower.attach(settings.kv_directory, gpu, boot, LENDER_S, settings.push_timeout_s)
+
+
+async def _serve(
+    lifetime: Lifetime, settings: NodeSettings, role: Role, computer: Computer, boot: str, borrowed: Borrower | None
+) -> int:
     budget = budget_of(settings.max_num_batched_tokens, settings.tbt_slo_ms / 1000)
     scheduler = Scheduler(
         Limits(
@@ -82,12 +108,12 @@ async def _serve(lifetime: Lifetime, settings: NodeSettings, role: Role, compute
             settings.long_prefill_token_threshold,
             settings.max_num_partial_prefills,
         ),
-        computer.layout.num_blocks,
+        computer.layout.num_blocks if borrowed is None else NO_BLOCKS,
         computer.layout.block_tokens,
         POLICIES[settings.policy],
         budget,
     )
-    info = _info(settings, role, computer, budget)
+    info = replace(_info(settings, role, computer, budget), boot=boot, pool_of=borrowed.lender if borrowed else "")
     node = Node(
         info,
         role,
@@ -96,11 +122,20 @@ async def _serve(lifetime: Lifetime, settings: NodeSettings, role: Role, compute
         settings.heartbeat_s,
         computer.vocab_size,
         settings.enable_prefix_caching,
+        in_place=settings.kv_channel == POOL,
     )
     async with AsyncExitStack() as cleanup:
         channels: list[KVChannel] = []
-        sides = Sides(node, computer.memory.rows, channels, settings.reserve_timeout_s)
-        channels += await _channels(settings, computer, info.boot, sides.writer_lost)
+        sides = Sides(node, computer.memory, channels, settings.reserve_timeout_s)
+        if borrowed is not None:
+            channels.append(borrowed)
+            borrowed.watch(lambda: _lender_lost(lifetime, node))
+        else:
+            try:
+                channels += await _channels(settings, computer, boot, sides.writer_lost)
+            except (ValueError, OSError) as error:
+                print(f"{role.name}: {error}", file=sys.stderr)
+                return 2
         for channel in channels:
             cleanup.push_async_callback(channel.close)
         sides.use(role)
@@ -136,6 +171,12 @@ async def _serve(lifetime: Lifetime, settings: NodeSettings, role: Role, compute
     return 0
 
 
+def _lender_lost(lifetime: Lifetime, node: Node) -> None:
+    """Started anew, it waits for the next one: what is mapped now is no decode node's any more."""
+    if not lifetime.draining.is_set():
+        node.died(PeerLostError("the decode node in whose pool it computes has ended"))
+
+
 async def _until_ended(lifetime: Lifetime, node: Node) -> BaseException | None:
     """Returns at the first signal, or with what the engine died of."""
     draining = asyncio.ensure_future(lifetime.draining.wait())
@@ -149,17 +190,22 @@ async def _channels(
     settings: NodeSettings, computer: Computer, boot: str, on_writer_lost: Callable[[str], None]
 ) -> list[KVChannel]:
     """Best first. The news that a tcp writer is gone is nothing to act on: the receiver itself fences it off."""
+    memory, patience_s, wanted = computer.memory, settings.push_timeout_s, settings.kv_channel
+    local: type[LocalChannel[Any]] = CudaIpcChannel if isinstance(memory, DeviceMemory) else ShmChannel
+    if wanted not in {"auto", "tcp", POOL, local.name}:
+        raise ValueError(f"--kv-channel {wanted}: is not for KV on --device {settings.device}: use {local.name} or tcp")
     channels: list[KVChannel] = []
-    if settings.kv_channel in {"auto", "shm"}:
-        directory, patience_s = settings.kv_directory, settings.push_timeout_s
-        channels.append(await ShmChannel.start(computer.memory, boot, on_writer_lost, directory, patience_s))
-    if settings.kv_channel in {"auto", "tcp"}:
+    if wanted != "tcp":
+        inner = await local.start(memory, boot, on_writer_lost, settings.kv_directory, patience_s)
+        if wanted == POOL:
+            gpu = memory.region.gpu if isinstance(memory, DeviceMemory) else None
+            return [Lender(inner, card_file(settings.kv_directory, gpu))]
+        channels.append(inner)
+    if wanted in {"auto", "tcp"}:
         host = settings.kv_host or settings.host
         advertised = None if settings.kv_host not in {"", *EVERY_ADDRESS} else _advertised(settings)
         channels.append(
-            await TcpChannel.start(
-                computer.memory, boot, lambda _: None, host, settings.kv_port, advertised, settings.push_timeout_s
-            )
+            await TcpChannel.start(memory, boot, lambda _: None, host, settings.kv_port, advertised, patience_s)
         )
     if computer.emulation is not None:
         return [EmulatedLink(channel, computer.emulation, computer.layout.block_tokens) for channel in channels]
@@ -180,7 +226,7 @@ def _info(settings: NodeSettings, role: Role, computer: Computer, budget: Budget
     layout = computer.layout
     return NodeInfo(
         id=settings.id or f"{role.name}-{socket.gethostname()}-{os.getpid()}",
-        boot=secrets.token_hex(16),
+        boot="",
         role=role.name,
         address="",
         model=settings.model,

@@ -1,5 +1,6 @@
 """Runs one step on a device and says what came out of each slice. What a step holds was decided elsewhere."""
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -7,12 +8,12 @@ import torch
 from torch import Tensor
 
 from engine.attention.interface import AttentionBackend
-from engine.batch import Batch, build
+from engine.batch import Batch, BlockRows, build
 from engine.kernels.interface import Kernels
 from engine.kv_pool import KVPool
 from engine.logprobs import describe
 from engine.models.decoder import Decoder
-from engine.sampling import NUMERICAL, Row, sample
+from engine.sampling import NUMERICAL, Draw, Row, is_penalized, sample
 from scheduler.request import Slice, Step
 from shared.messages import Logprobs
 
@@ -29,16 +30,82 @@ class Output:
     error: str = ""
 
 
-class Runner(Protocol):
-    overruns: int = 0  # steps that an emulated device would have ended sooner
+class Pending(Protocol):
+    """A step that was launched."""
 
-    def run(self, step: Step) -> list[Output]:
-        """One output a slice, in order. Requests are read, never changed; running a step twice is harmless."""
+    def wait(self) -> list[Output]:
+        """Blocks until the step is done: one output a slice, in order. Raises what the step raised."""
         ...
 
 
+@dataclass(slots=True)
+class Finished:
+    """Of a runner that is done with a step when `launch` returns."""
+
+    outputs: list[Output]
+
+    def wait(self) -> list[Output]:
+        return self.outputs
+
+
+class Runner(Protocol):
+    """Runs steps in the order in which they are given. Requests are read, never changed; running a step twice is
+    harmless.
+
+    `can_run_ahead`: one step may be launched while one earlier step is pending (never more). `ahead`: the engine does
+    so; a runner sets it where that pays, `set_ahead` as the user wants it.
+    """
+
+    overruns: int = 0  # steps that an emulated device would have ended sooner
+    can_run_ahead: bool = False
+    ahead: bool = False
+
+    def run(self, step: Step) -> list[Output]:
+        """`launch` and `wait` in one, with nothing pending."""
+        ...
+
+    def launch(self, step: Step, before: Step | None = None) -> Pending:
+        """Starts a step; what it reads of the requests (tokens, blocks) is read before this returns.
+
+        `before`: the step that is pending, if one is. Where a slice's last token is still being sampled there,
+        `engine.batch.build(..., before=before.slices)` says in `Batch.carried` which draw it is, and the runner puts
+        it into `Batch.tokens` where it runs. When `before` fails, so does this step: its `wait` raises.
+        """
+        return Finished(self.run(step))
+
+
+def set_ahead(runner: Runner, mode: str) -> None:
+    """`mode`: "on" or "off" as `--async-scheduling` says; "auto" leaves what the runner chose. Raises ValueError for
+    "on" where the runner cannot."""
+    if mode == "on" and not runner.can_run_ahead:
+        raise ValueError("--async-scheduling on: this runner takes one step at a time; use auto or off")
+    runner.ahead = {"on": True, "off": False}.get(mode, runner.ahead)
+
+
+def leads(step: Step) -> bool:
+    """Whether the next step may be built before this one's tokens are known: not where the next draw of one of its
+    requests depends on all tokens before it, as penalties do."""
+    return not any(piece.samples and is_penalized(piece.request.payload) for piece in step.slices)
+
+
+@dataclass(slots=True)
+class Working:
+    """A step on the runner's worker thread."""
+
+    outputs: "Future[list[Output]]"
+
+    def wait(self) -> list[Output]:
+        return self.outputs.result()
+
+
 class TorchRunner(Runner):
-    """Runs a decoder over the paged pool. A request's payload is its `shared.messages.Sampling`."""
+    """Runs a decoder over the paged pool. A request's payload is its `shared.messages.Sampling`.
+
+    Running ahead, the passes have a thread of their own, which plays the device: torch lets go of the interpreter
+    inside its kernels. The batch is still built by the caller.
+    """
+
+    can_run_ahead = True
 
     def __init__(
         self, model: Decoder, pool: KVPool, backend: AttentionBackend, kernels: Kernels, device: torch.device
@@ -52,20 +119,46 @@ class TorchRunner(Runner):
         self._backend = backend
         self._kernels = kernels
         self._device = device
+        self._block_rows = BlockRows()
+        self._worker: ThreadPoolExecutor | None = None
+        self._draws: list[Draw] | None = None  # of the step that ran last; None: it failed
+
+    def run(self, step: Step) -> list[Output]:
+        return self._pass(step, self._build(step))
+
+    def launch(self, step: Step, before: Step | None = None) -> Pending:
+        if not self.ahead:
+            return Finished(self.run(step))
+        batch = self._build(step, before)
+        self._worker = self._worker or ThreadPoolExecutor(1, "device")
+        return Working(self._worker.submit(self._pass, step, batch))
+
+    def _build(self, step: Step, before: Step | None = None) -> Batch:
+        slices = before.slices if before is not None else ()
+        return build(step.slices, self._block_tokens, self._device, slices, self._block_rows)
 
     @torch.inference_mode()
-    def run(self, step: Step) -> list[Output]:
+    def _pass(self, step: Step, batch: Batch) -> list[Output]:
         outputs = [Output() for _ in step.slices]
         if not outputs:
             return outputs
-        batch = build(step.slices, self._block_tokens, self._device)
+        self._carry(batch)
         hidden = self._model.forward(batch, self._kernels.begin(batch), self._backend.plan(batch))
         sampled = hidden[: len(batch.sampled)]
-        draws = sample(self._model.logits(sampled), [_row(step.slices[index]) for index in batch.sampled])
+        draws = sample(self._model.logits(sampled), [row_of(step.slices[index]) for index in batch.sampled])
         for index, draw in zip(batch.sampled, draws, strict=True):
             outputs[index] = Output(draw.token, draw.logprobs, error=draw.error)
         self._score(step, batch, hidden[len(sampled) :], outputs)
+        self._draws = draws
         return outputs
+
+    def _carry(self, batch: Batch) -> None:
+        """The draws of the step before become this one's tokens. Where a draw failed, its request is over."""
+        draws, self._draws = self._draws, None
+        if batch.carried and draws is None:
+            raise RuntimeError("the step before, whose tokens this one reads, failed")
+        for at, index in batch.carried:
+            batch.tokens[at] = (draws or [])[index].token or 0
 
     def _score(self, step: Step, batch: Batch, hidden: Tensor, outputs: list[Output]) -> None:
         at_once = max(1, MAX_SCORED_LOGITS // self._model.config.vocab_size)
@@ -88,6 +181,6 @@ class TorchRunner(Runner):
         output.prompt_logprobs += describe(logits, following, [num_top] * len(hidden))
 
 
-def _row(piece: Slice) -> Row:
+def row_of(piece: Slice) -> Row:
     request = piece.request
     return Row(request.payload, request.tokens, request.num_prompt, piece.end, request.stop_tokens, request.min_tokens)

@@ -5,9 +5,12 @@ Gumbel-max over counter-based noise (`engine.noise`), so neither the batch, nor 
 change it.
 """
 
+import importlib
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -18,10 +21,12 @@ from engine.logprobs import describe
 from engine.noise import gumbel, key_of
 from shared.messages import Logprobs, Sampling
 
+log = logging.getLogger("baton.sampling")
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 GREEDY_BELOW = 1e-5  # temperatures that leave no choice in float32 (vLLM's bound)
 CANDIDATES = 256  # sorted first; a row whose top_p or top_k reaches further is sorted whole
+BROKEN, NOTHING_ALLOWED = -1, -2  # instead of a token
 NUMERICAL = "numerical"
 NO_TOKEN = "no_token"
 
@@ -47,8 +52,12 @@ class Row:
 
     @property
     def is_penalized(self) -> bool:
-        sampling = self.sampling
-        return sampling.repetition_penalty != 1.0 or bool(sampling.presence_penalty or sampling.frequency_penalty)
+        return is_penalized(self.sampling)
+
+
+def is_penalized(sampling: Sampling) -> bool:
+    """Whether a draw depends on the tokens before it."""
+    return sampling.repetition_penalty != 1.0 or bool(sampling.presence_penalty or sampling.frequency_penalty)
 
 
 @dataclass(slots=True)
@@ -65,22 +74,57 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
     """One draw a row of `logits`, float32 [R, vocab]; left unchanged. No row's fault touches another row."""
     if not rows:
         return []
-    finite = logits.sum(dim=1).isfinite()
+    compiled = _compiled_draw() if logits.device.type == "cpu" else None
     adjusted = adjust(logits, rows)
+    if compiled is not None:
+        tokens = compiled(logits, adjusted, torch.from_numpy(parameters_of(rows)))
+    else:
+        tokens = draw(logits, adjusted, rows)
+    draws = [_draw_of(token) for token in tokens]
+    _describe(logits, rows, draws)
+    return draws
+
+
+def draw(logits: Tensor, adjusted: Tensor, rows: Sequence[Row]) -> list[int]:
+    """Of each row a token, `BROKEN` or `NOTHING_ALLOWED`: what every faster form of the draw must come to.
+
+    A row's logits must be finite. Greedy rows take the first of the most likely tokens. Others divide the adjusted
+    logits by the temperature (float32), keep the tokens that `restrict` leaves, and take the one whose score is the
+    largest after adding `engine.noise.gumbel` of its id and of `key_of(seed, position)`, in float64.
+    """
+    finite = logits.sum(dim=1).isfinite()
     best, chosen = adjusted.max(dim=1)
     drawing = [index for index, row in enumerate(rows) if not row.is_greedy]
     if drawing:
         at = torch.tensor(drawing, device=logits.device)
         chosen[at] = _draw(adjusted[at], [rows[index] for index in drawing])
-    # One transfer for all rows: -1 says that the logits were broken, -2 that nothing is allowed.
-    chosen = torch.where(best == -math.inf, -2, chosen)
-    draws = [_draw_of(token) for token in torch.where(finite, chosen, -1).tolist()]
-    _describe(logits, rows, draws)
-    return draws
+    # One transfer for all rows.
+    chosen = torch.where(best == -math.inf, NOTHING_ALLOWED, chosen)
+    tokens: list[int] = torch.where(finite, chosen, BROKEN).tolist()
+    return tokens
+
+
+@cache
+def _compiled_draw() -> Callable[[Tensor, Tensor, Tensor], list[int]] | None:
+    """None on a machine that cannot compile."""
+    try:
+        return importlib.import_module("engine.kernels.numba_draw").draw  # type: ignore[no-any-return]
+    except (ImportError, OSError, AttributeError) as error:
+        log.warning("drawing without compiled code: %s", error)
+        return None
+
+
+def parameters_of(rows: Sequence[Row]) -> IntArray:
+    """int64 [R, 5], what a compiled draw reads of a row: temperature, top_p and min_p as the bits of float64, top_k,
+    and the noise's key (0 for greedy rows)."""
+    packed = np.empty((len(rows), 5), np.int64)
+    packed[:, :3].view(np.float64)[:] = [(r.sampling.temperature, r.sampling.top_p, r.sampling.min_p) for r in rows]
+    packed[:, 3:] = [(r.sampling.top_k, 0 if r.is_greedy else key_of(r.sampling.seed, r.position)) for r in rows]
+    return packed
 
 
 def _draw_of(token: int) -> Draw:
-    return Draw(token) if token >= 0 else Draw(error=NUMERICAL if token == -1 else NO_TOKEN)
+    return Draw(token) if token >= 0 else Draw(error=NUMERICAL if token == BROKEN else NO_TOKEN)
 
 
 def _describe(logits: Tensor, rows: Sequence[Row], draws: list[Draw]) -> None:
@@ -197,4 +241,5 @@ def _least_of(ranked: Tensor, scores: Tensor, top_k: Tensor, top_p: Tensor) -> t
     inside = within & (before < top_p)
     inside[:, 0] = True
     least = ranked.masked_fill(~inside, math.inf).amin(dim=1, keepdim=True)
-    return least, (few | ~inside[:, -1:])[:, 0] | (width == scores.shape[1])
+    # Beyond `few`, the total is that of all tokens, which top_p means only where top_k leaves them all.
+    return least, (few | (~inside[:, -1:] & (top_k == scores.shape[1])))[:, 0] | (width == scores.shape[1])

@@ -12,11 +12,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
-
 from engine.node import Node
 from scheduler.role import ROLES, Role
 from shared.kv.channel import KVChannel
+from shared.kv.staging import KVMemory
 from shared.messages import Answer, SetRole
 from shared.registry import Announcer
 from shared.services import COMMIT, PUSHED, RENEW, RESERVE, STOP, Rpc, unary
@@ -44,12 +43,12 @@ class Sides:
     def __init__(
         self,
         node: Node,
-        rows: "np.ndarray[Any, np.dtype[np.uint8]]",
+        memory: KVMemory,
         channels: Sequence[KVChannel],
         reserve_timeout_s: float,
     ) -> None:
         self._node = node
-        self._make = (rows, channels, reserve_timeout_s)
+        self._make = (memory, channels, reserve_timeout_s)
         self._sides: dict[str, Side] = {}
 
     def use(self, role: Role) -> None:
@@ -108,6 +107,8 @@ class RoleChange:
             return Answer("the node is draining")
         if role is node.role:
             return Answer()
+        if node.in_place:
+            return Answer("its KV pool is shared with a node of the other role: start it anew in that role")
         node.info = replace(node.info, state="draining")  # at once: another call finds it so
         # A caller that hangs up must not leave the node draining.
         drain_s = min(max(message.drain_s, 0.0), MAX_DRAIN_S)

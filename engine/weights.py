@@ -16,6 +16,7 @@ MAX_HEADER_BYTES = 2**20  # 128 bytes a tensor: eight times the largest dense mo
 EDGE_BYTES = 2**20  # of each end of a file that the fingerprint reads
 INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def fingerprint(directory: Path) -> str:
@@ -58,6 +59,17 @@ def _inside(directory: Path, name: str) -> Path:
     if not file.is_file():
         raise ValueError(f"{file}: missing, though {INDEX} names it; download the model again")
     return file
+
+
+def stored_dtype(directory: Path) -> str:
+    """torch's name of the dtype of the first matrix. Raises ValueError as `Checkpoint` does."""
+    for file in weight_files(directory):
+        opened = _open(file)
+        for name in _tensor_names(file):
+            piece = opened.get_slice(name)
+            if len(piece.get_shape()) == 2:
+                return DTYPE_NAMES[piece.get_dtype()]
+    raise ValueError(f"{directory}: no file has a matrix of weights")
 
 
 class Checkpoint:

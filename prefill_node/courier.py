@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from grpclib.client import Channel
 
 from engine.node import Node, Progress
@@ -20,7 +19,7 @@ from scheduler.request import Request
 from shared import messages
 from shared.clock import now_ns
 from shared.kv.channel import ChannelError, KVChannel, TicketRefusedError
-from shared.kv.checksum import checksums
+from shared.kv.staging import KVMemory
 from shared.logs import about
 from shared.messages import Submit
 from shared.serve import Tasks
@@ -31,6 +30,8 @@ RENEW_S = 2.0
 CALL_S = 5.0
 # Long calls waiting for room share their connection with commits; HTTP/2 allows 100 calls on it.
 MAX_ASKING = 64
+# Of requests that are to be computed in the decode node's pool: how many may have their room before their turn.
+MAX_GRANTED = 4
 
 
 @dataclass(slots=True)
@@ -58,6 +59,7 @@ class Leaving:
     card: bytes = b""
     sums: bytes = b""  # of rows that are pushed, which the peer was not told yet
     carried: bool = False  # its task runs
+    waits: bool = False  # computed in the decode node's pool, it has room there or asks for it, and no step had it yet
     silent: bool = False  # nobody is to be told how it ends: it was aborted, or ended here
 
 
@@ -67,18 +69,19 @@ class Courier:
     def __init__(
         self,
         node: Node,
-        rows: "np.ndarray[Any, np.dtype[np.uint8]]",
+        memory: KVMemory,
         channels: Sequence[KVChannel],
         reserve_timeout_s: float,
     ) -> None:
         self._node = node
-        self._rows = rows
+        self._memory = memory
         self._channels = channels
         self._reserve_timeout_s = reserve_timeout_s
         self._peers: dict[str, Peer] = {}
         self._leaving: dict[str, Leaving] = {}
         self._tasks = Tasks()
         self._push_fit = PushFit()
+        self._granted = asyncio.Semaphore(MAX_GRANTED)
         node.on_leaving = self.begin
         node.on_admitted = self.admitted
         node.on_progress = self.progress
@@ -103,15 +106,27 @@ class Courier:
     def begin(self, submit: Submit, request: Request) -> None:
         # Not of request.tokens: the engine has the request already, and may have appended to them.
         handoff = Handoff(len(messages.unpack_ids(submit.tokens)), self._node.info.block_tokens)
-        self._leaving[request.id] = Leaving(submit, request, handoff)
+        leaving = self._leaving[request.id] = Leaving(submit, request, handoff)
+        if request.is_guest:
+            self._start(leaving)  # it needs room before it can be computed
 
     def admitted(self, identities: list[str]) -> None:
         """Their first chunk is being computed: time to ask for room, not earlier."""
         for identity in identities:
             leaving = self._leaving.get(identity)
-            if leaving is not None and not leaving.carried:
-                leaving.carried = True
-                self._tasks.start(self._carry(leaving))
+            if leaving is not None:
+                self._take_turn(leaving)
+                if not leaving.carried:
+                    self._start(leaving)
+
+    def _start(self, leaving: Leaving) -> None:
+        leaving.carried = True
+        self._tasks.start(self._carry(leaving))
+
+    def _take_turn(self, leaving: Leaving) -> None:
+        if leaving.waits:
+            leaving.waits = False
+            self._granted.release()
 
     def progress(self, progress: list[Progress]) -> None:
         for row in progress:
@@ -144,7 +159,10 @@ class Courier:
         peer = None
         try:
             peer = self._peer(leaving.submit.decode_node)
-            await self._ask(peer, leaving)
+            if leaving.request.is_guest:
+                leaving.waits = await self._granted.acquire()
+            if handoff.phase is Phase.ASKING or not leaving.request.is_guest:
+                await self._ask(peer, leaving)
             while handoff.phase is not Phase.DONE:
                 action = handoff.next_action()
                 if action is not None:
@@ -156,8 +174,9 @@ class Courier:
             log.exception("handoff of %s broke", identity)
             handoff.reason = handoff.reason or type(error).__name__
             if peer is not None:
-                await self._stop(peer, handoff, Stop(handoff.reason))
+                await self._stop(peer, leaving, Stop(handoff.reason))
         finally:
+            self._take_turn(leaving)
             del self._leaving[identity]
             if peer is not None and handoff.ticket is not None:
                 peer.tickets.pop(handoff.ticket, None)
@@ -178,6 +197,10 @@ class Courier:
             peer.tickets[reserved.ticket] = None
             leaving.channel = self._choose_channel(peer, reserved.cards)
             leaving.card = reserved.cards[leaving.channel.name]
+            if leaving.request.is_guest and handoff.phase is Phase.MOVING:
+                leaving.request.blocks = messages.unpack_ids(reserved.held) + messages.unpack_ids(reserved.targets)
+                leaving.request.num_computed = reserved.num_held * info.block_tokens
+                self._node.enter(leaving.request)
         except (PeerError, ChannelError, ValueError) as error:
             handoff.failed(str(error))
 
@@ -194,7 +217,7 @@ class Courier:
                     _check(await COMMIT.call(peer.rpc, commit, CALL_S))
                     self._note(leaving, "committed", told_ns, peer=peer.address)
                 case Stop():
-                    await self._stop(peer, handoff, action)
+                    await self._stop(peer, leaving, action)
         except (PeerError, ChannelError) as error:
             handoff.failed(str(error))
         else:
@@ -204,6 +227,9 @@ class Courier:
         channel, card = leaving.channel, leaving.card
         assert channel is not None
         assert leaving.handoff.ticket is not None
+        if leaving.request.is_guest:
+            await channel.push(card, leaving.handoff.ticket, (), ())
+            return
         source = leaving.request.blocks[push.first : push.last]
         if len(source) < push.last - push.first:
             raise ChannelError("the request's blocks are gone")  # aborted just now
@@ -219,7 +245,7 @@ class Courier:
             raise
         if source:
             self._pushed(peer, leaving, began_ns, len(source))
-        leaving.sums += await asyncio.to_thread(checksums, self._rows, source)
+        leaving.sums += await asyncio.to_thread(self._memory.checksums, source)
         if push.last < leaving.handoff.num_blocks:
             told = messages.Pushed(leaving.handoff.ticket, leaving.sums)
             leaving.sums = b""
@@ -240,11 +266,14 @@ class Courier:
         duration_us = (at_ns - began_ns) // 1000
         self._node.recorder.event(leaving.request.id, kind, at_ns, duration_us=duration_us, **fields)
 
-    async def _stop(self, peer: Peer, handoff: Handoff, stop: Stop) -> None:
-        if handoff.ticket is None:
+    async def _stop(self, peer: Peer, leaving: Leaving, stop: Stop) -> None:
+        ticket = leaving.handoff.ticket
+        if ticket is None:
             return
+        if leaving.request.is_guest:
+            await self._node.returned(leaving.request)  # as long as it takes: until then, steps write into its blocks
         try:
-            await STOP.call(peer.rpc, messages.Stop(handoff.ticket, stop.reason), CALL_S)
+            await STOP.call(peer.rpc, messages.Stop(ticket, stop.reason), CALL_S)
         except PeerError as error:  # its lease ends there without us
             log.warning("%s did not hear that a handoff stopped: %s", peer.address, error)
 

@@ -5,6 +5,7 @@ The router owns the request: the prompt and the tokens so far are here, so any n
 
 import asyncio
 import logging
+from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,8 +15,7 @@ from router.fleet import Fleet
 from router.generation import Generation, Piece
 from router.link import Link
 from router.records import Records
-from scheduler.placement import Placement, place
-from scheduler.prefix import block_hashes
+from scheduler.placement import Placement
 from shared.errors import Rejected, Unavailable
 from shared.messages import Submit, pack_ids
 from shared.serve import Tasks
@@ -137,12 +137,13 @@ class Dispatch:
         """Places the attempt and sends it. Sent to P, it names D; sent to D alone, it names nobody."""
         generation, sample = run.generation, attempt.sample
         tokens = generation.prompt + sample.tokens
-        prefill, decode = self._place(run, attempt, tokens, avoid)
+        row = array("i", tokens)  # as it is hashed, and as it is sent
+        prefill, decode = self._place(run, attempt, row, avoid)
         attempt.prefill, attempt.decode = prefill, decode
         submit = Submit(
             attempt.id,
             self._fleet.router,
-            pack_ids(tokens),
+            row.tobytes(),
             len(generation.prompt),
             generation.max_tokens,
             replace(generation.sampling, seed=(generation.sampling.seed + sample.index * SEED_STEP) % 2**63),
@@ -163,30 +164,20 @@ class Dispatch:
         else:
             decode.submit(submit, attempt)
 
-    def _place(self, run: "Run", attempt: Attempt, tokens: list[int], avoid: set[str]) -> tuple[Link | None, Link]:
-        prefill, decode = self._fleet.usable()
+    def _place(self, run: "Run", attempt: Attempt, row: "array[int]", avoid: set[str]) -> tuple[Link | None, Link]:
         sibling = run.home
-        if attempt.sample.index and sibling in decode and sibling.info.id not in avoid:
+        if attempt.sample.index and sibling in self._fleet.usable()[1] and sibling.info.id not in avoid:
             self._note(attempt, Placement(None, sibling.info.id, "sibling"))
             return None, sibling  # the prompt's KV is there already
-        prefill = [link for link in prefill if link.info.id not in avoid]  # none left: the decode node alone
-        decode = [link for link in decode if link.info.id not in avoid] or decode
-        links = prefill + decode
-        if not links:
+        proposal = self._fleet.place(attempt.id, row, run.generation.salt, avoid, self._rules.disaggregate)
+        if proposal is None:
             raise Lost("no node is left", "")
-        hashes = block_hashes(tokens, links[0].info.block_tokens, run.generation.salt)
-        overlap = self._fleet.prefixes.overlap(hashes)
-        cached = {name: depth * links[0].info.block_tokens for name, depth in overlap.items()}
-        views = [p.view() for p in prefill], [d.view() for d in decode]
-        found = place(attempt.id, len(tokens), *views, cached, self._rules.disaggregate)
-        assert found is not None
+        found = proposal.placement
         if attempt.is_new:
             self._admit(found)
         self._note(attempt, found)
-        for name in (found.prefill, found.decode):
-            if name is not None:
-                self._fleet.prefixes.record(hashes, name)
-        attempt.cached_tokens = cached.get(found.prefill or found.decode, 0)
+        self._fleet.prefixes.record(proposal.hashes, *filter(None, (found.prefill, found.decode)))
+        attempt.cached_tokens = proposal.cached_tokens
         return (None if found.prefill is None else self._fleet.link(found.prefill)), self._fleet.link(found.decode)
 
     def _admit(self, found: Placement) -> None:

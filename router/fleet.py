@@ -4,15 +4,26 @@ The registry says whom to dial; it never says that a node is dead while its stre
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from typing import NamedTuple
 
 from router.fleet_status import node_status
 from router.link import Link
 from router.records import Records
-from scheduler.placement import PrefixIndex
+from scheduler.disaggregate import NodeView
+from scheduler.placement import Placement, PrefixIndex, candidates, place
+from scheduler.prefix import block_hashes
 from shared.messages import Load, NodeInfo
 from shared.registry import Registry
 from shared.serve import Tasks
+
+
+class Proposal(NamedTuple):
+    """A placement of a row, the hashes of the row's blocks, and how many tokens its computing node holds already."""
+
+    placement: Placement
+    hashes: list[bytes]
+    cached_tokens: int
 
 
 class Fleet:
@@ -27,6 +38,9 @@ class Fleet:
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._tasks = Tasks()
         self._news = asyncio.Event()
+        self._usable: tuple[list[Link], list[Link]] | None = None  # None: to be found again
+        self._usable_by_name: dict[str, Link] = {}
+        self._some_are_bound = False
         self._moved_before: dict[str, int] = {"handoffs": 0, "blocks_moved": 0, "bytes_moved": 0}  # by nodes now gone
 
     async def start(self) -> None:
@@ -45,15 +59,56 @@ class Fleet:
         return self._links.get(node)
 
     def usable(self) -> tuple[list[Link], list[Link]]:
-        """Prefill and decode nodes that may be placed on, all of one fingerprint: only these can exchange KV."""
+        """Prefill and decode nodes that may be placed on, all of one fingerprint: only these can exchange KV.
+
+        Found again only after a node came, went, or became ready: a request costs as little among many nodes.
+        """
+        if self._usable is None:
+            prefill, decode = self._usable = self._find_usable()
+            self._usable_by_name = {link.info.id: link for link in prefill + decode}
+            self._some_are_bound = any(link.info.pool_of for link in prefill)
+        return self._usable
+
+    def _find_usable(self) -> tuple[list[Link], list[Link]]:
         ready = [link for link in self._links.values() if link.is_ready]
         decode = [link for link in ready if link.info.role == "decode"]
+        lenders = {"", *(link.info.boot for link in decode)}  # of the pools that prefill nodes may compute in
         prefill = [link for link in ready if link.info.role == "prefill" and self.mode != "colocated"]
+        prefill = [link for link in prefill if link.info.pool_of in lenders]
         prints = [link.info.fingerprint for link in decode or prefill]
         if not prints:
             return [], []
         common = max(sorted(set(prints)), key=prints.count)
         return _of(common, prefill), _of(common, decode)
+
+    def place(
+        self, identity: str, row: Sequence[int], salt: bytes, avoid: Container[str], disaggregate: str
+    ) -> Proposal | None:
+        """Who should take these tokens; None: nobody may be placed on. Nodes to `avoid` are taken where only they could
+        generate. Looks at a few nodes, however many there are."""
+        prefill, decode = self.usable()
+        if avoid:
+            prefill = [link for link in prefill if link.info.id not in avoid]  # none left: the decode node alone
+            decode = [link for link in decode if link.info.id not in avoid] or decode
+        if not (prefill or decode):
+            return None
+        block_tokens = (prefill or decode)[0].info.block_tokens
+        hashes = block_hashes(row, block_tokens, salt)
+        cached = {name: depth * block_tokens for name, depth in self.prefixes.overlap(hashes).items()}
+        knowers = [name for name in reversed(cached) if name not in avoid]  # the best first
+        decode_views = self._views(identity, decode, knowers)
+        if self._some_are_bound:  # to a decode node in whose pool they compute: of these, those of the ones looked at
+            boots = {"", *(view.boot for view in decode_views)}
+            prefill = [link for link in prefill if link.info.pool_of in boots]
+        prefill_views = self._views(identity, prefill, knowers)
+        placement = place(len(row), prefill_views, decode_views, cached, disaggregate)
+        assert placement is not None
+        return Proposal(placement, hashes, cached.get(placement.prefill or placement.decode, 0))
+
+    def _views(self, identity: str, links: list[Link], knowers: list[str]) -> list[NodeView]:
+        known = (self._usable_by_name[name] for name in knowers if name in self._usable_by_name)
+        knower = next((link for link in known if link.info.role == links[0].info.role), None) if links else None
+        return [link.view() for link in candidates(identity, links, knower)]
 
     async def change(self) -> None:
         """Returns when a node came, went, or became ready."""
@@ -88,14 +143,18 @@ class Fleet:
             link.is_listed = name in listed
             if not link.is_listed and not link.alive:
                 self._drop(name)
-        self._news.set()
+        self._tell()
 
     def _dial(self, info: NodeInfo) -> None:
         link = self._links[info.id] = Link(self.router, info, self._timeout_s, self._link_changed, self._records)
         self._runs[info.id] = self._tasks.start(link.run())
 
-    def _link_changed(self, link: Link) -> None:
+    def _tell(self) -> None:
+        self._usable = None
         self._news.set()
+
+    def _link_changed(self, link: Link) -> None:
+        self._tell()
         if not link.alive:
             self.prefixes.forget(link.info.id)
             if not link.is_listed and self._links.get(link.info.id) is link:

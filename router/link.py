@@ -37,8 +37,10 @@ class Link:
         changed: Callable[["Link"], None],
         records: Records,
     ) -> None:
-        self.info = info
+        self.info = info  # the setter reads what placement wants of it
         self.load = Load()
+        self._cost: CostModel | None = None
+        self._push_and_byte_s = (0.0, 0.0)
         self.alive = False
         self.is_listed = True  # the registry has it
         self.is_left = False  # this router is ending
@@ -55,6 +57,16 @@ class Link:
         self._command = Command(router)
         self._wake = asyncio.Event()
         self._ran_at = time.monotonic()  # when it last computed something, or was given something to
+
+    @property
+    def info(self) -> NodeInfo:
+        return self._info
+
+    @info.setter
+    def info(self, info: NodeInfo) -> None:
+        self._info = info
+        self._max_step_tokens = int(_fact(info, "max_step_tokens", 512))
+        self._tbt_slo_s = _fact(info, "tbt_slo_ms", 0) / 1000
 
     @property
     def is_stale(self) -> bool:
@@ -89,8 +101,6 @@ class Link:
     def view(self) -> NodeView:
         info, load = self.info, self.load
         in_blocks = (load.blocks_owned + load.blocks_reserved) * info.block_tokens
-        transfer = load.transfer if all(0 <= number < MOST for number in load.transfer) else []
-        push_s, byte_s = transfer if len(transfer) == 2 else (0.0, 0.0)
         return NodeView(
             info.id,
             info.role,
@@ -102,14 +112,15 @@ class Link:
             self.placed,
             self.outstanding_pairs,
             load.blocks_owned * info.block_tokens,
-            int(_fact(info, "max_step_tokens", 512)),
-            _fact(info, "tbt_slo_ms", 0) / 1000,
-            CostModel.unpacked(load.cost) if load.cost else None,
+            self._max_step_tokens,
+            self._tbt_slo_s,
+            self._cost,
             load.prompt_tokens >= LEARNT_PROMPT_TOKENS,
-            push_s,
-            byte_s,
+            *self._push_and_byte_s,
             info.block_bytes // info.block_tokens,
             self.arriving,
+            info.boot,
+            info.pool_of,
             self.is_stale,
         )
 
@@ -161,8 +172,7 @@ class Link:
     def _take(self, report: Report) -> None:
         self._records.take(self.info, report)
         if report.load is not None:
-            if CostModel.unpacked(report.load.cost) is None:
-                report.load.cost = []
+            self._read_models(report.load)
             if report.load.steps != self.load.steps:
                 self._ran_at = time.monotonic()
             was_ready, self.load = self.is_ready, report.load
@@ -178,6 +188,14 @@ class Link:
             elif delta.tokens and not delta.finish:  # it was over here before it began there
                 self._command.aborts.append(delta.id)
                 self._wake.set()
+
+    def _read_models(self, load: Load) -> None:
+        """What it says of its speed, read once a heartbeat and not for each placement. Nonsense counts as unsaid."""
+        self._cost = CostModel.unpacked(load.cost)
+        if self._cost is None:
+            load.cost = []
+        is_sound = len(load.transfer) == 2 and all(0 <= number < MOST for number in load.transfer)
+        self._push_and_byte_s = (load.transfer[0], load.transfer[1]) if is_sound else (0.0, 0.0)
 
     def _end(self) -> None:
         was_alive, self.alive = self.alive, False

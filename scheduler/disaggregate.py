@@ -36,6 +36,8 @@ class NodeView:
     byte_s: float = 0.0  # and for each byte of it
     token_bytes: int = 0  # KV of one token
     arriving: int = 0  # of those running: whose prompt is not computed yet, here or elsewhere
+    boot: str = ""
+    pool_of: str = ""  # boot of the only decode node that a prefill node can hand prompts to; "": to any
     stale: bool = False  # it ran nothing for so long that its model may not hold any more
 
     @property

@@ -1,16 +1,18 @@
 """Placement: which nodes take a request. Pure, over the router's own ledger of what it has sent where."""
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import TypeVar
 
 from scheduler.disaggregate import Estimate, NodeView, choose, local_estimate, remote_estimate
 
 # Above this many nodes a decision looks at two of them and at the best prefix match (power of two choices,
 # Mitzenmacher 2001), so that its cost does not grow with the cluster.
 SCAN_LIMIT = 16
+NOBODY: tuple[str, ...] = ()
+Node = TypeVar("Node")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,38 +32,67 @@ class Placement:
 
 
 class PrefixIndex:
-    """Which nodes were sent which prefix blocks: bounded, least recently used forgotten. A hint, never a promise."""
+    """Which nodes were sent which prefix blocks: bounded, what was not sent for long forgotten. A hint, not a promise.
+
+    Two generations of at least `max_blocks / 2` blocks: whatever was sent during a generation outlives it by one. That
+    costs a third of a list in order of use, which touches its neighbours' memory for every block.
+    """
 
     def __init__(self, max_blocks: int = 200_000) -> None:
-        self._max_blocks = max_blocks
-        self._nodes: OrderedDict[bytes, dict[str, None]] = OrderedDict()
+        self._max_young = max(1, max_blocks // 2)
+        # Block -> who was sent it. Neighbouring blocks mostly share one tuple, and are compared by it alone.
+        self._young: dict[bytes, tuple[str, ...]] = {}
+        self._old: dict[bytes, tuple[str, ...]] = {}
 
-    def record(self, hashes: Sequence[bytes], node: str) -> None:
+    def record(self, hashes: Sequence[bytes], *nodes: str) -> None:
+        """All of `hashes` were sent to all of `nodes`. Of each block the latest `SCAN_LIMIT` nodes are known."""
+        before, after = NOBODY, nodes
         for name in hashes:
-            self._nodes.setdefault(name, {})[node] = None
-            self._nodes.move_to_end(name)
-        while len(self._nodes) > self._max_blocks:
-            self._nodes.popitem(last=False)
+            known = self._holders(name)
+            if known is not before:
+                before, after = known, (*(node for node in known if node not in nodes), *nodes)[-SCAN_LIMIT:]
+            self._young[name] = after
+        if len(self._young) > self._max_young:
+            self._young, self._old = {}, self._young
+
+    def _holders(self, name: bytes) -> tuple[str, ...]:
+        return self._young.get(name) or self._old.get(name, NOBODY)
 
     def overlap(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """Leading blocks of `hashes` that each node was sent."""
+        """Leading blocks of `hashes` that each node was sent, the fewest first."""
         depth: dict[str, int] = {}
+        leading = before = self._holders(hashes[0]) if hashes else NOBODY
         for index, name in enumerate(hashes):
-            nodes = [node for node in self._nodes.get(name, ()) if depth.get(node, 0) == index]
-            if not nodes:
+            holders = self._holders(name)
+            if holders is not before:
+                depth.update((node, index) for node in leading if node not in holders)
+                leading, before = tuple(node for node in leading if node in holders), holders
+            if not leading:
                 break
-            for node in nodes:
-                depth[node] = index + 1
+        depth.update((node, len(hashes)) for node in leading)
         return depth
 
     def forget(self, node: str) -> None:
         """The node is gone and its cache with it. Walks the index: rare."""
-        for nodes in self._nodes.values():
-            nodes.pop(node, None)
+        others: dict[tuple[str, ...], tuple[str, ...]] = {}
+        for generation in (self._young, self._old):
+            for name, holders in generation.items():
+                if node in holders:
+                    if holders not in others:
+                        others[holders] = tuple(other for other in holders if other != node)
+                    generation[name] = others[holders]
+
+
+def candidates(request_id: str, nodes: Sequence[Node], knower: Node | None) -> Sequence[Node]:
+    """Whom a decision looks at: a few nodes all, of many two drawn ones and the `knower` of the longest prefix."""
+    if len(nodes) <= SCAN_LIMIT:
+        return nodes
+    draw = int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest())
+    drawn = [nodes[draw % len(nodes)], nodes[(draw >> 32) % len(nodes)]]
+    return drawn if knower is None else [*drawn, knower]
 
 
 def place(
-    request_id: str,
     num_tokens: int,
     prefill_nodes: Sequence[NodeView],
     decode_nodes: Sequence[NodeView],
@@ -70,6 +101,7 @@ def place(
 ) -> Placement | None:
     """The prefill node that would finish the prompt first and the decode node with the most room; None: nobody lives.
 
+    Looks at every node that it is given: see `candidates`.
     `cached_tokens`: prefix tokens that each node probably holds. `disaggregate`: "always" | "never" | "auto", which
     compares that pair with that decode node alone, and with the one that has most of the prompt already
     (scheduler.disaggregate).
@@ -77,18 +109,15 @@ def place(
     generating = decode_nodes or prefill_nodes
     if not generating:
         return None
-    candidates = _candidates(request_id, generating, cached_tokens)
-    decode = min(candidates, key=lambda node: _decode_load(node, num_tokens, cached_tokens))
+    decode = min(generating, key=lambda node: _decode_load(node, num_tokens, cached_tokens))
+    prefill_nodes = [node for node in prefill_nodes if node.pool_of in {"", decode.boot}]
     if not decode_nodes or not prefill_nodes or disaggregate == "never":
         reason = "no_decode_node" if not decode_nodes else "never" if prefill_nodes else "no_prefill_node"
         return Placement(None, decode.id, reason, _local(decode, None, num_tokens, cached_tokens))
-    prefill = min(
-        _candidates(request_id, prefill_nodes, cached_tokens),
-        key=lambda node: _prefill_work(node, num_tokens, cached_tokens),
-    )
+    prefill = min(prefill_nodes, key=lambda node: _prefill_work(node, num_tokens, cached_tokens))
     cached = cached_tokens.get(prefill.id, 0)
     remote = remote_estimate(prefill, num_tokens, cached, cached_tokens.get(decode.id, 0))
-    knower = max(candidates, key=lambda node: cached_tokens.get(node.id, 0))
+    knower = max(generating, key=lambda node: cached_tokens.get(node.id, 0))
     alone, local = min(
         ((node, _local(node, prefill, num_tokens, cached_tokens)) for node in (decode, knower)),
         key=lambda pair: _total(pair[1]),
@@ -124,12 +153,3 @@ def _decode_load(node: NodeView, num_tokens: int, cached_tokens: Mapping[str, in
     memory = (node.kv_tokens + node.outstanding_tokens + new_tokens) / node.kv_capacity_tokens
     places = (node.running + 1) / node.max_num_seqs
     return max(memory, places), node.outstanding_tokens, node.placed
-
-
-def _candidates(request_id: str, nodes: Sequence[NodeView], cached_tokens: Mapping[str, int]) -> Sequence[NodeView]:
-    if len(nodes) <= SCAN_LIMIT:
-        return nodes
-    draw = int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest())
-    first, second = draw % len(nodes), (draw >> 32) % len(nodes)
-    best = max(nodes, key=lambda node: cached_tokens.get(node.id, 0))
-    return [nodes[first], nodes[second], best]

@@ -15,15 +15,18 @@ def root_hash(salt: bytes) -> bytes:
     return hashlib.blake2b(salt, digest_size=DIGEST_BYTES, person=b"baton-kv-root").digest()
 
 
-def child_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    return hashlib.blake2b(array("i", tokens).tobytes(), digest_size=DIGEST_BYTES, key=parent).digest()
-
-
 def extend_hashes(hashes: list[bytes], tokens: Sequence[int], block_tokens: int, salt: bytes) -> None:
-    """Appends to `hashes` those of the full blocks of `tokens` that it lacks."""
-    for index in range(len(hashes), len(tokens) // block_tokens):
-        parent = hashes[-1] if hashes else root_hash(salt)
-        hashes.append(child_hash(parent, tokens[index * block_tokens : (index + 1) * block_tokens]))
+    """Appends to `hashes` those of the full blocks of `tokens` that it lacks. An array("i") is read in place."""
+    first, end = len(hashes) * block_tokens, len(tokens) // block_tokens * block_tokens
+    if first >= end:
+        return
+    ids = memoryview(tokens)[first:end] if isinstance(tokens, array) else memoryview(array("i", tokens[first:end]))
+    row, size = ids.cast("B"), ids.itemsize * block_tokens
+    parent = hashes[-1] if hashes else root_hash(salt)
+    for start in range(0, len(row), size):
+        # As a salt, which is mixed into the initial state: as a key it would be one more block to hash.
+        parent = hashlib.blake2b(row[start : start + size], digest_size=DIGEST_BYTES, salt=parent).digest()
+        hashes.append(parent)
 
 
 def block_hashes(tokens: Sequence[int], block_tokens: int, salt: bytes) -> list[bytes]:

@@ -46,6 +46,7 @@ class Request:
     priority: int = 0  # smaller runs first
     lands: bool = False  # the prompt's KV comes from a peer
     leaves: bool = False  # ends here at its first token, and is handed to a peer
+    in_place: bool = False  # one node computes its prompt in another one's blocks
     every_logit: bool = False  # logits of all prompt positions are wanted, so no position may be skipped
     payload: Any = None  # for the runner and the node; never read here
 
@@ -60,6 +61,11 @@ class Request:
     num_cached: int = 0  # tokens found in the prefix cache at first admission
     epoch: int = 0  # counts preemptions: a slice of an older epoch moves no cursor
     finish: str | None = None
+
+    @property
+    def is_guest(self) -> bool:
+        """Its blocks, and the KV that they hold already, are another node's: given with it, and never this pool's."""
+        return self.in_place and self.leaves
 
     @property
     def num_tokens(self) -> int:
@@ -81,9 +87,10 @@ class Request:
 
     def finish_reason(self) -> str | None:
         """Why the row ends at its last token, or None when it goes on."""
-        if self.num_generated >= self.min_tokens and self.tokens[-1] in self.stop_tokens:
+        num_generated = self.num_generated
+        if num_generated >= self.min_tokens and self.tokens[-1] in self.stop_tokens:
             return "stop"
-        return "length" if self.num_generated >= self.max_tokens else None
+        return "length" if num_generated >= self.max_tokens else None
 
 
 @dataclass(slots=True)

@@ -89,7 +89,8 @@ class Scheduler:
         """Takes a request in. Raises ValueError when it could never fit, or its id is taken."""
         if request.id in self.requests:
             raise ValueError(f"request {request.id} is already here")
-        self._check_fits(request)
+        if not request.is_guest:
+            self._check_fits(request)
         request.arrival = self._arrivals
         self._arrivals += 1
         extend_hashes(request.hashes, request.tokens, self.block_tokens, request.salt)
@@ -240,7 +241,7 @@ class Scheduler:
             if len(self.running) + self.num_landing >= self._max_running or request.num_in_flight:
                 break
             held = self._cached_prefix(request)
-            start = len(held) * self.block_tokens
+            start = request.num_computed if request.is_guest else len(held) * self.block_tokens
             count = self._chunk(request, start, step) if may_compute and not request.lands else 0
             is_partial = count < request.num_tokens - start
             if not (request.lands or self._may_start(count, is_partial, partial)):
@@ -249,7 +250,7 @@ class Scheduler:
             needed = cdiv(request.num_tokens, self.block_tokens) - len(held) + self.pool.count_unowned(held)
             own_growth = growth_of(request, self.block_tokens)
             alone = not self.running and not self.num_landing
-            if needed + (0 if alone else growth + own_growth) > self.pool.available:
+            if not request.is_guest and needed + (0 if alone else growth + own_growth) > self.pool.available:
                 break
             heapq.heappop(self._waiting)
             self._num_waiting -= 1
@@ -298,15 +299,17 @@ class Scheduler:
 
     def _cached_prefix(self, request: Request) -> list[int]:
         """Blocks that already hold a prefix; the last token is always computed, for its logits."""
-        if request.every_logit:
+        if request.every_logit or request.is_guest:
             return []
-        useful = len(request.tokens) if request.lands else len(request.tokens) - 1
+        useful = len(request.tokens) if request.lands and not request.in_place else len(request.tokens) - 1
         return self.pool.match(request.hashes[: useful // self.block_tokens])
 
     def _hold(self, request: Request, held: list[int]) -> None:
-        self.pool.share(held)
-        request.blocks = list(held)
-        request.num_computed = request.num_scheduled = len(held) * self.block_tokens
+        if not request.is_guest:
+            self.pool.share(held)
+            request.blocks = list(held)
+            request.num_computed = len(held) * self.block_tokens
+        request.num_scheduled = request.num_computed
         if request.epoch == 0:
             request.num_cached = request.num_computed
             self.counters.cache_queries += len(request.tokens)
@@ -324,6 +327,8 @@ class Scheduler:
     def _make_room(self, request: Request, count: int, step: Step) -> int:
         """Allots blocks for `count` more tokens, preempting later requests if it must. Returns how many tokens have
         blocks now; 0 when the request itself had to wait or was preempted."""
+        if request.num_scheduled + count <= len(request.blocks) * self.block_tokens:  # as most decodes do
+            return count
         while blocks_missing(request, count, self.block_tokens) > self.pool.available:
             victim = victim_for(request, self.running, step)
             if victim is None:
@@ -357,6 +362,8 @@ class Scheduler:
         self._num_waiting += 1
 
     def _free(self, request: Request) -> None:
+        if request.is_guest:
+            return
         if request.num_in_flight:
             self._parked.append((self._steps - 1, request.blocks))
         else:
@@ -370,11 +377,13 @@ class Scheduler:
         samples = start + count == request.num_tokens
         piece = Slice(request, start, count, samples, request.epoch)
         step.slices.append(piece)
-        step.work.add(piece)
         request.num_scheduled += count
         request.num_in_flight += 1
         request.num_sampling += samples
-        if not piece.is_decode:
+        if piece.is_decode:
+            step.work.add_decode(start + 1)
+        else:
+            step.work.add_chunk(start, count)
             self.counters.prompt_tokens += count
 
     def _advance(self, request: Request, end: int) -> None:
@@ -383,7 +392,7 @@ class Scheduler:
         request.num_computed = end
         request.num_scheduled = max(request.num_scheduled, end)
         full = end // self.block_tokens
-        if full > first:
+        if full > first and not request.is_guest:
             extend_hashes(request.hashes, request.tokens, self.block_tokens, request.salt)
             for index in range(first, full):
                 self.pool.remember(request.blocks[index], request.hashes[index])

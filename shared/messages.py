@@ -212,6 +212,7 @@ class NodeInfo:
     version: str = ""
     state: str = "ready"
     facts: dict[str, str] = field(default_factory=dict)  # what else must be equal for two nodes to be compared
+    pool_of: str = ""  # boot of the decode node in whose pool it computes: it can hand prompts to no other
 
 
 @dataclass(slots=True)
@@ -237,6 +238,7 @@ class Reserved:
     targets: bytes = b""
     cards: dict[str, bytes] = field(default_factory=dict)  # channel name -> how to write into this pool
     error: str = ""
+    held: bytes = b""  # the blocks that are there, for who computes in this pool
 
 
 @dataclass(slots=True)

@@ -1,5 +1,7 @@
 """Which kernels a node uses: the fastest that can run here."""
 
+import importlib.util
+
 from engine.kernels.interface import Kernels
 from engine.kernels.torch_kernels import TorchKernels
 from engine.kv_pool import KVPool
@@ -7,4 +9,17 @@ from engine.models.config import ModelConfig
 
 
 def kernels_on_cpu(config: ModelConfig, pool: KVPool) -> Kernels:
-    return TorchKernels(config, pool)
+    if importlib.util.find_spec("numba") is None:
+        return TorchKernels(config, pool)
+    from engine.kernels.numba_step import NumbaKernels
+
+    return NumbaKernels(config, pool)
+
+
+def kernels_on_cuda(config: ModelConfig, pool: KVPool, triton: bool) -> Kernels:
+    """`triton`: whether that package is here, whose kernels are the fused ones."""
+    if not triton:
+        return TorchKernels(config, pool)
+    from engine.kernels.triton_kernels import TritonKernels
+
+    return TritonKernels(config, pool)

@@ -28,8 +28,9 @@ class TorchStep:
         self._pool = kernels.pool.tensor
         self._rotation = angles(batch.positions, kernels.frequencies)
         size = kernels.pool.layout.block_tokens
-        self._blocks = batch.slots // size
-        self._offsets = batch.slots % size
+        slots = batch.slots.clamp(min=0)  # padding goes where nobody reads: into the dummy block, which is number 0
+        self._blocks = slots // size
+        self._offsets = slots % size
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(rows, weight.shape, weight, self._config.rms_norm_eps)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -64,12 +65,25 @@ class Decoder:
         return self._head(hidden).float()
 
 
+class Tensors(Protocol):
+    """Where weights come from, as `engine.weights.Checkpoint` gives them: each is taken once."""
+
+    def take(self, name: str, *shape: int) -> Tensor: ...
+
+    def skip(self, name: str) -> None: ...
+
+    def finish(self) -> None: ...
+
+
 def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: LinearFormat | None = None) -> Decoder:
     """Reads a Hugging Face directory; activations are of `dtype`, weight matrices as `linear` holds them (plain, of
     `dtype`, by default). Raises ValueError naming what is wrong with config.json or a tensor."""
     config = ModelConfig.from_directory(path)
-    linear = linear or Plain(dtype)
-    checkpoint = Checkpoint(path, device)
+    return assemble(Checkpoint(path, device), config, dtype, linear or Plain(dtype))
+
+
+def assemble(checkpoint: Tensors, config: ModelConfig, dtype: torch.dtype, linear: LinearFormat) -> Decoder:
+    """A decoder of the tensors that `checkpoint` holds, which must be all of them, in Hugging Face's names."""
     hidden, vocab = config.hidden_size, config.vocab_size
     embedded = checkpoint.take("model.embed_tokens.weight", vocab, hidden)
     layers = [_load_layer(checkpoint, config, index, dtype, linear) for index in range(config.num_layers)]
@@ -84,7 +98,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
 
 
 def _load_layer(
-    checkpoint: Checkpoint, config: ModelConfig, index: int, dtype: torch.dtype, linear: LinearFormat
+    checkpoint: Tensors, config: ModelConfig, index: int, dtype: torch.dtype, linear: LinearFormat
 ) -> Layer:
     prefix = f"model.layers.{index}"
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim

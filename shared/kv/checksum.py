@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import xxhash
-
-from shared.kv.memory import Rows
+from numpy.typing import NDArray
 
 CHECKSUM_BYTES = 8
 
 
-def checksums(rows: Rows, indices: Sequence[int]) -> bytes:
+def checksums(rows: NDArray[np.uint8], indices: Sequence[int]) -> bytes:
     """xxh3-64 of each of `rows[indices]`, 8 bytes little-endian each, in the order of `indices`.
 
     `rows` is uint8 [num_rows, row_bytes], each row contiguous. Raises IndexError for an index outside of it.

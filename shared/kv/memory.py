@@ -4,10 +4,15 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from shared.kv.checksum import checksums
+from shared.kv.staging import InPlace, Staging
 
 Rows = NDArray[np.uint8]
 
@@ -24,10 +29,13 @@ class HostMemory:
     control group has less memory than asked for.
     """
 
+    sums: ClassVar[str] = "xxh3"
+
     def __init__(self, num_rows: int, row_bytes: int) -> None:
         if num_rows < 1 or row_bytes < 1:
             raise ValueError(f"KV memory of {num_rows} rows of {row_bytes} bytes: both must be at least 1")
         size = num_rows * row_bytes
+        self.num_rows, self.row_bytes = num_rows, row_bytes
         self._check_available(size)
         self._fd: int | None = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -43,6 +51,12 @@ class HostMemory:
         if self._fd is None:
             raise ValueError("the KV memory is closed")
         return self._fd
+
+    def checksums(self, rows: Sequence[int]) -> bytes:
+        return checksums(self.rows, rows)
+
+    def staging(self) -> Staging:
+        return InPlace(self.rows)
 
     def close(self) -> None:
         """Let go of the memory. Idempotent; the mapping itself ends with the last view of `rows` that others hold."""

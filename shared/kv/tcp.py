@@ -12,8 +12,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Self
 
-import numpy as np
-
 from shared.kv.channel import Card, PeerLostError, TicketRefusedError, check_boot, check_open
 from shared.kv.listener import (
     ANSWER,
@@ -26,8 +24,8 @@ from shared.kv.listener import (
     hello,
     receive_exactly,
 )
-from shared.kv.memory import HostMemory, Rows
 from shared.kv.peers import Peers
+from shared.kv.staging import KVMemory, Staging
 
 # A push is some frames and one without rows; then the receiver answers with an ACK.
 FRAME = struct.Struct("<4sHH16sI")  # magic, version, number of rows, ticket, bytes of a row; then u32 rows, then bytes
@@ -62,26 +60,26 @@ class TcpChannel:
 
     def __init__(
         self,
-        memory: HostMemory,
+        memory: KVMemory,
         boot: str,
         on_writer_lost: Callable[[str], None],
         server: socket.socket,
         host: str,
         patience_s: float,
     ) -> None:
-        num_rows, row_bytes = memory.rows.shape
-        self._rows = memory.rows
+        num_rows, row_bytes = memory.num_rows, memory.row_bytes
+        self._staging = memory.staging
         self._patience_s = patience_s
         self._tickets: dict[bytes, _Ticket] = {}
         self._scratch = memoryview(bytearray(row_bytes))  # shared by all threads: nobody reads it
         self._card = Card(self.name, host, str(server.getsockname()[1]), boot, row_bytes, num_rows)
-        self._peers = Peers(row_bytes, num_rows, lambda card: _Connection(card, boot, self._rows, patience_s))
+        self._peers = Peers(row_bytes, num_rows, lambda card: _Connection(card, boot, self._staging, patience_s))
         self._listener = Listener(server, boot, row_bytes, self._serve, on_writer_lost, patience_s)
 
     @classmethod
     async def start(
         cls,
-        memory: HostMemory,
+        memory: KVMemory,
         boot: str,
         on_writer_lost: Callable[[str], None],
         host: str,
@@ -109,7 +107,7 @@ class TcpChannel:
         return self._card.pack()
 
     def open(self, ticket: bytes, rows: Sequence[int]) -> None:
-        check_open(ticket, rows, len(self._rows))
+        check_open(ticket, rows, self._card.num_rows)
         if ticket in self._tickets:
             raise ValueError("the ticket is open already")
         self._tickets[ticket] = _Ticket(rows)
@@ -124,7 +122,7 @@ class TcpChannel:
 
     def reachable(self, card: bytes) -> bool:
         """Any address may be: only the push itself finds out."""
-        Card.unpack(card, self.name).check_row_bytes(self._rows.shape[1])
+        Card.unpack(card, self.name).check_row_bytes(self._card.row_bytes)
         return True
 
     async def push(self, card: bytes, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
@@ -133,25 +131,29 @@ class TcpChannel:
     async def close(self) -> None:
         await self._peers.close()
         self._listener.close()
-        self._rows = np.empty((0, 0), np.uint8)  # lets go of the memory, whoever may still hold this channel
+        self._staging = _none_left  # lets go of the memory, whoever may still hold this channel
 
     def _serve(self, connection: socket.socket, _boot: str) -> None:
         """Receive pushes until the writer ends, is silent in the middle of one, or says what is not our protocol."""
-        wire = _Wire(connection, self._patience_s)
-        connection.sendall(WELCOME)
-        connection.setblocking(False)
+        with contextlib.closing(self._staging()) as staging:
+            connection.sendall(WELCOME)
+            connection.setblocking(False)
+            self._receive(_Wire(connection, self._patience_s), connection, staging)
+
+    def _receive(self, wire: "_Wire", connection: socket.socket, staging: Staging) -> None:
         header, indices = memoryview(bytearray(FRAME.size)), memoryview(bytearray(4 * MAX_FRAME_ROWS))
         accepted = refused = 0
         pushing = False
         while True:
             wire.fill(header, may_idle=not pushing)
             magic, version, count, ticket, row_bytes = FRAME.unpack(header)
-            known = (magic, version, row_bytes) == (MAGIC, VERSION, self._rows.shape[1])
+            known = (magic, version, row_bytes) == (MAGIC, VERSION, self._card.row_bytes)
             if not known or count > MAX_FRAME_ROWS:
                 raise MalformedError
             if count:
                 wire.fill(indices[: 4 * count])
-                landed = self._land(wire, self._tickets.get(ticket) or _Ticket(()), indices[: 4 * count].cast("I"))
+                granted = self._tickets.get(ticket) or _Ticket(())
+                landed = self._land(wire, staging, granted, indices[: 4 * count].cast("I"))
                 accepted, refused = accepted + landed, refused + count - landed
             else:
                 # It never blocks: a peer that leaves answers unread until the buffer is full is not one of ours.
@@ -159,11 +161,13 @@ class TcpChannel:
                 accepted = refused = 0
             pushing = count > 0
 
-    def _land(self, wire: "_Wire", ticket: _Ticket, rows: memoryview) -> int:
+    def _land(self, wire: "_Wire", staging: Staging, ticket: _Ticket, rows: memoryview) -> int:
         """Receive a frame's rows, each into the pool or into scratch; how many of them landed whole."""
-        size = self._rows.shape[1]
+        size = self._card.row_bytes
         num_landed = len(rows)
-        places = [self._rows[row].data if row in ticket.rows else self._scratch for row in rows]
+        wanted = [row for row in rows if row in ticket.rows]
+        room = iter(staging.room(wanted))
+        places = [next(room) if row in ticket.rows else self._scratch for row in rows]
         done = 0
         while done < len(rows) * size:
             row, offset = divmod(done, size)
@@ -175,6 +179,9 @@ class TcpChannel:
             if not received:
                 wire.wait()
             done += received
+        with ticket.lock:
+            if ticket.open:
+                staging.write(wanted)
         return sum(row in ticket.rows for row in rows[:num_landed])
 
 
@@ -216,8 +223,8 @@ class _Wire:
 class _Connection:
     """The writing end of a connection: frames out, one answer a push."""
 
-    def __init__(self, card: Card, boot: str, rows: Rows, patience_s: float) -> None:
-        self._rows = rows
+    def __init__(self, card: Card, boot: str, staging: Callable[[], Staging], patience_s: float) -> None:
+        self._row_bytes = card.row_bytes
         self._patience_s = patience_s
         with contextlib.ExitStack() as undo:
             self.socket = socket.create_connection((card.host, int(card.endpoint)), patience_s)
@@ -225,6 +232,7 @@ class _Connection:
             _keep_alive(self.socket)
             self.socket.sendall(hello(card, boot))
             check_answer(receive_exactly(self.socket, ANSWER.size, patience_s))
+            self._staging = staging()
             undo.pop_all()
         # The kernel's own timeout on a blocking socket: one call, and one wait for the interpreter lock, a frame.
         self.socket.settimeout(None)
@@ -234,14 +242,14 @@ class _Connection:
 
     def push(self, ticket: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]) -> None:
         """Send the rows and wait for the answer. A push that is stopped sends fewer rows, but whole frames."""
-        row_bytes = self._rows.shape[1]
+        row_bytes = self._row_bytes
         per_frame = min(MAX_FRAME_ROWS, max(1, FRAME_BYTES // row_bytes))
         sent = 0
         while sent < len(source) and not stopped():
             rows = source[sent : sent + per_frame]
             head = FRAME.pack(MAGIC, VERSION, len(rows), ticket, row_bytes)
             indices = struct.pack(f"<{len(rows)}I", *target[sent : sent + per_frame])
-            self._send([memoryview(head + indices), *(self._rows[row].data for row in rows)])
+            self._send([memoryview(head + indices), *self._staging.read(rows)])
             sent += len(rows)
         self._send([memoryview(FRAME.pack(MAGIC, VERSION, 0, ticket, row_bytes))])
         self._check_ack(sent)
@@ -252,6 +260,7 @@ class _Connection:
 
     def close(self) -> None:
         self.socket.close()
+        self._staging.close()
 
     def _send(self, buffers: list[memoryview]) -> None:
         while buffers:
@@ -272,6 +281,10 @@ class _Connection:
             raise PeerLostError("its answer makes no sense")
         if refused:
             raise TicketRefusedError(f"the peer refused {refused} of {num_rows} rows: the ticket is not open for them")
+
+
+def _none_left() -> Staging:
+    raise PeerLostError("the channel is closed")
 
 
 def _keep_alive(connection: socket.socket) -> None:

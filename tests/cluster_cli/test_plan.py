@@ -135,6 +135,50 @@ def test_each_core_goes_to_one_node_and_shares_are_even(num_cores: int, num_node
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, [("auto", 0.45), ("auto", 0.45)]),
+        ({"device": "cuda:2"}, [("cuda:2", 0.45), ("cuda:2", 0.45)]),
+        ({"devices": "cuda:0, cuda:1"}, [("cuda:0", 0.9), ("cuda:1", 0.9)]),
+        ({"devices": "cuda:3", "gpu_memory_utilization": 0.6}, [("cuda:3", 0.3), ("cuda:3", 0.3)]),
+        (
+            {"devices": "cuda:0,cuda:1", "prefill": 1, "decode": 2},
+            [("cuda:0", 0.45), ("cuda:1", 0.9), ("cuda:0", 0.45)],
+        ),
+        ({"devices": "cuda:0,cuda:1", "mode": "colocated", "device": "cuda"}, [("cuda:0", 0.9), ("cuda:1", 0.9)]),
+        (
+            {"devices": "cuda:0,cuda:1", "prefill": 2, "decode": 2, "kv_channel": "pool"},
+            [("cuda:0", 0.45), ("cuda:1", 0.45)] * 2,
+        ),
+    ],
+)
+def test_nodes_take_the_devices_in_turn_and_share_the_memory_of_one(
+    given: dict[str, object], expected: list[tuple[str, float]]
+) -> None:
+    nodes = [node_of(child) for child in plan(settings(**given), [0])[1:]]
+    assert [(node.device, round(node.gpu_memory_utilization, 3)) for node in nodes] == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"devices": "cpu"}, "'cpu' is no GPU: must be a list as cuda:0,cuda:1"),
+        ({"devices": "cuda"}, "'cuda' is no GPU"),
+        ({"devices": "cuda:0,"}, "'' is no GPU"),
+        ({"devices": "cuda:01"}, "'cuda:01' is no GPU"),
+        ({"devices": "cuda:0,cuda:0"}, "must name each GPU once"),
+        ({"devices": "cuda:0", "device": "cpu"}, "leave out --device cpu"),
+        ({"devices": "cuda:0,cuda:1,cuda:2"}, "are more than the 2 nodes; name fewer"),
+        ({"kv_channel": "pool", "decode": 2}, "--kv-channel pool: 2 decode nodes on auto, where one can lend its pool"),
+        ({"kv_channel": "pool", "devices": "cuda:0,cuda:1"}, "--kv-channel pool: no decode node on cuda:0"),
+    ],
+)
+def test_devices_that_nodes_cannot_have_are_refused(given: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ValidationError, match=complaint):
+        settings(**given)
+
+
 def test_a_child_inherits_no_setting_of_its_parent() -> None:
     parent = {"BATON_PORT": "8000", "BATON_PREFILL": "2", "PATH": "/bin", "PYTHONPATH": "/x"}
     child = inherited(parent)

@@ -82,6 +82,23 @@ def test_the_command_line_of_an_arm_says_all_of_it():
     assert "--emulate" in command
 
 
+@pytest.mark.parametrize(
+    ("arm", "devices"),
+    [
+        ("disaggregated:1p1d", "cuda:0,cuda:1"),
+        ("colocated:1", "cuda:0"),
+        ("disaggregated:2p2d", "cuda:0,cuda:1,cuda:2"),
+        ("disaggregated:1p1d@kv_channel=pool", "cuda:0"),
+        ("colocated:2@device=cpu", None),
+        ("colocated:2@device=cuda:1", None),
+    ],
+)
+def test_nodes_of_an_arm_take_a_gpu_each_as_far_as_there_are_some(arm: str, devices: str | None):
+    command = Launch("/models/m", gpus=3).command(parse_arm(arm))
+    assert (command[command.index("--devices") + 1] if "--devices" in command else None) == devices
+    assert "--devices" not in Launch("/models/m").command(parse_arm(arm))
+
+
 def test_the_control_is_the_same_arm_under_a_name_of_its_own():
     arm = parse_arm("colocated:2@prefill_first")
     copy = copy_of(arm)

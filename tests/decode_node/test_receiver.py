@@ -120,7 +120,7 @@ async def bench(kind: str, directory: Path, num_blocks: int = 20, timeout_s: flo
     info = NodeInfo("d", boot, "decode", "", "m", "print", BLOCK_TOKENS, ROW_BYTES, num_blocks, 512, 8)
     runner = HashRunner(memory.rows, BLOCK_TOKENS, LAYERS, VOCABULARY)
     node = Node(info, DECODE, scheduler, runner, 0.1, VOCABULARY)
-    receiver = Receiver(node, memory.rows, [channel], timeout_s)
+    receiver = Receiver(node, memory, [channel], timeout_s)
     made.append(receiver)
     server = RpcServer({ATTACH: node.attach, **receiver.handlers()})
     port = await server.start("127.0.0.1", 0)

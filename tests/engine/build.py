@@ -1,12 +1,18 @@
 """Builds requests, steps and pools by hand, so that a runner is driven without a scheduler."""
 
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from itertools import count
 from random import Random
 
+import pytest
 import torch
 
-from engine.attention.torch_backend import TorchAttention
+from engine.attention.choose import attention_on_cpu
+from engine.attention.interface import AttentionBackend
+from engine.kernels.choose import kernels_on_cpu
+from engine.kernels.interface import Kernels
 from engine.kernels.torch_kernels import TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
@@ -18,6 +24,26 @@ from shared.messages import Sampling
 
 GREEDY = Sampling(temperature=0.0)
 CPU = torch.device("cpu")
+
+
+BACKEND: ContextVar[str] = ContextVar("backend", default="torch")
+
+
+@pytest.fixture(autouse=True, params=["torch", "numba"])
+def every_backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A file that imports this runs all its tests with each set of attention and kernels."""
+    if request.param == "numba" and importlib.util.find_spec("numba") is None:
+        pytest.skip("numba is not installed")
+    chosen = BACKEND.set(request.param)
+    yield
+    BACKEND.reset(chosen)
+
+
+def device_code(model: Decoder, pool: KVPool) -> tuple[AttentionBackend, Kernels]:
+    """Attention and kernels of the backend that the running test is for."""
+    name = BACKEND.get()
+    kernels = TorchKernels(model.config, pool) if name == "torch" else kernels_on_cpu(model.config, pool)
+    return attention_on_cpu(name, pool), kernels
 
 
 class Blocks:
@@ -49,7 +75,7 @@ def torch_runner(model: Decoder, num_blocks: int = 64, block_tokens: int = 4) ->
     pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
     pool.tensor.fill_(torch.nan)
     return (
-        TorchRunner(model, pool, TorchAttention(pool), TorchKernels(model.config, pool), CPU),
+        TorchRunner(model, pool, *device_code(model, pool), CPU),
         pool,
         Blocks(num_blocks, block_tokens),
     )

@@ -14,9 +14,10 @@ from engine.sampling import Row, sample
 from scheduler.request import Slice
 from shared.kv.layout import KVLayout
 from shared.messages import Logprobs, Sampling
-from tests.engine.build import CPU, GREEDY, Blocks, generate, piece, run_step, torch_runner
+from tests.engine.build import CPU, GREEDY, Blocks, every_backend, generate, piece, run_step, torch_runner
 
 torch.set_num_threads(1)
+__all__ = ["every_backend"]  # applies to every test here
 VOCABULARY, NUM_TOKENS = 97, 14
 SAMPLINGS = [
     GREEDY,

@@ -10,9 +10,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from engine.attention.torch_backend import TorchAttention
 from engine.batch import build
-from engine.kernels.torch_kernels import TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder, load_model
 from engine.runner import TorchRunner
@@ -20,10 +18,22 @@ from scheduler.request import Request
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
 from shared.messages import Sampling
-from tests.engine.build import CPU, GREEDY, Blocks, generate, layout_of, piece, run_step, torch_runner
+from tests.engine.build import (
+    CPU,
+    GREEDY,
+    Blocks,
+    device_code,
+    every_backend,
+    generate,
+    layout_of,
+    piece,
+    run_step,
+    torch_runner,
+)
 
 STORIES = Path(__file__).parents[3] / "shared" / "data" / "models" / "stories260K"
 torch.set_num_threads(1)
+__all__ = ["every_backend"]  # applies to every test here
 
 SIZES = {
     "hidden_size": 48,
@@ -88,7 +98,7 @@ def all_logits(model: Decoder, rows: list[list[int]], random: Random, block_toke
     layout = layout_of(model, 96, block_tokens)
     pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
     pool.tensor.fill_(torch.nan)
-    backend, kernels, blocks = TorchAttention(pool), TorchKernels(model.config, pool), Blocks(96, block_tokens)
+    (backend, kernels), blocks = device_code(model, pool), Blocks(96, block_tokens)
     # One token more than is looked at: then every position of the row is followed by a known prompt token.
     requests = [blocks.request([*row, 0], max_tokens=1, every_logit=True) for row in rows]
     logits: list[list[torch.Tensor]] = [[] for _ in rows]
@@ -153,7 +163,7 @@ def test_a_16_bit_pool_stays_near_the_exact_logits(tmp_path: Path) -> None:
     model = load_model(tmp_path, torch.float32, CPU)
     layout = KVLayout(16, 2, 3, 4, 20, "bfloat16")
     pool = KVPool(layout, HostMemory(16, layout.block_bytes))
-    runner = TorchRunner(model, pool, TorchAttention(pool), TorchKernels(model.config, pool), CPU)
+    runner = TorchRunner(model, pool, *device_code(model, pool), CPU)
     request = Blocks(16, 4).request(range(3, 30), Sampling(temperature=0.0, logprobs=5), max_tokens=1)
     (output,) = run_step(runner, [piece(request)])
     with torch.inference_mode():

@@ -17,9 +17,10 @@ from scheduler.policy import POLICIES, Policy
 from scheduler.request import Request, State
 from scheduler.scheduler import Limits, Scheduler
 from shared.messages import Sampling
-from tests.engine.build import CPU, torch_runner
+from tests.engine.build import CPU, every_backend, torch_runner
 
 torch.set_num_threads(1)
+__all__ = ["every_backend"]  # applies to every test here
 VOCABULARY, LONGEST = 97, 44
 SAMPLINGS = [
     Sampling(temperature=0.0),

@@ -52,7 +52,7 @@ async def stage(role: Role = PREFILL) -> AsyncIterator[Stage]:
     info = NodeInfo("n0", "b" * 32, role.name, "h:1", "m", "print", BLOCK_TOKENS, 32, BLOCKS, 64, 8)
     runner = HashRunner(memory.rows, BLOCK_TOKENS, LAYERS, 512)
     node = Node(info, role, Scheduler(Limits(), BLOCKS, BLOCK_TOKENS), runner, 0.05, 512)
-    sides, told, ending = Sides(node, memory.rows, [], 0.2), Told(), asyncio.Event()
+    sides, told, ending = Sides(node, memory, [], 0.2), Told(), asyncio.Event()
     sides.use(role)
     node.start()
     try:

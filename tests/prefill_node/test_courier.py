@@ -170,7 +170,7 @@ async def bench(steps: int = 1000, first: BrokenChannel | None = None) -> AsyncI
     runner.steps = threading.Semaphore(steps)
     info = NodeInfo("p", boot, "prefill", "", "m", "print", BLOCK_TOKENS, ROW_BYTES, 20, 512, 8)
     node = Node(info, PREFILL, scheduler, runner, 30.0, VOCABULARY)
-    courier = Courier(node, ours.rows, channels, 5.0)
+    courier = Courier(node, ours, channels, 5.0)
     node_server = RpcServer({ATTACH: node.attach})
     rpc = connect(f"127.0.0.1:{await node_server.start('127.0.0.1', 0)}")
     node.start()

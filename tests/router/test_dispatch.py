@@ -4,8 +4,9 @@ The fleet is the real one; only its nodes are played, without streams.
 """
 
 import asyncio
+from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from router.generation import Generation, Piece
 from router.link import STALE_S, Link
 from router.records import Records
 from scheduler.cost import CostModel
+from scheduler.prefix import block_hashes
 from shared.errors import Rejected, Unavailable
-from shared.messages import Delta, Logprobs, NodeInfo, Report, Sampling, Submit, pack_ids, unpack_ids
+from shared.messages import Delta, Load, Logprobs, NodeInfo, Report, Sampling, Submit, pack_ids, unpack_ids
 from shared.registry import EmbeddedRegistry
 
 PROMPT = list(range(10, 19))
@@ -70,6 +72,10 @@ class Played(Link):
 
     def die(self) -> None:
         self._end()
+
+    def revive(self) -> None:
+        self.alive = True
+        self._changed(self)
 
 
 @dataclass
@@ -254,7 +260,7 @@ class Play:
         who, how = (p if act.startswith("p") else d), act.partition("_")[2]
         if how == "lost":
             who.die()
-            who.alive = True  # it is back at once
+            who.revive()  # at once
             self.gone.append(who)
         else:
             who.say(Delta(submit.id, error="handoff: no" if how == "handoff" else "no", retry=True))
@@ -370,8 +376,7 @@ async def test_who_finds_no_node_is_told_so_and_under_way_one_is_waited_for(monk
     with pytest.raises(Unavailable, match="No node"):
         await here.dispatch.submit(Generation("late", PROMPT, 4, Sampling()))
     assert not here.dispatch.ready()
-    here.d0.alive = True
-    here.fleet._link_changed(here.d0)
+    here.d0.revive()
     await turns()
     here.d0.say(*generated("r.0.1", 3))
     assert tokens_of(await collect(run)) == ANSWER
@@ -407,7 +412,7 @@ async def test_prompt_logprobs_are_told_once_whole_though_an_attempt_failed_midw
             await turns()
     p.say(token("r.0.1", 0, prompt_logprobs=chunks[2]))
     here.d0.die()
-    here.d0.alive = True
+    here.d0.revive()
     await turns()
     p, _, submit = here.attempt(2)
     assert submit.sampling.prompt_logprobs is None, "they were told with the first token"
@@ -566,8 +571,8 @@ QUICK = CostModel(overhead=0.001, per_token=1e-5)
 
 def learn(here: Stage, **costs: CostModel) -> None:
     for name, cost in costs.items():
-        here.nodes[name].load.cost = cost.packed()
-        here.nodes[name].load.prompt_tokens = 100_000  # enough of them to know what they cost
+        # Enough prompt tokens to know what they cost.
+        here.nodes[name]._take(Report(load=Load(cost=cost.packed(), prompt_tokens=100_000)))
 
 
 @pytest.mark.parametrize("mode", ["auto", "always", "never"])
@@ -690,3 +695,38 @@ async def test_one_prompt_that_is_refused_ends_what_was_begun_of_the_others() ->
     assert here.p0.aborts == here.d0.aborts == ["r-0.0.0"]
     assert (here.counts()["refused"], here.counts()["cancelled"]) == (1, 1)
     here.check_over()
+
+
+async def test_in_a_large_fleet_a_prompt_finds_a_node_that_holds_it_and_nobody_who_is_not_usable() -> None:
+    here = stage(" ".join(f"{role}{number}" for role in "pd" for number in range(40)))
+    row = array("i", PROMPT * 4)
+    here.fleet.prefixes.record(block_hashes(row, 4, b""), "p7")
+    here.fleet.prefixes.record(block_hashes(row[:8], 4, b""), "p8")
+
+    def placed(avoid: set[str]) -> tuple[set[str | None], set[str]]:
+        proposals = [here.fleet.place(f"r{number}", row, b"", avoid, "always") for number in range(200)]
+        found = [proposal.placement for proposal in proposals if proposal is not None]
+        return {placement.prefill for placement in found}, {placement.decode for placement in found}
+
+    prefill, decode = placed(set())
+    assert prefill == {"p7"}
+    assert len(decode) > 30, "equals are drawn"
+    assert placed({"p7"})[0] == {"p8"}, "who knows the next most"
+    here.p7.die()
+    assert placed(set())[0] == {"p8"}
+    here.p8.info = replace(here.p8.info, state="draining")
+    here.d3.die()
+    prefill, decode = placed(set())
+    assert len(prefill) > 20
+    assert not prefill & {"p7", "p8"}
+    assert "d3" not in decode
+
+
+async def test_in_a_large_fleet_a_prefill_node_hands_over_only_to_the_node_in_whose_pool_it_computes() -> None:
+    here = stage(" ".join(f"{role}{number}" for role in "pd" for number in range(40)))
+    for number in range(40):
+        here.nodes[f"p{number}"].info = replace(here.nodes[f"p{number}"].info, pool_of=f"d{number}")
+    for number in range(50):
+        proposal = here.fleet.place(f"r{number}", array("i", PROMPT), b"", (), "always")
+        assert proposal is not None
+        assert proposal.placement.prefill == proposal.placement.decode.replace("d", "p")

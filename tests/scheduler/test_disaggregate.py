@@ -27,7 +27,7 @@ def decode_node(decodes: int = 0, context: int = 1000, **fields: Any) -> NodeVie
 
 
 def placed(prompt: int, p: NodeView, d: NodeView, cached: dict[str, int] | None = None) -> Placement:
-    found = place("r", prompt, [p], [d], cached or {}, "auto")
+    found = place(prompt, [p], [d], cached or {}, "auto")
     assert found is not None
     return found
 
@@ -70,7 +70,7 @@ def test_each_situation_has_its_choice(
 def test_a_mode_that_decides_is_obeyed_and_still_predicts(mode: str) -> None:
     for decodes in (0, 128):
         for prompt in (10, 8000):
-            found = place("r", prompt, [prefill_node()], [decode_node(decodes)], {}, mode)
+            found = place(prompt, [prefill_node()], [decode_node(decodes)], {}, mode)
             assert found is not None
             assert (found.prefill, found.reason) == (("p0", "disaggregated") if mode == "always" else (None, "never"))
             assert found.estimate is not None
@@ -111,7 +111,7 @@ def test_a_decode_node_that_has_computed_no_prompt_is_judged_by_what_prompts_cos
 
 
 def test_without_prefill_nodes_the_decode_node_is_predicted_from_its_own_model() -> None:
-    found = place("r", 1000, [], [decode_node()], {}, "auto")
+    found = place(1000, [], [decode_node()], {}, "auto")
     assert found is not None
     assert found.estimate is not None
     assert found.estimate.first_token_s == pytest.approx(H200.seconds(Work(1, 1000, 1000 * 1001 // 2)))
@@ -188,6 +188,6 @@ def test_ties_and_unknowns_go_to_the_prefill_node() -> None:
 
 def test_alone_a_prompt_goes_to_the_decode_node_that_has_most_of_it() -> None:
     nodes = [decode_node(2), replace(decode_node(4), id="d1")]
-    found = place("r", 8000, [prefill_node()], nodes, {"d1": 7900}, "auto")
+    found = place(8000, [prefill_node()], nodes, {"d1": 7900}, "auto")
     assert found is not None
     assert (found.prefill, found.decode, found.reason) == (None, "d1", "local_sooner")

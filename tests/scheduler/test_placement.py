@@ -1,10 +1,12 @@
 """Placement: load and prefix overlap decide, and the cost of a decision does not grow with the cluster."""
 
+from array import array
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.disaggregate import NodeView
-from scheduler.placement import PrefixIndex, place
+from scheduler.placement import SCAN_LIMIT, PrefixIndex, candidates, place
 from scheduler.prefix import block_hashes
 
 
@@ -13,7 +15,7 @@ def node(name: str, role: str = "decode", **fields: int) -> NodeView:
 
 
 def placed(prefill: list[NodeView], decode: list[NodeView], tokens: int = 100, **cached: int) -> tuple[str | None, str]:
-    found = place("r", tokens, prefill, decode, cached)
+    found = place(tokens, prefill, decode, cached)
     assert found is not None
     return found.prefill, found.decode
 
@@ -33,7 +35,7 @@ def test_a_known_prefix_outweighs_a_queue_that_is_shorter_than_it() -> None:
 def test_without_prefill_nodes_decode_nodes_compute_and_the_other_way_round() -> None:
     assert placed([], [node("d0"), node("d1")]) == (None, "d0")
     assert placed([node("p0", "prefill")], []) == (None, "p0")
-    assert place("r", 1, [], [], {}) is None
+    assert place(1, [], [], {}) is None
 
 
 def test_equals_take_turns() -> None:
@@ -47,7 +49,9 @@ def test_equals_take_turns() -> None:
 @given(st.integers(17, 400), st.integers(0, 10_000))
 def test_a_large_cluster_is_sampled_and_the_best_match_is_still_found(size: int, request: int) -> None:
     nodes = [node(f"d{index}", kv_tokens=500) for index in range(size)]
-    found = place(f"r{request}", 300, [], nodes, {"d9": 300})
+    seen = candidates(f"r{request}", nodes, nodes[9])
+    assert len(seen) == 3
+    found = place(300, [], seen, {"d9": 300})
     assert found is not None
     assert found.decode == "d9"
 
@@ -59,7 +63,29 @@ def test_the_index_knows_who_was_sent_how_much_of_a_prefix() -> None:
     index.record(rows[:2], "b")
     assert index.overlap(rows) == {"a": 4, "b": 2}
     assert index.overlap(block_hashes(list(range(64)), 16, b"tenant")) == {}
+    index.record(rows[:3], "c", "b")
+    assert index.overlap(rows) == {"a": 4, "b": 3, "c": 3}
     index.forget("a")
-    assert index.overlap(rows) == {"b": 2}
-    index.record(block_hashes(list(range(100, 196)), 16, b""), "c")
-    assert index.overlap(rows) == {}, "the least recently used are forgotten"
+    assert index.overlap(rows) == {"b": 3, "c": 3}
+    for start in (100, 200):
+        index.record(rows[:1], "b")
+        index.record(block_hashes(list(range(start, start + 64)), 16, b""), "c")
+    assert index.overlap(rows) == {"b": 1, "c": 1}, "what was not sent for long is forgotten"
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 6)), max_size=30))
+def test_the_index_agrees_with_a_record_of_all_that_was_sent(sent: list[tuple[int, int]]) -> None:
+    index, depths = PrefixIndex(), dict[str, int]()
+    rows = block_hashes(array("i", range(24)), 4, b"")
+    assert rows == block_hashes(list(range(24)), 4, b"")
+    for node, depth in sent:
+        index.record(rows[:depth], str(node))
+        depths[str(node)] = max(depth, depths.get(str(node), 0))
+    assert index.overlap(rows) == depths
+
+
+def test_of_a_prefix_that_everybody_was_sent_the_latest_nodes_are_known() -> None:
+    index = PrefixIndex()
+    for number in range(1000):
+        index.record([b"shared"], str(number))
+    assert sorted(index.overlap([b"shared"])) == [str(number) for number in range(1000 - SCAN_LIMIT, 1000)]

@@ -7,17 +7,20 @@ import sys
 from typing import Any
 
 from shared.kv.channel import ChannelError
+from shared.kv.cuda_ipc import CudaIpcChannel
 from shared.kv.memory import HostMemory
 from shared.kv.shm import ShmChannel
 from shared.kv.tcp import TcpChannel
+from tests.shared.fake_cuda import FakeDeviceMemory, gpu
 
-Channel = ShmChannel | TcpChannel
+Channel = ShmChannel | TcpChannel | CudaIpcChannel
+Memory = HostMemory | FakeDeviceMemory
 
 
 class Peer:
     """A pool whose row i is filled with byte i + 1, its channel, and the boots of the writers it lost."""
 
-    def __init__(self, memory: HostMemory) -> None:
+    def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self.boot = secrets.token_hex(16)
         self.lost: list[str] = []
@@ -26,13 +29,22 @@ class Peer:
 
     @classmethod
     async def start(cls, kind: str, num_rows: int, row_bytes: int, directory: str, **options: Any) -> "Peer":
-        peer = cls(HostMemory(num_rows, row_bytes))
+        name, _, variant = kind.partition(":")  # in how GPUs share memory
+        on_gpu = bool(variant) or name == "cuda_ipc"
+        peer = cls(
+            FakeDeviceMemory(num_rows, row_bytes, gpu(kind=variant or "vmm"))
+            if on_gpu
+            else HostMemory(num_rows, row_bytes)
+        )
         for row in range(num_rows):
             peer.memory.rows[row] = (row + 1) % 256
-        if kind == "shm":
-            peer.channel = await ShmChannel.start(peer.memory, peer.boot, peer.lost.append, directory, **options)
+        told = peer.boot, peer.lost.append
+        if name == "tcp":
+            peer.channel = await TcpChannel.start(peer.memory, *told, "127.0.0.1", **options)
+        elif isinstance(peer.memory, HostMemory):
+            peer.channel = await ShmChannel.start(peer.memory, *told, directory, **options)
         else:
-            peer.channel = await TcpChannel.start(peer.memory, peer.boot, peer.lost.append, "127.0.0.1", **options)
+            peer.channel = await CudaIpcChannel.start(peer.memory, *told, directory, **options)
         return peer
 
     async def do(self, what: str, **options: Any) -> Any:

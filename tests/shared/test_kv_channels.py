@@ -26,8 +26,9 @@ from hypothesis import strategies as st
 from shared.kv.channel import Card, CardError, ChannelError, PeerLostError, TicketRefusedError
 from shared.kv.checksum import checksums
 from shared.kv.listener import ANSWER, HELLO, MAGIC, MAX_CONNECTIONS_PER_WRITER, VERSION, WELCOME, hello
+from shared.kv.local import host_id
 from shared.kv.memory import HostMemory
-from shared.kv.shm import ShmChannel, host_id, runs
+from shared.kv.shm import ShmChannel, runs
 from shared.kv.tcp import ACK, FRAME, MAX_FRAME_ROWS, TcpChannel
 from tests.shared.kv_peer import Peer
 
@@ -35,7 +36,12 @@ ROOT = Path(__file__).parents[2]
 NUM_ROWS, ROW_BYTES = 32, 16_384
 LONG = 8_000  # times the whole pool: a push that lasts for seconds, whatever the channel
 PATIENCE_S = 20.0  # of the tests, for things that take milliseconds
-KINDS = ["shm", "tcp"]
+# Over a double of the CUDA driver: memory that is shared by descriptors or by legacy handles, and rows of a GPU over tcp.
+KINDS = ["shm", "tcp", "cuda_ipc", "cuda_ipc:legacy", "tcp:vmm"]
+
+
+def channel_of(kind: str) -> str:
+    return kind.partition(":")[0]
 
 
 class Process:
@@ -258,8 +264,8 @@ async def test_a_row_size_other_than_ours_is_refused_with_both_sizes_named(pair:
 async def test_a_card_that_lies_about_the_row_size_is_refused_by_the_receiver(kind: str, directory: str) -> None:
     writer = await Peer.start(kind, NUM_ROWS, ROW_BYTES // 2, directory)
     receiver = await Peer.start(kind, NUM_ROWS, ROW_BYTES, directory)
-    true = Card.unpack(receiver.channel.card(), kind)
-    card = Card(kind, true.host, true.endpoint, true.boot, ROW_BYTES // 2, true.num_rows)
+    true = Card.unpack(receiver.channel.card(), receiver.channel.name)
+    card = Card(true.channel, true.host, true.endpoint, true.boot, ROW_BYTES // 2, true.num_rows)
     with pytest.raises(CardError, match="not of the size"):
         await writer.channel.push(card.pack(), new_ticket(receiver), [0], [1])
     assert await receiver.read() == [at_start(row) for row in range(NUM_ROWS)]
@@ -273,7 +279,7 @@ async def test_a_card_that_lies_about_the_row_size_is_refused_by_the_receiver(ki
 def test_anything_that_is_no_card_is_a_card_error(data: bytes) -> None:
     for kind in KINDS:
         with pytest.raises(CardError):
-            Card.unpack(data, kind)
+            Card.unpack(data, channel_of(kind))
 
 
 @given(host=st.text("abc:.", max_size=20), row_bytes=st.integers(1, 2**32 - 1), num_rows=st.integers(1, 2**31))
@@ -309,7 +315,7 @@ async def test_a_receiver_killed_in_mid_push_fails_the_push_and_all_after_it(kin
     pushes = [asyncio.create_task(writer.channel.push(*arguments, rows[::-1] * LONG, rows * LONG)) for _ in "ab"]
     while (await receiver.do("read"))[0] != at_start(NUM_ROWS - 1):
         assert not pushes[0].done()
-    assert num_mappings() == before + (kind == "shm")
+    assert num_mappings() == before + (channel_of(kind) != "tcp")
     receiver.kill()
     for push in pushes:
         with pytest.raises(PeerLostError):
@@ -379,7 +385,7 @@ async def test_a_restarted_receiver_is_reached_by_its_new_card_and_not_by_its_ol
     old_card = old.channel.card()
     await works(writer, old)
     await old.close()
-    port = {"port": int(Card.unpack(old_card, kind).endpoint)} if kind == "tcp" else {}
+    port = {"port": int(Card.unpack(old_card, "tcp").endpoint)} if channel_of(kind) == "tcp" else {}
     new = await Peer.start(kind, NUM_ROWS, ROW_BYTES, directory, **port)
     new.channel.open(bytes(16), [0])
     with pytest.raises(PeerLostError):
@@ -676,7 +682,7 @@ async def test_a_writer_that_is_silent_between_pushes_is_not_given_up(tcp_receiv
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_stranger_who_says_nothing_is_given_up(kind: str) -> None:
     async with peers(kind, 1, patience_s=0.1) as (receiver,):
-        for words in (b"", hello(Card.unpack(receiver.channel.card(), kind), "f" * 32)[:20]):
+        for words in (b"", hello(Card.unpack(receiver.channel.card(), receiver.channel.name), "f" * 32)[:20]):
             with raw_connection(receiver) as raw:
                 raw.sendall(words)
                 assert is_hung_up_on(raw)
@@ -735,11 +741,11 @@ async def test_a_crowd_of_connections_is_turned_away_and_service_returns_with_th
 @contextlib.contextmanager
 def false_receiver(kind: str, directory: str, serve: Callable[[socket.socket], None]) -> Iterator[bytes]:
     """The card of a receiver that accepts one writer, reads its introduction, and does as `serve` says."""
-    family = socket.AF_UNIX if kind == "shm" else socket.AF_INET
-    with socket.socket(family) as server:
-        server.bind(f"{directory}/false" if kind == "shm" else ("127.0.0.1", 0))
+    is_tcp = channel_of(kind) == "tcp"
+    with socket.socket(socket.AF_INET if is_tcp else socket.AF_UNIX) as server:
+        server.bind(("127.0.0.1", 0) if is_tcp else f"{directory}/false")
         server.listen()
-        endpoint = f"{directory}/false" if kind == "shm" else str(server.getsockname()[1])
+        endpoint = str(server.getsockname()[1]) if is_tcp else f"{directory}/false"
 
         def run() -> None:
             connection, _ = server.accept()
@@ -749,8 +755,8 @@ def false_receiver(kind: str, directory: str, serve: Callable[[socket.socket], N
 
         thread = threading.Thread(target=run)
         thread.start()
-        host = host_id() if kind == "shm" else "127.0.0.1"
-        yield Card(kind, host, endpoint, "0" * 32, ROW_BYTES, NUM_ROWS).pack()
+        place = f"{host_id()} {bytes(16).hex()}" if channel_of(kind) == "cuda_ipc" else host_id()
+        yield Card(channel_of(kind), "127.0.0.1" if is_tcp else place, endpoint, "0" * 32, ROW_BYTES, NUM_ROWS).pack()
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
@@ -885,7 +891,7 @@ async def test_a_socket_is_for_its_user_only_and_leftovers_of_the_dead_are_harml
 
 
 @pytest.mark.usefixtures("collected")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
 async def test_a_channel_that_cannot_start_says_why_and_leaves_nothing(kind: str, directory: str) -> None:
     memory = HostMemory(2, 64)
     before = len(os.listdir("/proc/self/fd")), num_threads()

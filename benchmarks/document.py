@@ -1,0 +1,50 @@
+"""Puts every results file into docs/performance.md, between the marks that name it; the prose around is by hand.
+
+python -m benchmarks document
+"""
+
+import json
+import re
+from pathlib import Path
+
+from benchmarks.result import RESULTS, Result, shown
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+BLOCK = re.compile(r"(<!-- result: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def page(text: str, results: Path = RESULTS) -> str:
+    """`text` with every block written anew. Raises ValueError when a results file has no block to go to."""
+    named = {match[2] for match in BLOCK.finditer(text)}
+    tabled = {file.stem for file in results.glob("*.json") if "tables" in json.loads(file.read_text())}
+    if left := tabled - named:
+        raise ValueError(f"no place for {', '.join(sorted(left))}: add <!-- result: NAME --> and <!-- end --> lines")
+    return BLOCK.sub(lambda match: match[1] + section(match[2], results) + match[3], text)
+
+
+def section(name: str, results: Path) -> str:
+    """What was measured, its tables, and how to measure it again."""
+    file = results / f"{name}.json"
+    if not file.exists():
+        return "*Not measured yet.*\n"
+    result = Result(**json.loads(file.read_text()))
+    machine = result.machine
+    where = ", ".join(
+        [
+            f"{machine['processor']}, {machine['cores']} cores, {machine['instructions']}",
+            f"load {shown(machine['load_before'])} before",
+            *(f"{package} {version}" for package, version in result.versions.items()),
+            result.date,
+        ]
+    )
+    tables = "\n".join(table.markdown() for table in result.tables)
+    return f"{result.what}\n\n{tables}\n`{result.command}`: {where}.\n"
+
+
+def main() -> None:
+    PAGE.write_text(page(PAGE.read_text()))
+    print(f"written: {PAGE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Checkpoints of random weights in the shapes that the tables compare: a model's speed does not depend on its values.
+
+    python -m benchmarks models --shape 110m
+
+A directory holds config.json, model.safetensors and the demo model's tokenizer, so every server here and of the peers
+loads it as it would any other.
+"""
+
+import argparse
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+CACHE = Path.home() / ".cache" / "baton-bench"
+TOKENIZER = Path(__file__).resolve().parents[1] / "demo" / "model"
+MAX_POSITIONS = 16_384
+STANDARD_DEVIATION = 0.02  # of weights, as models begin their training
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 10_000.0, "rms_norm_eps": 1e-5}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+
+
+def _sizes(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int, tied: bool) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "intermediate_size": inner,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": MAX_POSITIONS,
+        "hidden_act": "silu",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": LLAMA | _sizes(128, 2, 4, 2, 256, 2048, True),
+    "110m": LLAMA | _sizes(768, 12, 12, 4, 2048, 8192, False),
+    "0.5b": QWEN2 | _sizes(896, 24, 14, 2, 4864, 151_936, True),
+}
+
+
+def checkpoint(shape: str, dtype: str = "float32", directory: Path | None = None) -> Path:
+    """The directory of such a model, made when it is not there yet (the 0.5b one: 2 GB, half a minute).
+
+    `dtype` is float32, bfloat16 or float16; `directory` holds all such models. Raises ValueError for another shape.
+    """
+    if shape not in SHAPES:
+        raise ValueError(f"shape {shape!r}: there are {', '.join(SHAPES)}")
+    home = directory or CACHE
+    path = home / f"{shape}-{dtype}"
+    if path.exists():
+        return path
+    config = SHAPES[shape]
+    home.mkdir(parents=True, exist_ok=True)
+    making = home / f".{path.name}-{torch.randint(2**31, ()).item()}"  # renamed when whole: others may make it too
+    making.mkdir()
+    save_file(dict(_tensors(config, getattr(torch, dtype))), making / "model.safetensors", {"format": "pt"})
+    (making / "config.json").write_text(json.dumps(config | {"torch_dtype": dtype}, indent=1) + "\n")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, making / name)
+    try:
+        making.rename(path)
+    except OSError:  # another process was first
+        shutil.rmtree(making)
+    return path
+
+
+def _tensors(config: dict[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    source = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.empty(shape).normal_(0, STANDARD_DEVIATION, generator=source).to(dtype)
+
+    for name, shape in tensor_shapes(config).items():
+        yield name, normal(*shape) + (1 if name.endswith("norm.weight") else 0)
+
+
+def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor of such a checkpoint, by its name in Hugging Face's files."""
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    for index in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{index}"
+        shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
+        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
+        for name, out in (("q", queries), ("k", keys), ("v", keys)):
+            shapes[f"{layer}.self_attn.{name}_proj.weight"] = (out, hidden)
+            if config["model_type"] == "qwen2":
+                shapes[f"{layer}.self_attn.{name}_proj.bias"] = (out,)
+        shapes[f"{layer}.self_attn.o_proj.weight"] = (hidden, queries)
+        for name in ("gate", "up"):
+            shapes[f"{layer}.mlp.{name}_proj.weight"] = (inner, hidden)
+        shapes[f"{layer}.mlp.down_proj.weight"] = (hidden, inner)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    return shapes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="110m")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--directory", type=Path, default=CACHE)
+    args = parser.parse_args()
+    count = sum(math.prod(shape) for shape in tensor_shapes(SHAPES[args.shape]).values())
+    print(f"{checkpoint(args.shape, args.dtype, args.directory)}  ({count / 1e6:.0f}M parameters)")
+
+
+if __name__ == "__main__":
+    main()

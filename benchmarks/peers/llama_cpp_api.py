@@ -1,0 +1,151 @@
+"""llama.cpp through its C interface, as its own llama-batched-bench uses it: batches in, no sampling, no text.
+
+Flash attention is tried on and off at the first call of each kind, and the faster one is kept and reported.
+"""
+
+import ctypes
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import llama_cpp as api  # type: ignore[import-not-found]
+
+from benchmarks.peers.worker import serve
+
+MAX_SEQS = 32
+N_BATCH, N_UBATCH = 2048, 512
+TOKEN = 7
+TRIAL_STEPS, TRIAL_TOKENS = 4, 1024
+
+
+class Context:
+    """One context of 32 sequences, each with room for `room` tokens; its prompts stay from call to call."""
+
+    def __init__(self, model: Any, threads: int, sequences: int, room: int, flash: bool) -> None:
+        params = api.llama_context_default_params()
+        params.n_ctx = sequences * room
+        params.n_batch, params.n_ubatch, params.n_seq_max = N_BATCH, N_UBATCH, sequences
+        params.n_threads = params.n_threads_batch = threads
+        params.flash_attn_type = 1 if flash else 0
+        params.kv_unified = False
+        params.no_perf = True
+        self._context = api.llama_init_from_model(model, params)
+        if not self._context:
+            raise RuntimeError(f"llama.cpp makes no context of {sequences} sequences of {room} tokens")
+        self._memory = api.llama_get_memory(self._context)
+        self._batch = api.llama_batch_init(N_BATCH, 0, 1)
+        self._held = 0  # sequences that have their prompt
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds; the memory of the context is empty afterwards."""
+        self._clear()
+        began_s = time.perf_counter()
+        for start in range(0, tokens, N_BATCH):
+            self._decode([(0, at) for at in range(start, min(tokens, start + N_BATCH))])
+        api.llama_synchronize(self._context)
+        seconds = time.perf_counter() - began_s
+        self._clear()
+        return seconds
+
+    def decode(self, batch: int, context: int, steps: int) -> float:
+        """Seconds of `steps` steps of `batch` sequences; the first one before them is not counted."""
+        for sequence in range(self._held, batch):
+            if sequence == 0:
+                self._decode([(0, at) for at in range(context)])
+            else:  # the same numbers in memory of its own, which costs a step the same
+                api.llama_memory_seq_rm(self._memory, 0, context, -1)
+                api.llama_memory_seq_cp(self._memory, 0, sequence, -1, -1)
+        self._held = max(self._held, batch)
+        for sequence in range(batch):
+            api.llama_memory_seq_rm(self._memory, sequence, context, -1)
+        began_s = 0.0
+        for step in range(steps + 1):
+            self._decode([(sequence, context + step) for sequence in range(batch)], every_logit=True)
+            api.llama_synchronize(self._context)
+            if step == 0:
+                began_s = time.perf_counter()
+        return time.perf_counter() - began_s
+
+    def logits(self, tokens: list[int], vocab_size: int) -> list[float]:
+        """Of the last of `tokens`."""
+        self._clear()
+        self._decode([(0, at) for at in range(len(tokens))], tokens=tokens)
+        found = api.llama_get_logits_ith(self._context, len(tokens) - 1)
+        values = [float(found[index]) for index in range(vocab_size)]
+        self._clear()
+        return values
+
+    def _clear(self) -> None:
+        api.llama_memory_clear(self._memory, True)
+        self._held = 0
+
+    def _decode(
+        self, places: list[tuple[int, int]], every_logit: bool = False, tokens: list[int] | None = None
+    ) -> None:
+        batch = self._batch
+        batch.n_tokens = len(places)
+        for index, (sequence, position) in enumerate(places):
+            batch.token[index] = tokens[index] if tokens else (TOKEN + 31 * position + sequence) % 2048
+            batch.pos[index] = position
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = sequence
+            batch.logits[index] = every_logit or index == len(places) - 1
+        if status := api.llama_decode(self._context, batch):
+            raise RuntimeError(f"llama_decode of {len(places)} tokens: {status}")
+
+
+class LlamaCpp:
+    def __init__(self, model: str, threads: int, room: int = 2048) -> None:
+        """`model`: a GGUF file; `room`: tokens that a sequence may have in a prefill."""
+        quiet = api.llama_log_callback(lambda *_: None)
+        self._quiet = quiet  # must outlive every call
+        api.llama_log_set(quiet, ctypes.c_void_p(0))
+        api.llama_backend_init()
+        self._model = api.llama_model_load_from_file(model.encode(), api.llama_model_default_params())
+        if not self._model:
+            raise RuntimeError(f"llama.cpp cannot load {model}")
+        self._threads, self._room = threads, room
+        self._contexts: dict[tuple[str, bool], Context] = {}
+        self._flash: dict[str, bool] = {}
+        self.facts = {"version": api.__version__, "system": api.llama_print_system_info().decode()}
+
+    def prefill(self, tokens: int) -> float:
+        def run(count: int) -> Callable[[Context], float]:
+            return lambda place: place.prefill(count)
+
+        return self._better(f"prefill {tokens}", "prefill", run(min(tokens, TRIAL_TOKENS)), run(tokens))
+
+    def decode(self, batch: int, context: int, steps: int) -> float:
+        def run(count: int) -> Callable[[Context], float]:
+            return lambda place: place.decode(batch, context, count)
+
+        return self._better(f"decode {batch}", "decode", run(TRIAL_STEPS), run(steps))
+
+    def logits(self, tokens: list[int]) -> list[float]:
+        vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
+        return self._context("prefill", True).logits(tokens, vocab_size)
+
+    def flash(self) -> dict[str, bool]:
+        """Which setting was the faster one, by call."""
+        return self._flash
+
+    def _better(
+        self, name: str, kind: str, trial: Callable[[Context], float], run: Callable[[Context], float]
+    ) -> float:
+        if name not in self._flash:
+            took: dict[bool, float] = {}
+            for flash in (False, True, True, False):
+                took[flash] = min(took.get(flash, math.inf), trial(self._context(kind, flash)))
+            self._flash[name] = took[True] <= took[False]
+        return run(self._context(kind, self._flash[name]))
+
+    def _context(self, kind: str, flash: bool) -> Context:
+        if (kind, flash) not in self._contexts:
+            sequences, room = (1, self._room + 64) if kind == "prefill" else (MAX_SEQS, 640)
+            self._contexts[kind, flash] = Context(self._model, self._threads, sequences, room, flash)
+        return self._contexts[kind, flash]
+
+
+if __name__ == "__main__":
+    serve(LlamaCpp)

@@ -1,0 +1,146 @@
+"""What every benchmark shares: on which machine and by which command it ran, arms that take turns, medians, a table
+to print, and one results file that docs/performance.md is written from.
+
+A results file holds `tables` (title, columns, rows, note), shown as they are, and `runs`, everything measured.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+RESULTS = Path(__file__).resolve().parent / "results"
+CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
+T = TypeVar("T")
+Cell = str | int | float | bool | None
+
+
+@dataclass(slots=True)
+class Table:
+    """Rows of text and numbers; a number is shown with three digits, True as "met", None as "–"."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[Cell]]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"table {self.title!r}: row {row} has not one cell for each of {self.columns}")
+
+    def markdown(self) -> str:
+        """Numbers are to the right; a title above and the note below."""
+        numeric = [any(type(row[i]) in {int, float} for row in self.rows) for i in range(len(self.columns))]
+        lines: list[Sequence[Cell]] = [self.columns, ["--:" if right else "---" for right in numeric], *self.rows]
+        body = "\n".join("| " + " | ".join(map(shown, line)) + " |" for line in lines)
+        return f"**{self.title}**\n\n{body}\n" + (f"\n{self.note}\n" if self.note else "")
+
+
+@dataclass(slots=True)
+class Result:
+    """One benchmark's outcome. `runs` is anything that JSON holds; `versions` of what was compared."""
+
+    name: str
+    what: str  # one or two sentences for the page
+    tables: list[Table]
+    runs: Any = None
+    versions: dict[str, str] = field(default_factory=dict)
+    command: str = ""
+    date: str = ""
+    machine: dict[str, Cell] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tables = [table if isinstance(table, Table) else Table(**table) for table in self.tables]
+        self.command = self.command or command(self.name)
+        self.date = self.date or date.today().isoformat()
+        self.machine = self.machine or machine()
+        self.versions = {"python": platform.python_version()} | (self.versions or versions("torch", "numpy", "numba"))
+
+    def finish(self, out: Path | None = None) -> None:
+        """Prints the tables and writes the file: `out`, or results/NAME.json."""
+        print("\n" + "\n".join(table.markdown() for table in self.tables), flush=True)
+        print(f"written: {self.write(out)}")
+
+    def write(self, out: Path | None = None) -> Path:
+        path = out or RESULTS / f"{self.name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = path.with_suffix(".partial")
+        whole.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        whole.replace(path)
+        return path
+
+
+def shown(cell: Cell) -> str:
+    """As a table shows it: 1234.5 as 1,234; 0.01234 as 0.0123; a goal as met or not."""
+    if cell is None:
+        return "–"
+    if isinstance(cell, bool):
+        return "met" if cell else "**not met**"
+    if isinstance(cell, int) or (isinstance(cell, float) and abs(cell) >= 100):
+        return f"{cell:,.0f}"
+    return f"{cell:.3g}" if isinstance(cell, float) else cell
+
+
+def parser(doc: str | None, repeats: int = 5) -> argparse.ArgumentParser:
+    """With what all benchmarks take: --repeats, --out."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--repeats", type=int, default=repeats)
+    made.add_argument("--out", type=Path, help="results file, instead of benchmarks/results/NAME.json")
+    return made
+
+
+def command(name: str) -> str:
+    """The command line that is running, as anybody may repeat it."""
+    return " ".join(["python -m benchmarks", name, *sys.argv[1:]])
+
+
+def machine() -> dict[str, Cell]:
+    """Where it ran, and how busy that machine was before: a load near 0 is a quiet one."""
+    lines = [line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line]
+    info = {key.strip(): value.strip() for key, value in lines}
+    flags = info.get("flags", "").split()
+    return {
+        "processor": info.get("model name", platform.machine()),
+        "cores": len(os.sched_getaffinity(0)),
+        "instructions": " ".join(name for name in CPU_FEATURES if name in flags),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of those that are installed in this interpreter."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def in_turn(arms: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
+    """Calls every arm once a repeat, every other time backwards: what drifts on the machine meets all of them."""
+    runs: dict[str, list[T]] = {name: [] for name in arms}
+    for repeat in range(repeats):
+        for name in list(arms) if repeat % 2 == 0 else list(arms)[::-1]:
+            runs[name].append(arms[name]())
+    return runs
+
+
+def median(values: Sequence[float]) -> float:
+    return float(statistics.median(values))
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Median of the ratios within each repeat, which had the same neighbours on the machine."""
+    return median([a / b for a, b in zip(ours, theirs, strict=True)])

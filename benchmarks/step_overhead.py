@@ -1,0 +1,228 @@
+"""What the host does for a step of decodes, by part, beside the pass itself; and what planning ahead of it brings.
+
+   python -m benchmarks step_overhead
+
+The parts run one after the other on one thread over the 110M shape with random weights, as a node's own objects run
+them. `pass` is the model with its head; `draw` is greedy, `sampled` draws the same rows at temperature 1 instead;
+`tell` is what the engine's thread and the event loop do until a router's message is encoded.
+"""
+
+import asyncio
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+import uvloop
+from torch import Tensor
+
+from benchmarks.models import checkpoint
+from benchmarks.result import Cell, Result, Table, in_turn, median, parser
+from engine.batch import Batch
+from engine.build import BuildOptions, build
+from engine.engine import Engine, Tell
+from engine.node import Node
+from engine.outbox import Outbox
+from engine.records import Ran
+from engine.runner import Output, Runner, TorchRunner, row_of
+from engine.sampling import sample
+from scheduler.request import Request, Step
+from scheduler.role import DECODE
+from scheduler.scheduler import Event, Limits, Scheduler
+from shared.codec import encode
+from shared.messages import NodeInfo, Report, Sampling
+from shared.serve import settle_memory
+
+T = TypeVar("T")
+GREEDY = Sampling(temperature=0.0)
+HOST = ("schedule", "build", "draw", "update", "tell", "records")
+PARTS = ("pass", *HOST, "sampled")
+SWITCH_S = 0.0005  # between threads, as every process of Baton has it
+GOAL = 0.05
+
+
+def requests(count: int, context: int, more: int) -> list[Request]:
+    return [
+        Request(f"router-{index}", [(7 * index + at) % 8000 for at in range(context)], context, more, payload=GREEDY)
+        for index in range(count)
+    ]
+
+
+def decoding(scheduler: Scheduler, rows: Sequence[Request]) -> None:
+    """Takes requests in, and their prompts for computed: what a step costs does not depend on its KV."""
+    for row in rows:
+        scheduler.add(row)
+    while any(row.num_generated == 0 for row in rows):
+        step = scheduler.schedule()
+        scheduler.update(step, [5 if piece.samples else None for piece in step.slices])
+
+
+class Parts:
+    """A node's objects, called in turn, and how long each took."""
+
+    def __init__(self, runner: TorchRunner, scheduler: Scheduler, count: int) -> None:
+        info = NodeInfo("d", "b" * 32, "decode", "", "m", "f", scheduler.block_tokens, 64, 2, 1 << 20, count)
+        self.node, self.outbox = Node(info, DECODE, scheduler, runner, 0.5, 8192), Outbox()
+        self.node._outboxes["router"] = self.outbox
+        self.node._router_of.update(dict.fromkeys(scheduler.requests, "router"))
+        self.runner, self.scheduler = runner, scheduler
+        self.taken: dict[str, list[float]] = {part: [] for part in PARTS}
+
+    async def step(self) -> None:
+        step = self.timed("schedule", self.scheduler.schedule)
+        batch = self.timed("build", lambda: self.runner._build(step))
+        logits = self.timed("pass", lambda: self._logits(batch))
+        draws = self.timed("draw", lambda: sample(logits, [row_of(piece) for piece in step.slices]))
+        warm = [replace(row_of(piece), sampling=Sampling(seed=at)) for at, piece in enumerate(step.slices)]
+        self.timed("sampled", lambda: sample(logits, warm))
+        outputs = [Output(draw.token, draw.logprobs, error=draw.error) for draw in draws]
+        failed = [bool(output.error) for output in outputs]
+        tokens = [output.token for output in outputs]
+        events = self.timed("update", lambda: self.scheduler.update(step, tokens, failed))
+        began = time.perf_counter()
+        self.node.step(step, events, outputs)
+        await asyncio.sleep(0)
+        deltas, self.outbox.deltas = self.outbox.deltas, []
+        encode(Report(deltas))
+        self.taken["tell"].append(1e6 * (time.perf_counter() - began))
+        self.timed("records", lambda: self._record(step))
+
+    def timed(self, part: str, function: Callable[[], T]) -> T:
+        began = time.perf_counter()
+        found = function()
+        self.taken[part].append(1e6 * (time.perf_counter() - began))
+        return found
+
+    def _record(self, step: Step) -> None:
+        self.node.scheduled(step)
+        self.node.ran(Ran(step, 1, 1000, 1000))
+        self.node.turn(self.scheduler)
+
+    @torch.inference_mode()
+    def _logits(self, batch: Batch) -> Tensor:
+        runner = self.runner
+        hidden = runner._model.forward(batch, runner._kernels.begin(batch), runner._backend.plan(batch))
+        return runner._model.logits(hidden)
+
+
+class Timeline(Tell):
+    """When each step was told, and when each request's first token was."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+        self.engine = Engine(scheduler, runner, self)
+        self.turns: list[float] = []
+        self.first: dict[str, float] = {}
+        self.ended = threading.Event()
+
+    def turn(self, scheduler: Scheduler) -> None:
+        if self.turns and not scheduler.requests:
+            self.ended.set()
+
+    def landings(self, requests: list[Request]) -> None: ...
+
+    def scheduled(self, step: Step) -> None: ...
+
+    def step(self, step: Step, events: list[Event], outputs: list[Output]) -> None:
+        now = time.perf_counter()
+        self.turns.append(now)
+        for event in events:
+            if event.token is not None:
+                self.first.setdefault(event.request.id, now)
+
+    def ran(self, ran: Ran) -> None: ...
+
+    def died(self, error: BaseException) -> None:
+        self.ended.set()
+
+
+def engine_run(runner: TorchRunner, count: int, context: int, steps: int, *, ahead: bool) -> dict[str, float]:
+    """Milliseconds of a turn, and to the first token of short prompts that arrive while the others decode."""
+    runner.ahead = ahead
+    scheduler = _scheduler(count + 1, context + steps)
+    decoding(scheduler, requests(count, context, steps))
+    timeline = Timeline(scheduler, runner)
+    timeline.engine.start()
+    waited = []
+    for index in range(8):
+        time.sleep(0.0421)  # in any phase of a step
+        late = Request(f"late-{index}", [index] * 32, 32, 1, payload=GREEDY)
+        began = time.perf_counter()
+        timeline.engine.post(lambda scheduler, late=late: scheduler.add(late))  # type: ignore[misc]
+        while late.id not in timeline.first and not timeline.ended.is_set():
+            time.sleep(0.0005)
+        waited.append(1e3 * (timeline.first.get(late.id, began) - began))
+    timeline.ended.wait(600)
+    timeline.engine.stop()
+    runner.ahead = False
+    turns = timeline.turns[len(timeline.turns) // 2 :]  # without the late ones
+    gaps = [1e3 * (end - begin) for begin, end in zip(turns, turns[1:], strict=False)]
+    return {"turn_ms": median(gaps), "ttft_ms": median(waited)}
+
+
+def _scheduler(count: int, tokens: int) -> Scheduler:
+    block_tokens = 16
+    num_blocks = 2 + count * (2 + tokens // block_tokens)
+    return Scheduler(Limits(max(512, count), count), num_blocks, block_tokens)
+
+
+async def measure_parts(runner: TorchRunner, counts: Sequence[int], context: int, steps: int) -> list[dict[str, Any]]:
+    found = []
+    for count in counts:
+        scheduler = _scheduler(count, context + 2 * steps)
+        decoding(scheduler, requests(count, context, 2 * steps))
+        parts = Parts(runner, scheduler, count)
+        settle_memory()
+        for _ in range(steps):
+            await parts.step()
+        gc.unfreeze()
+        found.append({"count": count} | {part: median(times[2:]) for part, times in parts.taken.items()})
+    return found
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--counts", type=int, nargs="+", default=[1, 8, 32, 64, 256], help="decodes in a step")
+    flags.add_argument("--context", type=int, default=512)
+    flags.add_argument("--steps", type=int, default=60)
+    flags.add_argument("--threads", type=int, default=0)
+    args = flags.parse_args()
+    sys.setswitchinterval(SWITCH_S)
+    blocks = 2 + max(max(args.counts), 33) * (2 + (args.context + 8 * args.steps) // 16)
+    options = BuildOptions(str(checkpoint("110m")), num_blocks=blocks, threads=args.threads, max_num_seqs=256)
+    runner = build(options).runner
+    assert isinstance(runner, TorchRunner)
+    engine_run(runner, 4, 64, 40, ahead=False)  # compiles, and touches memory for the first time
+    runs = uvloop.run(measure_parts(runner, args.counts, args.context, args.steps))
+    arms = {
+        name: lambda ahead=ahead: engine_run(runner, 32, args.context, 6 * args.steps, ahead=ahead)  # type: ignore[misc]
+        for name, ahead in (("one after the other", False), ("planned ahead", True))
+    }
+    turns = in_turn(arms, args.repeats)
+    rows: list[list[Cell]] = []
+    for run in runs:
+        host = sum(run[part] for part in HOST)
+        share = host / (host + run["pass"])
+        goal = share <= GOAL if run["count"] == 32 else None
+        rows.append([run["count"], *(run[part] for part in PARTS), host, 100 * share, goal])
+    note = "Host: all but pass and sampled. The goal is a share of 5 % at 32 decodes."
+    columns = ["decodes", *(f"{part}, µs" for part in PARTS), "host, µs", "host, % of a step", "≤ 5 %"]
+    ahead_rows: list[list[Cell]] = [
+        [name, *(median([run[key] for run in found]) for key in ("turn_ms", "ttft_ms"))] for name, found in turns.items()
+    ]
+    Result(
+        "step_overhead",
+        f"A decode step of the 110M shape, context {args.context}: the host's part of it, and with planning ahead.",
+        [
+            Table("A step by part", columns, rows, note),
+            Table("32 decodes", ["steps are", "turn, ms", "first token of an arrival, ms"], ahead_rows),
+        ],
+        {"parts": runs, "turns": turns},
+    ).finish(args.out)
+
+
+if __name__ == "__main__":
+    main()

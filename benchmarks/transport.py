@@ -1,0 +1,163 @@
+"""How fast channels between two processes of one host move KV rows, at what cost, and what the receiver's loop feels.
+
+    python -m benchmarks transport
+
+A push is 64 MiB of rows, from and to places in no order. Each is compared with one `memcpy` of so many bytes between
+two pools of one process, right before it. Processor time is of both processes; the receiver's event loop is asked for
+a turn every millisecond, and how late it comes is the longest that anything else there would have waited.
+"""
+
+import asyncio
+import json
+import random
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import uvloop
+
+from benchmarks.result import Result, Table, median, parser, versions
+from shared.kv.memory import HostMemory
+from shared.kv.shm import ShmChannel
+from shared.kv.tcp import TcpChannel
+
+PUSH_BYTES = 64 << 20
+ROW_KIB = (16, 64, 256, 1024, 4096)
+GOALS = {"shm": "≥ 0.8 of memcpy (rows ≥ 256 KiB)", "tcp": "≥ 1 GB/s, ≤ 0.5 CPU s/GB (rows ≥ 256 KiB)"}
+SWITCH_S = 0.0005  # as a node's (shared.serve)
+
+
+async def channel_of(kind: str, memory: HostMemory, directory: str) -> ShmChannel | TcpChannel:
+    told = memory, secrets.token_hex(16), lambda _: None
+    return await (TcpChannel.start(*told, "127.0.0.1") if kind == "tcp" else ShmChannel.start(*told, directory))
+
+
+async def receive(kind: str, row_bytes: int, directory: str) -> None:
+    """The other process: a line of JSON for each line that it reads. "open" a ticket, or tell "used" since the last."""
+    memory = HostMemory(PUSH_BYTES // row_bytes, row_bytes)
+    channel = await channel_of(kind, memory, directory)
+    late_s = [0.0]
+
+    async def tick() -> None:
+        while True:
+            due = time.monotonic() + 0.001
+            await asyncio.sleep(0.001)
+            late_s[0] = max(late_s[0], time.monotonic() - due)
+
+    ticking = asyncio.ensure_future(tick())
+    print(json.dumps(channel.card().hex()), flush=True)
+    used_s = time.process_time()
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        if line.startswith("open"):
+            channel.open(bytes.fromhex(line.split()[1]), range(len(memory.rows)))
+        print(json.dumps([time.process_time() - used_s, late_s[0]]), flush=True)
+        used_s, late_s[0] = time.process_time(), 0.0
+    ticking.cancel()
+    await channel.close()
+
+
+@dataclass(slots=True)
+class Receiver:
+    process: "subprocess.Popen[str]"
+
+    def say(self, line: str = "") -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        if line:
+            print(line, file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())
+
+
+@contextmanager
+def receiver(kind: str, row_bytes: int, directory: str) -> Iterator[Receiver]:
+    command = [sys.executable, "-m", "benchmarks.transport", "receive", kind, str(row_bytes), directory]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process:
+        yield Receiver(process)
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+async def pushes(kind: str, row_bytes: int, count: int) -> list[dict[str, float]]:
+    """`count` pushes to one receiver, after one that connects and maps."""
+    ours, local = (HostMemory(PUSH_BYTES // row_bytes, row_bytes) for _ in range(2))
+    ours.rows[:] = 1
+    rows = list(range(len(ours.rows)))
+    with tempfile.TemporaryDirectory() as directory, receiver(kind, row_bytes, directory) as there:
+        card = bytes.fromhex(there.say())
+        channel = await channel_of(kind, ours, directory)
+        found = []
+        for _ in range(count + 1):
+            ticket, source, target = (
+                secrets.token_bytes(16),
+                random.sample(rows, len(rows)),
+                random.sample(rows, len(rows)),
+            )
+            started = time.monotonic()
+            np.copyto(local.rows, ours.rows)
+            copied_s = time.monotonic() - started
+            await asyncio.sleep(0.05)
+            _, idle_late_s = there.say("open " + ticket.hex())
+            cpu_s, started = time.process_time(), time.monotonic()
+            await channel.push(card, ticket, source, target)
+            pushed_s, cpu_s = time.monotonic() - started, time.process_time() - cpu_s
+            there_s, late_s = there.say("used")
+            found.append(
+                {
+                    "gb_per_s": PUSH_BYTES / pushed_s / 1e9,
+                    "of_memcpy": copied_s / pushed_s,
+                    "cpu_s_per_gb": (cpu_s + there_s) / PUSH_BYTES * 1e9,
+                    "late_ms": late_s * 1000,
+                    "idle_late_ms": idle_late_s * 1000,
+                }
+            )
+        await channel.close()
+    for memory in (ours, local):
+        memory.close()
+    return found[1:]
+
+
+def row_of(kind: str, kib: int, runs: list[dict[str, float]]) -> list[Any]:
+    shown = {key: median([run[key] for run in runs]) for key in runs[0]}
+    fast = shown["of_memcpy"] >= 0.8 if kind == "shm" else shown["gb_per_s"] >= 1 and shown["cpu_s_per_gb"] <= 0.5
+    return [kind, kib, *shown.values(), fast if kib >= 256 else None, shown["late_ms"] <= max(5, shown["idle_late_ms"])]
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["receive"]:
+        sys.setswitchinterval(SWITCH_S)
+        uvloop.run(receive(sys.argv[2], int(sys.argv[3]), sys.argv[4]))
+        return
+    args = parser(__doc__, repeats=9).parse_args()
+    sys.setswitchinterval(SWITCH_S)
+    runs = {(kind, kib): uvloop.run(pushes(kind, kib << 10, args.repeats)) for kind in GOALS for kib in ROW_KIB}
+    columns = [
+        "channel",
+        "KiB a row",
+        "GB/s",
+        "of memcpy",
+        "CPU s/GB",
+        "loop late, ms",
+        "idle, ms",
+        "goal",
+        "≤ 5 ms late",
+    ]
+    rows = [row_of(kind, kib, found) for (kind, kib), found in runs.items()]
+    Result(
+        "transport",
+        "KV rows between two processes of one host, in pushes of 64 MiB.",
+        [Table("shm and tcp", columns, rows, "; ".join(f"{kind}: {goal}" for kind, goal in GOALS.items()))],
+        [{"channel": kind, "row_kib": kib, "pushes": found} for (kind, kib), found in runs.items()],
+        versions("numpy", "uvloop"),
+    ).finish(args.out)
+
+
+if __name__ == "__main__":
+    main()

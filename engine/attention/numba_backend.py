@@ -1,0 +1,163 @@
+"""Attention on a CPU by our own kernels: reads the pool where it lies, any block size, GQA group, window and dtype."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.attention.numba_kernels import AREAS, FIELDS, TILE, attend, merge
+from engine.batch import Batch
+from engine.kv_pool import KVPool
+from engine.vectors import CODES, LANES
+
+MAX_ROWS = 96  # queries times heads of a group that are computed together: their sums stay in the level 2 cache
+MIN_PART = 4 * TILE  # tokens of a context that pay for being merged with other parts
+PARTS_PER_THREAD = 2  # so many pieces of work a thread, where contexts are few: one may be delayed
+
+IntArray = NDArray[np.int32]
+
+
+class Memory:
+    """What each thread computes in: queries, scores, sums, their maxima and totals, addresses, and transposed keys."""
+
+    def __init__(self, threads: int, rows: int, head_dim: int) -> None:
+        padded = -(-head_dim // LANES) * LANES
+        # Floats each; the row of zeros that fills up a tile of keys lies before the transposed ones.
+        sizes = [rows * padded, rows * TILE, rows * padded, rows, rows, 4 * TILE, padded * TILE, 2 * padded, 2 * TILE * padded]
+        assert len(sizes) == AREAS
+        sizes[6] += padded
+        self._floats = torch.zeros(threads, sum(-(-size // 16) * 16 for size in sizes) + 16)
+        self.areas = np.zeros((threads, AREAS), np.int64)
+        for thread, floats in enumerate(self._floats):
+            address = floats.data_ptr() + -floats.data_ptr() % 64
+            for index, size in enumerate(sizes):
+                self.areas[thread, index] = address
+                address += -(-size // 16) * 64
+            self.areas[thread, 6] += 4 * padded
+            at = int(self.areas[thread, 7] - self._floats.data_ptr()) // 4
+            flipped = self.areas[thread, 6] + 4 * TILE * np.arange(padded)
+            self._floats.view(-1)[at : at + 2 * padded].view(torch.int64).copy_(torch.from_numpy(flipped))
+
+
+class Work:
+    """A step's attention under one window, cut into items for the kernels; every key head is a unit of each."""
+
+    def __init__(self, batch: Batch, kv_heads: int, group: int, window: int, threads: int) -> None:
+        starts, ends = np.array(batch.starts, np.int64), np.array(batch.kv_lens, np.int64)
+        counts = ends - starts
+        at_once = max(1, MAX_ROWS // group)
+        tiles = -(-counts // at_once)
+        slices = np.repeat(np.arange(len(counts)), tiles)
+        skipped = at_once * (np.arange(len(slices)) - np.repeat(tiles.cumsum() - tiles, tiles))
+        count = np.minimum(at_once, counts[slices] - skipped)
+        row = (counts.cumsum() - counts)[slices] + skipped
+        start = starts[slices] + skipped
+        low = np.maximum(0, start + 1 - window) if window else np.zeros_like(start)
+        # The fields of an item, as the kernel reads them: the last says where a part is kept, -1: it is no part.
+        items = np.stack((slices, row, count, start, low, start + count, np.full_like(row, -1)), axis=1)
+        length = start + count - low
+        cost = length * (count * group + 8)  # eight for reading the keys and values
+        fair = max(1, kv_heads * int(cost.sum()) // (threads * PARTS_PER_THREAD))
+        parts = np.minimum(-(-cost // fair), np.maximum(1, length // MIN_PART)) if threads > 1 else np.ones_like(row)
+        order = np.argsort(-cost // parts, kind="stable")  # the longest first, so that threads end together
+        items, parts = items[order], parts[order]
+        self.merged = np.zeros((0, FIELDS), np.int32)
+        self.part_rows = 0
+        if parts.max(initial=1) > 1:
+            items = self._divided(items, parts, kv_heads * group)
+        self.items: IntArray = np.ascontiguousarray(items, np.int32)
+        self.operations = kv_heads * int(cost.sum())
+
+    def _divided(self, items: NDArray[np.int64], parts: NDArray[np.int64], heads: int) -> NDArray[np.int64]:
+        """Cuts each item's context into its number of parts, and lists those that are to be merged."""
+        number = np.arange(parts.sum()) - np.repeat(parts.cumsum() - parts, parts)
+        whole, parts_of = np.repeat(items, parts, axis=0), np.repeat(parts, parts)
+        low, length = whole[:, 4], whole[:, 5] - whole[:, 4]
+        is_part = parts_of > 1
+        rows = np.where(is_part, whole[:, 2] * heads, 0)
+        divided = whole.copy()
+        divided[:, 4] = low + length * number // parts_of
+        divided[:, 5] = low + length * (number + 1) // parts_of
+        divided[:, 6] = np.where(is_part, rows.cumsum() - rows, -1)
+        firsts = divided[is_part & (number == 0)]
+        merged = np.zeros((len(firsts), FIELDS), np.int32)
+        merged[:, 0], merged[:, 1], merged[:, 2], merged[:, 3] = *firsts.T[[1, 2, 6]], parts[parts > 1]
+        self.merged, self.part_rows = merged, int(rows.sum())
+        return divided
+
+
+class NumbaAttention:
+    """Queries must be float32. Kernels are compiled, or loaded from disk, when this module is imported."""
+
+    name = "numba"
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool = pool
+        self._memory: dict[tuple[int, int], Memory] = {}
+
+    def plan(self, batch: Batch) -> "NumbaPlan":
+        return NumbaPlan(self, batch)
+
+    def memory(self, threads: int, group: int) -> Memory:
+        key = (threads, max(MAX_ROWS, group))
+        if key not in self._memory:
+            self._memory[key] = Memory(*key, self.pool.layout.head_dim)
+        return self._memory[key]
+
+
+class NumbaPlan:
+    def __init__(self, backend: NumbaAttention, batch: Batch) -> None:
+        self._backend = backend
+        self._batch = batch
+        self._threads = torch.get_num_threads()
+        self._work: dict[int, tuple[Work, Tensor]] = {}  # by window, with the memory for its parts
+        layout = backend.pool.layout
+        token_bytes = layout.block_bytes // (layout.kv_heads * layout.layers * layout.block_tokens)
+        self._layer_bytes = layout.block_tokens * token_bytes
+        self._strides = (layout.block_bytes, layout.layers * self._layer_bytes, layout.block_tokens)
+
+    def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
+        layout, batch = self._backend.pool.layout, self._batch
+        if q.dtype != torch.float32:
+            raise ValueError(f"numba attention computes in float32, the queries are {q.dtype}")
+        q = q.contiguous()
+        heads = layout.kv_heads
+        group = q.shape[1] // heads
+        if window not in self._work:
+            made = Work(batch, heads, group, window, self._threads)
+            self._work[window] = made, torch.empty(made.part_rows * (layout.head_dim + 2))
+        work, parts = self._work[window]
+        out = torch.empty_like(q)
+        memory = self._backend.memory(self._threads, group)
+        attend(
+            work.operations,
+            0,
+            len(work.items) * heads,
+            work.items.ctypes.data,
+            q.data_ptr(),
+            out.data_ptr(),
+            self._backend.pool.tensor.data_ptr() + layer * self._layer_bytes,
+            parts.data_ptr(),
+            batch.block_table.data_ptr(),
+            batch.block_table.shape[1],
+            *self._strides,
+            CODES[layout.dtype],
+            heads,
+            group,
+            layout.head_dim,
+            window,
+            memory.areas.ctypes.data,
+        )
+        if len(work.merged):
+            merge(
+                work.part_rows * layout.head_dim,
+                0,
+                len(work.merged) * heads,
+                work.merged.ctypes.data,
+                out.data_ptr(),
+                parts.data_ptr(),
+                heads,
+                group,
+                layout.head_dim,
+            )
+        return out

@@ -1,0 +1,194 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+# ruff: noqa: N803 (Triton writes what is constant when compiled in capitals)
+"""Device code of paged attention, in Triton: one kernel for tiles of prompts and for decodes, one that merges splits.
+
+Queries of a tile and the heads that share a KV head (GQA) are folded into the rows of one matrix, so that keys and
+values are read once for all of them. FlashAttention's running softmax (Dao 2022), FlashDecoding's splits (Dao 2023).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _absorb(
+    acc,  # float32 [BLOCK_M, BLOCK_D]: values weighed so far
+    peak,  # float32 [BLOCK_M]: highest score so far, in powers of 2
+    total,  # float32 [BLOCK_M]: sum of the weights
+    q,
+    keys,
+    values,
+    table,  # this slice's row of the block table
+    first,  # of the BLOCK_N positions taken in now
+    at,  # int32 [BLOCK_M]: positions of the queries
+    context,
+    window,
+    scale,
+    block_stride,
+    token_stride,
+    PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    dims = tl.arange(0, BLOCK_D)
+    span = tl.arange(0, BLOCK_N)
+    seen = first + span
+    if PAGE % BLOCK_N == 0:  # one block holds them all: its rows are evenly spaced
+        block = tl.load(table + first // PAGE).to(tl.int64)
+        rows = block * block_stride + (first % PAGE + span) * token_stride
+    else:
+        blocks = tl.load(table + seen // PAGE, mask=seen < context, other=0).to(tl.int64)
+        rows = blocks * block_stride + (seen % PAGE) * token_stride
+    places = rows[:, None] + dims[None, :]
+    # What lies beyond the context may be anything, NaN too: it is never loaded, for 0 * NaN is NaN.
+    if MASKED:
+        held = (seen < context)[:, None] & (dims < HEAD_DIM)[None, :]
+        k = tl.load(keys + places, mask=held, other=0.0)
+        v = tl.load(values + places, mask=held, other=0.0)
+    elif BLOCK_D != HEAD_DIM:
+        held = (dims < HEAD_DIM)[None, :]
+        k = tl.load(keys + places, mask=held, other=0.0)
+        v = tl.load(values + places, mask=held, other=0.0)
+    else:
+        k = tl.load(keys + places)
+        v = tl.load(values + places)
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+    if MASKED:
+        allowed = seen[None, :] <= at[:, None]
+        if WINDOWED:
+            allowed = allowed & (seen[None, :] > at[:, None] - window)
+        scores = tl.where(allowed, scores, float("-inf"))
+    higher = tl.maximum(peak, tl.max(scores, 1))
+    shift = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
+    weights = tl.exp2(scores - shift[:, None])
+    fade = tl.exp2(peak - shift)
+    acc = acc * fade[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+    return acc, higher, total * fade + tl.sum(weights, 1)
+
+
+@triton.jit
+def attend(
+    out,  # [T, heads, HEAD_DIM]; with SPLITS > 1 float32 [items, kv_heads, SPLITS, ROWS, HEAD_DIM]
+    weight_of,  # float32 [items, kv_heads, SPLITS, ROWS]: log2 of each split's sum of weights; unused without splits
+    q,  # [T, heads, HEAD_DIM]
+    keys,
+    values,
+    work,  # int32 [items, 2]: slice, and its first query that the item computes
+    cu_q,
+    kv_len,
+    block_table,
+    window,
+    scale,  # head_dim ** -0.5 * log2(e)
+    q_token_stride,
+    q_head_stride,
+    out_token_stride,
+    out_head_stride,
+    table_stride,
+    block_stride,
+    head_stride,
+    token_stride,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,  # of an item; QUERIES * GROUP <= BLOCK_M
+    PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid: items x kv heads x SPLITS. Only the shapes decide it, so that a CUDA graph may hold it."""
+    item, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    which = tl.load(work + 2 * item)
+    first_query = tl.load(work + 2 * item + 1)
+    start = tl.load(cu_q + which)
+    count = tl.load(cu_q + which + 1) - start
+    context = tl.load(kv_len + which)
+    fold = tl.arange(0, BLOCK_M)
+    query = first_query + fold // GROUP
+    real = (fold < QUERIES * GROUP) & (query < count)
+    at = context - count + query
+    token = (start + query).to(tl.int64)
+    head = kv_head * GROUP + fold % GROUP
+    dims = tl.arange(0, BLOCK_D)
+    held = real[:, None] & (dims < HEAD_DIM)[None, :]
+    rows = tl.load(q + (token * q_token_stride + head * q_head_stride)[:, None] + dims[None, :], mask=held, other=0.0)
+    keys += kv_head.to(tl.int64) * head_stride
+    values += kv_head.to(tl.int64) * head_stride
+    table = block_table + which.to(tl.int64) * table_stride
+
+    lowest = context - count + first_query  # position of the item's first query: it sees the fewest
+    low = 0
+    if WINDOWED:
+        low = tl.maximum(0, lowest + 1 - window) // BLOCK_N * BLOCK_N
+    high = tl.minimum(context, lowest + QUERIES)
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BLOCK_N), SPLITS) * BLOCK_N
+        low += split * share
+        high = tl.minimum(high, low + share)
+    whole = low  # up to here every query sees every position
+    if not WINDOWED:
+        whole = tl.maximum(low, tl.minimum(lowest + 1, high) // BLOCK_N * BLOCK_N)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for first in range(low, whole, BLOCK_N):
+        acc, peak, total = _absorb(
+            acc, peak, total, rows, keys, values, table, first, at, context, window, scale, block_stride,
+            token_stride, PAGE, HEAD_DIM, BLOCK_N, BLOCK_D, False, WINDOWED,
+        )  # fmt: skip
+    for first in range(whole, high, BLOCK_N):
+        acc, peak, total = _absorb(
+            acc, peak, total, rows, keys, values, table, first, at, context, window, scale, block_stride,
+            token_stride, PAGE, HEAD_DIM, BLOCK_N, BLOCK_D, True, WINDOWED,
+        )  # fmt: skip
+
+    # An empty context (a padded row) leaves zeros, no NaN.
+    divisor = tl.where(total == 0.0, 1.0, total)
+    acc = acc / divisor[:, None]
+    if SPLITS > 1:
+        row = ((item * tl.num_programs(1) + kv_head) * SPLITS + split) * (QUERIES * GROUP) + fold
+        tl.store(out + (row * HEAD_DIM)[:, None] + dims[None, :], acc, mask=held)
+        tl.store(weight_of + row, tl.where(total == 0.0, float("-inf"), peak + tl.log2(divisor)), mask=real)
+    else:
+        places = (token * out_token_stride + head * out_head_stride)[:, None] + dims[None, :]
+        tl.store(out + places, acc.to(out.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def merge(
+    out,  # [T, heads, HEAD_DIM]
+    parts,  # `out` and `weight_of` of `attend`
+    weight_of,
+    work,
+    cu_q,
+    out_token_stride,
+    out_head_stride,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid: items x heads x QUERIES. Weighs the splits of one query and head by their sums."""
+    item, head, query = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    which = tl.load(work + 2 * item)
+    start = tl.load(cu_q + which)
+    if query < tl.load(cu_q + which + 1) - start:
+        split, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+        first = (item * (tl.num_programs(1) // GROUP) + head // GROUP) * SPLITS
+        row = (first + split) * (QUERIES * GROUP) + query * GROUP + head % GROUP
+        weight = tl.load(weight_of + row, mask=split < SPLITS, other=float("-inf"))
+        peak = tl.max(weight, 0)
+        share = tl.exp2(weight - tl.where(peak == float("-inf"), 0.0, peak))
+        held = (split < SPLITS)[:, None] & (dims < HEAD_DIM)[None, :]
+        part = tl.load(parts + (row * HEAD_DIM)[:, None] + dims[None, :], mask=held, other=0.0)
+        total = tl.sum(share, 0)
+        mean = tl.sum(part * share[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+        place = (start + query).to(tl.int64) * out_token_stride + head * out_head_stride
+        tl.store(out + place + dims, mean.to(out.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -1,0 +1,161 @@
+"""Builds what a node on a GPU computes with: weights, KV in the memory that they leave, kernels, captured passes."""
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.attention.choose import attention_on_cuda
+from engine.build import BuildOptions, Computer, exchange_fingerprint
+from engine.cuda.device import Accelerator
+from engine.cuda.runner import CudaRunner, Sampler
+from engine.cuda.staging import Capacity
+from engine.kernels.choose import kernels_on_cuda
+from engine.kv_pool import KVPool, blocks_for
+from engine.linear.plain import Plain
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder, load_model
+from engine.weights import stored_dtype
+from scheduler.request import Request, Slice, Step, cdiv
+from shared.kv.layout import KVLayout
+from shared.messages import Sampling
+
+log = logging.getLogger("baton.engine")
+BLOCK_TOKENS = 64
+GIB = 2**30
+CONTEXT_BYTES = 3 * GIB // 4  # an allowance for what torch does not count: CUDA's context, libraries, kernels
+GRAPH_BYTES = GIB  # an allowance, too: how much the graphs took is logged
+
+
+def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: Accelerator) -> Computer:
+    """`options.max_model_len` is the one that holds. Raises ValueError with the fix in its message, OSError when the
+    driver refuses memory."""
+    dtype = _dtype(options, path)
+    linear = Plain(dtype)
+    model = load_model(path, dtype, gpu.device, linear)
+    one_block = _one_block(options, model)
+    # Also where it decides nothing: kernels are compiled here, not under the first request.
+    held = gpu.most_held(lambda: _largest_step(options, model, one_block, gpu))
+    layout = replace(one_block, num_blocks=_num_blocks(options, one_block, held, gpu))
+    memory = gpu.allocate(layout.num_blocks, layout.block_bytes)
+    runner = _runner(options, model, KVPool(layout, memory), gpu)
+    if not options.enforce_eager:
+        _capture(runner, gpu)
+    facts = {
+        "runner": "torch",
+        "device": str(gpu.device),
+        "gpu": gpu.name,
+        "dtype": linear.name,
+        "weights": linear.name,
+        "kv_cache_dtype": layout.dtype,
+        **runner.facts(),
+        "cuda": str(torch.version.cuda),
+        "torch": torch.__version__,
+    }
+    print_ = exchange_fingerprint("torch", path, layout, memory.sums)
+    return Computer(runner, memory, layout, options.max_model_len, config.vocab_size, print_, facts)
+
+
+def _dtype(options: BuildOptions, path: Path) -> torch.dtype:
+    """As vLLM has it: 16 bits as they are stored, and bfloat16 for float32 unless that is asked for."""
+    name = options.dtype
+    if name == "auto":
+        stored = stored_dtype(path)
+        name = "bfloat16" if stored == "float32" else stored
+    if options.quantization != "none":
+        raise ValueError(f"--quantization {options.quantization}: is for the CPU; leave it out with --device cuda")
+    if options.weight_dtype not in {"auto", name}:
+        raise ValueError(f"--weight-dtype {options.weight_dtype}: on a GPU weights are held in --dtype ({name})")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _capacity(options: BuildOptions, block_tokens: int) -> Capacity:
+    return Capacity(
+        slices=min(options.max_num_seqs, options.max_step_tokens),  # the scheduler runs no more at once
+        tokens=options.max_step_tokens,
+        blocks=cdiv(options.max_model_len, block_tokens),
+        block_tokens=block_tokens,
+    )
+
+
+def _runner(options: BuildOptions, model: Decoder, pool: KVPool, gpu: Accelerator) -> CudaRunner:
+    triton = gpu.has_triton()
+    attention = attention_on_cuda(options.attention_backend, pool, triton)
+    kernels = kernels_on_cuda(model.config, pool, triton)
+    capacity = _capacity(options, pool.layout.block_tokens)
+    return CudaRunner(model, pool, attention, kernels, gpu.device, capacity, _sampler(triton))
+
+
+def _sampler(triton: bool) -> Sampler | None:
+    if not triton:
+        return None
+    from engine.cuda.triton_sampling import draw
+
+    return draw
+
+
+def _capture(runner: CudaRunner, gpu: Accelerator) -> None:
+    before, _ = gpu.memory()
+    runner.capture(gpu.graphs())
+    after, _ = gpu.memory()
+    log.info("graphs take %d MiB of the GPU", (before - after) >> 20)
+
+
+# ---- how much memory KV may have --------------------------------------------------------------------------------
+
+
+def _one_block(options: BuildOptions, model: Decoder) -> KVLayout:
+    config = model.config
+    dtype = str(model.dtype).removeprefix("torch.") if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    size = options.block_size or BLOCK_TOKENS
+    return KVLayout(1, config.num_kv_heads, config.num_layers, size, config.head_dim, dtype)
+
+
+def _num_blocks(options: BuildOptions, one: KVLayout, held: int, gpu: Accelerator) -> int:
+    if options.num_blocks == 1:
+        raise ValueError("--num-blocks 1: one block is kept as a dummy, so at least 2 are needed")
+    return options.num_blocks or blocks_for(options.kv_cache_memory or _room(options, one, held, gpu), one)
+
+
+def _room(options: BuildOptions, one: KVLayout, held: int, gpu: Accelerator) -> int:
+    """Bytes of the node's share that neither weights and the largest step (`held`), nor graphs take."""
+    most = held + CONTEXT_BYTES + (0 if options.enforce_eager else GRAPH_BYTES)
+    free, total = gpu.memory()
+    share = int(total * options.gpu_memory_utilization)
+    given = f"--gpu-memory-utilization {options.gpu_memory_utilization}"
+    if share - most < 2 * one.block_bytes:
+        raise ValueError(
+            f"{given}: {share / GIB:.1f} of {total / GIB:.1f} GiB, of which weights and a step take "
+            f"{most / GIB:.1f}, leave no room for KV: give it more, lower --max-num-batched-tokens, or take a "
+            f"smaller model"
+        )
+    if share - most > free:
+        raise ValueError(
+            f"{given}: {(share - most) / GIB:.1f} GiB for KV, and other processes leave {free / GIB:.1f} GiB of "
+            f"{gpu.name} free: lower it, so that the shares of all nodes of a GPU add up to less than 1"
+        )
+    return share - most
+
+
+@dataclass(slots=True)
+class _Scratch:
+    """KV memory for a step whose results nobody reads."""
+
+    rows: Tensor
+
+
+def _largest_step(options: BuildOptions, model: Decoder, one: KVLayout, gpu: Accelerator) -> None:
+    """As many tokens, and draws, as a step may have, all of them in one block."""
+    rows = torch.zeros((2, one.block_bytes), dtype=torch.uint8, device=gpu.device)
+    runner = _runner(options, model, KVPool(replace(one, num_blocks=2), _Scratch(rows)), gpu)
+    count = min(options.max_num_seqs, options.max_step_tokens)
+    longest = min(options.max_step_tokens - count + 1, options.max_model_len)
+    slices = []
+    for length in (longest, *[1] * (count - 1)):
+        request = Request("largest", [0] * length, length, 1, payload=Sampling(top_p=0.9))
+        request.blocks = [1] * cdiv(length, one.block_tokens)
+        slices.append(Slice(request, 0, length, samples=True, epoch=0))
+    runner.run(Step(0, slices, []))

@@ -1,0 +1,70 @@
+"""What building for a GPU asks of it, in one place, so that the rest is tested without one."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from engine.cuda.graphs import CudaGraphPool, GraphPool
+from engine.cuda.memory import DeviceMemory
+from shared.kv.memory import HostMemory
+from shared.kv.pool import Borrower
+
+
+class Accelerator(Protocol):
+    device: torch.device
+    name: str
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes that no process holds, and bytes in all."""
+        ...
+
+    def most_held(self, work: Callable[[], object]) -> int:
+        """Bytes that torch holds in this process at most while `work` runs, what it held before included."""
+        ...
+
+    def allocate(self, num_rows: int, row_bytes: int) -> HostMemory | DeviceMemory:
+        """Zeroed. Raises OSError when there is too little."""
+        ...
+
+    def graphs(self) -> GraphPool: ...
+
+    def has_triton(self) -> bool: ...
+
+
+class Gpu:
+    """`borrowed`: KV memory of another process to use. Raises ValueError when torch sees no such device."""
+
+    def __init__(self, name: str, borrowed: Borrower | None = None) -> None:
+        self._borrowed = borrowed
+        if not torch.cuda.is_available():
+            raise ValueError(f"--device {name}: torch {torch.__version__} finds no CUDA device; use --device cpu")
+        device = torch.device(name)
+        self.device = torch.device("cuda", device.index or 0)
+        if self.device.index >= torch.cuda.device_count():
+            raise ValueError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, from cuda:0 on")
+        torch.cuda.set_device(self.device)
+        self.name = torch.cuda.get_device_name(self.device)
+
+    def memory(self) -> tuple[int, int]:
+        return torch.cuda.mem_get_info(self.device)
+
+    def most_held(self, work: Callable[[], object]) -> int:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        work()
+        torch.cuda.synchronize(self.device)
+        most = torch.cuda.max_memory_reserved(self.device)
+        torch.cuda.empty_cache()
+        return most
+
+    def allocate(self, num_rows: int, row_bytes: int) -> DeviceMemory:
+        region = None if self._borrowed is None else self._borrowed.fitting(row_bytes).region
+        return DeviceMemory(self.device, num_rows, row_bytes, region)
+
+    def graphs(self) -> CudaGraphPool:
+        return CudaGraphPool(self.device)
+
+    def has_triton(self) -> bool:
+        return importlib.util.find_spec("triton") is not None

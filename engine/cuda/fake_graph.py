@@ -1,0 +1,97 @@
+"""A CUDA graph's double that runs on a CPU, harsher than the original: what a captured pass gets wrong shows.
+
+Operations are recorded with their arguments as they are, tensors by address and numbers by value, and repeated into
+the same outputs. Before a replay everything that captured work ever made is poisoned. So a tensor that was made
+outside and not updated, a number that the host read, a result that is used too late, and padding that leaks into a
+sum all change the answer, and what waits for the device is refused, as CUDA refuses it.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+T = TypeVar("T")
+# Each makes the host wait for the device, or copies from host memory that is not pinned.
+REFUSED = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "lift_fresh"}
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, graph: "FakeGraph") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._graph = graph
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name in REFUSED:
+            raise RuntimeError(f"{name}: a captured pass may not wait for the device")
+        result = func(*args, **(kwargs or {}))
+        self._graph.record(func, args, kwargs or {}, result)
+        return result
+
+
+class FakeGraph:
+    def __init__(self) -> None:
+        self._operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
+        self._made: list[Tensor] = []
+        self._recorder = _Recorder(self)
+
+    def begin(self) -> None:
+        self._recorder.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        results = _tensors(result)
+        given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        self._operations.append((func, args, kwargs, results))
+        self._made += [tensor for tensor in results if _storage(tensor) not in given]
+
+    def poison(self) -> None:
+        for tensor in self._made:
+            tensor.fill_(_poison(tensor.dtype))
+
+    def replay(self) -> None:
+        for func, args, kwargs, results in self._operations:
+            for old, new in zip(results, _tensors(func(*args, **kwargs)), strict=True):
+                if _storage(old) != _storage(new):  # not a view, and not written in place
+                    old.copy_(new)
+
+
+class FakeGraphPool:
+    def __init__(self) -> None:
+        self.graphs: list[FakeGraph] = []
+
+    def graph(self) -> FakeGraph:
+        self.graphs.append(FakeGraph())
+        return self.graphs[-1]
+
+    def prepare(self, work: Callable[[], object]) -> None:
+        work()
+
+    def capture(self, work: Callable[[], T]) -> T:
+        return work()
+
+    def reclaim(self) -> None:
+        for graph in self.graphs:
+            graph.poison()
+
+
+def _poison(dtype: torch.dtype) -> float:
+    if dtype == torch.bool:
+        return True
+    return torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.numel()]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,173 @@
+"""Runs steps on a GPU without waiting for it: a step is launched while the one before computes, and its tokens are
+read from the device's own draws. On a CPU the same code runs synchronously, which is how it is tested."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.attention.interface import AttentionBackend
+from engine.attention.torch_backend import TorchAttention
+from engine.batch import Batch, build
+from engine.cuda.graphs import GraphPool
+from engine.cuda.passes import Passes
+from engine.cuda.staging import Buffers, Capacity
+from engine.kernels.interface import Kernels
+from engine.kv_pool import KVPool
+from engine.logprobs import describe
+from engine.models.decoder import Decoder
+from engine.runner import Finished, Output, Pending, TorchRunner, row_of
+from engine.sampling import BROKEN, NO_TOKEN, NOTHING_ALLOWED, NUMERICAL, Row, adjust, draw
+from scheduler.request import Slice, Step
+
+# Logits float32 [R, vocab], parameters as `staging` packs them, and the logits after bans, bias and penalties where a
+# row has any -> tokens int64 [R], or the codes of errors. Does not wait for the device (`engine.cuda.triton_sampling`).
+Sampler = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+ERRORS = {BROKEN: NUMERICAL, NOTHING_ALLOWED: NO_TOKEN}
+CPU = torch.device("cpu")
+
+
+@dataclass(slots=True)
+class Launched:
+    """`outputs` lack the tokens that are on their way into `drawn`; `order[i]` is the place of output i in its step."""
+
+    outputs: list[Output]
+    order: list[int]
+    sampled: list[int]
+    drawn: Tensor  # int64, on the host
+    done: "torch.cuda.Event | None"
+
+    def wait(self) -> list[Output]:
+        if self.done is not None:
+            self.done.synchronize()
+        for index, token in zip(self.sampled, self.drawn.tolist(), strict=True):
+            output = self.outputs[index]
+            if token < 0 and not output.error:
+                output.logprobs, output.error = None, ERRORS[token]
+            output.token = None if output.error else token
+        placed = self.outputs.copy()
+        for place, output in zip(self.order, self.outputs, strict=True):
+            placed[place] = output
+        return placed
+
+
+class CudaRunner(TorchRunner):
+    """`sampler` draws all rows, so that company changes no draw; None: `engine.sampling` does, and waits, unless all
+    rows are greedy. Penalties, biases, bans and logprobs have the host's help, and wait for the device too.
+    """
+
+    can_run_ahead = True
+    ahead = True
+
+    def __init__(
+        self,
+        model: Decoder,
+        pool: KVPool,
+        backend: AttentionBackend,
+        kernels: Kernels,
+        device: torch.device,
+        capacity: Capacity,
+        sampler: Sampler | None = None,
+    ) -> None:
+        super().__init__(model, pool, backend, kernels, device)
+        self._capacity = capacity
+        self._sampler = sampler
+        self._buffers = Buffers(capacity, device)
+        self.passes = Passes(model, kernels, backend, self._buffers)
+        self._tokens = torch.zeros(capacity.slices, dtype=torch.int64, device=device)  # the last step's draws
+        self._cuda = cuda = device.type == "cuda"
+        # By turns: while a step is launched, the tokens of the one before may not have been read.
+        self._arrivals = [torch.zeros(capacity.slices, dtype=torch.int64, pin_memory=cuda) for _ in range(2)]
+        self._events = [_event() if cuda else None for _ in range(2)]
+        self._before: Sequence[Slice] = ()
+
+    def capture(self, pool: GraphPool) -> None:
+        """As `Passes.capture`, for all that the scheduler may ask for. The reference attention is laid out on the
+        host, step by step: no graph may hold it."""
+        with self._here():
+            captures_attention = self._backend.name != TorchAttention.name
+            self.passes.capture(pool, self._capacity.slices, self._capacity.tokens, captures_attention)
+
+    def facts(self) -> dict[str, str]:
+        """What it computes with, for people."""
+        return {
+            "attention": self._backend.name,
+            "kernels": self._kernels.name,
+            "sampling": "torch" if self._sampler is None else "triton",
+            "graphs": self.passes.describe(),
+        }
+
+    def run(self, step: Step) -> list[Output]:
+        return self.launch(step).wait()
+
+    def launch(self, step: Step, before: Step | None = None) -> Pending:
+        if not step.slices:
+            return Finished([])
+        with self._here():
+            return self._launch(step, self._before if before is not None else ())
+
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        """The current device and inference mode are each thread's own."""
+        with torch.inference_mode(), torch.cuda.device(self._device) if self._cuda else nullcontext():
+            yield
+
+    def _launch(self, step: Step, before: Sequence[Slice]) -> Launched:
+        order = sorted(range(len(step.slices)), key=lambda index: step.slices[index].count > 1)  # decodes first
+        slices = [step.slices[index] for index in order]
+        self._before = ()
+        built = build(slices, self._block_tokens, CPU, before, self._block_rows)
+        rows = [row_of(slices[index]) for index in built.sampled]
+        self._arrivals.reverse()
+        self._events.reverse()
+        shape, captured = self.passes.choose(built)
+        batch, parameters = self._buffers_for(built).load(built, rows, shape, self._tokens)
+        hidden = self.passes.run(batch, captured)
+        done = self._events[0]
+        launched = Launched([Output() for _ in slices], order, built.sampled, self._arrivals[0][: len(rows)], done)
+        if rows:
+            self._draw(self._model.logits(hidden[: len(rows)]), rows, parameters, launched)
+        self._score(replace(step, slices=slices), built, hidden[len(rows) :], launched.outputs)
+        if done is not None:  # also where nothing was drawn: whoever waits relies on the KV, too
+            done.record()
+        self._before = slices
+        return launched
+
+    def _buffers_for(self, built: Batch) -> Buffers:
+        if self._capacity.holds(built):
+            return self._buffers
+        return Buffers(replace(self._capacity, slices=len(built.starts), tokens=len(built.tokens)), self._device)
+
+    def _draw(self, logits: Tensor, rows: list[Row], parameters: Tensor, launched: Launched) -> None:
+        """Puts the draws where the next step finds them, and sends them to the host."""
+        adjusted = adjust(logits, rows)
+        if self._sampler is not None:
+            drawn = self._sampler(logits, parameters, None if adjusted is logits else adjusted)
+        elif all(row.is_greedy for row in rows):
+            drawn = greedy(logits, adjusted)
+        else:
+            drawn = torch.tensor(draw(logits, adjusted, rows))
+        tokens = self._tokens[: len(rows)]
+        tokens.copy_(drawn)
+        launched.drawn.copy_(tokens, non_blocking=True)
+        wanted = [at for at, row in enumerate(rows) if row.sampling.logprobs is not None]
+        if wanted:  # this waits
+            chosen = tokens.clamp(min=0).tolist()
+            tops = [rows[at].sampling.logprobs or 0 for at in wanted]
+            for at, entry in zip(wanted, describe(logits[wanted], [chosen[at] for at in wanted], tops), strict=True):
+                launched.outputs[launched.sampled[at]].logprobs = entry
+
+
+def _event() -> "torch.cuda.Event":
+    """The host sleeps until it comes: a core that spins is one less for the other nodes."""
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+
+def greedy(logits: Tensor, adjusted: Tensor) -> Tensor:
+    """int64 [R]: the likeliest tokens after bans, bias and penalties, or a code of an error."""
+    best, chosen = adjusted.max(dim=1)
+    chosen = torch.where(best == -math.inf, NOTHING_ALLOWED, chosen)
+    return torch.where(logits.sum(dim=1).isfinite(), chosen, BROKEN)

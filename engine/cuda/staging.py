@@ -1,0 +1,149 @@
+"""Carries a step to the device: every integer of a batch in one pinned block, one copy, and views at fixed addresses.
+
+A captured graph reads the addresses it was captured with. So the device's block has one layout for each shape, and a
+step that is padded to a shape fills the rest with tokens that store nothing and slices that see nothing.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.batch import Batch, build
+from engine.sampling import Row, parameters_of
+
+NOWHERE = -1  # the slot of a token that is padding
+SAMPLING_WORDS = 5  # of a row, as `engine.sampling.parameters_of` packs them
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a pass is sized for: a step's own numbers, or those of the bucket it is padded to."""
+
+    tokens: int
+    slices: int
+    rows: int  # of hidden states that logits are wanted of
+
+    @classmethod
+    def of(cls, batch: Batch) -> "Shape":
+        return cls(len(batch.tokens), len(batch.starts), len(batch.logit_rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The largest step that the buffers hold; a larger one (a prompt that may not be chunked) gets its own."""
+
+    slices: int
+    tokens: int
+    blocks: int  # of one request
+    block_tokens: int
+
+    def holds(self, step: Batch) -> bool:
+        return len(step.starts) <= self.slices and len(step.tokens) <= self.tokens
+
+    @property
+    def words(self) -> int:
+        rows = self.tokens + self.slices
+        fixed = 3 * self.tokens + rows + 2 * self.slices + 2
+        return fixed + (2 + SAMPLING_WORDS) * self.slices + self.slices * (self.blocks + 1) // 2 + 1
+
+
+class Carver:
+    """Hands out consecutive regions of a flat int64 block; the same requests in the same order, the same layout."""
+
+    def __init__(self, words: Tensor) -> None:
+        self._words = words
+        self.used = 0
+
+    def take(self, count: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        start = self.used
+        self.used += -(-count * dtype.itemsize // self._words.itemsize)
+        return self._words[start : self.used].view(dtype)[:count]
+
+    def batch(self, shape: Shape, table: Tensor) -> Batch:
+        """Views for a shape. What a graph reads comes first: where it lies depends on the shape alone."""
+        return Batch(
+            tokens=self.take(shape.tokens),
+            positions=self.take(shape.tokens),
+            slots=self.take(shape.tokens),
+            logit_rows=self.take(shape.rows),
+            cu_q=self.take(shape.slices + 1, torch.int32),
+            kv_len=self.take(shape.slices, torch.int32),
+            block_table=table[: shape.slices],
+            starts=[],
+            kv_lens=[],
+            sampled=[],
+            scored=[],
+        )
+
+
+class Buffers:
+    """Host blocks by turns, since the copy of the step before may be under way; one block on the device."""
+
+    def __init__(self, capacity: Capacity, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self.capacity = capacity
+        self._host = [torch.zeros(capacity.words, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
+        self._words = torch.zeros(capacity.words, dtype=torch.int64, device=device)
+        self._table = torch.zeros((capacity.slices, capacity.blocks), dtype=torch.int32, device=device)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of one request."""
+        return self.capacity.blocks * self.capacity.block_tokens
+
+    def clear(self, shape: Shape) -> Batch:
+        """The device's tensors for a shape, at the addresses that they always have, holding padding only."""
+        batch = Carver(self._words).batch(shape, self._table)
+        _fill(batch, _NOTHING)
+        return batch
+
+    def load(self, step: Batch, rows: list[Row], shape: Shape, draws: Tensor) -> tuple[Batch, Tensor]:
+        """Copies a step that was built on the host, padded to `shape`; `draws` are those that it carries on from.
+
+        Returns the step on the device, without its padding, and the parameters of `rows`, int64 [rows, 5].
+        """
+        self._host.reverse()
+        host, device = Carver(self._host[0]), Carver(self._words)
+        _fill(host.batch(shape, self._table), step)
+        padded = device.batch(shape, self._table)
+        width = step.block_table.shape[1]
+        drawn_by = torch.from_numpy(parameters_of(rows)) if rows else _NO_WORDS
+        for values in (_carried(step), drawn_by, step.block_table):
+            host.take(values.numel(), values.dtype).copy_(values.flatten())
+        self._words[: host.used].copy_(self._host[0][: host.used], non_blocking=True)
+        carried = device.take(2 * len(step.carried)).view(2, -1)
+        parameters = device.take(SAMPLING_WORDS * len(rows)).view(-1, SAMPLING_WORDS)
+        table = device.take(step.block_table.numel(), torch.int32)
+        self._table[: len(step.starts), :width].copy_(table.view(-1, width))
+        if step.carried:  # a draw that failed is below 0: its request is over, and what follows it is thrown away
+            padded.tokens.index_copy_(0, carried[0], draws[carried[1]].clamp(min=0))
+        return _own(padded, step), parameters
+
+
+_NO_WORDS = torch.empty(0, dtype=torch.int64)
+_NOTHING = build([], 1, torch.device("cpu"))
+
+
+def _fill(views: Batch, step: Batch) -> None:
+    for name, padding in (("tokens", 0), ("positions", 0), ("slots", NOWHERE), ("logit_rows", 0), ("kv_len", 0)):
+        view, values = getattr(views, name), getattr(step, name)
+        view[: len(values)] = values
+        view[len(values) :] = padding
+    view, last = views.cu_q, len(step.cu_q)
+    view[:last] = step.cu_q
+    # Slices of padding have a token each: only steps of decodes alone have any.
+    view[last:] = torch.arange(last, len(view), dtype=torch.int32)
+
+
+def _carried(step: Batch) -> Tensor:
+    """int64 [2, carried]: which tokens, and which draws."""
+    return torch.tensor(step.carried, dtype=torch.int64).view(-1, 2).T
+
+
+def _own(padded: Batch, step: Batch) -> Batch:
+    """The part of the padded tensors that is the step's, with what the host knows of it."""
+    width = step.block_table.shape[1]
+    tensors = ("tokens", "positions", "slots", "logit_rows", "cu_q", "kv_len")
+    own = {name: getattr(padded, name)[: len(getattr(step, name))] for name in tensors}
+    return replace(step, block_table=padded.block_table[: len(step.starts), :width], **own)

@@ -1,0 +1,113 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+# ruff: noqa: N803 (Triton writes what is constant when compiled in capitals)
+"""Device code of a layer's element-wise work, in Triton. Each reads and writes a row once, and computes in float32."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def norm_rows(
+    rows,
+    update,  # added to `rows` in place first, where ADDS
+    weight,
+    out,
+    eps,
+    row_stride,
+    update_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADDS: tl.constexpr,
+):
+    """RMS norm (Zhang and Sennrich 2019). Grid: rows."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    held = column < WIDTH
+    values = tl.load(rows + row * row_stride + column, mask=held, other=0.0).to(tl.float32)
+    if ADDS:
+        values += tl.load(update + row * update_stride + column, mask=held, other=0.0).to(tl.float32)
+        # The norm is of the sum as it is kept, rounded to its dtype.
+        kept = values.to(rows.dtype.element_ty)
+        tl.store(rows + row * row_stride + column, kept, mask=held)
+        values = kept.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
+    scaled = values * scale * tl.load(weight + column, mask=held, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, scaled.to(out.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def _turned(places, held, weight, half, cosine, sine, eps, HEAD_DIM: tl.constexpr, NORMED: tl.constexpr):
+    """Both halves of the heads at `places` [heads, HEAD_DIM / 2], normed where asked for, and rotated."""
+    left = tl.load(places, mask=held, other=0.0).to(tl.float32)
+    right = tl.load(places + HEAD_DIM // 2, mask=held, other=0.0).to(tl.float32)
+    if NORMED:
+        inside = half < HEAD_DIM // 2
+        scale = tl.rsqrt(tl.sum(left * left + right * right, 1) / HEAD_DIM + eps)[:, None]
+        left *= scale * tl.load(weight + half, mask=inside, other=0.0).to(tl.float32)[None, :]
+        right *= scale * tl.load(weight + HEAD_DIM // 2 + half, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return left * cosine - right * sine, right * cosine + left * sine
+
+
+@triton.jit
+def rotate_and_store(
+    qkv,  # [T, (heads + 2 * kv_heads) * HEAD_DIM]: queries are rotated in place
+    q_norm,
+    k_norm,
+    keys,  # [num_blocks, kv_heads, PAGE, HEAD_DIM], strided; `values` has the same strides
+    values,
+    positions,
+    slots,
+    frequencies,
+    eps,
+    qkv_stride,
+    block_stride,
+    head_stride,
+    token_stride,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """Grid: tokens x kv heads. A program turns one KV head and the query heads that read it."""
+    token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kv_heads = tl.num_programs(1)
+    half = tl.arange(0, BLOCK_H)
+    inside = half < HEAD_DIM // 2
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + half, mask=inside, other=0.0)
+    cosine, sine = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
+    row = qkv + token * qkv_stride
+
+    member = tl.arange(0, BLOCK_G)
+    places = row + ((kv_head * GROUP + member) * HEAD_DIM)[:, None] + half[None, :]
+    held = (member < GROUP)[:, None] & inside[None, :]
+    left, right = _turned(places, held, q_norm, half, cosine, sine, eps, HEAD_DIM, NORMED)
+    tl.store(places, left.to(qkv.dtype.element_ty), mask=held)
+    tl.store(places + HEAD_DIM // 2, right.to(qkv.dtype.element_ty), mask=held)
+
+    slot = tl.load(slots + token).to(tl.int64)
+    only = tl.arange(0, 1)[:, None]
+    held = (only + slot >= 0) & inside[None, :]  # a slot of -1 is padding
+    places = row + (kv_heads * GROUP + kv_head) * HEAD_DIM + only + half[None, :]
+    left, right = _turned(places, held, k_norm, half, cosine, sine, eps, HEAD_DIM, NORMED)
+    block, offset = slot // PAGE, slot % PAGE
+    target = block * block_stride + kv_head.to(tl.int64) * head_stride + offset * token_stride + only + half[None, :]
+    kept = keys.dtype.element_ty
+    tl.store(keys + target, left.to(kept), mask=held)
+    tl.store(keys + target + HEAD_DIM // 2, right.to(kept), mask=held)
+    places += kv_heads * HEAD_DIM
+    tl.store(values + target, tl.load(places, mask=held).to(kept), mask=held)
+    tl.store(values + target + HEAD_DIM // 2, tl.load(places + HEAD_DIM // 2, mask=held).to(kept), mask=held)
+
+
+@triton.jit
+def silu_mul(gate_up, out, gate_up_stride, WIDTH, BLOCK: tl.constexpr):
+    """Grid: rows x pieces of BLOCK columns."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    held = column < WIDTH
+    place = gate_up + row * gate_up_stride + column
+    gate = tl.load(place, mask=held, other=0.0).to(tl.float32)
+    up = tl.load(place + WIDTH, mask=held, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=held)

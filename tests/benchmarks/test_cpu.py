@@ -1,0 +1,124 @@
+"""The CPU table at toy size: workers answer, rows are judged, groups are kept from run to run."""
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as entry
+from benchmarks import cpu
+from benchmarks.models import SHAPES, checkpoint
+from benchmarks.peers.fleet import FP32, LLAMA_F32, VLLM_FP32, Fleet, Options
+from benchmarks.peers.session import PeerError, Worker
+from engine.models.config import ModelConfig
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def ours(models: Path) -> Iterator[Worker]:
+    worker = Worker(sys.executable, "baton", {"model": str(checkpoint("tiny", directory=models)), "threads": 1})
+    yield worker
+    worker.close()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shape_is_a_config_that_the_engine_takes(shape: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
+    config = ModelConfig.from_directory(tmp_path)
+    assert config.head_dim * config.num_heads == config.hidden_size
+    assert config.qkv_bias == (shape == "0.5b")
+
+
+def test_a_checkpoint_is_made_once(models: Path) -> None:
+    path = checkpoint("tiny", directory=models)
+    made = (path / "model.safetensors").stat().st_mtime_ns
+    assert checkpoint("tiny", directory=models) == path
+    assert (path / "model.safetensors").stat().st_mtime_ns == made
+    with pytest.raises(ValueError, match="110m"):
+        checkpoint("7b", directory=models)
+
+
+def test_our_worker_takes_time_for_each_kind_of_work(ours: Worker) -> None:
+    assert ours.call("prefill", tokens=64) > 0
+    assert ours.call("decode", batch=3, context=32, steps=4) > 0
+    mixed = ours.call("mixed", prompt=128, budget=32)
+    assert 0 < mixed["worst_gap_s"] <= mixed["ttft_s"] * 2
+    assert ours.peak_bytes > 50e6
+
+
+def test_our_logprobs_do_not_depend_on_the_call_before(ours: Worker) -> None:
+    first = ours.call("logprobs", tokens=[5, 6, 7])
+    ours.call("decode", batch=2, context=16, steps=2)
+    assert len(first) == 20
+    assert ours.call("logprobs", tokens=[5, 6, 7]) == pytest.approx(first, abs=1e-5)
+    assert sum(math.exp(value) for value in first.values()) < 1
+
+
+def test_a_call_that_fails_says_why_and_the_worker_goes_on(ours: Worker) -> None:
+    with pytest.raises(PeerError, match="no_such_call"):
+        ours.call("no_such_call")
+    with pytest.raises(PeerError, match="_start"):
+        ours.call("_start")
+    assert ours.call("prefill", tokens=8) > 0
+
+
+def test_a_worker_that_cannot_load_says_why() -> None:
+    with pytest.raises(PeerError, match="no-such-model"):
+        Worker(sys.executable, "baton", {"model": "/no-such-model", "threads": 1})
+    with pytest.raises(PeerError, match="no-such-python"):
+        Worker("/no-such-python", "baton", {"threads": 1})
+
+
+def test_a_worker_that_waits_is_stopped(ours: Worker) -> None:
+    ours.call("prefill", tokens=8)
+    state = Path(f"/proc/{ours.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    assert state == "T"
+
+
+def test_peers_that_are_not_installed_are_named(models: Path) -> None:
+    fleet = Fleet(Options("tiny", 1, models))
+    assert fleet.get(LLAMA_F32) is None
+    assert fleet.get(VLLM_FP32) is None
+    assert "BATON_PEER_LLAMA" in fleet.failed[LLAMA_F32]
+    assert "BATON_PEER_VLLM" in fleet.failed[VLLM_FP32]
+
+
+def test_a_run_keeps_the_rows_of_the_run_before(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "cpu.json"
+    for name in ("BATON_PEER_LLAMA", "BATON_PEER_VLLM"):
+        monkeypatch.delenv(name, raising=False)
+    for rows in ("chunked", "prefill"):
+        flags = ["--model", "tiny", "--rows", rows, "--repeats", "1", "--threads", "1", "--directory", str(models)]
+        monkeypatch.setattr(sys, "argv", ["benchmarks", "cpu", *flags, "--out", str(out)])
+        entry.main()
+    report = json.loads(out.read_text())
+    assert set(report["runs"]) == {"chunked", "prefill"}
+    labels = [row[0] for row in report["tables"][0]["rows"]]
+    assert labels == ["prefill 512 (prefill)", "prefill 2,048 (prefill)", "one prompt of 4,096, chunked"]
+    assert report["runs"]["prefill"]["without"].keys() == {LLAMA_F32, VLLM_FP32}
+
+
+def test_rows_are_judged_against_the_better_peer_and_their_bound() -> None:
+    arms = {FP32: [10.0, 12.0], LLAMA_F32: [9.0, 9.0], VLLM_FP32: [10.0, 10.0]}
+    _, ours, theirs, ratio, goal, met = cpu._compared("decode", arms, FP32, 1.1)
+    assert (ours, ratio, goal, met) == (11.0, pytest.approx(1.1), "≥ 1.1", True)
+    assert theirs == "llama.cpp F32 9, vLLM fp32 10"
+    assert cpu._compared("memory", {FP32: [3.0], VLLM_FP32: [4.0]}, FP32, 0.5, lower=True)[-1] is False
+    assert cpu._compared("alone", {FP32: [3.0]}, FP32, 1.1)[3:] == [None, "≥ 1.1", ""]
+
+
+def test_an_unknown_entry_lists_those_there_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "nothing"])
+    with pytest.raises(SystemExit, match="2"):
+        entry.main()
+    printed = capsys.readouterr().out
+    assert all(f"  {name} " in printed for name in entry.ENTRIES)

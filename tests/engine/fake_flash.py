@@ -1,0 +1,125 @@
+"""The flash-attn packages' functions with their documented semantics, in plain torch: what an adapter is tested on.
+
+They refuse what the real ones refuse: dtypes of index tensors, pages that are no multiple of 256 (2), an unpadded
+table, inner strides. Written from the docstrings of FlashAttention 2.8, of its `hopper/` folder (3) and of
+`flash_attn.cute` (4).
+"""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, left: int | None) -> Tensor:
+    """q [queries, heads, D] over k, v [context, kv_heads, D]: causal, aligned to the bottom right."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (half.repeat_interleave(group, dim=1).double() for half in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * q.shape[-1] ** -0.5
+    at = torch.arange(len(k))[None] - (torch.arange(len(q))[:, None] + len(k) - len(q))
+    seen = (at <= 0) if left is None else (at <= 0) & (at >= -left)
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1).nan_to_num()  # a row that sees nothing is zero
+    return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+
+
+def _check(q: Tensor, pages: tuple[Tensor, Tensor], ints: list[Tensor], multiple: int) -> None:
+    assert q.dtype in {torch.float16, torch.bfloat16}
+    for half in pages:
+        assert half.dim() == 4
+        assert half.dtype == q.dtype
+        assert half.stride(-1) == 1
+        assert half.shape[1] % multiple == 0, "Paged KV cache block size must be divisible by 256"
+        assert half.shape[3] == q.shape[-1]
+    for one in ints:
+        assert one.dtype == torch.int32
+        assert one.stride(-1) == 1
+
+
+def _paged(q: Tensor, pages: tuple[Tensor, Tensor], cu_q: Tensor, lengths: Tensor, table: Tensor, left: Any) -> Tensor:
+    assert len(cu_q) == len(lengths) + 1 == len(table) + 1
+    assert int(cu_q[0]) == 0
+    assert int(cu_q[-1]) == len(q)
+    size, out = pages[0].shape[1], torch.zeros_like(q)
+    for row, length in enumerate(lengths.tolist()):
+        start, end = int(cu_q[row]), int(cu_q[row + 1])
+        ids = table[row, : -(-length // size)].long()
+        k, v = (half[ids].flatten(0, 1)[:length] for half in pages)
+        if length:
+            out[start:end] = _attend(q[start:end], k, v, left)
+    return out
+
+
+def _left(window: tuple[int | None, int | None]) -> int | None:
+    left, right = window
+    if left in {-1, None}:
+        assert right in {-1, None}
+        return None
+    assert right == 0
+    return left
+
+
+def flash_2() -> ModuleType:
+    module = ModuleType("flash_attn")
+
+    def flash_attn_varlen_func(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+        max_seqlen_k: int, *, causal: bool, window_size: tuple[int, int], block_table: Tensor,
+    ) -> Tensor:  # fmt: skip
+        _check(q, (k, v), [cu_seqlens_q, cu_seqlens_k, block_table], 256)
+        lengths = cu_seqlens_k.diff()
+        assert causal
+        assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
+        assert max_seqlen_k >= int(lengths.max())
+        return _paged(q, (k, v), cu_seqlens_q, lengths, block_table, _left(window_size))
+
+    def flash_attn_with_kvcache(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor, block_table: Tensor, causal: bool,
+        window_size: tuple[int, int],
+    ) -> Tensor:  # fmt: skip
+        assert causal
+        assert q.dim() == 4
+        assert len(q) == len(cache_seqlens)
+        _check(q, (k_cache, v_cache), [cache_seqlens, block_table], 256)
+        cu_q = torch.arange(0, len(q) * q.shape[1] + 1, q.shape[1], dtype=torch.int32)
+        pages = (k_cache, v_cache)
+        return _paged(q.flatten(0, 1), pages, cu_q, cache_seqlens, block_table, _left(window_size)).view_as(q)
+
+    module.__dict__.update(
+        flash_attn_varlen_func=flash_attn_varlen_func, flash_attn_with_kvcache=flash_attn_with_kvcache
+    )
+    return module
+
+
+def flash_3() -> ModuleType:
+    module = ModuleType("flash_attn_interface")
+
+    def flash_attn_with_kvcache(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor, page_table: Tensor,
+        cu_seqlens_q: Tensor, max_seqlen_q: int, causal: bool, window_size: tuple[int, int],
+    ) -> Tensor:  # fmt: skip
+        _check(q, (k_cache, v_cache), [cache_seqlens, page_table, cu_seqlens_q], 1)
+        assert causal
+        assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
+        return _paged(q, (k_cache, v_cache), cu_seqlens_q, cache_seqlens, page_table, _left(window_size))
+
+    module.__dict__.update(flash_attn_with_kvcache=flash_attn_with_kvcache)
+    return module
+
+
+def flash_4() -> ModuleType:
+    module = ModuleType("flash_attn.cute")
+
+    def flash_attn_varlen_func(
+        q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+        seqused_k: Tensor, page_table: Tensor, causal: bool, window_size: tuple[int | None, int | None],
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        _check(q, (k, v), [cu_seqlens_q, seqused_k, page_table], 1)
+        assert causal
+        assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
+        assert max_seqlen_k >= int(seqused_k.max())
+        assert window_size[0] != -1, "None says no window here"
+        return _paged(q, (k, v), cu_seqlens_q, seqused_k, page_table, _left(window_size)), None
+
+    module.__dict__.update(flash_attn_varlen_func=flash_attn_varlen_func)
+    return module

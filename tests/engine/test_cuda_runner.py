@@ -1,0 +1,382 @@
+"""The CUDA runner on a CPU, over a double of CUDA graphs that poisons whatever a replay does not write again: the same
+tokens as the reference runner, whatever is captured, padded, carried over or in flight."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention.interface import AttentionBackend
+from engine.attention.torch_backend import TorchAttention, TorchPlan
+from engine.batch import Batch
+from engine.cuda.fake_graph import FakeGraphPool
+from engine.cuda.graphs import Recording
+from engine.cuda.runner import CudaRunner, greedy
+from engine.cuda.staging import Capacity, Shape
+from engine.kernels.torch_kernels import TorchKernels
+from engine.kv_pool import KVPool
+from engine.models.config import ModelConfig, Rope
+from engine.models.decoder import Decoder
+from engine.models.random import random_decoder
+from engine.runner import Output, Pending, Runner
+from scheduler.request import Request, Slice, Step
+from shared.kv.memory import HostMemory
+from shared.messages import Sampling
+from tests.engine import test_overlap as overlap
+from tests.engine.build import CPU, GREEDY, Blocks, generate, layout_of, piece, run_step, torch_runner
+
+torch.set_num_threads(1)
+VOCABULARY, NUM_BLOCKS, BLOCK_TOKENS = 97, 240, 4
+CAPACITY = Capacity(slices=9, tokens=40, blocks=16, block_tokens=BLOCK_TOKENS)
+CONFIG = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    hidden_size=32,
+    intermediate_size=52,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=VOCABULARY,
+    rms_norm_eps=1e-6,
+    rope=Rope(),
+    tie_word_embeddings=False,
+    qkv_bias=True,
+    output_bias=False,
+    mlp_bias=False,
+    qk_norm=True,
+    windows=(0, 7),
+    max_position_embeddings=64,
+    bos_token_id=None,
+    eos_token_ids=(),
+)
+SAMPLINGS = [
+    GREEDY,
+    Sampling(seed=1),
+    Sampling(seed=2, temperature=0.7, top_p=0.9),
+    Sampling(seed=3, top_k=8, min_p=0.01, presence_penalty=0.4, frequency_penalty=0.2),
+    replace(GREEDY, repetition_penalty=1.2, logit_bias={5: 3.0}),
+    replace(GREEDY, logprobs=2),
+    replace(GREEDY, prompt_logprobs=1),
+]
+SEEDS = range(3)
+CAPTURES = ["nothing", "pieces", "decodes whole"]
+
+
+class StaticAttention:
+    """Of decodes, as a graph may hold it: reads nothing but the batch's tensors, and all of its table's width."""
+
+    name = "static"
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+        self._chunks = TorchAttention(pool)
+
+    def plan(self, batch: Batch) -> object:
+        decodes = all(count == 1 for count in batch.counts)
+        return StaticPlan(self._pool, batch) if decodes else self._chunks.plan(batch)
+
+
+class StaticPlan:
+    def __init__(self, pool: KVPool, batch: Batch) -> None:
+        self._pool, self._batch = pool, batch
+
+    def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
+        batch, size = self._batch, self._pool.layout.block_tokens
+        keys, values = (
+            part[batch.block_table.long()].transpose(2, 3).flatten(1, 2) for part in self._pool.layer(layer)
+        )
+        at = torch.arange(batch.block_table.shape[1] * size)
+        seen = (at < batch.kv_len[:, None]) & (at >= batch.kv_len[:, None] - (window or len(at)))
+        group = q.shape[1] // keys.shape[2]
+        keys, values = (
+            torch.where(seen[:, :, None, None], part, 0.0).repeat_interleave(group, dim=2) for part in (keys, values)
+        )
+        scores = torch.einsum("shd,sthd->sht", q, keys) * q.shape[2] ** -0.5
+        weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(dim=2).nan_to_num()
+        return torch.einsum("sht,sthd->shd", weights, values)
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return random_decoder(CONFIG, torch.float32, CPU, deviation=0.3)
+
+
+def cuda_runner(model: Decoder, captures: str) -> tuple[CudaRunner, Blocks, KVPool]:
+    layout = layout_of(model, NUM_BLOCKS, BLOCK_TOKENS)
+    pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
+    pool.tensor.fill_(torch.nan)
+    attention: AttentionBackend = StaticAttention(pool) if captures == "decodes whole" else TorchAttention(pool)
+    runner = CudaRunner(model, pool, attention, TorchKernels(CONFIG, pool), CPU, CAPACITY)
+    if captures != "nothing":
+        runner.capture(FakeGraphPool())
+    return runner, Blocks(NUM_BLOCKS, BLOCK_TOKENS), pool
+
+
+def requests_of(blocks: Blocks, seed: int, samplings: Sequence[Sampling] = SAMPLINGS) -> list[Request]:
+    random = Random(seed)
+    return [
+        blocks.request(
+            [random.randrange(VOCABULARY) for _ in range(random.randrange(1, 45))],
+            sampling,
+            random.randrange(1, 18),
+            every_logit=sampling.prompt_logprobs is not None,
+        )
+        for sampling in samplings
+    ]
+
+
+def drive(runner: Runner, requests: Sequence[Request], seed: int, ahead: bool) -> list[list[Output]]:
+    """Steps of random slices in random order; with `ahead`, each is launched before the one before it is waited for.
+    Returns each request's outputs."""
+    random = Random(seed)
+    told: dict[str, list[Output]] = {request.id: [] for request in requests}
+    pending: tuple[Step, Pending] | None = None
+
+    def finish(step: Step, of: Pending) -> None:
+        for one, output in zip(step.slices, of.wait(), strict=True):
+            one.request.num_sampling -= one.samples
+            told[one.request.id].append(output)
+            if output.token is not None:
+                one.request.tokens.append(output.token)
+
+    for number in range(1000):
+        waits = pending is not None and any(one.request.payload.presence_penalty for one in pending[0].slices)
+        if pending is not None and (waits or not ahead):
+            finish(*pending)
+            pending = None
+        slices, left = [], random.choice([3, 9, 40])
+        for request in random.sample(list(requests), len(requests)):
+            behind = min(left, request.num_tokens - request.num_scheduled)
+            if behind > 0 and request.num_tokens - request.num_prompt < request.max_tokens:
+                count = random.randrange(1, behind + 1)
+                samples = request.num_scheduled + count == request.num_tokens
+                slices.append(Slice(request, request.num_scheduled, count, samples, 0))
+                request.num_scheduled += count
+                request.num_sampling += samples
+                left -= count
+        before, pending = pending, None
+        if slices:
+            step = Step(number, slices, [])
+            pending = step, runner.launch(step, before[0] if before is not None else None)
+        if before is not None:
+            finish(*before)
+        elif pending is None:
+            return list(told.values())
+    raise AssertionError("requests that never end")
+
+
+Answer = tuple[list[list[int]], list[list[float]]]  # of each request: its tokens, its logprobs
+
+
+def answer(requests: Sequence[Request], outputs: list[list[Output]]) -> Answer:
+    assert not any(output.error for told in outputs for output in told)
+    return [request.tokens for request in requests], [_logprobs(told) for told in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Decoder) -> dict[int, Answer]:
+    """By seed, from the reference runner, in other steps."""
+    answers = {}
+    for seed in SEEDS:
+        reference, _, blocks = torch_runner(model, NUM_BLOCKS, BLOCK_TOKENS)
+        requests = requests_of(blocks, seed)
+        answers[seed] = answer(requests, drive(reference, requests, seed + 100, ahead=False))
+    return answers
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("captures", CAPTURES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_workloads_get_what_the_reference_gives(
+    model: Decoder, expected: dict[int, Answer], captures: str, ahead: bool, seed: int
+) -> None:
+    runner, blocks, _ = cuda_runner(model, captures)
+    requests = requests_of(blocks, seed)
+    tokens, logprobs = answer(requests, drive(runner, requests, seed, ahead))
+    assert tokens == expected[seed][0]
+    for ours, theirs in zip(logprobs, expected[seed][1], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def _logprobs(outputs: list[Output]) -> list[float]:
+    sampled = [output.logprobs.logprob for output in outputs if output.logprobs is not None]
+    return sampled + [entry.logprob for output in outputs for entry in output.prompt_logprobs]
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+@pytest.mark.parametrize("tight", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_under_the_real_engine_with_preemption_and_aborts(model: Decoder, seed: int, tight: bool, aborts: bool) -> None:
+    expected = overlap.expected_of(model, seed)
+    rows, random = overlap.workload(seed), Random(seed)
+    todo: dict[int, list[tuple[str, Request]]] = {}
+    for row in rows:
+        at = random.randrange(20)
+        todo.setdefault(at, []).append(("add", row))
+        if aborts and random.random() < 0.4:
+            todo.setdefault(at + random.randrange(1, 12), []).append(("abort", row))
+    num_blocks = 18 if tight else NUM_BLOCKS
+    layout = replace(layout_of(model, num_blocks, BLOCK_TOKENS), block_tokens=overlap.BLOCK_TOKENS)
+    pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
+    pool.tensor.fill_(torch.nan)
+    capacity = Capacity(slices=64, tokens=64, blocks=64, block_tokens=layout.block_tokens)
+    runner = CudaRunner(model, pool, StaticAttention(pool), TorchKernels(CONFIG, pool), CPU, capacity)
+    runner.capture(FakeGraphPool())
+    drive = overlap.Drive(overlap.scheduler_of(num_blocks, random.choice([6, 16, 64])), runner, todo)
+    drive.run()
+    assert drive.death is None
+    for row, (tokens, finish) in zip(rows, expected, strict=True):
+        found = row.tokens[row.num_prompt :]
+        assert found == tokens[: len(found)]
+        assert row.finish == finish if len(found) == len(tokens) else aborts
+    ledger = drive.scheduler.ledger()
+    assert (ledger.owned, ledger.reserved, ledger.free + ledger.cached) == (0, 0, ledger.total)
+
+
+@pytest.mark.parametrize("size", range(1, CAPACITY.slices + 1))
+def test_each_number_of_decodes_replays_the_next_larger_size(model: Decoder, size: int) -> None:
+    runner, blocks, pool = cuda_runner(model, "decodes whole")
+    reference, other, their_blocks = torch_runner(model, NUM_BLOCKS, BLOCK_TOKENS)
+    for each, tokens_of in ((runner, blocks), (reference, their_blocks)):
+        requests = requests_of(tokens_of, 7, [GREEDY] * size)
+        for request in requests:
+            run_step(each, [piece(request)])
+        outputs = run_step(each, [piece(request) for request in requests])
+        tokens_of.tokens = [output.token for output in outputs]
+    assert blocks.tokens == their_blocks.tokens
+    # Padding stored nothing, but in the dummy block; all else is as the reference left it.
+    torch.testing.assert_close(pool.tensor[1:], other.tensor[1:], equal_nan=True)
+
+
+def test_a_step_beyond_the_buffers_gets_its_own(model: Decoder) -> None:
+    runner, blocks, _ = cuda_runner(model, "decodes whole")
+    reference, _, their_blocks = torch_runner(model, NUM_BLOCKS, BLOCK_TOKENS)
+    prompt = [index % VOCABULARY for index in range(CAPACITY.tokens + 8)]
+    ours, theirs = blocks.request(prompt, GREEDY, 6), their_blocks.request(prompt, GREEDY, 6)
+    assert generate(runner, [ours], 4096) == generate(reference, [theirs], 4096)
+
+
+@pytest.mark.parametrize("captures", CAPTURES)
+def test_broken_logits_end_their_request_alone(model: Decoder, captures: str) -> None:
+    runner, blocks, pool = cuda_runner(model, captures)
+    broken, whole, banned = requests_of(blocks, 3, [GREEDY, Sampling(seed=4), GREEDY])
+    banned.payload = replace(GREEDY, logit_bias=dict.fromkeys(range(VOCABULARY), -torch.inf))
+    for request in (broken, whole):
+        run_step(runner, [piece(request)])
+    banned.num_computed = 0
+    pool.tensor[broken.blocks[0]] = torch.nan
+    slices = [piece(broken), piece(whole)]
+    step = Step(1, slices, [])
+    first = runner.launch(step)
+    broken.num_computed, whole.num_computed = slices[0].end, slices[1].end
+    behind = [Slice(request, request.num_computed, 1, True, 0) for request in (broken, whole)]
+    second = runner.launch(Step(2, behind, []), step)  # carries on from a draw that failed
+    assert [output.error for output in first.wait()] == ["numerical", ""]
+    assert [output.error for output in second.wait()] == ["numerical", ""]
+    assert runner.run(Step(3, [piece(banned)], []))[0].error == "no_token"
+
+
+def test_greedy_tells_broken_from_forbidden() -> None:
+    logits = torch.tensor([[0.0, 2.0], [torch.nan, 1.0], [torch.inf, 1.0], [-torch.inf, 1.0]])
+    assert greedy(logits, logits).tolist() == [1, -1, -1, -1]
+    assert greedy(torch.zeros(1, 2), torch.full((1, 2), -torch.inf)).tolist() == [-2]
+
+
+class Watched(TorchAttention):
+    seen: list[int]
+
+    def plan(self, batch: Batch) -> TorchPlan:
+        self.seen = batch.counts
+        return super().plan(batch)
+
+
+def test_decodes_come_first_whatever_the_order_of_a_step(model: Decoder) -> None:
+    _, blocks, pool = cuda_runner(model, "nothing")
+    attention = Watched(pool)
+    runner = CudaRunner(model, pool, attention, TorchKernels(CONFIG, pool), CPU, CAPACITY)
+    long, short = blocks.request(range(3, 12), GREEDY), blocks.request([5], GREEDY)
+    outputs = runner.run(Step(1, [piece(long), piece(short)], []))
+    assert attention.seen == [1, 9]
+    alone = [runner.run(Step(at, [piece(request)], []))[0] for at, request in enumerate((long, short))]
+    assert [output.token for output in outputs] == [output.token for output in alone]
+
+
+def test_sizes_cover_all_that_fits(model: Decoder) -> None:
+    runner, blocks, _ = cuda_runner(model, "decodes whole")
+    passes = runner.passes
+    for request in (requests := requests_of(blocks, 5, [GREEDY] * 9)):
+        request.num_computed = len(request.tokens) - 1
+    for count, size in ((1, 1), (2, 2), (3, 4), (5, 8), (9, 9)):
+        step = _built([piece(request) for request in requests[:count]])
+        assert passes.choose(step)[0] == Shape(size, size, size)
+    requests[0].num_computed = 0
+    long = piece(requests[0], 30)
+    assert passes.choose(_built([long]))[0] == Shape(32, 1, 9)
+    assert (
+        passes.num_graphs == 5 + 3 * 3
+    )  # decodes of 1, 2, 4, 8 and 9; each mixed size of 16, 32 and 40 in three pieces
+
+
+def _built(slices: list[Slice]) -> Batch:
+    from engine.batch import build
+
+    return build(slices, BLOCK_TOKENS, CPU)
+
+
+# ---- the double itself ---------------------------------------------------------------------------------------------
+
+
+def recorded(work: Callable[[Recording], Tensor]) -> tuple[Recording, Tensor]:
+    recording = Recording(FakeGraphPool())
+    return recording, recording.capture(lambda: work(recording))
+
+
+def test_a_replay_reads_what_stands_at_its_addresses_now() -> None:
+    static, other = torch.ones(2), torch.ones(2)
+    recording, out = recorded(lambda _: (static * 2)[1:] + other.sum())
+    static.fill_(5)
+    recording.replay()
+    assert out.tolist() == [12.0]
+
+
+def test_a_number_that_the_host_read_stays_what_it_was() -> None:
+    static, step = torch.ones(1), {"number": 3}
+    recording, out = recorded(lambda _: static * step["number"])
+    step["number"] = 4
+    recording.replay()
+    assert out.tolist() == [3.0]
+
+
+def test_what_another_replay_made_is_lost() -> None:
+    pool, static = FakeGraphPool(), torch.ones(1)
+    one, two = Recording(pool), Recording(pool)
+    out = one.capture(lambda: static + 1)
+    two.capture(lambda: static + 2)
+    one.replay()
+    assert out.tolist() == [2.0]
+    two.replay()
+    assert out.isnan().all()
+
+
+def test_what_is_made_in_a_pause_is_not_made_again_unless_its_call_does() -> None:
+    static, eager = torch.ones(1), torch.zeros(1)
+
+    def work(recording: Recording) -> Tensor:
+        doubled = static * 2
+        recording.pause(lambda: eager.copy_(static + 100))
+        return doubled + eager
+
+    recording, out = recorded(work)
+    static.fill_(3)
+    recording.replay()
+    assert out.tolist() == [109.0]
+    assert recording.num_graphs == 2
+
+
+@pytest.mark.parametrize("wait", [lambda x: x.item(), lambda x: x.nonzero(), lambda x: x + torch.tensor([1.0])])
+def test_waiting_for_the_device_is_refused(wait: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(RuntimeError, match="may not wait"):
+        recorded(lambda _: wait(torch.ones(1)))

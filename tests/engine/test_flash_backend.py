@@ -1,0 +1,118 @@
+"""The flash-attn adapters against fakes with the packages' documented semantics: arguments, limits, same answer."""
+
+import sys
+from random import Random
+from types import ModuleType
+
+import pytest
+import torch
+
+from engine.attention import flash_backend
+from engine.attention.flash_backend import FlashAttention, installed
+from engine.attention.torch_backend import TorchAttention
+from engine.batch import build
+from engine.kv_pool import KVPool
+from scheduler.request import Slice
+from shared.kv.layout import KVLayout
+from shared.kv.memory import HostMemory
+from tests.engine.build import CPU, Blocks
+from tests.engine.fake_flash import flash_2, flash_3, flash_4
+
+BLOCK_TOKENS = {"flash_attn 2": 256, "flash_attn 3": 16, "flash_attn 4": 64}
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = flash_2()
+    package.__path__ = []
+    for module in (package, flash_3(), flash_4()):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(flash_backend, "_is_there", lambda name: name in sys.modules)
+
+
+def pool_of(block_tokens: int, dtype: str = "float16", head_dim: int = 32) -> KVPool:
+    """Filled where a context can be, NaN in the dummy block."""
+    layout = KVLayout(24, 2, 2, block_tokens, head_dim, dtype)
+    pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
+    pool.tensor.normal_(generator=torch.Generator().manual_seed(1))
+    pool.tensor[0] = torch.nan
+    return pool
+
+
+def slices_of(block_tokens: int, shapes: list[tuple[int, int]]) -> list[Slice]:
+    """(context before, tokens) of each slice."""
+    blocks = Blocks(24, block_tokens, seed=3)
+    random, slices = Random(2), []
+    for before, count in shapes:
+        request = blocks.request([random.randrange(50) for _ in range(before + count)], max_tokens=1)
+        slices.append(Slice(request, before, count, True, 0))
+    return slices
+
+
+MIXES = {
+    "decodes": [(40, 1), (0, 1), (300, 1)],
+    "chunks": [(0, 70), (33, 5)],
+    "decodes, then chunks": [(40, 1), (7, 1), (0, 33), (100, 2), (20, 1)],
+    "a chunk first": [(10, 3), (40, 1)],
+}
+
+
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("name", BLOCK_TOKENS)
+def test_every_generation_gives_the_reference_answer(name: str, mix: str, window: int, apart: bool) -> None:
+    pool = pool_of(BLOCK_TOKENS[name])
+    batch = build(slices_of(BLOCK_TOKENS[name], MIXES[mix]), BLOCK_TOKENS[name], CPU)
+    q = torch.randn(len(batch.tokens), 6, 32, generator=torch.Generator().manual_seed(5)).half()
+    expected = TorchAttention(pool).plan(batch).attend(1, q.float(), window)
+    backend = FlashAttention(pool, name, TorchAttention(pool) if apart else None)
+    found = backend.plan(batch).attend(1, q, window)
+    assert found.dtype == torch.float16
+    assert (found.float() - expected).abs().max() < 3e-3
+
+
+@pytest.mark.usefixtures("packages")
+def test_the_best_package_comes_first_and_a_missing_one_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert installed() == ["flash_attn 3", "flash_attn 4", "flash_attn 2"]
+    monkeypatch.delitem(sys.modules, "flash_attn_interface")
+    assert installed() == ["flash_attn 4", "flash_attn 2"]
+
+
+def test_nothing_is_named_where_nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(flash_backend.importlib.util, "find_spec", lambda name: _missing(name))
+    assert installed() == []
+
+
+def _missing(name: str) -> ModuleType | None:
+    if "." in name:
+        raise ModuleNotFoundError(name)
+    return None
+
+
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize(
+    ("name", "pool", "words"),
+    [
+        ("flash_attn 2", (64, "float16", 32), "multiple of 256 .it is 64."),
+        ("flash_attn 3", (16, "float32", 32), "16 bits.*use triton"),
+        ("flash_attn 3", (16, "bfloat16", 20), "multiple of 8"),
+        ("flash_attn 4", (128, "bfloat16", 32), "128: use another"),
+    ],
+)
+def test_what_a_package_cannot_do_is_refused_in_one_line(name: str, pool: tuple[int, str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as refused:
+        FlashAttention(pool_of(*pool), name)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("packages")
+def test_only_a_package_that_cannot_split_contexts_leaves_decodes_to_another() -> None:
+    pool = pool_of(256)
+    other = TorchAttention(pool)
+    names = {name: FlashAttention(pool, name, other).name for name in BLOCK_TOKENS}
+    assert names["flash_attn 4"] == "flash_attn 4, torch for decodes"
+    assert names["flash_attn 2"] == "flash_attn 2"

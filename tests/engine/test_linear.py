@@ -1,0 +1,229 @@
+"""Every weight format multiplies exactly the weights that it holds, each row by itself, and says what it cannot."""
+
+import math
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine.linear import int8
+from engine.linear.choose import AsStored, linear_on_cpu
+from engine.linear.fbgemm import has_fbgemm
+from engine.linear.half import Half
+from engine.linear.int8 import LEVELS, Int8
+from engine.linear.interface import LinearFormat
+from engine.linear.packed import Packed
+from engine.linear.plain import Plain
+from engine.models.decoder import load_model
+from tests.engine.build import CPU, generate, torch_runner
+
+torch.set_num_threads(1)
+x86 = pytest.mark.skipif(not has_fbgemm(), reason="torch has no FBGEMM on this CPU")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FLOATS = [
+    Plain(torch.float32),
+    pytest.param(Packed(), marks=x86),
+    *(pytest.param(Half(DTYPES[name]), marks=x86) for name in ("bfloat16", "float16")),
+]
+ROWS = [*range(1, 71), 600]
+SHAPES = [(768, 256), (1, 1), (33, 1), (1, 65), (100, 37)] + [
+    (Random(seed).randrange(1, 300), Random(seed + 50).randrange(1, 300)) for seed in range(6)
+]
+
+
+def matrix(out: int, width: int, seed: int = 0, size: float = 0.05) -> Tensor:
+    return torch.randn(out, width, generator=torch.Generator().manual_seed(seed)) * size
+
+
+def held(linear: LinearFormat, weight: Tensor) -> Tensor:
+    """The weights as a format says that it holds them, float64."""
+    return weight.to(DTYPES[linear.name.split()[0]]).double()
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """The largest error of a row, relative to the row's norm."""
+    return float(((found - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-30)).max())
+
+
+@pytest.mark.parametrize("linear", FLOATS, ids=lambda linear: linear.name)
+@pytest.mark.parametrize(("out", "width"), SHAPES)
+def test_a_product_is_that_of_the_weights_as_held(linear: LinearFormat, out: int, width: int) -> None:
+    weight, bias, rows = matrix(out, width), matrix(1, out, 1)[0], matrix(600, width, 2, 1.0)
+    for offset in (None, bias):
+        made = linear.make(weight.clone(), offset)
+        wanted = rows.double() @ held(linear, weight).T + (0 if offset is None else offset.to(torch.float32).double())
+        for count in (1, 2, 7, 33, 600):
+            found = made(rows[:count])
+            assert found.dtype == torch.float32
+            torch.testing.assert_close(found.double(), wanted[:count], rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("linear", FLOATS, ids=lambda linear: linear.name)
+def test_a_row_does_not_depend_on_the_rows_beside_it(linear: LinearFormat) -> None:
+    made, rows = linear.make(matrix(250, 131), None), matrix(600, 131, 2, 1.0)
+    alone = torch.cat([made(row[None]) for row in rows])
+    for count in ROWS:
+        torch.testing.assert_close(made(rows[:count]), alone[:count], rtol=1e-5, atol=1e-6)
+
+
+@x86
+@pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
+def test_weights_of_a_16_bit_checkpoint_stay_as_they_are(stored: str) -> None:
+    weight, rows = matrix(64, 48).to(DTYPES[stored]), matrix(5, 48, 1, 1.0)
+    linear = linear_on_cpu("auto", "none")
+    found = linear.make(weight.clone(), None)(rows)
+    assert linear.name.startswith(stored)
+    assert error(found, rows.double() @ weight.double().T) < 1e-6
+
+
+@x86
+@pytest.mark.parametrize("size", [1e-30, 1e-9, 1e-4, 1.0, 1e9, 1e30])
+def test_bfloat16_keeps_its_range(size: float) -> None:
+    weight, rows = matrix(40, 64, size=size), matrix(3, 64, 1, 1.0)
+    found = Half(torch.bfloat16).make(weight.clone(), None)(rows)
+    assert error(found, rows.double() @ weight.bfloat16().double().T) < 1e-6
+
+
+@x86
+def test_a_matrix_of_large_and_tiny_rows_loses_neither() -> None:
+    weight = matrix(40, 64) * torch.logspace(0, -5, 40)[:, None]
+    rows = matrix(3, 64, 1, 1.0)
+    found = Half(torch.bfloat16).make(weight.clone(), None)(rows).double()
+    wanted = rows.double() @ weight.bfloat16().double().T
+    assert float(((found - wanted).norm(dim=0) / wanted.norm(dim=0)).max()) < 1e-6
+
+
+@x86
+def test_a_matrix_of_zeros_gives_zeros() -> None:
+    for linear in (Packed(), Half(torch.bfloat16), Half(torch.float16), Int8()):
+        assert torch.equal(linear.make(torch.zeros(8, 16), None)(matrix(3, 16)), torch.zeros(3, 8))
+
+
+@x86
+@pytest.mark.parametrize("bad", [7e4, math.inf, math.nan])
+def test_weights_that_float16_cannot_hold_are_refused(bad: float) -> None:
+    weight = matrix(8, 8)
+    weight[3, 5] = bad
+    with pytest.raises(ValueError, match="too large for float16.*use float32"):
+        Half(torch.float16).make(weight, None)
+
+
+@x86
+@pytest.mark.parametrize("levels", [LEVELS, int8.LEVELS_OF_7_BITS])
+@pytest.mark.parametrize("uses_onednn", [False, True])
+@pytest.mark.parametrize(("out", "width"), SHAPES)
+def test_int8_is_within_a_rounding_of_both_sides(out: int, width: int, uses_onednn: bool, levels: int) -> None:
+    """Of a product of K terms: half a level of weights and of activations, by the triangle inequality."""
+    linear = Int8(uses_onednn)
+    if levels > linear.levels or linear.uses_onednn is not uses_onednn:
+        pytest.skip("this CPU multiplies bytes in 16 bits")
+    linear.levels = levels
+    weight, bias, rows = matrix(out, width), matrix(1, out, 1)[0], matrix(200, width, 2, 1.0)
+    made = linear.make(weight.clone(), bias)
+    wanted = rows.double() @ weight.double().T + bias.double()
+    row_step, weight_step = rows.abs().amax(1) / LEVELS, weight.abs().amax(1) / levels
+    bound = 0.51 * (row_step[:, None] * weight.abs().sum(1) + rows.abs().sum(1)[:, None] * weight_step)
+    bound += 0.26 * width * row_step[:, None] * weight_step + 1e-4
+    for count in (1, 5, 200):
+        assert ((made(rows[:count]) - wanted[:count]).abs() <= bound[:count]).all()
+
+
+@x86
+def test_int8_keeps_the_precision_of_a_row_beside_a_huge_one() -> None:
+    rows = matrix(300, 96, 2, 1.0)
+    made = Int8().make(matrix(64, 96), None)
+    for count in (2, 70, 300):
+        company = rows[:count].clone()
+        company[-1] *= 1e4
+        torch.testing.assert_close(made(company)[:-1], made(rows[:count])[:-1], rtol=1e-5, atol=1e-6)
+
+
+@x86
+def test_int8_does_not_saturate_on_the_largest_values() -> None:
+    """The instructions of CPUs before VNNI would, with 8 bits on both sides."""
+    for uses_onednn in (False, True):
+        found = Int8(uses_onednn).make(torch.full((32, 256), 0.5), None)(torch.full((150, 256), 3.0))
+        torch.testing.assert_close(found, torch.full((150, 32), 384.0))
+
+
+@x86
+def test_a_broken_row_spoils_only_itself() -> None:
+    rows = matrix(6, 32, 2, 1.0)
+    rows[1, 3], rows[4, 0] = math.nan, math.inf
+    for linear in (Packed(), Half(torch.bfloat16), Int8()):
+        finite = linear.make(matrix(16, 32), None)(rows).isfinite()
+        assert finite[[0, 2, 3, 5]].all()
+        assert not finite[[1, 4]].any()
+
+
+@pytest.mark.parametrize("linear", [*FLOATS, pytest.param("int8", marks=x86)], ids=str)
+def test_no_rows_and_rows_that_do_not_lie_together(linear: LinearFormat | str) -> None:
+    made = (Int8() if linear == "int8" else linear).make(matrix(20, 12), None)  # type: ignore[union-attr]
+    rows = matrix(9, 30, 1)
+    assert made(rows[:0, :12]).shape == (0, 20)
+    for strided in (rows[:, 3:15], matrix(12, 9, 1).T, rows[::2, :12]):
+        torch.testing.assert_close(made(strided), made(strided.contiguous()))
+
+
+@x86
+@pytest.mark.parametrize(
+    ("asked", "kind", "name"),
+    [
+        (("auto", "none"), AsStored, "float32 packed"),
+        (("float32", "none"), Packed, "float32 packed"),
+        (("bfloat16", "none"), Half, "bfloat16 (float32 arithmetic)"),
+        (("float16", "none"), Half, "float16 (float32 arithmetic)"),
+        (("auto", "int8"), Int8, "int8"),
+    ],
+)
+def test_what_is_asked_for_is_chosen(asked: tuple[str, str], kind: type, name: str) -> None:
+    linear = linear_on_cpu(*asked)
+    assert isinstance(linear, kind)
+    assert linear.name == name
+
+
+def test_what_contradicts_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match="--weight-dtype bfloat16: with --quantization int8"):
+        linear_on_cpu("bfloat16", "int8")
+
+
+@pytest.mark.parametrize("asked", [("bfloat16", "none"), ("auto", "int8")])
+def test_a_cpu_without_fbgemm_says_so_and_serves_in_float32(asked: tuple[str, str]) -> None:
+    with pytest.raises(ValueError, match="needs an x86 CPU.*leave it out"):
+        linear_on_cpu(*asked, fbgemm=False)
+    assert isinstance(linear_on_cpu("auto", "none", fbgemm=False), Plain)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("model")
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=100,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=97,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+    )
+    LlamaForCausalLM(config).save_pretrained(where)
+    return where
+
+
+@x86
+@pytest.mark.parametrize("asked", [("auto", "none"), ("bfloat16", "none"), ("float16", "none"), ("auto", "int8")])
+def test_a_model_generates_alone_as_in_company(directory: Path, asked: tuple[str, str]) -> None:
+    linear = linear_on_cpu(*asked)
+    model = load_model(directory, torch.float32, CPU, linear)
+    prompts = [[Random(seed).randrange(97) for _ in range(count)] for seed, count in enumerate((1, 17, 160))]
+    runner, _, blocks = torch_runner(model, num_blocks=400)
+    together = generate(runner, [blocks.request(prompt, max_tokens=12) for prompt in prompts], budget=500)
+    for prompt, answer in zip(prompts, together, strict=True):
+        runner, _, blocks = torch_runner(model, num_blocks=400)
+        assert generate(runner, [blocks.request(prompt, max_tokens=12)], budget=500) == [answer]
+    assert all(len(answer) == 12 for answer in together)

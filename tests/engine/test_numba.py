@@ -1,0 +1,231 @@
+"""Attention and kernels on a CPU, numba's and the torch reference, against float64; and how kernels are kept and run."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from engine.attention.choose import attention_on_cpu
+from engine.attention.interface import AttentionBackend
+from engine.kernels.choose import kernels_on_cpu
+from engine.kernels.torch_kernels import TorchKernels
+from tests.gpu_less.contract import (
+    batch_of,
+    check_attention,
+    check_norms,
+    check_rotation,
+    config_of,
+    fill,
+    padded,
+    pool_of,
+    random,
+)
+
+if importlib.util.find_spec("numba") is None:
+    pytest.skip("numba is not installed", allow_module_level=True)
+
+from engine.attention.numba_backend import NumbaAttention, Work
+from engine.jit import PARALLEL_WORK, Kernel, _writable, kernel
+from engine.vectors import FLOAT32, LANES, exponential, load_some, store_some
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+BACKENDS = ["torch", "numba"]
+
+
+@pytest.fixture(autouse=True, params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def spans(rng: Random) -> list[tuple[int, int]]:
+    """Decodes, first chunks and later ones, in any order."""
+    found = [(end - 1, end) for end in rng.sample(range(1, 200), 3)]
+    found += [(0, rng.randrange(1, 90))]
+    found += [(start, start + rng.randrange(1, 70)) for start in rng.sample(range(1, 150), 2)]
+    rng.shuffle(found)
+    return found
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 20, 64, 128])
+def test_attention_equals_its_definition(name: str, dtype: torch.dtype, head_dim: int) -> None:
+    rng = Random(head_dim)
+    for block_tokens in (1, 4, 16, 64):
+        for group in (1, 3, 4, 7):
+            kv_heads, window = rng.choice([1, 2]), rng.choice([0, 0, 1, 7, 100])
+            batch = batch_of(spans(rng), block_tokens, 1300 // block_tokens + 7, CPU)
+            pool = pool_of(kv_heads, head_dim, block_tokens, dtype, 1300 // block_tokens + 7, CPU)
+            check_attention(attention_on_cpu(name, pool), pool, batch, kv_heads * group, torch.float32, window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 900])
+def test_few_long_contexts_are_shared_out_and_merged(dtype: torch.dtype, window: int, threads: int) -> None:
+    batch = batch_of([(1499, 1500), (0, 40), (2000, 2011)], 16, 300, CPU)
+    pool = pool_of(1, 64, 16, dtype, 300, CPU)
+    work = Work(batch, 1, 3, window, threads)
+    assert bool(len(work.merged)) == (threads > 1)
+    check_attention(NumbaAttention(pool), pool, batch, 3, torch.float32, window)
+
+
+def test_the_parts_of_the_work_cover_every_query_and_key_once() -> None:
+    rng = Random(5)
+    for _ in range(50):
+        batch = batch_of([(0, rng.randrange(1, 300)), (n := rng.randrange(3000), n + 1)], 64, 60, CPU)
+        work = Work(batch, rng.choice([1, 2, 8]), rng.choice([1, 4, 100]), 0, rng.choice([1, 2, 16]))
+        pairs = 0
+        for _, _, count, start, low, high, _ in work.items.tolist():
+            assert low < high <= start + count
+            pairs += count * (high - low)
+        whole = [(count, start + count) for _, count, start in _whole(work)]
+        assert pairs == sum(count * end for count, end in whole)
+        assert sum(count for count, _ in whole) == len(batch.tokens)
+
+
+def _whole(work: Work) -> set[tuple[int, int, int]]:
+    return {(row, count, start) for _, row, count, start, _, _, _ in work.items.tolist()}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_broken_context_spoils_only_its_own_request(name: str) -> None:
+    batch = batch_of([(59, 60), (10, 50), (79, 80)], 16, 20, CPU)
+    pool = pool_of(2, 64, 16, torch.float32, 20, CPU)
+    fill(pool, batch, 0)
+    pool.tensor[batch.block_table[2, 1], :, 0, 3] = torch.nan
+    out = attention_on_cpu(name, pool).plan(batch).attend(0, random((42, 6, 64), torch.float32, CPU, 0), 0)
+    assert out[:41].isfinite().all()
+    assert out[41].isnan().all()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("width", [64, 52, 768])
+def test_norms_and_silu_equal_their_definitions(name: str, width: int) -> None:
+    pool = pool_of(2, 16, 4, torch.float32, 9, CPU)
+    config, batch = config_of(width, 4, 2, 16), batch_of([(0, 5)], 4, 9, CPU)
+    kernels = TorchKernels(config, pool) if name == "torch" else kernels_on_cpu(config, pool)
+    assert kernels.name == name
+    check_norms(kernels, batch, width, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 20, 64, 128])
+@pytest.mark.parametrize("norms", [False, True])
+def test_rotation_stores_what_it_should_and_nothing_else(
+    name: str, dtype: torch.dtype, head_dim: int, norms: bool
+) -> None:
+    for block_tokens in (1, 4, 64):
+        batch = batch_of([(0, 1), (0, 9), (0, 30)], block_tokens, 60, CPU)
+        if name == "numba":  # torch's padding goes into the dummy block
+            batch = padded(batch, 3)
+        pool = pool_of(2, head_dim, block_tokens, dtype, 60, CPU)
+        config = config_of(64, 6, 2, head_dim)
+        kernels = TorchKernels(config, pool) if name == "torch" else kernels_on_cpu(config, pool)
+        check_rotation(kernels, config, pool, batch, torch.float32, norms)
+
+
+@kernel
+def exponentials(values):  # type: ignore[no-untyped-def]
+    source, target, count, code = values[0], values[1], values[2], values[3]
+    for at in range(0, count, LANES):
+        x = exponential(load_some(source + 4 * at, count - at, FLOAT32))
+        store_some(x, target + (4 if code == FLOAT32 else 2) * at, count - at, code)
+
+
+def computed(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    out = torch.empty_like(x, dtype=dtype)
+    exponentials(0, x.data_ptr(), out.data_ptr(), len(x), DTYPES.index(dtype))
+    return out
+
+
+def test_the_exponential_is_exact_to_its_last_bits_and_lets_nan_through() -> None:
+    x = torch.linspace(-87, 88, 100_003)
+    expected = x.double().exp()
+    assert ((computed(x).double() - expected) / expected).abs().max() < 2e-7
+    edges = computed(torch.tensor([-torch.inf, -1e30, -88.0, torch.nan, 0.0]))
+    assert edges[:3].tolist() == [0.0, 0.0, 0.0]
+    assert edges[3].isnan()
+    assert edges[4] == 1.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_16_bit_numbers_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> None:
+    x = torch.cat((torch.linspace(-9, 9, 4099), torch.tensor([torch.nan, -torch.inf])))
+    assert torch.equal(computed(x, dtype).isnan(), x.isnan())
+    assert torch.equal(computed(x, dtype)[:-2], computed(x)[:-2].to(dtype))
+
+
+def test_the_threads_are_those_that_torch_has() -> None:
+    """A second OpenMP's threads would spin against the first one's."""
+    code = """
+import torch
+torch.set_num_threads(2)
+from engine.kernels.numba_kernels import silu_mul
+def running():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("Threads"))
+rows, out = torch.randn(512, 512), torch.empty(512, 256)
+rows @ rows
+before = running()
+for _ in range(20):
+    silu_mul(10**6, 512, 256, rows.data_ptr(), out.data_ptr())
+    rows @ rows
+gate, up = rows.chunk(2, 1)
+assert torch.allclose(out, torch.nn.functional.silu(gate) * up, atol=1e-6)
+assert running() == before, (running(), before)
+with open("/proc/self/maps") as maps:
+    found = {line.split()[-1] for line in maps if any(name in line for name in ("gomp", "iomp", "libomp", "tbb"))}
+assert len(found) == 1, found
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100)
+    assert run.returncode == 0, run.stderr
+
+
+def test_code_is_not_loaded_from_where_others_may_write(tmp_path: Path) -> None:
+    assert _writable(tmp_path / "ours")
+    assert os.stat(tmp_path / "ours").st_mode & 0o077 == 0
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    assert not _writable(tmp_path / "open")
+    (tmp_path / "file").touch()
+    assert not _writable(tmp_path / "file" / "below")
+
+
+def test_without_numba_a_node_serves_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: Callable[[str], object] = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "numba" else found(name))
+    pool = pool_of(2, 16, 4, torch.float32, 9, CPU)
+    attention: AttentionBackend = attention_on_cpu("auto", pool)
+    assert (attention.name, kernels_on_cpu(config_of(64, 4, 2, 16), pool).name) == ("torch", "torch")
+    with pytest.raises(ValueError, match="numba is not installed"):
+        attention_on_cpu("numba", pool)
+
+
+def test_the_backend_that_is_named_is_the_one_that_runs() -> None:
+    pool = pool_of(2, 16, 4, torch.float32, 9, CPU)
+    assert [attention_on_cpu(name, pool).name for name in ("auto", "numba", "torch")] == ["numba", "numba", "torch"]
+    with pytest.raises(ValueError, match="triton: does not run on a CPU"):
+        attention_on_cpu("triton", pool)
+    batch = batch_of([(0, 2)], 4, 9, CPU)
+    with pytest.raises(ValueError, match=r"computes in float32"):
+        attention_on_cpu("numba", pool).plan(batch).attend(0, torch.zeros(2, 4, 16, dtype=torch.bfloat16), 0)
+
+
+def test_little_work_is_done_in_place_and_much_by_all_threads(threads: int) -> None:
+    assert isinstance(exponentials, Kernel)
+    x = torch.zeros(40)
+    for work in (0, PARALLEL_WORK):
+        out = torch.empty(40)
+        exponentials(work, x.data_ptr(), out.data_ptr(), 40, 0)
+        assert out.eq(1).all()

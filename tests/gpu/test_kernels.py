@@ -1,0 +1,123 @@
+"""The Triton kernels on a device: the contract that the interpreter runs on tiny shapes, at real ones, bfloat16 included."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from tests.gpu_less.contract import batch_of, check_attention, check_norms, check_rotation, config_of, padded, pool_of
+from tests.gpu_less.draws import FILTERS, expected, logits_of, parameters_of, rows_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(600),  # every configuration is compiled
+]
+DEVICE = torch.device("cuda")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+NUM_BLOCKS = 3000
+MIXED = [(1999, 2000), (0, 700), (15, 16), (3000, 3033), (-1, 0), (513, 1077), (0, 1), (900, 907)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 600])
+@pytest.mark.parametrize(
+    ("page", "group", "head_dim"), [(64, 4, 128), (16, 1, 64), (64, 3, 20), (4, 7, 128), (128, 8, 256), (20, 1, 80)]
+)
+def test_mixed_batches_in_any_order(dtype: torch.dtype, window: int, page: int, group: int, head_dim: int) -> None:
+    from engine.attention.triton_backend import TritonAttention
+
+    pool = pool_of(2, head_dim, page, dtype, NUM_BLOCKS, DEVICE)
+    batch = batch_of(MIXED, page, NUM_BLOCKS, DEVICE)
+    check_attention(TritonAttention(pool), pool, batch, 2 * group, dtype, window, pad=3)
+
+
+@pytest.mark.parametrize("held", [torch.float16, torch.bfloat16])
+def test_a_pool_of_16_bits_serves_float32_queries(held: torch.dtype) -> None:
+    from engine.attention.triton_backend import TritonAttention
+
+    pool = pool_of(2, 128, 64, held, NUM_BLOCKS, DEVICE)
+    check_attention(TritonAttention(pool), pool, batch_of(MIXED, 64, NUM_BLOCKS, DEVICE), 8, torch.float32)
+
+
+def test_a_block_beyond_2_to_the_31_elements_is_found() -> None:
+    from engine.attention.triton_backend import TritonAttention
+
+    num_blocks = 2**31 // (64 * 2 * 128 * 8) + 100
+    pool = pool_of(8, 128, 64, torch.bfloat16, num_blocks, DEVICE, layers=2)
+    batch = batch_of([(0, 130), (499, 500)], 64, 40, DEVICE)
+    batch.block_table += torch.where(batch.block_table > 0, num_blocks - 40, 0).to(torch.int32)
+    check_attention(TritonAttention(pool), pool, batch, 32, torch.bfloat16)
+
+
+def test_a_captured_graph_follows_its_batch() -> None:
+    from engine.attention.triton_backend import TritonAttention
+
+    pool = pool_of(8, 128, 64, torch.bfloat16, NUM_BLOCKS, DEVICE)
+    backend = TritonAttention(pool)
+    static = batch_of([(4095, 4096)] * 4, 64, NUM_BLOCKS, DEVICE)
+    plan, q, graph = backend.plan(static), torch.randn(4, 32, 128, device=DEVICE).bfloat16(), torch.cuda.CUDAGraph()
+    check_attention(backend, pool, static, 32, torch.bfloat16)  # compiles what is captured
+    with torch.cuda.graph(graph):
+        out = plan.attend(1, q, 0)
+    for spans in ([(10, 11), (3000, 3001), (-1, 0), (70, 71)], [(0, 1), (-1, 0), (-1, 0), (-1, 0)]):
+        batch = batch_of(spans, 64, NUM_BLOCKS, DEVICE)
+        static.kv_len.copy_(batch.kv_len)
+        static.block_table.zero_()
+        static.block_table[:, : batch.block_table.shape[1]] = batch.block_table
+
+        class Replayed:
+            name = "replayed"
+
+            def plan(self, _: object) -> object:
+                return self
+
+            def attend(self, layer: int, queries: torch.Tensor, window: int) -> torch.Tensor:
+                q.copy_(queries)
+                graph.replay()
+                return out
+
+        check_attention(Replayed(), pool, batch, 32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 896, 4096, 8192])
+def test_norms_and_activation(dtype: torch.dtype, width: int) -> None:
+    from engine.kernels.triton_kernels import TritonKernels
+
+    pool = pool_of(1, 16, 4, dtype, 8, DEVICE)
+    kernels = TritonKernels(config_of(width, 2, 1, 16), pool)
+    check_norms(kernels, batch_of([(0, 3)], 4, 8, DEVICE), width, dtype, DEVICE)
+
+
+@pytest.mark.parametrize(("dtype", "norms"), list(product(DTYPES, [True, False])))
+@pytest.mark.parametrize(("page", "group", "head_dim"), [(64, 4, 128), (16, 7, 64), (1, 3, 20)])
+@pytest.mark.parametrize("shift", [0, 120_000])
+def test_rotation_and_store(dtype: torch.dtype, norms: bool, page: int, group: int, head_dim: int, shift: int) -> None:
+    from engine.kernels.triton_kernels import TritonKernels
+
+    pool, config = pool_of(4, head_dim, page, dtype, 500, DEVICE), config_of(64, 4 * group, 4, head_dim)
+    batch = padded(batch_of([(0, 130), (0, 1), (0, 77)], page, 500, DEVICE), 5)
+    batch.positions += shift
+    check_rotation(TritonKernels(config, pool), config, pool, batch, dtype, norms)
+
+
+@pytest.mark.parametrize(("vocab", "scale"), [(97, 0.1), (32_000, 5.0), (151_936, 1.0)])
+def test_draws_the_tokens_of_the_cpu(vocab: int, scale: float) -> None:
+    from engine.cuda.triton_sampling import draw
+
+    logits, rows = logits_of(20 * len(FILTERS), vocab, scale, DEVICE), rows_of(FILTERS * 20, range(20 * len(FILTERS)))
+    assert draw(logits, parameters_of(rows, DEVICE)).tolist() == expected(logits, rows)
+
+
+def test_broken_rows_and_bans_touch_no_other_row() -> None:
+    from engine.cuda.triton_sampling import draw
+
+    logits = logits_of(5, 50_000, 1.0, DEVICE)
+    logits[0, 43_210], logits[1, 3], logits[2, 0] = torch.nan, -torch.inf, torch.inf
+    adjusted = logits.clone()
+    adjusted[3] = -torch.inf
+    adjusted[4, :49_999] = -torch.inf
+    for sampling in FILTERS:
+        rows = rows_of([sampling] * 5)
+        assert draw(logits, parameters_of(rows, DEVICE), adjusted).tolist() == [-1, -1, -1, -2, 49_999]

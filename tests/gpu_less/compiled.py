@@ -1,0 +1,176 @@
+"""Compiles every kernel configuration for an H200 (sm_90) without one, by launching the host's code on tensors without
+memory; prints what the assembler says of each as a line of JSON. A process of its own: it replaces Triton's driver."""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from engine.attention.triton_attention import attend
+from engine.attention.triton_backend import Tile, TritonAttention, TritonPlan
+from engine.batch import Batch
+from engine.cuda.triton_sampling import draw
+from engine.kernels.triton_kernels import TritonKernels
+from engine.kv_pool import KVPool
+from shared.kv.layout import KVLayout
+from tests.gpu_less.contract import NAMES, TensorMemory, batch_of, config_of
+
+META, CPU = torch.device("meta"), torch.device("cpu")
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+SPILLS = "attention fp32 in a tile too large"
+NUM_BLOCKS = 60_000  # so that a block's offset needs 64 bits
+
+
+class H200:
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+    return {name.lower(): int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", found)}
+
+
+def report(label: str, kernel_name: str, launched: dict[str, object], compiled: object) -> None:
+    ptx = compiled.asm["ptx"]
+    line = {
+        "label": label,
+        "kernel": kernel_name,
+        "rows": launched.get("BLOCK_M", 0),
+        "shared": compiled.metadata.shared,
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "mma": ptx.count("mma.sync"),
+        "tf32": ptx.count("tf32"),
+        "copies": len(re.findall(r"cp\.async\.cg\.shared\.global [^;]*0x10,", ptx)),
+        **usage(compiled.asm["cubin"]),
+    }
+    print(json.dumps(line), flush=True)
+
+
+class Compiler:
+    """Stands in for launching: compiles, reports, runs nothing."""
+
+    label = ""
+
+    def install(self) -> None:
+        compile_and_launch = JITFunction.run
+
+        def run(kernel: JITFunction, *args: object, grid: object, warmup: bool, **launched: object) -> None:
+            compiled = compile_and_launch(kernel, *args, grid=grid, warmup=True, **launched)
+            report(self.label, kernel.__name__, launched, compiled)
+
+        driver.set_active(H200())
+        JITFunction.run = run
+
+
+def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def without_memory(batch: Batch) -> Batch:
+    for name in ("cu_q", "kv_len", "block_table", "positions", "slots"):
+        setattr(batch, name, getattr(batch, name).to(META))
+    return batch
+
+
+def pool_of(kv_heads: int, head_dim: int, page: int, dtype: torch.dtype) -> KVPool:
+    layout = KVLayout(NUM_BLOCKS, kv_heads, 2, page, head_dim, NAMES[dtype])
+    return KVPool(layout, TensorMemory(layout, META))
+
+
+def attention(
+    dtype: torch.dtype,
+    head_dim: int,
+    page: int = 64,
+    group: int = 4,
+    window: int = 0,
+    spans: tuple[tuple[int, int], ...] = ((1000, 1001), (0, 4096)),
+    held: torch.dtype | None = None,
+) -> None:
+    pool = pool_of(8, head_dim, page, held or dtype)
+    plan = TritonAttention(pool).plan(without_memory(batch_of(spans, page, NUM_BLOCKS, CPU)))
+    plan.attend(1, empty(sum(end - start for start, end in spans), 8 * group, head_dim, dtype=dtype), window)
+
+
+def elementwise(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+    hidden = heads * head_dim
+    kernels = TritonKernels(config_of(hidden, heads, kv_heads, head_dim), pool_of(kv_heads, head_dim, 64, dtype))
+    step = kernels.begin(without_memory(batch_of([(0, 50)], 64, NUM_BLOCKS, CPU)))
+    rows, weight, head = empty(50, hidden, dtype=dtype), empty(hidden, dtype=dtype), empty(head_dim, dtype=dtype)
+    step.norm(rows, weight)
+    step.add_norm(rows, rows, weight)
+    step.silu_mul(empty(50, 7 * hidden, dtype=dtype))
+    for norm in (head, None):
+        step.rotate_and_store(1, empty(50, (heads + 2 * kv_heads) * head_dim, dtype=dtype), norm, norm)
+
+
+def sampling() -> None:
+    logits, parameters = empty(64, 128_256, dtype=torch.float32), empty(64, 5, dtype=torch.int64)
+    draw(logits, parameters)
+    draw(logits, parameters, empty(64, 128_256, dtype=torch.float32))
+
+
+def too_large() -> None:
+    """What must not pass: shows that the report sees spills."""
+    pool, batch = pool_of(8, 128, 64, torch.float32), without_memory(batch_of([(0, 64)], 64, NUM_BLOCKS, CPU))
+    plan = TritonPlan(TritonAttention(pool), batch)
+    q, work = empty(64, 32, 128, dtype=torch.float32), empty(8, 2, dtype=torch.int32)
+    plan._launch(1, q, 0, empty(64, 32, 128, dtype=torch.float32), None, work, 8, Tile(32, 32, 4, 2), 1)
+
+
+def configurations() -> dict[str, Callable[[], None]]:
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    few = ((1000, 1001), (0, 60))
+    several = ((1000, 1005), (1000, 1001))  # slices of several tokens that the split kernel takes
+    found: dict[str, Callable[[], None]] = {
+        SPILLS: too_large,
+        "attention fp16 pool under fp32": lambda: attention(fp32, 128, held=fp16),
+        "attention fp16 pool under bf16": lambda: attention(bf16, 128, held=fp16),
+        "attention bf16 of 7 heads a group": lambda: attention(bf16, 128, group=7),
+        "attention bf16 of 80 a head": lambda: attention(bf16, 80),
+        "attention bf16 of many heads a group, several queries": lambda: attention(bf16, 128, group=8, spans=several),
+        "sampling": sampling,
+    }
+    for head_dim in (64, 128, 256):
+        found[f"attention fp32 {head_dim}"] = lambda h=head_dim: attention(fp32, h)
+        found[f"attention bf16 {head_dim}"] = lambda h=head_dim: attention(bf16, h)
+        found[f"attention bf16 {head_dim}, few"] = lambda h=head_dim: attention(bf16, h, spans=few)
+        found[f"attention bf16 {head_dim}, window"] = lambda h=head_dim: attention(bf16, h, window=1000)
+    for page in (16, 128):
+        found[f"attention fp16 128, block {page}"] = lambda p=page: attention(fp16, 128, page=p)
+    for heads, kv_heads, head_dim in ((32, 8, 128), (14, 2, 64), (64, 8, 128), (16, 16, 256)):
+        label = f"elementwise bf16, {heads} heads of {head_dim}"
+        found[label] = lambda h=heads, k=kv_heads, w=head_dim: elementwise(bf16, h, k, w)
+    found["elementwise fp32"] = lambda: elementwise(fp32, 32, 8, 128)
+    return found
+
+
+if __name__ == "__main__":
+    part, parts = int(sys.argv[1]), int(sys.argv[2])
+    assert isinstance(attend, JITFunction), "TRITON_INTERPRET is set: nothing would be compiled"
+    compiler = Compiler()
+    compiler.install()
+    for index, (label, compile_all) in enumerate(configurations().items()):
+        if index % parts == part:
+            compiler.label = label
+            compile_all()

@@ -1,0 +1,190 @@
+"""What the Triton kernels must compute, against float64: run under the interpreter (slowly, so shapes are tiny) and on a
+device alike. Pools are NaN wherever nothing was stored, so that one wrong read spoils the answer."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import torch
+from torch import Tensor
+
+from engine.attention.interface import AttentionBackend
+from engine.batch import Batch
+from engine.kernels.interface import Kernels
+from engine.kv_pool import KVPool
+from engine.models.config import ModelConfig, Rope
+from engine.models.rope import inverse_frequencies
+from shared.kv.layout import KVLayout
+
+NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+class TensorMemory:
+    def __init__(self, layout: KVLayout, device: torch.device) -> None:
+        self.rows = torch.empty((layout.num_blocks, layout.block_bytes), dtype=torch.uint8, device=device)
+
+
+def pool_of(
+    kv_heads: int, head_dim: int, page: int, dtype: torch.dtype, num_blocks: int, device: torch.device, layers: int = 2
+) -> KVPool:
+    layout = KVLayout(num_blocks, kv_heads, layers, page, head_dim, NAMES[dtype])
+    pool = KVPool(layout, TensorMemory(layout, device))
+    pool.tensor.fill_(torch.nan)
+    return pool
+
+
+def batch_of(spans: Sequence[tuple[int, int]], page: int, num_blocks: int, device: torch.device) -> Batch:
+    """Slices from start to end, their blocks in random order; a span of (-1, 0) is a padded decode."""
+    free = list(range(1, num_blocks))
+    Random(0).shuffle(free)
+    rows = [[free.pop() for _ in range(-(-end // page))] for _, end in spans]
+    width = max(1, *map(len, rows))
+    positions = [position for start, end in spans for position in range(start, end)]
+    slots = [
+        row[position // page] * page + position % page if position >= 0 else -1
+        for row, (start, end) in zip(rows, spans, strict=True)
+        for position in range(start, end)
+    ]
+    cu_q = [0]
+    for start, end in spans:
+        cu_q.append(cu_q[-1] + end - start)
+
+    def on_device(values: Sequence[object], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return Batch(
+        tokens=on_device([0] * len(positions), torch.int64),
+        positions=on_device([max(0, position) for position in positions], torch.int64),
+        slots=on_device(slots, torch.int64),
+        cu_q=on_device(cu_q, torch.int32),
+        kv_len=on_device([end for _, end in spans], torch.int32),
+        block_table=on_device([row + [0] * (width - len(row)) for row in rows], torch.int32),
+        logit_rows=on_device([], torch.int64),
+        starts=[start for start, _ in spans],
+        kv_lens=[end for _, end in spans],
+        sampled=[],
+        scored=[],
+    )
+
+
+def random(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device=device, dtype=dtype)
+
+
+def fill(pool: KVPool, batch: Batch, layer: int) -> list[Tensor]:
+    """Stores random K and V for the whole context of every slice: float64 [context, kv_heads, 2, head_dim] each."""
+    layout, contexts = pool.layout, []
+    for index, end in enumerate(batch.kv_lens):
+        both = random((end, layout.kv_heads, 2, layout.head_dim), pool.tensor.dtype, pool.tensor.device, index)
+        at = torch.arange(end, device=pool.tensor.device)
+        blocks = batch.block_table[index].long()[at // layout.block_tokens]
+        pool.tensor[:, :, layer][blocks, :, at % layout.block_tokens] = both
+        contexts.append(both.double())
+    return contexts
+
+
+def attended(q: Tensor, context: Tensor, start: int, window: int) -> Tensor:
+    """By the definition, float64: q [n, heads, head_dim] at positions from `start`."""
+    group = q.shape[1] // context.shape[1]
+    keys, values = (context[:, :, which].repeat_interleave(group, dim=1) for which in (0, 1))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * q.shape[2] ** -0.5
+    position = torch.arange(start, start + len(q), device=q.device)[:, None]
+    key = torch.arange(len(context), device=q.device)
+    seen = (key <= position) & ((key > position - window) if window else True)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
+
+
+def check_attention(
+    backend: AttentionBackend, pool: KVPool, batch: Batch, heads: int, dtype: torch.dtype, window: int = 0, pad: int = 0
+) -> None:
+    """`pad` rows of NaN follow the last slice: what comes out of them must be zeros."""
+    contexts = fill(pool, batch, layer=1)
+    rows = len(batch.tokens)
+    q = random((rows + pad, heads, pool.layout.head_dim), dtype, pool.tensor.device, 99)
+    q[rows:] = torch.nan
+    out = backend.plan(batch).attend(1, q, window)
+    assert out.dtype == dtype
+    assert out.shape == q.shape
+    assert not out[rows:].any()
+    for index, (start, end) in enumerate(zip(batch.starts, batch.kv_lens, strict=True)):
+        first = int(batch.cu_q[index])
+        got = out[first : first + end - start].double()
+        if end == 0:
+            assert not got.any()
+            continue
+        expected = attended(q[first : first + end - start], contexts[index], start, window)
+        worst = (got - expected).abs().max().item()
+        assert worst <= TOLERANCE[dtype] * max(1.0, expected.abs().max().item()), (index, start, end, worst)
+
+
+def config_of(hidden: int, heads: int, kv_heads: int, head_dim: int) -> ModelConfig:
+    return ModelConfig(
+        "Qwen3ForCausalLM", hidden, 2 * hidden, 2, heads, kv_heads, head_dim, 100, 1e-5, Rope(), False, False, False,
+        False, True, (0, 0), 4096, None, (),
+    )  # fmt: skip
+
+
+def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype == dtype
+    assert got.shape == expected.shape
+    worst = (got.double() - expected).abs().max().item()
+    assert worst <= TOLERANCE[dtype] * max(1.0, expected.abs().max().item()), worst
+
+
+def normed(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    rows = rows.double()
+    return rows * (rows.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight.double()
+
+
+def check_norms(kernels: Kernels, batch: Batch, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    step = kernels.begin(batch)
+    hidden, update = (random((5, width), dtype, device, seed) for seed in (1, 2))
+    weight = random((width,), dtype, device, 3)
+    close(step.norm(hidden, weight), normed(hidden, weight, 1e-5), dtype)
+    stacked = hidden.view(5, 1, width).expand(5, 2, width)
+    close(step.norm(stacked, weight), normed(stacked, weight, 1e-5), dtype)
+    total = hidden + update
+    added, after = step.add_norm(hidden, update, weight)
+    close(added, total.double(), dtype)
+    close(after, normed(total, weight, 1e-5), dtype)
+    gate_up = random((3, 2 * width), dtype, device, 4)
+    gate, up = gate_up.double().chunk(2, dim=1)
+    close(step.silu_mul(gate_up), gate * gate.sigmoid() * up, dtype)
+
+
+def check_rotation(
+    kernels: Kernels, config: ModelConfig, pool: KVPool, batch: Batch, dtype: torch.dtype, norms: bool
+) -> None:
+    """Every slice is stored whole, so that all its KV is of this step; padded slots are stored nowhere."""
+    device, layer, dim = pool.tensor.device, 1, config.head_dim
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    qkv = random((len(batch.tokens), (heads + 2 * kv_heads) * dim), dtype, device, 5)
+    weights = [random((dim,), dtype, device, seed) for seed in (6, 7)] if norms else [None, None]
+    parts = qkv.clone().view(len(qkv), -1, dim).double().split((heads, kv_heads, kv_heads), dim=1)
+    frequencies = inverse_frequencies(config.rope, dim).to(device)
+    angle = (batch.positions.float()[:, None] * frequencies).double()[:, None]
+
+    def turned(rows: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is not None:
+            rows = normed(rows, weight, 1e-5)
+        left, right = rows.chunk(2, dim=-1)
+        return torch.cat((left * angle.cos() - right * angle.sin(), right * angle.cos() + left * angle.sin()), dim=-1)
+
+    close(kernels.begin(batch).rotate_and_store(layer, qkv, *weights), turned(parts[0], weights[0]), dtype)
+    expected = torch.stack((turned(parts[1], weights[1]), parts[2]), dim=2)
+    stored = batch.slots >= 0
+    blocks, offsets = batch.slots[stored] // pool.layout.block_tokens, batch.slots[stored] % pool.layout.block_tokens
+    close(pool.tensor[:, :, layer][blocks, :, offsets], expected[stored], pool.tensor.dtype)
+    numbers = expected[stored].numel()
+    assert int(pool.tensor.isfinite().sum()) == numbers, "stored beyond the batch's slots"
+
+
+def padded(batch: Batch, rows: int) -> Batch:
+    """With `rows` more tokens that store nothing."""
+    return replace(
+        batch,
+        tokens=torch.cat((batch.tokens, batch.tokens.new_zeros(rows))),
+        positions=torch.cat((batch.positions, batch.positions.new_zeros(rows))),
+        slots=torch.cat((batch.slots, batch.slots.new_full((rows,), -1))),
+    )

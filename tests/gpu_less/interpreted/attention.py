@@ -1,0 +1,77 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.attention.triton_backend import TritonAttention
+from tests.gpu_less.contract import batch_of, check_attention, pool_of
+
+CPU = torch.device("cpu")
+NUM_BLOCKS = 400
+MIXED = [(39, 40), (0, 37), (15, 16), (28, 33), (-1, 0), (13, 77), (0, 1)]
+# block size, GQA group, head_dim, window: of each something odd
+SHAPES = [(16, 1, 64, 0), (64, 3, 20, 0), (1, 4, 16, 0), (4, 2, 32, 13), (128, 7, 16, 30), (20, 1, 80, 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("page", "group", "head_dim", "window"), SHAPES)
+def test_mixed_batches_in_any_order(dtype: torch.dtype, page: int, group: int, head_dim: int, window: int) -> None:
+    pool = pool_of(2, head_dim, page, dtype, NUM_BLOCKS, CPU)
+    check_attention(
+        TritonAttention(pool), pool, batch_of(MIXED, page, NUM_BLOCKS, CPU), 2 * group, dtype, window, pad=2
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("spans", [[(99, 100), (-1, 0), (0, 1), (64, 65)], [(199, 202), (60, 68)]])
+def test_decodes_are_split_and_merged(dtype: torch.dtype, window: int, spans: list[tuple[int, int]]) -> None:
+    pool = pool_of(2, 16, 16, dtype, NUM_BLOCKS, CPU)
+    backend, batch = TritonAttention(pool, split_tokens=16), batch_of(spans, 16, NUM_BLOCKS, CPU)
+    assert backend.splits(len(spans), 100) > 1
+    check_attention(backend, pool, batch, 6, dtype, window)
+
+
+def test_a_pool_of_16_bits_serves_float32_queries() -> None:
+    pool = pool_of(2, 32, 16, torch.float16, NUM_BLOCKS, CPU)
+    check_attention(TritonAttention(pool), pool, batch_of(MIXED, 16, NUM_BLOCKS, CPU), 4, torch.float32)
+
+
+def test_a_group_wider_than_a_tile_of_float32() -> None:
+    pool = pool_of(1, 16, 16, torch.float32, NUM_BLOCKS, CPU)
+    check_attention(TritonAttention(pool), pool, batch_of([(0, 9), (4, 5)], 16, NUM_BLOCKS, CPU), 40, torch.float32)
+
+
+def test_a_replay_reads_what_the_batch_holds_then() -> None:
+    """As a CUDA graph has it: planned once for a bucket, with bounds in place of the host's copies."""
+    pool = pool_of(2, 16, 16, torch.float32, NUM_BLOCKS, CPU)
+    backend, batch = TritonAttention(pool, split_tokens=32), batch_of([(9, 10), (79, 80)], 16, NUM_BLOCKS, CPU)
+    plan = backend.plan(replace(batch, starts=[99, 99], kv_lens=[100, 100]))
+
+    class Planned:
+        name = "planned"
+
+        def plan(self, _: object) -> object:
+            return plan
+
+    check_attention(Planned(), pool, batch, 4, torch.float32)
+
+
+def test_the_contract_sees_one_key_too_few() -> None:
+    pool = pool_of(2, 16, 16, torch.float32, NUM_BLOCKS, CPU)
+    batch = batch_of([(39, 40), (0, 20)], 16, NUM_BLOCKS, CPU)
+    backend = TritonAttention(pool)
+
+    class Short:
+        name = "short"
+
+        def plan(self, given: object) -> object:
+            return backend.plan(replace(batch, kv_len=batch.kv_len - 1))
+
+    with pytest.raises(AssertionError):
+        check_attention(Short(), pool, batch, 4, torch.float32)
+
+
+def test_heads_that_no_tile_holds_are_refused() -> None:
+    with pytest.raises(ValueError, match="head_dim of 288"):
+        TritonAttention(pool_of(1, 288, 16, torch.float32, 2, CPU))

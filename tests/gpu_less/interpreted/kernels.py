@@ -1,0 +1,37 @@
+import pytest
+import torch
+
+from engine.kernels.triton_kernels import TritonKernels
+from tests.gpu_less.contract import batch_of, check_norms, check_rotation, config_of, padded, pool_of
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 100, 1100])
+def test_norms_and_activation(dtype: torch.dtype, width: int) -> None:
+    pool = pool_of(1, 16, 4, dtype, 8, CPU)
+    kernels = TritonKernels(config_of(width, 2, 1, 16), pool)
+    check_norms(kernels, batch_of([(0, 3)], 4, 8, CPU), width, dtype, CPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize(("page", "group", "head_dim"), [(4, 1, 16), (16, 3, 20), (1, 4, 64)])
+def test_rotation_and_store(dtype: torch.dtype, norms: bool, page: int, group: int, head_dim: int) -> None:
+    pool, config = pool_of(2, head_dim, page, dtype, 40, CPU), config_of(64, 2 * group, 2, head_dim)
+    batch = padded(batch_of([(0, 5), (0, 1), (0, 9)], page, 40, CPU), 2)
+    check_rotation(TritonKernels(config, pool), config, pool, batch, dtype, norms)
+
+
+def test_far_positions_turn_as_near_ones() -> None:
+    pool, config = pool_of(1, 16, 4, torch.float32, 40, CPU), config_of(64, 1, 1, 16)
+    batch = batch_of([(0, 8)], 4, 40, CPU)
+    batch.positions += 120_000
+    check_rotation(TritonKernels(config, pool), config, pool, batch, torch.float32, norms=False)
+
+
+def test_a_pool_of_16_bits_under_float32_activations() -> None:
+    pool, config = pool_of(2, 16, 4, torch.float16, 40, CPU), config_of(64, 2, 2, 16)
+    check_rotation(TritonKernels(config, pool), config, pool, batch_of([(0, 6)], 4, 40, CPU), torch.float32, norms=True)

@@ -1,0 +1,39 @@
+import pytest
+import torch
+
+from engine.attention.interface import AttentionBackend
+from engine.attention.torch_backend import TorchAttention
+from engine.attention.triton_backend import TritonAttention
+from engine.kernels.interface import Kernels
+from engine.kernels.torch_kernels import TorchKernels
+from engine.kernels.triton_kernels import TritonKernels
+from engine.kv_pool import KVPool
+from engine.models.decoder import Decoder
+from engine.models.random import random_decoder
+from engine.runner import TorchRunner
+from shared.kv.layout import KVLayout
+from shared.messages import Sampling
+from tests.engine.build import Blocks, generate
+from tests.gpu_less.contract import TensorMemory, config_of
+
+CPU = torch.device("cpu")
+PROMPTS = [list(range(3, 24)), [7, 9], list(range(40, 53))]
+
+
+def generated(triton: bool, model: Decoder, budget: int) -> list[list[int]]:
+    config = model.config
+    layout = KVLayout(64, config.num_kv_heads, config.num_layers, 4, config.head_dim, "float32")
+    pool = KVPool(layout, TensorMemory(layout, CPU))
+    pool.tensor.fill_(torch.nan)
+    attention: AttentionBackend = TritonAttention(pool, split_tokens=8) if triton else TorchAttention(pool)
+    kernels: Kernels = TritonKernels(config, pool) if triton else TorchKernels(config, pool)
+    blocks, sampling = Blocks(64, 4), [Sampling(temperature=0.0), Sampling(seed=3), Sampling(temperature=0.0)]
+    requests = [blocks.request(prompt, one, max_tokens=5) for prompt, one in zip(PROMPTS, sampling, strict=True)]
+    return generate(TorchRunner(model, pool, attention, kernels, CPU), requests, budget)
+
+
+@pytest.mark.parametrize("budget", [5, 64])
+def test_a_model_says_what_it_says_in_plain_torch(budget: int) -> None:
+    """Through chunks, mixed steps and decodes of several contexts."""
+    model = random_decoder(config_of(32, 6, 2, 16), torch.float32, CPU, seed=1, deviation=0.2)
+    assert generated(True, model, budget) == generated(False, model, 64)

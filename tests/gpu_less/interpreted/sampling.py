@@ -1,0 +1,51 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.cuda.triton_sampling import draw
+from engine.sampling import restrict
+from tests.gpu_less.draws import FILTERS, expected, logits_of, parameters_of, rows_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("vocab", "scale"), [(7, 1.0), (97, 0.1), (1500, 5.0), (5000, 1.0)])
+def test_draws_the_tokens_of_the_cpu(vocab: int, scale: float) -> None:
+    logits = logits_of(len(FILTERS), vocab, scale, CPU)
+    rows = rows_of(FILTERS)
+    assert draw(logits, parameters_of(rows, CPU)).tolist() == expected(logits, rows)
+
+
+def test_every_draw_is_one_that_the_filters_keep() -> None:
+    """Many positions of one row: ties, and the edges of top_k and top_p, are drawn sooner or later."""
+    logits = torch.tensor([2.0, 1.0, 2.0, -0.0, 0.0, 1.0, -3.0, 1.0]).expand(48, -1)
+    for sampling in (replace(FILTERS[1], top_k=3), replace(FILTERS[1], top_p=0.6), replace(FILTERS[1], min_p=0.3)):
+        rows = rows_of([sampling] * 48, range(48))
+        tokens = draw(logits, parameters_of(rows, CPU)).tolist()
+        assert tokens == expected(logits, rows)
+        assert set(tokens) == set(restrict(logits[:1].clone(), [sampling]).isfinite()[0].nonzero()[:, 0].tolist())
+
+
+def test_zeros_of_either_sign_are_equal() -> None:
+    logits = torch.tensor([0.0, -0.0, 0.0, -0.0]).expand(24, -1)
+    rows = rows_of([replace(FILTERS[1], top_k=1)] * 24, range(24))
+    assert set(draw(logits, parameters_of(rows, CPU)).tolist()) == {0, 1, 2, 3}
+
+
+def test_broken_rows_and_bans_touch_no_other_row() -> None:
+    logits = logits_of(5, 5000, 1.0, CPU)
+    logits[0, 4321], logits[1, 3], logits[2, 0] = torch.nan, -torch.inf, torch.inf
+    adjusted = logits.clone()
+    adjusted[3] = -torch.inf
+    adjusted[4, :4999] = -torch.inf
+    rows = rows_of([FILTERS[5]] * 5)
+    assert draw(logits, parameters_of(rows, CPU), adjusted).tolist() == [-1, -1, -1, -2, 4999]
+    greedy = rows_of([FILTERS[0]] * 5)
+    assert draw(logits, parameters_of(greedy, CPU), adjusted).tolist() == [-1, -1, -1, -2, 4999]
+
+
+def test_of_equally_good_tokens_greedy_takes_the_first() -> None:
+    logits = torch.zeros(1, 9000)
+    logits[0, [17, 4200, 8999]] = 1.0
+    assert draw(logits, parameters_of(rows_of(FILTERS[:1]), CPU)).tolist() == [17]

@@ -1,0 +1,87 @@
+"""What the assembler makes of every kernel for an H200, on a machine without one: tensor cores where they belong, nothing
+spilled, and no more registers and shared memory than a processor has."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PROCESSES = 2
+SHARED_BYTES = 227 * 1024  # that one program may have on sm_90
+SPILLS = "attention fp32 in a tile too large"  # put there to see that spills are seen
+# Of sine and cosine beyond 105,615 radians: a table that Triton's libdevice keeps there until 3.7, and no spill.
+ANGLES_STACK = 32
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="triton has wheels for Linux only"),
+    pytest.mark.timeout(400),
+]
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "TRITON_DEFAULT_FP_FUSION": "1"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu_less.compiled", str(part), str(PROCESSES)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for part in range(PROCESSES)
+    ]
+    found = []
+    try:
+        for process in running:
+            output, errors = process.communicate(timeout=300)
+            assert process.returncode == 0, errors[-4000:]
+            found += [json.loads(line) for line in output.splitlines()]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    return found
+
+
+def test_nothing_spills_and_all_fits(kernels: list[dict[str, Any]]) -> None:
+    for kernel in kernels:
+        allowed = ANGLES_STACK if kernel["kernel"] == "rotate_and_store" else 0
+        if kernel["label"] != SPILLS:
+            assert kernel["stack"] <= allowed, kernel
+        assert kernel["local"] == 0, kernel
+        assert 0 < kernel["reg"] <= 255, kernel
+        assert kernel["shared"] <= SHARED_BYTES, kernel
+
+
+def test_a_spill_would_be_seen(kernels: list[dict[str, Any]]) -> None:
+    assert [kernel["stack"] > 0 for kernel in kernels if kernel["label"] == SPILLS] == [True]
+
+
+def test_16_bits_run_on_tensor_cores_with_wide_asynchronous_copies(kernels: list[dict[str, Any]]) -> None:
+    found = [kernel for kernel in kernels if kernel["kernel"] == "attend" and "fp32" not in kernel["label"]]
+    assert {kernel["rows"] for kernel in found} >= {16, 64, 128}
+    for kernel in found:
+        whole_warp_groups = kernel["rows"] >= 64  # what wgmma multiplies at least
+        assert (kernel["wgmma"] > 0) == whole_warp_groups, kernel
+        assert (kernel["mma"] > 0) != whole_warp_groups, kernel
+        assert kernel["copies"] > 0, kernel
+
+
+def test_float32_is_never_rounded_to_19_bits(kernels: list[dict[str, Any]]) -> None:
+    found = [kernel for kernel in kernels if kernel["kernel"] == "attend" and "fp32" in kernel["label"]]
+    assert len(found) >= 6
+    assert all(kernel["tf32"] == kernel["mma"] == kernel["wgmma"] == 0 for kernel in found)
+
+
+def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
+    assert {kernel["kernel"] for kernel in kernels} == {
+        "attend", "merge", "norm_rows", "rotate_and_store", "silu_mul", "find_least", "draw_part", "choose_part",
+    }  # fmt: skip

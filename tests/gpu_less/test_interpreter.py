@@ -1,0 +1,26 @@
+"""Runs the kernels' contract under Triton's interpreter, which decides when a kernel is defined: so, in a process of
+its own. What the interpreter does not show (races, shared memory, registers) is test_compile.py's and a device's."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+FILES = sorted((HERE / "interpreted").glob("*.py"))
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="triton has wheels for Linux only"),
+    pytest.mark.timeout(320),
+]
+
+
+@pytest.mark.parametrize("file", [file.stem for file in FILES if file.stem != "conftest"])
+def test_kernels_compute_what_they_must_under_the_interpreter(file: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{HERE}/interpreted/{file}.py"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]

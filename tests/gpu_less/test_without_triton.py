@@ -1,0 +1,12 @@
+"""A machine without triton (or CUDA) must serve: nothing that a node imports on its way up may ask for it."""
+
+import subprocess
+import sys
+
+MODULES = "engine.build, engine.process, engine.attention.choose, engine.kernels.choose, engine.cuda.build"
+
+
+def test_a_node_starts_without_triton() -> None:
+    code = f"import torch, sys; sys.modules['triton'] = None; import {MODULES}"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]

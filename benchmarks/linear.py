@@ -14,7 +14,7 @@ from statistics import quantiles
 import torch
 
 from benchmarks.models import SHAPES, tensor_shapes
-from benchmarks.result import Result, Table, in_turn, parser
+from benchmarks.result import Cell, Result, Table, in_turn, parser
 from engine.linear.choose import linear_on_cpu
 from engine.linear.interface import Linear, LinearFormat
 from engine.linear.plain import Plain
@@ -83,16 +83,12 @@ def main() -> None:
     weights = sum(width * out for width, out in matrices(args.shape))
     runs = measure(args.shape, tuple(args.rows), args.repeats)
     names = ["plain", *ASKED]
-    rows = []
+    rows: list[list[Cell]] = []
     for count, times in runs.items():
         best = {name: quarter(times[name]) for name in names}
         giga = 2 * count * weights / 1e9
-        rows.append(
-            [count]
-            + [best[name] * 1e3 for name in names]
-            + [giga / best[name] for name in names]
-            + [best["plain"] / best[name] for name in names[1:]]
-        )
+        took_ms, rates = [best[name] * 1e3 for name in names], [giga / best[name] for name in names]
+        rows.append([count, *took_ms, *rates, *(best["plain"] / best[name] for name in ASKED)])
     columns = ["rows", *(f"{n} ms" for n in names), *(f"{n} GF/s" for n in names), *(f"{n} x plain" for n in ASKED)]
     note = (
         f"{weights / 1e6:.0f}M weights, {args.threads} threads. The bytes of a step of one row, at its GB/s: "

@@ -10,101 +10,31 @@ So it knows when each token left its node and when its client had it. Processor 
 import asyncio
 import itertools
 import os
-import secrets
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
+from benchmarks.paced import PacedNode, Row
 from benchmarks.result import Result, Table, median, parser, versions
 from cluster.plan import DEMO_MODEL
-from engine.outbox import Outbox
 from router.text import Tokenizer
-from shared.messages import Command, Delta, Load, NodeInfo, Submit, pack_ids
 from shared.registry import StreamAnnouncer
-from shared.services import ATTACH, RpcServer
 
 NUM_NODES, NUM_STREAMS, NUM_IDLE = 16, 256, 2000
 MAX_TOKENS = 8000  # what the demo model allows, for whose tokenizer it is here
-WINDOW = 16  # tokens of a stream on their way, at most: a rate that is too high becomes the highest possible
-HEARTBEAT_S = 0.5
 NOTE = (
     "Delay: from a node's message to the client's socket. Clients and nodes share the other core; where that one is "
     "full it bounds the tokens a second, and 1 / CPU time is what the router could do."
 )
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{}"
-
-
-@dataclass(slots=True)
-class Row:
-    """One request, at the node and at its client. Times are monotonic."""
-
-    submit: Submit
-    sent: list[float] = field(default_factory=list)
-    num_received: int = 0
-
-
-class PacedNode:
-    """A decode node that gives each of its requests one token a turn."""
-
-    def __init__(self, name: str, token_ids: list[int], rows: dict[str, Row]) -> None:
-        """`rows` gets its requests, by the name that their clients know."""
-        self._name = name
-        self._all_rows = rows
-        self._rows: list[Row] = []
-        self._outbox = Outbox()
-        self._packed = [pack_ids([token]) for token in token_ids]
-        self._server = RpcServer({ATTACH: self._attach})
-        self._steps = 0
-
-    async def join(self, registry: str) -> StreamAnnouncer:
-        port = await self._server.start("127.0.0.1", 0)
-        boot = secrets.token_hex(16)
-        sizes = (64, 1 << 20, 1 << 20, 1 << 20, 4096)  # block tokens and bytes, blocks, longest row, requests
-        info = NodeInfo(self._name, boot, "decode", f"127.0.0.1:{port}", "model", "paced", *sizes)
-        announcer = StreamAnnouncer(registry, HEARTBEAT_S)
-        await announcer.start(info)
-        return announcer
-
-    async def _attach(self, stream: Any) -> None:
-        hello: Command = await stream.recv_message()
-        assert hello.router
-        self._outbox = Outbox(load=Load())
-        self._outbox.wake.set()
-        tasks = [asyncio.ensure_future(work) for work in (self._outbox.write(stream), self._beat())]
-        try:
-            async for command in stream:
-                for submit in command.submits:
-                    self._rows.append(Row(submit))
-                    self._all_rows[submit.id.split("-")[1]] = self._rows[-1]
-                if command.aborts:  # all streams end together
-                    self._rows.clear()
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            self._outbox.load = Load(steps=self._steps, running=len(self._rows))
-            self._outbox.wake.set()
-
-    def turn(self) -> None:
-        """The next token of every request whose client keeps up."""
-        now, deltas = time.monotonic(), self._outbox.deltas
-        for row in self._rows:
-            if (position := len(row.sent)) - row.num_received < WINDOW and position < row.submit.max_tokens:
-                row.sent.append(now)
-                deltas.append(Delta(row.submit.id, position, self._packed[position % len(self._packed)]))
-        self._steps += 1
-        self._outbox.wake.set()
 
 
 class Client(asyncio.Protocol):

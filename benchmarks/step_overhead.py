@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -43,22 +44,22 @@ HOST = ("schedule", "build", "draw", "update", "tell", "records")
 PARTS = ("pass", *HOST, "sampled")
 SWITCH_S = 0.0005  # between threads, as every process of Baton has it
 GOAL = 0.05
+BLOCK_TOKENS = 16
 
 
-def requests(count: int, context: int, more: int) -> list[Request]:
-    return [
-        Request(f"router-{index}", [(7 * index + at) % 8000 for at in range(context)], context, more, payload=GREEDY)
-        for index in range(count)
-    ]
-
-
-def decoding(scheduler: Scheduler, rows: Sequence[Request]) -> None:
-    """Takes requests in, and their prompts for computed: what a step costs does not depend on its KV."""
-    for row in rows:
-        scheduler.add(row)
+def decode(scheduler: Scheduler, count: int, context: int, steps: int) -> None:
+    """Fills the scheduler with requests that will each decode for so many steps. Their prompts are taken for computed:
+    what a step costs does not depend on its KV."""
+    rows = []
+    for index in range(count):
+        tokens = [(7 * index + at) % 8000 for at in range(context)]
+        rows.append(Request(f"router-{index}", tokens, context, steps + 2 * count, payload=GREEDY))
+        scheduler.add(rows[-1])
     while any(row.num_generated == 0 for row in rows):
         step = scheduler.schedule()
         scheduler.update(step, [5 if piece.samples else None for piece in step.slices])
+    for row in rows:
+        row.max_tokens = row.num_generated + steps
 
 
 class Parts:
@@ -143,7 +144,7 @@ def engine_run(runner: TorchRunner, count: int, context: int, steps: int, *, ahe
     """Milliseconds of a turn, and to the first token of short prompts that arrive while the others decode."""
     runner.ahead = ahead
     scheduler = _scheduler(count + 1, context + steps)
-    decoding(scheduler, requests(count, context, steps))
+    decode(scheduler, count, context, steps)
     timeline = Timeline(scheduler, runner)
     timeline.engine.start()
     waited = []
@@ -158,22 +159,25 @@ def engine_run(runner: TorchRunner, count: int, context: int, steps: int, *, ahe
     timeline.ended.wait(600)
     timeline.engine.stop()
     runner.ahead = False
-    turns = timeline.turns[len(timeline.turns) // 2 :]  # without the late ones
-    gaps = [1e3 * (end - begin) for begin, end in zip(turns, turns[1:], strict=False)]
+    turns = timeline.turns[-steps // 3 :]  # without the late ones
+    gaps = [1e3 * (end - begin) for begin, end in pairwise(turns)]
     return {"turn_ms": median(gaps), "ttft_ms": median(waited)}
 
 
+def _blocks(count: int, tokens: int) -> int:
+    """For requests that end at `tokens`, or as they fill up, a little later."""
+    return 2 + count * (2 + (tokens + 2 * count) // BLOCK_TOKENS)
+
+
 def _scheduler(count: int, tokens: int) -> Scheduler:
-    block_tokens = 16
-    num_blocks = 2 + count * (2 + tokens // block_tokens)
-    return Scheduler(Limits(max(512, count), count), num_blocks, block_tokens)
+    return Scheduler(Limits(max(512, count), count), _blocks(count, tokens), BLOCK_TOKENS)
 
 
 async def measure_parts(runner: TorchRunner, counts: Sequence[int], context: int, steps: int) -> list[dict[str, Any]]:
     found = []
     for count in counts:
-        scheduler = _scheduler(count, context + 2 * steps)
-        decoding(scheduler, requests(count, context, 2 * steps))
+        scheduler = _scheduler(count, context + steps)
+        decode(scheduler, count, context, steps + 1)
         parts = Parts(runner, scheduler, count)
         settle_memory()
         for _ in range(steps):
@@ -191,14 +195,20 @@ def main() -> None:
     flags.add_argument("--threads", type=int, default=0)
     args = flags.parse_args()
     sys.setswitchinterval(SWITCH_S)
-    blocks = 2 + max(max(args.counts), 33) * (2 + (args.context + 8 * args.steps) // 16)
-    options = BuildOptions(str(checkpoint("110m")), num_blocks=blocks, threads=args.threads, max_num_seqs=256)
+    most = max(33, *args.counts)
+    options = BuildOptions(
+        str(checkpoint("110m")),
+        num_blocks=_blocks(most, args.context + 6 * args.steps),
+        block_size=BLOCK_TOKENS,
+        threads=args.threads,
+        max_num_seqs=most,
+    )
     runner = build(options).runner
     assert isinstance(runner, TorchRunner)
     engine_run(runner, 4, 64, 40, ahead=False)  # compiles, and touches memory for the first time
     runs = uvloop.run(measure_parts(runner, args.counts, args.context, args.steps))
     arms = {
-        name: lambda ahead=ahead: engine_run(runner, 32, args.context, 6 * args.steps, ahead=ahead)  # type: ignore[misc]
+        name: lambda ahead=ahead: engine_run(runner, 32, args.context, 6 * args.steps, ahead=ahead)
         for name, ahead in (("one after the other", False), ("planned ahead", True))
     }
     turns = in_turn(arms, args.repeats)
@@ -211,7 +221,8 @@ def main() -> None:
     note = "Host: all but pass and sampled. The goal is a share of 5 % at 32 decodes."
     columns = ["decodes", *(f"{part}, µs" for part in PARTS), "host, µs", "host, % of a step", "≤ 5 %"]
     ahead_rows: list[list[Cell]] = [
-        [name, *(median([run[key] for run in found]) for key in ("turn_ms", "ttft_ms"))] for name, found in turns.items()
+        [name, *(median([run[key] for run in found]) for key in ("turn_ms", "ttft_ms"))]
+        for name, found in turns.items()
     ]
     Result(
         "step_overhead",

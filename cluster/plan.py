@@ -30,6 +30,9 @@ from shared.errors import ConfigError
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_MODEL = ROOT / "demo" / "model"
 ROUTER = "router"
+# Turns of a loop that an OpenMP thread waits in before it sleeps: a few µs. By default it is milliseconds, in which it
+# takes a core from the very thread that it waits for whenever router, event loop or another node run there too.
+SPIN = "1000"
 MODEL_FILES = ("config.json", "tokenizer.json", "*.safetensors")
 
 
@@ -187,6 +190,8 @@ def inherited(environment: Mapping[str, str]) -> dict[str, str]:
     """A child's share of its parent's environment: without the parent's settings, and with these very sources."""
     settings = {variable_of(name) for kind in (LocalSettings, NodeSettings) for name in kind.model_fields}
     kept = {name: value for name, value in environment.items() if name not in settings}
+    if "OMP_WAIT_POLICY" not in kept:
+        kept.setdefault("GOMP_SPINCOUNT", SPIN)
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH", ""))))}
 
 

@@ -119,7 +119,8 @@ def build(
     positions, slots = _places(np.array(starts, np.int64), np.array(cu_q, np.int64), table, block_tokens)
 
     def on_device(values: NDArray[np.int64] | IntArray) -> Tensor:
-        return torch.from_numpy(values).to(device)
+        tensor = torch.from_numpy(values)
+        return tensor if device.type == "cpu" else tensor.to(device)
 
     return Batch(
         tokens=on_device(np.array(tokens, np.int64)),

@@ -12,6 +12,7 @@ from engine.cuda.memory import DeviceMemory
 from engine.emulated import EMULATED_HEAD_DIM, EmulatedRunner
 from engine.emulation import Emulation, load_emulation
 from engine.hash_model import HashRunner
+from engine.heap import give_back, keep_large_blocks
 from engine.kernels.choose import kernels_on_cpu
 from engine.kv_pool import KVPool, blocks_for
 from engine.linear.choose import linear_on_cpu
@@ -110,9 +111,11 @@ def build(options: BuildOptions, borrowed: Borrower | None = None) -> Computer:
     elif options.runner == "hash":
         runner = HashRunner(memory.rows, layout.block_tokens, HASH_LAYERS, config.vocab_size)
     else:
+        keep_large_blocks()
         pool = KVPool(layout, memory)
         linear = linear_on_cpu(options.weight_dtype, options.quantization)
         model = load_model(path, torch.float32, torch.device("cpu"), linear)
+        give_back()
         attention = attention_on_cpu(options.attention_backend, pool)
         kernels = kernels_on_cpu(config, pool)
         runner = TorchRunner(model, pool, attention, kernels, torch.device("cpu"))

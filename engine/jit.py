@@ -34,8 +34,8 @@ _TORCH = ctypes.CDLL(torch._C.__file__)  # looks a symbol up in all that torch w
 # Under names of our own, so that compiled code finds these and no others.
 for _name in ("omp_get_thread_num", "omp_get_num_threads"):
     llvmlite.binding.add_symbol(f"baton_{_name}", ctypes.cast(getattr(_TORCH, _name), ctypes.c_void_p).value)
-thread_number = types.ExternalFunction("baton_omp_get_thread_num", types.int32())
-num_threads = types.ExternalFunction("baton_omp_get_num_threads", types.int32())
+thread_number: Callable[[], int] = types.ExternalFunction("baton_omp_get_thread_num", types.int32())
+num_threads: Callable[[], int] = types.ExternalFunction("baton_omp_get_num_threads", types.int32())
 _parallel = _TORCH.GOMP_parallel
 _parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 _parallel.restype = None
@@ -100,9 +100,9 @@ class Kernel:
 def kernel(function: Callable[[Any], None]) -> Kernel:
     """Compiles, or loads from disk, a function of `values` (a pointer to int64) that every thread of a team runs:
     it shares the work by `thread_number()` and `num_threads()`, or by a counter. Raise nothing in it."""
-    signature = types.void(types.CPointer(types.int64))
+    signature = types.void(types.CPointer(types.int64))  # type: ignore[attr-defined]
     with _cached(Path(function.__code__.co_filename)):
-        return Kernel(numba.cfunc(signature, cache=True, nopython=True, error_model="numpy")(function))
+        return Kernel(numba.cfunc(signature, cache=True, error_model="numpy")(function))
 
 
 def part(function: F) -> F:

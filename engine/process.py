@@ -19,7 +19,7 @@ from engine.build import BuildOptions, Computer, build, on_gpu
 from engine.cuda.memory import DeviceMemory
 from engine.emulated_link import EmulatedLink
 from engine.node import Node
-from engine.runner import set_ahead
+from engine.runner import Runner, set_ahead
 from engine.sides import RoleChange, Sides
 from scheduler.budget import Budget, budget_of
 from scheduler.policy import POLICIES
@@ -48,7 +48,8 @@ NO_BLOCKS = 2  # what a scheduler has at least, for a node that has no pool of i
 def main(settings: NodeSettings, role: Role) -> int:
     """Runs the node until SIGTERM. Returns the process's exit status: 2 when the settings cannot be served."""
     if settings.cpus:
-        os.sched_setaffinity(0, settings.cpus)
+        for thread in Path("/proc/self/task").iterdir():  # importing numpy has started some already
+            os.sched_setaffinity(int(thread.name), settings.cpus)
     boot = secrets.token_hex(16)
     try:
         Path(settings.kv_directory).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -152,6 +153,7 @@ async def _serve(
         node.info = replace(info, address=f"{_advertised(settings)}:{port}")
         node.start()
         cleanup.push_async_callback(node.close)
+        await _warmed_up(node, computer.runner)
         settle_memory()
         await registry.start(node.info)
         log.info(
@@ -169,6 +171,19 @@ async def _serve(
         log.error("the engine died: %s", died)
         os._exit(EXIT_ENGINE_DIED)  # its thread may hang in the device
     return 0
+
+
+async def _warmed_up(node: Node, runner: Runner) -> None:
+    """On the engine's thread, whose own some of it is; a failure is the engine's death."""
+    loop = asyncio.get_running_loop()
+    warm = loop.create_future()
+
+    def command(_: Scheduler) -> None:
+        runner.warm_up()
+        loop.call_soon_threadsafe(warm.set_result, None)
+
+    node.engine.post(command)
+    await asyncio.wait((warm, node.died_with), return_when=asyncio.FIRST_COMPLETED)
 
 
 def _lender_lost(lifetime: Lifetime, node: Node) -> None:

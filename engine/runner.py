@@ -10,14 +10,15 @@ from torch import Tensor
 from engine.attention.interface import AttentionBackend
 from engine.batch import Batch, BlockRows, build
 from engine.kernels.interface import Kernels
-from engine.kv_pool import KVPool
+from engine.kv_pool import DUMMY_BLOCK, KVPool
 from engine.logprobs import describe
 from engine.models.decoder import Decoder
 from engine.sampling import NUMERICAL, Draw, Row, is_penalized, sample
-from scheduler.request import Slice, Step
-from shared.messages import Logprobs
+from scheduler.request import Request, Slice, Step, cdiv
+from shared.messages import Logprobs, Sampling
 
 MAX_SCORED_LOGITS = 2**24  # of prompt logprobs at once: 64 MiB, where a whole chunk of a large vocabulary takes GiBs
+WARM_TOKENS = 128  # of the first pass: enough that all kernels are made, and over in a moment
 
 
 @dataclass(slots=True)
@@ -72,6 +73,9 @@ class Runner(Protocol):
         it into `Batch.tokens` where it runs. When `before` fails, so does this step: its `wait` raises.
         """
         return Finished(self.run(step))
+
+    def warm_up(self) -> None:
+        """Runs a little, in no request's blocks, so that none waits for what only the first pass does."""
 
 
 def set_ahead(runner: Runner, mode: str) -> None:
@@ -132,6 +136,14 @@ class TorchRunner(Runner):
         batch = self._build(step, before)
         self._worker = self._worker or ThreadPoolExecutor(1, "device")
         return Working(self._worker.submit(self._pass, step, batch))
+
+    def warm_up(self) -> None:
+        """A chunk and a decode; their KV goes to the dummy block."""
+        count = min(WARM_TOKENS, self._model.config.max_position_embeddings)
+        request = Request("warm-up", [0] * count, count, 1, payload=Sampling(seed=0))
+        request.blocks = [DUMMY_BLOCK] * cdiv(count, self._block_tokens)
+        for start in (0, count - 1):
+            self.run(Step(0, [Slice(request, start, count - start, True, 0)], []))
 
     def _build(self, step: Step, before: Step | None = None) -> Batch:
         slices = before.slices if before is not None else ()

@@ -19,14 +19,13 @@ from engine.jit import cpu_features, inlined
 LANES = 16 if "avx512f" in cpu_features() else 8
 # What the registers hold of a matrix product at once: 6 rows of so many vectors.
 PANEL_ROWS, PANEL_VECTORS = 6, 4 if LANES == 16 else 2
-PANEL = PANEL_VECTORS * LANES
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 CODES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 
 _FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
 
-class _VectorType(types.Type):  # type: ignore[misc]
+class _VectorType(types.Type):
     def __init__(self) -> None:
         super().__init__("float32 vector")
 
@@ -122,9 +121,7 @@ def _larger(builder: Any, one: Any, other: Any) -> Any:
 def emit_multiply_add(builder: Any, one: Any, other: Any, added: Any) -> Any:
     kind = added.type
     name = f"llvm.fmuladd.v{kind.count}f32"
-    function = builder.module.globals.get(name) or ir.Function(
-        builder.module, ir.FunctionType(kind, [kind] * 3), name
-    )
+    function = builder.module.globals.get(name) or ir.Function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
     return builder.call(function, [one, other, added])
 
 
@@ -154,6 +151,7 @@ def _keep_range(builder: Any, vector: Any, low: Any, high: Any, other: Any) -> A
 
 
 _V, _F, _I = VECTOR, types.float32, types.int64
+_VALUES = types.CPointer(_I)  # type: ignore[attr-defined]
 splat = written(_V, (_F,), emit_splat)
 multiply_add = written(_V, (_V, _V, _V), emit_multiply_add)  # one * other + added
 larger = written(_V, (_V, _V), _larger)  # the second where either is NaN
@@ -168,11 +166,9 @@ put_address = written(types.void, (_I, _I), lambda b, value, at: b.store(value, 
 index_at = written(_I, (_I,), lambda b, at: b.sext(b.load(emit_pointer(b, at, _INT)), _LONG))  # an int32 in memory
 number_at = written(_F, (_I,), lambda b, at: b.load(emit_pointer(b, at, _FLOAT)))
 put_number = written(types.void, (_F, _I), lambda b, value, at: b.store(value, emit_pointer(b, at, _FLOAT)))
-prefetch = written(types.void, (_I,), lambda b, at: _prefetch(b, at))  # the cache line there, to level 2
+prefetch = written(types.void, (_I,), _prefetch)  # the cache line there, to level 2
 # Counts up the first of a kernel's values, which all threads share: each takes the next piece of work.
-take_next = written(
-    _I, (types.CPointer(_I),), lambda b, values: b.atomic_rmw("add", values, ir.Constant(_LONG, 1), "monotonic")
-)
+take_next = written(_I, (_VALUES,), lambda b, values: b.atomic_rmw("add", values, ir.Constant(_LONG, 1), "monotonic"))
 _set_lane = written(_V, (_V, _I, _F), lambda b, vector, lane, value: b.insert_element(vector, value, lane))
 _lane = written(_F, (_V, _I), lambda b, vector, lane: b.extract_element(vector, lane))
 _scaled_by_power = written(_V, (_V, _V), _add_to_exponent)
@@ -199,6 +195,7 @@ store, _store_bfloat16, _store_float16 = (_storing(LANES, code) for code in (FLO
 _number_bfloat16, _number_float16 = (_loading(1, code) for code in (BFLOAT16, FLOAT16))
 _put_bfloat16, _put_float16 = (_storing(1, code) for code in (BFLOAT16, FLOAT16))
 
+
 def _operate(symbol: Callable[[Any, Any], Any], name: str) -> None:
     """Makes `symbol` of two vectors the instruction `name` of LLVM's builder."""
 
@@ -209,7 +206,12 @@ def _operate(symbol: Callable[[Any, Any], Any], name: str) -> None:
     lower_builtin(symbol, VECTOR, VECTOR)(lambda _, builder, __, values: getattr(builder, name)(*values))
 
 
-for _symbol, _name in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul"), (operator.truediv, "fdiv")):
+for _symbol, _name in (
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
+):
     _operate(_symbol, _name)
 
 

@@ -209,7 +209,8 @@ class ComputingSettings(CommonSettings):
         default="auto", description="Of activations; auto: float32 on the CPU, the model's own elsewhere."
     )
     weight_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="That weights are held in; auto: --dtype. On the CPU, arithmetic stays float32."
+        default="auto",
+        description="That weights are held in; auto: --dtype, on the CPU the checkpoint's. Its arithmetic is float32.",
     )
     quantization: Literal["none", "int8"] = Field(
         default="none", description="int8: weights and activations of matrix products in 8 bits (CPU)."

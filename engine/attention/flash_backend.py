@@ -110,12 +110,15 @@ class Flash4:
         return out
 
 
-# Best first on a Hopper GPU. The second says whether it splits long contexts there, so that it may decode.
+FLASH_2, FLASH_3, FLASH_4 = "flash_attn 2", "flash_attn 3", "flash_attn 4"
+# Best first on a Hopper GPU. The last says whether it splits long contexts there, so that it may decode.
 GENERATIONS: dict[str, tuple[str, type[Generation], bool]] = {
-    "flash_attn 3": ("flash_attn_interface", Flash3, True),
-    "flash_attn 4": ("flash_attn.cute", Flash4, False),
-    "flash_attn 2": ("flash_attn", Flash2, True),
+    FLASH_3: ("flash_attn_interface", Flash3, True),
+    FLASH_4: ("flash_attn.cute", Flash4, False),
+    FLASH_2: ("flash_attn", Flash2, True),
 }
+HOPPER = 9  # major number of a GPU's compute capability
+RUNS_ON = {FLASH_3: {HOPPER}, FLASH_4: {HOPPER, 10, 11}, FLASH_2: range(8, 13)}
 
 
 def installed() -> list[str]:
@@ -133,7 +136,7 @@ def _is_there(module: str) -> bool:
 class FlashAttention:
     """`decoding` attends for slices of one token where the package would be slow at it.
 
-    Raises ValueError when the pool's dtype, head size or block size does not suit the package.
+    Raises ValueError when the pool's dtype, head size or block size does not suit the package, or it cannot be loaded.
     """
 
     def __init__(self, pool: KVPool, name: str, decoding: AttentionBackend | None = None) -> None:
@@ -144,7 +147,10 @@ class FlashAttention:
                 f"not on {layout.dtype} with heads of {layout.head_dim}: use triton"
             )
         _, generation, decodes = GENERATIONS[name]
-        self._generation = generation()
+        try:
+            self._generation = generation()
+        except (ImportError, AttributeError, OSError) as error:  # built for another torch, or an empty package
+            raise ValueError(f"--attention-backend flash_attn: {name} cannot be loaded: {error}; use triton") from error
         if refusal := self._generation.refusal(layout.block_tokens):
             raise ValueError(f"--attention-backend flash_attn: {refusal} (it is {layout.block_tokens})")
         self._pool = pool

@@ -23,7 +23,17 @@ class Memory:
     def __init__(self, threads: int, rows: int, head_dim: int) -> None:
         padded = -(-head_dim // LANES) * LANES
         # Floats each; the row of zeros that fills up a tile of keys lies before the transposed ones.
-        sizes = [rows * padded, rows * TILE, rows * padded, rows, rows, 4 * TILE, padded * TILE, 2 * padded, 2 * TILE * padded]
+        sizes = [
+            rows * padded,
+            rows * TILE,
+            rows * padded,
+            rows,
+            rows,
+            4 * TILE,
+            padded * TILE,
+            2 * padded,
+            2 * TILE * padded,
+        ]
         assert len(sizes) == AREAS
         sizes[6] += padded
         self._floats = torch.zeros(threads, sum(-(-size // 16) * 16 for size in sizes) + 16)
@@ -81,7 +91,7 @@ class Work:
         divided[:, 6] = np.where(is_part, rows.cumsum() - rows, -1)
         firsts = divided[is_part & (number == 0)]
         merged = np.zeros((len(firsts), FIELDS), np.int32)
-        merged[:, 0], merged[:, 1], merged[:, 2], merged[:, 3] = *firsts.T[[1, 2, 6]], parts[parts > 1]
+        merged[:, :4] = np.column_stack((firsts[:, [1, 2, 6]], parts[parts > 1]))
         self.merged, self.part_rows = merged, int(rows.sum())
         return divided
 

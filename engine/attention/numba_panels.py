@@ -13,31 +13,61 @@ _FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 
 
+def _exchanged(builder: Any, one: Any, other: Any, bit: int) -> tuple[Any, Any]:
+    """Two rows of a matrix whose numbers differ in `bit`, after a round of the butterfly that transposes it: that bit
+    of the row's number and of the lane's change places."""
+    low = [lane if not lane & bit else LANES + (lane ^ bit) for lane in range(LANES)]
+    high = [lane | bit if not lane & bit else LANES + lane for lane in range(LANES)]
+    masks = (ir.Constant(ir.VectorType(_INT, LANES), mask) for mask in (low, high))
+    first, second = (builder.shuffle_vector(one, other, mask) for mask in masks)
+    return first, second
+
+
+def _vector_at(builder: Any, address: Any, offset: Any) -> Any:
+    return emit_pointer(builder, builder.add(address, offset), _VECTOR)
+
+
+def _addresses(builder: Any, rows: Any) -> list[Any]:
+    """Of the LANES rows in a list."""
+    places = [builder.add(rows, ir.Constant(_LONG, 8 * row)) for row in range(LANES)]
+    return [builder.load(emit_pointer(builder, place, _LONG)) for place in places]
+
+
 def _transpose(builder: Any, rows: Any, offset: Any, target: Any, stride: Any) -> None:
-    """Butterfly: round k exchanges bit k of the row's number with bit k of the lane's."""
-
-    def at(address: Any, by: Any) -> Any:
-        return emit_pointer(builder, builder.add(address, by), _VECTOR)
-
-    vectors = []
-    for row in range(LANES):
-        start = builder.load(emit_pointer(builder, builder.add(rows, ir.Constant(_LONG, 8 * row)), _LONG))
-        vectors.append(builder.load(at(start, offset), align=4))
+    starts = _addresses(builder, rows)
+    vectors = [builder.load(_vector_at(builder, start, offset), align=4) for start in starts]
     bit = LANES // 2
     while bit:
         for row in (row for row in range(LANES) if not row & bit):
-            one, other = vectors[row], vectors[row | bit]
-            low = [lane if not lane & bit else LANES + (lane ^ bit) for lane in range(LANES)]
-            high = [lane | bit if not lane & bit else LANES + lane for lane in range(LANES)]
-            for place, mask in ((row, low), (row | bit, high)):
-                vectors[place] = builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(_INT, LANES), mask))
+            vectors[row], vectors[row | bit] = _exchanged(builder, vectors[row], vectors[row | bit], bit)
         bit //= 2
     for row, vector in enumerate(vectors):
-        builder.store(vector, at(target, builder.mul(stride, ir.Constant(_LONG, row))), align=4)
+        builder.store(vector, _vector_at(builder, target, builder.mul(stride, ir.Constant(_LONG, row))), align=4)
+
+
+def _dot(builder: Any, rows: Any, query: Any, size: Any, target: Any) -> None:
+    starts = _addresses(builder, rows)
+    sums = [cgutils.alloca_once(builder, _VECTOR) for _ in starts]
+    for one in sums:
+        builder.store(ir.Constant(_VECTOR, [0.0] * LANES), one)
+    with cgutils.for_range(builder, builder.sdiv(size, ir.Constant(_LONG, LANES)), intp=_LONG) as loop:
+        offset = builder.mul(loop.index, ir.Constant(_LONG, 4 * LANES))
+        factor = builder.load(_vector_at(builder, query, offset), align=4)
+        for start, one in zip(starts, sums, strict=True):
+            key = builder.load(_vector_at(builder, start, offset), align=4)
+            builder.store(emit_multiply_add(builder, factor, key, builder.load(one)), one)
+    vectors = [builder.load(one) for one in sums]
+    bit = LANES // 2
+    while bit:  # half as many vectors a round, each with the sums of two
+        vectors = [builder.fadd(*_exchanged(builder, vectors[row], vectors[row + bit], bit)) for row in range(bit)]
+        bit //= 2
+    builder.store(vectors[0], emit_pointer(builder, target, _VECTOR), align=4)
 
 
 # The LANES floats from `offset` on of each row in a list of LANES addresses, written as columns.
 transpose_block = written(types.void, (types.int64,) * 4, _transpose)
+# The products of one row of `size` floats, whole vectors, with each row in a list of LANES addresses.
+dot_block = written(types.void, (types.int64,) * 4, _dot)
 
 
 def _panel(vectors: int) -> Any:
@@ -66,7 +96,9 @@ def _product(
     places = [
         emit_pointer(
             builder,
-            builder.add(c[0], builder.add(builder.mul(c[1], ir.Constant(_LONG, row)), ir.Constant(_LONG, 4 * LANES * v))),
+            builder.add(
+                c[0], builder.add(builder.mul(c[1], ir.Constant(_LONG, row)), ir.Constant(_LONG, 4 * LANES * v))
+            ),
             _VECTOR,
         )
         for row in range(rows)
@@ -81,7 +113,9 @@ def _product(
             for one in sums:
                 builder.store(ir.Constant(_VECTOR, [0.0] * LANES), one)
     with cgutils.for_range(builder, depth, intp=_LONG) as loop:
-        at = builder.load(emit_pointer(builder, builder.add(b[0], builder.mul(loop.index, ir.Constant(_LONG, 8))), _LONG))
+        at = builder.load(
+            emit_pointer(builder, builder.add(b[0], builder.mul(loop.index, ir.Constant(_LONG, 8))), _LONG)
+        )
         at = builder.add(at, b[1])
         columns = [
             builder.load(emit_pointer(builder, builder.add(at, ir.Constant(_LONG, 4 * LANES * v)), _VECTOR), align=4)

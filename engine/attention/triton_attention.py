@@ -71,8 +71,8 @@ def _absorb(
 
 @triton.jit
 def attend(
-    out,  # [T, heads, HEAD_DIM]; with SPLITS > 1 float32 [items, kv_heads, SPLITS, ROWS, HEAD_DIM]
-    weight_of,  # float32 [items, kv_heads, SPLITS, ROWS]: log2 of each split's sum of weights; unused without splits
+    out,  # [T, heads, HEAD_DIM]; where SPLIT float32 [items, kv_heads, splits, QUERIES * GROUP, HEAD_DIM]
+    weight_of,  # float32 [items, kv_heads, splits, QUERIES * GROUP]: log2 of each split's sum of weights; else unused
     q,  # [T, heads, HEAD_DIM]
     keys,
     values,
@@ -94,14 +94,15 @@ def attend(
     QUERIES: tl.constexpr,  # of an item; QUERIES * GROUP <= BLOCK_M
     PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     WINDOWED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid: items x kv heads x SPLITS. Only the shapes decide it, so that a CUDA graph may hold it."""
-    item, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Grid: items x kv heads x splits. Only the shapes decide it, so that a CUDA graph may hold it. The number of
+    splits is no constant of the kernel: each number would be compiled when it first comes up, under a request."""
+    item, kv_head, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     which = tl.load(work + 2 * item)
     first_query = tl.load(work + 2 * item + 1)
     start = tl.load(cu_q + which)
@@ -125,8 +126,8 @@ def attend(
     if WINDOWED:
         low = tl.maximum(0, lowest + 1 - window) // BLOCK_N * BLOCK_N
     high = tl.minimum(context, lowest + QUERIES)
-    if SPLITS > 1:
-        share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BLOCK_N), SPLITS) * BLOCK_N
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BLOCK_N), splits) * BLOCK_N
         low += split * share
         high = tl.minimum(high, low + share)
     whole = low  # up to here every query sees every position
@@ -150,8 +151,8 @@ def attend(
     # An empty context (a padded row) leaves zeros, no NaN.
     divisor = tl.where(total == 0.0, 1.0, total)
     acc = acc / divisor[:, None]
-    if SPLITS > 1:
-        row = ((item * tl.num_programs(1) + kv_head) * SPLITS + split) * (QUERIES * GROUP) + fold
+    if SPLIT:
+        row = ((item * tl.num_programs(1) + kv_head) * splits + split) * (QUERIES * GROUP) + fold
         tl.store(out + (row * HEAD_DIM)[:, None] + dims[None, :], acc, mask=held)
         tl.store(weight_of + row, tl.where(total == 0.0, float("-inf"), peak + tl.log2(divisor)), mask=real)
     else:
@@ -159,7 +160,7 @@ def attend(
         tl.store(out + places, acc.to(out.dtype.element_ty), mask=held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def merge(
     out,  # [T, heads, HEAD_DIM]
     parts,  # `out` and `weight_of` of `attend`
@@ -168,25 +169,24 @@ def merge(
     cu_q,
     out_token_stride,
     out_head_stride,
+    splits,
     GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid: items x heads x QUERIES. Weighs the splits of one query and head by their sums."""
-    item, head, query = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Grid: items x heads x queries. Weighs the splits of one query and head by their sums."""
+    item, head, query, queries = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     which = tl.load(work + 2 * item)
     start = tl.load(cu_q + which)
     if query < tl.load(cu_q + which + 1) - start:
         split, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-        first = (item * (tl.num_programs(1) // GROUP) + head // GROUP) * SPLITS
-        row = (first + split) * (QUERIES * GROUP) + query * GROUP + head % GROUP
-        weight = tl.load(weight_of + row, mask=split < SPLITS, other=float("-inf"))
+        first = (item * (tl.num_programs(1) // GROUP) + head // GROUP) * splits
+        row = (first + split) * (queries * GROUP) + query * GROUP + head % GROUP
+        weight = tl.load(weight_of + row, mask=split < splits, other=float("-inf"))
         peak = tl.max(weight, 0)
         share = tl.exp2(weight - tl.where(peak == float("-inf"), 0.0, peak))
-        held = (split < SPLITS)[:, None] & (dims < HEAD_DIM)[None, :]
+        held = (split < splits)[:, None] & (dims < HEAD_DIM)[None, :]
         part = tl.load(parts + (row * HEAD_DIM)[:, None] + dims[None, :], mask=held, other=0.0)
         total = tl.sum(share, 0)
         mean = tl.sum(part * share[:, None], 0) / tl.where(total == 0.0, 1.0, total)

@@ -18,7 +18,7 @@ from engine.kv_pool import KVPool
 SHORT = 8  # queries; a slice of at most so many is a decode
 MAX_ITEMS = 2**16  # decodes of one step: their list of work is laid out once, so that CUDA graphs may read it
 SPLIT_TOKENS = 256  # a split of fewer tokens than this costs more than it gains
-MAX_SPLITS = 64  # the merge holds all splits of a head in registers
+FEW_SPLITS, MAX_SPLITS = 16, 64  # the merge holds all splits of a head in registers
 PROGRAMS_A_PROCESSOR = 2
 H200_PROCESSORS = 132
 
@@ -97,7 +97,7 @@ class TritonPlan:
         self._covered = sum(counts)
         short = [index for index, count in enumerate(counts) if count <= SHORT]
         self._chunks = [(index, count) for index, count in enumerate(counts) if count > SHORT]
-        self._queries = triton.next_power_of_2(max((counts[index] for index in short), default=1) or 1)
+        self._queries = SHORT if any(counts[index] > 1 for index in short) else 1
         self._decodes = self._listed(short)
         self._tiles: tuple[int, Tile, Tensor] | None = None  # cut when the number of heads is known
 
@@ -157,9 +157,9 @@ class TritonPlan:
         weight_of = q.new_empty(shape, dtype=torch.float32)
         self._launch(layer, q, window, parts, weight_of, work, queries, tile, splits)
         merge[(len(work), q.shape[1], queries)](
-            out, parts, weight_of, work, self._batch.cu_q, out.stride(0), out.stride(1),
-            GROUP=group, QUERIES=queries, HEAD_DIM=layout.head_dim, SPLITS=splits,
-            BLOCK_S=triton.next_power_of_2(splits), BLOCK_D=triton.next_power_of_2(layout.head_dim), num_warps=4,
+            out, parts, weight_of, work, self._batch.cu_q, out.stride(0), out.stride(1), splits,
+            GROUP=group, HEAD_DIM=layout.head_dim, BLOCK_S=FEW_SPLITS if splits <= FEW_SPLITS else MAX_SPLITS,
+            BLOCK_D=triton.next_power_of_2(layout.head_dim), num_warps=4,
         )  # fmt: skip
 
     def _launch(
@@ -182,6 +182,6 @@ class TritonPlan:
             q.stride(0), q.stride(1), out.stride(0), out.stride(1), batch.block_table.stride(0),
             keys.stride(0), keys.stride(1), keys.stride(2),
             GROUP=q.shape[1] // layout.kv_heads, QUERIES=queries, PAGE=layout.block_tokens, HEAD_DIM=layout.head_dim,
-            SPLITS=splits, WINDOWED=window > 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            SPLIT=splits > 1, WINDOWED=window > 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
             BLOCK_D=max(16, triton.next_power_of_2(layout.head_dim)), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.attention.choose import attention_on_cuda
+from engine.attention.choose import attention_on_cuda, block_tokens_on_cuda
 from engine.build import BuildOptions, Computer, exchange_fingerprint
 from engine.cuda.device import Accelerator
 from engine.cuda.runner import CudaRunner, Sampler
@@ -23,7 +23,6 @@ from shared.kv.layout import KVLayout
 from shared.messages import Sampling
 
 log = logging.getLogger("baton.engine")
-BLOCK_TOKENS = 64
 GIB = 2**30
 CONTEXT_BYTES = 3 * GIB // 4  # an allowance for what torch does not count: CUDA's context, libraries, kernels
 GRAPH_BYTES = GIB  # an allowance, too: how much the graphs took is logged
@@ -83,7 +82,7 @@ def _capacity(options: BuildOptions, block_tokens: int) -> Capacity:
 
 def _runner(options: BuildOptions, model: Decoder, pool: KVPool, gpu: Accelerator) -> CudaRunner:
     triton = gpu.has_triton()
-    attention = attention_on_cuda(options.attention_backend, pool, triton)
+    attention = attention_on_cuda(options.attention_backend, pool, triton, model.dtype)
     kernels = kernels_on_cuda(model.config, pool, triton)
     capacity = _capacity(options, pool.layout.block_tokens)
     return CudaRunner(model, pool, attention, kernels, gpu.device, capacity, _sampler(triton))
@@ -110,7 +109,7 @@ def _capture(runner: CudaRunner, gpu: Accelerator) -> None:
 def _one_block(options: BuildOptions, model: Decoder) -> KVLayout:
     config = model.config
     dtype = str(model.dtype).removeprefix("torch.") if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-    size = options.block_size or BLOCK_TOKENS
+    size = options.block_size or block_tokens_on_cuda(options.attention_backend, model.device)
     return KVLayout(1, config.num_kv_heads, config.num_layers, size, config.head_dim, dtype)
 
 

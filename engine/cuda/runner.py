@@ -14,20 +14,22 @@ from engine.attention.torch_backend import TorchAttention
 from engine.batch import Batch, build
 from engine.cuda.graphs import GraphPool
 from engine.cuda.passes import Passes
-from engine.cuda.staging import Buffers, Capacity
+from engine.cuda.staging import Buffers, Capacity, Shape
 from engine.kernels.interface import Kernels
-from engine.kv_pool import KVPool
+from engine.kv_pool import DUMMY_BLOCK, KVPool
 from engine.logprobs import describe
 from engine.models.decoder import Decoder
 from engine.runner import Finished, Output, Pending, TorchRunner, row_of
 from engine.sampling import BROKEN, NO_TOKEN, NOTHING_ALLOWED, NUMERICAL, Row, adjust, draw
-from scheduler.request import Slice, Step
+from scheduler.request import Request, Slice, Step, cdiv
+from shared.messages import Sampling
 
 # Logits float32 [R, vocab], parameters as `staging` packs them, and the logits after bans, bias and penalties where a
 # row has any -> tokens int64 [R], or the codes of errors. Does not wait for the device (`engine.cuda.triton_sampling`).
 Sampler = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 ERRORS = {BROKEN: NUMERICAL, NOTHING_ALLOWED: NO_TOKEN}
 CPU = torch.device("cpu")
+FAR, WARM_COUNT, MANY = 4096, 16, 64  # of a warm-up: longest context, tokens of a chunk, chunks of a step
 
 
 @dataclass(slots=True)
@@ -100,6 +102,23 @@ class CudaRunner(TorchRunner):
             "graphs": self.passes.describe(),
         }
 
+    def warm_up(self) -> None:
+        """Steps unlike the largest, which building has run, and those that were captured: contexts long and short,
+        few tokens and many, biased draws. A kernel that is compiled under a request lets it wait for seconds. Their KV
+        goes to the dummy block."""
+        far = min(self._buffers.most_tokens, FAR) - WARM_COUNT
+        many = max(1, min(self._capacity.tokens // WARM_COUNT, MANY))
+        mixes = ([(0, 1), (0, WARM_COUNT)], [(far, 1), (0, WARM_COUNT)], [(0, 2)], [(far, 2)], [(0, WARM_COUNT)] * many)
+        for spans in mixes:
+            slices = [self._warm_slice(max(0, start), count) for start, count in spans[: self._capacity.slices]]
+            self.run(Step(0, slices, []))
+
+    def _warm_slice(self, start: int, count: int) -> Slice:
+        end = start + count
+        request = Request("warm-up", [0] * end, end, 1, payload=Sampling(seed=0, top_p=0.9, logit_bias={0: 1.0}))
+        request.blocks = [DUMMY_BLOCK] * cdiv(end, self._block_tokens)
+        return Slice(request, start, count, True, 0)
+
     def run(self, step: Step) -> list[Output]:
         return self.launch(step).wait()
 
@@ -123,8 +142,9 @@ class CudaRunner(TorchRunner):
         rows = [row_of(slices[index]) for index in built.sampled]
         self._arrivals.reverse()
         self._events.reverse()
-        shape, captured = self.passes.choose(built)
-        batch, parameters = self._buffers_for(built).load(built, rows, shape, self._tokens)
+        buffers = self._buffers_for(built)
+        shape, captured = self.passes.choose(built) if buffers is self._buffers else (Shape.of(built), None)
+        batch, parameters = buffers.load(built, rows, shape, self._tokens)
         hidden = self.passes.run(batch, captured)
         done = self._events[0]
         launched = Launched([Output() for _ in slices], order, built.sampled, self._arrivals[0][: len(rows)], done)
@@ -139,7 +159,8 @@ class CudaRunner(TorchRunner):
     def _buffers_for(self, built: Batch) -> Buffers:
         if self._capacity.holds(built):
             return self._buffers
-        return Buffers(replace(self._capacity, slices=len(built.starts), tokens=len(built.tokens)), self._device)
+        slices, blocks = built.block_table.shape
+        return Buffers(Capacity(slices, len(built.tokens), blocks, self._block_tokens), self._device)
 
     def _draw(self, logits: Tensor, rows: list[Row], parameters: Tensor, launched: Launched) -> None:
         """Puts the draws where the next step finds them, and sends them to the host."""

@@ -14,6 +14,8 @@ from engine.sampling import Row, parameters_of
 
 NOWHERE = -1  # the slot of a token that is padding
 SAMPLING_WORDS = 5  # of a row, as `engine.sampling.parameters_of` packs them
+ALIGNED_WORDS = 2  # of 8 bytes
+NUM_REGIONS = 9  # of a block: six tensors of a batch, what is carried, how to draw, the block table
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +41,22 @@ class Capacity:
     block_tokens: int
 
     def holds(self, step: Batch) -> bool:
-        return len(step.starts) <= self.slices and len(step.tokens) <= self.tokens
+        slices, blocks = step.block_table.shape
+        return slices <= self.slices and blocks <= self.blocks and len(step.tokens) <= self.tokens
 
     @property
     def words(self) -> int:
         rows = self.tokens + self.slices
         fixed = 3 * self.tokens + rows + 2 * self.slices + 2
-        return fixed + (2 + SAMPLING_WORDS) * self.slices + self.slices * (self.blocks + 1) // 2 + 1
+        regions = (2 + SAMPLING_WORDS) * self.slices + self.slices * (self.blocks + 1) // 2 + 1
+        return fixed + regions + NUM_REGIONS * (ALIGNED_WORDS - 1)
 
 
 class Carver:
-    """Hands out consecutive regions of a flat int64 block; the same requests in the same order, the same layout."""
+    """Hands out consecutive regions of a flat int64 block; the same requests in the same order, the same layout.
+
+    Each begins at a multiple of 16 bytes, for Triton compiles a kernel anew for pointers that do not.
+    """
 
     def __init__(self, words: Tensor) -> None:
         self._words = words
@@ -57,8 +64,9 @@ class Carver:
 
     def take(self, count: int, dtype: torch.dtype = torch.int64) -> Tensor:
         start = self.used
-        self.used += -(-count * dtype.itemsize // self._words.itemsize)
-        return self._words[start : self.used].view(dtype)[:count]
+        words = -(-count * dtype.itemsize // self._words.itemsize)
+        self.used += -(-words // ALIGNED_WORDS) * ALIGNED_WORDS
+        return self._words[start : start + words].view(dtype)[:count]
 
     def batch(self, shape: Shape, table: Tensor) -> Batch:
         """Views for a shape. What a graph reads comes first: where it lies depends on the shape alone."""

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,arg-type,attr-defined,assignment"
 """The draw of `engine.sampling` as machine code for this CPU, a row a thread. Importing it compiles, or loads what was
 compiled before.
 
@@ -30,7 +31,6 @@ from engine.vectors import (
     number_at,
     put_address,
     splat,
-    store,
     store_some,
     take_next,
     total,
@@ -52,9 +52,7 @@ _30, _27, _31, _12 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(12)
 _double = written(types.float64, (types.uint64,), lambda b, bits: b.bitcast(bits, ir.DoubleType()))
 _bits = written(types.int64, (types.float64,), lambda b, number: b.bitcast(number, ir.IntType(64)))
 _pointer = written(types.voidptr, (types.int64,), lambda b, at: b.inttoptr(at, ir.IntType(8).as_pointer()))
-_parameter = written(
-    types.float64, (types.int64,), lambda b, at: b.load(b.inttoptr(at, ir.DoubleType().as_pointer()))
-)
+_parameter = written(types.float64, (types.int64,), lambda b, at: b.load(b.inttoptr(at, ir.DoubleType().as_pointer())))
 
 
 @inlined

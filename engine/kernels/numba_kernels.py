@@ -1,6 +1,8 @@
 """The element-wise work of a layer as machine code for this CPU, each in one pass over its rows. Importing it compiles,
 or loads what was compiled before. Rows are float32; a thread takes every so many-th."""
 
+from typing import Any
+
 from engine.jit import inlined, kernel, num_threads, part, thread_number
 from engine.vectors import (
     FLOAT32,
@@ -17,7 +19,7 @@ from engine.vectors import (
 
 
 @part
-def norm_row(source, weight, target, size, epsilon):
+def norm_row(source: int, weight: int, target: int, size: int, epsilon: float) -> None:
     """RMS norm (Zhang and Sennrich) of one row."""
     squares = splat(0.0)
     for at in range(0, size, LANES):
@@ -31,7 +33,7 @@ def norm_row(source, weight, target, size, epsilon):
 
 
 @kernel
-def norm(values):
+def norm(values: Any) -> None:
     """values: rows, size, address of epsilon, source, weight, target."""
     rows, size, source, weight, target = values[0], values[1], values[3], values[4], values[5]
     epsilon = number_at(values[2])
@@ -40,7 +42,7 @@ def norm(values):
 
 
 @kernel
-def add_norm(values):
+def add_norm(values: Any) -> None:
     """values: rows, size, address of epsilon, hidden (added to in place), update, weight, target."""
     rows, size, hidden, update, weight, target = values[0], values[1], values[3], values[4], values[5], values[6]
     epsilon = number_at(values[2])
@@ -54,7 +56,7 @@ def add_norm(values):
 
 
 @kernel
-def silu_mul(values):
+def silu_mul(values: Any) -> None:
     """values: rows, size of a half, source [rows, 2 * size], target."""
     rows, size, source, target = values[0], values[1], values[2], values[3]
     one = splat(1.0)
@@ -68,7 +70,7 @@ def silu_mul(values):
 
 
 @inlined
-def rotate(head, cosine, sine, half, target, code):
+def rotate(head: int, cosine: int, sine: int, half: int, target: int, code: int) -> None:
     """One head, turned: dimension i with i + half (the order of Hugging Face's Llama)."""
     width = 4 if code == FLOAT32 else 2
     for at in range(0, half, LANES):
@@ -80,7 +82,7 @@ def rotate(head, cosine, sine, half, target, code):
 
 
 @kernel
-def rotate_and_store(values):
+def rotate_and_store(values: Any) -> None:
     """A token's keys and values go to its slot of the layer's part of the pool, unless that is negative; its queries,
     rotated, to `target`. `qkv` is written over where heads are normed."""
     rows, qkv, target, cosines, sines, slots = values[0], values[1], values[2], values[3], values[4], values[5]

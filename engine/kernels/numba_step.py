@@ -1,4 +1,4 @@
-"""A layer's element-wise work on a CPU by our own kernels: one pass over the rows each, written straight into the pool."""
+"""A layer's element-wise work on a CPU by our own kernels: each one pass over its rows, KV straight into the pool."""
 
 import numpy as np
 import torch

@@ -26,7 +26,7 @@ def linear_on_cpu(weight_dtype: str, quantization: str, fbgemm: bool | None = No
         return Int8()
     if weight_dtype in SIXTEEN_BITS:
         return Half(SIXTEEN_BITS[weight_dtype])
-    if not fbgemm or not torch.backends.mkldnn.is_available():  # other CPUs have other kernels, not measured
+    if not fbgemm or not torch._C._has_mkldnn:  # other CPUs have other kernels, not measured
         return Plain(torch.float32)
     return AsStored(Packed()) if weight_dtype == "auto" else Packed()
 

@@ -15,6 +15,7 @@ from engine.linear.fbgemm import packed_by_fbgemm
 
 EXACT = 2.0**-23  # a loss, relative to a row's norm, that is below the rounding of float32 arithmetic
 TOP_EXPONENT = 15  # float16 holds what is below 2 ** 16; one to spare
+LARGEST_SCALE = 2.0**100  # its inverse times a row must stay a float32
 
 
 @dataclass(slots=True)
@@ -53,7 +54,6 @@ def _scale(weight: Tensor, largest: float) -> float:
     """The power of two that brings a matrix into float16's range; 1 where no row loses by going without.
 
     Beyond 2 ** -32 of the largest, weights become multiples of 2 ** -40 of it."""
-    lost = (weight - weight.half().float()).norm(dim=1, dtype=torch.float64)
-    if bool((lost <= EXACT * weight.norm(dim=1, dtype=torch.float64)).all()):
-        return 1.0
-    return 2.0 ** (TOP_EXPONENT - math.frexp(largest)[1])
+    scale = min(LARGEST_SCALE, 2.0 ** (TOP_EXPONENT - math.frexp(largest)[1]))
+    lost = torch.sub(weight, weight.half()).mul_(scale).norm(dim=1)
+    return 1.0 if bool((lost <= EXACT * (weight * scale).norm(dim=1)).all()) else scale

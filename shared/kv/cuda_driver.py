@@ -6,9 +6,20 @@ What is here lives outside every framework's allocator, so no allocator setting 
 import ctypes
 import os
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_char, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_ubyte, c_uint64, c_void_p
 from functools import cache
 from typing import Any, Self
+
+from shared.kv.cuda_calls import (
+    BATCH_COPY,
+    BATCH_COPY_TYPES,
+    CALLS,
+    Access,
+    AllocationProperties,
+    CopyAttributes,
+    IpcHandle,
+    Location,
+)
 
 VMM, LEGACY = "vmm", "legacy"
 SHARE_BY_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -22,91 +33,6 @@ IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 
 class CudaError(OSError):
     """A call of the driver failed; the text has its name and the driver's name of the error."""
-
-
-class Location(Structure):
-    _fields_ = (("type", c_int), ("id", c_int))
-
-
-class AllocationProperties(Structure):
-    """CUmemAllocationProp, 32 bytes."""
-
-    _fields_ = (
-        ("type", c_int),
-        ("handle_types", c_int),
-        ("location", Location),
-        ("win32", c_void_p),
-        ("flags", c_ubyte * 8),
-    )
-
-
-class Access(Structure):
-    """CUmemAccessDesc, 12 bytes."""
-
-    _fields_ = (("location", Location), ("flags", c_int))
-
-
-class IpcHandle(Structure):
-    """CUipcMemHandle, passed by value."""
-
-    _fields_ = (("reserved", c_ubyte * 64),)
-
-
-class CopyAttributes(Structure):
-    """CUmemcpyAttributes, 24 bytes."""
-
-    _fields_ = (("source_order", c_int), ("source", Location), ("target", Location), ("flags", c_uint))
-
-
-# Name and types of the arguments of each call; all return a CUresult. Pointers into a device are 64-bit numbers.
-CALLS: dict[str, tuple[Any, ...]] = {
-    "cuInit": (c_uint,),
-    "cuGetErrorName": (c_int, POINTER(c_char_p)),
-    "cuDeviceGet": (POINTER(c_int), c_int),
-    "cuDeviceGetCount": (POINTER(c_int),),
-    "cuDeviceGetUuid_v2": (POINTER(c_char * 16), c_int),
-    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
-    "cuDeviceCanAccessPeer": (POINTER(c_int), c_int, c_int),
-    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
-    "cuCtxSetCurrent": (c_void_p,),
-    "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(AllocationProperties), c_int),
-    "cuMemCreate": (POINTER(c_uint64), c_size_t, POINTER(AllocationProperties), c_uint64),
-    "cuMemRelease": (c_uint64,),
-    "cuMemAddressReserve": (POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_uint64),
-    "cuMemAddressFree": (c_uint64, c_size_t),
-    "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
-    "cuMemUnmap": (c_uint64, c_size_t),
-    "cuMemSetAccess": (c_uint64, c_size_t, POINTER(Access), c_size_t),
-    "cuMemExportToShareableHandle": (POINTER(c_int), c_uint64, c_int, c_uint64),
-    "cuMemImportFromShareableHandle": (POINTER(c_uint64), c_void_p, c_int),
-    "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
-    "cuMemFree_v2": (c_uint64,),
-    "cuIpcGetMemHandle": (POINTER(IpcHandle), c_uint64),
-    "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), IpcHandle, c_uint),
-    "cuIpcCloseMemHandle": (c_uint64,),
-    "cuMemHostAlloc": (POINTER(c_void_p), c_size_t, c_uint),
-    "cuMemFreeHost": (c_void_p,),
-    "cuMemsetD8Async": (c_uint64, c_ubyte, c_size_t, c_void_p),
-    "cuMemcpyDtoDAsync_v2": (c_uint64, c_uint64, c_size_t, c_void_p),
-    "cuMemcpyDtoHAsync_v2": (c_void_p, c_uint64, c_size_t, c_void_p),
-    "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
-    "cuStreamCreate": (POINTER(c_void_p), c_uint),
-    "cuStreamSynchronize": (c_void_p,),
-    "cuStreamDestroy_v2": (c_void_p,),
-}
-# From CUDA 12.8 on. CUDA 13 has a second version without the failed index, beside this one.
-BATCH_COPY = "cuMemcpyBatchAsync"
-BATCH_COPY_TYPES: tuple[Any, ...] = (
-    POINTER(c_uint64),
-    POINTER(c_uint64),
-    POINTER(c_size_t),
-    c_size_t,
-    POINTER(CopyAttributes),
-    POINTER(c_size_t),
-    c_size_t,
-    POINTER(c_size_t),
-    c_void_p,
-)
 
 
 class Driver:

@@ -122,3 +122,9 @@ def test_an_unknown_entry_lists_those_there_are(
         entry.main()
     printed = capsys.readouterr().out
     assert all(f"  {name} " in printed for name in entry.ENTRIES)
+
+
+def test_every_entry_is_a_module_with_a_main() -> None:
+    folder = Path(entry.__file__).parent
+    for name in entry.ENTRIES:
+        assert "\ndef main() -> None:\n" in (folder / f"{name}.py").read_text(), name

@@ -182,7 +182,9 @@ def test_devices_that_nodes_cannot_have_are_refused(given: dict[str, object], co
 def test_a_child_inherits_no_setting_of_its_parent() -> None:
     parent = {"BATON_PORT": "8000", "BATON_PREFILL": "2", "PATH": "/bin", "PYTHONPATH": "/x"}
     child = inherited(parent)
-    assert set(child) == {"PATH", "PYTHONPATH"}
+    assert set(child) == {"PATH", "PYTHONPATH", "GOMP_SPINCOUNT"}
+    assert inherited({"GOMP_SPINCOUNT": "7"})["GOMP_SPINCOUNT"] == "7"
+    assert "GOMP_SPINCOUNT" not in inherited({"OMP_WAIT_POLICY": "active"})
     assert child["PYTHONPATH"].endswith(":/x")
     assert (Path(child["PYTHONPATH"].split(":")[0]) / "cluster").is_dir()
 

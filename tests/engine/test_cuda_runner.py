@@ -15,7 +15,7 @@ from engine.batch import Batch
 from engine.cuda.fake_graph import FakeGraphPool
 from engine.cuda.graphs import Recording
 from engine.cuda.runner import CudaRunner, greedy
-from engine.cuda.staging import Capacity, Shape
+from engine.cuda.staging import Buffers, Capacity, Shape
 from engine.kernels.torch_kernels import TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.config import ModelConfig, Rope
@@ -251,10 +251,16 @@ def test_each_number_of_decodes_replays_the_next_larger_size(model: Decoder, siz
     torch.testing.assert_close(pool.tensor[1:], other.tensor[1:], equal_nan=True)
 
 
-def test_a_step_beyond_the_buffers_gets_its_own(model: Decoder) -> None:
-    runner, blocks, _ = cuda_runner(model, "decodes whole")
+@pytest.mark.parametrize("num_tokens", [CAPACITY.tokens + 8, 3])
+def test_a_step_beyond_the_buffers_gets_its_own(model: Decoder, num_tokens: int) -> None:
+    """Too many tokens at once, or (with few of them) more blocks than a request should have."""
+    runner, blocks, pool = cuda_runner(model, "decodes whole")
+    if num_tokens < CAPACITY.tokens:
+        narrow = replace(CAPACITY, blocks=1)
+        runner = CudaRunner(model, pool, StaticAttention(pool), TorchKernels(CONFIG, pool), CPU, narrow)
+        runner.capture(FakeGraphPool())
     reference, _, their_blocks = torch_runner(model, NUM_BLOCKS, BLOCK_TOKENS)
-    prompt = [index % VOCABULARY for index in range(CAPACITY.tokens + 8)]
+    prompt = [index % VOCABULARY for index in range(num_tokens)]
     ours, theirs = blocks.request(prompt, GREEDY, 6), their_blocks.request(prompt, GREEDY, 6)
     assert generate(runner, [ours], 4096) == generate(reference, [theirs], 4096)
 
@@ -380,3 +386,23 @@ def test_what_is_made_in_a_pause_is_not_made_again_unless_its_call_does() -> Non
 def test_waiting_for_the_device_is_refused(wait: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(RuntimeError, match="may not wait"):
         recorded(lambda _: wait(torch.ones(1)))
+
+
+@pytest.mark.parametrize("captures", CAPTURES)
+def test_a_warm_up_touches_the_dummy_block_only(model: Decoder, captures: str) -> None:
+    runner, _, pool = cuda_runner(model, captures)
+    pool.tensor[0] = 0
+    runner.warm_up()
+    assert pool.tensor[1:].isnan().all()
+    assert pool.tensor[0].isfinite().all()
+    assert pool.tensor[0].any()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 7])
+def test_tensors_on_the_device_begin_at_16_bytes_whatever_the_shape(tokens: int) -> None:
+    """Triton would compile its kernels again for a pointer that does not."""
+    buffers = Buffers(CAPACITY, CPU)
+    batch = buffers.clear(Shape(tokens, tokens, tokens))
+    names = ("tokens", "positions", "slots", "logit_rows", "cu_q", "kv_len", "block_table")
+    assert {getattr(batch, name).data_ptr() % 16 for name in names} == {0}
+    assert len(batch.cu_q) == tokens + 1

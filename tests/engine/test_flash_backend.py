@@ -7,7 +7,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from engine.attention import flash_backend
+from engine.attention import choose, flash_backend
+from engine.attention.choose import attention_on_cuda, block_tokens_on_cuda, flash_attn_here
 from engine.attention.flash_backend import FlashAttention, installed
 from engine.attention.torch_backend import TorchAttention
 from engine.batch import build
@@ -116,3 +117,65 @@ def test_only_a_package_that_cannot_split_contexts_leaves_decodes_to_another() -
     names = {name: FlashAttention(pool, name, other).name for name in BLOCK_TOKENS}
     assert names["flash_attn 4"] == "flash_attn 4, torch for decodes"
     assert names["flash_attn 2"] == "flash_attn 2"
+
+
+@pytest.mark.usefixtures("packages")
+def test_auto_takes_flash_attention_3_where_it_can_and_our_own_elsewhere() -> None:
+    chosen = [attention_on_cuda("auto", pool_of(64, dtype), triton=False).name for dtype in ("bfloat16", "float32")]
+    assert chosen == ["flash_attn 3", "torch"]
+    assert attention_on_cuda("auto", pool_of(64), triton=False, computed=torch.bfloat16).name == "torch"
+
+
+@pytest.mark.parametrize("name", ["flash_attn.cute", "flash_attn"])
+@pytest.mark.usefixtures("packages")
+def test_auto_takes_no_other_generation(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for other in {"flash_attn_interface", "flash_attn.cute", "flash_attn"} - {name}:
+        monkeypatch.delitem(sys.modules, other)
+    assert attention_on_cuda("auto", pool_of(256), triton=False).name == "torch"
+    forced = attention_on_cuda("flash_attn", pool_of(256), triton=False).name
+    assert forced == {"flash_attn.cute": "flash_attn 4, torch for decodes", "flash_attn": "flash_attn 2"}[name]
+
+
+@pytest.mark.usefixtures("packages")
+def test_a_package_that_cannot_be_loaded_is_told_when_asked_for_and_passed_over_by_auto() -> None:
+    sys.modules["flash_attn_interface"] = ModuleType("flash_attn_interface")
+    assert attention_on_cuda("auto", pool_of(64), triton=False).name == "torch"
+    with pytest.raises(ValueError, match="flash_attn 3 cannot be loaded: .*use triton"):
+        attention_on_cuda("flash_attn", pool_of(64), triton=False)
+
+
+@pytest.mark.usefixtures("packages")
+def test_kv_of_another_dtype_than_the_activations_is_refused() -> None:
+    with pytest.raises(ValueError, match="KV in float16 under activations in torch.bfloat16: leave --kv-cache-dtype"):
+        attention_on_cuda("flash_attn", pool_of(256), triton=False, computed=torch.bfloat16)
+
+
+def test_without_any_package_asking_for_one_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_backend, "_is_there", lambda _: False)
+    with pytest.raises(ValueError, match=r"pip install baton-serve\[gpu\], or use auto"):
+        attention_on_cuda("flash_attn", pool_of(64), triton=False)
+    assert attention_on_cuda("auto", pool_of(64), triton=False).name == "torch"
+
+
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize(
+    ("major", "found"),
+    [
+        (8, ["flash_attn 2"]),
+        (9, ["flash_attn 3", "flash_attn 4", "flash_attn 2"]),
+        (10, ["flash_attn 4", "flash_attn 2"]),
+    ],
+)
+def test_a_generation_is_for_the_gpus_that_it_was_written_for(
+    monkeypatch: pytest.MonkeyPatch, major: int, found: list[str]
+) -> None:
+    monkeypatch.setattr(choose.torch.cuda, "get_device_capability", lambda _: (major, 0))
+    assert flash_attn_here(torch.device("cuda")) == found
+
+
+@pytest.mark.usefixtures("packages")
+def test_blocks_are_of_256_tokens_only_where_flash_attention_2_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [block_tokens_on_cuda(name, CPU) for name in ("auto", "triton", "flash_attn")] == [64, 64, 64]
+    for other in ("flash_attn_interface", "flash_attn.cute"):
+        monkeypatch.delitem(sys.modules, other)
+    assert [block_tokens_on_cuda(name, CPU) for name in ("auto", "triton", "flash_attn")] == [64, 64, 256]

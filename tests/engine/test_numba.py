@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -136,7 +137,7 @@ def test_rotation_stores_what_it_should_and_nothing_else(
 
 
 @kernel
-def exponentials(values):  # type: ignore[no-untyped-def]
+def exponentials(values: Any) -> None:
     source, target, count, code = values[0], values[1], values[2], values[3]
     for at in range(0, count, LANES):
         x = exponential(load_some(source + 4 * at, count - at, FLOAT32))

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from engine import sampling as sampling_module
 from engine.noise import GOLDEN, MASK, gumbel, key_of
-from engine.sampling import CANDIDATES, Row, adjust, restrict, sample
+from engine.sampling import CANDIDATES, Row, adjust, draw, parameters_of, restrict, sample
 from shared.messages import Sampling
 
 torch.set_num_threads(1)
@@ -240,3 +241,58 @@ def test_a_large_vocabulary_draws_inside_its_filters() -> None:
     rows = [row(Sampling(top_p=random.choice([0.3, 0.95]), top_k=random.choice([0, 50, 5000]))) for _ in range(24)]
     for index, token in enumerate(drawn(logits, rows)):
         assert token in allowed(logits[index].double().numpy(), rows[index].sampling)
+
+
+def rows_of(sampling: Sampling, count: int) -> list[Row]:
+    return [row(replace(sampling, seed=77 * seed + 1), 5 + seed) for seed in range(count)]
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 33, CANDIDATES - 1, CANDIDATES + 1, 3000])
+@pytest.mark.parametrize("scale", [0.0, 0.1, 5.0])
+def test_the_compiled_draw_is_the_defined_one(vocab: int, scale: float) -> None:
+    compiled = sampling_module._compiled_draw()
+    if compiled is None:
+        pytest.skip("needs numba")
+    logits = random_logits(40, vocab, vocab, scale)
+    banned = logits.clone()
+    banned[::3, vocab // 2] = -math.inf
+    spoilt = logits.clone()
+    spoilt[7, vocab - 1], spoilt[8, 0], spoilt[9, vocab // 2] = math.nan, math.inf, -math.inf
+    for sampling in [*FILTERS, GREEDY, Sampling(top_k=900, top_p=0.8), Sampling(top_k=60, top_p=0.99)]:
+        rows = rows_of(sampling, 40)
+        parameters = torch.from_numpy(parameters_of(rows))
+        for raw, adjusted in ((logits, logits), (logits, banned), (spoilt, spoilt), (logits[:, :vocab:2],) * 2):
+            assert compiled(raw, adjusted, parameters) == draw(raw, adjusted, rows), sampling
+
+
+def test_threads_share_the_rows_of_a_compiled_draw() -> None:
+    logits, rows = random_logits(64, 2000), rows_of(Sampling(top_p=0.9), 64)
+    alone = drawn(logits, rows)
+    torch.set_num_threads(2)
+    try:
+        assert drawn(logits, rows) == alone
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_top_p_counts_within_top_k_however_many_that_are() -> None:
+    logits = torch.zeros(1, 2 * CANDIDATES + 100)
+    logits[0] -= torch.arange(logits.shape[1]) * 1e-4  # nearly flat, all different
+    sampling = Sampling(top_k=2 * CANDIDATES, top_p=0.5)
+    left = restrict(logits, [sampling]).isfinite()[0].sum().item()
+    assert left == len(allowed(logits[0].double().numpy(), sampling))
+
+
+def test_without_a_compiler_the_draw_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, rows = random_logits(12, 300), [row(CHOICES[at % 6], 5 + at) for at in range(12)]
+    expected = drawn(logits, rows)
+
+    def missing(name: str) -> None:
+        raise ImportError(f"no module named {name}")
+
+    monkeypatch.setattr("importlib.import_module", missing)
+    sampling_module._compiled_draw.cache_clear()
+    try:
+        assert drawn(logits, rows) == expected
+    finally:
+        sampling_module._compiled_draw.cache_clear()

@@ -1,6 +1,6 @@
 """A double of the CUDA driver: memory of a GPU is host memory in memfds, which other processes map by the same rules.
 
-It is called through the very types of `shared.kv.cuda_driver`, as libcuda would be. Copies wait until somebody waits
+It is called through the very types of `shared.kv.cuda_calls`, as libcuda would be. Copies wait until somebody waits
 for their stream, so that one which nobody waited for is missed.
 """
 
@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.kv.checksum import checksums
-from shared.kv.cuda_driver import BATCH_COPY, BATCH_COPY_TYPES, CALLS, LEGACY, VMM, Driver, Gpu, Region
+from shared.kv.cuda_calls import BATCH_COPY, BATCH_COPY_TYPES, CALLS
+from shared.kv.cuda_driver import LEGACY, VMM, Driver, Gpu, Region
 from shared.kv.staging import Pinned, Staging
 
 NAMES = {1: b"CUDA_ERROR_INVALID_VALUE", 2: b"CUDA_ERROR_OUT_OF_MEMORY"}

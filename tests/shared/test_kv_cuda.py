@@ -15,17 +15,8 @@ import numpy as np
 import pytest
 
 from shared.kv.channel import Card, CardError, ChannelError, PeerLostError
-from shared.kv.cuda_driver import (
-    Access,
-    AllocationProperties,
-    CopyAttributes,
-    CudaError,
-    Driver,
-    Gpu,
-    IpcHandle,
-    Region,
-    Stream,
-)
+from shared.kv.cuda_calls import Access, AllocationProperties, CopyAttributes, IpcHandle
+from shared.kv.cuda_driver import CudaError, Driver, Gpu, Region, Stream
 from shared.kv.cuda_ipc import OFFER, CudaIpcChannel
 from shared.kv.listener import WELCOME
 from shared.kv.memory import HostMemory

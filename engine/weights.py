@@ -78,25 +78,26 @@ class Checkpoint:
     def __init__(self, directory: Path, device: torch.device) -> None:
         self._directory = directory
         self._device = device
-        self._files: dict[str, Any] = {}  # tensor -> open file
+        self._files: dict[str, Path] = {}  # by tensor
         for file in weight_files(directory):
-            names, opened = _tensor_names(file), _open(file)
-            for name in names:
+            _open(file)  # raises for what our own look at the header does not see
+            for name in _tensor_names(file):
                 if name in self._files:
                     raise ValueError(f"{file}: tensor {name!r} is in another file too")
-                self._files[name] = opened
+                self._files[name] = file
 
     def take(self, name: str, *shape: int) -> Tensor:
         """Raises ValueError when the tensor is missing (or was taken already), or has another shape."""
         if name not in self._files:
             raise ValueError(f"{self._directory}: tensor {name!r} is missing; the config asks for {list(shape)}")
-        file = self._files.pop(name)
-        found = file.get_slice(name).get_shape()
-        if list(shape) != found:
-            raise ValueError(f"{self._directory}: tensor {name!r} is {found}, the config asks for {list(shape)}")
-        # A copy, since the file is mapped: whoever overwrites it must not change a running model.
-        tensor: Tensor = file.get_tensor(name)
-        return tensor.to(self._device, copy=True)
+        # Opened for each tensor: a mapping that stays keeps all that was read of the file in our memory beside the copy.
+        with _open(self._files.pop(name)) as file:
+            found = file.get_slice(name).get_shape()
+            if list(shape) != found:
+                raise ValueError(f"{self._directory}: tensor {name!r} is {found}, the config asks for {list(shape)}")
+            # A copy: whoever overwrites the file must not change a running model.
+            tensor: Tensor = file.get_tensor(name)
+            return tensor.to(self._device, copy=True)
 
     def skip(self, name: str) -> None:
         self._files.pop(name, None)

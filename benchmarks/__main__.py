@@ -20,6 +20,7 @@ ENTRIES = {
     "slo_budget": "a time-between-tokens SLO against fixed budgets",
     "policies": "batching policies on a virtual clock; writes docs/policies.md",
     "records": "what recording every step costs",
+    "gpu_first_run": "everything on a GPU: checks, kernels, a whole model, handoffs, a cluster",
     "models": "makes a checkpoint of random weights",
     "document": "writes docs/performance.md from the results",
 }

@@ -11,11 +11,16 @@ import fcntl
 import hashlib
 import logging
 import os
+import platform
+import shutil
 import tempfile
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
+from stat import S_ISDIR
 from typing import Any, TypeVar
 
 import llvmlite.binding
@@ -27,8 +32,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 log = logging.getLogger(__name__)
 
+HERE = Path(__file__).parent
 # Work of a kernel call, in elementary operations, from which a team of threads pays: waking it takes some microseconds.
 PARALLEL_WORK = 1 << 15
+
+
+def cpu_features() -> frozenset[str]:
+    """What LLVM may use of this CPU, as in "avx512f"; NUMBA_CPU_FEATURES can take something away."""
+    flags = numba.config.CPU_FEATURES
+    if flags is None:
+        flags = llvmlite.binding.get_host_cpu_features().flatten()
+    return frozenset(flag[1:] for flag in flags.split(",") if flag.startswith("+"))
+
+
+if platform.machine() == "x86_64" and "f16c" not in cpu_features():  # LLVM would end the process at the first float16
+    raise ImportError("this CPU cannot convert float16 (F16C), which compiled kernels need")
 
 _TORCH = ctypes.CDLL(torch._C.__file__)  # looks a symbol up in all that torch was linked with
 # Under names of our own, so that compiled code finds these and no others.
@@ -41,40 +59,59 @@ _parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_
 _parallel.restype = None
 
 
-def _writable(where: Path) -> bool:
-    """Makes the directory if it can be ours alone: code is loaded from it."""
+def _is_ours(directory: Path) -> bool:
+    """Whether it can be written, by us alone, made if need be: code is loaded from it."""
     try:
-        where.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=where):
-            return where.stat().st_uid == os.getuid() and not where.stat().st_mode & 0o022
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.lstat()  # of a link, which another user could turn elsewhere, not of what it points to
+        with tempfile.TemporaryFile(dir=directory):
+            return S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
     except OSError:
         return False
 
 
-def _cache_directory(source: Path) -> Path:
-    """Where the kernels of a file stay: beside this module, else in the user's cache, else in a temporary directory.
-    Its name changes with all that they are made of; numba itself looks only at the one file, and at the CPU."""
-    here = Path(__file__).parent
-    files = sorted({here / "jit.py", here / "vectors.py", source, *source.parent.glob("numba_*.py")})
-    name = hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    for place in (here / "__pycache__", cache / "baton", Path(tempfile.gettempdir()) / f"baton-{os.getuid()}"):
-        if _writable(place / f"kernels-{name}"):
-            return place / f"kernels-{name}"
-    return Path(tempfile.mkdtemp(prefix="baton-"))  # not found again, but it works
+def _places() -> Iterator[Path]:
+    """Where compiled kernels may stay, best first: beside this module, in the user's cache, among temporary files."""
+    yield HERE / "__pycache__"
+    yield Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "baton")
+    with suppress(OSError):
+        yield Path(tempfile.gettempdir(), f"baton-{os.getuid()}")
+
+
+def _cache_directory(source: Path, places: Iterable[Path]) -> Path | None:
+    """Of the kernels of a file, in the first place that is ours: who owns a directory may exchange those in it. Its
+    name changes with all that kernels are made of; numba itself looks only at the one file, and at the CPU."""
+    files = {HERE / f"{name}.py" for name in ("jit", "vectors", "noise", "sampling")} | {*HERE.rglob("numba_*.py")}
+    made_of = b"".join(file.read_bytes() for file in sorted(files | {source}))
+    name = f"kernels-{hashlib.blake2b(made_of, digest_size=8).hexdigest()}"
+    return next((at / name for at in places if at.is_absolute() and _is_ours(at) and _is_ours(at / name)), None)
 
 
 @contextmanager
-def _cached(source: Path) -> Iterator[None]:
+def _alone_in(directory: Path) -> Iterator[None]:
     """Of several nodes that start together, the first compiles and the others load what it has stored."""
-    directory = _cache_directory(source)
-    numba.config.CACHE_DIR = str(directory)
     with (directory / "lock").open("a+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(OSError):  # where files cannot be locked, each compiles
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if lock.tell() == 0:
             lock.write("of the process that compiles")
-            log.warning("compiling kernels for this CPU, once: some seconds (kept in %s)", directory)
+            log.warning("compiling kernels for this CPU, once: about 10 seconds (kept in %s)", directory)
         yield
+
+
+def _compiled(function: Callable[[Any], None]) -> Any:
+    """From disk where it is there; what is damaged there goes, and nothing is kept where that fails."""
+    compiling = partial(numba.cfunc, types.void(types.CPointer(types.int64)), error_model="numpy")  # type: ignore[attr-defined]
+    directory = _cache_directory(Path(function.__code__.co_filename), _places())
+    if directory is not None:
+        numba.config.CACHE_DIR = str(directory)
+        try:
+            with _alone_in(directory):
+                return compiling(cache=True)(function)
+        except (OSError, EOFError, UnpicklingError) as error:
+            log.warning("compiled kernels in %s are of no use, compiling them anew: %s", directory, error)
+            shutil.rmtree(directory, ignore_errors=True)
+    return compiling()(function)
 
 
 class Kernel:
@@ -100,9 +137,7 @@ class Kernel:
 def kernel(function: Callable[[Any], None]) -> Kernel:
     """Compiles, or loads from disk, a function of `values` (a pointer to int64) that every thread of a team runs:
     it shares the work by `thread_number()` and `num_threads()`, or by a counter. Raise nothing in it."""
-    signature = types.void(types.CPointer(types.int64))  # type: ignore[attr-defined]
-    with _cached(Path(function.__code__.co_filename)):
-        return Kernel(numba.cfunc(signature, cache=True, error_model="numpy")(function))
+    return Kernel(_compiled(function))
 
 
 def part(function: F) -> F:
@@ -113,9 +148,3 @@ def part(function: F) -> F:
 def inlined(function: F) -> F:
     """Compiled into every place that calls it: for what passes vectors."""
     return numba.njit(error_model="numpy", forceinline=True)(function)  # type: ignore[no-any-return]
-
-
-def cpu_features() -> frozenset[str]:
-    """What LLVM may use of this CPU, as in "avx512f"; NUMBA_CPU_FEATURES can take something away."""
-    flags = numba.config.CPU_FEATURES or llvmlite.binding.get_host_cpu_features().flatten()
-    return frozenset(flag[1:] for flag in flags.split(",") if flag.startswith("+"))

@@ -5,8 +5,6 @@ Gumbel-max over counter-based noise (`engine.noise`), so neither the batch, nor 
 change it.
 """
 
-import importlib
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.compiled import why_not_compiled
 from engine.logprobs import describe
 from engine.noise import gumbel, key_of
 from shared.messages import Logprobs, Sampling
 
-log = logging.getLogger("baton.sampling")
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 GREEDY_BELOW = 1e-5  # temperatures that leave no choice in float32 (vLLM's bound)
@@ -107,11 +105,11 @@ def draw(logits: Tensor, adjusted: Tensor, rows: Sequence[Row]) -> list[int]:
 @cache
 def _compiled_draw() -> Callable[[Tensor, Tensor, Tensor], list[int]] | None:
     """None on a machine that cannot compile."""
-    try:
-        return importlib.import_module("engine.kernels.numba_draw").draw  # type: ignore[no-any-return]
-    except (ImportError, OSError, AttributeError) as error:
-        log.warning("drawing without compiled code: %s", error)
+    if why_not_compiled():
         return None
+    from engine.kernels.numba_draw import draw as compiled
+
+    return compiled
 
 
 def parameters_of(rows: Sequence[Row]) -> IntArray:

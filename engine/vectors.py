@@ -132,9 +132,10 @@ def _prefetch(builder: Any, address: Any) -> Any:
     return builder.call(function, [pointer, *(ir.Constant(_INT, value) for value in (0, 2, 1))])  # read, level 2, data
 
 
-def _add_to_exponent(builder: Any, vector: Any, shifted: Any) -> Any:
-    low = builder.shl(builder.bitcast(shifted, _of(_INT, LANES)), _constant(_INT, 23))
-    return builder.bitcast(builder.add(builder.bitcast(vector, _of(_INT, LANES)), low), vector.type)
+def _power_of_two(builder: Any, shifted: Any) -> Any:
+    """2 to the integer in the low bits of `shifted`."""
+    bits = builder.shl(builder.bitcast(shifted, _of(_INT, LANES)), _constant(_INT, 23))
+    return builder.bitcast(builder.add(bits, _constant(_INT, 127 << 23)), shifted.type)
 
 
 def _keep_range(builder: Any, vector: Any, low: Any, high: Any, other: Any) -> Any:
@@ -171,7 +172,7 @@ prefetch = written(types.void, (_I,), _prefetch)  # the cache line there, to lev
 take_next = written(_I, (_VALUES,), lambda b, values: b.atomic_rmw("add", values, ir.Constant(_LONG, 1), "monotonic"))
 _set_lane = written(_V, (_V, _I, _F), lambda b, vector, lane, value: b.insert_element(vector, value, lane))
 _lane = written(_F, (_V, _I), lambda b, vector, lane: b.extract_element(vector, lane))
-_scaled_by_power = written(_V, (_V, _V), _add_to_exponent)
+_power_of_two_of = written(_V, (_V,), _power_of_two)
 
 
 def _loading(lanes: int, code: int) -> Any:
@@ -268,4 +269,5 @@ def exponential(x: Any) -> Any:
     series = multiply_add(series, rest, splat(1.6666665459e-1))
     series = multiply_add(series, rest, splat(5.0000001201e-1))
     series = multiply_add(series, rest * rest, rest + splat(1.0))
-    return where_less(x, least, splat(0.0), _scaled_by_power(series, shifted))
+    # Multiplied, not added to the exponent's bits: that makes a number of a NaN.
+    return where_less(x, least, splat(0.0), series * _power_of_two_of(shifted))

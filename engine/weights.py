@@ -80,8 +80,9 @@ class Checkpoint:
         self._device = device
         self._files: dict[str, Path] = {}  # by tensor
         for file in weight_files(directory):
+            names = _tensor_names(file)
             _open(file)  # raises for what our own look at the header does not see
-            for name in _tensor_names(file):
+            for name in names:
                 if name in self._files:
                     raise ValueError(f"{file}: tensor {name!r} is in another file too")
                 self._files[name] = file
@@ -90,7 +91,7 @@ class Checkpoint:
         """Raises ValueError when the tensor is missing (or was taken already), or has another shape."""
         if name not in self._files:
             raise ValueError(f"{self._directory}: tensor {name!r} is missing; the config asks for {list(shape)}")
-        # Opened for each tensor: a mapping that stays keeps all that was read of the file in our memory beside the copy.
+        # Opened for each tensor: a mapping that stays keeps what was read of the file in our memory beside the copy.
         with _open(self._files.pop(name)) as file:
             found = file.get_slice(name).get_shape()
             if list(shape) != found:

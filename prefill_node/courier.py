@@ -1,7 +1,6 @@
 """Carries handoffs out: asks decode nodes for room, pushes blocks over the best channel, commits, and says how it went.
 
-One task a request that leaves. Leases of all tickets with one peer are renewed in one message, by a timer that does
-not wait for the forward pass.
+One task a request that leaves.
 """
 
 import asyncio
@@ -10,10 +9,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpclib.client import Channel
-
 from engine.node import Node, Progress
 from prefill_node.handoff import Action, Commit, Handoff, Phase, Push, Stop
+from prefill_node.peers import CALL_S, Peer, Peers
 from prefill_node.push_fit import PushFit
 from scheduler.request import Request
 from shared import messages
@@ -23,28 +21,11 @@ from shared.kv.staging import KVMemory
 from shared.logs import about
 from shared.messages import Submit
 from shared.serve import Tasks
-from shared.services import COMMIT, PUSHED, RENEW, RESERVE, STOP, PeerError, Rpc, connect
+from shared.services import COMMIT, PUSHED, RESERVE, PeerError, Rpc
 
 log = logging.getLogger("baton.handoff")
-RENEW_S = 2.0
-CALL_S = 5.0
-# Long calls waiting for room share their connection with commits; HTTP/2 allows 100 calls on it.
-MAX_ASKING = 64
 # Of requests that are to be computed in the decode node's pool: how many may have their room before their turn.
 MAX_GRANTED = 4
-
-
-@dataclass(slots=True)
-class Peer:
-    """A decode node as seen from here."""
-
-    address: str
-    rpc: Channel
-    asking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_ASKING))
-    channel: KVChannel | None = None  # the last one chosen, and the cards that it was chosen from
-    cards: dict[str, bytes] = field(default_factory=dict)
-    failed: dict[str, bytes] = field(default_factory=dict)  # the card with which a channel last failed
-    tickets: dict[bytes, None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -75,9 +56,8 @@ class Courier:
     ) -> None:
         self._node = node
         self._memory = memory
-        self._channels = channels
         self._reserve_timeout_s = reserve_timeout_s
-        self._peers: dict[str, Peer] = {}
+        self._peers = Peers(node, channels)
         self._leaving: dict[str, Leaving] = {}
         self._tasks = Tasks()
         self._push_fit = PushFit()
@@ -94,12 +74,11 @@ class Courier:
         """Nobody writes into a prefill node's pool."""
 
     def start(self) -> None:
-        self._tasks.start(self._renew())
+        self._peers.start()
 
     async def close(self) -> None:
         await self._tasks.close()
-        for peer in self._peers.values():
-            peer.rpc.close()
+        await self._peers.close()
 
     # ---- what the node tells ------------------------------------------------------------------------------------
 
@@ -158,7 +137,7 @@ class Courier:
         about(identity, leaving.submit.traceparent)
         peer = None
         try:
-            peer = self._peer(leaving.submit.decode_node)
+            peer = self._peers.at(leaving.submit.decode_node)
             if leaving.request.is_guest:
                 leaving.waits = await self._granted.acquire()
             if handoff.phase is Phase.ASKING or not leaving.request.is_guest:
@@ -195,7 +174,7 @@ class Courier:
                 return
             handoff.granted(reserved.ticket, reserved.num_held, tuple(messages.unpack_ids(reserved.targets)))
             peer.tickets[reserved.ticket] = None
-            leaving.channel = self._choose_channel(peer, reserved.cards)
+            leaving.channel = self._peers.choose_channel(peer, reserved.cards)
             leaving.card = reserved.cards[leaving.channel.name]
             if leaving.request.is_guest and handoff.phase is Phase.MOVING:
                 leaving.request.blocks = messages.unpack_ids(reserved.held) + messages.unpack_ids(reserved.targets)
@@ -239,9 +218,7 @@ class Courier:
         except TicketRefusedError:
             raise  # the channel is well
         except ChannelError:
-            peer.failed[channel.name] = card
-            if peer.channel is channel:
-                peer.channel = None  # chosen anew for the next handoff
+            peer.gave_up_on(channel, card)
             raise
         if source:
             self._pushed(peer, leaving, began_ns, len(source))
@@ -272,10 +249,7 @@ class Courier:
             return
         if leaving.request.is_guest:
             await self._node.returned(leaving.request)  # as long as it takes: until then, steps write into its blocks
-        try:
-            await STOP.call(peer.rpc, messages.Stop(ticket, stop.reason), CALL_S)
-        except PeerError as error:  # its lease ends there without us
-            log.warning("%s did not hear that a handoff stopped: %s", peer.address, error)
+        await self._peers.stop(peer, messages.Stop(ticket, stop.reason))
 
     def _end(self, leaving: Leaving) -> None:
         node, request, handoff = self._node, leaving.request, leaving.handoff
@@ -287,43 +261,6 @@ class Courier:
             node.ticker.handoffs_failed += 1
             log.warning("handoff of %s failed: %s", request.id, handoff.reason)
             node.give_up(request.id, f"handoff: {handoff.reason}", retry=True)
-
-    # ---- peers --------------------------------------------------------------------------------------------------
-
-    def _peer(self, address: str) -> Peer:
-        peer = self._peers.get(address)
-        if peer is None:
-            peer = self._peers[address] = Peer(address, connect(address))
-        return peer
-
-    def _choose_channel(self, peer: Peer, cards: Mapping[str, bytes]) -> KVChannel:
-        """The first channel that both sides can do. Falling to a later one is logged and counted."""
-        if peer.channel is not None and peer.cards == cards:
-            return peer.channel
-        peer.cards = dict(cards)
-        common = [channel for channel in self._channels if channel.name in cards]
-        for place, channel in enumerate(common):
-            card = cards[channel.name]
-            is_last = place == len(common) - 1
-            if channel.reachable(card) and (is_last or peer.failed.get(channel.name) != card):
-                if place:
-                    log.warning("handoffs to %s go over %s, not over a faster channel", peer.address, channel.name)
-                    self._node.ticker.channel_fallbacks += 1
-                peer.channel = channel
-                self._node.ticker.channels[peer.address] = channel.name
-                return channel
-        raise ChannelError(f"no common KV channel with {peer.address}: it offers {sorted(cards)}")
-
-    async def _renew(self) -> None:
-        while True:
-            await asyncio.sleep(RENEW_S)
-            await asyncio.gather(*(self._renew_at(peer) for peer in self._peers.values() if peer.tickets))
-
-    async def _renew_at(self, peer: Peer) -> None:
-        try:
-            await RENEW.call(peer.rpc, messages.Renew(self._node.info.boot, b"".join(peer.tickets)), CALL_S)
-        except PeerError as error:
-            log.warning("leases at %s were not renewed: %s", peer.address, error)
 
 
 def _check(answer: messages.Answer) -> None:

@@ -1,6 +1,5 @@
 """Which attention backend a node uses: the one asked for, or the fastest that can run here."""
 
-import importlib.util
 import logging
 
 import torch
@@ -8,6 +7,7 @@ import torch
 from engine.attention.flash_backend import FLASH_2, FLASH_3, HOPPER, RUNS_ON, FlashAttention, installed
 from engine.attention.interface import AttentionBackend
 from engine.attention.torch_backend import TorchAttention
+from engine.compiled import why_not_compiled
 from engine.kv_pool import KVPool
 
 log = logging.getLogger("baton.engine")
@@ -22,11 +22,10 @@ def attention_on_cpu(name: str, pool: KVPool) -> AttentionBackend:
     """Raises ValueError for a backend that cannot run on a CPU, or not here."""
     if name not in {"auto", "numba", "torch"}:
         raise ValueError(f"--attention-backend {name}: does not run on a CPU; use auto, numba or torch")
-    has_numba = importlib.util.find_spec("numba") is not None
-    if name == "numba" and not has_numba:
-        raise ValueError("--attention-backend numba: the package numba is not installed; install it, or use torch")
-    if name == "torch" or not has_numba:
+    if name == "torch" or (name == "auto" and why_not_compiled()):
         return TorchAttention(pool)
+    if why_not_compiled():
+        raise ValueError(f"--attention-backend numba: cannot run here: {why_not_compiled()}; use auto or torch")
     from engine.attention.numba_backend import NumbaAttention
 
     return NumbaAttention(pool)

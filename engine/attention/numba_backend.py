@@ -138,7 +138,7 @@ class NumbaPlan:
             self._work[window] = made, torch.empty(made.part_rows * (layout.head_dim + 2))
         work, parts = self._work[window]
         out = torch.empty_like(q)
-        memory = self._backend.memory(self._threads, group)
+        memory = self._backend.memory(torch.get_num_threads(), group)  # as many as the kernel will run on
         attend(
             work.operations,
             0,

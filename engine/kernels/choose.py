@@ -1,7 +1,6 @@
 """Which kernels a node uses: the fastest that can run here."""
 
-import importlib.util
-
+from engine.compiled import why_not_compiled
 from engine.kernels.interface import Kernels
 from engine.kernels.torch_kernels import TorchKernels
 from engine.kv_pool import KVPool
@@ -9,7 +8,7 @@ from engine.models.config import ModelConfig
 
 
 def kernels_on_cpu(config: ModelConfig, pool: KVPool) -> Kernels:
-    if importlib.util.find_spec("numba") is None:
+    if why_not_compiled():
         return TorchKernels(config, pool)
     from engine.kernels.numba_step import NumbaKernels
 

@@ -206,7 +206,9 @@ def draw_one(row, count, parameters, area):
     ranked = carray(_pointer(area + 8 * room), room, np.float32)
     for token in range(count):
         tokens[token] = token
-    best = most_likely(area, count)[0]
+    best, token = most_likely(area, count)
+    if not math.isfinite(best):  # a tiny repetition penalty or temperature: nothing can be weighed
+        return token
     least, held = np.float32(-math.inf), 0.0  # `held`: weight of what top_k leaves, ties beyond it not counted
     if min_p > 0:
         least = best + np.float32(math.log(np.float32(min_p)))

@@ -22,7 +22,8 @@ from shared.kv.shm import runs
 from shared.kv.staging import KVMemory
 
 OFFER = struct.Struct("<8sQ64s")  # kind, bytes of the region, legacy handle
-PIECE_BYTES = 256 << 20  # copied between two looks at whether to go on: under a millisecond on one GPU
+# Copied between two looks at whether to go on: half a millisecond on one GPU, beside which a look is little.
+PIECE_BYTES = 1 << 30
 # A killed process's sockets may be closed before the driver has ended what it began on the GPU.
 SETTLE_S = 0.1
 

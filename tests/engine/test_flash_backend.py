@@ -140,13 +140,13 @@ def test_auto_takes_no_other_generation(monkeypatch: pytest.MonkeyPatch, name: s
 def test_a_package_that_cannot_be_loaded_is_told_when_asked_for_and_passed_over_by_auto() -> None:
     sys.modules["flash_attn_interface"] = ModuleType("flash_attn_interface")
     assert attention_on_cuda("auto", pool_of(64), triton=False).name == "torch"
-    with pytest.raises(ValueError, match="flash_attn 3 cannot be loaded: .*use triton"):
+    with pytest.raises(ValueError, match=r"flash_attn 3 cannot be loaded: .*use triton"):
         attention_on_cuda("flash_attn", pool_of(64), triton=False)
 
 
 @pytest.mark.usefixtures("packages")
 def test_kv_of_another_dtype_than_the_activations_is_refused() -> None:
-    with pytest.raises(ValueError, match="KV in float16 under activations in torch.bfloat16: leave --kv-cache-dtype"):
+    with pytest.raises(ValueError, match=r"KV in float16 under activations in torch\.bfloat16: leave --kv-cache-dtype"):
         attention_on_cuda("flash_attn", pool_of(256), triton=False, computed=torch.bfloat16)
 
 

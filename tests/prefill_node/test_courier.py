@@ -14,7 +14,7 @@ import pytest
 from engine.hash_model import HashRunner, expected_tokens
 from engine.node import Node
 from engine.runner import Output
-from prefill_node import courier as courier_module
+from prefill_node import peers as peers_module
 from prefill_node.courier import Courier
 from scheduler.request import Request, Slice, Step
 from scheduler.role import PREFILL
@@ -309,7 +309,7 @@ async def test_a_request_over_at_its_first_token_is_never_committed() -> None:
 
 
 async def test_leases_of_all_tickets_are_renewed_together_until_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courier_module, "RENEW_S", 0.03)
+    monkeypatch.setattr(peers_module, "RENEW_S", 0.03)
     async with bench() as here:
         here.decoder.waits[Commit] = asyncio.Event()
         for identity in ("one", "two"):
@@ -367,7 +367,7 @@ async def test_a_push_that_fails_leaves_its_neighbours_on_the_channel_a_reason_o
 
 
 async def test_a_grant_of_the_wrong_size_is_given_back_and_not_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courier_module, "RENEW_S", 0.03)
+    monkeypatch.setattr(peers_module, "RENEW_S", 0.03)
     async with bench() as here:
         here.decoder.targets = TARGETS[:4]
         await here.submit()

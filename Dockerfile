@@ -16,7 +16,9 @@ COPY scheduler scheduler
 COPY engine engine
 COPY compare compare
 COPY cluster cluster
-RUN useradd --uid 1000 --no-create-home baton && mkdir /run/baton && chown baton /run/baton
+# At home is where a node may write, a volume in docker-compose.yml: kernels that are compiled for the CPU stay there, in
+# .cache/baton. Compiled here they would be for the CPU that builds the image.
+RUN useradd --uid 1000 --no-create-home --home-dir /run/baton baton && mkdir /run/baton && chown baton /run/baton
 USER baton
 ENTRYPOINT ["baton"]
 CMD ["--help"]

@@ -84,6 +84,11 @@ class LandingTable:
         landing = self._by_ticket.get(ticket)
         return landing if landing is not None and landing.phase is Phase.OPEN else None
 
+    def ticket_of(self, request_id: str) -> bytes:
+        """Empty when no landing of it is here."""
+        landing = self._by_request.get(request_id)
+        return landing.ticket if landing is not None else b""
+
     def commit(self, ticket: bytes) -> Landing | None:
         """The writer has written all and will write no more; None: the ticket is void."""
         landing = self.open(ticket)

@@ -131,7 +131,10 @@ class Receiver:
         return Answer()
 
     async def stop(self, message: Stop) -> Answer:
-        self._end(self._table.stop(message.ticket), f"the prefill node stopped: {message.reason[:200]}")
+        if message.request in self._waiting:
+            self._node.abort(message.request)
+        ticket = message.ticket or self._table.ticket_of(message.request)
+        self._end(self._table.stop(ticket), f"the prefill node stopped: {message.reason[:200]}")
         return Answer()
 
     async def renew(self, message: Renew) -> Answer:

@@ -80,6 +80,11 @@ class Engine:
         self._inbox.put(None)
         self._thread.join(timeout_s)
 
+    @property
+    def is_running(self) -> bool:
+        """A step may be under way, also after a `stop` that waited too long for it."""
+        return self._thread.is_alive()
+
     def post(self, command: Command) -> None:
         """Runs `command` with the scheduler, between two steps. From any thread; the order is kept."""
         self._inbox.put(command)

@@ -93,7 +93,7 @@ def _alone_in(directory: Path) -> Iterator[None]:
     with (directory / "lock").open("a+") as lock:
         with suppress(OSError):  # where files cannot be locked, each compiles
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if lock.tell() == 0:
+        if os.fstat(lock.fileno()).st_size == 0:
             lock.write("of the process that compiles")
             log.warning("compiling kernels for this CPU, once: about 10 seconds (kept in %s)", directory)
         yield

@@ -29,7 +29,7 @@ from shared.config import EVERY_ADDRESS, NodeSettings
 from shared.kv.channel import KVChannel, PeerLostError
 from shared.kv.cuda_driver import Gpu
 from shared.kv.cuda_ipc import CudaIpcChannel
-from shared.kv.local import LocalChannel
+from shared.kv.local import LocalChannel, private
 from shared.kv.pool import NAME as POOL
 from shared.kv.pool import Borrower, Lender, card_file
 from shared.kv.shm import ShmChannel
@@ -52,7 +52,7 @@ def main(settings: NodeSettings, role: Role) -> int:
             os.sched_setaffinity(int(thread.name), settings.cpus)
     boot = secrets.token_hex(16)
     try:
-        Path(settings.kv_directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+        private(settings.kv_directory)
         borrowed = _borrowed(settings, boot) if role is PREFILL and settings.kv_channel == POOL else None
         computer = build(
             BuildOptions(
@@ -139,6 +139,8 @@ async def _serve(
                 return 2
         for channel in channels:
             cleanup.push_async_callback(channel.close)
+        if borrowed is not None:
+            cleanup.callback(_leave_borrowed, node)
         sides.use(role)
         cleanup.push_async_callback(sides.close)
         registry = announcer(settings.registry, settings.cluster, settings.heartbeat_s)
@@ -190,6 +192,14 @@ def _lender_lost(lifetime: Lifetime, node: Node) -> None:
     """Started anew, it waits for the next one: what is mapped now is no decode node's any more."""
     if not lifetime.draining.is_set():
         node.died(PeerLostError("the decode node in whose pool it computes has ended"))
+
+
+def _leave_borrowed(node: Node) -> None:
+    """Hanging up on the lender says that nothing is written any more. While something may still compute, only the
+    process's end may say that."""
+    if node.engine.is_running or node.died_with.done():
+        log.error("ends at once: a step may still be computing in the decode node's pool")
+        os._exit(EXIT_ENGINE_DIED)
 
 
 async def _until_ended(lifetime: Lifetime, node: Node) -> BaseException | None:

@@ -76,6 +76,7 @@ class Runner(Protocol):
 
     def warm_up(self) -> None:
         """Runs a little, in no request's blocks, so that none waits for what only the first pass does."""
+        return
 
 
 def set_ahead(runner: Runner, mode: str) -> None:
@@ -138,12 +139,12 @@ class TorchRunner(Runner):
         return Working(self._worker.submit(self._pass, step, batch))
 
     def warm_up(self) -> None:
-        """A chunk and a decode; their KV goes to the dummy block."""
+        """A chunk and a decode, on the thread that computes; their KV goes to the dummy block."""
         count = min(WARM_TOKENS, self._model.config.max_position_embeddings)
         request = Request("warm-up", [0] * count, count, 1, payload=Sampling(seed=0))
         request.blocks = [DUMMY_BLOCK] * cdiv(count, self._block_tokens)
         for start in (0, count - 1):
-            self.run(Step(0, [Slice(request, start, count - start, True, 0)], []))
+            self.launch(Step(0, [Slice(request, start, count - start, True, 0)], [])).wait()
 
     def _build(self, step: Step, before: Step | None = None) -> Batch:
         slices = before.slices if before is not None else ()

@@ -25,6 +25,7 @@ FloatArray = NDArray[np.float64]
 GREEDY_BELOW = 1e-5  # temperatures that leave no choice in float32 (vLLM's bound)
 CANDIDATES = 256  # sorted first; a row whose top_p or top_k reaches further is sorted whole
 BROKEN, NOTHING_ALLOWED = -1, -2  # instead of a token
+WORDS = 5  # of a row, as `parameters_of` packs them
 NUMERICAL = "numerical"
 NO_TOKEN = "no_token"
 
@@ -113,9 +114,9 @@ def _compiled_draw() -> Callable[[Tensor, Tensor, Tensor], list[int]] | None:
 
 
 def parameters_of(rows: Sequence[Row]) -> IntArray:
-    """int64 [R, 5], what a compiled draw reads of a row: temperature, top_p and min_p as the bits of float64, top_k,
-    and the noise's key (0 for greedy rows)."""
-    packed = np.empty((len(rows), 5), np.int64)
+    """int64 [R, WORDS], what a compiled draw reads of a row: temperature, top_p and min_p as the bits of float64,
+    top_k, and the noise's key (0 for greedy rows)."""
+    packed = np.empty((len(rows), WORDS), np.int64)
     packed[:, :3].view(np.float64)[:] = [(r.sampling.temperature, r.sampling.top_p, r.sampling.min_p) for r in rows]
     packed[:, 3:] = [(r.sampling.top_k, 0 if r.is_greedy else key_of(r.sampling.seed, r.position)) for r in rows]
     return packed

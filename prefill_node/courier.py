@@ -140,7 +140,7 @@ class Courier:
             peer = self._peers.at(leaving.submit.decode_node)
             if leaving.request.is_guest:
                 leaving.waits = await self._granted.acquire()
-            if handoff.phase is Phase.ASKING or not leaving.request.is_guest:
+            if handoff.phase is Phase.ASKING:  # else it was aborted meanwhile
                 await self._ask(peer, leaving)
             while handoff.phase is not Phase.DONE:
                 action = handoff.next_action()
@@ -167,7 +167,11 @@ class Courier:
             async with peer.asking:
                 question = messages.Reserve(leaving.submit, info.boot, info.fingerprint)
                 asked_ns = now_ns()
-                reserved = await RESERVE.call(peer.rpc, question, self._reserve_timeout_s + CALL_S)
+                try:
+                    reserved = await RESERVE.call(peer.rpc, question, self._reserve_timeout_s + CALL_S)
+                except PeerError as error:
+                    self._peers.forgo(peer, leaving.request.id, str(error))
+                    raise
                 self._note(leaving, "reserving", asked_ns, peer=peer.address)
             if reserved.error:
                 handoff.failed(f"{peer.address} refused: {reserved.error}")

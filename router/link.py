@@ -200,8 +200,9 @@ class Link:
     def _end(self) -> None:
         was_alive, self.alive = self.alive, False
         self.outstanding_tokens = self.outstanding_pairs = self.kv_tokens = self.arriving = 0
-        self._changed(self)
-        self._records.lost(self.info.id)
+        if was_alive:  # to dial in vain is no news: telling it makes the fleet walk all that it knows
+            self._changed(self)
+            self._records.lost(self.info.id)
         self._give_up("is lost" if was_alive and not self.is_left else "")
 
     def _give_up(self, what: str) -> None:

@@ -271,10 +271,11 @@ class Renew:
 
 @dataclass(slots=True)
 class Stop:
-    """The writer gives the ticket up and will write no more."""
+    """The writer gives the ticket up and will write no more. Where no answer told it a ticket: `request`."""
 
     ticket: bytes
     reason: str = ""
+    request: str = ""
 
 
 @dataclass(slots=True)

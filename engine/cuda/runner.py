@@ -24,8 +24,9 @@ from engine.sampling import BROKEN, NO_TOKEN, NOTHING_ALLOWED, NUMERICAL, Row, a
 from scheduler.request import Request, Slice, Step, cdiv
 from shared.messages import Sampling
 
-# Logits float32 [R, vocab], parameters as `staging` packs them, and the logits after bans, bias and penalties where a
-# row has any -> tokens int64 [R], or the codes of errors. Does not wait for the device (`engine.cuda.triton_sampling`).
+# Logits float32 [R, vocab], parameters as `parameters_of` packs them, and the logits after bans, bias and penalties
+# where a row has any -> tokens int64 [R], or the codes of errors. Does not wait for the device
+# (`engine.cuda.triton_sampling`).
 Sampler = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 ERRORS = {BROKEN: NUMERICAL, NOTHING_ALLOWED: NO_TOKEN}
 CPU = torch.device("cpu")

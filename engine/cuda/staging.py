@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch, build
-from engine.sampling import Row, parameters_of
+from engine.sampling import WORDS, Row, parameters_of
 
 NOWHERE = -1  # the slot of a token that is padding
-SAMPLING_WORDS = 5  # of a row, as `engine.sampling.parameters_of` packs them
 ALIGNED_WORDS = 2  # of 8 bytes
 NUM_REGIONS = 9  # of a block: six tensors of a batch, what is carried, how to draw, the block table
 
@@ -48,7 +47,7 @@ class Capacity:
     def words(self) -> int:
         rows = self.tokens + self.slices
         fixed = 3 * self.tokens + rows + 2 * self.slices + 2
-        regions = (2 + SAMPLING_WORDS) * self.slices + self.slices * (self.blocks + 1) // 2 + 1
+        regions = (2 + WORDS) * self.slices + self.slices * (self.blocks + 1) // 2 + 1
         return fixed + regions + NUM_REGIONS * (ALIGNED_WORDS - 1)
 
 
@@ -109,7 +108,7 @@ class Buffers:
     def load(self, step: Batch, rows: list[Row], shape: Shape, draws: Tensor) -> tuple[Batch, Tensor]:
         """Copies a step that was built on the host, padded to `shape`; `draws` are those that it carries on from.
 
-        Returns the step on the device, without its padding, and the parameters of `rows`, int64 [rows, 5].
+        Returns the step on the device, without its padding, and the parameters of `rows`, int64 [rows, WORDS].
         """
         self._host.reverse()
         host, device = Carver(self._host[0]), Carver(self._words)
@@ -121,7 +120,7 @@ class Buffers:
             host.take(values.numel(), values.dtype).copy_(values.flatten())
         self._words[: host.used].copy_(self._host[0][: host.used], non_blocking=True)
         carried = device.take(2 * len(step.carried)).view(2, -1)
-        parameters = device.take(SAMPLING_WORDS * len(rows)).view(-1, SAMPLING_WORDS)
+        parameters = device.take(WORDS * len(rows)).view(-1, WORDS)
         table = device.take(step.block_table.numel(), torch.int32)
         self._table[: len(step.starts), :width].copy_(table.view(-1, width))
         if step.carried:  # a draw that failed is below 0: its request is over, and what follows it is thrown away

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine import sampling
 from engine.noise import GOLDEN
 
-WORDS = tl.constexpr(5)  # of a row's parameters
+WORDS = tl.constexpr(sampling.WORDS)
 GREEDY = tl.constexpr(sampling.GREEDY_BELOW)
 GOLDEN_RATIO = tl.constexpr(GOLDEN)
 BROKEN = tl.constexpr(sampling.BROKEN)
@@ -26,7 +26,7 @@ PART = 4096  # tokens that one program draws among
 def draw(logits: Tensor, parameters: Tensor, adjusted: Tensor | None = None) -> Tensor:
     """One token a row, int64 [R]; -1 where a logit is not finite, -2 where no token is allowed.
 
-    `logits` float32 [R, vocab]; `parameters` int64 [R, 5], see `engine.sampling.parameters_of`; `adjusted`: the logits
+    `logits` float32 [R, vocab]; `parameters` as `engine.sampling.parameters_of` packs them; `adjusted`: the logits
     after bans, bias and penalties, where a row has any. Draws what `engine.sampling.draw` draws; weights are float32
     here, so the two may part where a token's predecessors hold top_p to within 1e-6.
     """

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.jit import inlined, kernel, thread_number
 from engine.noise import GOLDEN
-from engine.sampling import BROKEN, GREEDY_BELOW, NOTHING_ALLOWED
+from engine.sampling import BROKEN, GREEDY_BELOW, NOTHING_ALLOWED, WORDS
 from engine.vectors import (
     FLOAT32,
     LANES,
@@ -38,7 +38,6 @@ from engine.vectors import (
     written,
 )
 
-WORDS = 5  # of a row's parameters
 WORK = 4  # elementary operations a logit, for `engine.jit.PARALLEL_WORK`
 WEIGHED = 64 * LANES  # scores whose weights are summed in float32
 RUN = 32  # scores
@@ -254,7 +253,7 @@ def _draw(values):
 
 def draw(logits: Tensor, adjusted: Tensor, parameters: Tensor) -> list[int]:
     """Of each row a token, `BROKEN` or `NOTHING_ALLOWED`. `logits`, and `adjusted` by bans, bias and penalties (it may
-    be the same): float32 [R, vocab]; `parameters`: int64 [R, 5], as `engine.sampling.parameters_of` packs them."""
+    be the same): float32 [R, vocab]; `parameters`: int64 [R, WORDS], as `engine.sampling.parameters_of` packs them."""
     rows, vocab = logits.shape
     logits, adjusted = logits.contiguous(), adjusted.contiguous()
     chosen = torch.empty(rows, dtype=torch.int64)

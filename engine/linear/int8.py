@@ -28,7 +28,7 @@ class Int8Linear:
     packed: Any  # FBGEMM's, with the scales of output channels
     bias: Tensor | None
     uses_onednn: bool
-    wide: tuple[Tensor, Tensor, Tensor] | None = None  # as oneDNN reads it: made when first needed
+    wide: tuple[Tensor, Tensor, Tensor] | None = None  # as oneDNN reads it: made when first needed, at warm-up
 
     def __call__(self, rows: Tensor) -> Tensor:
         largest = rows.abs().amax(1, keepdim=True).clamp_(min=SMALLEST)
@@ -58,7 +58,7 @@ def _by_onednn(linear: Int8Linear, unit_rows: Tensor) -> Tensor:
 
 
 def _packed_for_onednn(packed: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """A second copy of the weights, which a node that only decodes never makes."""
+    """A second copy of the weights."""
     with packed_by_fbgemm():
         weight = torch.ops.quantized.linear_unpack(packed)[0]
         scales, zero_points = weight.q_per_channel_scales().float(), weight.q_per_channel_zero_points()

@@ -8,6 +8,7 @@ import contextlib
 import os
 import secrets
 import socket
+import stat
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -101,6 +102,10 @@ class LocalChannel(Generic[Memory]):
         """
         peer = Card.unpack(card, self.name)
         peer.check_row_bytes(self._card.row_bytes)
+        return self.is_live(peer)
+
+    def is_live(self, peer: Card) -> bool:
+        """As `reachable`, whatever the size of its rows."""
         return self._reaches(peer.host) and _answers(peer.endpoint)
 
     async def push(self, card: bytes, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
@@ -172,6 +177,17 @@ def _sweep(directory: Path) -> None:
 
 def _unlink(path: str) -> None:
     Path(path).unlink(missing_ok=True)
+
+
+def private(directory: str | Path) -> Path:
+    """The directory, made where there is none. Raises OSError when others could put their sockets and cards there: a
+    writer would hand them its prompts. What the machine's administrator made for us (a volume) is trusted."""
+    path = Path(directory)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.stat()
+    if found.st_uid not in {os.getuid(), 0} or found.st_mode & stat.S_ISVTX:
+        raise OSError(f"--kv-directory {path}: others may write there; give a directory of your own")
+    return path
 
 
 def host_id() -> str:

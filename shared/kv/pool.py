@@ -6,6 +6,7 @@ connection as of `shm` or `cuda_ipc` says who still may write. Not `fenced`.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -71,18 +72,18 @@ class Lender:
         raise ChannelError("who lends its pool computes for nobody else's")
 
     async def close(self) -> None:
-        if self._path.exists() and self._path.read_bytes() == self.card():
-            self._path.unlink()
+        with contextlib.suppress(FileNotFoundError):
+            if self._path.read_bytes() == self.card():
+                self._path.unlink()
         await self._inner.close()
 
 
 def _is_live(channel: LocalChannel[Any], path: Path) -> bool:
+    """Whether the card's owner lives, whatever its block size: a killed one leaves its card, and is in nobody's way."""
     try:
-        return channel.reachable(path.read_bytes())
-    except FileNotFoundError:
+        return channel.is_live(Card.unpack(path.read_bytes(), channel.name))
+    except (FileNotFoundError, CardError):
         return False
-    except CardError:  # of another block size: as much in the way
-        return True
 
 
 class Borrower:
@@ -176,6 +177,8 @@ class Borrower:
             raise PeerLostError("the decode node whose pool was computed in is gone")
 
     async def close(self) -> None:
+        if self._connection.fileno() < 0:
+            return
         asyncio.get_running_loop().remove_reader(self._connection)
         self.rows = np.empty((0, 0), np.uint8)
         if self.region is not None:

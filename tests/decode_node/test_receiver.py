@@ -309,6 +309,22 @@ async def test_an_abort_between_room_found_and_the_grant_grants_nothing(tmp_path
         await here.empty()
 
 
+async def test_a_writer_that_never_heard_its_grant_gives_the_blocks_back_by_the_requests_name(tmp_path: Path) -> None:
+    async with bench("shm", tmp_path, num_blocks=8) as here:
+        reserved = await here.reserve()
+        await here.push(reserved)  # so that it is connected: its lease's end alone would not free the blocks
+        waits = asyncio.ensure_future(here.reserve("waits"))
+        assert await until(lambda: here.node.has("waits"), 5.0)
+        await here.receiver.stop(Stop(b"", "no answer", "waits"))
+        assert (await waits).error
+        await here.receiver.stop(Stop(b"", "no answer", "nobody's"))
+        assert here.scheduler.ledger().reserved == 5
+        await here.receiver.stop(Stop(b"", "no answer", "r"))
+        await here.empty()
+        assert here.errors() == ["landing: the prefill node stopped: no answer"]
+        assert (await here.receiver.commit(here.commit(reserved))).error == "the ticket is void"
+
+
 async def test_a_commit_that_is_cut_off_gives_its_blocks_back(tmp_path: Path) -> None:
     async with bench("tcp", tmp_path) as here:
         reserved = await here.reserve()

@@ -265,6 +265,23 @@ def test_the_compiled_draw_is_the_defined_one(vocab: int, scale: float) -> None:
             assert compiled(raw, adjusted, parameters) == draw(raw, adjusted, rows), sampling
 
 
+@pytest.mark.timeout(60, method="thread")  # compiled code answers no signal
+@pytest.mark.parametrize("low", [2.0, math.inf])
+def test_scores_that_overflow_are_drawn_as_defined_and_in_no_endless_loop(low: float) -> None:
+    """A repetition penalty near 0, which a client may ask for, makes a score infinite; then nothing can be weighed."""
+    compiled = sampling_module._compiled_draw()
+    if compiled is None:
+        pytest.skip("needs numba")
+    logits = random_logits(1, 9000)  # enough that other threads run meanwhile
+    logits[0, 5] = 3.0
+    for sampling in (Sampling(min_p=1e-300), Sampling(min_p=1e-300, top_p=0.5), Sampling(top_k=3, top_p=0.5), DRAW):
+        rows = [Row(replace(sampling, repetition_penalty=1e-300), [5, 7, 9], 3, 3)]
+        adjusted = adjust(logits, rows)
+        assert adjusted[0, 5] == math.inf
+        adjusted[0] = torch.where(adjusted[0] > low, math.inf, adjusted[0])
+        assert compiled(logits, adjusted, torch.from_numpy(parameters_of(rows))) == draw(logits, adjusted, rows)
+
+
 def test_threads_share_the_rows_of_a_compiled_draw() -> None:
     logits, rows = random_logits(64, 2000), rows_of(Sampling(top_p=0.9), 64)
     alone = drawn(logits, rows)

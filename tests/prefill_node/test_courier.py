@@ -14,6 +14,7 @@ import pytest
 from engine.hash_model import HashRunner, expected_tokens
 from engine.node import Node
 from engine.runner import Output
+from prefill_node import courier as courier_module
 from prefill_node import peers as peers_module
 from prefill_node.courier import Courier
 from scheduler.request import Request, Slice, Step
@@ -296,8 +297,10 @@ async def test_an_abort_in_any_phase_stops_the_decode_node_and_tells_the_router_
 
 
 async def test_a_request_over_at_its_first_token_is_never_committed() -> None:
-    async with bench() as here:
+    async with bench(steps=0) as here:
         await here.submit(max_tokens=1)
+        await here.decoder.hears(Reserve)
+        here.steps.release(1000)
         stop = await here.decoder.hears(Stop)
         assert stop.reason == "finished: length"
         assert [(unpack_ids(delta.tokens), delta.finish, delta.error) for delta in here.deltas] == [
@@ -306,6 +309,36 @@ async def test_a_request_over_at_its_first_token_is_never_committed() -> None:
         await here.empty()
         assert here.decoder.all(Commit) == []
         assert (here.node.load().handoffs, here.node.load().handoffs_failed) == (0, 0)
+
+
+async def test_a_stop_that_was_not_heard_is_said_again_until_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "RENEW_S", 0.03)
+    monkeypatch.setattr(peers_module, "CALL_S", 0.1)
+    async with bench(steps=1) as here:
+        here.decoder.waits[Stop] = asyncio.Event()
+        await here.submit()
+        await here.decoder.hears(Pushed)
+        await here.abort()
+        again = await here.decoder.hears(Stop, 2)
+        assert again == here.decoder.all(Stop)[0], "else its blocks would stay out of use for as long as we live"
+        here.steps.release(1000)
+        await here.empty()
+        here.decoder.waits[Stop].set()
+        await asyncio.sleep(0.3)
+        heard = len(here.decoder.all(Stop))
+        await asyncio.sleep(0.3)
+        assert len(here.decoder.all(Stop)) == heard
+
+
+async def test_what_a_lost_answer_granted_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(courier_module, "CALL_S", -4.9)  # with the 5 s of the bench, 0.1 s for the answer
+    async with bench() as here:
+        here.decoder.waits[Reserve] = asyncio.Event()
+        await here.submit()
+        stop = await here.decoder.hears(Stop)
+        assert (stop.ticket, stop.request) == (b"", "r")
+        await here.empty()
+        assert here.decoder.all(Commit) == []
 
 
 async def test_leases_of_all_tickets_are_renewed_together_until_their_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router import dispatch as dispatch_module
+from router import link as link_module
 from router.dispatch import Dispatch, Rules, Run
 from router.exchange import merged
 from router.fleet import Fleet
 from router.generation import Generation, Piece
-from router.link import STALE_S, Link
+from router.link import Link
 from router.records import Records
 from scheduler.cost import CostModel
 from scheduler.prefix import block_hashes
@@ -638,13 +639,14 @@ async def test_an_outstanding_prompt_makes_the_next_one_late() -> None:
     here.check_over()
 
 
-async def test_a_node_taken_for_too_slow_is_measured_again_after_a_while() -> None:
+async def test_a_node_taken_for_too_slow_is_measured_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "STALE_S", 1e9)  # longer than this machine may stall
     here = stage("p0 d0", disaggregate="auto", ttft_slo_s=1.5)
     learn(here, p0=CostModel(overhead=90.0), d0=CostModel(overhead=80.0))
     with pytest.raises(Unavailable, match="predicted in 80000 ms"):
         await collect(await here.submit())
     for node in here.nodes.values():
-        node._ran_at -= STALE_S + 1
+        node._ran_at -= 2e9
     run = await here.submit()
     computes, generates, _ = here.attempt(0)
     assert (computes, generates) == (here.p0, here.d0), "the prefill node too, which is predicted to be slower"
@@ -720,6 +722,24 @@ async def test_in_a_large_fleet_a_prompt_finds_a_node_that_holds_it_and_nobody_w
     assert len(prefill) > 20
     assert not prefill & {"p7", "p8"}
     assert "d3" not in decode
+
+
+async def test_a_node_that_stays_away_is_news_once_however_often_it_is_dialled() -> None:
+    here = stage("p0 d0")
+    news = asyncio.ensure_future(here.fleet.change())
+    await turns()
+    here.p0.die()
+    await turns()
+    assert news.done()
+    usable = here.fleet.usable()
+    news = asyncio.ensure_future(here.fleet.change())
+    await turns()
+    for _ in range(3):
+        here.p0.die()
+    await turns()
+    assert not news.done(), "each time, the prefix index would be walked whole"
+    assert here.fleet.usable() is usable
+    news.cancel()
 
 
 async def test_in_a_large_fleet_a_prefill_node_hands_over_only_to_the_node_in_whose_pool_it_computes() -> None:

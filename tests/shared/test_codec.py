@@ -76,7 +76,7 @@ EXAMPLES: list[tuple[object, str]] = [
     (Commit(b"t", 4, b"s"), "93c4017404c40173"),
     (Pushed(b"t", b"s"), "92c40174c40173"),
     (Renew("w", b"tt"), "92a177c4027474"),
-    (Stop(b"t", "why"), "92c40174a3776879"),
+    (Stop(b"t", "why", "r"), "93c40174a3776879a172"),
     (SetRole("decode"), "92a66465636f6465cb403e000000000000"),
     (Answer(), "91a0"),
 ]

@@ -8,6 +8,7 @@ import ctypes
 import os
 import secrets
 import socket
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from shared.kv.cuda_calls import Access, AllocationProperties, CopyAttributes, I
 from shared.kv.cuda_driver import CudaError, Driver, Gpu, Region, Stream
 from shared.kv.cuda_ipc import OFFER, CudaIpcChannel
 from shared.kv.listener import WELCOME
+from shared.kv.local import private
 from shared.kv.memory import HostMemory
 from shared.kv.pool import Borrower, Lender, card_file
 from shared.kv.shm import ShmChannel
@@ -226,6 +228,7 @@ async def test_a_borrower_computes_in_the_very_rows_of_the_lender_which_knows_wh
     assert not ours.bar(boot), "it is connected, and may write"
     assert lost == []
     await borrower.close()
+    await borrower.close()
     async with asyncio.timeout(5):
         while lost != [boot]:  # noqa: ASYNC110  (a thread of the channel tells it)
             await asyncio.sleep(0.01)
@@ -263,6 +266,35 @@ async def test_one_pool_a_device_is_lent_and_its_place_is_free_again_when_its_ow
     await other.close()
     memory.close()
     other_memory.close()
+
+
+async def test_what_a_killed_owner_left_is_in_nobodys_way_whatever_its_block_size(tmp_path: Path) -> None:
+    path = card_file(tmp_path, None)
+    larger = HostMemory(NUM_ROWS, 2 * ROW_BYTES)
+    before = Lender(await ShmChannel.start(larger, secrets.token_hex(16), lambda _: None, tmp_path), path)
+    with pytest.raises(OSError, match="another decode node lends its pool there"):
+        await lender(tmp_path, [])
+    await before._inner.close()  # as if it was killed: its card stays
+    for left in (path.read_bytes(), b"half a ca"):
+        path.write_bytes(left)
+        memory, ours = await lender(tmp_path, [])
+        assert path.read_bytes() == ours.card()
+        await ours.close()
+        memory.close()
+    larger.close()
+
+
+def test_a_directory_in_which_others_may_put_their_cards_is_refused(tmp_path: Path) -> None:
+    assert stat.S_IMODE(private(tmp_path / "of" / "ours").stat().st_mode) == 0o700
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o1777)
+    with pytest.raises(OSError, match=r"^--kv-directory .*shared: others may write there"):
+        private(tmp_path / "shared")
+    if os.getuid() == 0:
+        (tmp_path / "taken").mkdir()
+        os.chown(tmp_path / "taken", 12345, 12345)
+        with pytest.raises(OSError, match=r"^--kv-directory .*taken: others may write there"):
+            private(tmp_path / "taken")
 
 
 async def test_a_borrower_waits_for_its_lender_and_says_whom_it_lacks(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ async def test_a_message_over_the_limit_is_refused_when_its_length_is_known_not_
 async def test_a_message_of_the_limit_is_taken_and_one_more_byte_is_an_error_for_its_sender() -> None:
     taker = Taker()
     async with serving(taker.handlers(STOP)) as address, dialled(address) as channel:
-        overhead = len(b"\x92\xc6....\xa0")  # array of two, bytes with a 32-bit length, empty text
+        overhead = len(b"\x93\xc6....\xa0\xa0")  # array of three, bytes with a 32-bit length, two empty texts
         largest = MAX_MESSAGE_BYTES - overhead
         assert (await STOP.call(channel, Stop(bytes(largest)), 30.0)).error == "Stop"
         with pytest.raises(PeerError):

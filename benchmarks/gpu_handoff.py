@@ -1,0 +1,273 @@
+"""Handing KV over between two processes on one GPU: copies through `cuda_ipc`, and a pool that both compute in.
+
+The second process is this module itself (`python -m benchmarks.gpu_handoff`): it owns the memory that is written.
+"""
+
+import asyncio
+import contextlib
+import json
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_kernels import token_bytes
+from benchmarks.gpu_scene import Scene, Section
+from benchmarks.models import checkpoint
+from benchmarks.result import Cell, Table
+from engine.attention.choose import BLOCK_TOKENS
+from engine.cuda.memory import DeviceMemory
+from shared.kv.cuda_driver import Driver, Gpu, Region
+from shared.kv.cuda_ipc import CudaIpcChannel
+from shared.kv.local import LocalChannel
+from shared.kv.memory import HostMemory
+from shared.kv.pool import Borrower, Lender, card_file
+from shared.kv.shm import ShmChannel
+
+PROMPT, REPEATS = 8192, 7
+COPY_GOAL, POOL_GOAL_MS = 0.7, 1.0
+CHUNKS, PREFILL_MS = 4, 189  # of such a prompt: budgets of 2048; Llama-3.1-8B's kernels on an H200
+PATIENCE_S, ANSWER_S = 5.0, 60.0
+CLUSTER = "A cluster on one GPU"
+ROOT = Path(__file__).resolve().parents[1]
+ARMS = ("colocated:1", "disaggregated:1p1d@kv_channel=pool")
+# One node on the GPU, or two that share it: by the number of blocks that each has, too.
+ARMS_DIFFER = ("--unequal", "--treatment", "num_blocks", "--set", "max_num_seqs=32")  # fewer graphs, a sooner start
+TRAFFIC = ("--preset", "chat", "--rate", "8", "--duration", "5", "--seeds", "2")
+VERDICT_OR_NONE = (0, 1)  # what `baton compare` ends with when it has written its report
+SHOWN = ("ttft_p50_ms", "ttft_p99_ms", "tbt_p50_ms", "tbt_p99_ms", "attainment", "exposed_transfer_p50_ms")
+
+
+class Legacy(Gpu):
+    """Whose memory is shared by the old handles, whatever the device can do."""
+
+    def can_share_by_descriptor(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the second process is to be: `kind` is "host", "vmm" or "legacy"; it lends its pool, or is written to."""
+
+    directory: str
+    kind: str
+    num_rows: int
+    row_bytes: int
+    lends: bool = False
+
+    def memory(self) -> "HostMemory | DeviceMemory":
+        if self.kind == "host":
+            return HostMemory(self.num_rows, self.row_bytes)
+        gpu = (Legacy if self.kind == "legacy" else Gpu)(0)
+        region = Region.allocate(gpu, self.num_rows * self.row_bytes)
+        return DeviceMemory(torch.device("cuda", 0), self.num_rows, self.row_bytes, region)
+
+    def gpu(self) -> Gpu | None:
+        return None if self.kind == "host" else Gpu(0)
+
+    async def channel(self, memory: "HostMemory | DeviceMemory", boot: str) -> LocalChannel[Any]:
+        kind = ShmChannel if self.kind == "host" else CudaIpcChannel
+        return await kind.start(memory, boot, lambda _: None, self.directory, PATIENCE_S)  # type: ignore[arg-type]
+
+
+# ---- the second process -----------------------------------------------------------------------------------------
+
+
+async def receive(job: Job) -> None:
+    """Says its card, then the checksums of the rows that each line asks for, until there is no further line."""
+    memory = job.memory()
+    channel = await job.channel(memory, secrets.token_hex(16))
+    owner = Lender(channel, card_file(job.directory, job.gpu())) if job.lends else channel
+    print(owner.card().hex(), flush=True)
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        print(memory.checksums(json.loads(line)).hex(), flush=True)
+    await owner.close()
+    memory.close()
+
+
+class Receiver:
+    def __init__(self, job: Job) -> None:
+        command = [sys.executable, "-m", "benchmarks.gpu_handoff", json.dumps(asdict(job))]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        self._watchdog = threading.Timer(ANSWER_S, self._process.kill)  # a GPU that hangs must not hold all sections up
+        self._watchdog.start()
+        self.card = bytes.fromhex(self._line())
+
+    def sums(self, rows: Sequence[int]) -> bytes:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(list(rows)) + "\n")
+        self._process.stdin.flush()
+        return bytes.fromhex(self._line())
+
+    def close(self) -> None:
+        self._watchdog.cancel()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.communicate(timeout=10)
+        self._process.kill()
+        self._process.wait()
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().strip()
+        if not line:
+            raise RuntimeError("the second process ended; what it said stands above")
+        return line
+
+
+@contextlib.contextmanager
+def receiver(job: Job) -> Iterator[Receiver]:
+    started = Receiver(job)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+# ---- this one ---------------------------------------------------------------------------------------------------
+
+
+def handoff(scene: Scene) -> Section:
+    rows: list[list[Cell]] = []
+    row_bytes = token_bytes(scene) * BLOCK_TOKENS
+    count = max(2, scene.tokens(PROMPT) // BLOCK_TOKENS)
+    num_rows = count + count // 4
+    copied_s = _copy_s(scene, count * row_bytes)
+    rate = count * row_bytes / copied_s / 1e9
+    rows.append(["device copy, by torch", 1e3 * copied_s, rate, None, None])
+    host = scene.device.type == "cpu"
+    with tempfile.TemporaryDirectory(prefix="kv") as directory:
+        for kind, batches in [("host", True)] if host else [("vmm", True), ("vmm", False), ("legacy", True)]:
+            job = Job(directory, kind, num_rows, row_bytes)
+            took = median(asyncio.run(_pushed_s(job, count, batches)))
+            share = copied_s / took
+            name = f"{'shm' if host else 'cuda_ipc'}, {kind}{'' if batches else ', a copy a block'}"
+            rows.append([name, 1e3 * took, count * row_bytes / took / 1e9, share, share >= COPY_GOAL])
+        lends = Job(directory, "host" if host else "vmm", num_rows, row_bytes, lends=True)
+        took = median(asyncio.run(_handed_s(lends, count)))
+    rows.append(["pool", 1e3 * took, None, None, 1e3 * took < POOL_GOAL_MS])
+    columns = ["handoff", "ms", "GB/s", "of the copy", "goal"]
+    note = (
+        f"{count} blocks of {row_bytes / 2**20:.1f} MiB, a prompt of {scene.tokens(PROMPT)} tokens, to another process "
+        f"on the same device. Goals: {COPY_GOAL:.0%} of the copy's speed; {POOL_GOAL_MS:g} ms in one pool. Of a prompt "
+        f"in {CHUNKS} chunks only the last one's part shows: 1 % of its prefill ({PREFILL_MS} ms, published) would be "
+        f"{CHUNKS * PREFILL_MS / 100:.1f} ms in this table."
+    )
+    return Section([Table("Handing a prompt's KV over on one GPU", columns, rows, note)], rows)
+
+
+def _copy_s(scene: Scene, size: int) -> float:
+    source, target = (torch.ones(size, dtype=torch.uint8, device=scene.device) for _ in range(2))
+    target.copy_(source)
+    return median(scene.elapsed_s(lambda: target.copy_(source)) for _ in range(REPEATS))
+
+
+async def _pushed_s(job: Job, count: int, batches: bool) -> list[float]:
+    """Seconds of pushes of `count` rows in random order, their bytes compared. `batches`: one call copies many."""
+    memory = job.memory()
+    _fill(memory)
+    source, target = Random(1).sample(range(job.num_rows), count), Random(2).sample(range(job.num_rows), count)
+    driver = Driver.load() if job.kind != "host" else None
+    can = driver is not None and driver.copies_batches
+    if driver is not None:
+        driver.copies_batches = can and batches
+    try:
+        channel = await job.channel(memory, secrets.token_hex(16))
+        with receiver(job) as other:
+            took = []
+            for _ in range(REPEATS):
+                began = time.perf_counter()
+                await channel.push(other.card, secrets.token_bytes(16), source, target)
+                took.append(time.perf_counter() - began)
+            if other.sums(target) != memory.checksums(source):
+                raise RuntimeError("what arrived is not what was sent")
+            await channel.close()
+    finally:
+        if driver is not None:
+            driver.copies_batches = can
+        memory.close()
+    return took[1:]  # the first maps the peer's memory
+
+
+async def _handed_s(job: Job, count: int) -> list[float]:
+    """Seconds of handoffs of blocks that were written where they are to be read."""
+    with receiver(job) as other:
+        borrower = Borrower.attach(job.directory, job.gpu(), secrets.token_hex(16), PATIENCE_S, PATIENCE_S)
+        memory: HostMemory | DeviceMemory | Borrower = borrower
+        if borrower.region is not None:
+            memory = DeviceMemory(torch.device("cuda", 0), job.num_rows, job.row_bytes, borrower.region)
+        _fill(memory)
+        rows, took = list(range(count)), []
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            await borrower.push(other.card, secrets.token_bytes(16), rows, rows)
+            took.append(time.perf_counter() - began)
+        if other.sums(rows) != memory.checksums(rows):
+            raise RuntimeError("the two processes see different memory")
+        await borrower.close()
+    return took
+
+
+def _fill(memory: "HostMemory | DeviceMemory | Borrower") -> None:
+    if isinstance(memory, DeviceMemory):
+        memory.rows.random_(0, 256)
+        torch.cuda.synchronize(memory.device)
+    else:
+        memory.rows[:] = np.random.default_rng(0).integers(0, 256, memory.rows.shape, np.uint8)
+
+
+# ---- whole clusters ---------------------------------------------------------------------------------------------
+
+
+def lacking() -> str:
+    """Why no cluster can run on this machine; empty when one can."""
+    command = [sys.executable, "-c", "import cluster.cli, compare.command, router.api, engine.process"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=ANSWER_S, check=False)
+    return run.stderr.strip().rpartition("\n")[2] if run.returncode else ""
+
+
+def cluster(scene: Scene) -> Section:
+    """`baton compare`: a co-located node against a prefill and a decode node, all on one GPU."""
+    if why := lacking():
+        return Section([Table(CLUSTER, ["not run"], [[f"on this machine: {why}"]])])
+    with tempfile.TemporaryDirectory(prefix="kv") as directory:
+        report = Path(directory) / "report"
+        command = [sys.executable, "-m", "cluster", "compare", "--arms", *ARMS, *ARMS_DIFFER, *TRAFFIC]
+        command += ["--model", str(checkpoint("0.5b", "bfloat16")), "--out", str(report)]
+        left_s = max(1.0, scene.until - time.monotonic())
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=left_s, check=False)
+        if run.returncode not in VERDICT_OR_NONE or not (report / "report.json").exists():
+            raise RuntimeError(f"baton compare ended with {run.returncode}: {(run.stdout + run.stderr)[-2000:]}")
+        return compared(json.loads((report / "report.json").read_text()))
+
+
+def compared(report: dict[str, object]) -> Section:
+    """The means of every arm, and the verdict."""
+    summary, verdict = report["summary"], report["verdict"]
+    assert isinstance(summary, dict)
+    assert isinstance(verdict, dict)
+    rows: list[list[Cell]] = [
+        [arm, *(found.get(metric, {}).get("mean") for metric in SHOWN)] for arm, found in summary.items()
+    ]
+    tokens = report["tokens"]
+    assert isinstance(tokens, dict)
+    answers = "the same in every arm" if tokens["equal"] else f"{len(tokens['different'])} differ between arms"
+    note = (
+        f"{verdict['sentence']} Answers: {answers}, of {tokens['compared']}. Problems: {report['problems'] or 'none'}."
+    )
+    return Section([Table(CLUSTER, ["arm", *SHOWN], rows, note)], {"summary": summary})
+
+
+if __name__ == "__main__":
+    asyncio.run(receive(Job(**json.loads(sys.argv[1]))))

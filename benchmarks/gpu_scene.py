@@ -1,0 +1,159 @@
+"""What the GPU benchmarks stand on: a device and its clock, a model's shape, KV in any layout over one piece of memory.
+
+On a CPU, at toy size, all of it runs under Triton's interpreter: not to be timed, but so that nothing here is first
+tried on the day a GPU is at hand.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from benchmarks.result import Table
+from engine.attention.interface import AttentionBackend
+from engine.batch import Batch, build
+from engine.kv_pool import DTYPES, KVPool
+from engine.models.config import ModelConfig, Rope
+from scheduler.request import Request, Slice, cdiv
+from shared.kv.layout import KVLayout
+
+FILL_NUMBERS = 2**28  # random numbers made at once
+CALLS = 32  # that one timing holds, each of them in another layer: what a call reads is in no cache
+TOY_SCALE = 64  # lengths are divided by it
+LLAMA_8B = ModelConfig(
+    "LlamaForCausalLM", 4096, 14336, 32, 32, 8, 128, 128_256, 1e-5, Rope(500_000.0), False, False, False, False, False,
+    (0,) * 32, 131_072, None, (),
+)  # fmt: skip
+TOY = replace(
+    LLAMA_8B, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+    vocab_size=97, windows=(0, 0), max_position_embeddings=2048,
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Section:
+    """What one part of the run found."""
+
+    tables: list[Table] = field(default_factory=list)
+    runs: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """`until`: when a section has to come to an end, by `time.monotonic`."""
+
+    device: torch.device
+    toy: bool
+    until: float
+
+    @property
+    def config(self) -> ModelConfig:
+        return TOY if self.toy else LLAMA_8B
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float16 if self.toy else torch.bfloat16  # numpy, and so the interpreter, has no bfloat16
+
+    def tokens(self, count: int) -> int:
+        """A length, as long as it is here."""
+        return max(2, count // TOY_SCALE) if self.toy else count
+
+    def has_left(self, seconds: float) -> bool:
+        return time.monotonic() + seconds < self.until
+
+    def seconds(self, work: Callable[[int], object], calls: int = CALLS, repeats: int = 5) -> float:
+        """Of one call on the device. `calls` of them, numbered, are one CUDA graph: no launch is waited for. The
+        median of its replays."""
+        if self.device.type == "cpu":
+            start = time.perf_counter()
+            work(0)
+            return time.perf_counter() - start
+        stream, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work(0)  # compiles
+        with torch.cuda.graph(graph, stream=stream):
+            for call in range(calls):
+                work(call)
+        graph.replay()
+        return median(self.elapsed_s(graph.replay) for _ in range(repeats)) / calls
+
+    def elapsed_s(self, work: Callable[[], object]) -> float:
+        """On the device, from the first to the last that `work` issues."""
+        if self.device.type == "cpu":
+            start = time.perf_counter()
+            work()
+            return time.perf_counter() - start
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+class Flat:
+    """Random KV: one piece of memory that is seen as pools of any layout and block size."""
+
+    def __init__(self, scene: Scene, most_bytes: int) -> None:
+        self.scene = scene
+        numbers = torch.empty(most_bytes // scene.dtype.itemsize, dtype=scene.dtype, device=scene.device)
+        for first in range(0, len(numbers), FILL_NUMBERS):
+            numbers[first : first + FILL_NUMBERS].normal_()
+        self.bytes = numbers.view(torch.uint8)
+
+    def layout(self, block_tokens: int) -> KVLayout:
+        config = self.scene.config
+        dtype = str(self.scene.dtype).removeprefix("torch.")
+        one = KVLayout(1, config.num_kv_heads, config.num_layers, block_tokens, config.head_dim, dtype)
+        return replace(one, num_blocks=len(self.bytes) // one.block_bytes)
+
+    def pool(self, block_tokens: int, layer_major: bool = False) -> KVPool:
+        layout = self.layout(block_tokens)
+        rows = self.bytes[: layout.num_blocks * layout.block_bytes].view(layout.num_blocks, -1)
+        return (LayerMajorPool if layer_major else KVPool)(layout, Rows(rows))
+
+
+@dataclass(slots=True)
+class Rows:
+    rows: Tensor
+
+
+class LayerMajorPool(KVPool):
+    """vLLM's LBNHC, the order of most engines, for comparison: the kernels see nothing but other strides."""
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        layout = self.layout
+        shape = layout.layers, layout.num_blocks, layout.block_tokens, layout.kv_heads, 2, layout.head_dim
+        both = self.tensor.view(DTYPES[layout.dtype]).view(shape)[index].transpose(1, 2)
+        return both[..., 0, :], both[..., 1, :]
+
+
+def batch_of(scene: Scene, pool: KVPool, spans: Sequence[tuple[int, int]]) -> Batch:
+    """Slices from start to end, each a request's, over blocks in random order."""
+    size = pool.layout.block_tokens
+    free = list(range(1, pool.layout.num_blocks))
+    Random(0).shuffle(free)
+    slices = []
+    for number, (start, end) in enumerate(spans):
+        request = Request(f"r{number}", [0] * end, end, 1)
+        request.blocks = [free.pop() for _ in range(cdiv(end, size))]
+        slices.append(Slice(request, start, end - start, True, 0))
+    return build(slices, size, scene.device)
+
+
+def fits(pool: KVPool, spans: Sequence[tuple[int, int]]) -> bool:
+    return sum(cdiv(end, pool.layout.block_tokens) for _, end in spans) < pool.layout.num_blocks
+
+
+def attention_s(scene: Scene, pool: KVPool, backend: AttentionBackend, spans: Sequence[tuple[int, int]]) -> float:
+    """Seconds of one layer's attention, the step's plan not included."""
+    config = scene.config
+    batch = batch_of(scene, pool, spans)
+    q = torch.randn(len(batch.tokens), config.num_heads, config.head_dim, device=scene.device).to(scene.dtype)
+    plan = backend.plan(batch)
+    return scene.seconds(lambda call: plan.attend(call % config.num_layers, q, 0))

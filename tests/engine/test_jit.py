@@ -1,0 +1,150 @@
+"""How compiled kernels are kept, by whom they are trusted, on which threads they run, and what serves without them."""
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("numba") is None:
+    pytest.skip("numba is not installed", allow_module_level=True)
+
+from engine.jit import HERE, _cache_directory, _is_ours, _places
+
+x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs all convert float16")
+
+
+def test_the_threads_are_those_that_torch_has() -> None:
+    """A second OpenMP's threads would spin against the first one's."""
+    code = """
+import torch
+torch.set_num_threads(2)
+from engine.kernels.numba_kernels import silu_mul
+def running():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("Threads"))
+rows, out = torch.randn(512, 512), torch.empty(512, 256)
+rows @ rows
+before = running()
+for _ in range(20):
+    silu_mul(10**6, 512, 256, rows.data_ptr(), out.data_ptr())
+    rows @ rows
+gate, up = rows.chunk(2, 1)
+assert torch.allclose(out, torch.nn.functional.silu(gate) * up, atol=1e-6)
+assert running() == before, (running(), before)
+with open("/proc/self/maps") as maps:
+    found = {line.split()[-1] for line in maps if any(name in line for name in ("gomp", "iomp", "libomp", "tbb"))}
+assert len(found) == 1, found
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100)
+    assert run.returncode == 0, run.stderr
+
+
+def test_code_is_not_loaded_from_where_others_may_write(tmp_path: Path) -> None:
+    assert _is_ours(tmp_path / "ours")
+    assert os.stat(tmp_path / "ours").st_mode & 0o077 == 0
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "link").symlink_to(tmp_path / "ours")
+    (tmp_path / "file").touch()
+    for other in ("open", "link", "file", "file/below"):
+        assert not _is_ours(tmp_path / other)
+
+
+def test_a_directory_of_ours_in_one_of_others_is_not_trusted(tmp_path: Path) -> None:
+    """Whoever owns the outer one can put another inner one in its place."""
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    places = [Path("relative"), tmp_path / "open", tmp_path / "ours"]
+    found = _cache_directory(Path(__file__), places)
+    assert found is not None
+    assert found.parent == tmp_path / "ours"
+    assert _cache_directory(Path(__file__), places[:2]) is None
+
+
+def test_a_user_without_a_home_has_a_place_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(_: int) -> None:
+        raise KeyError("uid not found")
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    places = list(_places())
+    assert [place.is_absolute() for place in places] == [True, False, True]
+
+
+PROBE = """
+import torch
+from engine.jit import kernel
+from engine.vectors import put_address
+
+@kernel
+def put(values):
+    put_address(values[0], values[1])
+
+out = torch.zeros(1, dtype=torch.int64)
+put(0, 7, out.data_ptr())
+assert out.item() == 7
+"""
+
+
+def probed(where: Path) -> str:
+    """What compiling a kernel writes to stderr, in a copy of the sources of its own."""
+    command = [sys.executable, str(where / "probe.py")]
+    run = subprocess.run(command, cwd=where, capture_output=True, text=True, check=False, timeout=100)
+    assert run.returncode == 0, run.stderr
+    return run.stderr
+
+
+def test_kernels_are_compiled_once_and_again_when_what_was_kept_is_damaged(tmp_path: Path) -> None:
+    shutil.copytree(HERE, tmp_path / "engine", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "probe.py").write_text(PROBE)
+    assert "compiling kernels for this CPU" in probed(tmp_path)
+    assert probed(tmp_path) == ""
+    for kept in (tmp_path / "engine" / "__pycache__").rglob("*.nb[ic]"):  # as after a loss of power
+        kept.write_bytes(b"")
+    assert "of no use, compiling them anew" in probed(tmp_path)
+    probed(tmp_path)
+    assert probed(tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("environment", "preparation", "reason"),
+    [
+        ({}, "import sys; sys.modules['numba'] = None", "numba"),
+        pytest.param({"NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": "+sse2"}, "", "F16C", marks=x86),
+        pytest.param({"NUMBA_CPU_NAME": "generic"}, "", "F16C", marks=x86),
+    ],
+)
+def test_a_machine_that_cannot_compile_serves_by_torch(
+    environment: dict[str, str], preparation: str, reason: str
+) -> None:
+    code = (
+        preparation
+        + """
+import torch
+from engine.attention.choose import attention_on_cpu
+from engine.kernels.choose import kernels_on_cpu
+from engine.sampling import Row, sample
+from shared.messages import Sampling
+from tests.gpu_less.contract import config_of, pool_of
+pool = pool_of(2, 16, 4, torch.float32, 9, torch.device("cpu"))
+assert attention_on_cpu("auto", pool).name == kernels_on_cpu(config_of(64, 4, 2, 16), pool).name == "torch"
+assert sample(torch.tensor([[0.0, 3.0]]), [Row(Sampling(temperature=0.0), [0], 1, 1)])[0].token == 1
+try:
+    attention_on_cpu("numba", pool)
+except ValueError as error:
+    assert "--attention-backend numba: cannot run here" in str(error)
+else:
+    raise AssertionError("numba was taken")
+"""
+    )
+    command, whole = [sys.executable, "-c", code], os.environ | environment
+    run = subprocess.run(command, cwd=HERE.parent, env=whole, capture_output=True, text=True, check=False, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("\n") == 1, run.stderr
+    assert reason in run.stderr

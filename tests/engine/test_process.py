@@ -1,5 +1,6 @@
 """How a node that computes in another's pool leaves it."""
 
+import os
 import threading
 from typing import NoReturn
 
@@ -39,7 +40,7 @@ def end(status: int) -> NoReturn:
 async def test_a_borrowed_pool_is_not_given_back_while_a_step_may_still_write_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(process.os, "_exit", end)
+    monkeypatch.setattr(os, "_exit", end)
     runner = SlowRunner(HostMemory(9, 4 * KV_BYTES).rows, 4, 1, 512)
     info = NodeInfo("n0", "b" * 32, "prefill", "h:1", "m", "print", 4, 32, 9, 64, 8)
     node = Node(info, PREFILL, Scheduler(Limits(), 9, 4), runner, 0.05, 512)

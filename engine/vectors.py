@@ -51,7 +51,7 @@ def emit_pointer(builder: Any, address: Any, to: Any) -> Any:
     return builder.inttoptr(address, to.as_pointer())
 
 
-def _load(builder: Any, address: Any, lanes: int, code: int) -> Any:
+def emit_load(builder: Any, address: Any, lanes: int, code: int) -> Any:
     """`lanes` elements, widened to float32."""
     if code == FLOAT32:
         return builder.load(emit_pointer(builder, address, _of(_FLOAT, lanes)), align=4)
@@ -125,7 +125,7 @@ def emit_multiply_add(builder: Any, one: Any, other: Any, added: Any) -> Any:
     return builder.call(function, [one, other, added])
 
 
-def _prefetch(builder: Any, address: Any) -> Any:
+def emit_prefetch(builder: Any, address: Any) -> Any:
     name, pointer = "llvm.prefetch.p0", emit_pointer(builder, address, ir.IntType(8))
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, _INT, _INT, _INT])
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
@@ -167,7 +167,7 @@ put_address = written(types.void, (_I, _I), lambda b, value, at: b.store(value, 
 index_at = written(_I, (_I,), lambda b, at: b.sext(b.load(emit_pointer(b, at, _INT)), _LONG))  # an int32 in memory
 number_at = written(_F, (_I,), lambda b, at: b.load(emit_pointer(b, at, _FLOAT)))
 put_number = written(types.void, (_F, _I), lambda b, value, at: b.store(value, emit_pointer(b, at, _FLOAT)))
-prefetch = written(types.void, (_I,), _prefetch)  # the cache line there, to level 2
+prefetch = written(types.void, (_I,), emit_prefetch)  # the cache line there, to level 2
 # Counts up the first of a kernel's values, which all threads share: each takes the next piece of work.
 take_next = written(_I, (_VALUES,), lambda b, values: b.atomic_rmw("add", values, ir.Constant(_LONG, 1), "monotonic"))
 _set_lane = written(_V, (_V, _I, _F), lambda b, vector, lane, value: b.insert_element(vector, value, lane))
@@ -178,8 +178,8 @@ _power_of_two_of = written(_V, (_V,), _power_of_two)
 def _loading(lanes: int, code: int) -> Any:
     if lanes == 1:
         zero = ir.Constant(_INT, 0)
-        return written(_F, (_I,), lambda b, at: b.extract_element(_load(b, at, 1, code), zero))
-    return written(_V, (_I,), lambda b, at: _load(b, at, lanes, code))
+        return written(_F, (_I,), lambda b, at: b.extract_element(emit_load(b, at, 1, code), zero))
+    return written(_V, (_I,), lambda b, at: emit_load(b, at, lanes, code))
 
 
 def _storing(lanes: int, code: int) -> Any:

@@ -5,7 +5,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.numba_kernels import AREAS, FIELDS, TILE, attend, merge
+from engine.attention.numba_kernels import AREAS, attend, merge
+from engine.attention.numba_tiles import FIELDS, TILE
 from engine.batch import Batch
 from engine.kv_pool import KVPool
 from engine.vectors import CODES, LANES
@@ -18,7 +19,8 @@ IntArray = NDArray[np.int32]
 
 
 class Memory:
-    """What each thread computes in: queries, scores, sums, their maxima and totals, addresses, and transposed keys."""
+    """What each thread computes in: queries, scores, sums, their maxima and totals, lists of three tiles' tokens,
+    transposed keys, their addresses, and a widened tile."""
 
     def __init__(self, threads: int, rows: int, head_dim: int) -> None:
         padded = -(-head_dim // LANES) * LANES
@@ -29,7 +31,7 @@ class Memory:
             rows * padded,
             rows,
             rows,
-            4 * TILE,
+            6 * TILE,
             padded * TILE,
             2 * padded,
             2 * TILE * padded,
@@ -140,7 +142,7 @@ class NumbaPlan:
         out = torch.empty_like(q)
         memory = self._backend.memory(torch.get_num_threads(), group)  # as many as the kernel will run on
         attend(
-            work.operations,
+            work.operations * layout.head_dim,
             0,
             len(work.items) * heads,
             work.items.ctypes.data,

@@ -8,7 +8,21 @@ contexts may be cut in pieces that are merged afterwards (Flash-Decoding).
 import math
 from typing import Any
 
-from engine.attention.numba_panels import dot_block, multiply, transpose_block
+from engine.attention.numba_panels import add_product, dots, multiply, transpose_block
+from engine.attention.numba_tiles import (
+    FEW_ROWS,
+    FIELDS,
+    LINE,
+    TILE,
+    fetch,
+    fill_up,
+    first_tile,
+    locate,
+    shares,
+    tile_of,
+    touch,
+    widen,
+)
 from engine.jit import kernel, part, thread_number
 from engine.vectors import (
     FLOAT32,
@@ -23,8 +37,6 @@ from engine.vectors import (
     load_some,
     multiply_add,
     number_at,
-    prefetch,
-    put_address,
     put_number,
     splat,
     store,
@@ -33,56 +45,8 @@ from engine.vectors import (
     total,
 )
 
-TILE = 64  # tokens
-FEW_ROWS = 8  # of a decode: as many query heads as share a key head
-PAGE, LINE = 4096, 64  # bytes
 UNSEEN = -1e30  # the running maximum before anything was seen: finite, so that differences are numbers
-FIELDS = 7  # of an item: see `numba_backend.Work`
-# Bytes of a block and of a token, tokens of a block, the code of the pool's dtype, and the dimensions of a head.
-Sizes = tuple[int, int, int, int, int]
 AREAS = 9  # of a thread's working memory: see `numba_backend.Memory`
-
-
-@part
-def gather(table: int, low: int, count: int, base: int, sizes: Sizes, keys: int, values: int, wide: int) -> None:
-    """Lists the addresses of `count` keys and values from position `low` on. What is not float32 in whole vectors is
-    widened into `wide` first, with zeros after it."""
-    block_bytes, token_bytes, block_tokens, code, head_dim = sizes
-    item = 4 if code == FLOAT32 else 2
-    padded = (head_dim + LANES - 1) // LANES * LANES
-    direct = code == FLOAT32 and padded == head_dim
-    token = 0
-    while token < count:
-        position = low + token
-        inside = position % block_tokens
-        row = base + index_at(table + 4 * (position // block_tokens)) * block_bytes + inside * token_bytes
-        for _ in range(min(block_tokens - inside, count - token)):
-            key, value = row, row + head_dim * item
-            if not direct:
-                key, value = wide + 8 * padded * token, wide + 8 * padded * token + 4 * padded
-                for at in range(0, head_dim, LANES):
-                    store(load_some(row + at * item, head_dim - at, code), key + 4 * at)
-                    store(load_some(row + (head_dim + at) * item, head_dim - at, code), value + 4 * at)
-            put_address(key, keys + 8 * token)
-            put_address(value, values + 8 * token)
-            row += token_bytes
-            token += 1
-
-
-@part
-def reach(table: int, low: int, high: int, base: int, sizes: Sizes, step: int) -> None:
-    """Fetches keys and values of positions low to high that will be wanted soon: every `step` bytes and the last. All
-    pages first, and at once: a block of one layer is small, nearly each means another page, and looking those up one
-    by one took longer than reading. Then the lines, a few at a time, so that memory is read while the CPU computes."""
-    block_bytes, token_bytes, block_tokens, _, _ = sizes
-    while low < high:
-        inside = low % block_tokens
-        row = base + index_at(table + 4 * (low // block_tokens)) * block_bytes + inside * token_bytes
-        tokens = min(block_tokens - inside, high - low)
-        for at in range(0, tokens * token_bytes, step):
-            prefetch(row + at)
-        prefetch(row + tokens * token_bytes - 1)
-        low += tokens
 
 
 @part
@@ -131,33 +95,78 @@ def prepare(q: int, to: int, most: int, summed: int, sums: int, shape: tuple[int
 
 
 @part
-def score(
-    rows_q: int, rows: int, keys: int, tokens: int, padded: int, scores: int, flipped: int, flipped_rows: int
-) -> None:
-    """Products of all rows with a tile's keys, filled up to whole vectors with the row of zeros before `flipped`."""
-    columns = (tokens + LANES - 1) // LANES * LANES
-    for token in range(tokens, columns):
-        put_address(flipped - 4 * padded, keys + 8 * token)
-    for token in range(0, columns, LANES):
-        if rows <= FEW_ROWS:  # a decode: turning the keys round would take longer than using them
-            for r in range(rows):
-                dot_block(keys + 8 * token, rows_q + 4 * padded * r, padded, scores + 4 * (TILE * r + token))
-        else:
-            for at in range(0, padded, LANES):
-                transpose_block(keys + 8 * token, 4 * at, flipped + 4 * (at * TILE + token), 4 * TILE)
-    if rows > FEW_ROWS:
-        multiply(rows_q, 4 * padded, flipped_rows, scores, 4 * TILE, rows, padded, columns, 0)
+def weigh(
+    scores: int, rows: int, group: int, start: int, tokens: int, columns: int, window: int, most: int, summed: int,
+    sums: int, padded: int,
+) -> None:  # fmt: skip
+    """`softmax` of every row of a tile; `start` is where the first query is, counted from the tile's first token."""
+    for r in range(rows):
+        end = start + r // group + 1
+        softmax(
+            scores + 4 * TILE * r, max(0, end - window) if window else 0, min(tokens, end), columns,
+            most + 4 * r, summed + 4 * r, sums + 4 * padded * r, padded,
+        )  # fmt: skip
 
 
 @part
-def finish(sums: int, sum_at: int, most_at: int, target: int, head_dim: int, is_part: bool) -> None:
-    """Writes one row's answer, or, of a part, what the merge needs: the weighted sum, the largest and the sum."""
-    divisor = splat(1.0) if is_part else splat(number_at(sum_at))
-    for at in range(0, head_dim, LANES):
-        store_some(load(sums + 4 * at) / divisor, target + 4 * at, head_dim - at, FLOAT32)
-    if is_part:
-        put_number(number_at(most_at), target + 4 * head_dim)
-        put_number(number_at(sum_at), target + 4 * head_dim + 4)
+def score_many(
+    rows_q: int, rows: int, keys: int, columns: int, padded: int, scores: int, flipped: int, flipped_rows: int
+) -> None:
+    """Products of the rows of a chunk with a tile's keys, in float32."""
+    for token in range(0, columns, LANES):
+        for at in range(0, padded, LANES):
+            transpose_block(keys + 8 * token, 4 * at, flipped + 4 * (at * TILE + token), 4 * TILE)
+    multiply(rows_q, 4 * padded, flipped_rows, 0, scores, 4 * TILE, rows, padded, columns, 0)
+
+
+@part
+def score(
+    rows_q: int, rows: int, keys: int, code: int, columns: int, padded: int, scores: int, ahead: int,
+    tokens_ahead: int, lines: int,
+) -> None:  # fmt: skip
+    """Products of the few rows of a decode with a tile's keys: turning the keys round would take longer than this."""
+    for token in range(0, columns, LANES):
+        beside = lines if token < tokens_ahead else 0
+        fetched = address_at(ahead + 8 * token)
+        for r in range(rows):
+            one, target = rows_q + 4 * padded * r, scores + 4 * (TILE * r + token)
+            dots(keys + 8 * token, code, one, padded, target, fetched, beside)
+            fetched += LINE * lines * padded // LANES
+
+
+@part
+def add_values(
+    scores: int, rows: int, keys: int, code: int, value_from: int, tokens: int, sums: int, padded: int, ahead: int,
+    tokens_ahead: int, lines: int, after: int,
+) -> None:  # fmt: skip
+    """Adds a tile's values, weighted, to the sums of the few rows of a decode. What is fetched lies `after` bytes
+    behind the beginning of each group of tokens."""
+    for token in range(0, tokens, LANES):
+        add_product(
+            scores + 4 * token, 4 * TILE, keys + 8 * token, code, value_from, sums, 4 * padded, rows,
+            min(LANES, tokens - token), padded,
+            address_at(ahead + 8 * token) + after, lines if token < tokens_ahead else 0,
+        )  # fmt: skip
+
+
+@part
+def finish(
+    sums: int, summed: int, most: int, target: int, shape: tuple[int, int, int, int, int, int], is_part: bool
+) -> None:
+    """Writes the rows' answers into `target`, or, of a part, what the merge needs: of each row the weighted sum, the
+    largest and the sum."""
+    row, rows, head, kv_heads, group, head_dim = shape
+    padded = (head_dim + LANES - 1) // LANES * LANES
+    for r in range(rows):
+        to = target + 4 * head_dim * (((row + r // group) * kv_heads + head) * group + r % group)
+        divisor = splat(number_at(summed + 4 * r))
+        if is_part:
+            to, divisor = target + (4 * head_dim + 8) * r, splat(1.0)
+            put_number(number_at(most + 4 * r), to + 4 * head_dim)
+            put_number(number_at(summed + 4 * r), to + 4 * head_dim + 4)
+        for at in range(0, head_dim, LANES):
+            x = load(sums + 4 * (r * padded + at))
+            store_some(x / divisor, to + 4 * at, head_dim - at, FLOAT32)
 
 
 @kernel
@@ -170,53 +179,59 @@ def attend(values: Any) -> None:
         values[11], values[12], values[13], values[14], values[15], values[16]
     )  # fmt: skip
     area = values[17] + 8 * AREAS * thread_number()
-    rows_q, scores, sums, most, summed = (
-        address_at(area), address_at(area + 8), address_at(area + 16), address_at(area + 24), address_at(area + 32)
+    rows_q, scores, sums, most, summed, found, flipped, flipped_rows, wide = (
+        address_at(area), address_at(area + 8), address_at(area + 16), address_at(area + 24), address_at(area + 32),
+        address_at(area + 40), address_at(area + 48), address_at(area + 56), address_at(area + 64),
     )  # fmt: skip
-    keys, flipped, flipped_rows, wide = (
-        address_at(area + 40), address_at(area + 48), address_at(area + 56), address_at(area + 64)
-    )  # fmt: skip
-    weights = keys + 8 * TILE  # the addresses of the values, after those of the keys
-    item_bytes = 4 if code == FLOAT32 else 2
-    sizes = (block_bytes, 2 * head_dim * item_bytes, block_tokens, code, head_dim)
+    ahead, widened = found + 8 * TILE, found + 16 * TILE
+    sizes = (block_bytes, 2 * head_dim * (4 if code == FLOAT32 else 2), block_tokens, code, head_dim)
     padded = (head_dim + LANES - 1) // LANES * LANES
-    row_bytes = 4 * head_dim  # of q and out
     unit = take_next(values)
+    tokens_ahead = first_tile(unit, units, items, table, table_width, pool, head_bytes, kv_heads, group, sizes, ahead)
+    fetch(ahead, tokens_ahead, sizes[1])
     while unit < units:
+        following = take_next(values)  # early, so that its first tile can be fetched while this unit's last is computed
         head = unit % kv_heads
         item = items + 4 * FIELDS * (unit // kv_heads)
         slice_, row, count, start = index_at(item), index_at(item + 4), index_at(item + 8), index_at(item + 12)
         low, high, place = index_at(item + 16), index_at(item + 20), index_at(item + 24)
-        rows = count * group
-        prepare(q, rows_q, most, summed, sums, (row, rows, head, kv_heads, group, head_dim))
+        rows, tile, few = count * group, tile_of(count * group), count * group <= FEW_ROWS
+        shape = (row, rows, head, kv_heads, group, head_dim)
+        prepare(q, rows_q, most, summed, sums, shape)
         blocks, base = table + 4 * slice_ * table_width, pool + head * head_bytes
         while low < high:
-            tokens = min(TILE, high - low)
+            found, ahead, tokens = ahead, found, tokens_ahead
             columns = (tokens + LANES - 1) // LANES * LANES
-            ahead = low + TILE
-            reach(blocks, ahead, min(high, ahead + TILE), base, sizes, PAGE)
-            gather(blocks, low, tokens, base, sizes, keys, weights, wide)
-            score(rows_q, rows, keys, tokens, padded, scores, flipped, flipped_rows)
-            for r in range(rows):
-                if rows <= FEW_ROWS and r < 4:
-                    reach(blocks, ahead + 8 * r, min(high, ahead + 8 * r + 8), base, sizes, LINE)
-                position = start + r // group
-                seen_from = max(0, position + 1 - window - low) if window else 0
-                softmax(
-                    scores + 4 * TILE * r, seen_from, min(tokens, position + 1 - low), columns,
-                    most + 4 * r, summed + 4 * r, sums + 4 * padded * r, padded,
+            if low + tile < high:
+                tokens_ahead = locate(blocks, low + tile, min(high, low + 2 * tile), base, sizes, ahead)
+            else:
+                tokens_ahead = first_tile(
+                    following, units, items, table, table_width, pool, head_bytes, kv_heads, group, sizes, ahead
+                )
+            keys, kind, value_from = found, code, sizes[1] // 2
+            if padded != head_dim or (code != FLOAT32 and not few):
+                widen(found, tokens, sizes, wide, widened)
+                keys, kind, value_from = widened, FLOAT32, 4 * padded
+            fill_up(keys, tokens, columns, flipped - 4 * padded)
+            by_keys, by_values = shares(rows, padded, sizes[1])
+            if few:
+                score(rows_q, rows, keys, kind, columns, padded, scores, ahead, tokens_ahead, by_keys)
+                fetch(ahead + 8 * columns, tokens_ahead - columns, sizes[1])
+            else:
+                touch(ahead, tokens_ahead)
+                score_many(rows_q, rows, keys, columns, padded, scores, flipped, flipped_rows)
+            weigh(scores, rows, group, start - low, tokens, columns, window, most, summed, sums, padded)
+            if few:
+                add_values(
+                    scores, rows, keys, kind, value_from, tokens, sums, padded, ahead, tokens_ahead, by_values,
+                    LINE * by_keys * rows * padded // LANES,
                 )  # fmt: skip
-            if rows <= FEW_ROWS:
-                reach(blocks, ahead + 32, min(high, ahead + TILE), base, sizes, LINE)
-            multiply(scores, 4 * TILE, weights, sums, 4 * padded, rows, tokens, padded, 1)
-            low += TILE
-        for r in range(rows):
-            at_q = ((row + r // group) * kv_heads + head) * group + r % group
-            target = out + at_q * row_bytes
-            if place >= 0:
-                target = parts + (place + head * rows + r) * (row_bytes + 8)
-            finish(sums + 4 * padded * r, summed + 4 * r, most + 4 * r, target, head_dim, place >= 0)
-        unit = take_next(values)
+            else:
+                multiply(scores, 4 * TILE, keys, value_from, sums, 4 * padded, rows, tokens, padded, 1)
+            low += tile
+        target = out if place < 0 else parts + (place + head * rows) * (4 * head_dim + 8)
+        finish(sums, summed, most, target, shape, place >= 0)
+        unit = following
 
 
 @kernel

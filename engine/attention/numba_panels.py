@@ -7,7 +7,20 @@ from llvmlite import ir
 from numba.core import cgutils, types
 
 from engine.jit import part
-from engine.vectors import LANES, PANEL_ROWS, PANEL_VECTORS, emit_multiply_add, emit_pointer, emit_splat, written
+from engine.vectors import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    LANES,
+    PANEL_ROWS,
+    PANEL_VECTORS,
+    emit_load,
+    emit_multiply_add,
+    emit_pointer,
+    emit_prefetch,
+    emit_splat,
+    written,
+)
 
 _FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
@@ -25,6 +38,10 @@ def _exchanged(builder: Any, one: Any, other: Any, bit: int) -> tuple[Any, Any]:
 
 def _vector_at(builder: Any, address: Any, offset: Any) -> Any:
     return emit_pointer(builder, builder.add(address, offset), _VECTOR)
+
+
+def _bytes_of(builder: Any, vectors: Any, code: int) -> Any:
+    return builder.mul(vectors, ir.Constant(_LONG, (4 if code == FLOAT32 else 2) * LANES))
 
 
 def _addresses(builder: Any, rows: Any) -> list[Any]:
@@ -45,16 +62,25 @@ def _transpose(builder: Any, rows: Any, offset: Any, target: Any, stride: Any) -
         builder.store(vector, _vector_at(builder, target, builder.mul(stride, ir.Constant(_LONG, row))), align=4)
 
 
-def _dot(builder: Any, rows: Any, query: Any, size: Any, target: Any) -> None:
+def _fetch_next(builder: Any, ahead: Any, index: Any, lines: Any) -> None:
+    """The `lines` cache lines that are due in round `index` of a loop, of those from `ahead` on."""
+    first = builder.mul(index, lines)
+    with cgutils.for_range(builder, lines, intp=_LONG) as loop:
+        offset = builder.shl(builder.add(first, loop.index), ir.Constant(_LONG, 6))
+        emit_prefetch(builder, builder.add(ahead, offset))
+
+
+def _dot(builder: Any, code: int, rows: Any, query: Any, size: Any, target: Any, ahead: Any, lines: Any) -> None:
     starts = _addresses(builder, rows)
     sums = [cgutils.alloca_once(builder, _VECTOR) for _ in starts]
     for one in sums:
         builder.store(ir.Constant(_VECTOR, [0.0] * LANES), one)
     with cgutils.for_range(builder, builder.sdiv(size, ir.Constant(_LONG, LANES)), intp=_LONG) as loop:
-        offset = builder.mul(loop.index, ir.Constant(_LONG, 4 * LANES))
-        factor = builder.load(_vector_at(builder, query, offset), align=4)
+        _fetch_next(builder, ahead, loop.index, lines)
+        factor = builder.load(_vector_at(builder, query, _bytes_of(builder, loop.index, FLOAT32)), align=4)
+        offset = _bytes_of(builder, loop.index, code)
         for start, one in zip(starts, sums, strict=True):
-            key = builder.load(_vector_at(builder, start, offset), align=4)
+            key = emit_load(builder, builder.add(start, offset), LANES, code)
             builder.store(emit_multiply_add(builder, factor, key, builder.load(one)), one)
     vectors = [builder.load(one) for one in sums]
     bit = LANES // 2
@@ -66,31 +92,45 @@ def _dot(builder: Any, rows: Any, query: Any, size: Any, target: Any) -> None:
 
 # The LANES floats from `offset` on of each row in a list of LANES addresses, written as columns.
 transpose_block = written(types.void, (types.int64,) * 4, _transpose)
-# The products of one row of `size` floats, whole vectors, with each row in a list of LANES addresses.
-dot_block = written(types.void, (types.int64,) * 4, _dot)
+_dot_float32, _dot_bfloat16, _dot_float16 = (
+    written(types.void, (types.int64,) * 6, lambda b, *given, code=code: _dot(b, code, *given))
+    for code in (FLOAT32, BFLOAT16, FLOAT16)
+)
 
 
-def _panel(vectors: int) -> Any:
+@part
+def dots(rows: int, code: int, query: int, size: int, target: int, ahead: int, lines: int) -> None:
+    """The products of `query`, `size` floats in whole vectors, with each row of elements `code` in a list of LANES
+    addresses; beside each vector of it `lines` cache lines are fetched, one after another from `ahead` on."""
+    if code == FLOAT32:
+        _dot_float32(rows, query, size, target, ahead, lines)
+    elif code == BFLOAT16:
+        _dot_bfloat16(rows, query, size, target, ahead, lines)
+    else:
+        _dot_float16(rows, query, size, target, ahead, lines)
+
+
+def _panel(vectors: int, code: int, fetches: bool) -> Any:
     """Of at most PANEL_ROWS rows and exactly `vectors` vectors of columns: c = a b, or c += a b. The rows of b are
     given as a list of addresses, so they may lie anywhere; `column` is where in them to start, in bytes."""
 
     def emit(builder: Any, a: Any, a_stride: Any, b: Any, column: Any, c: Any, c_stride: Any, *sizes: Any) -> None:
-        rows, depth, adds = sizes
+        rows, depth, adds, *fetched = sizes
         after = builder.append_basic_block("after")
         switch = builder.switch(builder.trunc(rows, _INT), after)
         for count in range(1, PANEL_ROWS + 1):
             block = builder.append_basic_block(f"rows{count}")
             switch.add_case(ir.Constant(_INT, count), block)
             builder.position_at_end(block)
-            _product(builder, count, vectors, (a, a_stride), (b, column), (c, c_stride), depth, adds)
+            _product(builder, count, vectors, (a, a_stride), (b, column), (c, c_stride), depth, adds, code, fetched)
             builder.branch(after)
         builder.position_at_end(after)
 
-    return written(types.void, (types.int64,) * 9, emit)
+    return written(types.void, (types.int64,) * (11 if fetches else 9), emit)
 
 
 def _product(
-    builder: Any, rows: int, vectors: int, a: Any, b: Any, c: Any, depth: Any, adds: Any
+    builder: Any, rows: int, vectors: int, a: Any, b: Any, c: Any, depth: Any, adds: Any, code: int, fetched: Any
 ) -> None:  # all sums stay in registers
     a_rows = [builder.add(a[0], builder.mul(a[1], ir.Constant(_LONG, row))) for row in range(rows)]
     places = [
@@ -113,12 +153,14 @@ def _product(
             for one in sums:
                 builder.store(ir.Constant(_VECTOR, [0.0] * LANES), one)
     with cgutils.for_range(builder, depth, intp=_LONG) as loop:
+        if fetched:
+            _fetch_next(builder, fetched[0], loop.index, fetched[1])
         at = builder.load(
             emit_pointer(builder, builder.add(b[0], builder.mul(loop.index, ir.Constant(_LONG, 8))), _LONG)
         )
         at = builder.add(at, b[1])
         columns = [
-            builder.load(emit_pointer(builder, builder.add(at, ir.Constant(_LONG, 4 * LANES * v)), _VECTOR), align=4)
+            emit_load(builder, builder.add(at, _bytes_of(builder, ir.Constant(_LONG, v), code)), LANES, code)
             for v in range(vectors)
         ]
         step = builder.mul(loop.index, ir.Constant(_LONG, 4))
@@ -131,12 +173,18 @@ def _product(
         builder.store(builder.load(one), place, align=4)
 
 
-_wide, _narrow = _panel(PANEL_VECTORS), _panel(1)
+_wide, _narrow = (_panel(vectors, FLOAT32, False) for vectors in (PANEL_VECTORS, 1))
+_adding = {
+    (vectors, code): _panel(vectors, code, True)
+    for vectors in (PANEL_VECTORS, 1)
+    for code in (FLOAT32, BFLOAT16, FLOAT16)
+}
+_wide_float32, _wide_bfloat16, _wide_float16, _narrow_float32, _narrow_bfloat16, _narrow_float16 = _adding.values()
 
 
 @part
 def multiply(
-    a: int, a_stride: int, b: int, c: int, c_stride: int, rows: int, depth: int, columns: int, adds: int
+    a: int, a_stride: int, b: int, b_from: int, c: int, c_stride: int, rows: int, depth: int, columns: int, adds: int
 ) -> None:
     """c [rows, columns] = a [rows, depth] b [depth, columns], added to what c holds if `adds`; `b` is a list of the
     addresses of its rows, `columns` a multiple of LANES. Every element is one chain of multiply-adds in the order of
@@ -149,7 +197,37 @@ def multiply(
             left = min(PANEL_ROWS, rows - row)
             one, place = a + row * a_stride, c + row * c_stride + column
             if is_wide:
-                _wide(one, a_stride, b, column, place, c_stride, left, depth, adds)
+                _wide(one, a_stride, b, b_from + column, place, c_stride, left, depth, adds)
             else:
-                _narrow(one, a_stride, b, column, place, c_stride, left, depth, adds)
+                _narrow(one, a_stride, b, b_from + column, place, c_stride, left, depth, adds)
         column += wide if is_wide else 4 * LANES
+
+
+@part
+def add_product(
+    a: int, a_stride: int, b: int, code: int, b_from: int, c: int, c_stride: int, rows: int, depth: int, columns: int,
+    ahead: int, lines: int,
+) -> None:  # fmt: skip
+    """`multiply`, added to c, with rows of b of elements `code`; beside the first vectors of each of them `lines` cache
+    lines are fetched, one after another from `ahead` on."""
+    item = 4 if code == FLOAT32 else 2
+    column = 0
+    while column < columns:
+        is_wide = column + LANES * PANEL_VECTORS <= columns
+        for row in range(0, rows, PANEL_ROWS):
+            left = min(PANEL_ROWS, rows - row)
+            one, at, place = a + row * a_stride, b_from + item * column, c + row * c_stride + 4 * column
+            if is_wide and code == FLOAT32:
+                _wide_float32(one, a_stride, b, at, place, c_stride, left, depth, 1, ahead, lines)
+            elif is_wide and code == BFLOAT16:
+                _wide_bfloat16(one, a_stride, b, at, place, c_stride, left, depth, 1, ahead, lines)
+            elif is_wide:
+                _wide_float16(one, a_stride, b, at, place, c_stride, left, depth, 1, ahead, lines)
+            elif code == FLOAT32:
+                _narrow_float32(one, a_stride, b, at, place, c_stride, left, depth, 1, ahead, lines)
+            elif code == BFLOAT16:
+                _narrow_bfloat16(one, a_stride, b, at, place, c_stride, left, depth, 1, ahead, lines)
+            else:
+                _narrow_float16(one, a_stride, b, at, place, c_stride, left, depth, 1, ahead, lines)
+            lines = 0
+        column += LANES * PANEL_VECTORS if is_wide else LANES

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -114,7 +115,10 @@ def build(options: BuildOptions, borrowed: Borrower | None = None) -> Computer:
         keep_large_blocks()
         pool = KVPool(layout, memory)
         linear = linear_on_cpu(options.weight_dtype, options.quantization)
-        model = load_model(path, torch.float32, torch.device("cpu"), linear)
+        # On a thread that ends: with it goes its team of OpenMP threads. A second team in the process makes more threads
+        # than cores, and libgomp then lets every team sleep between two products, at 50 us for each.
+        with ThreadPoolExecutor(1) as loading:
+            model = loading.submit(load_model, path, torch.float32, torch.device("cpu"), linear).result()
         give_back()
         attention = attention_on_cpu(options.attention_backend, pool)
         kernels = kernels_on_cpu(config, pool)

@@ -234,7 +234,7 @@ def _note(groups: dict[str, dict[str, Any]]) -> str:
         "Ours is timed through the engine's loop, a node's own, with its scheduling, sampling and telling; llama.cpp "
         "without sampling, as its batched bench does; vLLM by steps of its engine. Medians of interleaved runs; the "
         "ratio is the median of those within a repeat. Steps of up to 2,048 prompt tokens; KV in "
-        f"{next(iter(groups.values()))['facts'].get(FP32, {}).get('kv_cache_dtype', 'fp32')} (llama.cpp: F16).",
+        f"{_kv_of(groups)} (llama.cpp: F16).",
         f"llama.cpp's flash attention is on where that is faster: off for {off}." if off else "",
         f"With the same fp32 weights, logprobs differ from llama.cpp's by {max(differences):.1e}."
         if differences
@@ -243,6 +243,17 @@ def _note(groups: dict[str, dict[str, Any]]) -> str:
         f"Load of the machine before the groups: {min(loads)} to {max(loads)}.",
     ]
     return " ".join(part for part in parts if part)
+
+
+def _kv_of(groups: dict[str, dict[str, Any]]) -> str:
+    """In what KV was held by each of our arms."""
+    facts = {
+        arm: found["kv_cache_dtype"]
+        for g in groups.values()
+        for arm, found in g["facts"].items()
+        if "kv_cache_dtype" in found
+    }
+    return ", ".join(f"{dtype} for {arm}" for arm, dtype in facts.items())
 
 
 def main() -> None:

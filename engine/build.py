@@ -17,8 +17,9 @@ from engine.heap import give_back, keep_large_blocks
 from engine.kernels.choose import kernels_on_cpu
 from engine.kv_pool import KVPool, blocks_for
 from engine.linear.choose import linear_on_cpu
+from engine.linear.interface import LinearFormat
 from engine.models.config import ModelConfig
-from engine.models.decoder import load_model
+from engine.models.decoder import Decoder, load_model
 from engine.runner import Runner, TorchRunner
 from engine.weights import fingerprint
 from shared.kv.layout import HOST_KV_BYTES, KVLayout
@@ -112,14 +113,13 @@ def build(options: BuildOptions, borrowed: Borrower | None = None) -> Computer:
     elif options.runner == "hash":
         runner = HashRunner(memory.rows, layout.block_tokens, HASH_LAYERS, config.vocab_size)
     else:
-        keep_large_blocks()
         pool = KVPool(layout, memory)
-        linear = linear_on_cpu(options.weight_dtype, options.quantization)
         # On a thread that ends: with it goes its team of OpenMP threads. A second team in the process makes more threads
         # than cores, and libgomp then lets every team sleep between two products, at 50 us for each.
         with ThreadPoolExecutor(1) as loading:
-            model = loading.submit(load_model, path, torch.float32, torch.device("cpu"), linear).result()
+            linear, model = loading.submit(_load_on_cpu, options, path).result()
         give_back()
+        keep_large_blocks()
         attention = attention_on_cpu(options.attention_backend, pool)
         kernels = kernels_on_cpu(config, pool)
         runner = TorchRunner(model, pool, attention, kernels, torch.device("cpu"))
@@ -127,6 +127,11 @@ def build(options: BuildOptions, borrowed: Borrower | None = None) -> Computer:
     print_ = exchange_fingerprint(name, path, layout, memory.sums)
     facts |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
     return Computer(runner, memory, layout, max_model_len, config.vocab_size, print_, facts, emulation)
+
+
+def _load_on_cpu(options: BuildOptions, path: Path) -> tuple[LinearFormat, Decoder]:
+    linear = linear_on_cpu(options.weight_dtype, options.quantization)  # tries some of the CPU's products
+    return linear, load_model(path, torch.float32, torch.device("cpu"), linear)
 
 
 def on_gpu(device: str, *, computes: bool) -> bool:
@@ -146,7 +151,9 @@ def _name(options: BuildOptions, emulation: Emulation | None) -> str:
 
 
 def _layout(options: BuildOptions, config: ModelConfig, emulation: Emulation | None) -> KVLayout:
-    kv_dtype = "float32" if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    kv_dtype = options.kv_cache_dtype
+    if kv_dtype == "auto":  # who computes in 8 bits has given up exactness, and is to have the speed
+        kv_dtype = "float16" if options.quantization == "int8" else "float32"
 
     def layout(num_blocks: int) -> KVLayout:
         if emulation is not None:

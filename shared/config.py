@@ -216,7 +216,7 @@ class ComputingSettings(CommonSettings):
         default="none", description="int8: weights and activations of matrix products in 8 bits (CPU)."
     )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="That KV is held in; auto: --dtype."
+        default="auto", description="That KV is held in; auto: --dtype, on the CPU float16 with --quantization int8."
     )
     attention_backend: Literal["auto", "torch", "numba", "triton", "flash_attn"] = Field(
         default="auto", description="What computes attention; auto: the fastest that can run here."

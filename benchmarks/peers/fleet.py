@@ -68,7 +68,8 @@ class Fleet:
         if arm == FP32:
             return Worker(sys.executable, "baton", ours)
         if arm == BITS16:
-            return Worker(sys.executable, "baton", ours | {"weight_dtype": options.weight_dtype})
+            kv = options.kv_cache_dtype if options.kv_cache_dtype != "auto" else "float16"  # as llama.cpp's
+            return Worker(sys.executable, "baton", ours | {"weight_dtype": options.weight_dtype, "kv_cache_dtype": kv})
         if arm == INT8:
             return Worker(sys.executable, "baton", ours | {"quantization": "int8"})
         if arm == TRANSFORMERS:

@@ -114,8 +114,8 @@ def build(options: BuildOptions, borrowed: Borrower | None = None) -> Computer:
         runner = HashRunner(memory.rows, layout.block_tokens, HASH_LAYERS, config.vocab_size)
     else:
         pool = KVPool(layout, memory)
-        # On a thread that ends: with it goes its team of OpenMP threads. A second team in the process makes more threads
-        # than cores, and libgomp then lets every team sleep between two products, at 50 us for each.
+        # On a thread that ends: its team of OpenMP threads goes with it. A second team in the process makes more
+        # threads than cores, and libgomp then lets every team sleep between two products, at 50 us for each.
         with ThreadPoolExecutor(1) as loading:
             linear, model = loading.submit(_load_on_cpu, options, path).result()
         give_back()

@@ -272,7 +272,8 @@ def main() -> None:
     asked = args.rows.split(",")
     if unknown := set(asked) - set(ARMS):
         flags.error(f"--rows {','.join(sorted(unknown))}: there are {', '.join(ARMS)}")
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])  # of all workers, which inherit it
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(allowed)[: args.threads])  # of all workers, which inherit it
     name = f"cpu_{args.model}"
     out: Path = args.out or RESULTS / f"{name}.json"
     groups = _kept(out)
@@ -287,6 +288,7 @@ def main() -> None:
             fleet.close(keep={arm for later in asked[index + 1 :] for arm in ARMS[later]})
     finally:
         fleet.close()
+        os.sched_setaffinity(0, allowed)
     _result(name, args.model, groups).finish(out)
 
 

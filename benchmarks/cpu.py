@@ -272,8 +272,6 @@ def main() -> None:
     asked = args.rows.split(",")
     if unknown := set(asked) - set(ARMS):
         flags.error(f"--rows {','.join(sorted(unknown))}: there are {', '.join(ARMS)}")
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(allowed)[: args.threads])  # of all workers, which inherit it
     name = f"cpu_{args.model}"
     out: Path = args.out or RESULTS / f"{name}.json"
     groups = _kept(out)
@@ -281,6 +279,8 @@ def main() -> None:
         args.model, args.threads, args.directory, args.llama, args.vllm, args.weight_dtype, args.kv_cache_dtype
     )
     fleet = Fleet(options)
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(allowed)[: args.threads])  # of all workers, which inherit it
     try:
         for index, group in enumerate(asked):
             groups[group] = measure(group, fleet, args.repeats)

@@ -95,7 +95,7 @@ def test_a_frozen_prefill_node_keeps_its_blocks_out_of_use_until_it_says_that_it
             wait_for(lambda: running.nodes()["prefill-0"]["prompt_tokens"] > 0, "prompts are being computed")
             running.send_signal("prefill-0", signal.SIGSTOP)
             assert [answer.result() for answer in answers] == [expected(prompt, 20) for prompt in prompts]
-        assert running.nodes()["decode-0"]["blocks"]["quarantined"] > 0
+        wait_for(lambda: running.nodes()["decode-0"]["blocks"]["quarantined"] > 0, "its blocks are in quarantine")
         running.send_signal("prefill-0", signal.SIGCONT)
         running.idle()
 

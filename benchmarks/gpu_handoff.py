@@ -103,7 +103,11 @@ class Receiver:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         self._watchdog = threading.Timer(ANSWER_S, self._process.kill)  # a GPU that hangs must not hold all sections up
         self._watchdog.start()
-        self.card = bytes.fromhex(self._line())
+        try:
+            self.card = bytes.fromhex(self._line())
+        except BaseException:
+            self.close()
+            raise
 
     def sums(self, rows: Sequence[int]) -> bytes:
         assert self._process.stdin is not None
@@ -117,6 +121,10 @@ class Receiver:
             self._process.communicate(timeout=10)
         self._process.kill()
         self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
 
     def _line(self) -> str:
         assert self._process.stdout is not None

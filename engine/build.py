@@ -13,7 +13,7 @@ from engine.cuda.memory import DeviceMemory
 from engine.emulated import EMULATED_HEAD_DIM, EmulatedRunner
 from engine.emulation import Emulation, load_emulation
 from engine.hash_model import HashRunner
-from engine.heap import give_back, keep_large_blocks
+from engine.heap import give_back, keep_large_blocks, share_one
 from engine.kernels.choose import kernels_on_cpu
 from engine.kv_pool import KVPool, blocks_for
 from engine.linear.choose import linear_on_cpu
@@ -101,6 +101,7 @@ def build(options: BuildOptions, borrowed: Borrower | None = None) -> Computer:
         block_size=options.block_size or CPU_BLOCK_TOKENS,
         kv_cache_memory=options.kv_cache_memory or HOST_KV_BYTES,
     )
+    share_one()
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     layout = _layout(options, config, emulation)
     rows, size = layout.num_blocks, layout.block_bytes

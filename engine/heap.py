@@ -1,22 +1,31 @@
 """The C library's heap, tuned for tensors: large ones are taken from memory that is there, not mapped anew each time.
 
 glibc maps a block of 32 MiB and more on its own and gives it back when it is freed, so that every step that computes a
-long chunk pays for touching it again: half of the time of a large product in 8 bits.
+long chunk pays for touching it again: half of the time of a large product in 8 bits. A thread other than the main one,
+such as the engine's, has a heap of its own, in pieces of 64 MiB that are given back likewise: so all share the main one.
 """
 
 import ctypes
 
 M_TRIM_THRESHOLD = -1  # <malloc.h>
 M_MMAP_THRESHOLD = -3
+M_ARENA_MAX = -8
 LARGEST = 2**31 - 1  # what an int holds
+
+
+def share_one() -> bool:
+    """For all threads of the process; to be called before there are others. False where the C library is not glibc."""
+    return _set(M_ARENA_MAX, 1)
 
 
 def keep_large_blocks() -> bool:
     """For the whole process, from now on. False where the C library is not glibc: nothing is changed there."""
+    return _set(M_MMAP_THRESHOLD, 1 << 30) and _set(M_TRIM_THRESHOLD, LARGEST)
+
+
+def _set(option: int, value: int) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return bool(mallopt(M_MMAP_THRESHOLD, 1 << 30)) and bool(mallopt(M_TRIM_THRESHOLD, LARGEST))
+    return mallopt is not None and bool(mallopt(option, value))
 
 
 def give_back() -> None:

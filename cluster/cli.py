@@ -10,7 +10,8 @@ import typer
 
 from cluster.plan import ROOT, LocalSettings
 from compare.command import compare
-from shared.config import NodeSettings, RouterSettings, command_of, markup_mode, run_app
+from shared.command_line import command_of, markup_mode, run_app
+from shared.config import NodeSettings, RouterSettings
 
 Url = Annotated[str, typer.Option("--url", envvar="BATON_URL", help="The router's URL.")]
 LOCAL_URL = "http://127.0.0.1:8000"

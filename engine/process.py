@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from scheduler.budget import Budget, budget_of
 from scheduler.policy import POLICIES
 from scheduler.role import PREFILL, Role
 from scheduler.scheduler import Limits, Scheduler
+from shared import failpoints
 from shared.config import EVERY_ADDRESS, NodeSettings
 from shared.kv.channel import KVChannel, PeerLostError
 from shared.kv.cuda_driver import Gpu
@@ -52,31 +53,10 @@ def main(settings: NodeSettings, role: Role) -> int:
             os.sched_setaffinity(int(thread.name), settings.cpus)
     boot = secrets.token_hex(16)
     try:
+        failpoints.configure(settings.failpoint, allowed=settings.allow_failpoints)
         private(settings.kv_directory)
         borrowed = _borrowed(settings, boot) if role is PREFILL and settings.kv_channel == POOL else None
-        computer = build(
-            BuildOptions(
-                model=settings.model,
-                runner=settings.runner,
-                device=settings.device,
-                dtype=settings.dtype,
-                weight_dtype=settings.weight_dtype,
-                quantization=settings.quantization,
-                kv_cache_dtype=settings.kv_cache_dtype,
-                attention_backend=settings.attention_backend,
-                enforce_eager=settings.enforce_eager,
-                gpu_memory_utilization=settings.gpu_memory_utilization,
-                max_num_seqs=settings.max_num_seqs,
-                max_step_tokens=budget_of(settings.max_num_batched_tokens, settings.tbt_slo_ms / 1000).ceiling,
-                block_size=settings.block_size,
-                kv_cache_memory=settings.kv_cache_memory,
-                num_blocks=settings.num_blocks,
-                max_model_len=settings.max_model_len,
-                threads=settings.threads,
-                emulate=settings.emulate,
-            ),
-            borrowed,
-        )
+        computer = build(_options(settings), borrowed)
         set_ahead(computer.runner, settings.async_scheduling)
     except (ValueError, OSError) as error:
         print(f"{role.name}: {error}", file=sys.stderr)
@@ -90,6 +70,27 @@ def main(settings: NodeSettings, role: Role) -> int:
     )
 
 
+def _options(settings: NodeSettings) -> BuildOptions:
+    """A setting goes to the option of its name."""
+    names = {field.name for field in fields(BuildOptions)} - {"max_step_tokens"}
+    return BuildOptions(**{name: getattr(settings, name) for name in names}, max_step_tokens=_budget(settings).ceiling)
+
+
+def _budget(settings: NodeSettings) -> Budget:
+    return budget_of(settings.max_num_batched_tokens, settings.tbt_slo_ms / 1000)
+
+
+def _scheduler(settings: NodeSettings, computer: Computer, budget: Budget, borrowed: Borrower | None) -> Scheduler:
+    limits = Limits(
+        settings.max_num_batched_tokens,
+        settings.max_num_seqs,
+        settings.long_prefill_token_threshold,
+        settings.max_num_partial_prefills,
+    )
+    num_blocks = computer.layout.num_blocks if borrowed is None else NO_BLOCKS
+    return Scheduler(limits, num_blocks, computer.layout.block_tokens, POLICIES[settings.policy], budget)
+
+
 def _borrowed(settings: NodeSettings, boot: str) -> Borrower:
     """Waits for the decode node on this device. Raises ValueError when there is none, OSError without a driver."""
     gpu = None
@@ -101,19 +102,8 @@ def _borrowed(settings: NodeSettings, boot: str) -> Borrower:
 async def _serve(
     lifetime: Lifetime, settings: NodeSettings, role: Role, computer: Computer, boot: str, borrowed: Borrower | None
 ) -> int:
-    budget = budget_of(settings.max_num_batched_tokens, settings.tbt_slo_ms / 1000)
-    scheduler = Scheduler(
-        Limits(
-            settings.max_num_batched_tokens,
-            settings.max_num_seqs,
-            settings.long_prefill_token_threshold,
-            settings.max_num_partial_prefills,
-        ),
-        computer.layout.num_blocks if borrowed is None else NO_BLOCKS,
-        computer.layout.block_tokens,
-        POLICIES[settings.policy],
-        budget,
-    )
+    budget = _budget(settings)
+    scheduler = _scheduler(settings, computer, budget, borrowed)
     info = replace(_info(settings, role, computer, budget), boot=boot, pool_of=borrowed.lender if borrowed else "")
     node = Node(
         info,

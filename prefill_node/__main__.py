@@ -4,7 +4,8 @@ import sys
 
 from engine.process import main as run_node
 from scheduler.role import PREFILL
-from shared.config import NodeSettings, settings_from_command_line
+from shared.command_line import settings_from_command_line
+from shared.config import NodeSettings
 
 
 def main(settings: NodeSettings) -> int:

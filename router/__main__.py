@@ -22,7 +22,9 @@ from router.model import read_model
 from router.node_metrics import NodeMetrics
 from router.records import Records
 from router.text import Tokenizer
-from shared.config import RouterSettings, settings_from_command_line
+from shared import failpoints
+from shared.command_line import settings_from_command_line
+from shared.config import RouterSettings
 from shared.errors import ConfigError
 from shared.model_files import resolve
 from shared.registry import EmbeddedRegistry, RedisRegistry, Registry
@@ -34,6 +36,7 @@ log = logging.getLogger("baton.router")
 def main(settings: RouterSettings) -> int:
     """Serves until SIGTERM. Returns the process's exit status: 2 when the settings cannot be served."""
     try:
+        failpoints.configure(settings.failpoint, allowed=settings.allow_failpoints)
         directory = resolve(settings.model)
         is_local = Path(settings.model).exists()
         name = settings.served_model_name or (directory.resolve().name if is_local else settings.model)

@@ -1,23 +1,19 @@
-"""Every setting of every process: its default, its help, its bounds; and how it gets in, by flag or environment.
+"""Every setting of every process: its default, its help, its bounds; and where its value comes from.
 
 A flag is over `BATON_<FIELD>` in the environment, which is over the default. Nobody else reads the environment.
 """
 
 import difflib
-import inspect
 import os
 import re
-import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
+from typing import Annotated, ClassVar, Literal, TypeVar, cast, get_args, get_origin
 from urllib.parse import urlsplit, urlunsplit
 
-import typer
-import typer.main
 from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -65,9 +61,13 @@ def format_value(value: object, field: FieldInfo | None = None) -> str:
     """As the command line and the environment take it."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, int) and field is not None and _is_size(field) and value and value % (1 << 20) == 0:
+    if isinstance(value, int) and field is not None and is_size(field) and value and value % (1 << 20) == 0:
         return f"{value >> 20}MiB"
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def is_size(field: FieldInfo) -> bool:
+    return any(isinstance(item, BeforeValidator) and item.func is parse_size for item in field.metadata)
 
 
 def private_directory() -> str:
@@ -170,6 +170,14 @@ class CommonSettings(Settings):
     drain_timeout_s: Seconds = Field(default=30.0, description="How long a process that ends waits for its requests.")
     log_level: LogLevel = Field(default="info", description="How much is logged.")
     log_format: Literal["text", "json"] = Field(default="text", description="Lines for people, or one object a line.")
+    cluster_secret_file: str = Field(
+        default="",
+        description="File with the secret that all processes of a cluster share; needed beyond loopback.",
+    )
+    failpoint: str = Field(
+        default="", description="For tests: where this process fails; see shared/failpoints.py."
+    )
+    allow_failpoints: bool = Field(default=False, description="For tests: without it, --failpoint is refused.")
 
 
 class ServingSettings(CommonSettings):
@@ -194,7 +202,17 @@ class ServingSettings(CommonSettings):
     ttft_slo_ms: Milliseconds = Field(
         default=0.0, description="Requests whose first token is predicted later than this get status 429; 0: none."
     )
-    node_timeout_s: Seconds = Field(default=5.0, description="A node without a sign of life for so long is lost.")
+    api_keys_file: str = Field(
+        default="", description="File of API keys, one `tenant:sha256` a line (see `baton key`); empty: none is needed."
+    )
+    admin_host: Host = Field(default="127.0.0.1", description="Address that the admin surface listens on.")
+    admin_port: Port = Field(
+        default=0, description="Port of dashboard, status, metrics and roles; 0: the API's, with the key of an admin."
+    )
+    request_timeout_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
+        default=0.0, description="Longest that a request may take, and what x-request-timeout is cut to; 0: no limit."
+    )
+    node_timeout_s: Seconds = Field(default=2.5, description="A node without a sign of life for so long is lost.")
     max_concurrent_requests: Count = Field(default=1024, description="More requests than that at once get status 429.")
     max_attempts: Annotated[int, Field(ge=1, le=100)] = Field(
         default=5, description="Nodes that a request is tried on before it fails."
@@ -375,125 +393,3 @@ def hide_password(text: str) -> str:
     if not password:
         return text
     return urlunsplit(parts._replace(netloc=parts.netloc.replace(f":{password}@", ":***@", 1)))
-
-
-def print_settings(settings: Settings, sources: Mapping[str, str]) -> None:
-    """A table on a terminal; elsewhere `name = value  # source`."""
-    fields = type(settings).model_fields
-    rows = [
-        (name, hide_password(format_value(getattr(settings, name), fields[name])), source)
-        for name, source in sources.items()
-    ]
-    if not sys.stdout.isatty():
-        for name, value, source in rows:
-            print(f"{name} = {value}  # {source}")
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("setting", "value", "from", box=None)
-    for row in rows:
-        table.add_row(*map(Text, row), style="" if row[2] == "default" else "bold")
-    Console().print(table)
-
-
-# ---- the command line ----------------------------------------------------------------------------------------------
-
-# Typer carries its own copy of click, or needs click itself, and exports from neither the class of all wrong usage.
-Misuse = cast(type[Exception], next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"))
-
-
-def settings_from_command_line(kind: type[S], argv: Sequence[str], prog: str) -> S:
-    """For `__main__`. Ends the process after --help and --print-config, and with status 2 for a bad value."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=markup_mode())
-    app.command(help=f"Run one process: {prog}.")(command_of(kind, prog, lambda settings: settings))
-    result = run_app(app, argv, prog)
-    if isinstance(result, kind):
-        return result
-    raise SystemExit(result)
-
-
-def markup_mode() -> Literal["rich"] | None:
-    """Boxes and colours are for terminals."""
-    return "rich" if sys.stdout.isatty() else None
-
-
-def run_app(app: typer.Typer, argv: Sequence[str], prog: str) -> Any:
-    """What the command returned, or 0 after --help. Wrong usage is one line on stderr and SystemExit(2)."""
-    try:
-        return typer.main.get_command(app).main(args=list(argv), prog_name=prog, standalone_mode=False)
-    except Misuse as error:
-        context = getattr(error, "ctx", None)
-        path = context.command_path if context is not None else prog
-        print(f"{path}: {cast(typer.BadParameter, error).format_message()}", file=sys.stderr)
-        raise SystemExit(2) from None
-
-
-def command_of(kind: type[S], prog: str, run: Callable[[S], Any]) -> Callable[..., Any]:
-    """A function that Typer takes for a command with an option a field, and that runs `run` with the settings.
-
-    A ConfigError, of the settings or out of `run`, is one line on stderr and status 2.
-    """
-
-    def command(print_config: bool, **flags: object) -> Any:
-        try:
-            settings, sources = resolve(kind, flags, os.environ)
-            if print_config:
-                print_settings(settings, sources)
-                return 0
-            for name in kind.needed:
-                if not getattr(settings, name):
-                    raise ConfigError(f"{flag_of(name)} (or {variable_of(name)}) is needed")
-            return run(settings)
-        except ConfigError as error:
-            print(f"{prog}: {error}", file=sys.stderr)
-            raise SystemExit(2) from None
-
-    parameters = [_parameter(name, field, _panel(kind, name)) for name, field in kind.model_fields.items()]
-    about = typer.Option("--print-config", help="Print every setting with where it comes from, and end.")
-    parameters.append(_keyword("print_config", Annotated[bool, about], default=False))
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
-
-
-def _parameter(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
-    """Values stay text: pydantic is the one that reads them, from wherever they come."""
-    flag = flag_of(name)
-    default = format_value(field.get_default(call_default_factory=True), field)
-    about = str(field.description)
-    if default and f"{default}: " not in about:  # there, the text says already what the default does
-        about += f" Default: {default}."
-    if field.annotation is bool:
-        flag += f"/--no-{flag[2:]}"
-    option = typer.Option(
-        flag,
-        help=about,
-        metavar=None if field.annotation is bool else _metavar(field),
-        show_default=False,
-        rich_help_panel=panel,
-    )
-    return _keyword(name, Annotated[bool | None if field.annotation is bool else str | None, option], default=None)
-
-
-def _keyword(name: str, annotation: object, default: object) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _metavar(field: FieldInfo) -> str:
-    if get_origin(field.annotation) is Literal:
-        return f"[{'|'.join(get_args(field.annotation))}]"
-    if _is_size(field):
-        return "SIZE"
-    return {int: "INTEGER", float: "NUMBER"}.get(cast(type, field.annotation), "TEXT")
-
-
-def _is_size(field: FieldInfo) -> bool:
-    return any(isinstance(item, BeforeValidator) and item.func is parse_size for item in field.metadata)
-
-
-def _panel(kind: type[Settings], name: str) -> str:
-    """The class that declares the field says what it is about."""
-    owner = next(base for base in kind.__mro__ if name in inspect.get_annotations(base))
-    return str(owner.__doc__).split(";")[0]

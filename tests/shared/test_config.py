@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from shared.command_line import settings_from_command_line
 from shared.config import (
     NodeSettings,
     RouterSettings,
@@ -19,7 +20,6 @@ from shared.config import (
     parse_size,
     private_directory,
     resolve,
-    settings_from_command_line,
     variable_of,
 )
 from shared.errors import ConfigError

@@ -1,13 +1,17 @@
-# One image for every role; the command says which. A CPU torch is taken where pip finds one (PIP_FIND_LINKS).
+# One image for every role; the command says which. A CPU torch is taken where pip finds one (PIP_FIND_LINKS): its
+# builds have different hashes, so it alone is not in requirements.lock, which has those of all other libraries.
 FROM python:3.11-slim
 ARG TORCH=torch==2.13.0
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /baton
+# Dependencies in layers of their own: an empty package is installed first, the sources come after. What torch needs
+# beside its CUDA libraries is in the lock too, and so is there before torch asks for it.
+COPY requirements.lock ./
+RUN pip install --no-cache-dir --no-deps --require-hashes -r requirements.lock
 RUN pip install --no-cache-dir "$TORCH"
 COPY pyproject.toml README.md LICENSE ./
-# Dependencies in a layer of their own: an empty package is installed first, the sources come after.
 RUN mkdir router prefill_node decode_node shared scheduler engine compare cluster \
- && pip install --no-cache-dir -e .
+ && pip install --no-cache-dir --no-deps --no-build-isolation -e .
 COPY router router
 COPY prefill_node prefill_node
 COPY decode_node decode_node
@@ -18,7 +22,8 @@ COPY compare compare
 COPY cluster cluster
 # At home is where a node may write, a volume in docker-compose.yml: kernels that are compiled for the CPU stay there, in
 # .cache/baton. Compiled here they would be for the CPU that builds the image.
-RUN useradd --uid 1000 --no-create-home --home-dir /run/baton baton && mkdir /run/baton && chown baton /run/baton
+RUN useradd --uid 1000 --no-create-home --home-dir /run/baton baton \
+ && mkdir -m 0700 /run/baton /run/secret && chown baton:baton /run/baton /run/secret
 USER baton
 ENTRYPOINT ["baton"]
 CMD ["--help"]

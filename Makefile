@@ -4,7 +4,7 @@ BIN := .venv/bin
 # A CPU wheel of torch where pip finds one (`pip config`, PIP_FIND_LINKS), else the registry's.
 TORCH ?= $(shell $(PYTHON) -c 'import platform; print("torch==2.13.0" if platform.system() == "Linux" else "torch")')
 
-.PHONY: serve test check lint types imports unit clean
+.PHONY: serve test check lint types imports unit chaos soak simulate fuzz schemathesis lock sbom clean
 
 serve: .venv/installed
 	$(BIN)/baton up $(ARGS)
@@ -25,6 +25,43 @@ imports:
 
 unit:
 	$(BIN)/python -m pytest -q $(PYTEST)
+
+# The fault matrix with real processes; the same for long, at half load. `--help` of `python -m tests.chaos` says more.
+chaos: .venv/tested
+	$(BIN)/python -m tests.chaos $(ARGS)
+
+MINUTES ?= 30
+soak: .venv/tested
+	$(BIN)/python -m tests.chaos soak --minutes $(MINUTES)
+
+# Whole clusters on a virtual clock, faults drawn by seed; `make simulate SEEDS=60 ARGS="--mutate all"` breaks them first.
+SEEDS ?= 10000
+simulate: .venv/tested
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) $(ARGS)
+
+# Every reader of bytes from outside; with coverage where atheris is installed (`pip install atheris`, Linux).
+RUNS ?= 1000000
+fuzz: .venv/tested
+	$(BIN)/python -m tests.fuzz.run --runs $(RUNS) --jobs $$(nproc) $(ARGS)
+
+# A live cluster against its own OpenAPI document, and OpenAI's where it is at hand.
+CASES ?= 50000
+schemathesis: .venv/tested
+	$(BIN)/python -m tests.bad_input.conformance --cases $(CASES)
+
+# The libraries that the image installs, with their hashes, anew from pyproject.toml.
+lock: .venv/installed .venv/tools
+	$(BIN)/python deploy/lock.py | .venv/tools/bin/uv pip compile - --quiet --universal --python-version 3.11 \
+	  --generate-hashes --no-annotate --custom-compile-command "make lock" --output-file requirements.lock
+
+# What is installed here, in CycloneDX's form.
+sbom: .venv/installed .venv/tools
+	.venv/tools/bin/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --output-file sbom.json
+
+.venv/tools: .venv/installed
+	$(PYTHON) -m venv $@
+	$@/bin/pip install --quiet uv cyclonedx-bom
+	touch $@
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv

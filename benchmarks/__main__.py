@@ -15,6 +15,7 @@ ENTRIES = {
     "transport": "shm and tcp channels: bytes a second and CPU",
     "handoff": "what a handoff adds to the first token",
     "router": "streamed tokens a second, latency and memory of the router",
+    "overload": "goodput, refusals and recovery at one, two and ten times the peak",
     "scheduler": "microseconds per scheduled decode; hashing and placing",
     "stalls": "the worst gap of streams while a long prompt arrives",
     "slo_budget": "a time-between-tokens SLO against fixed budgets",
@@ -22,7 +23,7 @@ ENTRIES = {
     "records": "what recording every step costs",
     "gpu_first_run": "everything on a GPU: checks, kernels, a whole model, handoffs, a cluster",
     "models": "makes a checkpoint of random weights",
-    "document": "writes docs/performance.md from the results",
+    "document": "writes the tables of docs/performance.md and docs/fault-tolerance.md from the results",
 }
 
 

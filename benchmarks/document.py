@@ -1,25 +1,27 @@
-"""Puts every results file into docs/performance.md, between the marks that name it; the prose around is by hand.
+"""Puts every results file into its page of docs/, between the marks that name it; the prose around is by hand.
 
 python -m benchmarks document
 """
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.result import RESULTS, Result, shown
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = (DOCS / "performance.md", DOCS / "fault-tolerance.md")
 BLOCK = re.compile(r"(<!-- result: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def page(text: str, results: Path = RESULTS) -> str:
-    """`text` with every block written anew. Raises ValueError when a results file has no block to go to."""
-    named = {match[2] for match in BLOCK.finditer(text)}
+def written(texts: Sequence[str], results: Path = RESULTS) -> list[str]:
+    """The pages' texts with every block anew. Raises ValueError when a results file has no block to go to."""
+    named = {match[2] for text in texts for match in BLOCK.finditer(text)}
     tabled = {file.stem for file in results.glob("*.json") if "tables" in json.loads(file.read_text())}
     if left := tabled - named:
         raise ValueError(f"no place for {', '.join(sorted(left))}: add <!-- result: NAME --> and <!-- end --> lines")
-    return BLOCK.sub(lambda match: match[1] + section(match[2], results) + match[3], text)
+    return [BLOCK.sub(lambda match: match[1] + section(match[2], results) + match[3], text) for text in texts]
 
 
 def section(name: str, results: Path) -> str:
@@ -42,8 +44,9 @@ def section(name: str, results: Path) -> str:
 
 
 def main() -> None:
-    PAGE.write_text(page(PAGE.read_text()))
-    print(f"written: {PAGE}")
+    for path, text in zip(PAGES, written([path.read_text() for path in PAGES]), strict=True):
+        path.write_text(text)
+        print(f"written: {path}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """What every benchmark shares: on which machine and by which command it ran, arms that take turns, medians, a table
-to print, and one results file that docs/performance.md is written from.
+to print, and one results file that a page of docs/ is written from.
 
 A results file holds `tables` (title, columns, rows, note), shown as they are, and `runs`, everything measured.
 """

@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 
+from compare.endpoint import bearer
+
 # An answer may take long to begin when the cluster is busy; once it runs, gaps are short.
 TIMEOUT = httpx.Timeout(connect=5.0, read=120.0, write=30.0, pool=5.0)
 HELP = "/new forgets the conversation, /quit ends; Ctrl-C stops an answer"
@@ -106,10 +108,10 @@ def _reason(reply: httpx.Response) -> str:
         return f"status {reply.status_code}"
 
 
-def run_chat(url: str, system: str, max_tokens: int | None, temperature: float | None) -> int:
+def run_chat(url: str, api_key: str, system: str, max_tokens: int | None, temperature: float | None) -> int:
     """Returns the exit status, as `converse`."""
     # No proxy: the default URL is this machine's.
-    with httpx.Client(base_url=url, timeout=TIMEOUT, trust_env=False) as client:
+    with httpx.Client(base_url=url, headers=bearer(api_key), timeout=TIMEOUT, trust_env=False) as client:
         return converse(Conversation(client, system, max_tokens, temperature))
 
 

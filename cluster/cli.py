@@ -4,16 +4,20 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cluster.plan import ROOT, LocalSettings
+from cluster.plan import ROOT, DoctorSettings, LocalSettings
 from compare.command import compare
 from shared.command_line import command_of, markup_mode, run_app
 from shared.config import NodeSettings, RouterSettings
 
 Url = Annotated[str, typer.Option("--url", envvar="BATON_URL", help="The router's URL.")]
+ApiKey = Annotated[
+    str, typer.Option("--api-key", envvar="BATON_API_KEY", show_default=False, help="For a router that wants one.")
+]
 LOCAL_URL = "http://127.0.0.1:8000"
 
 
@@ -37,6 +41,11 @@ def _app() -> typer.Typer:
         compare
     )
     app.command("role", help="Make a node of a running cluster a prefill or a decode node.")(_role)
+    app.command("doctor", help="Examine this installation, and that modes and KV channels give the same tokens.")(
+        command_of(DoctorSettings, "baton doctor", _doctor)
+    )
+    app.command("secret", help="Write a new secret for the processes of a cluster (--cluster-secret-file).")(_secret)
+    app.command("key", help="Draw an API key for a tenant: `baton key NAME >> FILE` for --api-keys-file.")(_key)
     app.command("chat", help="Talk to a running cluster.")(_chat)
     return app
 
@@ -84,31 +93,58 @@ def _decode(settings: NodeSettings) -> int:
 
 def _status(
     url: Url = LOCAL_URL,
+    api_key: ApiKey = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the router's own document.")] = False,
 ) -> int:
     from cluster.status import show_status
 
-    return show_status(url, as_json=as_json)
+    return show_status(url, api_key, as_json=as_json)
 
 
-def _top(url: Url = LOCAL_URL) -> int:
+def _top(url: Url = LOCAL_URL, api_key: ApiKey = "") -> int:
     from cluster.top import run_top
 
-    return run_top(url)
+    return run_top(url, api_key)
 
 
 def _role(
     node: Annotated[str, typer.Argument(help="Its name, as `baton status` shows it.")],
     role: Annotated[str, typer.Argument(help="prefill or decode.")],
     url: Url = LOCAL_URL,
+    api_key: ApiKey = "",
 ) -> int:
     from cluster.role import change_role
 
-    return change_role(url, node, role)
+    return change_role(url, node, role, api_key)
+
+
+def _doctor(settings: DoctorSettings) -> int:
+    from cluster.doctor import run_doctor
+
+    return run_doctor(settings)
+
+
+def _secret(
+    file: Annotated[Path, typer.Argument(help="Where to; only you may read it.")],
+    if_absent: Annotated[bool, typer.Option("--if-absent", help="Be content with the file that is there.")] = False,
+) -> int:
+    from cluster.secret import run_secret
+
+    return run_secret(file, if_absent=if_absent)
+
+
+def _key(
+    tenant: Annotated[str, typer.Argument(help="Whose: several keys may be one tenant's.")],
+    admin: Annotated[bool, typer.Option("--admin", help="It may see and change the whole cluster.")] = False,
+) -> int:
+    from cluster.key import make_key
+
+    return make_key(tenant, is_admin=admin)
 
 
 def _chat(
     url: Url = LOCAL_URL,
+    api_key: ApiKey = "",
     system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.", show_default="router's")] = None,
     temperature: Annotated[
@@ -117,4 +153,4 @@ def _chat(
 ) -> int:
     from cluster.chat import run_chat
 
-    return run_chat(url, system, max_tokens, temperature)
+    return run_chat(url, api_key, system, max_tokens, temperature)

@@ -8,10 +8,14 @@ import signal
 import time
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cluster.key import new_key
 from cluster.plan import ROUTER, Child, LocalSettings, checked, inherited, plan
+from cluster.secret import own_secret
+from compare.endpoint import bearer
 from shared.config import EVERY_ADDRESS
 from shared.serve import dies_with
 
@@ -31,25 +35,45 @@ TELL_AFTER_S = 20.0
 def up(settings: LocalSettings) -> int:
     """Runs a cluster until a signal or the router's end. Returns the exit status; raises ConfigError before it starts.
 
-    SIGINT, SIGTERM and SIGHUP drain it; a second one kills it.
+    SIGINT, SIGTERM and SIGHUP drain it; a second one kills it. SIGUSR1 restarts its nodes, one after the other.
     """
-    settings = checked(settings)
+    settings, key = with_own_key(checked(settings))
+    if not settings.cluster_secret_file and not settings.registry:  # a Redis may be shared with others of the cluster
+        settings = settings.model_copy(update={"cluster_secret_file": own_secret(settings.kv_directory)})
     children = plan(settings, settings.cpus or sorted(os.sched_getaffinity(0)))
     say = printer([child.name for child in children])
-    return asyncio.run(_up(settings, children, say))
+    return asyncio.run(_up(settings, children, say, key))
 
 
-async def _up(settings: LocalSettings, children: Sequence[Child], say: Say) -> int:
-    host = "127.0.0.1" if settings.host in EVERY_ADDRESS else settings.host
-    url = f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
-    telling = asyncio.create_task(_tell_when_ready(url, settings, say))
+def with_own_key(settings: LocalSettings) -> tuple[LocalSettings, str]:
+    """The settings with one more admin's key, for what this process asks the router, and that key; "" without keys."""
+    if not (settings.api_keys_file or settings.api_keys):
+        return settings, ""
+    key, line = new_key("baton-up", is_admin=True)
+    return settings.model_copy(update={"api_keys": ",".join(filter(None, (settings.api_keys, line)))}), key
+
+
+def url_of(host: str, port: int) -> str:
+    host = "127.0.0.1" if host in EVERY_ADDRESS else host
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+async def _up(settings: LocalSettings, children: Sequence[Child], say: Say, key: str) -> int:
+    url = url_of(settings.host, settings.port)
+    admin_url = url_of(settings.admin_host, settings.admin_port) if settings.admin_port else url
+    status_is = partial(until_answers, f"{admin_url}/v1/status", key=key)
+    telling = asyncio.create_task(_tell_when_ready(url, settings, say, status_is))
+    count = sum(settings.num_nodes())
+    all_ready = partial(status_is, lambda status: num_ready(status) >= count)
     try:
-        return await LocalCluster(children, say, settings.drain_timeout_s).run()
+        return await LocalCluster(children, say, settings.drain_timeout_s, all_ready).run()
     finally:
         telling.cancel()
 
 
-async def _tell_when_ready(url: str, settings: LocalSettings, say: Say) -> None:
+async def _tell_when_ready(
+    url: str, settings: LocalSettings, say: Say, status_is: Callable[[Callable[[Any], bool]], Awaitable[None]]
+) -> None:
     model = settings.served_model_name or Path(settings.model).name
     body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 40})
     num_prefill, num_decode = settings.num_nodes()
@@ -58,17 +82,24 @@ async def _tell_when_ready(url: str, settings: LocalSettings, say: Say) -> None:
         say("baton", f"no node takes requests after {TELL_AFTER_S:g} s: still waiting, the lines above may say why")
     await ready
     say("baton", f"serving at {url}")
-    say("baton", f"try: curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'")
-    await until_answers(f"{url}/v1/status", lambda status: len(status["nodes"]) >= num_prefill + num_decode)
+    needs_key = settings.api_keys_file or settings.api_keys
+    headers = "-H 'Content-Type: application/json'" + (" -H 'Authorization: Bearer KEY'" if needs_key else "")
+    say("baton", f"try: curl {url}/v1/completions {headers} -d '{body}'")
+    await status_is(lambda status: len(status["nodes"]) >= num_prefill + num_decode)
     say("baton", f"complete: {settings.mode}, {num_prefill} prefill and {num_decode} decode")
 
 
-async def until_answers(url: str, is_enough: Callable[[Any], bool]) -> None:
+def num_ready(status: Any) -> int:
+    """Nodes that take requests, by a router's /v1/status."""
+    return sum(bool(node["alive"]) and node["state"] == "ready" for node in status["nodes"])
+
+
+async def until_answers(url: str, is_enough: Callable[[Any], bool], key: str = "") -> None:
     """Asks until the status is 200 and the JSON enough."""
     import httpx
 
     # A proxy of the user's environment has no business between a machine and itself.
-    async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=2.0, trust_env=False, headers=bearer(key)) as client:
         while True:
             with contextlib.suppress(httpx.HTTPError):
                 answer = await client.get(url)
@@ -95,17 +126,22 @@ def printer(names: Iterable[str]) -> Say:
 
 
 class LocalCluster:
-    """Owns the processes of `children`. A node that dies is started again; without its router, all of it ends.
+    """Owns the processes of `children`. A node that ends is started again; without its router, all of it ends.
 
-    `drain_timeout_s` is how long the processes take at most to end by themselves.
+    `drain_timeout_s` is how long the processes take at most to end by themselves. `all_ready` returns when every node
+    takes requests.
     """
 
-    def __init__(self, children: Sequence[Child], say: Say, drain_timeout_s: float) -> None:
+    def __init__(
+        self, children: Sequence[Child], say: Say, drain_timeout_s: float, all_ready: Callable[[], Awaitable[None]]
+    ) -> None:
         self._children = children
         self._say = say
         self._drain_timeout_s = drain_timeout_s
         self._processes: dict[str, Process] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._all_ready = all_ready
+        self._rolling: asyncio.Task[None] | None = None
         self._ending = asyncio.Event()
         self._num_signals = 0
         self._status = 0
@@ -116,18 +152,21 @@ class LocalCluster:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         for number in numbers:
             loop.add_signal_handler(number, self._on_signal, number)
+        loop.add_signal_handler(signal.SIGUSR1, self._on_restart)
         try:
             self._keepers = {child.name: loop.create_task(self._keep(child)) for child in self._children}
             for keeper in self._keepers.values():
                 keeper.add_done_callback(lambda _: self._ending.set())  # one that could not start its child, too
             await self._ending.wait()
+            if self._rolling is not None:
+                self._rolling.cancel()
             # The router first: it finishes its requests, and needs the nodes for that.
             await self._end([ROUTER])
             await self._end([child.name for child in self._children if child.name != ROUTER])
             await asyncio.gather(*self._keepers.values())
         finally:
             self._kill(list(self._processes))
-            for number in numbers:
+            for number in (*numbers, signal.SIGUSR1):
                 loop.remove_signal_handler(number)
         return self._status
 
@@ -139,6 +178,23 @@ class LocalCluster:
         else:
             self._status = 128 + number
             self._kill(list(self._processes))
+
+    def _on_restart(self) -> None:
+        if self._rolling is None or self._rolling.done():
+            self._rolling = asyncio.get_running_loop().create_task(self._restart_all())
+
+    async def _restart_all(self) -> None:
+        """Each node drains, ends, and takes requests again before the next one drains."""
+        await self._all_ready()
+        for name in [child.name for child in self._children if child.name != ROUTER]:
+            if (process := self._processes.get(name)) is None:
+                continue  # it is being started as it is
+            self._say(name, "is restarted: draining")
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            await process.wait()
+            await self._all_ready()
+        self._say("baton", "every node was restarted")
 
     def _kill(self, names: Iterable[str]) -> None:
         for name in names:
@@ -165,7 +221,8 @@ class LocalCluster:
             status = await self._run(child)
             if self._ending.is_set():
                 return
-            self._say(child.name, f"ended unexpectedly, {described(status)}")
+            asked = child.name != ROUTER and status == 0  # by SIGTERM, for a restart
+            self._say(child.name, "has drained and ended" if asked else f"ended unexpectedly, {described(status)}")
             if child.name == ROUTER or status == BAD_SETTINGS:
                 if child.name == ROUTER and status != BAD_SETTINGS:
                     self._say("baton", "without its router the cluster ends")

@@ -99,6 +99,15 @@ class LocalSettings(ServingSettings, ComputingSettings):
         return self.prefill, self.decode or 1
 
 
+class DoctorSettings(LocalSettings):
+    """The examination"""
+
+    url: str = Field(
+        default="", description="Router of a running cluster to examine; empty: small ones are started here."
+    )
+    api_key: str = Field(default="", repr=False, description="Shown to that router: an admin's.")
+
+
 def _not_poolable(num_prefill: int, places: Sequence[str]) -> str:
     """Why prefill nodes cannot compute in the pools of decode nodes; empty when they can."""
     decode = Counter(places[num_prefill:])

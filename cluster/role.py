@@ -5,16 +5,19 @@ from urllib.parse import quote
 
 import httpx
 
+from compare.endpoint import bearer
+
 CONNECT_S = 5.0
 
 
-def change_role(url: str, node: str, role: str) -> int:
+def change_role(url: str, node: str, role: str, api_key: str = "") -> int:
     """Returns the exit status: 1, after one line on stderr, when the node kept its role. Waits as long as it drains."""
     target = f"{url.rstrip('/')}/v1/nodes/{quote(node, safe='')}/role"
     try:
         # No proxy: the default URL is this machine's.
         timeout = httpx.Timeout(None, connect=CONNECT_S)
-        answer = httpx.post(target, json={"role": role}, timeout=timeout, trust_env=False)
+        headers = bearer(api_key)
+        answer = httpx.post(target, json={"role": role}, headers=headers, timeout=timeout, trust_env=False)
         said = answer.json()
         if answer.status_code != 200:
             return _complain(said["error"]["message"])

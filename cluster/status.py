@@ -6,6 +6,8 @@ from typing import Any
 
 import httpx
 
+from compare.endpoint import bearer
+
 TIMEOUT_S = 5.0
 COLUMNS = ("node", "role", "state", "running", "waiting", "KV blocks", "steps", "handoffs", "moved", "channels")
 
@@ -14,10 +16,10 @@ class Unreachable(Exception):
     """Nothing that speaks as a Baton router answers at the URL; the message says so in one line."""
 
 
-def show_status(url: str, *, as_json: bool) -> int:
+def show_status(url: str, api_key: str, *, as_json: bool) -> int:
     """Returns the exit status: 1, after one line on stderr, when no router answers."""
     try:
-        status = fetch_status(url)
+        status = fetch_status(url, api_key)
     except Unreachable as error:
         print(f"baton status: {error}", file=sys.stderr)
         return 1
@@ -33,15 +35,16 @@ def show_status(url: str, *, as_json: bool) -> int:
     return 0
 
 
-def fetch_status(url: str) -> dict[str, Any]:
+def fetch_status(url: str, api_key: str = "") -> dict[str, Any]:
     """The document of GET /v1/status. Raises Unreachable."""
     try:
         # No proxy: the default URL is this machine's.
-        answer = httpx.get(url.rstrip("/") + "/v1/status", timeout=TIMEOUT_S, trust_env=False)
+        headers = bearer(api_key)
+        answer = httpx.get(url.rstrip("/") + "/v1/status", headers=headers, timeout=TIMEOUT_S, trust_env=False)
         answer.raise_for_status()
         status = answer.json()
     except httpx.HTTPStatusError as error:
-        raise Unreachable(f"{url} answered with status {error.response.status_code}; is it a router?") from None
+        raise Unreachable(refusal(url, error.response.status_code)) from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Unreachable(f"no router at {url}: {error or type(error).__name__}") from None
     except ValueError:
@@ -49,6 +52,13 @@ def fetch_status(url: str) -> dict[str, Any]:
     if not isinstance(status, dict) or not isinstance(status.get("nodes"), list):
         raise Unreachable(f"{url} answered with something else than a status; is it a router?")
     return status
+
+
+def refusal(url: str, status: int) -> str:
+    """What an answer that is none says of the remedy."""
+    if status in {401, 403}:
+        return f"{url} wants an admin's key: give --api-key, or set BATON_API_KEY"
+    return f"{url} answered with status {status}; is it a router?"
 
 
 def summary(status: dict[str, Any]) -> str:

@@ -19,7 +19,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cluster.status import Unreachable
+from cluster.status import Unreachable, refusal
+from compare.endpoint import bearer
 
 COLUMNS = ("NODE", "ROLE", "STATE", "BATCH", "KV", "QUEUE", "IT/S", "BUSY")
 NUM_LEFT = 3  # columns of words; the rest are numbers
@@ -54,9 +55,9 @@ class View:
             kept.extend(row for row in data["steps"] if row[START] > newest)  # some come again after a reconnect
 
 
-def run_top(url: str) -> int:
+def run_top(url: str, api_key: str = "") -> int:
     """Returns the exit status: 1, after one line on stderr, when no router answers at first."""
-    view, events = View(), read_events(url)
+    view, events = View(), read_events(url, api_key)
     try:
         while view.status is None:
             view.hear(*next(events))
@@ -74,16 +75,17 @@ def run_top(url: str) -> int:
     if not sys.stdout.isatty():
         print("\n".join(plain_lines(view)))
         return 0
-    threading.Thread(target=_keep_reading, args=(url, view, events), daemon=True).start()
+    threading.Thread(target=_keep_reading, args=(url, api_key, view, events), daemon=True).start()
     _show(view)
     return 0
 
 
-def read_events(url: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_events(url: str, api_key: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """(kind, data) of the server-sent events at `url`. Raises Unreachable; ends when the router ends the stream."""
     try:
         # No proxy: the default URL is this machine's.
-        with httpx.stream("GET", url.rstrip("/") + "/events", timeout=TIMEOUT_S, trust_env=False) as answer:
+        where, headers = url.rstrip("/") + "/events", bearer(api_key)
+        with httpx.stream("GET", where, headers=headers, timeout=TIMEOUT_S, trust_env=False) as answer:
             answer.raise_for_status()
             kind = ""
             for line in answer.iter_lines():
@@ -93,14 +95,14 @@ def read_events(url: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 elif field == "data":
                     yield kind, json.loads(value)
     except httpx.HTTPStatusError as error:
-        raise Unreachable(f"{url} answered with status {error.response.status_code}; is it a router?") from None
+        raise Unreachable(refusal(url, error.response.status_code)) from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Unreachable(f"no router at {url}: {error or type(error).__name__}") from None
     except ValueError:
         raise Unreachable(f"{url} sent an event that is not JSON; is it a router?") from None
 
 
-def _keep_reading(url: str, view: View, events: Iterator[tuple[str, dict[str, Any]]]) -> None:
+def _keep_reading(url: str, api_key: str, view: View, events: Iterator[tuple[str, dict[str, Any]]]) -> None:
     """Reads on, and anew whenever the stream breaks, until the process ends."""
     while True:
         try:
@@ -113,7 +115,7 @@ def _keep_reading(url: str, view: View, events: Iterator[tuple[str, dict[str, An
         except (KeyError, TypeError, IndexError):
             view.problem = f"{url} {STRANGE}; trying again"
         time.sleep(RETRY_S)
-        events = read_events(url)
+        events = read_events(url, api_key)
 
 
 def _show(view: View) -> None:

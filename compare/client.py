@@ -46,6 +46,7 @@ class Spec:
     timeout_s: float = 120.0  # of a request, from when it is due
     send: str = "ids"
     salt: str = ""  # keeps this run's prompts apart from what is cached already
+    api_key: str = ""  # goes by the environment: what is written here stays beside the report
 
 
 @dataclass(slots=True)
@@ -182,6 +183,8 @@ async def generate(spec: Spec, outcomes: list[Outcome], bodies: Sequence[bytes],
     """Sends every request at its time and follows each to its end. Raises OSError if outcomes cannot be kept."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ttl_dns_cache=None)
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # packing would bundle tokens
+    if spec.api_key:
+        headers["Authorization"] = f"Bearer {spec.api_key}"
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=None)
     cpu_s = time.process_time()
     options: dict[str, Any] = {"headers": headers, "timeout": timeout, "trace_configs": [_tracing()]}
@@ -243,7 +246,7 @@ def _prepare(spec: Spec) -> tuple[list[Outcome], list[bytes]]:
 
 def load_spec(path: Path) -> Spec:
     fields = json.loads(path.read_text(encoding="utf-8"))
-    return Spec(**fields | {"slo": Slo(**fields.get("slo", {}))})
+    return Spec(**fields | {"slo": Slo(**fields.get("slo", {})), "api_key": os.environ.get("BATON_API_KEY", "")})
 
 
 def main(path: str) -> int:

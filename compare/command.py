@@ -33,6 +33,9 @@ class Choices:
     url: Annotated[list[str], typer.Option(help="Instead of arms: a stack that runs already. Given twice or more.")] = (
         field(default_factory=list)
     )
+    api_key: Annotated[
+        str, typer.Option(envvar="BATON_API_KEY", help="Shown to those: an admin's, to see their records too.")
+    ] = ""
     trace: Annotated[Path | None, typer.Option(help="Traffic from a file.", show_default=False)] = None
     trace_format: Annotated[str, typer.Option(help="azure, burstgpt, lengths, mooncake or own.")] = "auto"
     preset: Annotated[str, typer.Option(help="Traffic: chat, code, rag-long, agentic or mix.", show_default="chat")] = (

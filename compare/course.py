@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import sys
 import time
@@ -95,14 +96,14 @@ def _places(ready: Prepared) -> Places:
             for number, arm in enumerate(everyone, 1)
         ]
         return Stacks(stacks, keeps_all=ready.keeps_all)
-    return Running(everyone)
+    return Running(everyone, ready.api_key)
 
 
 class Running:
     """Stacks that somebody else started, and ends."""
 
-    def __init__(self, arms: Sequence[Arm]) -> None:
-        self._endpoints = {arm.name: Endpoint(arm.url) for arm in arms}
+    def __init__(self, arms: Sequence[Arm], api_key: str) -> None:
+        self._endpoints = {arm.name: Endpoint(arm.url, api_key) for arm in arms}
         self._met: set[str] = set()
 
     async def up(self, name: str) -> Endpoint:
@@ -118,5 +119,6 @@ class Running:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """What to type to run it again."""
-    return shlex.join(["baton", *arguments])
+    """What to type to run it again; a report is passed on, and says no key."""
+    kept = re.sub(r"(^|\0)--api-key(=|\0)[^\0]*", r"\1--api-key\2...", "\0".join(arguments))
+    return shlex.join(["baton", *(kept.split("\0") if kept else [])])

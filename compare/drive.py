@@ -26,7 +26,7 @@ async def drive(spec: Spec, arrivals: Sequence[Arrival], on_progress: Progress |
     """
     path = _write(spec, arrivals)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", "compare.client", str(path), env=_environment(), stdout=-1, stderr=-1
+        sys.executable, "-P", "-m", "compare.client", str(path), env=_environment(spec), stdout=-1, stderr=-1
     )
     assert process.stdout is not None
     assert process.stderr is not None
@@ -50,7 +50,7 @@ def _write(spec: Spec, arrivals: Sequence[Arrival]) -> Path:
     write_arrivals(Path(spec.arrivals), arrivals)
     Path(spec.outcomes).unlink(missing_ok=True)
     path = Path(spec.outcomes).with_suffix(".spec.json")
-    path.write_text(json.dumps(asdict(spec)), encoding="utf-8")
+    path.write_text(json.dumps(asdict(replace(spec, api_key=""))), encoding="utf-8")
     return path
 
 
@@ -81,9 +81,9 @@ def _completed(spec: Spec, arrivals: Sequence[Arrival], problems: list[str]) -> 
     return recording
 
 
-def _environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))}
+def _environment(spec: Spec) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    return {**os.environ, "PYTHONPATH": path, "BATON_API_KEY": spec.api_key}
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -20,16 +20,22 @@ class Unreachable(Exception):
     """What answers at the URL, if anything, is of no use; the message says so in one line."""
 
 
+def bearer(api_key: str) -> dict[bytes, bytes]:
+    """The headers that show a key; "" is none."""
+    return {b"authorization": b"Bearer " + api_key.encode()} if api_key else {}
+
+
 class Endpoint:
     """`is_baton`, `model`, `max_model_len` (0: not told) are known after `meet`. Every call raises Unreachable."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, api_key: str = "") -> None:
         self.url = url.rstrip("/")
+        self.api_key = api_key
         self.is_baton = False
         self.model = ""
         self.max_model_len = 0
         # A proxy of the user's environment has no business between the client and what it measures.
-        self._client = httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, trust_env=False)
+        self._client = httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, trust_env=False, headers=bearer(api_key))
 
     async def meet(self) -> None:
         """Asks who it is."""

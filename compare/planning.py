@@ -41,6 +41,7 @@ class Prepared:
     keeps_all: bool
     plan: Plan
     on: str
+    api_key: str
 
 
 def prepared(choices: Choices) -> Prepared:
@@ -76,7 +77,7 @@ def prepared(choices: Choices) -> Prepared:
     )
     num_devices = max(arm.devices for arm in everyone)
     course = Plan(len(everyone), experiment.max_turns, choices.duration, num_devices, keeps_all)
-    return Prepared(experiment, launches, keeps_all, course, "url" if choices.url else choices.on)
+    return Prepared(experiment, launches, keeps_all, course, "url" if choices.url else choices.on, choices.api_key)
 
 
 def _check_words(choices: Choices) -> None:

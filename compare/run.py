@@ -232,6 +232,7 @@ class Course:
             self._experiment.timeout_s,
             self._experiment.send,
             self._salt(turn) if endpoint.is_baton or self._experiment.send == "text" else "",
+            endpoint.api_key,
         )
 
     def _salt(self, turn: Turn) -> str:

@@ -59,10 +59,10 @@ def read_trace(path: Path, form: str = "auto", encode: Encode | None = None) -> 
         raise ConfigError(f"{path}: {error.strerror}") from None
     except KeyError as error:
         raise ConfigError(f"{path}, line {number}: there is no {error}, which the format {form} has") from None
-    except (ValueError, TypeError, AttributeError, RecursionError, csv.Error) as error:
+    except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError, csv.Error) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{path}, line {number}, read as {form}: {error}") from None
+        raise ConfigError(f"{path}, line {number}, read as {form}: {str(error)[:300]}") from None
     if not rows:
         raise ConfigError(f"{path}: no request in it")
     if len({row.at_s is None for row in rows}) > 1:

@@ -11,7 +11,7 @@ from enum import Enum
 
 from scheduler.request import Request
 
-LEASE_S = 10.0
+LEASE_S = 9.0  # with the second that may pass until its end is seen, nothing is held for a dead writer beyond 10 s
 
 
 class Phase(Enum):
@@ -24,7 +24,7 @@ class Phase(Enum):
 
 LEGAL: dict[Phase, frozenset[Phase]] = {
     Phase.OPEN: frozenset({Phase.CHECKING, Phase.QUARANTINED, Phase.CLOSED}),
-    Phase.CHECKING: frozenset({Phase.LANDED, Phase.CLOSED}),
+    Phase.CHECKING: frozenset({Phase.OPEN, Phase.LANDED, Phase.CLOSED}),
     Phase.QUARANTINED: frozenset({Phase.CLOSED}),
     Phase.LANDED: frozenset(),
     Phase.CLOSED: frozenset(),
@@ -40,6 +40,7 @@ class Landing:
     lease_until: float
     num_checked: int = 0  # of `blocks`, whose rows are what the writer sent
     phase: Phase = Phase.OPEN
+    is_repeated: bool = False  # rows came damaged at the commit, and may be written once more
 
     def move_to(self, phase: Phase) -> None:
         assert phase in LEGAL[self.phase], f"landing: {self.phase} -> {phase} is not a legal transition"
@@ -95,6 +96,15 @@ class LandingTable:
         if landing is not None:
             landing.move_to(Phase.CHECKING)
         return landing
+
+    @staticmethod
+    def reopen(landing: Landing) -> bool:
+        """Whether the writer may write the unchecked rows once more, and commit again."""
+        if landing.is_repeated:
+            return False
+        landing.is_repeated = True
+        landing.move_to(Phase.OPEN)
+        return True
 
     @staticmethod
     def is_over(landing: Landing) -> bool:

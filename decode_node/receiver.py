@@ -10,7 +10,8 @@ from typing import Any
 from decode_node.landing import Ending, Landing, LandingTable
 from engine.node import Node
 from scheduler.request import Request
-from shared.kv.channel import TICKET_BYTES, KVChannel
+from shared import failpoints
+from shared.kv.channel import TICKET_BYTES, KVChannel, is_boot
 from shared.kv.checksum import CHECKSUM_BYTES
 from shared.kv.staging import KVMemory
 from shared.logs import about, fields
@@ -18,7 +19,9 @@ from shared.messages import Answer, Commit, Delta, Pushed, Renew, Reserve, Reser
 from shared.services import COMMIT, PUSHED, RENEW, RESERVE, STOP, Rpc, unary
 
 log = logging.getLogger("baton.landing")
-TICK_S = 1.0
+TICK_S = 0.5
+MAX_TICKETS = 1 << 14  # that one writer may renew at once: far more than a pool has room for
+CORRUPT = "checksums differ"
 
 
 class Receiver:
@@ -29,7 +32,7 @@ class Receiver:
         self._timeout_s = timeout_s  # how long a writer may wait for room
         self._table = LandingTable(fenced=all(channel.fenced for channel in channels))
         self._waiting: dict[str, asyncio.Future[Request]] = {}
-        node.on_landings = self.room_found
+        node.on_landing = self.room_found
         node.on_abort = self.abort
 
     def handlers(self) -> dict[Rpc[Any, Any], Callable[[Any], Awaitable[None]]]:
@@ -54,8 +57,8 @@ class Receiver:
         about(submit.id, submit.traceparent)
         if message.fingerprint != node.info.fingerprint:
             return Reserved(error=f"this node has {node.info.fingerprint}, the prefill node {message.fingerprint}")
-        if node.info.state != "ready":
-            return Reserved(error="this node is draining")
+        if not is_boot(message.writer):
+            return Reserved(error=f"writer is {message.writer!r:.40}: it must be a boot id of 32 hexadecimal digits")
         waiting = asyncio.get_running_loop().create_future()
         try:
             request = node.take(submit.router, submit, lands=True)
@@ -65,16 +68,22 @@ class Receiver:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await waiting
-        except (TimeoutError, asyncio.CancelledError) as error:
+        except (TimeoutError, asyncio.CancelledError):
             node.abort(request.id)
-            if not isinstance(error, TimeoutError) and not waiting.cancelled():
-                raise  # the writer is gone; else the request was aborted
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # the writer is gone; else the request was aborted, or it is too late
             return Reserved(error=f"no room within {self._timeout_s:g} s")
         finally:
             del self._waiting[request.id]
         if not node.has(request.id):  # aborted after room was found, before this line ran: the blocks are gone
             return Reserved(error="the request was aborted")
-        return self._grant(message, request)
+        try:
+            failpoints.reach("decode.reserved", request.id)
+            return self._grant(message, request)
+        except BaseException:
+            node.abort(request.id)
+            raise
 
     def _grant(self, message: Reserve, request: Request) -> Reserved:
         num_held = request.num_computed // self._node.info.block_tokens
@@ -92,19 +101,26 @@ class Receiver:
         landing = self._table.open(message.ticket)
         if landing is None:
             return Answer("the ticket is void")
-        return Answer("" if await self._check(landing, message.checksums) else "checksums differ")
+        error = await self._check(landing, message.checksums)
+        return Answer(error, again=error == CORRUPT)
 
-    async def _check(self, landing: Landing, sums: bytes) -> bool:
-        """Compares the next rows with their checksums, on a thread; rows that differ stay unchecked."""
+    async def _check(self, landing: Landing, sums: bytes) -> str:
+        """Compares the next rows with their checksums, on a thread. Returns what is wrong; the rows stay unchecked."""
         first = landing.num_checked
         last = first + len(sums) // CHECKSUM_BYTES
-        if last > len(landing.blocks):
-            return False
+        if len(sums) % CHECKSUM_BYTES or last > len(landing.blocks):
+            return f"{len(sums)} bytes are no checksums of the {len(landing.blocks) - first} rows to come"
         found = await asyncio.to_thread(self._memory.checksums, landing.blocks[first:last])
-        if found != sums or landing.num_checked != first:
-            return False
+        if landing.num_checked != first:
+            return "rows were told twice"
+        if found != sums:
+            starts = range(0, len(sums), CHECKSUM_BYTES)
+            self._node.ticker.rows_corrupt += sum(
+                found[at : at + CHECKSUM_BYTES] != sums[at : at + CHECKSUM_BYTES] for at in starts
+            )
+            return CORRUPT
         landing.num_checked = last
-        return True
+        return ""
 
     async def commit(self, message: Commit) -> Answer:
         landing = self._table.commit(message.ticket)
@@ -114,21 +130,34 @@ class Receiver:
         for channel in self._channels:
             channel.shut(message.ticket)
         try:
-            are_right = await self._check(landing, message.checksums)
-        except asyncio.CancelledError:
+            failpoints.reach("decode.before_check", request.id)
+            error = await self._check(landing, message.checksums)
+        except BaseException:
             if not self._table.is_over(landing):
                 self._end(self._table.reject(landing), "the commit was cut off")
             raise
         if self._table.is_over(landing):
             return Answer("the request was aborted")
-        if not are_right or landing.num_checked < len(landing.blocks) or message.first_token < 0:
-            self._end(self._table.reject(landing), "the rows are not what the prefill node sent")
-            return Answer("checksums differ")
+        if error == CORRUPT and self._table.reopen(landing):
+            for channel in self._channels:
+                channel.open(landing.ticket, landing.blocks[landing.num_checked :])
+            return Answer(error, again=True)
+        if error := error or self._flaw(landing, message):
+            self._end(self._table.reject(landing), f"the rows are not what the prefill node sent: {error}")
+            return Answer(error)
         self._table.landed(landing)
         self._node.recorder.event(request.id, "landed")
         self._node.send_for(request.id, Delta(request.id, landed=True))
-        self._node.engine.post(lambda scheduler: scheduler.land(request, message.first_token))
+        self._node.post_for(request, lambda scheduler: scheduler.land(request, message.first_token))
+        failpoints.reach("decode.landed", request.id)
         return Answer()
+
+    def _flaw(self, landing: Landing, message: Commit) -> str:
+        if landing.num_checked < len(landing.blocks):
+            return f"{len(landing.blocks) - landing.num_checked} rows were never told"
+        if not 0 <= message.first_token < self._node.vocab_size:
+            return f"token id {message.first_token} is not in the vocabulary of {self._node.vocab_size}"
+        return ""
 
     async def stop(self, message: Stop) -> Answer:
         if message.request in self._waiting:
@@ -139,17 +168,18 @@ class Receiver:
 
     async def renew(self, message: Renew) -> Answer:
         data = message.tickets
+        if len(data) > MAX_TICKETS * TICKET_BYTES or len(data) % TICKET_BYTES:
+            return Answer(f"{len(data)} bytes are not up to {MAX_TICKETS} tickets")
         tickets = [data[at : at + TICKET_BYTES] for at in range(0, len(data), TICKET_BYTES)]
         self._table.renew(message.writer, tickets, time.monotonic())
         return Answer()
 
     # ---- what the node tells ------------------------------------------------------------------------------------
 
-    def room_found(self, requests: list[Request]) -> None:
-        for request in requests:
-            waiting = self._waiting.get(request.id)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(request)
+    def room_found(self, request: Request) -> None:
+        waiting = self._waiting.get(request.id)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(request)
 
     def abort(self, identity: str) -> bool:
         if (waiting := self._waiting.get(identity)) is not None:

@@ -15,7 +15,7 @@ from engine.emulation import Emulation, load_emulation
 from engine.hash_model import HashRunner
 from engine.heap import give_back, keep_large_blocks, share_one
 from engine.kernels.choose import kernels_on_cpu
-from engine.kv_pool import KVPool, blocks_for
+from engine.kv_pool import KVPool, blocks_for, check_holds
 from engine.linear.choose import linear_on_cpu
 from engine.linear.interface import LinearFormat
 from engine.models.config import ModelConfig
@@ -90,7 +90,9 @@ def build(options: BuildOptions, borrowed: Borrower | None = None) -> Computer:
         from engine.cuda.device import Gpu
 
         gpu = Gpu("cuda" if options.device == "auto" else options.device, borrowed)
-        return build_on_cuda(replace(options, max_model_len=max_model_len), config, path, gpu)
+        computer = build_on_cuda(replace(options, max_model_len=max_model_len), config, path, gpu)
+        check_holds(computer.layout, options.max_model_len)
+        return computer
     if options.dtype not in {"auto", "float32"}:
         raise ValueError(
             f"dtype {options.dtype!r}: on the CPU activations are float32; use --dtype float32, and --weight-dtype "
@@ -104,6 +106,7 @@ def build(options: BuildOptions, borrowed: Borrower | None = None) -> Computer:
     share_one()
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     layout = _layout(options, config, emulation)
+    check_holds(layout, options.max_model_len)  # not the model's own length, which few requests have
     rows, size = layout.num_blocks, layout.block_bytes
     memory = HostMemory(rows, size) if borrowed is None else borrowed.fitting(size)
     name = _name(options, emulation)

@@ -6,13 +6,13 @@ The files in `costs/` state where each number comes from, and how far the model 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from scheduler.cost import CostModel
 
 COSTS = Path(__file__).parent / "costs"
+MOST = 1e15  # of any number here: beyond all devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ def load_emulation(name: str) -> Emulation:
         raise ValueError(f"--emulate {name}: is no file, and none of {known}")
     try:
         return _emulation(json.loads(path.read_text()), name if link else path.stem, link)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"--emulate {path}: is no JSON: {error}") from None
     except (TypeError, ValueError) as error:
-        raise ValueError(f"--emulate {path}: {error}") from None
+        raise ValueError(f"--emulate {path}: {str(error)[:300]}") from None
 
 
 def _emulation(data: Any, name: str, link: str) -> Emulation:
@@ -84,6 +84,6 @@ def _get(data: Any, name: str) -> Mapping[str, Any]:
 
 def _number(data: Any, name: str, where: str = "", least: float = 0) -> float:
     value = data.get(name) if isinstance(data, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < least:
-        raise ValueError(f"{where}{name} must be a number from {least} on, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MOST:
+        raise ValueError(f"{where}{name} must be a number from {least} to {MOST:g}, not {value!r:.60}")
     return float(value)

@@ -5,6 +5,8 @@ With a runner that runs ahead it decides and launches the next step first, so th
 host; a request that turns out to have ended is in that step in vain (the overlapped scheduling of SGLang, vLLM's
 async scheduling).
 
+Only the device's own failure ends it: a request that fails alone ends alone, once the device has proved itself.
+
 A turn lasts from the end of the turn before (or, when the loop had waited, from where it went on) until its step was
 told: what a client sees between two tokens. That is what the step-time model is fitted to; a record splits it into
 the pass and the rest.
@@ -13,7 +15,6 @@ the pass and the rest.
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,15 +22,18 @@ from typing import Protocol
 
 from engine.records import Ran
 from engine.runner import Output, Pending, Runner, leads
+from engine.watchdog import Patience
 from scheduler.fit import CostFit
 from scheduler.request import Request, Slice, State, Step
 from scheduler.scheduler import Event, Scheduler
+from shared import failpoints
 from shared.clock import now_ns
 
 log = logging.getLogger("baton.engine")
 Command = Callable[[Scheduler], object]
-FAILED_STEPS_TO_DIE = 3  # steps in a row in which every slice fails also alone: the device is gone
+INTERNAL = "internal"
 IDLE_S = 1.0
+STUCK_S = 5.0
 
 
 class Tell(Protocol):
@@ -60,17 +64,20 @@ class Flight:
 
 
 class Engine:
-    def __init__(self, scheduler: Scheduler, runner: Runner, tell: Tell) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, tell: Tell, stuck_s: float = STUCK_S) -> None:
+        """`stuck_s`: see `engine.watchdog.Patience`."""
         self._scheduler = scheduler
         self._runner = runner
         self._tell = tell
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._fit = CostFit()
         self._flight: Flight | None = None  # between two turns, only with a runner that runs ahead
         self._turn_began_ns = self._pass_ended_ns = now_ns()
-        self.last_turn = time.monotonic()  # of the loop: a busy engine whose turn is long ago is stuck
+        self._patience = Patience(stuck_s)
+        self._is_audited = True  # nobody came since the blocks were last looked at one by one
+        self.progress = 0  # another number at every turn of the loop, at least once a second where nothing runs
+        self.allowed_s = stuck_s  # that it may stay the same: as long as the step under way may take
 
     def start(self) -> None:
         self._thread.start()
@@ -101,23 +108,30 @@ class Engine:
 
     def _take_commands(self) -> bool:
         """Waits for a command when there is nothing to run. False: stop."""
-        self.last_turn = time.monotonic()
         wait = waited = not self._scheduler.has_work and self._flight is None
         while True:
+            self.progress += 1
             self._tell.turn(self._scheduler)
             try:
                 command = self._inbox.get(timeout=IDLE_S) if wait else self._inbox.get_nowait()
             except queue.Empty:
-                self.last_turn = time.monotonic()
                 if wait:
+                    self._audit()
                     continue
                 if waited:
                     self._turn_began_ns = now_ns()
                 return True
             if command is None:
                 return False
+            self._is_audited = False
             command(self._scheduler)
             wait = wait and not self._scheduler.has_work
+
+    def _audit(self) -> None:
+        """Once after commands came, when there is nothing to run: with many blocks it takes as long as a step."""
+        if not self._is_audited:
+            self._is_audited = True
+            self._scheduler.audit()
 
     def _turn(self) -> None:
         """Tells of one step at most."""
@@ -144,8 +158,12 @@ class Engine:
 
     def _launch(self, step: Step, before: Flight | None) -> Flight:
         self._tell.scheduled(step)
+        patience = self._patience.seconds
+        self.allowed_s = max(patience(step), patience(before.step) if before is not None else 0.0)
+        failpoints.reach("engine.step")
         began_ns = now_ns()
         try:
+            _pass_slices(step.slices)
             pending = self._runner.launch(step, before.step if before is not None else None)
         except Exception:
             log.exception("step %d failed", step.number)
@@ -165,6 +183,7 @@ class Engine:
     def _ran(self, step: Step, began_ns: int, pass_ns: int) -> None:
         ended_ns = now_ns()
         turn_ns, self._turn_began_ns = ended_ns - self._turn_began_ns, ended_ns
+        self._patience.observe(step.work.tokens, pass_ns / 1e9)
         self._fit.observe(step.work, turn_ns / 1e9)
         self._scheduler.cost = self._fit.model()
         self._tell.ran(Ran(step, began_ns, pass_ns, max(0, turn_ns - pass_ns)))
@@ -192,7 +211,6 @@ class Engine:
             except Exception:
                 log.exception("step %d failed; its slices run one by one", flight.step.number)
             else:
-                self._failed_steps = 0
                 return outputs
         self._call_back()
         return self._run_each(flight.step)
@@ -211,20 +229,33 @@ class Engine:
         outputs = [
             self._run_alone(step, piece) if lives else Output() for piece, lives in zip(step.slices, live, strict=True)
         ]
-        if sum(output.error == "internal" for output in outputs) < sum(live):
-            self._failed_steps = 0
-        elif any(live):
-            self._failed_steps += 1
-            if self._failed_steps >= FAILED_STEPS_TO_DIE:
-                raise RuntimeError(f"{self._failed_steps} steps in a row failed whole")
+        if any(output.error == INTERNAL for output in outputs):
+            self._prove_device()
         return outputs
 
-    def _run_alone(self, step: Step, piece: Slice) -> Output:
+    def _prove_device(self) -> None:
+        """Whoever failed alone is at fault itself, or the device is. Then it is the engine's death, before anybody is
+        told to have failed: all go on elsewhere."""
+        self.progress += 1
         try:
+            self._runner.warm_up()
+        except Exception as error:
+            raise RuntimeError("the device fails with any work") from error
+
+    def _run_alone(self, step: Step, piece: Slice) -> Output:
+        self.progress += 1
+        try:
+            _pass_slices([piece])
             return self._runner.run(Step(step.number, [piece], []))[0]
         except Exception:
             log.exception("request %s failed", piece.request.id)
-            return Output(error="internal")
+            return Output(error=INTERNAL)
+
+
+def _pass_slices(slices: list[Slice]) -> None:
+    if failpoints.armed():
+        for piece in slices:
+            failpoints.reach("engine.slice", piece.request.id)
 
 
 def _is_live(piece: Slice) -> bool:

@@ -17,7 +17,7 @@ from engine.runner import Output, Runner
 from scheduler.request import Request, Slice, Step, cdiv
 
 KV_BYTES = 8  # of one position and layer; a KVLayout of 1 head, head_dim 1 and float32 has the same size
-MAX_PREFIXES = 4096  # requests whose running hash is kept
+MAX_PREFIXES = 512  # requests whose running hash is kept
 
 
 @dataclass(slots=True)

@@ -42,6 +42,17 @@ class KVPool:
         return both[..., 0, :], both[..., 1, :]
 
 
+def check_holds(layout: KVLayout, max_model_len: int) -> None:
+    """Raises ValueError, with the arithmetic, unless the pool holds one request of `max_model_len` tokens."""
+    room = (layout.num_blocks - 1) * layout.block_tokens
+    if max_model_len > room:
+        needed = 1 + -(-max_model_len // layout.block_tokens)
+        raise ValueError(
+            f"--max-model-len {max_model_len}: the KV pool holds {room} tokens ({layout.num_blocks - 1} blocks of "
+            f"{layout.block_tokens}); give --num-blocks {needed}, or --kv-cache-memory {needed * layout.block_bytes}"
+        )
+
+
 def blocks_for(memory_bytes: int, one_block: KVLayout) -> int:
     """How many blocks fit, the dummy included. Raises ValueError when not even one usable block does."""
     num_blocks = memory_bytes // one_block.block_bytes

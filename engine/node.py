@@ -2,23 +2,24 @@
 
 A router's commands go to the engine; what its steps do goes back, one message a step and router. A router whose
 stream ends takes its requests with it. What a prefill or a decode node does beyond that hangs on `on_leaving` and
-`on_landings`.
+`on_landing`. What is one request's own is done for it alone: when that raises, it fails ("internal"), and nobody else.
 """
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.engine import Engine, Tell
+from engine.bounds import check_submit
+from engine.engine import INTERNAL, STUCK_S, Engine, Tell
 from engine.outbox import Outbox
 from engine.records import Ran, Recorder, Seen
 from engine.runner import Output, Runner
 from scheduler.request import Request, State, Step
 from scheduler.role import Role
 from scheduler.scheduler import Event, Scheduler
+from shared import failpoints
 from shared.clock import now_ns
 from shared.logs import fields
 from shared.messages import Command, Delta, Load, NodeInfo, Submit, pack_ids, unpack_ids
@@ -26,8 +27,12 @@ from shared.serve import Tasks, until
 
 log = logging.getLogger("baton.node")
 MAX_OUTBOX = 100_000  # deltas that a router may leave unread before it counts as gone
-STUCK_S = 30.0  # an engine that has work and makes no turn for so long
+MAX_ROUTERS = 64
+MAX_REQUESTS = 8192  # here at once; more had better wait at their routers
+MAX_TOKENS = 1 << 23  # of all requests here, as they came: with 36 bytes each, 300 MB …
+MAX_POOLS = 16  # … or as many as fit that many pools
 FLUSH_S = 0.1  # between two tellings of what was recorded
+LAST_WORDS_S = 0.2  # for a node that ends
 
 
 @dataclass(slots=True)
@@ -51,6 +56,11 @@ class Ticker:
     channels: dict[str, str] = field(default_factory=dict)
     channel_fallbacks: int = 0
     transfer: list[float] = field(default_factory=list)  # as in `Load`
+    rows_corrupt: int = 0
+
+
+class BusyError(ValueError):
+    """This node does not take the request now; another one may."""
 
 
 class Node(Tell):
@@ -64,19 +74,23 @@ class Node(Tell):
         vocab_size: int,
         share_prefixes: bool = True,
         in_place: bool = False,
+        stuck_s: float = STUCK_S,
     ) -> None:
-        """`in_place`: handoffs of this node move nothing, as one of the two computes in the pool of the other."""
+        """`in_place`: handoffs of this node move nothing, as one of the two computes in the pool of the other.
+        `stuck_s`: see `engine.watchdog.Patience`."""
         self.info = info
         self.role = role
         self.ticker = Ticker()
         self.recorder = Recorder()
         self.tasks = Tasks()
-        self.engine = Engine(scheduler, runner, self)
+        self.engine = Engine(scheduler, runner, self, stuck_s)
+        self.is_stuck = False
+        self.beats = 0  # of the event loop: another number at each heartbeat
         self._runner = runner  # the engine's: only a count is read here
         self.on_leaving: Callable[[Submit, Request], None] | None = None
-        self.on_admitted: Callable[[list[str]], None] = lambda _: None
-        self.on_progress: Callable[[list[Progress]], None] = lambda _: None
-        self.on_landings: Callable[[list[Request]], None] = lambda _: None
+        self.on_admitted: Callable[[str], None] = lambda _: None
+        self.on_progress: Callable[[Progress], None] = lambda _: None
+        self.on_landing: Callable[[Request], None] = lambda _: None
         self.on_abort: Callable[[str], bool] = lambda _: False  # True: the request's blocks are being seen to
         self.died_with: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._scheduler = scheduler  # the engine's: only numbers are read here
@@ -84,10 +98,14 @@ class Node(Tell):
         self._share_prefixes = share_prefixes
         self.in_place = in_place
         self._returning: list[tuple[Request, asyncio.Future[None]]] = []  # the engine's thread's
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._scored: dict[str, int] = {}  # prompt positions whose logprobs were told; the engine's thread writes it
         self._outboxes: dict[str, Outbox] = {}
         self._router_of: dict[str, str] = {}
+        self._sizes: dict[str, int] = {}  # tokens of each request here, as it came, and their sum
+        self._num_tokens = 0
+        self._max_tokens = max(MAX_TOKENS, MAX_POOLS * info.num_blocks * info.block_tokens)
+        self._breach = ""  # of the block ledger, once it was logged
         self._loop = asyncio.get_running_loop()
         self._seen = Seen(scheduler.ledger())  # written by the engine's thread as a whole
         self._dropped = 0  # records that a router, or no router, was told
@@ -104,6 +122,10 @@ class Node(Tell):
         self.info = replace(self.info, state="draining")
         await until(lambda: not self._router_of, timeout_s)
 
+    async def tell_all(self) -> None:
+        """Waits a moment for the last words to be on their way."""
+        await until(lambda: not any(outbox.deltas for outbox in self._outboxes.values()), LAST_WORDS_S)
+
     async def close(self) -> None:
         await self.tasks.close()
         await asyncio.to_thread(self.engine.stop)
@@ -113,7 +135,7 @@ class Node(Tell):
     async def attach(self, stream: Any) -> None:
         """Serves `ATTACH`: commands in, reports out, until either side ends."""
         hello: Command | None = await stream.recv_message()
-        if hello is None:
+        if hello is None or (len(self._outboxes) >= MAX_ROUTERS and hello.router not in self._outboxes):
             return
         router, outbox = hello.router, Outbox(load=self.load())
         outbox.wake.set()
@@ -124,7 +146,8 @@ class Node(Tell):
         try:
             async for command in stream:
                 for identity in command.aborts:
-                    self.abort(identity)
+                    if self._router_of.get(identity) == router:
+                        self.abort(identity)
                 for submit in command.submits:
                     self._submit(router, submit)
         finally:
@@ -140,10 +163,14 @@ class Node(Tell):
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            load = self.load()
-            for outbox in self._outboxes.values():
-                outbox.load = load
-                outbox.wake.set()
+            self.beats += 1
+            self._tell_load()
+
+    def _tell_load(self) -> None:
+        load = self.load()
+        for outbox in self._outboxes.values():
+            outbox.load = load
+            outbox.wake.set()
 
     async def _flush(self) -> None:
         """Every router is told everything: whose a request is shows in its id."""
@@ -161,36 +188,54 @@ class Node(Tell):
 
     def _submit(self, router: str, submit: Submit) -> None:
         try:
-            if self.info.state != "ready":
-                raise ValueError("this node is draining")
             leaves = self.role.ends_at == "first_token" and submit.decode_node != ""
             if self.info.pool_of and not leaves:
-                raise ValueError("this node has no KV pool of its own")
+                raise BusyError("this node has no KV pool of its own")
             request = self.take(router, submit, leaves=leaves)
         except ValueError as error:
-            retry = self.info.state != "ready" or bool(self.info.pool_of)
-            self.send(router, Delta(submit.id, error=str(error), retry=retry))
+            self.send(router, Delta(submit.id, error=str(error), retry=isinstance(error, BusyError)))
+            return
+        except Exception:
+            log.exception("request %s could not be taken", submit.id)
+            self.send(router, Delta(submit.id, error=INTERNAL))
             return
         if leaves and self.on_leaving is not None:
-            self.on_leaving(submit, request)
+            self._guard(request.id, self.on_leaving, submit, request)
+
+    def _guard(self, identity: str, do: Callable[..., object], *given: object) -> None:
+        """Does what concerns one request."""
+        try:
+            do(*given)
+        except Exception:
+            log.exception("request %s failed", identity)
+            self.give_up(identity, INTERNAL, retry=False)
+
+    def post_for(self, request: Request, command: Callable[[Scheduler], object]) -> None:
+        """Runs on the engine's thread what concerns one request."""
+
+        def guarded(scheduler: Scheduler) -> None:
+            try:
+                command(scheduler)
+            except Exception:
+                log.exception("request %s failed", request.id)
+                self._loop.call_soon_threadsafe(self.give_up, request.id, INTERNAL, False)
+
+        self.engine.post(guarded)
 
     def take(self, router: str, submit: Submit, *, leaves: bool = False, lands: bool = False) -> Request:
         """Gives a request to the engine; one that is to be computed in another node's blocks waits for `enter`. Raises
-        ValueError when it is malformed or its router is not attached."""
+        ValueError when it is malformed or its router is not attached, BusyError when another node may take it."""
         log.debug("took request", extra=fields(request=submit.id, traceparent=submit.traceparent))
         outbox = self._outboxes.get(router)
         if outbox is None:
             raise ValueError("its router is not attached here")
-        tokens = unpack_ids(submit.tokens)
-        if not 0 < submit.num_prompt <= len(tokens) <= self.info.max_model_len or submit.max_tokens <= 0:
-            raise ValueError(
-                f"{len(tokens)} tokens, num_prompt {submit.num_prompt} and max_tokens {submit.max_tokens}: "
-                f"must be positive, and at most {self.info.max_model_len} tokens"
-            )
-        if max(tokens) >= self._vocab_size:
-            raise ValueError(f"token id {max(tokens)} is beyond the vocabulary of {self._vocab_size}")
+        if self.refusal:
+            raise BusyError(self.refusal)
+        tokens = check_submit(submit, self.info.max_model_len, self.vocab_size)
         if submit.id in self._router_of:
             raise ValueError(f"request {submit.id} is already here")
+        if len(self._router_of) >= MAX_REQUESTS or self._num_tokens + len(tokens) > self._max_tokens:
+            raise BusyError(f"this node has {len(self._router_of)} requests of {self._num_tokens} tokens: no more fit")
         request = Request(
             submit.id,
             tokens,
@@ -210,14 +255,21 @@ class Node(Tell):
         )
         outbox.requests[request.id] = request
         self._router_of[request.id] = router
-        if not request.is_guest:
-            self.enter(request)
+        self._sizes[request.id] = len(tokens)
+        self._num_tokens += len(tokens)
+        try:
+            failpoints.reach("node.taken", request.id)
+            if not request.is_guest:
+                self.enter(request)
+        except BaseException:
+            self._drop(request.id)
+            raise
         return request
 
     def enter(self, request: Request) -> None:
         """Gives a request that was taken to the engine."""
         taken_ns = now_ns()
-        self.engine.post(lambda scheduler: self._add(scheduler, request, taken_ns))
+        self.post_for(request, lambda scheduler: self._add(scheduler, request, taken_ns))
 
     def returned(self, request: Request) -> "asyncio.Future[None]":
         """Ends the request here. Done once no step that was launched computes it: its blocks may be used again."""
@@ -244,13 +296,19 @@ class Node(Tell):
         request = self._drop(identity)
         if request is None:
             return
-        if self.on_abort(identity):
+        is_safe = True
+        try:
+            is_seen_to = self.on_abort(identity)
+        except Exception:
+            log.exception("request %s did not end as it should", identity)
+            is_seen_to = is_safe = False  # its blocks may be written yet: better never used again than too early
+        if is_seen_to:
             self.recorder.event(identity, "ended", at_ns, reason=reason)
         else:  # told by the engine, which may be about to tell that it is queued
-            self.engine.post(lambda scheduler: self._aborted(scheduler, request, reason, at_ns))
+            self.engine.post(lambda scheduler: self._aborted(scheduler, request, reason, at_ns, is_safe))
 
-    def _aborted(self, scheduler: Scheduler, request: Request, reason: str, at_ns: int) -> None:
-        scheduler.abort(request)
+    def _aborted(self, scheduler: Scheduler, request: Request, reason: str, at_ns: int, is_safe: bool) -> None:
+        scheduler.abort(request, writer_stopped=is_safe)
         self.recorder.event(request.id, "ended", at_ns, reason=reason)
 
     def give_up(self, identity: str, reason: str, retry: bool) -> None:
@@ -274,6 +332,7 @@ class Node(Tell):
     def _drop(self, identity: str) -> Request | None:
         """Every way to end leads through here, and finds the request once."""
         self._scored.pop(identity, None)
+        self._num_tokens -= self._sizes.pop(identity, 0)
         router = self._router_of.pop(identity, None)
         outbox = self._outboxes.get(router) if router is not None else None
         return outbox.requests.pop(identity, None) if outbox is not None else None
@@ -304,29 +363,42 @@ class Node(Tell):
         self._returning = [entry for entry in self._returning if entry[0].num_in_flight]
         running = len(scheduler.running) + scheduler.num_landing
         self._seen = Seen(scheduler.ledger(), running, scheduler.num_waiting)
+        if scheduler.breach and not self._breach:
+            self._breach = scheduler.breach
+            log.error("the block ledger is broken, no more is taken; start this node anew: %s", self._breach)
         self.recorder.turned(self._seen)
 
     def landings(self, requests: list[Request]) -> None:
-        self._loop.call_soon_threadsafe(self.on_landings, requests)
+        for request in requests:
+            self._loop.call_soon_threadsafe(self._guard, request.id, self.on_landing, request)
 
     def scheduled(self, step: Step) -> None:
-        admitted = [request.id for request in self.recorder.scheduled(step, self._scheduler) if request.leaves]
-        if admitted:
-            self._loop.call_soon_threadsafe(self.on_admitted, admitted)
+        for request in self.recorder.scheduled(step, self._scheduler):
+            if request.leaves:
+                self._loop.call_soon_threadsafe(self._guard, request.id, self.on_admitted, request.id)
 
     def step(self, step: Step, events: list[Event], outputs: list[Output]) -> None:
         deltas: list[Delta] = []
         progress: list[Progress] = []
         told_ns = now_ns()
         self.recorder.stepped(events, told_ns)
+        armed = failpoints.armed()
         for event in events:
             request, output = event.request, outputs[event.slice_index]
-            if request.leaves:
-                progress.append(Progress(request, request.num_computed, event.token, event.finish))
-            if output.prompt_logprobs:
-                self._cut_told(step.slices[event.slice_index].start, request.id, output)
-            if event.token is not None or event.finish is not None or output.prompt_logprobs:
-                deltas.append(_delta(event, output))
+            try:
+                if armed:
+                    _pass_told(event)
+                if event.fault is not None:
+                    raise event.fault
+                if output.prompt_logprobs:
+                    self._cut_told(step.slices[event.slice_index].start, request.id, output)
+                if event.token is not None or event.finish is not None or output.prompt_logprobs:
+                    deltas.append(_delta(event, output))
+                if request.leaves:
+                    progress.append(Progress(request, request.num_computed, event.token, event.finish))
+            except Exception:
+                log.exception("request %s failed", request.id)
+                self._loop.call_soon_threadsafe(self.give_up, request.id, INTERNAL, False)
         self._loop.call_soon_threadsafe(self._told, deltas, progress, told_ns)
 
     def ran(self, ran: Ran) -> None:
@@ -345,29 +417,46 @@ class Node(Tell):
         if not self.died_with.done():
             self.died_with.set_result(error)
 
+    def stuck(self, why: str) -> None:
+        """From any thread: nothing more is to be hoped for. The routers hear of it, then it counts as dead."""
+        self._loop.call_soon_threadsafe(self._tell_stuck, why)
+
+    def _tell_stuck(self, why: str) -> None:
+        self.is_stuck = True
+        self._tell_load()
+        self._loop.call_later(LAST_WORDS_S, self._end_with, RuntimeError(why))
+
     def _told(self, deltas: list[Delta], progress: list[Progress], told_ns: int) -> None:
         for delta in deltas:
-            router = self._router_of.get(delta.id)
-            if router is None:
-                continue
-            self.send(router, delta)
-            if delta.finish or delta.error:
-                self.forget(delta.id, delta.finish or delta.error, told_ns)
-        if progress:
-            self.on_progress(progress)
+            self._guard(delta.id, self._tell, delta, told_ns)
+        for row in progress:
+            self._guard(row.request.id, self.on_progress, row)
+
+    def _tell(self, delta: Delta, told_ns: int) -> None:
+        router = self._router_of.get(delta.id)
+        if router is None:
+            return
+        self.send(router, delta)
+        if delta.finish or delta.error:
+            self.forget(delta.id, delta.finish or delta.error, told_ns)
 
     # ---- state ------------------------------------------------------------------------------------------------
 
     @property
-    def is_stuck(self) -> bool:
-        return self._scheduler.has_work and time.monotonic() - self.engine.last_turn > STUCK_S
+    def refusal(self) -> str:
+        """Why nothing new is taken; "" when it is."""
+        if self.info.state != "ready":
+            return "this node is draining"
+        if self.is_stuck:
+            return "this node is stuck"
+        return f"this node's block ledger is broken: {self._breach}" if self._breach else ""
 
     def load(self) -> Load:
         seen, counters, ticker = self._seen, self._scheduler.counters, self.ticker
         ledger = seen.ledger
         rows = tuple(self._scheduler.requests.values())
         return Load(
-            "stuck" if self.is_stuck else self.info.state,
+            "stuck" if self.is_stuck else "breached" if self._breach else self.info.state,
             seen.running,
             seen.waiting,
             sum(len(row.tokens) for row in rows if row.state is State.WAITING and not row.lands),
@@ -393,7 +482,20 @@ class Node(Tell):
             list(ticker.transfer),
             self._dropped + self.recorder.dropped,
             overruns=self._runner.overruns,
+            rows_corrupt=ticker.rows_corrupt,
+            breach=self._breach,
+            boot=self.info.boot,
         )
+
+
+def _pass_told(event: Event) -> None:
+    request = event.request
+    if request.leaves:
+        failpoints.reach("prefill.after_chunk", request.id)
+    elif event.token is not None:
+        failpoints.reach("decode.token", request.id)
+        if event.finish is not None:
+            failpoints.reach("decode.ended", request.id)
 
 
 def _finish(done: "asyncio.Future[None]") -> None:
@@ -409,7 +511,7 @@ def _delta(event: Event, output: Output) -> Delta:
         position,
         pack_ids([event.token]) if event.token is not None else b"",
         finish=event.finish if event.finish not in {None, "error"} else "",
-        error=output.error,
+        error=output.error or (INTERNAL if event.finish == "error" else ""),
         cached_tokens=request.num_cached,
         logprobs=[output.logprobs] if output.logprobs is not None else [],
         prompt_logprobs=output.prompt_logprobs,

@@ -4,12 +4,14 @@ A router that reads nothing costs bounded memory: it loses records first, and co
 """
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from scheduler.request import Request
 from shared.clock import now_ns
 from shared.messages import Delta, Load, Report, RequestEvent, StepRecord
+from shared.services import STREAM_ENDED
 
 MAX_DELTAS = 1000  # of one message: with 20 logprobs each they stay far below the cap
 MAX_STEPS = 64  # of one message: with 4,096 members each they stay far below it
@@ -39,21 +41,25 @@ class Outbox:
         return dropped
 
     async def write(self, stream: Any) -> None:
-        """Sends what comes, until it is cancelled."""
-        while True:
-            await self.wake.wait()
-            self.wake.clear()
-            deltas, self.deltas = self.deltas, []
-            for first in range(0, len(deltas), MAX_DELTAS):
-                await stream.send_message(Report(deltas[first : first + MAX_DELTAS]))
-            load, self.load = self.load, None
-            if load is not None:
-                load.sent_ns = now_ns()
-                await stream.send_message(Report([], load))
+        """Sends what comes, until it is cancelled or the stream has ended."""
+        with suppress(*STREAM_ENDED):
+            while True:
+                await self.wake.wait()
+                self.wake.clear()
+                await self._send(stream)
+
+    async def _send(self, stream: Any) -> None:
+        deltas, self.deltas = self.deltas, []
+        for first in range(0, len(deltas), MAX_DELTAS):
+            await stream.send_message(Report(deltas[first : first + MAX_DELTAS]))
+        load, self.load = self.load, None
+        if load is not None:
+            load.sent_ns = now_ns()
+            await stream.send_message(Report([], load))
+        if self.events or self.steps:
+            await stream.send_message(self._records())
             if self.events or self.steps:
-                await stream.send_message(self._records())
-                if self.events or self.steps:
-                    self.wake.set()
+                self.wake.set()
 
     def _records(self) -> Report:
         """The next message of records, one between any two of deltas. Events go before the steps that they name."""

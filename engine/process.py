@@ -7,6 +7,7 @@ import platform
 import secrets
 import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import fields, replace
@@ -21,11 +22,12 @@ from engine.emulated_link import EmulatedLink
 from engine.node import Node
 from engine.runner import Runner, set_ahead
 from engine.sides import RoleChange, Sides
+from engine.watchdog import Watchdog, Watched
 from scheduler.budget import Budget, budget_of
 from scheduler.policy import POLICIES
 from scheduler.role import PREFILL, Role
 from scheduler.scheduler import Limits, Scheduler
-from shared import failpoints
+from shared import failpoints, security
 from shared.config import EVERY_ADDRESS, NodeSettings
 from shared.kv.channel import KVChannel, PeerLostError
 from shared.kv.cuda_driver import Gpu
@@ -43,6 +45,7 @@ from shared.services import ATTACH, SET_ROLE, RpcServer, unary
 log = logging.getLogger("baton.node")
 EXIT_ENGINE_DIED = 70
 LENDER_S = 300.0  # a prefill node waits for the decode node whose pool it is to compute in
+GRACE_S = 1.0  # for the event loop to end a stuck process by itself
 NO_BLOCKS = 2  # what a scheduler has at least, for a node that has no pool of its own
 
 
@@ -54,6 +57,8 @@ def main(settings: NodeSettings, role: Role) -> int:
     boot = secrets.token_hex(16)
     try:
         failpoints.configure(settings.failpoint, allowed=settings.allow_failpoints)
+        listens = {"--host": settings.host, "--kv-host": settings.kv_host or settings.host}
+        security.configure(settings.cluster_secret_file, listens)
         private(settings.kv_directory)
         borrowed = _borrowed(settings, boot) if role is PREFILL and settings.kv_channel == POOL else None
         computer = build(_options(settings), borrowed)
@@ -114,6 +119,7 @@ async def _serve(
         computer.vocab_size,
         settings.enable_prefix_caching,
         in_place=settings.kv_channel == POOL,
+        stuck_s=settings.stuck_s,
     )
     async with AsyncExitStack() as cleanup:
         channels: list[KVChannel] = []
@@ -146,6 +152,9 @@ async def _serve(
         node.start()
         cleanup.push_async_callback(node.close)
         await _warmed_up(node, computer.runner)
+        watchdog = _watchdog(node, settings)
+        watchdog.start()
+        cleanup.callback(watchdog.stop)
         settle_memory()
         await registry.start(node.info)
         log.info(
@@ -154,15 +163,43 @@ async def _serve(
         died = await _until_ended(lifetime, node)
         if died is None:
             await registry.update(replace(node.info, state="draining"))
-            drained = asyncio.ensure_future(node.drain(settings.drain_timeout_s))
+            drained = asyncio.ensure_future(_drained(node, settings.drain_timeout_s))
             ends: tuple[asyncio.Future[Any], ...] = (drained, node.died_with)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             died = node.died_with.result() if node.died_with.done() else None
+        if died is not None:
+            log.error("the engine died: %s", died)
+            os._exit(EXIT_ENGINE_DIED)  # at once, so that all notice; its thread may hang in the device
         await registry.close()
-    if died is not None:
-        log.error("the engine died: %s", died)
-        os._exit(EXIT_ENGINE_DIED)  # its thread may hang in the device
     return 0
+
+
+async def _drained(node: Node, timeout_s: float) -> None:
+    """Whoever is not done by then goes on elsewhere."""
+    await node.drain(timeout_s)
+    if moved := node.give_up_all(f"node {node.info.id} ends"):
+        log.warning("%d requests go on elsewhere, as they were not done within %g s", moved, timeout_s)
+        await node.tell_all()
+
+
+def _watchdog(node: Node, settings: NodeSettings) -> Watchdog:
+    """Of the engine, and of the event loop, without which no death of the engine would be told."""
+
+    def end(why: str) -> None:
+        log.error("stuck: %s", why)
+        node.stuck(why)
+        time.sleep(GRACE_S)
+        os._exit(EXIT_ENGINE_DIED)
+
+    engine = node.engine
+    loop_s = settings.stuck_s + 2 * settings.heartbeat_s
+    return Watchdog(
+        [
+            Watched("the engine", lambda: engine.progress, lambda: engine.allowed_s),
+            Watched("the event loop", lambda: node.beats, lambda: loop_s),
+        ],
+        end,
+    )
 
 
 async def _warmed_up(node: Node, runner: Runner) -> None:

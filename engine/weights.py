@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.models.config import read_json
 
 MAX_HEADER_BYTES = 2**20  # 128 bytes a tensor: eight times the largest dense model's
+MAX_NAME_BYTES = 255  # what a file system takes
 EDGE_BYTES = 2**20  # of each end of a file that the fingerprint reads
 INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
@@ -54,7 +55,8 @@ def _inside(directory: Path, name: str) -> Path:
     """The hub's cache links a snapshot's files to the blobs beside it: the one way out that is allowed."""
     file, home = directory / name, directory.resolve()
     allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
-    if Path(name).name != name or file.resolve().parent not in allowed or file.suffix != ".safetensors":
+    is_name = Path(name).name == name and name.isprintable() and len(name.encode()) <= MAX_NAME_BYTES
+    if not is_name or file.resolve().parent not in allowed or file.suffix != ".safetensors":
         raise ValueError(f"{directory}: weight file {name[:100]!r} is not a safetensors file in this directory")
     if not file.is_file():
         raise ValueError(f"{file}: missing, though {INDEX} names it; download the model again")
@@ -110,6 +112,16 @@ class Checkpoint:
                 f"{self._directory}: {len(self._files)} tensors that the config has no place for, "
                 f"such as {min(self._files)[:100]!r}"
             )
+
+
+def check_finite(directory: Path) -> None:
+    """Reads every weight, which takes as long as loading them. Raises ValueError naming a tensor with NaN or infinity,
+    and as `Checkpoint` does."""
+    for file in weight_files(directory):
+        for name in _tensor_names(file):
+            with _open(file) as opened:
+                if not bool(opened.get_tensor(name).isfinite().all()):
+                    raise ValueError(f"{file}: tensor {name!r} holds NaN or infinity; download the model again")
 
 
 def _open(file: Path) -> Any:

@@ -1,6 +1,7 @@
 """Carries handoffs out: asks decode nodes for room, pushes blocks over the best channel, commits, and says how it went.
 
-One task a request that leaves.
+One task a request that leaves. Rows that came damaged are pushed once more; whatever else goes wrong ends the handoff,
+and the request goes on elsewhere.
 """
 
 import asyncio
@@ -11,12 +12,12 @@ from typing import Any
 
 from engine.node import Node, Progress
 from prefill_node.handoff import Action, Commit, Handoff, Phase, Push, Stop
-from prefill_node.peers import CALL_S, Peer, Peers
+from prefill_node.peers import CALL_S, CorruptError, Peer, Peers, RefusedError
 from prefill_node.push_fit import PushFit
 from scheduler.request import Request
-from shared import messages
+from shared import failpoints, messages
 from shared.clock import now_ns
-from shared.kv.channel import ChannelError, KVChannel, TicketRefusedError
+from shared.kv.channel import TICKET_BYTES, ChannelError, KVChannel, TicketRefusedError
 from shared.kv.staging import KVMemory
 from shared.logs import about
 from shared.messages import Submit
@@ -89,14 +90,13 @@ class Courier:
         if request.is_guest:
             self._start(leaving)  # it needs room before it can be computed
 
-    def admitted(self, identities: list[str]) -> None:
-        """Their first chunk is being computed: time to ask for room, not earlier."""
-        for identity in identities:
-            leaving = self._leaving.get(identity)
-            if leaving is not None:
-                self._take_turn(leaving)
-                if not leaving.carried:
-                    self._start(leaving)
+    def admitted(self, identity: str) -> None:
+        """Its first chunk is being computed: time to ask for room, not earlier."""
+        leaving = self._leaving.get(identity)
+        if leaving is not None:
+            self._take_turn(leaving)
+            if not leaving.carried:
+                self._start(leaving)
 
     def _start(self, leaving: Leaving) -> None:
         leaving.carried = True
@@ -107,18 +107,17 @@ class Courier:
             leaving.waits = False
             self._granted.release()
 
-    def progress(self, progress: list[Progress]) -> None:
-        for row in progress:
-            leaving = self._leaving.get(row.request.id)
-            if leaving is None:
-                continue
-            leaving.handoff.computed(row.num_computed)
-            if row.finish is not None:  # over at its first token: nothing is left to generate elsewhere
-                leaving.silent = True
-                leaving.handoff.give_up(f"finished: {row.finish}")
-            elif row.first_token is not None:
-                leaving.handoff.sampled(row.first_token)
-            leaving.changed.set()
+    def progress(self, row: Progress) -> None:
+        leaving = self._leaving.get(row.request.id)
+        if leaving is None:
+            return
+        leaving.handoff.computed(row.num_computed)
+        if row.finish is not None:  # over at its first token: nothing is left to generate elsewhere
+            leaving.silent = True
+            leaving.handoff.give_up(f"finished: {row.finish}")
+        elif row.first_token is not None:
+            leaving.handoff.sampled(row.first_token)
+        leaving.changed.set()
 
     def abort(self, identity: str) -> bool:
         leaving = self._leaving.get(identity)
@@ -163,45 +162,70 @@ class Courier:
 
     async def _ask(self, peer: Peer, leaving: Leaving) -> None:
         info, handoff = self._node.info, leaving.handoff
+        peer.num_waiting += 1
         try:
+            peer.check_breaker()
             async with peer.asking:
                 question = messages.Reserve(leaving.submit, info.boot, info.fingerprint)
                 asked_ns = now_ns()
                 try:
                     reserved = await RESERVE.call(peer.rpc, question, self._reserve_timeout_s + CALL_S)
                 except PeerError as error:
+                    peer.broke()
                     self._peers.forgo(peer, leaving.request.id, str(error))
                     raise
                 self._note(leaving, "reserving", asked_ns, peer=peer.address)
             if reserved.error:
                 handoff.failed(f"{peer.address} refused: {reserved.error}")
                 return
-            handoff.granted(reserved.ticket, reserved.num_held, tuple(messages.unpack_ids(reserved.targets)))
+            held, targets = messages.unpack_ids(reserved.held), messages.unpack_ids(reserved.targets)
+            handoff.granted(reserved.ticket, reserved.num_held, tuple(targets))
             peer.tickets[reserved.ticket] = None
+            self._check_grant(leaving, reserved, held + targets)
             leaving.channel = self._peers.choose_channel(peer, reserved.cards)
             leaving.card = reserved.cards[leaving.channel.name]
             if leaving.request.is_guest and handoff.phase is Phase.MOVING:
-                leaving.request.blocks = messages.unpack_ids(reserved.held) + messages.unpack_ids(reserved.targets)
+                leaving.request.blocks = held + targets
                 leaving.request.num_computed = reserved.num_held * info.block_tokens
                 self._node.enter(leaving.request)
         except (PeerError, ChannelError, ValueError) as error:
             handoff.failed(str(error))
+        finally:
+            peer.num_waiting -= 1
+
+    def _check_grant(self, leaving: Leaving, reserved: messages.Reserved, blocks: list[int]) -> None:
+        """Raises ValueError. Where the prompt is computed in these blocks, no channel looks at them again."""
+        if len(reserved.ticket) != TICKET_BYTES or len(set(blocks)) < len(blocks):
+            raise ValueError("the grant names a block twice, or its ticket is none")
+        is_whole = len(blocks) == leaving.handoff.num_blocks and 0 < min(blocks) <= max(blocks) < self._memory.num_rows
+        if leaving.request.is_guest and not is_whole:
+            raise ValueError(f"the grant's {len(blocks)} blocks are not {leaving.handoff.num_blocks} of the pool")
 
     async def _do(self, peer: Peer, leaving: Leaving, action: Action) -> None:
         handoff = leaving.handoff
         try:
             match action:
                 case Push():
+                    failpoints.reach("prefill.before_push", leaving.request.id)
                     await self._push(peer, leaving, action)
+                    failpoints.reach("prefill.after_push", leaving.request.id)
                 case Commit():
+                    failpoints.reach("prefill.before_commit", leaving.request.id)
                     assert handoff.ticket is not None
                     commit = messages.Commit(handoff.ticket, action.first_token, leaving.sums)
                     told_ns = now_ns()
                     _check(await COMMIT.call(peer.rpc, commit, CALL_S))
+                    peer.breaker.worked()
                     self._note(leaving, "committed", told_ns, peer=peer.address)
+                    failpoints.reach("prefill.after_commit", leaving.request.id)
                 case Stop():
                     await self._stop(peer, leaving, action)
+        except CorruptError as error:
+            leaving.sums = b""
+            handoff.repeat(str(error))
         except (PeerError, ChannelError) as error:
+            if handoff.phase is not Phase.STOPPING and not isinstance(error, RefusedError | TicketRefusedError):
+                peer.broke()
             handoff.failed(str(error))
         else:
             handoff.done()
@@ -269,4 +293,4 @@ class Courier:
 
 def _check(answer: messages.Answer) -> None:
     if answer.error:
-        raise PeerError(answer.error)
+        raise (CorruptError if answer.again else RefusedError)(answer.error)

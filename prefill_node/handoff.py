@@ -12,7 +12,7 @@ from scheduler.request import cdiv
 class Phase(Enum):
     ASKING = "asking"  # the decode node was asked for room
     MOVING = "moving"  # room is there; blocks are pushed as they become whole
-    COMMITTING = "committing"  # every block is there; the decode node checks them
+    COMMITTING = "committing"  # every block is there; the decode node checks them, and may want the last ones again
     STOPPING = "stopping"  # given up; the decode node has to hear that no more is written
     DONE = "done"
 
@@ -20,7 +20,7 @@ class Phase(Enum):
 LEGAL: dict[Phase, frozenset[Phase]] = {
     Phase.ASKING: frozenset({Phase.MOVING, Phase.STOPPING}),
     Phase.MOVING: frozenset({Phase.COMMITTING, Phase.STOPPING}),
-    Phase.COMMITTING: frozenset({Phase.DONE, Phase.STOPPING}),
+    Phase.COMMITTING: frozenset({Phase.DONE, Phase.MOVING, Phase.STOPPING}),
     Phase.STOPPING: frozenset({Phase.DONE}),
     Phase.DONE: frozenset(),
 }
@@ -62,6 +62,8 @@ class Handoff:
         self._first_token: int | None = None
         self._targets: tuple[int, ...] = ()
         self.reason = ""  # why it was given up
+        self.is_repeated = False  # rows came damaged, and are pushed again
+        self._first_of_last = 0  # logical block at which the last push began
         self._doing: Action | None = None
 
     # ---- what happened ------------------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ class Handoff:
         action, self._doing = self._doing, None
         match action:
             case Push():
-                self.num_pushed = action.last
+                self.num_pushed, self._first_of_last = action.last, action.first
             case Commit():
                 self.committed = True
                 if self.phase is Phase.COMMITTING:
@@ -97,6 +99,18 @@ class Handoff:
                 self._move_to(Phase.DONE)
             case None:
                 raise AssertionError("no action was under way")
+
+    def repeat(self, reason: str) -> None:
+        """The push or commit under way found that the rows of the last push came damaged: they are pushed once more,
+        and given up with the handoff when that does not help."""
+        if self.is_repeated:
+            self.failed(reason)
+            return
+        self.is_repeated, action, self._doing = True, self._doing, None
+        if isinstance(action, Commit):
+            self.num_pushed = self._first_of_last
+        if self.phase is Phase.COMMITTING:
+            self._move_to(Phase.MOVING)
 
     def failed(self, reason: str) -> None:
         """The asking, or the push or commit under way, failed: nothing of it goes on."""

@@ -1,27 +1,41 @@
 """The decode nodes that a prefill node hands off to: connection, channel and tickets of each.
 
-Leases of all tickets with one peer are renewed in one message, by a timer that does not wait for the forward pass.
+Leases of all tickets with one peer are renewed in one message, by a timer that does not wait for the forward pass. A
+peer that does not answer a renewal in time is given up with all that waits for it; one that fails again and again is
+left alone for a while (`prefill_node.breaker`).
 """
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from grpclib.client import Channel
 
 from engine.node import Node
+from prefill_node.breaker import Breaker
 from shared import messages
 from shared.kv.channel import ChannelError, KVChannel
 from shared.serve import Tasks
 from shared.services import RENEW, STOP, PeerError, connect
 
 log = logging.getLogger("baton.handoff")
-RENEW_S = 2.0
-CALL_S = 5.0
+RENEW_S = 0.5
+CALL_S = 2.5  # for what is answered at once: with a renewal before it, a peer cut off is found in 3 s
+INSIST_S = 2.0
+MAX_IDLE_PEERS = 64  # decode nodes come and go, each life at another address
 # Long calls waiting for room share their connection with commits; HTTP/2 allows 100 calls on it.
 MAX_ASKING = 64
 STOP_TRIES = 30  # spread over a minute: a decode node that hears of no stop then is gone, or as good as
+
+
+class RefusedError(PeerError):
+    """The peer lives, and answered that it does not do so."""
+
+
+class CorruptError(RefusedError):
+    """It found the last rows damaged, and takes them once more."""
 
 
 @dataclass(slots=True)
@@ -35,6 +49,21 @@ class Peer:
     cards: dict[str, bytes] = field(default_factory=dict)
     failed: dict[str, bytes] = field(default_factory=dict)  # the card with which a channel last failed
     tickets: dict[bytes, None] = field(default_factory=dict)
+    breaker: Breaker = field(default_factory=Breaker)
+    num_waiting: int = 0  # handoffs that have asked for room
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.tickets and not self.num_waiting
+
+    def check_breaker(self) -> None:
+        """Raises RefusedError while the peer is left alone."""
+        if not self.breaker.allows(time.monotonic()):
+            raise RefusedError(f"{self.address} failed again and again, and is left alone for a moment")
+
+    def broke(self) -> None:
+        """It did not answer, or took no rows."""
+        self.breaker.failed(time.monotonic())
 
     def gave_up_on(self, channel: KVChannel, card: bytes) -> None:
         """A push over it failed: the next handoff chooses anew."""
@@ -61,10 +90,20 @@ class Peers:
             peer.rpc.close()
 
     def at(self, address: str) -> Peer:
+        """Raises ValueError where that is no address."""
         peer = self._peers.get(address)
         if peer is None:
+            self._forget_idle()
             peer = self._peers[address] = Peer(address, connect(address))
         return peer
+
+    def _forget_idle(self) -> None:
+        if len(self._peers) < MAX_IDLE_PEERS:
+            return
+        for address, peer in list(self._peers.items()):
+            if peer.is_idle:
+                self._peers.pop(address).rpc.close()
+                self._node.ticker.channels.pop(address, None)
 
     def choose_channel(self, peer: Peer, cards: Mapping[str, bytes]) -> KVChannel:
         """The first that both sides can do. Falling to a later one is logged and counted. Raises ChannelError."""
@@ -98,7 +137,7 @@ class Peers:
         for _ in range(STOP_TRIES):
             if await self._heard(peer, stop):
                 return
-            await asyncio.sleep(RENEW_S)
+            await asyncio.sleep(INSIST_S)
         log.warning("%s never heard that a handoff stopped: it keeps its blocks while we live", peer.address)
 
     async def _heard(self, peer: Peer, stop: messages.Stop) -> bool:
@@ -112,10 +151,11 @@ class Peers:
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(RENEW_S)
-            await asyncio.gather(*(self._renew_at(peer) for peer in self._peers.values() if peer.tickets))
+            await asyncio.gather(*(self._renew_at(peer) for peer in self._peers.values() if not peer.is_idle))
 
     async def _renew_at(self, peer: Peer) -> None:
         try:
             await RENEW.call(peer.rpc, messages.Renew(self._node.info.boot, b"".join(peer.tickets)), CALL_S)
         except PeerError as error:
             log.warning("leases at %s were not renewed: %s", peer.address, error)
+            peer.rpc.close()  # who waits for room there goes elsewhere; the next call connects anew

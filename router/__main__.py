@@ -7,22 +7,29 @@ import socket
 import sys
 import time
 from contextlib import AsyncExitStack
+from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
+from typing import Any, cast
 
 import uvicorn
 from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
 
 from router.admin import admin_routes
 from router.api import build_app
+from router.connection import Connection, Limits, room_for
 from router.dispatch import Dispatch, Rules
 from router.fleet import Fleet
 from router.fleet_status import promised
 from router.generation import Model
+from router.keys import Keys
 from router.model import read_model
 from router.node_metrics import NodeMetrics
 from router.records import Records
+from router.run import SLOW_S
 from router.text import Tokenizer
-from shared import failpoints
+from shared import failpoints, security
 from shared.command_line import settings_from_command_line
 from shared.config import RouterSettings
 from shared.errors import ConfigError
@@ -37,17 +44,21 @@ def main(settings: RouterSettings) -> int:
     """Serves until SIGTERM. Returns the process's exit status: 2 when the settings cannot be served."""
     try:
         failpoints.configure(settings.failpoint, allowed=settings.allow_failpoints)
+        # With Redis there is no port to join at; that of the API has keys of its own.
+        listens = {} if settings.registry else {"--registry-host": settings.registry_host or settings.host}
+        security.configure(settings.cluster_secret_file, listens)
         directory = resolve(settings.model)
         is_local = Path(settings.model).exists()
         name = settings.served_model_name or (directory.resolve().name if is_local else settings.model)
         model = read_model(directory, name, settings.max_model_len, int(time.time()))
-        tokenizer = Tokenizer.load(directory)
-        listener = _listener(settings.host, settings.port)
+        tokenizer = Tokenizer.load(directory, model.vocab_size)
+        keys = Keys(settings.api_keys_file, settings.api_keys) if settings.api_keys_file or settings.api_keys else None
+        listeners = _listeners(settings)
     except (ConfigError, OSError, ValueError) as error:
         print(f"router: {error}", file=sys.stderr)
         return 2
     return run(
-        lambda lifetime: _serve(lifetime, settings, model, tokenizer, listener),
+        lambda lifetime: _serve(lifetime, settings, model, tokenizer, keys, listeners),
         settings.log_level,
         settings.log_format,
         "router",
@@ -55,12 +66,23 @@ def main(settings: RouterSettings) -> int:
 
 
 async def _serve(
-    lifetime: Lifetime, settings: RouterSettings, model: Model, tokenizer: Tokenizer, listener: socket.socket
+    lifetime: Lifetime,
+    settings: RouterSettings,
+    model: Model,
+    tokenizer: Tokenizer,
+    keys: Keys | None,
+    listeners: list[socket.socket],
 ) -> int:
     identity = f"router-{secrets.token_hex(8)}"
     records = Records()
     fleet = Fleet(identity, _registry(settings, identity), settings.mode, settings.node_timeout_s, records)
-    rules = Rules(settings.max_attempts, settings.disaggregate, settings.ttft_slo_ms / 1000)
+    rules = Rules(
+        settings.max_attempts,
+        settings.disaggregate,
+        settings.ttft_slo_ms / 1000,
+        settings.max_queue_s,
+        settings.max_queued_tokens,
+    )
     dispatch = Dispatch(fleet, model.name, rules, records)
     metrics = CollectorRegistry()
     metrics.register(NodeMetrics(fleet.nodes, model.name, records, dispatch.status))
@@ -72,22 +94,13 @@ async def _serve(
         records=records,
         slo=lambda: promised(settings.ttft_slo_ms, (info for info, _, alive in fleet.nodes() if alive)),
         more_routes=admin_routes(fleet, settings.drain_timeout_s),
+        keys=keys,
         max_concurrent_requests=settings.max_concurrent_requests,
+        request_timeout_s=settings.request_timeout_s,
     )
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            http="httptools",
-            loop="none",
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=int(settings.drain_timeout_s),
-        )
-    )
+    apps = [app.state.api, app.state.admin] if settings.admin_port else [app]
+    room = room_for(settings.max_connections)
+    servers = [_server(one, room, settings.drain_timeout_s) for one in apps]
     async with AsyncExitStack() as cleanup:
         try:
             await fleet.start()
@@ -96,28 +109,67 @@ async def _serve(
             return 2
         cleanup.push_async_callback(fleet.close)
         settle_memory()
-        serving = asyncio.ensure_future(server._serve([listener]))
-        log.info("listening on http://%s:%d", *listener.getsockname()[:2])
+        serving = asyncio.gather(
+            *(server._serve([listener]) for server, listener in zip(servers, listeners, strict=True))
+        )
+        for listener, what in zip(listeners, ("", ", the admin surface"), strict=False):
+            host, port = listener.getsockname()[:2]
+            log.info("listening on http://%s:%d%s", host, port, what)
+            if keys is None and not ip_address(host).is_loopback:
+                log.warning("whoever reaches %s:%d may use it: give --api-keys-file (see `baton key`)", host, port)
         draining = asyncio.ensure_future(lifetime.draining.wait())
-        await asyncio.wait({serving, draining}, return_when=asyncio.FIRST_COMPLETED)
+        ends: set[asyncio.Future[Any]] = {serving, draining}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         draining.cancel()
         app.state.feed.close()
-        server.should_exit = True
+        for server in servers:
+            server.should_exit = True
         await serving
     return 0
 
 
-def _listener(host: str, port: int) -> socket.socket:
-    """Bound before anything is started. Raises OSError with one clear line."""
+def _server(app: Starlette, max_connections: int, drain_timeout_s: float) -> uvicorn.Server:
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=cast(type[asyncio.Protocol], partial(Connection, limits=Limits(max_connections))),
+            ws="none",
+            loop="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,  # anybody may write them, and addresses are what wrong keys are counted by
+            timeout_graceful_shutdown=int(drain_timeout_s),
+        )
+    )
+
+
+def _listeners(settings: RouterSettings) -> list[socket.socket]:
+    """Of the API and, where it is apart, of the admin surface. Raises OSError with one clear line."""
+    places = [(settings.host, settings.port, "--port")]
+    if settings.admin_port:
+        places.append((settings.admin_host, settings.admin_port, "--admin-port"))
+    return [_listener(host, port, flag) for host, port, flag in places]
+
+
+def _listener(host: str, port: int, flag: str) -> socket.socket:
+    """Bound before anything is started."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Its connections inherit these: a client that is gone without a word, or takes nothing for so long, is cut off.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SLOW_S * 1000))
     try:
         listener.bind((host, port))
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port") from None
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {flag}") from None
     return listener
 
 

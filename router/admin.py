@@ -1,6 +1,7 @@
 """What an operator may ask of a running cluster: another role for a node."""
 
 import json
+import logging
 from typing import Any
 
 from starlette.requests import Request
@@ -15,6 +16,7 @@ from shared.messages import Answer, SetRole
 from shared.serve import until
 from shared.services import SET_ROLE, PeerError, connect
 
+log = logging.getLogger("baton.router")
 ROLES = ("prefill", "decode")
 MARGIN_S = 10.0  # beyond the drain, for the node to answer
 NEWS_S = 2.0  # for the registry to say so too
@@ -43,7 +45,8 @@ class Admin:
         try:
             answer: Answer = await SET_ROLE.call(channel, SetRole(role, self._drain_s), self._drain_s + MARGIN_S)
         except PeerError as error:
-            raise Unavailable(f"Node {link.info.id} did not answer: {error}") from None
+            log.warning("node %s was not given another role: %s", name, error)
+            raise Unavailable(f"Node {name} did not answer; the router's log says more.") from None
         finally:
             channel.close()
             del self._becoming[name]

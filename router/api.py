@@ -4,30 +4,37 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
 from secrets import token_hex
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from router.auth import Guard
 from router.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
 from router.dashboard import page_routes
 from router.exchange import Exchange
 from router.feed import Feed
 from router.fleet_status import whole_status
 from router.generation import Dispatcher, Model
+from router.keys import Keys, WrongKeys
 from router.metrics import Collected, RequestMetrics, Slo
 from router.observe import observe_routes
+from router.openapi import openapi_route
 from router.order import apart, check_ids, encode, take_order
 from router.records import Records
 from router.sse import Form
+from router.tenants import TenantMetrics, Used
 from router.text import Tokenizer
-from router.wire import ClientGone, Reply, described, label_of, while_connected
+from router.wire import ClientGone, Reply, deadline_of, described, label_of, while_connected
 from router.wire import read_body as read_bytes
 from shared.errors import Rejected, Unavailable
 
@@ -45,43 +52,72 @@ def build_app(
     records: Records | None = None,
     slo: Callable[[], Slo] = Slo,
     more_routes: Sequence[Route] = (),
+    keys: Keys | None = None,
     max_concurrent_requests: int = 1024,
+    request_timeout_s: float = 0.0,
     body_timeout_s: float = BODY_TIMEOUT_S,
 ) -> Starlette:
     """The whole REST API as an ASGI app. `registry` is what `/metrics` shows, `records` what dispatch and the nodes
-    tell, `slo` what is promised to a request that comes now."""
+    tell, `slo` what is promised to a request that comes now, `more_routes` are for admins.
+
+    Its `state.api` and `state.admin` are the same in two: what tenants ask for, and what observes or changes the
+    cluster. `state.feed` has to be closed when the server drains: its streams end by nothing else.
+    """
     registry = CollectorRegistry() if registry is None else registry
     records = Records() if records is None else records
-    metrics = RequestMetrics(model.name, slo)
+    metrics, wrong_keys = RequestMetrics(model.name, slo), WrongKeys()
+    tenants = TenantMetrics(model.name, wrong_keys)
     registry.register(metrics)
-    rim = Rim(dispatcher, tokenizer, model, registry, records, metrics, max_concurrent_requests, body_timeout_s)
+    registry.register(tenants)
+    rim = Rim(dispatcher, tokenizer, model, registry, records, metrics, tenants)
+    post = partial(Post, rim, Bounds(max_concurrent_requests, request_timeout_s, body_timeout_s))
     feed = Feed(records, rim.whole_status)
+    api = [
+        Route("/v1/completions", post(CompletionBody, rim.generate), methods=["POST"]),
+        Route("/v1/chat/completions", post(ChatBody, rim.generate), methods=["POST"]),
+        Route("/tokenize", post(TokenizeBody, rim.tokenize), methods=["POST"]),
+        Route("/detokenize", post(DetokenizeBody, rim.detokenize), methods=["POST"]),
+        Route("/v1/models", rim.models),
+        Route("/v1/models/{name:path}", rim.one_model),
+        openapi_route(),
+    ]
+    health = [Route("/health", rim.health), Route("/ready", rim.ready)]
+    admin = [
+        Route("/v1/status", rim.status),
+        Route("/metrics", rim.metrics),
+        *observe_routes(records, feed),
+        *more_routes,
+        *page_routes(),
+    ]
+    guarded = partial(_guarded, guard=Middleware(Guard, keys=keys, tenants_routes=api, wrong_keys=wrong_keys))
+    app = guarded([*api, *health, *admin])
+    app.state.api, app.state.admin, app.state.feed = guarded([*api, *health]), guarded([*admin, *health]), feed
+    return app
+
+
+def _guarded(routes: list[Route], guard: Middleware) -> Starlette:
     app = Starlette(
-        routes=[
-            Route("/v1/completions", Post(rim, CompletionBody, rim.generate), methods=["POST"]),
-            Route("/v1/chat/completions", Post(rim, ChatBody, rim.generate), methods=["POST"]),
-            Route("/tokenize", Post(rim, TokenizeBody, rim.tokenize), methods=["POST"]),
-            Route("/detokenize", Post(rim, DetokenizeBody, rim.detokenize), methods=["POST"]),
-            Route("/v1/models", rim.models),
-            Route("/v1/models/{name:path}", rim.one_model),
-            Route("/v1/status", rim.status),
-            Route("/health", rim.health),
-            Route("/ready", rim.ready),
-            Route("/metrics", rim.metrics),
-            *observe_routes(records, feed),
-            *more_routes,
-            *page_routes(),
-        ],
-        exception_handlers={HTTPException: _tell, Rejected: _tell, Exception: _tell},
+        routes=routes,
+        middleware=[guard],
+        exception_handlers={HTTPException: _tell, Rejected: _tell, Unavailable: _tell, Exception: _tell},
     )
     app.router.redirect_slashes = False
-    app.state.feed = feed  # to be closed when the server drains: its streams end by nothing else
     return app
 
 
 def _tell(request: Request, error: Exception) -> Response:
-    status, value, headers = described(error, label_of(request.scope, request.url.path[:64]))
-    return JSONResponse(value, status, headers)
+    label = label_of(request.scope, token_hex(16))
+    status, value, headers = described(error, label)
+    return JSONResponse(value, status, headers | {"x-request-id": label})
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of requests with a body; times in seconds, 0 for a request's: no limit."""
+
+    max_concurrent_requests: int
+    request_timeout_s: float
+    body_timeout_s: float
 
 
 class Rim:
@@ -95,35 +131,46 @@ class Rim:
         registry: CollectorRegistry,
         records: Records,
         metrics: RequestMetrics,
-        max_concurrent_requests: int,
-        body_timeout_s: float,
+        tenants: TenantMetrics,
     ) -> None:
         self.model = model
         self.max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * model.max_model_len
-        self.body_timeout_s = body_timeout_s
-        self.max_concurrent_requests = max_concurrent_requests
         self.num_at_work = 0
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
         self._registry = registry
         self._records = records
         self._request_metrics = metrics
+        self._tenants = tenants
 
     async def generate(self, body: Body, reply: Reply) -> None:
         """POST /v1/completions and /v1/chat/completions."""
         assert isinstance(body, CompletionBody | ChatBody)
         name = ("chatcmpl-" if isinstance(body, ChatBody) else "cmpl-") + token_hex(16)
         reply.name(name)
-        order = await take_order(body, self.model, self._tokenizer, name, int(time.time()), reply.traceparent)
+        order = await take_order(
+            body,
+            self.model,
+            self._tokenizer,
+            name,
+            int(time.time()),
+            reply.traceparent,
+            reply.identity,
+            reply.deadline,
+        )
         exchange = Exchange(order, self._tokenizer, self._request_metrics, self._records, reply.arrived)
         reply.facts = exchange.facts
         form = Form(exchange, self._tokenizer, self.model.name)
-        async with aclosing(exchange.said(self._dispatcher)) as said_by_samples:
-            async for prompt, sample, said in said_by_samples:
-                if body.stream:
-                    await reply.events(form.events(prompt, sample, said))
-                else:
-                    form.collect(sample, said)
+        try:
+            async with aclosing(exchange.said(self._dispatcher)) as said_by_samples:
+                async for prompt, sample, said in said_by_samples:
+                    if body.stream:
+                        await reply.events(form.events(prompt, sample, said))
+                    else:
+                        form.collect(sample, said)
+        finally:
+            used = Used(1, exchange.num_prompt_tokens, exchange.num_cached, exchange.num_generated)
+            self._tenants.count(reply.identity.tenant, used)
         if body.stream:
             await reply.events(form.ending())
             await reply.end()
@@ -197,19 +244,23 @@ class Rim:
 class Post:
     """A route that takes a JSON body: counted, read under limits, cancelled when its client leaves, always answered."""
 
-    def __init__(self, rim: Rim, kind: type[Body], answer: Callable[[Body, Reply], Awaitable[None]]) -> None:
+    def __init__(
+        self, rim: Rim, bounds: Bounds, kind: type[Body], answer: Callable[[Body, Reply], Awaitable[None]]
+    ) -> None:
         self._rim = rim
+        self._bounds = bounds
         self._kind = kind
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(scope, send, label_of(scope, token_hex(16)))
-        rim = self._rim
+        rim, bounds = self._rim, self._bounds
         rim.num_at_work += 1
         try:
-            if rim.num_at_work > rim.max_concurrent_requests:
+            if rim.num_at_work > bounds.max_concurrent_requests:
                 raise Unavailable("Too many requests are at work; try again soon.", status=429)
-            raw = await read_bytes(scope, receive, rim.max_body_bytes, rim.body_timeout_s)
+            reply.deadline = deadline_of(scope, reply.arrived, bounds.request_timeout_s)
+            raw = await read_bytes(scope, receive, rim.max_body_bytes, bounds.body_timeout_s)
             await while_connected(receive, self._work(raw, reply))
         except ClientGone:
             return

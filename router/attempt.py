@@ -10,17 +10,27 @@ from typing import Protocol
 from router.generation import Piece
 from router.link import Link
 from scheduler.cost import pairs_of
+from shared import failpoints
 from shared.errors import Rejected, Unavailable
 from shared.messages import Delta, Logprobs, unpack_ids
 
+HANDOFF = ("handoff: ", "landing: ")  # how the prefill and the decode node begin to say that a handoff failed
+
 
 class Lost(Exception):
-    """The attempt cannot go on; another may. `node` had better be avoided, "" if none; `is_moved`: it said so."""
+    """The attempt cannot go on; another may. `node` is who said so or is gone, "" if none; `is_suspect`: it died in
+    the middle of computing this request."""
 
-    def __init__(self, reason: str, node: str, is_moved: bool = False) -> None:
+    def __init__(self, reason: str, node: str, *, is_gone: bool = False, is_suspect: bool = False) -> None:
         super().__init__(reason)
+        self.reason = reason
         self.node = node
-        self.is_moved = is_moved
+        self.is_gone = is_gone
+        self.is_suspect = is_suspect
+
+
+class Paused(Exception):
+    """Its client does not read: nothing is generated for it until it does."""
 
 
 class Hearer(Protocol):
@@ -28,6 +38,7 @@ class Hearer(Protocol):
 
     def tell(self, piece: Piece) -> None: ...
     def settle(self, home: Link | None) -> None: ...
+    def computed(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -39,6 +50,7 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     is_finished: bool = False
     is_enough: bool = False  # for the client: a stop string was found
+    error: BaseException | None = None  # why it failed
 
 
 class Attempt:
@@ -54,11 +66,36 @@ class Attempt:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._start = len(sample.tokens)
         self._landed = False
-        self._early: dict[int, Delta] = {}
+        self._tellers: set[Link] = set()
+        self._early: dict[int, tuple[Link, Delta]] = {}
         self._prompt_logprobs: list[Logprobs] = []
         self._charges: list[tuple[Link, int, int, int]] = []  # prompt tokens, their pairs, KV tokens
 
+    @property
+    def has_told(self) -> bool:
+        return len(self.sample.tokens) > self._start
+
+    def told_by(self, link: Link) -> bool:
+        """Whether tokens of this attempt came from there."""
+        return link in self._tellers
+
+    def link(self, node: str) -> Link | None:
+        return next((link for link in (self.prefill, self.decode) if link is not None and link.info.id == node), None)
+
+    def pause(self) -> None:
+        if not self.over.done():
+            self.over.set_exception(Paused())
+
     def delta(self, link: Link, delta: Delta) -> None:
+        try:
+            self._hear(link, delta)
+        except ValueError:
+            raise  # of a node that garbles its words nothing is believed
+        except Exception as error:  # noqa: BLE001 - it fails this request alone, where it is awaited
+            if not self.over.done():
+                self.over.set_exception(error)
+
+    def _hear(self, link: Link, delta: Delta) -> None:
         if self.over.done():
             return
         self._landed = self._landed or delta.landed or (link is self.decode and bool(delta.tokens))
@@ -74,24 +111,28 @@ class Attempt:
         self._prompt_logprobs += delta.prompt_logprobs
         if not delta.tokens and not delta.finish:
             return
-        self._early[delta.position] = delta
+        self._early[delta.position] = link, delta
         while (ready := self._early.pop(len(self.sample.tokens), None)) is not None:
-            self._tell(ready)
-            if ready.finish:
+            self._tell(*ready)
+            if ready[1].finish:
                 self.sample.is_finished = True
                 self.over.set_result(None)
                 return
 
     def lost(self, link: Link) -> None:
         # Landed, and its first token is here: the prefill node has nothing left to say.
-        if self.over.done() or (link is self.prefill and self._landed and len(self.sample.tokens) > self._start):
+        if self.over.done() or (link is self.prefill and self._landed and self.has_told):
             return
-        self.over.set_exception(Lost(f"node {link.info.id} is gone", link.info.id))
+        computes = self.decode if self.prefill is None or self._landed else self.prefill
+        is_suspect = link is computes and link.has_crashed
+        self.over.set_exception(Lost(f"node {link.info.id} is gone", link.info.id, is_gone=True, is_suspect=is_suspect))
 
-    def _tell(self, delta: Delta) -> None:
+    def _tell(self, link: Link, delta: Delta) -> None:
+        failpoints.reach("router.told", self.id)
         tokens = unpack_ids(delta.tokens)
         is_first = not self.sample.tokens
         self.sample.tokens += tokens
+        self._tellers.add(link)
         self.sample.run.tell(
             Piece(
                 self.sample.index,
@@ -106,7 +147,7 @@ class Attempt:
 
     def _fail(self, link: Link, delta: Delta) -> None:
         if delta.retry:
-            self.over.set_exception(Lost(delta.error, link.info.id, is_moved=True))
+            self.over.set_exception(Lost(delta.error, link.info.id))
         elif delta.error in {"internal", "numerical", "no_token"}:
             self.over.set_exception(Unavailable(f"The model failed on this request ({delta.error}).", status=500))
         else:
@@ -128,6 +169,7 @@ class Attempt:
 
     def _uncharge_prompt(self) -> None:
         if len(self._charges) == 2:
+            self.sample.run.computed()
             link, outstanding, pairs, _ = self._charges.pop(0)
             link.outstanding_tokens = max(0, link.outstanding_tokens - outstanding)
             link.outstanding_pairs = max(0, link.outstanding_pairs - pairs)

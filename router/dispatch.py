@@ -4,27 +4,33 @@ The router owns the request: the prompt and the tokens so far are here, so any n
 """
 
 import asyncio
+import itertools
 import logging
+import random
+import time
 from array import array
-from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from math import inf
 
-from router.attempt import Attempt, Lost, Sample
+from router.attempt import HANDOFF, Attempt, Lost, Paused, Sample
+from router.failover import Failover, RetryBudget
 from router.fleet import Fleet
-from router.generation import Generation, Piece
+from router.generation import Generation
 from router.link import Link
 from router.records import Records
+from router.run import Refused, Run, too_late
+from router.turns import MAX_RETRY_AFTER_S, Turns
 from scheduler.placement import Placement
+from shared import failpoints
 from shared.errors import Rejected, Unavailable
 from shared.messages import Submit, pack_ids
-from shared.serve import Tasks
 
 log = logging.getLogger("baton.dispatch")
 WAIT_NEW_S = 1.0  # for a node, before a new request is turned away
 WAIT_UNDER_WAY_S = 30.0  # for a node, before a request that already runs is given up
-RETRY_PAUSE_S = 0.05  # times the attempts so far
-MAX_RETRY_AFTER_S = 60.0
+RETRY_PAUSE_S = 0.05  # times the attempts so far, more or less by half
+NEWS_S = 0.2  # within so long after a failed handoff it is mostly known which end died
 SEED_STEP = 0x9E3779B97F4A7C15  # spreads the seeds of samples (the golden ratio, as in splitmix64)
 
 
@@ -37,22 +43,22 @@ class Counts:
     finished: int = 0
     cancelled: int = 0
     failed: int = 0
-    refused: int = 0  # their first token was predicted too late
+    refused: int = 0  # they would have waited too long
     moved: int = 0  # attempts that went on elsewhere
+    retried: int = 0  # of these: not since their node died
+    paused: int = 0  # attempts that ended as their client did not read
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
     """`disaggregate`: see `scheduler.placement.place`. `ttft_slo_s`: a request whose first token is predicted later
-    is refused; 0: none is."""
+    is refused; 0: none is. `max_queue_s`, `max_queued_tokens`: see `router.admission`."""
 
     max_attempts: int = 5
     disaggregate: str = "auto"
     ttft_slo_s: float = 0.0
-
-
-class Refused(Unavailable):
-    """Its first token would come later than the SLO allows."""
+    max_queue_s: float = 30.0
+    max_queued_tokens: int = 0
 
 
 class Dispatch:
@@ -63,11 +69,24 @@ class Dispatch:
         self._records = records
         self._counts = Counts()
         self._placements: dict[str, int] = {}  # reason -> how many
+        self._turns = Turns(fleet, rules.max_queue_s, rules.ttft_slo_s, rules.max_queued_tokens)
+        self._budget = RetryBudget()
 
-    async def submit(self, generation: Generation) -> "Run":
-        """Raises Unavailable when no node takes requests."""
-        await self._some_node(WAIT_NEW_S)
-        return Run(self, generation)
+    async def submit(self, generation: Generation) -> Run:
+        """Raises Unavailable when no node takes requests or it would wait too long, Rejected when it can never fit."""
+        late_s = inf if generation.deadline is None else generation.deadline - time.monotonic()
+        if late_s <= 0:
+            raise too_late()
+        await self._some_node(min(WAIT_NEW_S, late_s))
+        self._counts.total += generation.n
+        try:
+            ticket = self._turns.take(generation)
+        except (Refused, Rejected) as error:
+            self._count("refused" if isinstance(error, Refused) else "failed", generation.n)
+            raise
+        self._counts.running += generation.n
+        self._budget.requested()
+        return Run(generation, ticket, self.carry, self._turns.computed, self._ended)
 
     def ready(self) -> bool:
         return any(self._fleet.usable())
@@ -81,64 +100,91 @@ class Dispatch:
             **self._fleet.status(),
             "requests": requests,
             "placements": dict(self._placements),
+            "queue": self._turns.status(),
         }
 
     async def _some_node(self, wait_s: float) -> None:
+        if self.ready():
+            return
         try:
             async with asyncio.timeout(wait_s):
                 while not self.ready():
                     await self._fleet.change()
         except TimeoutError:
-            raise Unavailable("No node of this cluster takes requests right now.", retry_after_s=2.0) from None
+            raise Unavailable(
+                "No node of this cluster takes requests right now.", retry_after_s=2.0, code="node_lost"
+            ) from None
+
+    def _ended(self, run: Run, sample: Sample, how: str) -> None:
+        """Every sample that was accepted ends here, once."""
+        self._turns.ended(run.ticket, len(sample.tokens))
+        self._counts.running -= 1
+        self._count(how)
+
+    def _count(self, how: str, times: int = 1) -> None:
+        setattr(self._counts, how, getattr(self._counts, how) + times)
 
     # ---- one sample ---------------------------------------------------------------------------------------------
 
-    async def carry(self, run: "Run", sample: Sample) -> None:
+    async def carry(self, run: Run, sample: Sample) -> None:
         """Attempts until the sample is finished. Raises Unavailable or Rejected."""
-        counts = self._counts
-        counts.total += 1
-        counts.running += 1
-        ended = ""
-        try:
-            avoid: set[str] = set()
-            number = failures = 0
-            while failures < self._rules.max_attempts:
-                await self._some_node(WAIT_UNDER_WAY_S)
-                told = len(sample.tokens)
-                is_new = number == 0 and sample.index == 0
-                attempt = Attempt(sample, f"{run.generation.id}.{sample.index}.{number}", is_new)
-                try:
-                    self._start(run, attempt, avoid)
-                    await attempt.over
-                    return
-                except Lost as lost:
-                    # A node that lives, and moves what it has begun, has done its part: not so one that died of it.
-                    failures += not (lost.is_moved and len(sample.tokens) > told)
-                    counts.moved += 1
-                    self._records.moved(attempt.id, str(lost))
-                    avoid.add(lost.node)
-                    if str(lost).startswith("handoff: ") and attempt.decode is not None:
-                        avoid.add(attempt.decode.info.id)  # which of the two is at fault is not known
-                    await asyncio.sleep(RETRY_PAUSE_S * min(number, self._rules.max_attempts))
-                    log.warning("request %s goes on elsewhere: %s", attempt.id, lost)
-                finally:
-                    self._end(attempt)
-                number += 1
-            raise Unavailable(f"The request was given up after {self._rules.max_attempts} attempts.")
-        except (Unavailable, Rejected) as error:
-            ended = "refused" if isinstance(error, Refused) else "failed"
-            raise
-        finally:
-            counts.running -= 1
-            ended = ended or ("finished" if sample.is_finished or sample.is_enough else "cancelled")
-            setattr(counts, ended, getattr(counts, ended) + 1)
+        await self._turns.come(run.ticket, run.generation.deadline)
+        failover = Failover(self._rules.max_attempts)
+        for number in itertools.count():
+            await self._some_node(WAIT_UNDER_WAY_S)
+            attempt = Attempt(
+                sample, f"{run.generation.id}.{sample.index}.{number}", is_new=number == 0 and sample.index == 0
+            )
+            try:
+                await self._attempt(run, attempt, failover)
+                return
+            except Lost as lost:
+                await self._go_on(attempt, lost, failover, number)
+            except Paused:
+                self._counts.paused += 1
+                async with self._turns.paused(run.ticket):
+                    await run.until_read()
 
-    def _start(self, run: "Run", attempt: Attempt, avoid: set[str]) -> None:
+    async def _attempt(self, run: Run, attempt: Attempt, failover: Failover) -> None:
+        run.attempts[attempt.sample.index] = attempt
+        try:
+            self._start(run, attempt, failover)
+            await attempt.over
+            self._fleet.served(*filter(None, (attempt.prefill, attempt.decode)))
+        finally:
+            del run.attempts[attempt.sample.index]
+            self._end(attempt)
+
+    async def _go_on(self, attempt: Attempt, lost: Lost, failover: Failover, number: int) -> None:
+        """Returns when the next attempt may begin. Raises Unavailable or Rejected when there is to be none."""
+        self._counts.moved += 1
+        self._records.moved(attempt.id, lost.reason)
+        log.warning("request %s goes on elsewhere: %s", attempt.id, lost)
+        pause_s = RETRY_PAUSE_S * min(number, self._rules.max_attempts) * random.uniform(0.5, 1.5)
+        if lost.reason.startswith(HANDOFF):
+            pause_s = max(pause_s, await self._handoff_failed(attempt, lost))
+        failover.lost(attempt, lost, (link.info.id for link in self._fleet.usable()[1]))
+        await asyncio.sleep(pause_s)
+
+    async def _handoff_failed(self, attempt: Attempt, lost: Lost) -> float:
+        """Waits a moment for the news that one of its ends is gone: then the other is not to blame, and what goes on
+        elsewhere is no retry. Returns how long a retry has to wait for its turn."""
+        ends = [link for link in (attempt.prefill, attempt.decode) if link is not None]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(NEWS_S):
+                while not any(link.is_leaving or not link.alive for link in ends):
+                    await self._fleet.change()
+                return 0.0
+        self._fleet.failed(*ends)
+        self._counts.retried += 1
+        return self._budget.take(time.monotonic())
+
+    def _start(self, run: Run, attempt: Attempt, failover: Failover) -> None:
         """Places the attempt and sends it. Sent to P, it names D; sent to D alone, it names nobody."""
         generation, sample = run.generation, attempt.sample
         tokens = generation.prompt + sample.tokens
         row = array("i", tokens)  # as it is hashed, and as it is sent
-        prefill, decode = self._place(run, attempt, row, avoid)
+        prefill, decode = self._place(run, attempt, row, failover)
         attempt.prefill, attempt.decode = prefill, decode
         submit = Submit(
             attempt.id,
@@ -158,23 +204,27 @@ class Dispatch:
         if sample.index or sample.tokens:  # told once
             submit.sampling.prompt_logprobs = None
         attempt.charge(len(tokens), generation.max_tokens - len(sample.tokens))
+        failpoints.reach("router.placed", attempt.id)
         if prefill is not None:
             decode.listen(attempt.id, attempt)
             prefill.submit(submit, attempt)
         else:
             decode.submit(submit, attempt)
 
-    def _place(self, run: "Run", attempt: Attempt, row: "array[int]", avoid: set[str]) -> tuple[Link | None, Link]:
-        sibling = run.home
+    def _place(self, run: Run, attempt: Attempt, row: "array[int]", failover: Failover) -> tuple[Link | None, Link]:
+        sibling, avoid = run.home, failover.avoid
         if attempt.sample.index and sibling in self._fleet.usable()[1] and sibling.info.id not in avoid:
             self._note(attempt, Placement(None, sibling.info.id, "sibling"))
             return None, sibling  # the prompt's KV is there already
-        proposal = self._fleet.place(attempt.id, row, run.generation.salt, avoid, self._rules.disaggregate)
+        proposal = self._fleet.place(
+            attempt.id, row, run.generation.salt, avoid, self._rules.disaggregate, failover.holder
+        )
         if proposal is None:
             raise Lost("no node is left", "")
         found = proposal.placement
         if attempt.is_new:
             self._admit(found)
+            self._turns.known(run.ticket, proposal.cached_tokens)
         self._note(attempt, found)
         self._fleet.prefixes.record(proposal.hashes, *filter(None, (found.prefill, found.decode)))
         attempt.cached_tokens = proposal.cached_tokens
@@ -194,6 +244,7 @@ class Dispatch:
             f"{slo_s * 1000:.0f} ms that this cluster promises; try again later.",
             retry_after_s=late_s,
             status=429,
+            code="overloaded",
         )
 
     def _note(self, attempt: Attempt, found: Placement) -> None:
@@ -215,65 +266,3 @@ class Dispatch:
                 link.forget(attempt.id)
             else:
                 link.abort(attempt.id)
-
-
-class Run:
-    """All samples of one generation: the rim's `Answers`."""
-
-    def __init__(self, dispatch: Dispatch, generation: Generation) -> None:
-        self.generation = generation
-        self.home: Link | None = None  # the decode node that has the prompt's KV
-        self._dispatch = dispatch
-        self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
-        self._tasks = Tasks()
-        self._at_home = asyncio.Event()
-        self._samples = [Sample(index, self) for index in range(generation.n)]
-        self._running = {sample.index: self._tasks.start(self._carry(sample)) for sample in self._samples}
-        for index, task in self._running.items():  # not by the task itself: one cancelled at once never begins
-            task.add_done_callback(partial(self._ended, index))
-
-    def __aiter__(self) -> AsyncIterator[Piece]:
-        return self
-
-    async def __anext__(self) -> Piece:
-        if not self._running and self._pieces.empty():
-            raise StopAsyncIteration
-        piece = await self._pieces.get()
-        if isinstance(piece, StopAsyncIteration):
-            raise StopAsyncIteration
-        if isinstance(piece, Exception):
-            await self.close()
-            raise piece
-        return piece
-
-    def cancel(self, index: int) -> None:
-        task = self._running.get(index)
-        if task is not None:
-            self._samples[index].is_enough = True
-            task.cancel()
-
-    async def close(self) -> None:
-        await self._tasks.close()
-
-    def tell(self, piece: Piece) -> None:
-        self._pieces.put_nowait(piece)
-
-    def settle(self, home: Link | None) -> None:
-        """The first sample's prompt is computed: the others may start, where its KV is."""
-        self.home = home
-        self._at_home.set()
-
-    def _ended(self, index: int, _: asyncio.Task[None]) -> None:
-        if index == 0:
-            self._at_home.set()
-        del self._running[index]
-        if not self._running:
-            self._pieces.put_nowait(StopAsyncIteration())
-
-    async def _carry(self, sample: Sample) -> None:
-        try:
-            if sample.index:
-                await self._at_home.wait()
-            await self._dispatch.carry(self, sample)
-        except (Unavailable, Rejected) as error:
-            self._pieces.put_nowait(error)

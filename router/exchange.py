@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 
 from router.answer import Said, Sample
 from router.generation import Answers, Dispatcher, Generation, Piece
@@ -14,7 +14,7 @@ from router.text import Tokenizer
 from shared.messages import Logprobs
 
 SETTLE_S = 1.0  # after its last word, until what its nodes recorded of a request is here
-MERGED_PIECES = 64  # held between several prompts' answers and a client that reads slowly
+MERGED_PIECES = 16  # held between several prompts' answers and a client that reads slowly
 
 
 class AskedPrompt:
@@ -128,11 +128,12 @@ class Exchange:
             why_open = "error"
             raise
         finally:
-            for index in list(self._open):
-                self._ended(index, why_open, time.monotonic())
-            asyncio.get_running_loop().call_later(SETTLE_S, settle, self.order.id, self._records, self._metrics)
-            for each in answers:
-                await each.close()
+            async with AsyncExitStack() as closing:  # of all of them, whatever fails here
+                for each in answers:
+                    closing.push_async_callback(each.close)
+                for index in list(self._open):
+                    self._ended(index, why_open, time.monotonic())
+                asyncio.get_running_loop().call_later(SETTLE_S, settle, self.order.id, self._records, self._metrics)
 
     def _hear(self, sample: Sample, piece: Piece) -> Said:
         said = sample.hear(piece)

@@ -4,18 +4,27 @@ The registry says whom to dial; it never says that a node is dead while its stre
 """
 
 import asyncio
-from collections.abc import Container, Sequence
+import logging
+import time
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
+from router.admission import Capacity
 from router.fleet_status import node_status
-from router.link import Link
+from router.link import SLOW_START_S, Link
 from router.records import Records
+from router.standing import Standing
 from scheduler.disaggregate import NodeView
 from scheduler.placement import Placement, PrefixIndex, candidates, place
 from scheduler.prefix import block_hashes
 from shared.messages import Load, NodeInfo
 from shared.registry import Registry
 from shared.serve import Tasks
+
+log = logging.getLogger("baton.fleet")
+PROMPTS_A_NODE = 2  # that it should have before it, whatever their length
+SPARE_REQUESTS = 8  # one more for each so many that a node runs at once: who waits there starts without a pause
+MAX_STANDINGS = 1024
 
 
 class Proposal(NamedTuple):
@@ -41,6 +50,10 @@ class Fleet:
         self._usable: tuple[list[Link], list[Link]] | None = None  # None: to be found again
         self._usable_by_name: dict[str, Link] = {}
         self._some_are_bound = False
+        self._capacity: Capacity | None = None  # as `_usable`
+        self._standings: dict[str, Standing] = {}
+        self._ramps_until = 0.0  # the last of the links' own
+        self.on_change: Callable[[], None] = lambda: None  # told of each `change`
         self._moved_before: dict[str, int] = {"handoffs": 0, "blocks_moved": 0, "bytes_moved": 0}  # by nodes now gone
 
     async def start(self) -> None:
@@ -79,17 +92,70 @@ class Fleet:
         if not prints:
             return [], []
         common = max(sorted(set(prints)), key=prints.count)
-        return _of(common, prefill), _of(common, decode)
+        return self._trusted(_of(common, prefill)), self._trusted(_of(common, decode))
+
+    def _trusted(self, links: list[Link]) -> list[Link]:
+        """Without those whose failures are too fresh; never nobody."""
+        now = time.monotonic()
+        return [link for link in links if not self._standing(link.info.id).is_out(now)] or links
+
+    def _standing(self, name: str) -> Standing:
+        standing = self._standings.get(name)
+        if standing is None:
+            if len(self._standings) >= MAX_STANDINGS:
+                now = time.monotonic()
+                self._standings = {old: kept for old, kept in self._standings.items() if not kept.is_forgotten(now)}
+            standing = self._standings[name] = Standing()
+        return standing
+
+    def failed(self, *links: Link) -> None:
+        """These nodes failed at something together; who was at fault is not known."""
+        for link in links:
+            if self._standing(link.info.id).failed(time.monotonic()):
+                self._leave_out(link)
+
+    def served(self, *links: Link) -> None:
+        for link in links:
+            self._standing(link.info.id).served()
+
+    def _leave_out(self, link: Link) -> None:
+        left_s = self._standing(link.info.id).until - time.monotonic()
+        log.info("node %s failed: for %.0f s others are preferred", link.info.id, left_s)
+        self._tell()
+        asyncio.get_running_loop().call_later(left_s, self._tell)
+
+    def capacity(self) -> Capacity:
+        """What the usable nodes should hold: all that they can generate, and prompts for a second or two."""
+        prefill, decode = self.usable()
+        if self._capacity is None:
+            self._capacity = Capacity(
+                sum(link.info.max_num_seqs * (SPARE_REQUESTS + 1) // SPARE_REQUESTS + 2 for link in decode or prefill),
+                sum(link.kv_capacity_tokens for link in decode or prefill),
+                sum(link.backlog_tokens for link in prefill + decode),
+                PROMPTS_A_NODE * len(prefill + decode),
+            )
+        return self._capacity
 
     def place(
-        self, identity: str, row: Sequence[int], salt: bytes, avoid: Container[str], disaggregate: str
+        self,
+        identity: str,
+        row: Sequence[int],
+        salt: bytes,
+        avoid: Container[str],
+        disaggregate: str,
+        holder: str = "",
     ) -> Proposal | None:
         """Who should take these tokens; None: nobody may be placed on. Nodes to `avoid` are taken where only they could
-        generate. Looks at a few nodes, however many there are."""
+        generate; of prefill nodes the `holder` alone where it is usable, as it has the KV. Looks at a few nodes,
+        however many there are."""
         prefill, decode = self.usable()
         if avoid:
             prefill = [link for link in prefill if link.info.id not in avoid]  # none left: the decode node alone
             decode = [link for link in decode if link.info.id not in avoid] or decode
+        if time.monotonic() < self._ramps_until:
+            prefill, decode = _with_room(prefill), _with_room(decode)
+        if holder:
+            prefill = [link for link in prefill if link.info.id == holder] or prefill
         if not (prefill or decode):
             return None
         block_tokens = (prefill or decode)[0].info.block_tokens
@@ -129,7 +195,7 @@ class Fleet:
 
     def _reconcile(self) -> None:
         """The registry changed: dial who is new, let go who is gone."""
-        listed = {name: info for name, info in self._registry.nodes.items() if _is_sound(info)}
+        listed = self._registry.nodes
         for name, info in listed.items():
             link = self._links.get(name)
             if link is not None and link.info.boot == info.boot:
@@ -150,15 +216,32 @@ class Fleet:
         self._runs[info.id] = self._tasks.start(link.run())
 
     def _tell(self) -> None:
-        self._usable = None
+        self._usable = self._capacity = None
         self._news.set()
+        self.on_change()
 
     def _link_changed(self, link: Link) -> None:
+        if link.alive:
+            self._ramp(link)
+        elif not link.is_leaving:
+            self._standing(link.info.id).died(time.monotonic())
+            self._leave_out(link)
         self._tell()
         if not link.alive:
             self.prefixes.forget(link.info.id)
             if not link.is_listed and self._links.get(link.info.id) is link:
                 self._drop(link.info.id)
+
+    def _ramp(self, link: Link) -> None:
+        """A node that has just joined others at work is empty, and would be given everything at once."""
+        now = time.monotonic()
+        if link.alive_since < now - SLOW_START_S or not any(
+            other.alive and other.info.role == link.info.role and other.alive_since < now - SLOW_START_S
+            for other in self._links.values()
+        ):
+            return
+        link.ramps_until = link.alive_since + SLOW_START_S
+        self._ramps_until = max(self._ramps_until, link.ramps_until)
 
     def _drop(self, name: str) -> None:
         link = self._links.pop(name)
@@ -170,9 +253,9 @@ class Fleet:
             run.cancel()
 
 
-def _is_sound(info: NodeInfo) -> bool:
-    """Whether a node of these numbers can be; what is not is left alone."""
-    return min(info.block_tokens, info.block_bytes, info.num_blocks, info.max_num_seqs, info.max_model_len) > 0
+def _with_room(links: list[Link]) -> list[Link]:
+    now = time.monotonic()
+    return [link for link in links if link.has_room(now)] or links
 
 
 def _of(fingerprint: str, links: Sequence[Link]) -> list[Link]:

@@ -43,12 +43,17 @@ def node_status(info: NodeInfo, load: Load, alive: bool) -> dict[str, object]:
         "cost": load.cost or None,
         "records_dropped": load.records_dropped,
         "overruns": load.overruns,
+        "rows_corrupt": load.rows_corrupt,
+        "breach": load.breach,
     }
 
 
 def whole_status(status: dict[str, Any], records: Records, requests: RequestMetrics) -> dict[str, Any]:
     """`/v1/status`: what dispatch says, what nodes did in the last seconds, what clients had in the last minute."""
-    nodes = [node | _activity(records.activity(node["id"])) for node in status["nodes"]]
+    nodes = [
+        node | {"clock_offset_ms": records.offset_ms(node["id"])} | _activity(records.activity(node["id"]))
+        for node in status["nodes"]
+    ]
     whole = status | {"nodes": nodes, "latency": requests.latency()}
     return whole | {"summary": bottleneck(whole)}
 

@@ -36,6 +36,8 @@ class Generation:
     priority: int = 0  # smaller runs first
     share_prefix: bool = True
     traceparent: str = ""  # W3C trace context of the client's request
+    tenant: str = ""  # of the client's API key; "" without keys
+    deadline: float | None = None  # on the monotonic clock, in seconds: when nobody waits for it any more
 
 
 @dataclass(slots=True)

@@ -3,20 +3,24 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
 from router.records import Records
 from scheduler.cost import MOST, CostModel
 from scheduler.disaggregate import NodeView
 from shared.messages import Command, Delta, Load, NodeInfo, Report, Submit
-from shared.services import ATTACH, PEER_FAILURES, connect
+from shared.services import ATTACH, PEER_FAILURES, STREAM_ENDED, connect
 
 log = logging.getLogger("baton.fleet")
 MAX_COMMAND_BYTES = 4 << 20
 REDIAL_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 STALE_S = 30.0  # without a step, what a node's step-time model says counts no longer
 LEARNT_PROMPT_TOKENS = 4096  # that a node computes itself before its step-time model is believed on prompts
+MOMENTS = 8  # without a word, and a node is lost: together they last as long as its timeout
+SLOW_START_S = 10.0  # a node that joins others at work gets its full share of requests after so long
+BACKLOG_STEPS = 16  # a node should have so many steps' prompt tokens to compute, as they fit in a second or two
 
 
 class Listener(Protocol):
@@ -42,6 +46,9 @@ class Link:
         self._cost: CostModel | None = None
         self._push_and_byte_s = (0.0, 0.0)
         self.alive = False
+        self.alive_since = 0.0
+        self.ramps_until = 0.0  # until then it is given less than its share
+        self.has_crashed = False  # its stream broke while it worked: it had not fallen silent, nor left
         self.is_listed = True  # the registry has it
         self.is_left = False  # this router is ending
         self.listeners: dict[str, Listener] = {}
@@ -57,6 +64,7 @@ class Link:
         self._command = Command(router)
         self._wake = asyncio.Event()
         self._ran_at = time.monotonic()  # when it last computed something, or was given something to
+        self._silent_moments = 0
 
     @property
     def info(self) -> NodeInfo:
@@ -74,9 +82,30 @@ class Link:
         return time.monotonic() - self._ran_at > STALE_S
 
     @property
+    def is_leaving(self) -> bool:
+        """It ends, or changes its role, as it was told to; or this router ends."""
+        return self.is_left or "draining" in {self.info.state, self.load.state}
+
+    @property
     def is_ready(self) -> bool:
         """Takes new requests."""
         return self.alive and self.info.state == "ready" and self.load.state == "ready"
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        return max(1, (self.info.num_blocks - 1) * self.info.block_tokens)
+
+    @property
+    def backlog_tokens(self) -> int:
+        """Prompt tokens that it should have before it, so that it never waits for more."""
+        return BACKLOG_STEPS * self._max_step_tokens
+
+    def has_room(self, now: float) -> bool:
+        """Whether it may be given one more request while it ramps up."""
+        share = 1 - max(0.0, self.ramps_until - now) / SLOW_START_S
+        if self.info.role == "prefill":
+            return self.outstanding_tokens <= share * self.backlog_tokens
+        return len(self.listeners) <= share * self.info.max_num_seqs
 
     def submit(self, submit: Submit, listener: Listener) -> None:
         self.listen(submit.id, listener)
@@ -108,7 +137,7 @@ class Link:
             max(len(self.listeners), load.running + load.waiting),
             info.max_num_seqs,
             max(self.kv_tokens, in_blocks),
-            max(1, (info.num_blocks - 1) * info.block_tokens),
+            self.kv_capacity_tokens,
             self.placed,
             self.outstanding_pairs,
             load.blocks_owned * info.block_tokens,
@@ -128,13 +157,15 @@ class Link:
         """Dials until the registry has dropped the node and its stream has ended."""
         tries = 0
         while self.is_listed:
+            is_silent = False
             try:
                 tries = 0 if await self._hold() else tries
             except (*PEER_FAILURES, ValueError) as error:  # ValueError: a delta's tokens are no ids
+                is_silent = isinstance(error, TimeoutError) or self._silent_moments >= MOMENTS
                 level = logging.WARNING if self.alive else logging.DEBUG
                 log.log(level, "node %s: %s", self.info.id, str(error) or "no sign of life")
             finally:
-                self._end()
+                self._end(is_silent)
             await asyncio.sleep(REDIAL_S[min(tries, len(REDIAL_S) - 1)])
             tries += 1
 
@@ -143,12 +174,14 @@ class Link:
         channel = connect(self.info.address)
         self._command = Command(self._router)
         self._wake.clear()
+        self._silent_moments = 0
         try:
-            async with ATTACH.open(channel) as stream:
+            async with self._patience(), ATTACH.open(channel) as stream:
                 await stream.send_message(Command(self._router))
                 writer = asyncio.ensure_future(self._write(stream))
                 try:
-                    while (report := await self._next(stream)) is not None:
+                    while (report := await stream.recv_message()) is not None:
+                        self._silent_moments = 0
                         self._take(report)
                 finally:
                     writer.cancel()
@@ -156,28 +189,50 @@ class Link:
         finally:
             channel.close()
 
-    async def _next(self, stream: Any) -> Report | None:
-        async with asyncio.timeout(self._timeout_s):
-            report: Report | None = await stream.recv_message()
-            return report
+    @asynccontextmanager
+    async def _patience(self) -> AsyncIterator[None]:
+        """Raises TimeoutError where nothing is heard for the timeout. It counts moments, not time: one in which this
+        very process stood still is one, however long, and what came meanwhile is heard before the next."""
+        loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle
+
+        def pass_moment() -> None:
+            nonlocal timer
+            self._silent_moments += 1
+            if self._silent_moments >= MOMENTS:
+                patience.reschedule(loop.time())
+            else:
+                timer = loop.call_later(self._timeout_s / MOMENTS, pass_moment)
+
+        timer = loop.call_later(self._timeout_s / MOMENTS, pass_moment)
+        try:
+            async with asyncio.timeout(None) as patience:
+                yield
+        finally:
+            timer.cancel()
 
     async def _write(self, stream: Any) -> None:
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            command, self._command = self._command, Command(self._router)
-            for part in _parts(command):
-                await stream.send_message(part)
+        with suppress(*STREAM_ENDED):
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                command, self._command = self._command, Command(self._router)
+                for part in _parts(command):
+                    await stream.send_message(part)
 
     def _take(self, report: Report) -> None:
+        if report.load is not None and report.load.boot not in {"", self.info.boot}:
+            raise ValueError("another node, or another life of it, answers at its address")
         self._records.take(self.info, report)
         if report.load is not None:
             self._read_models(report.load)
             if report.load.steps != self.load.steps:
                 self._ran_at = time.monotonic()
             was_ready, self.load = self.is_ready, report.load
-            self.alive = True
+            if not self.alive:
+                self.alive, self.alive_since, self.has_crashed = True, time.monotonic(), False
             if self.load.state == "stuck":
+                self.has_crashed = True
                 self._give_up("is stuck")
             if self.is_ready != was_ready:
                 self._changed(self)
@@ -197,8 +252,9 @@ class Link:
         is_sound = len(load.transfer) == 2 and all(0 <= number < MOST for number in load.transfer)
         self._push_and_byte_s = (load.transfer[0], load.transfer[1]) if is_sound else (0.0, 0.0)
 
-    def _end(self) -> None:
+    def _end(self, is_silent: bool = False) -> None:
         was_alive, self.alive = self.alive, False
+        self.has_crashed = was_alive and not is_silent and not self.is_leaving
         self.outstanding_tokens = self.outstanding_pairs = self.kv_tokens = self.arriving = 0
         if was_alive:  # to dial in vain is no news: telling it makes the fleet walk all that it knows
             self._changed(self)

@@ -69,7 +69,7 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[Logprobs], num_top: in
     for entry in entries:
         top = [_chat_token(tokenizer, token, logprob) for token, logprob in _alternatives(entry, num_top)]
         content.append(_chat_token(tokenizer, entry.token, entry.logprob) | {"top_logprobs": top})
-    return {"content": content}
+    return {"content": content, "refusal": None}
 
 
 def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[Logprobs], num_top: int) -> list[dict[str, Any] | None]:

@@ -42,6 +42,7 @@ GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
     ("baton_kv_blocks_owned", "KV blocks of requests.", lambda load: load.blocks_owned),
     ("baton_kv_blocks_reserved", "KV blocks that a peer is writing.", lambda load: load.blocks_reserved),
     ("baton_kv_blocks_quarantined", "KV blocks that a peer may still write.", lambda load: load.blocks_quarantined),
+    ("baton_kv_ledger_broken", "1 where KV blocks do not add up: start the node anew.", lambda load: bool(load.breach)),
 )
 COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
     ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda load: load.cache_queries),
@@ -55,6 +56,7 @@ COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
     ("baton_kv_blocks_moved", "KV blocks pushed to decode nodes.", lambda load: load.blocks_moved),
     ("baton_kv_transfer_bytes", "Bytes pushed to decode nodes.", lambda load: load.bytes_moved),
     ("baton_channel_fallbacks", "Peers reached over a slower KV channel.", lambda load: load.channel_fallbacks),
+    ("baton_kv_rows_corrupt", "Rows of KV that came otherwise than they were sent.", lambda load: load.rows_corrupt),
     ("baton_records_dropped", "Step records and events that did not get here.", lambda load: load.records_dropped),
 )
 HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
@@ -210,8 +212,15 @@ class NodeMetrics:
         requests: Mapping[str, int] = status["requests"]
         for name, text in (
             ("moved", "Attempts that went on elsewhere."),
-            ("refused", "Requests refused since their first token was predicted too late."),
+            ("refused", "Requests turned away since they would have waited too long."),
+            ("retried", "Attempts that went on elsewhere though no node was lost."),
+            ("paused", "Attempts that ended as their client did not read."),
         ):
             counter = CounterMetricFamily(f"baton_requests_{name}", text, labels=["model_name"])
             counter.add_metric([self._model_name], requests.get(name, 0))
             yield counter
+        queue: Mapping[str, int] = status.get("queue", {})
+        for what, text in (("requests", "Samples"), ("tokens", "Tokens, of prompts and answers,")):
+            gauge = GaugeMetricFamily(f"baton_queue_{what}", f"{text} that wait in the router.", labels=["model_name"])
+            gauge.add_metric([self._model_name], queue.get(what, 0))
+            yield gauge

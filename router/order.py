@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar
 
 from router.bodies import GREEDY_BELOW, ChatBody, CompletionBody, GenerateBody
 from router.generation import Generation, Model
+from router.keys import EVERYBODY, Identity
 from router.text import Tokenizer
 from shared.errors import Rejected
 from shared.messages import Sampling
@@ -48,6 +49,8 @@ async def take_order(
     order_id: str,
     created: int,
     traceparent: str = "",
+    identity: Identity = EVERYBODY,
+    deadline: float | None = None,
 ) -> Order:
     """Raises Rejected: an id beyond the vocabulary, or more tokens than the context holds."""
     check_ids(body.stop_token_ids, model, "stop_token_ids")
@@ -55,7 +58,7 @@ async def take_order(
     prompts, texts = await _encoded(body, model, tokenizer)
     sampling = _sampling(body)
     stop_tokens = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else model.eos_ids)
-    salt = b"" if body.cache_salt is None else hashlib.sha256(body.cache_salt.encode()).digest()
+    salt = namespace(identity.tenant, body.cache_salt)
     generations = [
         Generation(
             id=f"{order_id}-{number}",
@@ -66,12 +69,22 @@ async def take_order(
             sampling=sampling,
             n=body.n,
             salt=salt,
-            priority=body.priority,
+            # A tenant may let others go first, and not go before them.
+            priority=body.priority if identity.is_admin else max(0, body.priority),
             traceparent=traceparent,
+            tenant=identity.tenant,
+            deadline=deadline,
         )
         for number, prompt in enumerate(prompts)
     ]
     return Order(order_id, created, body, generations, texts)
+
+
+def namespace(tenant: str, cache_salt: str | None) -> bytes:
+    """What the prefix cache is divided by, here and on every node: no tenant finds what another's prompts left there,
+    nor, by the time that its own take, whether they did. The client's salt only divides further."""
+    parts = [tenant.encode(), *([] if cache_salt is None else [cache_salt.encode()])]
+    return hashlib.sha256(b"".join(len(part).to_bytes(4) + part for part in parts)).digest() if any(parts) else b""
 
 
 def check_ids(ids: list[int], model: Model, param: str) -> None:

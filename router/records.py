@@ -234,6 +234,11 @@ class Records:
             steps / window_s, tokens / window_s, min(1.0, busy_ns / window_s / 1e9), last, ring.reason(last)
         )
 
+    def offset_ms(self, node: str) -> float:
+        """What is added to the node's clock to make it the router's; 0 below a millisecond."""
+        memory = self._nodes.get(node)
+        return 0.0 if memory is None else round(memory.offset_ns / 1e6, 3)
+
     def request(self, id: str) -> dict[str, object] | None:
         """A request's summary and its spans; None: it is not among the latest."""
         journey = self._journeys.get(id) or self._journeys.get(f"{id}-0")

@@ -147,7 +147,7 @@ class Form:
         choice = self._choices[sample.index]
         text = (prompt.text if self._echo else "") + "".join(choice.texts)
         whole: dict[str, Any] = {"index": sample.index}
-        whole |= {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        whole |= {"message": {"role": "assistant", "content": text, "refusal": None}} if self._chat else {"text": text}
         wanted = self._body.num_logprobs is not None
         whole["logprobs"] = self._logprobs(choice, prompt, choice.entries, first=True) if wanted else None
         whole |= {"finish_reason": sample.finish, "stop_reason": self._stop_reason(sample)}

@@ -1,23 +1,24 @@
-"""A model's chat template: messages in, one prompt text out, in Jinja's sandbox. Clients bring no template."""
+"""A model's chat template: messages in, one prompt text out, in a process of its own. Clients bring no template."""
 
-import json
+import contextlib
 import re
 import secrets
-import time
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Sequence
-from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from router import renderer
 from shared.errors import ConfigError, Rejected
 
-MAX_CHARACTERS = 8 << 20  # of a rendered prompt; far beyond any context, far below what hurts
-RENDER_S = 2.0  # checked whenever the template writes something
-
+MAX_SOURCE_BYTES = 1 << 20
+PATIENCE_S = renderer.RENDER_S + 8.0  # on a busy machine; the renderer's own alarm comes first
 
 # One turn of a conversation: `role`, `content` and, where given, `name`.
 Message = dict[str, str]
@@ -38,56 +39,97 @@ def _source(directory: Path, config: dict[str, Any]) -> str | None:
     """The template's text: the file of its own, else tokenizer_config.json's, of several the one named default."""
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        if file.stat().st_size > MAX_SOURCE_BYTES:
+            raise ConfigError(f"{file} is over {MAX_SOURCE_BYTES} bytes: not a chat template")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     template = config.get("chat_template")
     if isinstance(template, list):
-        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
     return template if isinstance(template, str) else None
 
 
-def _refuse(message: object) -> NoReturn:
-    raise Rejected(f"The chat template refuses this conversation: {str(message)[:200]}", "messages")
+def _refuse(message: str) -> NoReturn:
+    raise Rejected(f"The chat template refuses this conversation: {message}", "messages")
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    """Jinja's own filter escapes HTML, which a prompt is not."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+class Renderer:
+    """The process of `router.renderer` with one template in it; begun anew after a template that did not end.
+
+    Thread-safe: conversations wait for each other, each for at most RENDER_S.
+    """
+
+    def __init__(self, source: str) -> None:
+        """Raises ConfigError when the template does not compile."""
+        self._source = source
+        self._lock = threading.Lock()
+        self._begin()
+
+    def render(self, values: dict[str, object]) -> str:
+        """Raises Rejected when the template refuses, fails, or takes too long or too much."""
+        with self._lock:
+            if self._process.poll() is not None:
+                self._begin()
+            answer = self._ask(values)
+        if answer is None:
+            _refuse("it takes too long or too much memory")
+        if "refused" in answer:
+            _refuse(answer["refused"])
+        if "failed" in answer:
+            raise Rejected("The chat template cannot render this conversation.", "messages")
+        return answer["text"]
+
+    def _begin(self) -> None:
+        self._connection, theirs = socket.socketpair()
+        self._connection.settimeout(PATIENCE_S)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", renderer.__file__], stdin=theirs.fileno(), stdout=subprocess.DEVNULL
+            )
+        self.close = weakref.finalize(self, _end, self._process, self._connection)
+        answer = self._ask(self._source)
+        if answer is None or "failed" in answer:
+            reason = answer["failed"] if answer else "it takes too long or too much memory"
+            raise ConfigError(f"the model's chat template does not compile: {reason}")
+
+    def _ask(self, question: object) -> dict[str, str] | None:
+        """None: the process has ended, or was ended, instead of answering."""
+        try:
+            renderer.send(self._connection, question)
+            answer: dict[str, str] = renderer.receive(self._connection)
+            return answer
+        except (OSError, EOFError):
+            self.close()
+            return None
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
+def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    connection.close()
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGKILL)
+    process.wait()
 
 
 class ChatTemplate:
-    """A compiled template. The sandbox keeps it from the machine; size and time bound what it may write.
-
-    A loop that writes nothing is not bounded, so rendering belongs on a worker thread.
-    """
+    """A compiled template. Rendering waits for another process, so it belongs on a worker thread."""
 
     def __init__(self, source: str, tokens: dict[str, str], special: Sequence[str]) -> None:
         """`tokens` are bos_token and so on; `special` are all names that the tokenizer takes for control tokens."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _strftime_now
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the model's chat template does not compile: {error}") from error
+        self._renderer = Renderer(source)
         self._tokens = tokens
         names = sorted((re.escape(name) for name in special if name), key=len, reverse=True)
         self._special = re.compile("|".join(names)) if names else None
 
     @classmethod
-    def load(cls, directory: Path, config: dict[str, Any]) -> "ChatTemplate | None":
-        """None when the model has no template. Raises ConfigError when it has one that does not compile."""
+    def load(cls, directory: Path, config: dict[str, Any], special: Sequence[str]) -> "ChatTemplate | None":
+        """None when the model has no template; `special` as above. Raises ConfigError when it does not compile."""
         source = _source(directory, config)
         if source is None:
             return None
-        added = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8")).get("added_tokens") or []
-        return cls(source, special_tokens(config), [token["content"] for token in added if token["special"]])
+        return cls(source, special_tokens(config), special)
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool, continue_final_message: bool
@@ -95,7 +137,8 @@ class ChatTemplate:
         """The prompt, and the places in it where a message spells a special token. Raises Rejected."""
         mark = f"\ue000{secrets.token_hex(8)}\ue001"  # no client can guess it, so none can forge or remove it
         marked = [self._marked(message, mark) for message in messages]
-        text = self._write(messages=marked, add_generation_prompt=add_generation_prompt)
+        given = {"messages": marked, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
+        text = self._renderer.render(self._tokens | given)
         if continue_final_message:
             text = _up_to_the_end_of(marked[-1]["content"], text)
         parts = text.split(mark)
@@ -106,20 +149,6 @@ class ChatTemplate:
         if special is None:
             return message
         return {key: special.sub(lambda found: mark + found[0], text) for key, text in message.items()}
-
-    def _write(self, **values: object) -> str:
-        deadline = time.monotonic() + RENDER_S
-        parts: list[str] = []
-        size = 0
-        try:
-            for part in self._template.generate(**self._tokens, **values, tools=None, documents=None):
-                parts.append(part)
-                size += len(part)
-                if size > MAX_CHARACTERS or time.monotonic() > deadline:
-                    _refuse("it makes too much of it")
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise Rejected("The chat template cannot render this conversation.", "messages") from error
-        return "".join(parts)
 
 
 def _up_to_the_end_of(content: str, text: str) -> str:

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import tokenizers
 
+from router.model import read_object
+from router.patterns import check_patterns
 from router.template import ChatTemplate, Message, special_tokens
 from shared.errors import ConfigError, Rejected
 
@@ -21,6 +23,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A run of byte tokens is decided only where it ends (one bad byte spoils all of it). A stream does not wait for
 # more than this many bytes: then whole characters are given out, though what follows may spoil the rest.
 HELD_BYTES = 64
+MAX_TOKENIZER_BYTES, MAX_CONFIG_BYTES = 128 << 20, 16 << 20  # some models' are 35 MB and 1.2 MB
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -239,23 +242,30 @@ class Tokenizer:
         self._front, self._back = _missing_affixes(tokenizer, config)
 
     @classmethod
-    def load(cls, directory: Path) -> "Tokenizer":
-        """From tokenizer.json, tokenizer_config.json and chat_template.jinja. Raises ConfigError naming the file."""
+    def load(cls, directory: Path, vocab_size: int = 0) -> "Tokenizer":
+        """From tokenizer.json, tokenizer_config.json and chat_template.jinja; `vocab_size`: the model's, 0 for unknown.
+
+        Raises ConfigError naming the file, also for tokens that the model has no embedding of.
+        """
         file = directory / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(f"{file} does not exist (only tokenizers in tokenizer.json form are supported)")
+        if file.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise ConfigError(f"{file} is over {MAX_TOKENIZER_BYTES} bytes: not a tokenizer")
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(file))
+            check_patterns(tokenizer)
         except Exception as error:  # the library raises nothing narrower
-            raise ConfigError(f"{file}: {error}") from error
+            raise ConfigError(f"{file}: {str(error)[:300]}") from error
+        last = max(tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
+        if vocab_size and last >= vocab_size:  # what was added later is refused by request: some models do without
+            raise ConfigError(f"{file}: token id {last} is beyond the vocab_size {vocab_size} of config.json")
         config_file = directory / "tokenizer_config.json"
-        try:
-            config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
-        except ValueError as error:
-            raise ConfigError(f"{config_file}: {error}") from error
+        config = read_object(config_file, MAX_CONFIG_BYTES) if config_file.is_file() else {}
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        return cls(tokenizer, config, ChatTemplate.load(directory, config))
+        special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+        return cls(tokenizer, config, ChatTemplate.load(directory, config, special))
 
     @property
     def vocab_size(self) -> int:

@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from router.keys import Identity, identity_of
 from router.sse import dump, event
 from shared.errors import Rejected, Unavailable
 from shared.logs import about, fields
@@ -20,7 +21,17 @@ access = logging.getLogger("baton.access")
 log = logging.getLogger(__name__)
 
 LABEL = re.compile(r"[A-Za-z0-9._-]{1,64}")
+SECONDS = re.compile(r"[0-9]{1,12}(?:\.[0-9]{1,9})?(?:[eE][0-9])?")
+MAX_TIMEOUT_S = 86_400.0
 CLIENT_GONE = 499  # nginx's status for it, in the access log only
+KINDS = {  # the `type` of an error
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
 
 
 class ClientGone(Exception):
@@ -33,6 +44,18 @@ def label_of(scope: Scope, fallback: str) -> str:
     return given if LABEL.fullmatch(given) else fallback
 
 
+def deadline_of(scope: Scope, arrived: float, longest_s: float) -> float | None:
+    """When nobody waits for the answer any more, on the clock of `arrived`: after `x-request-timeout` seconds, at most
+    `longest_s` (0: a day). None: never. Raises Rejected for what is no such time."""
+    given = Headers(scope=scope).getlist("x-request-timeout")
+    if not given:
+        return arrived + longest_s if longest_s else None
+    seconds = float(given[0]) if len(given) == 1 and SECONDS.fullmatch(given[0]) else 0.0
+    if not seconds > 0:
+        raise Rejected("`x-request-timeout` must be a number of seconds above 0, given once.", "x-request-timeout")
+    return arrived + min(seconds, longest_s or MAX_TIMEOUT_S)
+
+
 def check_headers(headers: Headers, limit: int) -> None:
     """Raises Rejected for a body that is not plain JSON, or announces more than `limit` bytes."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -40,6 +63,8 @@ def check_headers(headers: Headers, limit: int) -> None:
         raise Rejected("Content-Type must be application/json.", status=415)
     if headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise Rejected("Content-Encoding is not supported; send the body as it is.", status=415)
+    if headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
+        raise Rejected("Transfer-Encoding may be chunked and nothing else; send the body as it is.", status=415)
     length = headers.get("content-length", "0")
     if length.isascii() and length.isdigit() and int(length[:19]) > limit:
         raise too_large(limit)
@@ -97,17 +122,16 @@ def described(error: Exception, label: str) -> tuple[int, dict[str, Any], dict[s
             if status in (408, 413, 415):  # the rest of the body was not read
                 headers["connection"] = "close"
         case Unavailable():
-            status, message = error.status, error.message
-            headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+            status, message, code = error.status, error.message, error.code
+            if status != 504:  # what was too late once may be asked again at once
+                headers["retry-after"] = str(max(1, round(error.retry_after_s)))
         case HTTPException():
             status, message = error.status_code, str(error.detail)
             headers |= error.headers or {}
         case _:
             log.error("request %s failed by a bug", label, exc_info=error)
             status, message = 500, "The server failed to handle this request."
-    kind = {404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error"}.get(
-        status, "invalid_request_error" if status < 500 else "server_error"
-    )
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}, headers
 
 
@@ -120,14 +144,20 @@ class Reply:
     def __init__(self, scope: Scope, send: Send, label: str) -> None:
         self._send = send
         self._label = self._name = label
-        self._path = scope["path"]
+        self._scope = scope
         self.traceparent = traceparent_of(Headers(scope=scope).getlist("traceparent"))
         self.arrived = time.monotonic()
+        self.deadline: float | None = None  # on the same clock
         self.facts: Callable[[], Mapping[str, object]] = dict  # what the access line says beside the status
         self._status = CLIENT_GONE
         self._outcome = "client_gone"
         self._streams = False
         about(label, self.traceparent)
+
+    @property
+    def identity(self) -> Identity:
+        """Raises KeyError where nobody has looked."""
+        return identity_of(self._scope)
 
     def name(self, identity: str) -> None:
         """The name under which clients and records know this request, from here on."""
@@ -139,9 +169,17 @@ class Reply:
         if not access.isEnabledFor(logging.INFO):
             return
         duration_ms = round(1000 * (time.monotonic() - self.arrived), 1)
-        seen: dict[str, object] = {"request": self._name, "path": self._path, "status": self._status}
-        seen |= {"outcome": self._outcome, "duration_ms": duration_ms, **self.facts()}
+        seen: dict[str, object] = {"request": self._name, "path": self._scope["path"], "status": self._status}
+        seen |= {"tenant": self.identity.tenant} if self.identity.tenant else {}
+        seen |= {"outcome": self._outcome, "duration_ms": duration_ms, **self._told()}
         access.info(" ".join(f"{name}={value}" for name, value in seen.items()), extra=fields(**seen))
+
+    def _told(self) -> Mapping[str, object]:
+        try:
+            return self.facts()
+        except Exception:  # the request is answered: its line must not be what fails it
+            log.exception("request %s has no facts for the access log", self._name)
+            return {}
 
     async def json(self, value: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
         body = dump(value).encode()

@@ -32,13 +32,17 @@ class Limits:
     tile_tokens: int = 1  # chunks end on a multiple of this where that does not stop progress
 
 
+AUDIT_STEPS = 64  # between two checks that walk all requests; the cheapest one is made after every step
+
+
 class Event(NamedTuple):
-    """What one slice of a step did: `token` what it sampled."""
+    """What one slice of a step did: `token` what it sampled, `fault` what was raised over it: it failed alone."""
 
     request: Request
     slice_index: int
     token: int | None
     finish: str | None
+    fault: Exception | None = None
 
 
 @dataclass(slots=True)
@@ -75,6 +79,7 @@ class Scheduler:
         self.running: list[Request] = []  # by turn
         self.num_landing = 0
         self.counters = Counters()
+        self.breach = ""  # of the block ledger: the first one that was found, for good
         self._waiting: list[tuple[int, int, Request]] = []  # a heap by turn; entries no longer WAITING are skipped
         self._num_waiting = 0
         self._arrivals = 0
@@ -151,6 +156,16 @@ class Scheduler:
     def ledger(self) -> Ledger:
         return self.pool.ledger()
 
+    def audit(self) -> str:
+        """Compares the ledger, block by block, with who holds what. Returns the breach, "" if there never was one."""
+        self.breach = self.breach or self.pool.audit(self._held())
+        return self.breach
+
+    def _held(self) -> list[list[int]]:
+        """The blocks of each owner."""
+        rows = [request.blocks for request in self.requests.values() if not request.is_guest]
+        return rows + [blocks for _, blocks in self._parked]
+
     # ---- deciding -------------------------------------------------------------------------------------------
 
     def schedule(self) -> Step:
@@ -171,30 +186,37 @@ class Scheduler:
 
     def update(self, step: Step, tokens: Sequence[int | None], failed: Sequence[bool] | None = None) -> list[Event]:
         """Tells what a step did: `tokens[i]` was sampled by slice i; where `failed[i]`, its request ends with finish
-        "error". Steps are told in the order in which they were scheduled."""
+        "error", as it does where telling it raises. Steps are told in the order in which they were scheduled."""
         events: list[Event] = []
         for index, piece in enumerate(step.slices):
-            request = piece.request
+            request, fault = piece.request, None
             request.num_in_flight -= 1
             request.num_sampling -= piece.samples
             if request.state is State.DONE:
                 continue
-            if failed is not None and failed[index]:
-                request.finish = "error"
-                self._end(request)
-                events.append(Event(request, index, None, "error"))
-                continue
-            if piece.epoch == request.epoch:
-                self._advance(request, piece.end)
-            token = tokens[index] if piece.samples else None
-            finish = None if token is None else self._append(request, token)
-            events.append(Event(request, index, token, finish))
+            if failed is None or not failed[index]:
+                try:
+                    if piece.epoch == request.epoch:
+                        self._advance(request, piece.end)
+                    token = tokens[index] if piece.samples else None
+                    finish = None if token is None else self._append(request, token)
+                    events.append(Event(request, index, token, finish))
+                    continue
+                except Exception as error:  # noqa: BLE001 - the driver logs it
+                    fault = error
+            request.finish = "error"
+            self._end(request)
+            events.append(Event(request, index, None, "error", fault))
         while self._parked and self._parked[0][0] <= step.number:
             self.pool.release(self._parked.popleft()[1])
         self.counters.steps += 1
-        ledger = self.pool.ledger()
-        assert ledger.balances, f"blocks do not balance: {ledger}"
+        self._check_ledger()
         return events
+
+    def _check_ledger(self) -> None:
+        """A breach ends nothing: what the node serves goes on, and the driver tells those who watch it."""
+        is_due = self.counters.steps % AUDIT_STEPS == 0
+        self.breach = self.breach or self.pool.breach(sum(map(len, self._held())) if is_due else None)
 
     # ---- decodes --------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""The msgpack codec of the control plane: dataclasses as arrays in field order, checked for type on arrival.
+"""The msgpack codec of the control plane: dataclasses as arrays in field order, read as their types ask and no further.
 
 A shorter array than the dataclass takes the missing fields' defaults, a longer one is cut: both neighbours of a
-version understand it. Anything else that does not fit raises `Malformed`, naming the field. The only importer of
-msgpack.
+version understand it. Anything else that does not fit raises `Malformed`, naming the field, where it is met: nothing
+is built that the types have no place for, however much of it was sent. The only importer of msgpack.
 """
 
 import types
@@ -16,7 +16,11 @@ import msgpack
 from grpclib.encoding.base import CodecBase
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # a 4-million-token prompt; KV never travels here
-MAX_ITEMS = 1 << 20
+MAX_ITEMS = 1 << 20  # of all lists and maps of a message together
+DATACLASS_ITEMS = 16  # an item that is a dataclass counts as so many: what it costs to make
+MAX_FIELDS = 256  # of one dataclass, those of later versions included
+NIL = 0xC0
+BAD_BYTES = (ValueError, msgpack.UnpackException)
 T = TypeVar("T")
 
 
@@ -29,22 +33,14 @@ def encode(message: object) -> bytes:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """Raises Malformed when `data` is not one `kind`, whole and well-typed."""
-    try:
-        value = msgpack.unpackb(
-            data,
-            raw=False,
-            strict_map_key=False,
-            max_array_len=MAX_ITEMS,
-            max_map_len=MAX_ITEMS,
-            max_str_len=MAX_MESSAGE_BYTES,
-            max_bin_len=MAX_MESSAGE_BYTES,
-            max_ext_len=0,
-        )
-    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:  # TypeError: a list as a key
-        raise Malformed(f"{kind.__name__}: {str(error) or type(error).__name__}") from None
-    check: Check = _checker(cast(Any, kind))
-    return cast(T, check(value, kind.__name__))
+    """Raises Malformed when `data` is not one `kind`, whole and well-typed. Costs what `kind` could make of it."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise Malformed(f"{kind.__name__}: {len(data)} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
+    source = _Source(data)
+    value = _reader(cast(Any, kind), kind.__name__)(source)
+    if source.tell() != len(data):
+        raise Malformed(f"{kind.__name__}: {len(data) - source.tell()} bytes follow its end")
+    return cast(T, value)
 
 
 def _as_array(message: object) -> list[Any]:
@@ -57,74 +53,125 @@ def _field_names(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
 
 
-Check = Callable[[Any, str], Any]
+class _Source:
+    """One message on its way in. `value` reads a scalar; a container there is refused before it is built."""
+
+    __slots__ = ("_items_left", "array", "data", "map", "skip", "tell", "value")
+
+    def __init__(self, data: bytes) -> None:
+        # The limits hold for `unpack` alone: containers that the types ask for are entered by their headers.
+        unpacker = msgpack.Unpacker(
+            None, raw=False, max_buffer_size=max(1, len(data)), max_array_len=0, max_map_len=0, max_ext_len=0
+        )
+        unpacker.feed(data)
+        self.data = data
+        self.array = unpacker.read_array_header
+        self.map = unpacker.read_map_header
+        self.skip = unpacker.skip
+        self.tell = unpacker.tell
+        self.value = unpacker.unpack
+        self._items_left = MAX_ITEMS
+
+    def count(self, header: Callable[[], int], cost: int, where: str, what: str) -> int:
+        """Of a list's or a map's items, which the message may still have."""
+        try:
+            number = header()
+        except BAD_BYTES:
+            raise Malformed(f"{where} is not a {what}") from None
+        self._items_left -= number * cost
+        if self._items_left < 0:
+            raise Malformed(f"{where} has {number} items: too many for one message")
+        return number
+
+
+Read = Callable[[_Source], Any]
 
 
 @cache
-def _checker(hint: Any) -> Check:
-    """A function that returns the value of type `hint` that a msgpack value stands for."""
+def _reader(hint: Any, where: str) -> Read:
+    """A function that reads the value of type `hint`; `where` names it in complaints."""
     if is_dataclass(hint):
-        return _dataclass_checker(cast(type, hint))
+        return _dataclass_reader(cast(type, hint), where)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is list:
-        return _list_checker(_checker(arguments[0]))
+        return _list_reader(arguments[0], where)
     if origin is dict:
-        return _dict_checker(_checker(arguments[0]), _checker(arguments[1]))
+        return _dict_reader(arguments[0], arguments[1], where)
     if origin in {Union, types.UnionType}:
         (some,) = (argument for argument in arguments if argument is not type(None))
-        inner = _checker(some)
-        return lambda value, where: None if value is None else inner(value, where)
-    if hint is float:
-        return _float
-    assert hint in {int, str, bytes, bool}, f"no check for {hint}"
-    return _exact_checker(hint)
+        return _optional_reader(_reader(some, where))
+    assert hint in {int, float, str, bytes, bool}, f"no reader for {hint}"
+    return _scalar_reader(hint, where)
 
 
-def _exact_checker(kind: type) -> Check:
-    def check(value: Any, where: str) -> Any:
-        if type(value) is not kind:
-            raise Malformed(f"{where} is {type(value).__name__}, not {kind.__name__}")
-        return value
+def _scalar_reader(kind: type, where: str) -> Read:
+    def read(source: _Source) -> Any:
+        try:
+            value = source.value()
+        except BAD_BYTES as error:
+            raise Malformed(f"{where} is no {kind.__name__}: {str(error) or type(error).__name__}") from None
+        if type(value) is kind:
+            return value
+        if kind is float and type(value) is int:
+            return float(value)
+        raise Malformed(f"{where} is {type(value).__name__}, not {kind.__name__}")
 
-    return check
-
-
-def _float(value: Any, where: str) -> float:
-    if type(value) not in {int, float}:
-        raise Malformed(f"{where} is {type(value).__name__}, not float")
-    return float(value)
-
-
-def _list_checker(inner: Check) -> Check:
-    def check(value: Any, where: str) -> Any:
-        if type(value) is not list:
-            raise Malformed(f"{where} is {type(value).__name__}, not list")
-        return [inner(item, where) for item in value]
-
-    return check
+    return read
 
 
-def _dict_checker(key: Check, inner: Check) -> Check:
-    def check(value: Any, where: str) -> Any:
-        if type(value) is not dict:
-            raise Malformed(f"{where} is {type(value).__name__}, not dict")
-        return {key(name, where): inner(item, where) for name, item in value.items()}
+def _optional_reader(inner: Read) -> Read:
+    def read(source: _Source) -> Any:
+        at = source.tell()
+        if at < len(source.data) and source.data[at] == NIL:
+            return source.value()
+        return inner(source)
 
-    return check
+    return read
 
 
-def _dataclass_checker(kind: type) -> Check:
+def _list_reader(hint: Any, where: str) -> Read:
+    inner, cost = _reader(hint, where), DATACLASS_ITEMS if is_dataclass(hint) else 1
+
+    def read(source: _Source) -> Any:
+        return [inner(source) for _ in range(source.count(source.array, cost, where, "list"))]
+
+    return read
+
+
+def _dict_reader(key_hint: Any, hint: Any, where: str) -> Read:
+    key, inner = _reader(key_hint, where), _reader(hint, where)
+
+    def read(source: _Source) -> Any:
+        count = source.count(source.map, 1, where, "dict")
+        found = {key(source): inner(source) for _ in range(count)}
+        if len(found) < count:
+            raise Malformed(f"{where} names a key twice")
+        return found
+
+    return read
+
+
+def _dataclass_reader(kind: type, where: str) -> Read:
     hints = typing.get_type_hints(kind)
-    members = [(f"{kind.__name__}.{field.name}", _checker(hints[field.name])) for field in fields(kind)]
+    members = [_reader(hints[field.name], f"{kind.__name__}.{field.name}") for field in fields(kind)]
     required = sum(field.default is MISSING and field.default_factory is MISSING for field in fields(kind))
 
-    def check(value: Any, where: str) -> Any:
-        if type(value) is not list or len(value) < required:
+    def read(source: _Source) -> Any:
+        try:
+            count = source.array()
+        except BAD_BYTES:
+            count = -1
+        if not required <= count <= MAX_FIELDS:
             raise Malformed(f"{where} is not an array of at least {required} fields")
-        pairs = zip(members, value, strict=False)
-        return kind(*[inner(item, name) for (name, inner), item in pairs])
+        values = [member(source) for member in members[:count]]
+        for _ in range(count - len(members)):
+            try:
+                source.skip()
+            except BAD_BYTES as error:
+                raise Malformed(f"{where}: {str(error) or type(error).__name__}") from None
+        return kind(*values)
 
-    return check
+    return read
 
 
 @dataclass(frozen=True)

@@ -113,11 +113,15 @@ def _panel(kind: type[Settings], name: str) -> str:
     return str(owner.__doc__).split(";")[0]
 
 
+def _shown(value: str, field: FieldInfo) -> str:
+    return hide_password(value) if field.repr or not value else "***"
+
+
 def print_settings(settings: Settings, sources: Mapping[str, str]) -> None:
     """A table on a terminal; elsewhere `name = value  # source`."""
     fields = type(settings).model_fields
     rows = [
-        (name, hide_password(format_value(getattr(settings, name), fields[name])), source)
+        (name, _shown(format_value(getattr(settings, name), fields[name]), fields[name]), source)
         for name, source in sources.items()
     ]
     if not sys.stdout.isatty():

@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from shared.errors import ConfigError
 
 PREFIX = "BATON_"
+CLIENTS = ("url", "api_key")  # of the commands that ask a router
 MAX_CPU = 4095
 SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,6})?) ?(?:([KMGT])(I?))?B?", re.IGNORECASE | re.ASCII)
 SIZE_FORMS = "bytes, or a number with KiB, MiB, GiB, TiB, kB, MB, GB or TB, as in 512MiB"
@@ -174,9 +175,7 @@ class CommonSettings(Settings):
         default="",
         description="File with the secret that all processes of a cluster share; needed beyond loopback.",
     )
-    failpoint: str = Field(
-        default="", description="For tests: where this process fails; see shared/failpoints.py."
-    )
+    failpoint: str = Field(default="", description="For tests: where this process fails; see shared/failpoints.py.")
     allow_failpoints: bool = Field(default=False, description="For tests: without it, --failpoint is refused.")
 
 
@@ -202,9 +201,16 @@ class ServingSettings(CommonSettings):
     ttft_slo_ms: Milliseconds = Field(
         default=0.0, description="Requests whose first token is predicted later than this get status 429; 0: none."
     )
+    max_queue_s: Seconds = Field(
+        default=30.0, description="A request that would wait longer for its turn, or does, is turned away."
+    )
+    max_queued_tokens: CountOrNone = Field(
+        default=0, description="Tokens that may wait for their turn; 0: 4 times the nodes' KV, 262,144 at least."
+    )
     api_keys_file: str = Field(
         default="", description="File of API keys, one `tenant:sha256` a line (see `baton key`); empty: none is needed."
     )
+    api_keys: str = Field(default="", description="More such lines, with commas between; any makes keys needed.")
     admin_host: Host = Field(default="127.0.0.1", description="Address that the admin surface listens on.")
     admin_port: Port = Field(
         default=0, description="Port of dashboard, status, metrics and roles; 0: the API's, with the key of an admin."
@@ -213,6 +219,7 @@ class ServingSettings(CommonSettings):
         default=0.0, description="Longest that a request may take, and what x-request-timeout is cut to; 0: no limit."
     )
     node_timeout_s: Seconds = Field(default=2.5, description="A node without a sign of life for so long is lost.")
+    max_connections: Count = Field(default=10_000, description="More connections than that at once get status 503.")
     max_concurrent_requests: Count = Field(default=1024, description="More requests than that at once get status 429.")
     max_attempts: Annotated[int, Field(ge=1, le=100)] = Field(
         default=5, description="Nodes that a request is tried on before it fails."
@@ -276,7 +283,11 @@ class ComputingSettings(CommonSettings):
         default_factory=private_directory, min_length=1, description="Private directory for the channel's sockets."
     )
     reserve_timeout_s: Seconds = Field(default=30.0, description="How long a handoff waits for room on a decode node.")
-    push_timeout_s: Seconds = Field(default=5.0, description="A push that moves no byte for so long has failed.")
+    push_timeout_s: Seconds = Field(default=2.0, description="A push that moves no byte for so long has failed.")
+    stuck_s: Seconds = Field(
+        default=5.0,
+        description="A node without progress for so long ends, to be started anew; slow steps get more by themselves.",
+    )
     heartbeat_s: Annotated[float, Field(ge=0.05, le=60)] = Field(
         default=0.5, description="Time between two signs of life."
     )
@@ -343,7 +354,7 @@ def resolve(kind: type[S], flags: Mapping[str, object], environment: Mapping[str
 
 def _refuse_misspelt(kind: type[Settings], environment: Mapping[str, str]) -> None:
     """A variable close to a setting's name. Others may mean another process, or come from a container platform."""
-    known = {*kind.model_fields, *RouterSettings.model_fields, *NodeSettings.model_fields}
+    known = {*kind.model_fields, *RouterSettings.model_fields, *NodeSettings.model_fields, *CLIENTS}
     for variable in sorted(environment):
         name = variable.removeprefix(PREFIX).lower()
         if not variable.startswith(PREFIX) or name in known:

@@ -18,11 +18,12 @@ class Rejected(Exception):
 class Unavailable(Exception):
     """The request is fine; somewhere else, or `retry_after_s` seconds later, it may work."""
 
-    def __init__(self, message: str, retry_after_s: float = 1.0, status: int = 503) -> None:
+    def __init__(self, message: str, retry_after_s: float = 1.0, status: int = 503, code: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.retry_after_s = retry_after_s
         self.status = status
+        self.code = code
 
 
 class ConfigError(ValueError):

@@ -2,8 +2,9 @@
 
 `BATON_FAILPOINT` is a comma-separated list of `SITE[:N][@DETAIL]=ACTION`: the action is done when the site is passed
 for the N-th time (the first by default; `*`: each time), counting only those with this detail, which is the site's own
-(a request's id, mostly). Refused unless `BATON_ALLOW_FAILPOINTS` is set too. The simulation hangs its own faults on the
-same sites (`watcher`). After FoundationDB's BUGGIFY and the failpoints of TiKV.
+(a request's id, mostly; `*`: any, each counted for itself, so that a request's N-th passing is meant). Refused unless
+`BATON_ALLOW_FAILPOINTS` is set too. The simulation hangs its own faults on the same sites (`watcher`). After
+FoundationDB's BUGGIFY and the failpoints of TiKV.
 """
 
 import logging
@@ -11,8 +12,9 @@ import os
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shared.errors import ConfigError
 
@@ -37,7 +39,7 @@ SITES = {
 }
 ACTIONS = "kill, stop (until SIGCONT), hang (this thread, for ever), sleep-SECONDS, raise or exit-STATUS"
 ENTRY = re.compile(
-    r"(?P<site>[a-z_.]+)(?::(?P<number>\*|[1-9]\d{0,8}))?(?:@(?P<detail>[\w.-]+))?"
+    r"(?P<site>[a-z_.]+)(?::(?P<number>\*|[1-9]\d{0,8}))?(?:@(?P<detail>\*|[\w.-]+))?"
     r"=(?P<action>kill|stop|hang|raise|sleep-\d+(?:\.\d+)?|exit-\d{1,3})"
 )
 FOR_EVER_S = 1e8
@@ -55,7 +57,7 @@ class Failpoint:
     number: int
     detail: str
     action: str
-    passed: int = 0
+    passed: Counter[str] = field(default_factory=Counter)  # by detail, where each is counted for itself
 
 
 _failpoints: dict[str, list[Failpoint]] = {}
@@ -82,6 +84,11 @@ def configure(text: str, *, allowed: bool) -> None:
     log.warning("this process will fail on purpose: %s", text)
 
 
+def armed() -> bool:
+    """Whether any site may act: asked once before a loop that passes one for each of its items."""
+    return bool(_failpoints) or watcher is not None
+
+
 def reach(site: str, detail: str = "") -> None:
     """The process is at this site. Raises FailpointError where that was asked for."""
     if watcher is not None:
@@ -89,10 +96,11 @@ def reach(site: str, detail: str = "") -> None:
     if not _failpoints:
         return
     for failpoint in _failpoints.get(site, ()):
-        if failpoint.detail and failpoint.detail != detail:
+        if failpoint.detail not in {"", "*", detail}:
             continue
-        failpoint.passed += 1
-        if failpoint.number in {0, failpoint.passed}:
+        counted = detail if failpoint.detail == "*" else ""
+        failpoint.passed[counted] += 1
+        if failpoint.number in {0, failpoint.passed[counted]}:
             _act(failpoint, detail)
 
 

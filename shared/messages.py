@@ -100,7 +100,7 @@ class Delta:
 class Load:
     """A node's state, sent twice a second. Blocks: free + cached + owned + reserved + quarantined = total."""
 
-    state: str = "ready"  # "ready" | "draining" | "stuck"
+    state: str = "ready"  # "ready" | "draining" | "stuck" | "breached": its block ledger is broken
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0
@@ -127,6 +127,9 @@ class Load:
     records_dropped: int = 0  # step records and request events that no router could be told
     sent_ns: int = 0  # the node's Unix time when this was sent, for the offset of its clock
     overruns: int = 0  # emulated passes that ended late, as the machine is too slow for what it emulates
+    rows_corrupt: int = 0  # decode node: rows of KV that came otherwise than they were sent
+    breach: str = ""  # what is wrong with the block ledger, if anything
+    boot: str = ""  # of who says this: at an address that is used again, another one answers
 
 
 @dataclass(slots=True)
@@ -292,3 +295,4 @@ class SetRole:
 @dataclass(slots=True)
 class Answer:
     error: str = ""
+    again: bool = False  # with `error`: what was said last may be done again, once

@@ -2,28 +2,58 @@
 
 Two makes with one interface. `Embedded`: nodes hold a stream to the router, which is their membership. `Redis`: a
 key a node with a time to live, for several routers; while Redis is down, paused or comes back empty, the last list
-stays and the router judges nodes by their own streams.
+stays and the router judges nodes by their own streams. In a cluster with a secret, Redis is not trusted: entries are
+signed.
 """
 
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import redis.asyncio
 from redis.exceptions import RedisError
 
+from shared import security
 from shared.codec import Malformed, decode, encode
 from shared.messages import JoinReply, NodeInfo
+from shared.security import Secret, complaints
 from shared.serve import Tasks
 from shared.services import JOIN, PEER_FAILURES, RpcServer, connect
 
 log = logging.getLogger("baton.registry")
 REDIS_TIMEOUT_S = 0.5
+# What comes of a Redis that fails, or of a server that speaks nonsense: the client's parser lets errors of all kinds
+# by, and closes the connection. A task that died of one would never see that Redis is back.
+REDIS_FAILURES = (RedisError, OSError, TimeoutError, ValueError, TypeError, AttributeError, LookupError, RecursionError)
 LEASE_HEARTBEATS = 3
 FAILURES_TO_TELL = 15
+MAX_NODES = 4096
+MAX_TEXT, MAX_FACTS = 1024, 64
+NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+ADDRESS = re.compile(r"[\w.:%-]{1,255}:(\d{1,5})", re.ASCII)
+
+
+def check_node(info: NodeInfo) -> None:
+    """Raises Malformed naming the field in which no node can be as `info` says. What it says is proved by its own
+    stream alone."""
+    address = ADDRESS.fullmatch(info.address)
+    if not NAME.fullmatch(info.id) or not NAME.fullmatch(info.boot):
+        raise Malformed("NodeInfo.id and .boot must be 1 to 64 letters, digits and . _ -")
+    if info.role not in {"prefill", "decode"}:
+        raise Malformed("NodeInfo.role must be prefill or decode")
+    if address is None or not 1 <= int(address[1]) <= 65_535:
+        raise Malformed("NodeInfo.address must be host:port")
+    for name in ("block_tokens", "block_bytes", "num_blocks", "max_model_len", "max_num_seqs"):
+        if not 1 <= getattr(info, name) < 2**40:
+            raise Malformed(f"NodeInfo.{name} must be from 1 to 2**40")
+    texts = (info.model, info.fingerprint, info.version, info.state, info.pool_of, *info.facts, *info.facts.values())
+    if len(info.facts) > MAX_FACTS or max(map(len, texts)) > MAX_TEXT:
+        raise Malformed(f"NodeInfo: at most {MAX_FACTS} facts, and texts of {MAX_TEXT} characters")
 
 
 class Registry(Protocol):
@@ -77,6 +107,7 @@ class EmbeddedRegistry:
         info: NodeInfo | None = None
         try:
             async for message in stream:
+                check_node(message)
                 if message != info:
                     info = message
                     self.nodes[message.id] = message
@@ -145,11 +176,36 @@ def _keys(cluster: str) -> tuple[str, str]:
     return f"baton:{cluster}:node:", f"baton:{cluster}:nodes"
 
 
+@dataclass(slots=True)
+class Sealed:
+    """An entry under a secret: the encoded NodeInfo, and a proof over it and over the key that it is kept at."""
+
+    info: bytes
+    proof: bytes
+
+
+def seal(info: NodeInfo, key: str, secret: Secret | None) -> bytes:
+    """What is kept in Redis at `key`."""
+    data = encode(info)
+    return data if secret is None else encode(Sealed(data, secret.sign("registry", key.encode(), data)))
+
+
+def unseal(value: bytes, key: str, secret: Secret | None) -> NodeInfo:
+    """Raises Malformed for what is no entry of a node, or was not signed by one that has the secret."""
+    if secret is not None:
+        sealed = decode(value, Sealed)
+        if not secret.is_signed(sealed.proof, "registry", key.encode(), sealed.info):
+            raise Malformed("it was not signed with the cluster's secret")
+        value = sealed.info
+    return decode(value, NodeInfo)
+
+
 class RedisAnnouncer:
     """A key with a time to live of three heartbeats, set again at each."""
 
     def __init__(self, url: str, cluster: str, heartbeat_s: float) -> None:
         self._client = _client(url)
+        self._secret = security.own()
         self._prefix, self._index = _keys(cluster)
         self._heartbeat_s = heartbeat_s
         self._info: NodeInfo | None = None
@@ -167,7 +223,7 @@ class RedisAnnouncer:
     async def close(self) -> None:
         await self._tasks.close()
         if self._info is not None:
-            with contextlib.suppress(RedisError, OSError, TimeoutError):
+            with contextlib.suppress(*REDIS_FAILURES):
                 await self._client.delete(self._prefix + self._info.id)
                 await self._client.srem(self._index, self._info.id)
         await self._client.aclose()
@@ -178,10 +234,11 @@ class RedisAnnouncer:
             assert self._info is not None
             try:
                 lease_ms = int(1000 * LEASE_HEARTBEATS * self._heartbeat_s)
-                await self._client.set(self._prefix + self._info.id, encode(self._info), px=lease_ms)
+                key = self._prefix + self._info.id
+                await self._client.set(key, seal(self._info, key, self._secret), px=lease_ms)
                 await self._client.sadd(self._index, self._info.id)
                 complained = False
-            except (RedisError, OSError, TimeoutError) as error:
+            except REDIS_FAILURES as error:
                 if not complained:
                     log.warning("redis does not answer (%s): trying on", str(error) or type(error).__name__)
                     complained = True
@@ -201,6 +258,7 @@ class RedisRegistry:
         self.state = "down"
         self.skipped = 0  # entries that were not a NodeInfo
         self._client = _client(url)
+        self._secret = security.own()
         self._prefix, self._index = _keys(cluster)
         self._interval_s = heartbeat_s
         self._absent_since: dict[str, float] = {}
@@ -219,7 +277,7 @@ class RedisRegistry:
         while True:
             try:
                 found = await self._read()
-            except (RedisError, OSError, TimeoutError) as error:
+            except REDIS_FAILURES as error:
                 if self.state == "ok":
                     log.warning("redis does not answer (%s): keeping the last list", str(error) or type(error).__name__)
                 self.state = "down"
@@ -230,16 +288,20 @@ class RedisRegistry:
             await asyncio.sleep(self._interval_s)
 
     async def _read(self) -> dict[str, NodeInfo]:
-        names = [name.decode("utf-8", "replace") for name in await self._client.smembers(self._index)]
+        members = sorted(await self._client.smembers(self._index))
+        self.skipped += len(members[MAX_NODES:])
+        names = [name.decode("utf-8", "replace") for name in members[:MAX_NODES]]
         values = await self._client.mget([self._prefix + name for name in names]) if names else []
         found: dict[str, NodeInfo] = {}
         for name, value in zip(names, values, strict=True):
             if value is None:
                 continue
             try:
-                info = decode(value, NodeInfo)
-            except Malformed:
+                info = unseal(value, self._prefix + name, self._secret)
+                check_node(info)
+            except Malformed as error:
                 self.skipped += 1
+                complaints.tell(self._prefix, f"an entry in Redis is skipped: {error}")
                 continue
             if info.id == name:
                 found[name] = info

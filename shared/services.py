@@ -1,6 +1,7 @@
 """Every RPC of Baton, one line each; server mapping and client call both derive from that line.
 
-Also what grpclib lacks: a cap on message sizes, keepalive that notices a frozen peer, and a close that ends.
+Also what grpclib lacks: a cap on message sizes, keepalive that notices a frozen peer, and a close that ends; and what
+`shared.grpc_connection` and `shared.grpc_limits` have against strangers.
 """
 
 import asyncio
@@ -16,8 +17,11 @@ from grpclib.config import Configuration
 from grpclib.const import Cardinality, Handler, Status
 from grpclib.encoding.base import CodecBase
 from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
+from h2.exceptions import StreamClosedError
 
+from shared import security
 from shared.codec import MAX_MESSAGE_BYTES, Malformed, MessageCodec
+from shared.grpc_connection import GuardedChannel, GuardedServer
 from shared.messages import (
     Answer,
     Command,
@@ -36,6 +40,7 @@ from shared.messages import (
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 CODEC = MessageCodec()
+MESSAGE_S = 30.0  # that the one message of a call may take to come
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,8 @@ class Rpc(Generic[Request, Reply]):
 Handle = Callable[["ServerStream[Request, Reply]"], Awaitable[None]]
 ServerStream = grpclib.server.Stream
 ClientStream = grpclib.client.Stream
-PEER_FAILURES = (GRPCError, StreamTerminatedError, OSError, asyncio.TimeoutError, Malformed)
+STREAM_ENDED = (StreamTerminatedError, StreamClosedError)  # under who sends on it: its reader hears so too
+PEER_FAILURES = (GRPCError, *STREAM_ENDED, OSError, asyncio.TimeoutError, Malformed)
 
 
 class PeerError(Exception):
@@ -99,19 +105,29 @@ def unary(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[
     """A handler of one request from a function of it."""
 
     async def handler(stream: Any) -> None:
-        request = await stream.recv_message()
-        if request is not None:
-            await stream.send_message(await handle(request))
+        try:
+            async with asyncio.timeout(MESSAGE_S):
+                request = await stream.recv_message()
+        except TimeoutError:
+            raise GRPCError(Status.DEADLINE_EXCEEDED, f"no whole message within {MESSAGE_S:g} s") from None
+        if request is None:
+            raise GRPCError(Status.INVALID_ARGUMENT, "a call without a message")
+        await stream.send_message(await handle(request))
 
     return handler
 
 
 class RpcServer:
-    """Serves RPCs on one port until `close`."""
+    """Serves RPCs on one port until `close`. Callers have to prove `secret`, by default this process's, if any."""
 
-    def __init__(self, handlers: Mapping[Rpc[Any, Any], Callable[[Any], Awaitable[None]]]) -> None:
+    def __init__(
+        self,
+        handlers: Mapping[Rpc[Any, Any], Callable[[Any], Awaitable[None]]],
+        secret: security.Secret | None = None,
+    ) -> None:
         self._routes = {rpc.path: rpc.serve(handle) for rpc, handle in handlers.items()}
-        self._server = grpclib.server.Server([self], codec=CODEC, config=_configuration())
+        secret = secret or security.own()
+        self._server = GuardedServer([self], secret=secret, codec=CODEC, config=_configuration())
 
     def __mapping__(self) -> Mapping[str, Handler]:
         return self._routes
@@ -131,10 +147,11 @@ class RpcServer:
             return
 
 
-def connect(address: str) -> grpclib.client.Channel:
-    """A channel to `host:port`; it connects at the first call. Must be closed."""
+def connect(address: str, secret: security.Secret | None = None) -> grpclib.client.Channel:
+    """A channel to `host:port`; it connects at the first call, and only to who proves `secret`, by default this
+    process's, if any. Must be closed."""
     host, _, port = address.rpartition(":")
-    return grpclib.client.Channel(host, int(port), codec=CODEC, config=_configuration())
+    return GuardedChannel(host, int(port), secret=secret or security.own(), codec=CODEC, config=_configuration())
 
 
 def _configuration() -> Configuration:
@@ -150,17 +167,23 @@ def _configuration() -> Configuration:
 
 async def _receive_capped(stream: Any, codec: CodecBase, message_type: Any) -> Any:
     """grpclib's `recv_message`, which would buffer whatever length a peer announces, with a cap."""
-    head = await stream.recv_data(5)
-    if not head:
-        return None
-    compressed, length = struct.unpack(">?I", head)
-    if compressed:
-        raise GRPCError(Status.UNIMPLEMENTED, "compressed messages are not supported")
-    if length > MAX_MESSAGE_BYTES:
-        raise GRPCError(
-            Status.RESOURCE_EXHAUSTED, f"a message of {length} bytes is over the limit of {MAX_MESSAGE_BYTES}"
-        )
-    return codec.decode(await stream.recv_data(length), message_type)
+    try:
+        head = await stream.recv_data(5)
+        if not head:
+            return None
+        compressed, length = struct.unpack(">?I", head)
+        if compressed:
+            raise GRPCError(Status.UNIMPLEMENTED, "compressed messages are not supported")
+        if length > MAX_MESSAGE_BYTES:
+            raise GRPCError(
+                Status.RESOURCE_EXHAUSTED, f"a message of {length} bytes is over the limit of {MAX_MESSAGE_BYTES}"
+            )
+        data = await stream.recv_data(length)
+    except AssertionError:  # how grpclib says that the stream ended within
+        raise Malformed("the stream ended within a message") from None
+    if len(data) < length:
+        raise Malformed(f"the stream ended before a message of {length} bytes")
+    return codec.decode(data, message_type)
 
 
 for _module in (grpclib.server, grpclib.client):

@@ -136,14 +136,17 @@ class Keys:
 def read_json(file: Path) -> dict[str, Any]:
     """Raises ValueError when the file is missing, over 1 MiB, or no JSON object."""
     try:
-        if file.stat().st_size > MAX_CONFIG_BYTES:
-            raise ValueError(f"{file}: over {MAX_CONFIG_BYTES} bytes, which no model's configuration is")
-        values = json.loads(file.read_bytes())
+        size = file.stat().st_size
+        data = file.read_bytes() if size <= MAX_CONFIG_BYTES else b""
     except FileNotFoundError:
         raise ValueError(f"{file}: missing; a model directory has config.json and *.safetensors") from None
     except OSError as error:
         raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    if size > MAX_CONFIG_BYTES:
+        raise ValueError(f"{file}: over {MAX_CONFIG_BYTES} bytes, which no model's configuration is")
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:  # of a number with 5,000 digits it says ValueError
         raise ValueError(f"{file}: not valid JSON ({str(error)[:100]}); copy it again from the model") from None
     if not isinstance(values, dict):
         raise ValueError(f"{file}: not a JSON object")

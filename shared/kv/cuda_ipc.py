@@ -15,7 +15,7 @@ from typing import Protocol
 
 from shared.kv.channel import Card, CardError, PeerLostError
 from shared.kv.cuda_driver import VMM, CudaError, Gpu, Region, Stream
-from shared.kv.listener import ANSWER, check_answer, hello
+from shared.kv.listener import ANSWER, check_answer, introduce
 from shared.kv.local import LocalChannel, host_id
 from shared.kv.peers import hung_up
 from shared.kv.shm import runs
@@ -135,7 +135,7 @@ def attach(card: Card, boot: str, gpu: Gpu, patience_s: float) -> tuple[socket.s
         connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         connection.settimeout(patience_s)
         connection.connect(card.endpoint)
-        connection.sendall(hello(card, boot))
+        introduce(connection, card, boot, patience_s)
         data, descriptors, _, _ = socket.recv_fds(connection, ANSWER.size + OFFER.size, 1, socket.MSG_CMSG_CLOEXEC)
         for descriptor in descriptors:
             undo.callback(os.close, descriptor)

@@ -1,6 +1,7 @@
 """The receiving end of a channel: lets writers in, a thread for each, and tells when the last of one has gone.
 
-It speaks only the introduction; what follows on a connection is the channel's own (`serve`).
+It speaks only the introduction, in which both sides prove the cluster's secret if there is one; what follows on a
+connection is the channel's own (`serve`).
 """
 
 import asyncio
@@ -13,10 +14,13 @@ from collections import Counter
 from collections.abc import Callable
 from enum import IntEnum
 
+from shared import security
 from shared.kv.channel import Card, CardError, PeerLostError, is_boot
+from shared.security import CHALLENGE, OPENING, PROOF_BYTES, Called, Caller, NotTrustedError, Secret, complaints
 
 MAGIC = b"BTKV"
 VERSION = 1
+PURPOSE = "kv"
 HELLO = struct.Struct("<4sHxxI32s32s")  # magic, version, row bytes, the writer's boot, the boot it wants to reach
 ANSWER = struct.Struct("<4sHH")  # magic, version, Verdict
 MAX_CONNECTIONS_PER_ADDRESS = 64  # a whole host of nodes, and still few threads
@@ -50,7 +54,8 @@ class Listener:
 
     `serve(connection, boot)` runs in the connection's thread once a writer is introduced: it sends WELCOME, and
     ends when the writer does. `on_writer_lost(boot)` is called on the loop when the last connection of that writer
-    has ended, for whatever reason but our own `close`. `patience_s` bounds the introduction.
+    has ended, for whatever reason but our own `close`. `patience_s` bounds each part of the introduction. Writers have
+    to prove this process's secret, if it has one.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class Listener:
     ) -> None:
         self._server = server
         self._boot = boot
+        self._secret = security.own()
         self._row_bytes = row_bytes
         self._serve = serve
         self._on_writer_lost = on_writer_lost
@@ -126,9 +132,11 @@ class Listener:
             boot = self._introduction(connection)
             if boot is not None:
                 self._serve(connection, boot)
-        except MalformedError:
+        except (MalformedError, NotTrustedError) as error:
             with self._lock:
                 self.num_rejected += 1
+            if isinstance(error, NotTrustedError):
+                complaints.tell(address, f"KV writer refused: {error}")
         except (OSError, EOFError):
             pass  # it hung up, or was silent for too long; its end is told below
         finally:
@@ -146,8 +154,8 @@ class Listener:
 
     def _introduction(self, connection: socket.socket) -> str | None:
         """The writer's boot, or None when it was turned away."""
-        hello = receive_exactly(connection, HELLO.size, self._patience_s)
-        magic, version, row_bytes, boot_field, wanted = HELLO.unpack(hello)
+        greeting = self._greeting(connection)
+        magic, version, row_bytes, boot_field, wanted = HELLO.unpack(greeting)
         boot: str = boot_field.decode("ascii", "replace")
         if (magic, version) != (MAGIC, VERSION) or not is_boot(boot):
             raise MalformedError
@@ -158,6 +166,20 @@ class Listener:
             self.num_rejected += 1
         connection.sendall(ANSWER.pack(MAGIC, VERSION, verdict))
         return None
+
+    def _greeting(self, connection: socket.socket) -> bytes:
+        """What the writer says of itself. With a secret, nothing of it is read that its proof does not cover."""
+        secret, patience_s = self._secret, self._patience_s
+        if secret is None:
+            first = receive_exactly(connection, len(MAGIC), patience_s)
+            if first != MAGIC:  # known at once, since a writer that proves a secret waits for an answer here
+                raise MalformedError
+            return first + receive_exactly(connection, HELLO.size - len(first), patience_s)
+        called = Called(secret, PURPOSE)
+        connection.sendall(called.challenge(receive_exactly(connection, OPENING.size, patience_s)))
+        answer = receive_exactly(connection, PROOF_BYTES + HELLO.size, patience_s)
+        called.check(answer[:PROOF_BYTES], answer[PROOF_BYTES:])
+        return answer[PROOF_BYTES:]
 
     def _verdict(self, boot: str, row_bytes: int, wanted: bytes) -> Verdict:
         if wanted != self._boot.encode():
@@ -189,10 +211,30 @@ def hello(card: Card, boot: str) -> bytes:
     return HELLO.pack(MAGIC, VERSION, card.row_bytes, boot.encode(), card.boot.encode())
 
 
+def introduce(
+    connection: socket.socket, card: Card, boot: str, patience_s: float, secret: Secret | None = None
+) -> None:
+    """The writer's part, up to the answer: both sides prove `secret`, by default this process's, if there is one.
+
+    Raises NotTrustedError, or OSError when the connection ends. Leaves the timeout at `patience_s`.
+    """
+    greeting = hello(card, boot)
+    if secret := secret or security.own():
+        caller = Caller(secret, PURPOSE)
+        try:
+            connection.sendall(caller.opening)
+            challenge = receive_exactly(connection, CHALLENGE.size, patience_s)
+        except (EOFError, ConnectionError):
+            raise NotTrustedError("it hung up at the introduction, as one does that has no cluster secret") from None
+        greeting = caller.answer(challenge, greeting) + greeting
+        connection.settimeout(patience_s)
+    connection.sendall(greeting)
+
+
 def check_answer(data: bytes) -> None:
     """Raises CardError or PeerLostError unless `data` is a welcome."""
     if len(data) != ANSWER.size:
-        raise PeerLostError("it hung up at the introduction")
+        raise PeerLostError("it hung up at the introduction, as one does that has a cluster secret when we prove none")
     magic, version, verdict = ANSWER.unpack(data)
     if (magic, version) != (MAGIC, VERSION):
         raise PeerLostError(f"it is not a KV channel of version {VERSION}")

@@ -83,9 +83,11 @@ class _Peer:
                 raise PeerLostError("the connection has ended")
         except TicketRefusedError:
             raise
-        except (OSError, EOFError, ChannelError) as error:
-            self.lost = True
+        except Exception as error:
+            self.lost = True  # whatever it was: the exchange is not at its end, so nothing may follow it there
             self._drop()
+            if not isinstance(error, OSError | EOFError | ChannelError):
+                raise
             kind = PeerLostError if isinstance(error, OSError | EOFError) else type(error)
             raise kind(f"{self._name}: {error}") from error
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from shared.kv.channel import Card, CardError, PeerLostError
-from shared.kv.listener import ANSWER, check_answer, hello
+from shared.kv.listener import ANSWER, check_answer, introduce
 from shared.kv.local import LocalChannel, host_id
 from shared.kv.memory import HostMemory, Rows
 from shared.kv.peers import hung_up
@@ -98,7 +98,7 @@ def attach(card: Card, boot: str, patience_s: float) -> tuple[socket.socket, Row
         connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         connection.settimeout(patience_s)
         connection.connect(card.endpoint)
-        connection.sendall(hello(card, boot))
+        introduce(connection, card, boot, patience_s)
         rows = _received(connection, card)
         undo.pop_all()
     return connection, rows

@@ -9,6 +9,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Self
 
@@ -21,7 +22,7 @@ from shared.kv.listener import (
     Listener,
     MalformedError,
     check_answer,
-    hello,
+    introduce,
     receive_exactly,
 )
 from shared.kv.peers import Peers
@@ -31,6 +32,7 @@ from shared.kv.staging import KVMemory, Staging
 FRAME = struct.Struct("<4sHH16sI")  # magic, version, number of rows, ticket, bytes of a row; then u32 rows, then bytes
 ACK = struct.Struct("<4sHxxII")  # magic, version, rows accepted, rows refused
 PATIENCE_S = 2.0
+LEAST_BYTES_PER_S = 256 << 10  # of a frame: who sends a byte now and then holds blocks and a thread all the same
 MAX_FRAME_ROWS = 512  # with two buffers for the header well below the kernel's 1,024 buffers a call
 FRAME_BYTES = 4 << 20  # few calls a frame, hence few waits for the interpreter lock; a cancelled push ends at one
 
@@ -169,6 +171,7 @@ class TcpChannel:
         room = iter(staging.room(wanted))
         places = [next(room) if row in ticket.rows else self._scratch for row in rows]
         done = 0
+        wire.expect(len(rows) * size)
         while done < len(rows) * size:
             row, offset = divmod(done, size)
             with ticket.lock:
@@ -191,9 +194,14 @@ class _Wire:
     def __init__(self, connection: socket.socket, patience_s: float) -> None:
         _keep_alive(connection)
         self._connection = connection
-        self._patience_ms = patience_s * 1000
+        self._patience_s = patience_s
+        self._until = 0.0
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
+
+    def expect(self, num_bytes: int) -> None:
+        """From now on `wait` ends when these bytes are too slow to come, also where some of them do."""
+        self._until = time.monotonic() + self._patience_s + num_bytes / LEAST_BYTES_PER_S
 
     def receive(self, buffers: list[memoryview]) -> int:
         """Fill `buffers` with what is there, perhaps nothing. Raises EOFError at the end."""
@@ -207,16 +215,20 @@ class _Wire:
 
     def wait(self, for_ever: bool = False) -> None:
         """Until there is something to receive. Raises TimeoutError when there is nothing for too long."""
-        if not self._poll.poll(None if for_ever else self._patience_ms):
+        left_s = min(self._patience_s, max(0.0, self._until - time.monotonic()))
+        if not self._poll.poll(None if for_ever else left_s * 1000):
             raise TimeoutError
 
     def fill(self, buffer: memoryview, may_idle: bool = False) -> None:
         """Receive all of `buffer`; with `may_idle` the first byte may be waited for without end."""
         done = 0
+        self.expect(len(buffer))
         while done < len(buffer):
             received = self.receive([buffer[done:]])
             if not received:
                 self.wait(for_ever=may_idle and not done)
+            if may_idle and not done:
+                self.expect(len(buffer))
             done += received
 
 
@@ -230,7 +242,7 @@ class _Connection:
             self.socket = socket.create_connection((card.host, int(card.endpoint)), patience_s)
             undo.callback(self.socket.close)
             _keep_alive(self.socket)
-            self.socket.sendall(hello(card, boot))
+            introduce(self.socket, card, boot, patience_s)
             check_answer(receive_exactly(self.socket, ANSWER.size, patience_s))
             self._staging = staging()
             undo.pop_all()

@@ -1,11 +1,11 @@
-"""docs/performance.md says what the results files say, and shows a result as it was written."""
+"""The pages say what the results files say, and show a result as it was written."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.document import PAGE, page
+from benchmarks.document import PAGES, written
 from benchmarks.result import Result, Table, in_turn, ratio, shown
 
 MARKS = "# Speed\n\n<!-- result: one -->\nold\n<!-- end -->\n\nby hand\n"
@@ -20,13 +20,14 @@ def one(results: Path) -> Result:
     return result
 
 
-def test_the_page_is_written_from_the_results_files() -> None:
-    assert page(PAGE.read_text()) == PAGE.read_text(), "run python -m benchmarks document"
+def test_the_pages_are_written_from_the_results_files() -> None:
+    texts = [path.read_text() for path in PAGES]
+    assert written(texts) == texts, "run python -m benchmarks document"
 
 
 def test_a_block_is_replaced_and_the_prose_around_it_stays(tmp_path: Path) -> None:
     one(tmp_path)
-    text = page(MARKS, tmp_path)
+    (text,) = written([MARKS], tmp_path)
     assert "old" not in text
     assert text.startswith("# Speed")
     assert text.endswith("by hand\n")
@@ -34,17 +35,18 @@ def test_a_block_is_replaced_and_the_prose_around_it_stays(tmp_path: Path) -> No
     assert "| b | – | **not met** |" in text
     assert "`python -m benchmarks one`" in text
     assert "thing 1.0, 2026-01-02" in text
-    assert page(text, tmp_path) == text
+    assert written([text], tmp_path) == [text]
 
 
 def test_what_was_not_measured_is_said_so(tmp_path: Path) -> None:
-    assert "*Not measured yet.*" in page(MARKS, tmp_path)
+    assert "*Not measured yet.*" in written([MARKS], tmp_path)[0]
 
 
-def test_a_result_without_a_place_on_the_page_is_refused(tmp_path: Path) -> None:
+def test_a_result_without_a_place_on_any_page_is_refused(tmp_path: Path) -> None:
     one(tmp_path)
+    assert written(["# Faults\n", MARKS], tmp_path)[0] == "# Faults\n"
     with pytest.raises(ValueError, match="no place for one"):
-        page("# Speed\n", tmp_path)
+        written(["# Speed\n"], tmp_path)
 
 
 def test_a_file_written_is_the_result_read(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_first_run as script
-from benchmarks.document import page
+from benchmarks.document import written
 from benchmarks.gpu_handoff import ARMS, SHOWN, Job, Receiver, compared
 from benchmarks.gpu_kernels import FA3_DECODE_TBS, FA3_PREFILL_TFS, LENGTHS, POINTS, Variant, _verdict, flops, products
 from benchmarks.gpu_scene import Flat, LayerMajorPool, Scene, Section
@@ -54,7 +54,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         assert run.returncode == 0, run.stderr.decode()[-2000:]
     found: dict[str, Any] = json.loads(out.read_text())
     marked = f"<!-- result: {out.stem} -->\n<!-- end -->\n"
-    assert all(table["title"] in page(marked, out.parent) for table in found["tables"])
+    assert all(table["title"] in written([marked], out.parent)[0] for table in found["tables"])
     return found
 
 

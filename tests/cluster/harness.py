@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from cluster.secret import write_secret
 from engine.build import HASH_LAYERS
 from engine.hash_model import expected_tokens
 
@@ -26,9 +28,12 @@ START_S = 90.0
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below the range that the kernel gives to outgoing connections: one of these could take it before we do."""
+    while True:
+        port = 10_000 + secrets.randbelow(22_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def expected(prompt: list[int], count: int) -> list[int]:
@@ -44,14 +49,27 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -
 
 
 class Cluster:
-    """One router and its nodes. `settings` are BATON_ variables of all of them, in lower case without the prefix."""
+    """Routers (one, but for several on one Redis) and their nodes. `settings` are BATON_ variables of all of them, in
+    lower case without the prefix; `own` those of single processes, by name: prefill-0, decode-0, router, router-1;
+    `prefixes`: by name too, what their command lines begin with."""
 
-    def __init__(self, directory: Path, prefill: int, decode: int, registry: str, settings: dict[str, object]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        prefill: int,
+        decode: int,
+        registry: str,
+        settings: dict[str, object],
+        own: dict[str, dict[str, object]] | None = None,
+        routers: int = 1,
+        prefixes: dict[str, list[str]] | None = None,
+    ) -> None:
         self.directory = directory
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.own = own or {}
+        self._prefixes = prefixes or {}
+        self.urls: dict[str, str] = {}
         self._registry = registry
-        self._join = registry or f"127.0.0.1:{free_port()}"
+        self._join = registry or f"{self.own.get('router', {}).get('registry_host', '127.0.0.1')}:{free_port()}"
         self.settings: dict[str, object] = {
             "model": DEMO,
             "runner": "hash",
@@ -62,8 +80,12 @@ class Cluster:
             "log_level": "warning",
             "disaggregate": "always",  # or what a test sees would hang on how fast this machine is
         } | settings
+        self.headers = {"content-type": "application/json"}
+        if "api_key" in settings:  # an admin's
+            self.headers["authorization"] = f"Bearer {settings['api_key']}"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.start("router")
+        for index in range(routers):
+            self.start(f"router-{index}" if index else "router")
         for index in range(prefill):
             self.start(f"prefill-{index}")
         for index in range(decode):
@@ -72,34 +94,48 @@ class Cluster:
     def start(self, name: str) -> None:
         """Starts, or starts anew, one process."""
         role = name.split("-", maxsplit=1)[0]
-        environment = dict(os.environ) | {f"BATON_{key.upper()}": str(value) for key, value in self.settings.items()}
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        settings = self.settings | self.own.get(name, {})
+        environment = dict(os.environ) | {f"BATON_{key.upper()}": str(value) for key, value in settings.items()}
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         if role == "router":
+            self.urls.setdefault(name, f"http://127.0.0.1:{free_port()}")
             port = self._join.rpartition(":")[2]
-            flags = ["--port", str(self.port), "--registry-port", port] + (
-                ["--registry", self._registry] if self._registry else []
+            flags = ["--port", self.urls[name].rpartition(":")[2], "--registry-port", port] + (
+                ["--registry", str(settings.get("registry", self._registry))] if self._registry else []
             )
         else:
             flags = ["--id", name, "--registry", self._join]
         module = role if role == "router" else f"{role}_node"
         with (self.directory / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", module, *flags], env=environment, cwd=ROOT, stdout=log, stderr=log
+                [*self._prefixes.get(name, ()), sys.executable, "-m", module, *flags],
+                env=environment,
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
             )
 
     def ready(self, timeout_s: float = START_S) -> None:
         """Waits until every process that was started takes requests."""
-        wanted = {name for name, process in self.processes.items() if name != "router" and process.poll() is None}
+        wanted = {name for name, process in self.processes.items() if name not in self.urls and process.poll() is None}
 
         def is_ready() -> bool:
             for name, process in self.processes.items():
                 assert process.poll() in {None, -signal.SIGKILL}, f"{name} ended:\n{self.log(name)}"
             with contextlib.suppress(OSError, urllib.error.URLError):
-                nodes = self.status()["nodes"]
-                return wanted <= {node["id"] for node in nodes if node["alive"]}
+                return all(wanted <= self.alive(name) for name in self.urls if self.processes[name].poll() is None)
             return False
 
         wait_for(is_ready, f"cluster ready ({self.directory})", timeout_s)
+
+    @property
+    def url(self) -> str:
+        return self.urls["router"]
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
 
     def log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text()[-4000:]
@@ -107,8 +143,11 @@ class Cluster:
     def send_signal(self, name: str, number: int) -> None:
         self.processes[name].send_signal(number)
 
-    def status(self) -> dict[str, Any]:
-        return self.get("/v1/status")
+    def status(self, router: str = "router") -> dict[str, Any]:
+        return self.get("/v1/status", router)
+
+    def alive(self, router: str) -> set[str]:
+        return {node["id"] for node in self.status(router)["nodes"] if node["alive"]}
 
     def settled(self) -> dict[str, Any]:
         """The status when every node has told what it did."""
@@ -119,14 +158,13 @@ class Cluster:
     def nodes(self) -> dict[str, dict[str, Any]]:
         return {node["id"]: node for node in self.status()["nodes"]}
 
-    def get(self, path: str) -> dict[str, Any]:
-        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+    def get(self, path: str, router: str = "router") -> dict[str, Any]:
+        request = urllib.request.Request(self.urls[router] + path, headers=self.headers)
+        with urllib.request.urlopen(request, timeout=10) as answer:
             return dict(json.load(answer))
 
     def post(self, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> dict[str, Any]:
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
-        )
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), self.headers)
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return dict(json.load(answer))
 
@@ -140,9 +178,7 @@ class Cluster:
     ) -> list[int]:
         """As `complete`, streamed; `seen` hears how many tokens have come. Raises AssertionError at an error event."""
         body = completion(self.model, prompt, max_tokens, stream=True, **fields)
-        request = urllib.request.Request(
-            self.url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-        )
+        request = urllib.request.Request(self.url + "/v1/completions", json.dumps(body).encode(), self.headers)
         tokens: list[int] = []
         finish = None
         with urllib.request.urlopen(request, timeout=120) as answer:
@@ -193,9 +229,21 @@ def completion(model: str, prompt: list[int] | str, max_tokens: int, **fields: o
 
 
 @contextlib.contextmanager
-def cluster(prefill: int = 1, decode: int = 1, registry: str = "", **settings: object) -> Iterator[Cluster]:
+def cluster(
+    prefill: int = 1,
+    decode: int = 1,
+    registry: str = "",
+    own: dict[str, dict[str, object]] | None = None,
+    routers: int = 1,
+    prefixes: dict[str, list[str]] | None = None,
+    secret: bool = False,
+    **settings: object,
+) -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="baton-test-") as directory:
-        running = Cluster(Path(directory), prefill, decode, registry, settings)
+        if secret:
+            settings["cluster_secret_file"] = path = Path(directory) / "secret"
+            write_secret(path)
+        running = Cluster(Path(directory), prefill, decode, registry, settings, own, routers, prefixes)
         try:
             running.ready()
             yield running

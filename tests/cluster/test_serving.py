@@ -11,12 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
+from cluster.secret import write_secret
 from tests.cluster.harness import Cluster, cluster, completion, expected, wait_for
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Cluster]:
-    with cluster(max_num_batched_tokens=64) as running:
+    with cluster(secret=True, max_num_batched_tokens=64) as running:
         yield running
 
 
@@ -155,3 +156,21 @@ def test_a_draining_node_finishes_what_it_has_and_takes_nothing_new() -> None:
         assert running.processes["prefill-0"].wait(40) == 0
         # Only what was sent in the moment before the router knew may have been refused, and gone on elsewhere.
         assert running.status()["requests"]["moved"] <= len(more)
+
+
+def test_a_node_with_another_secret_is_refused_and_nothing_is_placed_on_it(served: Cluster) -> None:
+    path = served.directory / "another-secret"
+    write_secret(path)
+    served.own["decode-9"] = {"cluster_secret_file": path}
+    served.start("decode-9")
+    stranger = served.processes.pop("decode-9")
+    try:
+        wait_for(lambda: "it has another cluster secret" in served.log("decode-9"), "the node says why", 60.0)
+        prompt = prompt_of(9, 40)
+        assert served.complete(prompt, 4) == expected(prompt, 4)
+        time.sleep(1.0)  # several tries
+        assert set(served.nodes()) == {"prefill-0", "decode-0"}
+        assert served.log("decode-9").count("another cluster secret") == 1, "a try is not a line"
+    finally:
+        stranger.terminate()
+        assert stranger.wait(20) == 0, "it drains like any other"

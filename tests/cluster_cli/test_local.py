@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.local import MAX_LINE_BYTES, described, lines_of, restart_delay_s, until_answers
+from cluster.local import MAX_LINE_BYTES, described, lines_of, num_ready, restart_delay_s, until_answers
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 30.0
@@ -27,7 +27,10 @@ from cluster.plan import Child
 
 programs = json.loads(sys.argv[1])
 children = [Child(name, (sys.executable, "-c", program), {"PYTHONUNBUFFERED": "1"}) for name, program in programs]
-sys.exit(asyncio.run(LocalCluster(children, printer([child.name for child in children]), 0.2).run()))
+say = printer([child.name for child in children])
+async def all_ready():
+    say("baton", "all ready")
+sys.exit(asyncio.run(LocalCluster(children, say, 0.2, all_ready).run()))
 """
 POLITE = """
 import signal, sys, time
@@ -106,6 +109,29 @@ def until_gone(*pids: int) -> None:
     while any(map(is_alive, pids)):
         assert time.monotonic() < deadline, "a child outlived its parent"
         time.sleep(0.02)
+
+
+def test_another_signal_restarts_the_nodes_one_after_the_other(watch: Callable[..., Watcher]) -> None:
+    polite = POLITE.format(delay_s=0)
+    watcher = watch(router=polite, prefill_0=polite, decode_0=polite)
+    watcher.wait_for(r"router +\| up", r"prefill-0 +\| up", r"decode-0 +\| up")
+    watcher.process.send_signal(signal.SIGUSR1)
+    watcher.wait_for(r"every node was restarted", r"decode-0 +\| starts again", r"prefill-0 +\| starts again")
+    order = [watcher.index(rf"{name} +\| {what}") for name in ("prefill-0", "decode-0") for what in ("is rest", "bye")]
+    assert order == sorted(order)
+    assert sum("all ready" in line for line in watcher.lines) == 3, "before the first, and after each"
+    watcher.process.send_signal(signal.SIGTERM)
+    assert watcher.ended() == 0
+    assert sum("started, process" in line for line in watcher.lines if line.startswith("router")) == 1
+
+
+def test_a_node_that_drains_or_is_lost_is_not_ready() -> None:
+    nodes = [
+        {"alive": True, "state": "ready"},
+        {"alive": True, "state": "draining"},
+        {"alive": False, "state": "ready"},
+    ]
+    assert num_ready({"nodes": nodes}) == 1
 
 
 def test_a_signal_ends_the_router_and_then_its_nodes(watch: Callable[..., Watcher]) -> None:

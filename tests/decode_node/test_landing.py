@@ -23,6 +23,7 @@ class Landings(RuleBasedStateMachine):
         self.count = 0
         self.writing: dict[bytes, str] = {}  # ticket -> a writer that may still write
         self.reusable: set[bytes] = set()
+        self.again: set[bytes] = set()  # of which damaged rows were written twice
         self.landings: dict[bytes, Landing] = {}
 
     def _ended(self, ending: Ending | None) -> None:
@@ -41,8 +42,8 @@ class Landings(RuleBasedStateMachine):
         self.writing[ticket] = writer
         return ticket
 
-    @rule(ticket=tickets, good=st.booleans())
-    def commit(self, ticket: bytes, good: bool) -> None:
+    @rule(ticket=tickets, rows=st.sampled_from(["right", "wrong", "damaged"]))
+    def commit(self, ticket: bytes, rows: str) -> None:
         if ticket not in self.writing:
             assert self.table.commit(ticket) is None or ticket not in self.reusable
             return
@@ -50,8 +51,12 @@ class Landings(RuleBasedStateMachine):
         del self.writing[ticket]
         if landing is None:
             self._ended(self.table.stop(ticket))  # it is told that the ticket is void, and stops
-        elif good:
+        elif rows == "right":
             self.table.landed(landing)
+        elif rows == "damaged" and self.table.reopen(landing):
+            assert ticket not in self.again, "once"
+            self.again.add(ticket)
+            self.writing[ticket] = landing.writer
         else:
             self._ended(self.table.reject(landing))
 

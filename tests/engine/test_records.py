@@ -86,7 +86,7 @@ class Line:
 async def node(num_blocks: int = 64, budget: int = 8) -> AsyncIterator[tuple[Node, Line, Scheduler]]:
     rows = np.zeros((num_blocks, BLOCK_TOKENS * LAYERS * 8), dtype=np.uint8)
     scheduler = Scheduler(Limits(budget, 8), num_blocks, BLOCK_TOKENS)
-    info = NodeInfo("d", "b" * 32, "decode", "", "m", "print", BLOCK_TOKENS, rows.shape[1], num_blocks, 1024, 8)
+    info = NodeInfo("d", "b" * 32, "decode", "", "m", "print", BLOCK_TOKENS, rows.shape[1], num_blocks, 1 << 16, 8)
     running = Node(info, DECODE, scheduler, HashRunner(rows, BLOCK_TOKENS, LAYERS, VOCABULARY), 0.05, VOCABULARY)
     line = Line()
     running.start()

@@ -18,7 +18,7 @@ from shared.serve import until
 from shared.services import PUSHED, RESERVE, STOP, RpcServer, connect
 
 BLOCKS, BLOCK_TOKENS, LAYERS = 9, 4, 1
-RESERVATION = Reserve(Submit("r", "router", pack_ids([5]), 1, 4, Sampling()), "w" * 32, "print")
+RESERVATION = Reserve(Submit("r", "router", pack_ids([5]), 1, 4, Sampling()), "a" * 32, "print")
 
 
 @dataclass

@@ -1,8 +1,11 @@
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable
+from contextvars import ContextVar
+from types import FunctionType
 from typing import Any
 
 import httpx
@@ -10,9 +13,14 @@ import openai
 import pytest
 import uvicorn
 
+from router.answer import Sample
 from router.api import build_app
+from router.exchange import AskedPrompt, Exchange
 from router.generation import Generation, Model, Piece
+from router.logprobs import CompletionLogprobs
+from router.metrics import RequestMetrics
 from router.records import Records
+from router.sse import Form
 from shared.clock import now_ns
 from shared.errors import Unavailable
 from shared.messages import Logprobs
@@ -541,6 +549,76 @@ async def test_openais_own_client_is_content(dispatcher, byte_level):
         stream = await client.completions.create(model="tiny", prompt="a", stream=True)
         with pytest.raises(openai.APIError, match="the node is gone"):
             _ = [chunk async for chunk in stream]
+
+
+KINDS = (Exchange, AskedPrompt, Form, Sample, CompletionLogprobs, RequestMetrics, Records)
+HOOKS = [
+    (kind, name) for kind in KINDS for name, each in vars(kind).items() if isinstance(each, FunctionType | property)
+]
+AFTERWARDS = {
+    "facts",
+    "placed_on",
+    "ttft_s",
+    "num_cached",
+    "num_generated",
+}  # also for the access log, after the answer
+doomed: ContextVar[bool] = ContextVar("doomed", default=False)
+BODY = {"prompt": ["a", "b"], "n": 2, "max_tokens": 9, "logprobs": 1, "echo": True, "prompt_logprobs": None}
+
+
+def just(response: httpx.Response) -> list[dict]:
+    return [response.json()]
+
+
+def failing(kind: type, name: str, at: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Makes the hook raise from the `at`-th time on that the doomed request comes by; returns what counts how often it did."""
+    original, calls = vars(kind)[name], [0]
+    function = original.fget if isinstance(original, property) else original
+
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += doomed.get()
+        if doomed.get() and calls[0] >= at:
+            raise RuntimeError("the secret of /etc/keys")
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(kind, name, property(hook) if isinstance(original, property) else hook)
+    return calls
+
+
+@pytest.mark.parametrize(("kind", "name"), HOOKS, ids=lambda value: getattr(value, "__name__", value))
+async def test_a_bug_in_any_hook_fails_its_own_request_alone(dispatcher, byte_level, monkeypatch, caplog, kind, name):
+    """R8: others get the same answer, and what both began is ended."""
+    caplog.set_level(logging.INFO, "baton.access")
+    app = build_app(dispatcher, byte_level, MODEL, max_concurrent_requests=2)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+
+        async def asked(stream: bool, is_doomed: bool) -> httpx.Response:
+            doomed.set(is_doomed)
+            return await client.post("/v1/completions", json=BODY | {"stream": stream})
+
+        def told(response: httpx.Response) -> list[Any]:
+            is_stream = response.headers["content-type"].startswith("text/event-stream")
+            return sorted(json.dumps(event["choices"]) for event in (events_of if is_stream else just)(response))
+
+        for stream in (False, True):
+            usual = told(await asyncio.create_task(asked(stream, False)))
+            for at in (1, 4):
+                with monkeypatch.context() as patched:
+                    calls = failing(kind, name, at, patched)
+                    failed, other = await asyncio.gather(asked(stream, True), asked(stream, False))
+                assert told(other) == usual
+                assert "secret" not in failed.text
+                assert failed.headers["x-request-id"]
+                if failed.status_code == 500:
+                    assert error_of(failed)["type"] == "server_error"
+                elif "error" in failed.text:
+                    last = failed.text.split("\n\n")[-2].removeprefix("data: ")
+                    assert json.loads(last)["error"]["type"] == "server_error"
+                else:
+                    assert told(failed) == usual, "nothing failed, or what comes after the answer"
+                    assert calls[0] < at or name in AFTERWARDS, "a bug went unseen"
+                assert all(answers.closed for answers in dispatcher.answers)
 
 
 @pytest.mark.parametrize(("stream", "hangs_after"), [(False, 0), (True, 0), (True, 4)])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -175,6 +176,15 @@ async def test_a_silent_node_is_lost_after_the_timeout_and_comes_back_when_it_sp
         here.nodes["d0"].is_silent = False
         await here.alive("p0", "d0")
         assert here.fleet.link("d0") is link
+
+
+async def test_a_router_that_stood_still_itself_loses_nobody_for_it() -> None:
+    async with stage("p0 d0", timeout_s=PATIENCE_S) as here:
+        link, listener = here.fleet.link("d0"), Heard()
+        link.submit(submit("r"), listener)
+        time.sleep(3 * PATIENCE_S)  # noqa: ASYNC251 - the whole process stands still
+        await asyncio.sleep(PATIENCE_S / 4)
+        assert (listener.losses, link.alive) == ([], True)
 
 
 async def test_a_node_whose_stream_ends_is_lost_at_once_and_dialled_again() -> None:
@@ -370,12 +380,6 @@ async def test_placement_sees_what_a_node_says_of_its_speed_and_ignores_what_it_
         assert await until(lambda: link.view().cost is None, 5.0)
         view = link.view()
         assert (view.budget_tokens, view.tbt_slo_s, view.push_s, view.knows_prompts) == (512, 0.0, 0.0, False)
-
-
-async def test_a_node_of_impossible_numbers_is_left_alone() -> None:
-    async with stage("d0") as here:
-        here.listing.put(replace(here.listing.nodes["d0"], id="d1", block_tokens=0))
-        assert [info.id for info, _, _ in here.fleet.nodes()] == ["d0"]
 
 
 async def test_a_load_of_nonsense_leaves_a_node_usable_and_its_status_json() -> None:

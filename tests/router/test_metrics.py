@@ -15,10 +15,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.fleet_status import node_status, promised, whole_status
 from router.handoff_queues import BOOTSTRAP, INFLIGHT, PREALLOC, TRANSFER, HandoffQueues
+from router.keys import EVERYBODY, PLACE, WrongKeys
 from router.metrics import RequestMetrics, Slo
 from router.node_metrics import NodeMetrics
 from router.records import Records
 from router.tally import Histogram, Percentiles, Sliding
+from router.tenants import TenantMetrics, Used
 from router.wire import Reply
 from scheduler.cost import CostModel
 from shared.clock import now_ns
@@ -381,7 +383,8 @@ async def test_the_access_line_says_how_an_answer_ended(caplog, does, status, ou
         pass
 
     caplog.set_level("INFO", "baton.access")
-    reply = Reply({"type": "http", "path": "/v1/completions", "headers": []}, send, "mine")
+    scope = {"type": "http", "path": "/v1/completions", "headers": [], PLACE: EVERYBODY}
+    reply = Reply(scope, send, "mine")
     reply.name("cmpl-1")
     arguments = {"events": [b"data"], "fail": [Unavailable("no node")], "json": [{}], "end": []}
     for what in does:
@@ -400,6 +403,9 @@ def exported() -> set[str]:
     metrics = nodes.requests
     metrics._slo = lambda: Slo(1.0, 1.0)
     metrics.ended(metrics.pace(0.0), "error", 0.5)
+    tenants = TenantMetrics("tiny", WrongKeys())
+    tenants.count("acme", Used(1))
+    nodes.registry.register(tenants)
     return {key[0] for key in samples_of(nodes.registry)}
 
 

@@ -23,13 +23,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared import security
 from shared.kv.channel import Card, CardError, ChannelError, PeerLostError, TicketRefusedError
 from shared.kv.checksum import checksums
-from shared.kv.listener import ANSWER, HELLO, MAGIC, MAX_CONNECTIONS_PER_WRITER, VERSION, WELCOME, hello
+from shared.kv.listener import (
+    ANSWER,
+    HELLO,
+    MAGIC,
+    MAX_CONNECTIONS_PER_WRITER,
+    VERSION,
+    WELCOME,
+    hello,
+    introduce,
+    receive_exactly,
+)
 from shared.kv.local import host_id
 from shared.kv.memory import HostMemory
+from shared.kv.peers import Peers
 from shared.kv.shm import ShmChannel, runs
 from shared.kv.tcp import ACK, FRAME, MAX_FRAME_ROWS, TcpChannel
+from shared.security import CHALLENGE, OPENING, Called, Caller, NotTrustedError, Secret
 from tests.shared.kv_peer import Peer
 
 ROOT = Path(__file__).parents[2]
@@ -643,7 +656,7 @@ async def test_no_bytes_at_all_harm_a_receiver(kind: str, words: list[bytes], in
     async with peers(kind) as (writer, receiver):
         new_ticket(receiver)
         with raw_writer(receiver) if introduced else raw_connection(receiver) as raw:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may have heard enough
+            with contextlib.suppress(OSError):  # it may have heard enough, and hung up
                 for some in words:
                     raw.sendall(some)
                 raw.shutdown(socket.SHUT_WR)
@@ -735,11 +748,206 @@ async def test_a_crowd_of_connections_is_turned_away_and_service_returns_with_th
         await works(writer, receiver)
 
 
+# The cluster's secret
+
+OURS = Secret((b"our-secret-0123456789-abcdefghijklm",))
+THEIRS = Secret((b"their-secret-0123456789-abcdefghijk",))
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Iterator[None]:
+    """Peers that are made from here on have a secret."""
+    path = tmp_path / "secret"
+    path.touch(mode=0o600)
+    path.write_bytes(OURS.keys[0])
+    security.configure(str(path), {})
+    yield
+    security.configure("", {})
+
+
+@pytest.mark.usefixtures("secret")
+async def test_peers_with_one_secret_push_as_ever(pair: tuple[Peer, Peer]) -> None:
+    writer, receiver = pair
+    await works(writer, receiver)
+    await works(receiver, writer)
+    assert receiver.channel.num_rejected == 0
+
+
+def unproved(raw: socket.socket, greeting: bytes, _card: Card) -> None:
+    raw.sendall(greeting)
+
+
+def with_another_secret(raw: socket.socket, _greeting: bytes, card: Card) -> None:
+    with pytest.raises(NotTrustedError, match="another cluster secret"):
+        introduce(raw, card, "f" * 32, PATIENCE_S, THEIRS)
+    raw.shutdown(socket.SHUT_WR)
+
+
+def of_a_false_version(raw: socket.socket, _greeting: bytes, _card: Card) -> None:
+    raw.sendall(OPENING.pack(security.MAGIC, 255, bytes(16)))
+
+
+def wrong_proof(raw: socket.socket, greeting: bytes, _card: Card) -> None:
+    raw.sendall(Caller(OURS, "kv").opening)
+    receive_exactly(raw, CHALLENGE.size, PATIENCE_S)
+    raw.sendall(bytes(32) + greeting)
+
+
+def changed_greeting(raw: socket.socket, greeting: bytes, _card: Card) -> None:
+    caller = Caller(OURS, "kv")
+    raw.sendall(caller.opening)
+    proof = caller.answer(receive_exactly(raw, CHALLENGE.size, PATIENCE_S), greeting)
+    raw.sendall(proof + greeting[:-1] + b"0")
+
+
+def proof_for_rpcs(raw: socket.socket, greeting: bytes, _card: Card) -> None:
+    raw.sendall(Caller(OURS, "kv").opening)
+    challenge = receive_exactly(raw, CHALLENGE.size, PATIENCE_S)
+    with pytest.raises(NotTrustedError):
+        Caller(OURS, "rpc").answer(challenge, greeting)
+    raw.sendall(OURS.sign("rpc caller", challenge[8:24], greeting) + greeting)
+
+
+def cut(raw: socket.socket, greeting: bytes, _card: Card) -> None:
+    caller = Caller(OURS, "kv")
+    raw.sendall(caller.opening)
+    proof = caller.answer(receive_exactly(raw, CHALLENGE.size, PATIENCE_S), greeting)
+    raw.sendall((proof + greeting)[:-1])
+    raw.shutdown(socket.SHUT_WR)
+
+
+@pytest.mark.usefixtures("secret")
+@pytest.mark.parametrize(
+    "speak",
+    [unproved, with_another_secret, of_a_false_version, wrong_proof, changed_greeting, proof_for_rpcs, cut],
+)
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+async def test_a_writer_without_the_proof_is_hung_up_on_before_it_is_listened_to(
+    kind: str, speak: Callable[[socket.socket, bytes, Card], None]
+) -> None:
+    async with peers(kind) as (writer, receiver):
+        card = Card.unpack(receiver.channel.card(), kind)
+        with raw_connection(receiver) as raw:
+            await asyncio.to_thread(speak, raw, hello(card, "f" * 32), card)
+            assert await asyncio.to_thread(is_hung_up_on, raw)
+        hung_up_itself = speak in {with_another_secret, cut}
+        await until(lambda: receiver.channel.num_rejected == (0 if hung_up_itself else 1))
+        await works(writer, receiver)
+        assert receiver.lost == []
+
+
+@pytest.mark.usefixtures("secret")
+@pytest.mark.parametrize("kind", ["tcp", "shm", "cuda_ipc"])
+@pytest.mark.parametrize("answer", ["welcome", "another secret", "reflection", "hang up"])
+async def test_a_receiver_without_the_proof_is_told_nothing(kind: str, answer: str, directory: str) -> None:
+    writer = await Peer.start(kind, NUM_ROWS, ROW_BYTES, directory)
+    heard = b""
+
+    def serve(connection: socket.socket, opening: bytes) -> None:
+        nonlocal heard
+        words = {
+            "welcome": WELCOME + bytes(CHALLENGE.size),
+            "another secret": Called(THEIRS, "kv").challenge(opening),
+            "reflection": opening + bytes(32),
+            "hang up": b"",
+        }[answer]
+        connection.sendall(words)
+        with contextlib.suppress(ConnectionResetError):
+            while words and (piece := connection.recv(4096)):
+                heard += piece
+
+    with (
+        false_receiver(kind, directory, serve, OPENING.size) as card,
+        pytest.raises(PeerLostError, match="cluster secret"),
+    ):
+        await writer.channel.push(card, bytes(16), [0], [0])
+    assert heard == b""
+    await writer.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+async def test_a_receiver_that_has_no_secret_is_found_out_at_once(
+    kind: str, directory: str, request: pytest.FixtureRequest
+) -> None:
+    receiver = await Peer.start(kind, NUM_ROWS, ROW_BYTES, directory, patience_s=3 * PATIENCE_S)
+    request.getfixturevalue("secret")
+    writer = await Peer.start(kind, NUM_ROWS, ROW_BYTES, directory, patience_s=PATIENCE_S)
+    with pytest.raises(PeerLostError, match="hung up at the introduction, as one does that has no cluster secret"):
+        await writer.channel.push(receiver.channel.card(), new_ticket(receiver), [0], [0])
+    await writer.close()
+    await receiver.close()
+
+
+# Cancelled exchanges
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+@settings(max_examples=12, deadline=None)
+@given(pushes=st.lists(st.tuples(st.integers(0, 6), st.floats(0, 0.004)), min_size=1, max_size=8))
+async def test_after_cancels_at_any_moment_every_push_is_answered_for_itself(
+    kind: str, pushes: list[tuple[int, float]]
+) -> None:
+    """A push of many rows is cancelled; what follows on the connection must never take its answer for its own."""
+    async with peers(kind) as (writer, receiver):
+        card, rows = receiver.channel.card(), list(range(NUM_ROWS))
+        for refused, after_s in pushes:
+            ticket = new_ticket(receiver)
+            long = asyncio.create_task(writer.channel.push(card, ticket, rows * 300, rows * 300))
+            await asyncio.sleep(after_s)
+            long.cancel()
+            if kind == "tcp" and refused:
+                with pytest.raises(TicketRefusedError, match=f"refused {refused} of {refused} rows"):
+                    await writer.channel.push(card, secrets.token_bytes(16), rows[:refused], rows[:refused])
+            with contextlib.suppress(asyncio.CancelledError):
+                await long
+            receiver.channel.shut(ticket)
+            await works(writer, receiver)
+        assert receiver.lost == [], "the connection lasted"
+
+
+async def test_a_link_whose_push_ended_in_any_other_way_is_never_used_again() -> None:
+    closed: list[int] = []
+
+    class Link:
+        def __init__(self, number: int) -> None:
+            self.number = number
+            self.socket, self._other = socket.socketpair()
+
+        def push(self, *_: object) -> None:
+            if self.number == 0:
+                raise MemoryError("in the middle of a frame")
+
+        def interrupt(self) -> None: ...
+
+        def close(self) -> None:
+            closed.append(self.number)
+            self.socket.close()
+            self._other.close()
+
+    made: list[Link] = []
+
+    def connect(_: Card) -> Link:
+        made.append(Link(len(made)))
+        return made[-1]
+
+    all_peers = Peers(ROW_BYTES, NUM_ROWS, connect)
+    card = Card("tcp", "h", "1", "f" * 32, ROW_BYTES, NUM_ROWS)
+    with pytest.raises(MemoryError):
+        await all_peers.push(card, bytes(16), [0], [0])
+    assert closed == [0]
+    await all_peers.push(card, bytes(16), [0], [0])
+    assert len(made) == 2
+    await all_peers.close()
+    assert closed == [0, 1]
+
+
 # Receivers that are not what they seem
 
 
 @contextlib.contextmanager
-def false_receiver(kind: str, directory: str, serve: Callable[[socket.socket], None]) -> Iterator[bytes]:
+def false_receiver(
+    kind: str, directory: str, serve: Callable[[socket.socket, bytes], None], introduction: int = HELLO.size
+) -> Iterator[bytes]:
     """The card of a receiver that accepts one writer, reads its introduction, and does as `serve` says."""
     is_tcp = channel_of(kind) == "tcp"
     with socket.socket(socket.AF_INET if is_tcp else socket.AF_UNIX) as server:
@@ -750,8 +958,7 @@ def false_receiver(kind: str, directory: str, serve: Callable[[socket.socket], N
         def run() -> None:
             connection, _ = server.accept()
             with connection:
-                connection.recv(HELLO.size, socket.MSG_WAITALL)
-                serve(connection)
+                serve(connection, connection.recv(introduction, socket.MSG_WAITALL))
 
         thread = threading.Thread(target=run)
         thread.start()
@@ -761,8 +968,8 @@ def false_receiver(kind: str, directory: str, serve: Callable[[socket.socket], N
         assert not thread.is_alive()
 
 
-def answering(words: bytes) -> Callable[[socket.socket], None]:
-    return lambda connection: connection.sendall(words)
+def answering(words: bytes) -> Callable[[socket.socket, bytes], None]:
+    return lambda connection, _: connection.sendall(words)
 
 
 @pytest.mark.parametrize("words", [b"", b"HTTP", b"HTTP/1.1 200 OK\r\n\r\n", ANSWER.pack(MAGIC, 9, 0), WELCOME])
@@ -777,7 +984,7 @@ async def test_a_peer_that_answers_otherwise_is_a_peer_lost(kind: str, words: by
 async def test_an_answer_that_counts_wrong_is_a_peer_lost(directory: str) -> None:
     writer = await Peer.start("tcp", NUM_ROWS, ROW_BYTES, directory)
 
-    def boast(connection: socket.socket) -> None:
+    def boast(connection: socket.socket, _: bytes) -> None:
         connection.sendall(WELCOME + ACK.pack(MAGIC, VERSION, 2, 0))
         while connection.recv(65_536):
             pass
@@ -793,7 +1000,7 @@ async def test_a_receiver_that_reads_nothing_is_given_up(ended_by: str, director
     writer = await Peer.start("tcp", NUM_ROWS, ROW_BYTES, directory, patience_s=patience_s)
     given_up = threading.Event()
 
-    def say_welcome_and_sleep(connection: socket.socket) -> None:
+    def say_welcome_and_sleep(connection: socket.socket, _: bytes) -> None:
         connection.sendall(WELCOME)
         given_up.wait(3 * PATIENCE_S)
 
@@ -836,7 +1043,7 @@ async def test_only_a_sealed_memory_of_the_right_size_is_mapped(give: Callable[[
     before = len(os.listdir("/proc/self/fd"))
     fd = give()
 
-    def serve(connection: socket.socket) -> None:
+    def serve(connection: socket.socket, _: bytes) -> None:
         socket.send_fds(connection, [WELCOME], [fd])
 
     with (

@@ -5,6 +5,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,11 @@ from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared import registry as registry_module
+from shared import security
 from shared.codec import encode
 from shared.messages import JoinReply, NodeInfo
 from shared.registry import EmbeddedRegistry, RedisAnnouncer, RedisRegistry, StreamAnnouncer, announcer
+from shared.security import complaints
 from shared.serve import until
 from shared.services import JOIN, connect
 
@@ -312,3 +315,30 @@ async def test_an_announcer_comes_back_after_an_outage_into_an_empty_redis(redis
     redis.error = RedisTimeoutError("frozen")
     await node.close()
     assert redis.is_closed, "an unreachable registry does not hold up a node's end"
+
+
+async def test_in_a_cluster_with_a_secret_entries_that_were_not_signed_with_it_are_skipped(
+    redis: PlayedRedis, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, text in (("ours", "our-secret-0123456789-abcdefghijklm"), ("theirs", "a-secret-of-0123456789-others")):
+        (tmp_path / name).touch(mode=0o600)
+        (tmp_path / name).write_text(text * 2)
+    redis.put("unsigned", encode(replace(INFO, id="unsigned")))
+    complaints.forgive("baton:c:node:")
+    try:
+        security.configure(str(tmp_path / "theirs"), {})
+        stranger = RedisAnnouncer("redis://played", "c", BEAT_S)
+        await stranger.start(replace(INFO, id="stranger"))
+        security.configure(str(tmp_path / "ours"), {})
+        node = RedisAnnouncer("redis://played", "c", BEAT_S)
+        await node.start(INFO)
+        async with watching() as registry:
+            assert await until(lambda: registry.nodes == {"d0": INFO}, 5.0)
+            await reads(redis, 2)
+            assert registry.nodes == {"d0": INFO}
+            assert registry.skipped >= 2
+            assert sum("is skipped" in record.getMessage() for record in caplog.records) == 1, "said once"
+        await stranger.close()
+        await node.close()
+    finally:
+        security.configure("", {})

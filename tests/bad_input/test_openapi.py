@@ -1,0 +1,51 @@
+"""The API against its own document and OpenAI's: whatever fits them, or does not, gets an answer as they say.
+
+`make schemathesis` does the same with a live cluster, for as many cases as are wanted.
+"""
+
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from router.api import build_app
+from router.openapi import openapi
+from router.template import ChatTemplate
+from router.text import Tokenizer
+from tests.bad_input.conformance import OPENAI, asking_for, hold, openai_document
+from tests.router.conftest import CHATML, byte_level_tokenizer
+from tests.router.test_api import EOS, MODEL, ScriptedDispatcher
+
+CASES = 8  # of each operation, in each of two modes
+
+
+@pytest.fixture(scope="module")
+def app() -> Any:
+    library = byte_level_tokenizer()
+    special = [token.content for token in library.get_added_tokens_decoder().values()]
+    tokenizer = Tokenizer(library, {}, ChatTemplate(CHATML, {}, special))
+    text = tokenizer.encode("Once upon a time")
+    return build_app(ScriptedDispatcher(lambda _, sample: [*text[sample:], EOS]), tokenizer, MODEL)
+
+
+def test_our_own_document_is_kept(app: Any) -> None:
+    statuses = hold(app, asking_for(MODEL.name, openapi()), CASES)
+    assert statuses[200] > CASES, "answers of both kinds were looked at"
+    assert statuses[400] > CASES
+
+
+@pytest.mark.skipif(not OPENAI.is_file(), reason="OpenAI's document is not beside this checkout")
+def test_openais_document_is_kept(app: Any) -> None:
+    statuses = hold(app, asking_for(MODEL.name, openai_document()), CASES, "http://router/v1")
+    assert statuses[200]
+    assert statuses[400] > CASES
+
+
+def test_the_document_is_served_and_describes_every_field(app: Any) -> None:
+    document = TestClient(app).get("/openapi.json").json()
+    assert document == openapi()
+    for name, schema in document["components"]["schemas"].items():
+        for field, described in schema.get("properties", {}).items():
+            assert set(described) - {"title", "default"}, f"{name}.{field} says nothing"
+    routes = {route.path.replace(":path", "") for route in app.routes}
+    assert set(document["paths"]) <= routes

@@ -1,0 +1,155 @@
+"""Settings that cannot be served (C1 to C6): status 2, and one line with the flag or file, the value and the fix."""
+
+import json
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.process import main as node_main
+from router.__main__ import main as router_main
+from scheduler.role import DECODE, PREFILL
+from shared.command_line import settings_from_command_line
+from shared.config import NodeSettings, RouterSettings, Settings
+from tests.cluster.harness import DEMO, ROOT
+
+COST = {"cost": {"per_token": 1e-3}, "kv_bytes_per_token": 64, "kv_tokens": 4096, "link": "x"}
+LINKS = {"links": {"x": {"latency_s": 0.0, "bytes_per_s": 1e9}}}
+
+FLAGS: dict[str, tuple[type[Settings], list[str], str]] = {
+    "unset variable of a shell": (RouterSettings, ["--port", "${PORT}"], "--port '${PORT}': must be a whole number"),
+    "a yaml anchor": (NodeSettings, ["--block-size", "&a 16"], "--block-size '&a 16'"),
+    "port twice": (RouterSettings, ["--port", "1", "--port", "x"], "--port 'x'"),
+    "host with a port": (NodeSettings, ["--host", "[::1]:80"], "--host '[::1]:80': must be a host name or address"),
+    "a block of a million": (NodeSettings, ["--block-size", "1000000"], "a whole number from 0 to 1024"),
+    "no request at once": (NodeSettings, ["--max-num-seqs", "0"], "a whole number from 1 to"),
+    "no token a step": (NodeSettings, ["--max-num-batched-tokens", "0"], "a whole number from 1 to"),
+    "all of the GPU and half": (NodeSettings, ["--gpu-memory-utilization", "1.5"], "a number over 0 up to 1"),
+    "nothing of the GPU": (NodeSettings, ["--gpu-memory-utilization", "0"], "a number over 0 up to 1"),
+    "memory below zero": (NodeSettings, ["--kv-cache-memory", "-1GiB"], "512MiB"),
+    "memory of 40 digits": (NodeSettings, ["--kv-cache-memory", "9" * 40], "512MiB"),
+    "a number in other digits": (RouterSettings, ["--port", "\u0661"], "--port"),
+    "a lease without end": (NodeSettings, ["--heartbeat-s", "inf"], "a number from 0.05 to 60"),
+}
+
+
+@pytest.mark.parametrize(("kind", "argv", "complaint"), FLAGS.values(), ids=FLAGS)
+def test_a_flag_is_named_with_its_value_and_what_is_allowed(
+    kind: type[Settings], argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        settings_from_command_line(kind, ["--model", str(DEMO), *argv], "prog")
+    assert ended.value.code == 2
+    one_line(capsys, complaint)
+
+
+def one_line(capsys: pytest.CaptureFixture[str], complaint: str) -> None:
+    err = capsys.readouterr().err
+    assert complaint in err
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+
+
+def nodes(tmp_path: Path, **changes: Any) -> NodeSettings:
+    base: dict[str, Any] = {"model": str(DEMO), "kv_directory": str(tmp_path / "kv"), "runner": "hash", "threads": 1}
+    return NodeSettings(**base | changes)
+
+
+NODES: dict[str, tuple[dict[str, Any], str]] = {
+    "no such model": ({"model": "/no/such/place"}, "model '/no/such/place' is neither a directory nor a hub id"),
+    "a model above": ({"model": "../../etc"}, "config.json: missing"),
+    "a model of NUL": ({"model": "a\0b"}, "model 'a\\x00b' is neither a directory nor a hub id"),
+    "longer than the model": ({"max_model_len": 10**6}, "--max-model-len 1000000 is over the"),
+    "a pool of one block": ({"num_blocks": 1}, "--num-blocks 1: one block is kept as a dummy"),
+    "a pool below one request": (
+        {"num_blocks": 9, "max_model_len": 129},
+        "--max-model-len 129: the KV pool holds 128 tokens (8 blocks of 16); give --num-blocks 10, or --kv-cache-memory",
+    ),
+    "memory below two blocks": ({"kv_cache_memory": 100}, "100 bytes of KV memory hold 0 blocks of 256 bytes (2 layers x"),
+    "memory that no machine has": ({"kv_cache_memory": 10**17}, "memory"),
+    "a GPU for what needs none": ({"device": "cuda"}, "--device cuda"),
+    "bfloat16 on a CPU": ({"runner": "torch", "dtype": "bfloat16"}, "--weight-dtype"),
+    "a directory of everybody": ({"kv_directory": "/tmp"}, "--kv-directory /tmp: others may write there"),
+    "a directory that is a file": ({"kv_directory": str(DEMO / "config.json")}, "config.json"),
+    "a failpoint without leave": ({"failpoint": "engine.step=kill"}, "BATON_ALLOW_FAILPOINTS"),
+    "an unknown failpoint": ({"failpoint": "x.y=kill", "allow_failpoints": True}, "BATON_FAILPOINT 'x.y=kill'"),
+    "an unknown device to emulate": ({"emulate": "nothing"}, "--emulate nothing: is no file, and none of"),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(30)  # a node that starts all the same serves until then
+@pytest.mark.parametrize(("changes", "complaint"), NODES.values(), ids=NODES)
+def test_a_node_ends_with_one_line(
+    changes: dict[str, Any], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert node_main(nodes(tmp_path, **changes), DECODE) == 2
+    one_line(capsys, complaint)
+
+
+COSTS: dict[str, tuple[str | bytes, str]] = {
+    "empty": ("", "is no JSON"),
+    "not UTF-8": (b"\xff", "utf-8"),
+    "too deep": ("[" * 100_000, "is no JSON"),
+    "a list": ("[]", "cost must be an object"),
+    "all zero": (json.dumps(COST | LINKS | {"cost": {"per_token": 0}}), "cost is all zero"),
+    "below zero": (json.dumps(COST | LINKS | {"cost": {"per_token": -1}}), "cost.per_token must be a number from 0"),
+    "NaN": ('{"cost": {"per_token": NaN}}', "cost.per_token must be a number from 0"),
+    "400 digits": ('{"cost": {"per_token": %s}}' % ("9" * 400), "cost.per_token must be a number from 0"),
+    "5,000 digits": ('{"cost": {"per_token": %s}}' % ("9" * 5000), "digits"),
+    "an unknown name": (json.dumps({"cost": {"per_byte": 1}}), "cost.per_byte is none of"),
+    "no such link": (json.dumps(COST | {"links": {}}), "link 'x' is none of"),
+    "a link that is a list": (json.dumps(COST | {"links": {"x": []}}), "links.x.latency_s must be a number"),
+    "tokens beyond memory": (json.dumps(COST | LINKS | {"kv_tokens": 1e30}), "kv_tokens must be a number from 1024"),
+}
+
+
+@pytest.mark.parametrize(("content", "complaint"), COSTS.values(), ids=COSTS)
+def test_a_cost_model_that_is_none_is_named_with_its_file(
+    content: str | bytes, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cost.json"
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    assert node_main(nodes(tmp_path, emulate=str(file)), PREFILL) == 2
+    one_line(capsys, complaint)
+
+
+def test_a_port_that_is_taken_or_asked_for_twice_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert router_main(RouterSettings(model=str(DEMO), port=port, registry_port=0)) == 2
+        one_line(capsys, f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port")
+        flags = ["--model", str(DEMO), "--port", "0", "--registry-port", str(port)]
+        command = [sys.executable, "-m", "router", *flags]  # it has begun when it finds out: not in this process
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert f"cannot listen on registry port {port}" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "256.1.1.1", "203.0.113.7"])
+def test_a_host_that_is_not_ours_is_named(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert router_main(RouterSettings(model=str(DEMO), host=host, port=0, registry_port=0)) == 2
+    one_line(capsys, host)
+
+
+@pytest.fixture
+def _logging_as_before() -> Iterator[None]:
+    root, interval_s = logging.getLogger(), sys.getswitchinterval()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    sys.setswitchinterval(interval_s)
+
+
+@pytest.mark.usefixtures("_logging_as_before")
+def test_a_nodes_port_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert node_main(nodes(tmp_path, port=port, num_blocks=64), DECODE) == 2
+        one_line(capsys, f"cannot listen on 127.0.0.1:{port}: ")

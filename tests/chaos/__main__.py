@@ -1,0 +1,93 @@
+"""`python -m tests.chaos`: the fault matrix on loopback; `cancels`, `soak`, `wire`: see `--help` of each.
+
+Each row is a cluster of its own: a router, two prefill and two decode nodes that run the hash model, 8 clients. Prints
+the table, writes benchmarks/results/chaos.json (and docs/fault-tolerance.md is written from that by `python -m
+benchmarks document`), and ends with status 1 if a request was lost, a token wrong or a block not given back.
+"""
+
+import argparse
+import signal
+import sys
+
+from benchmarks.result import Cell, Result, Table
+from tests.chaos import cancels, soak, two_routers, wire
+from tests.chaos.drive import Report, drive
+from tests.chaos.matrix import ROWS
+
+COLUMNS = ["fault", "in TRUST.md", "requests", "lost", "unequal", "moved", "faults", "restarts", "detected ms",
+           "longest gap ms", "made of (ms)", "blocks balance"]  # fmt: skip
+COMMANDS = {"cancels": cancels.main, "soak": soak.main, "wire": wire.main, "routers": two_routers.main}
+
+
+def main(arguments: list[str]) -> int:
+    if arguments and arguments[0] in COMMANDS:
+        return COMMANDS[arguments[0]](arguments[1:])
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--rows", default="", help="names of rows, with commas; default: all")
+    parser.add_argument("--requests", type=int, default=800, help="at least so many a row")
+    parser.add_argument("--channel", default="", help="shm or tcp for all rows; default: as each has it")
+    parser.add_argument("--no-write", action="store_true", help="write no results file")
+    chosen = parser.parse_args(arguments)
+    names = [name.strip() for name in chosen.rows.split(",") if name.strip()]
+    if unknown := set(names) - {row.name for row in ROWS}:
+        parser.error(f"no row {', '.join(sorted(unknown))}; there are: {', '.join(row.name for row in ROWS)}")
+    reports: list[Report] = []
+    broken: list[str] = []
+    for row in ROWS:
+        if names and row.name not in names:
+            continue
+        print(f"{row.name}: {row.what}", flush=True)
+        try:
+            report = drive(row, chosen.requests, chosen.channel)
+        except AssertionError as error:
+            broken.append(f"{row.name}: {error}")
+            print(f"  BROKEN: {error}", flush=True)
+            continue
+        reports.append(report)
+        print("  " + " | ".join(map(str, cells(report)[2:])), *report.complaints()[:20], sep="\n  ", flush=True)
+    result = document(reports, chosen.requests)
+    if names or chosen.no_write or broken:
+        print("\n" + result.tables[0].markdown())
+    else:
+        result.finish()
+    bad = [report.row.name for report in reports if not report.is_good]
+    print(f"{len(reports)} rows; not good: {', '.join(bad) or 'none'}; broken: {'; '.join(broken) or 'none'}")
+    return 1 if bad or broken else 0
+
+
+def cells(report: Report) -> list[Cell]:
+    row, gap = report.row, report.gap
+    harms = ", ".join(f"{count} {what}" for what, count in report.harms.items() if count)
+    return [
+        row.what + (f" ({harms})" if harms else ""),
+        row.rules,
+        len(report.outcomes),
+        report.num_lost,
+        report.num_unequal,
+        report.status["requests"]["moved"],
+        len(report.faults),
+        len(report.restarts),
+        None if report.detected_s is None else round(report.detected_s * 1000),
+        None if gap is None else round(gap.whole_s * 1000),
+        None if gap is None else gap.shown(),
+        "yes" if not report.unbalanced else "; ".join(report.unbalanced),
+    ]
+
+
+def document(reports: list[Report], requests: int) -> Result:
+    table = Table("Faults, one kind after the other", COLUMNS, [cells(report) for report in reports])
+    return Result(
+        "chaos",
+        "Two prefill and two decode nodes, one router, all real processes on one host; 8 clients stream prompts of 20 "
+        f"to 6,000 tokens, at least {requests} requests a row, with the hash model, whose tokens prove that the right "
+        "KV arrived. Nodes that end are started again.",
+        [table],
+        [dict(zip(COLUMNS, cells(report), strict=True)) | {"name": report.row.name, "restarted": report.restarts}
+         for report in reports],
+        command="make chaos",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the cluster's processes end with us
+    sys.exit(main(sys.argv[1:]))

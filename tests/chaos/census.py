@@ -1,0 +1,74 @@
+"""Counts what a process may leak: memory, descriptors by kind, threads; and what lies about in shared places."""
+
+import os
+import stat
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.cluster.harness import Cluster
+
+MIB = 1 << 20
+# Threads that a process may still start of its own accord: asyncio's own pool, and one that pushes KV to each peer.
+POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
+
+
+@dataclass(slots=True)
+class Count:
+    """Of one process. `descriptors` are by what they are: socket, memfd, file, …."""
+
+    pid: int
+    rss_mib: float
+    threads: int
+    descriptors: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def num_descriptors(self) -> int:
+        return self.descriptors.total()
+
+
+def count(pid: int) -> Count:
+    """Raises psutil.NoSuchProcess when it has ended."""
+    process = psutil.Process(pid)
+    with process.oneshot():
+        rss_mib, threads = process.memory_info().rss / MIB, process.num_threads()
+    return Count(pid, rss_mib, threads, Counter(_kinds(Path(f"/proc/{pid}/fd"))))
+
+
+def count_all(running: Cluster) -> dict[str, Count]:
+    return {name: count(process.pid) for name, process in running.processes.items() if process.poll() is None}
+
+
+def left_about(running: Cluster) -> Counter[str]:
+    """Sockets in the KV directory, and named shared memory that a process has mapped: that would outlive it."""
+    directory = Path(str(running.settings["kv_directory"]))
+    sockets = sum(stat.S_ISSOCK(path.stat().st_mode) for path in directory.iterdir())
+    maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in running.processes.values()]
+    return Counter({"unix sockets": sockets, "files in /dev/shm": sum(text.count(" /dev/shm/") for text in maps)})
+
+
+def leaks(before: Mapping[str, Count], after: Mapping[str, Count]) -> list[str]:
+    """What each process has more of than before; a pool of threads may have filled up meanwhile."""
+    found = []
+    for name, now in after.items():
+        then = before[name]
+        more = {kind: num - then.descriptors[kind] for kind, num in now.descriptors.items()}
+        if grown := {kind: num for kind, num in more.items() if num > 0}:
+            found.append(f"{name}: {grown} descriptors more, of {then.num_descriptors}")
+        if now.threads > then.threads + POOL_THREADS:
+            found.append(f"{name}: {now.threads} threads, of {then.threads}")
+    return found
+
+
+def _kinds(directory: Path) -> list[str]:
+    kinds = []
+    for entry in directory.iterdir():
+        try:
+            target = os.readlink(entry)
+        except OSError:  # closed just now
+            continue
+        kinds.append("memfd" if "memfd:" in target else target.partition(":")[0] if ":" in target else "file")
+    return kinds

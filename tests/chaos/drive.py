@@ -1,0 +1,235 @@
+"""Runs one row of the matrix: a cluster of real processes, clients, faults in their phases, and a supervisor that
+starts again what has ended; then looks at what the clients saw and at what the nodes still hold.
+"""
+
+import contextlib
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shared.clock import now_ns
+from tests.chaos.evidence import Fault, Gap, at_rest, detection_s, fired, gap_of
+from tests.chaos.proxy import NONE, Harm, Proxy, Relays
+from tests.chaos.traffic import Load, Outcome
+from tests.cluster.harness import Cluster, cluster, free_port, wait_for
+
+CLIENTS = 8
+LOOK_S = 0.02
+FAULTS_S = 120.0  # until every fault of a row has happened
+PROXY_HOST = "127.0.0.9"  # what a node behind relays advertises
+ALLOWED: dict[str, object] = {"allow_failpoints": "true"}
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """To one life of a process, `at_s` after the load began: a signal, or several with pauses before each."""
+
+    name: str
+    at_s: float
+    signals: tuple[tuple[float, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Harms a node's link for a while."""
+
+    name: str
+    kind: str  # "kv" or "rpc"
+    at_s: float
+    harm: Harm
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kind of fault. `lives`: the failpoints of a process's first life, of its second, …; those after have none."""
+
+    name: str
+    rules: str  # of TRUST.md: "F1"
+    what: str
+    lives: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    script: Sequence[Signals | Link] = ()
+    thaw_s: float = 1.0  # a process that stopped itself goes on after
+    channel: str = "shm"
+    prefill: int = 2
+    decode: int = 2
+    may_lose: int = 0  # clients that hear of it, as nothing else is possible: their router died, or their request is it
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Report:
+    """What came of a row."""
+
+    row: Row
+    outcomes: list[Outcome]
+    faults: list[Fault]
+    restarts: list[tuple[str, int]]  # name and exit status, in order
+    status: dict[str, Any]
+    detected_s: float | None
+    gap: Gap | None
+    unbalanced: list[str]  # nodes, and what they still hold
+    harms: dict[str, int]  # what the relays did
+
+    @property
+    def num_lost(self) -> int:
+        return sum(bool(outcome.lost) for outcome in self.outcomes)
+
+    @property
+    def num_unequal(self) -> int:
+        return sum(outcome.is_unequal for outcome in self.outcomes)
+
+    @property
+    def is_good(self) -> bool:
+        return self.num_lost <= self.row.may_lose and not self.num_unequal and not self.unbalanced
+
+    def complaints(self) -> list[str]:
+        """One line each, for people."""
+        said = [f"lost: {outcome.ask.index}: {outcome.lost}" for outcome in self.outcomes if outcome.lost]
+        said += [f"unequal: {outcome.ask.index} ({outcome.id})" for outcome in self.outcomes if outcome.is_unequal]
+        return said + self.unbalanced
+
+
+class Supervisor:
+    """Starts anew every node that ends, as `baton up` does, and lets those go on that stopped themselves."""
+
+    def __init__(self, running: Cluster, lives: Mapping[str, Iterator[str]], thaw_s: float) -> None:
+        self.restarts: list[tuple[str, int]] = []
+        self._running = running
+        self._lives = lives
+        self._thaw_s = thaw_s
+        self._stopped: dict[int, float] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="supervisor")
+
+    def __enter__(self) -> "Supervisor":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(LOOK_S):
+            for name, process in list(self._running.processes.items()):
+                status = process.poll()
+                if status is not None:
+                    self.restarts.append((name, status))
+                    start_life(self._running, name, self._lives)
+                elif _is_stopped(process.pid):
+                    since = self._stopped.setdefault(process.pid, time.monotonic())
+                    if time.monotonic() - since > self._thaw_s:
+                        process.send_signal(signal.SIGCONT)
+                        del self._stopped[process.pid]
+
+
+def all_back(running: Cluster) -> bool:
+    """Every process runs, and the router talks with every node."""
+    try:
+        alive = {node["id"] for node in running.status()["nodes"] if node["alive"]}
+    except OSError:
+        return False
+    return all(
+        process.poll() is None and (name in alive or name in running.urls)
+        for name, process in list(running.processes.items())
+    )
+
+
+def start_life(running: Cluster, name: str, lives: Mapping[str, Iterator[str]]) -> None:
+    running.own[name] = running.own.get(name, {}) | armed(next(lives.get(name, iter(())), ""))
+    running.start(name)
+
+
+def armed(failpoint: str) -> dict[str, object]:
+    return {"failpoint": failpoint} | (ALLOWED if failpoint else {"allow_failpoints": "false"})
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
+# ---- a row, from start to end ---------------------------------------------------------------------------------------
+
+
+def drive(row: Row, requests: int, channel: str = "") -> Report:
+    """Raises AssertionError when a fault of the row did not happen, or the cluster does not come to rest."""
+    lives = {name: iter(failpoints) for name, failpoints in row.lives.items()}
+    own = {name: armed(next(life)) for name, life in lives.items()}
+    with Relays() as relays, contextlib.ExitStack() as cleanup:
+        proxies = {name: _proxied(relays, own, name) for name in {act.name for act in row.script if _is_link(act)}}
+        settings = {"kv_channel": channel or row.channel, "heartbeat_s": 0.5, "log_format": "json"} | row.settings
+        running = cleanup.enter_context(cluster(row.prefill, row.decode, own=own, **settings))
+        load = Load(running.url, running.model, CLIENTS)
+        with Supervisor(running, lives, row.thaw_s) as supervisor:
+            load.start()
+            try:
+                faults = _play(row.script, running, proxies)
+                wanted = sum(len(text.split(",")) for texts in row.lives.values() for text in texts if text)
+                wait_for(lambda: len(fired(running)) >= wanted, f"{wanted} failpoints of {row.name}", FAULTS_S)
+                wait_for(lambda: all_back(running), f"all nodes back after {row.name}", FAULTS_S)
+            except AssertionError as error:
+                tails = "\n".join(f"{name}: {running.log(name)[-1500:]}" for name in running.processes)
+                raise AssertionError(f"{error}\n{running.status()['nodes']}\n{tails}") from None
+            finally:
+                load.finish(requests)
+            status, unbalanced = at_rest(running)
+        faults += fired(running)
+        gaps = sorted((outcome for outcome in load.outcomes if outcome.id), key=lambda outcome: -outcome.gap_s)
+        harms = {
+            what: sum(getattr(proxy, f"num_{what}") for pair in proxies.values() for proxy in pair.values())
+            for what in ("cut", "corrupted", "doubled")
+        }
+        return Report(
+            row,
+            load.outcomes,
+            faults,
+            supervisor.restarts,
+            status,
+            detection_s(running, faults),
+            gap_of(running, gaps[0], faults) if gaps else None,
+            unbalanced,
+            harms,
+        )
+
+
+def _is_link(act: Signals | Link) -> bool:
+    return isinstance(act, Link)
+
+
+def _proxied(relays: Relays, own: dict[str, dict[str, object]], name: str) -> dict[str, Proxy]:
+    """Puts a node behind relays: others know it under another address."""
+    ports = {"rpc": free_port(), "kv": free_port()}
+    own[name] = own.get(name, {}) | {"port": ports["rpc"], "kv_port": ports["kv"], "advertise": PROXY_HOST}
+    return {kind: relays.between(PROXY_HOST, port) for kind, port in ports.items()}
+
+
+def _play(
+    script: Sequence[Signals | Link], running: Cluster, proxies: Mapping[str, Mapping[str, Proxy]]
+) -> list[Fault]:
+    """Does what the script says when it says so; links are whole again when it returns."""
+    faults: list[Fault] = []
+    began = time.monotonic()
+    for act in sorted(script, key=lambda act: act.at_s):
+        time.sleep(max(0.0, began + act.at_s - time.monotonic()))
+        faults.append(Fault(act.name, type(act).__name__, now_ns()))
+        if isinstance(act, Signals):
+            _send(running.processes[act.name], act)
+        else:
+            proxies[act.name][act.kind].harm = act.harm
+            time.sleep(act.for_s)
+            proxies[act.name][act.kind].harm = NONE
+    return faults
+
+
+def _send(process: "subprocess.Popen[bytes]", act: Signals) -> None:
+    for pause_s, number in act.signals:
+        time.sleep(pause_s)
+        process.send_signal(number)  # of a process that has ended, nothing

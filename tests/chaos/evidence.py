@@ -1,0 +1,129 @@
+"""What a row of the matrix leaves behind: the logs of its processes, the timeline of a request, the nodes' blocks."""
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from tests.chaos.traffic import Outcome
+from tests.cluster.harness import Cluster, wait_for
+
+FIRED = re.compile(r"failpoint (?P<site>[\w.]+) \(.*\): (?P<action>\S+)")
+
+
+@dataclass(slots=True)
+class Fault:
+    """Something that was done to a process, at a Unix time."""
+
+    name: str
+    what: str
+    at_ns: int
+
+
+@dataclass(slots=True)
+class Gap:
+    """The longest time without a token, in seconds, of one request, and what it went by with."""
+
+    whole_s: float
+    parts_s: dict[str, float]
+
+    def shown(self) -> str:
+        return ", ".join(f"{name} {1000 * part:.0f}" for name, part in self.parts_s.items() if part >= 0.001)
+
+
+def at_rest(running: Cluster, timeout_s: float = 20.0) -> tuple[dict[str, Any], list[str]]:
+    """The status once nothing is under way, and what is not as it should be then."""
+    with contextlib.suppress(AssertionError):
+        wait_for(lambda: not _held(running.status()), "all blocks given back", timeout_s)
+    time.sleep(1.0)  # another heartbeat
+    status = running.status()
+    return status, _held(status)
+
+
+def _held(status: dict[str, Any]) -> list[str]:
+    said = []
+    for node in status["nodes"]:
+        blocks = node["blocks"]
+        if not node["alive"]:
+            said.append(f"{node['id']} is not alive")
+        elif any(blocks[kind] for kind in ("owned", "reserved", "quarantined")):
+            said.append(f"{node['id']} holds {blocks}")
+        elif blocks["free"] + blocks["cached"] != blocks["total"]:
+            said.append(f"{node['id']} does not balance: {blocks}")
+    return said
+
+
+# ---- what the logs tell ----------------------------------------------------------------------------------------------
+
+
+def lines(running: Cluster, name: str) -> list[dict[str, Any]]:
+    """A process's log, all of its lives; what is no JSON is left out."""
+    found = []
+    for line in (running.directory / f"{name}.log").read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
+def fired(running: Cluster) -> list[Fault]:
+    """All failpoints that were reached so far."""
+    found = []
+    for name in list(running.processes):
+        for line in lines(running, name):
+            if match := FIRED.match(str(line.get("message"))):
+                found.append(Fault(name, f"{match['site']}={match['action']}", _unix_ns(line)))
+    return found
+
+
+def detection_s(running: Cluster, faults: Sequence[Fault]) -> float | None:
+    """Of the faults that made the router give a node up, the longest until it did, from the logs of both."""
+    news = [(_unix_ns(line), str(line["message"])) for line in lines(running, "router") if "time" in line]
+    found = []
+    for fault in faults:
+        about = re.compile(rf"node {re.escape(fault.name)}\b.*(lost|stuck)")
+        later = [at for at, message in news if at >= fault.at_ns - 1_000_000 and about.search(message)]
+        others = [other.at_ns for other in faults if other.name == fault.name and other.at_ns > fault.at_ns]
+        if later and later[0] < min(others, default=later[0] + 1):
+            found.append((later[0] - fault.at_ns) / 1e9)
+    return max(found, default=None)
+
+
+def _unix_ns(line: Mapping[str, Any]) -> int:
+    return int(datetime.fromisoformat(line["time"]).timestamp() * 1e9)
+
+
+def gap_of(running: Cluster, outcome: Outcome, faults: Sequence[Fault]) -> Gap:
+    """Takes the gap apart: until the fault in it, until the request was queued elsewhere, and what went on there."""
+    begin, end = (at / 1e6 for at in outcome.gap_ns)
+    try:
+        spans = running.get(f"/v1/requests/{outcome.id}/timeline")["spans"]
+    except OSError:
+        return Gap(outcome.gap_s, {})
+    at = [fault.at_ns / 1e6 for fault in faults if begin < fault.at_ns / 1e6 < end]
+    anew = [span["start_ms"] for span in spans if span["kind"] == "queued" and begin < span["start_ms"] < end]
+    cuts = [begin, min(at, default=begin), max(anew, default=begin)]
+    parts = {
+        "before the fault": cuts[1] - begin,
+        "until queued anew": max(0.0, cuts[2] - cuts[1]),
+        "in the queue": _overlap(spans, "queued", max(cuts), end),
+        "prefill": _overlap(spans, "chunk", max(cuts), end),
+    }
+    return Gap(
+        outcome.gap_s,
+        {name: part / 1e3 for name, part in parts.items()}
+        | {"rest": max(0.0, end - begin - sum(parts.values())) / 1e3},
+    )
+
+
+def _overlap(spans: Sequence[Mapping[str, Any]], kind: str, begin: float, end: float) -> float:
+    """Milliseconds of [begin, end] in which some span of this kind ran."""
+    found, until = 0.0, begin
+    for span in sorted((span for span in spans if span["kind"] == kind), key=lambda span: span["start_ms"]):
+        first, last = max(until, span["start_ms"]), min(end, span["end_ms"] if span["end_ms"] is not None else end)
+        if last > first:
+            found, until = found + last - first, last
+    return found

@@ -1,0 +1,178 @@
+"""A TCP relay that harms what passes: refuses, falls silent, cuts at a byte, flips bits, doubles chunks, slows down.
+
+A node listens on 127.0.0.1 and advertises another loopback address, where a relay listens on the same port. So what
+others say to it, over RPC or the KV channel, goes through here. After Toxiproxy.
+"""
+
+import asyncio
+import contextlib
+import random
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+CHUNK_BYTES = 65_536
+LOOK_S = 0.02  # how often a silent direction looks whether it may speak again
+INTRODUCTION_BYTES = 512  # at a connection's start, never harmed: a connection that cannot begin proves little
+
+
+@dataclass(frozen=True, slots=True)
+class Harm:
+    """What a link does from now on. `up` is towards the node behind the relay. Shares are of chunks."""
+
+    refuse: bool = False  # connections are reset at once, those that stand too
+    silent: frozenset[str] = frozenset()  # directions ("up", "down") in which no byte moves; nothing is lost
+    delay_s: float = 0.0  # each chunk waits
+    bytes_per_s: float = 0.0  # upwards; 0: as fast as it goes
+    cut_at: int = 0  # a connection is reset after so many bytes upwards, each one byte later than the one before
+    corrupt: float = 0.0  # a bit of these is flipped, upwards
+    double: float = 0.0  # these are sent twice, upwards
+
+
+NONE = Harm()
+PARTITION = Harm(silent=frozenset({"up", "down"}))
+
+
+class Proxy:
+    """Relays `host`:`port` to 127.0.0.1:`port`. `harm` may be set at any time, from any thread."""
+
+    def __init__(self, relays: "Relays", host: str, port: int, seed: int = 0) -> None:
+        self.num_cut = self.num_corrupted = self.num_doubled = 0
+        self._harm = NONE
+        self._relays = relays
+        self._port = port
+        self._random = random.Random(seed)
+        self._tasks: set[asyncio.Task[None]] = set()  # one a connection
+        self._server = socket.create_server((host, port), backlog=128)
+        self._server.setblocking(False)
+
+    @property
+    def harm(self) -> Harm:
+        return self._harm
+
+    @harm.setter
+    def harm(self, harm: Harm) -> None:
+        self._harm = harm
+        if harm.refuse:
+            self.reset()
+
+    def reset(self) -> None:
+        """All connections that stand, both ends."""
+        self._relays.call(lambda: [task.cancel() for task in self._tasks])
+
+    async def serve(self) -> None:
+        """Until cancelled."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                near, _ = await loop.sock_accept(self._server)
+                near.setblocking(False)
+                if self._harm.refuse:
+                    _reset(near)
+                    continue
+                task = asyncio.create_task(self._relay(near))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        finally:
+            self._server.close()
+            for task in self._tasks:
+                task.cancel()
+
+    async def _relay(self, near: socket.socket) -> None:
+        far = socket.socket()
+        far.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(far, ("127.0.0.1", self._port))
+            for connection in (near, far):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._pump(near, far, "up"))
+                group.create_task(self._pump(far, near, "down"))
+        except* OSError:
+            pass
+        finally:
+            _reset(near)
+            _reset(far)
+
+    async def _pump(self, source: socket.socket, target: socket.socket, direction: str) -> None:
+        """Raises OSError when either end is gone, or this connection is to be cut."""
+        loop = asyncio.get_running_loop()
+        passed = 0
+        while data := await loop.sock_recv(source, self._most(direction)):
+            while direction in self._harm.silent:  # noqa: ASYNC110 - set from another thread, which wakes nobody
+                await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self._harm.delay_s)
+            if direction == "up":
+                data = await self._harmed(data, passed, target)
+            passed += len(data)
+            await loop.sock_sendall(target, data)
+        raise ConnectionResetError("the other end hung up")
+
+    def _most(self, direction: str) -> int:
+        """Bytes of one chunk: what a slow link moves in a twentieth of a second."""
+        rate = self._harm.bytes_per_s if direction == "up" else 0.0
+        return min(CHUNK_BYTES, max(1, int(rate / 20))) if rate else CHUNK_BYTES
+
+    async def _harmed(self, data: bytes, passed: int, target: socket.socket) -> bytes:
+        harm = self._harm
+        if harm.cut_at and passed + len(data) > harm.cut_at + self.num_cut:
+            await asyncio.get_running_loop().sock_sendall(target, data[: max(0, harm.cut_at + self.num_cut - passed)])
+            self.num_cut += 1
+            raise ConnectionResetError("cut here")
+        first = max(0, INTRODUCTION_BYTES - passed)
+        if first < len(data) and self._random.random() < harm.corrupt:
+            at = self._random.randrange(first, len(data))
+            data = data[:at] + bytes([data[at] ^ 1 << self._random.randrange(8)]) + data[at + 1 :]
+            self.num_corrupted += 1
+        if first < len(data) and self._random.random() < harm.double:
+            data += data
+            self.num_doubled += 1
+        if harm.bytes_per_s:
+            await asyncio.sleep(len(data) / harm.bytes_per_s)
+        return data
+
+
+class Relays:
+    """The thread and event loop on which relays run. Use as a context manager."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="relays", daemon=True)
+        self._running: list[asyncio.Task[None]] = []
+
+    def __enter__(self) -> "Relays":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        async def stop() -> None:
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(stop(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def between(self, host: str, port: int, seed: int = 0) -> Proxy:
+        """A new relay from `host`:`port` to 127.0.0.1:`port`. Raises OSError when the port is taken there."""
+        proxy = Proxy(self, host, port, seed)
+
+        async def start() -> None:
+            self._running.append(asyncio.create_task(proxy.serve()))
+
+        asyncio.run_coroutine_threadsafe(start(), self._loop).result(10)
+        return proxy
+
+    def call(self, function: Callable[[], object]) -> None:
+        self._loop.call_soon_threadsafe(function)
+
+
+def _reset(connection: socket.socket) -> None:
+    """Ends it with RST, as a host does that knows nothing of it."""
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()

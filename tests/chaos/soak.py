@@ -1,0 +1,168 @@
+"""`python -m tests.chaos soak --minutes 30`: half load, one fault a minute, and whether anything grows.
+
+Memory, descriptors and threads of every process, each ten seconds. Slopes are least squares over what comes after the
+warm-up, of all lives of a process together, each with its own height; with the standard error of the fit.
+"""
+
+import argparse
+import signal
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.result import Cell, Result, Table
+from tests.chaos.census import Count, count_all, left_about
+from tests.chaos.drive import CLIENTS, Supervisor, all_back
+from tests.chaos.evidence import at_rest
+from tests.chaos.traffic import Load
+from tests.cluster.harness import Cluster, cluster, wait_for
+
+SAMPLE_S = 10.0
+LIFE_WARM_S = 60.0  # of a process that was started anew: its memory grows until it has seen everything once
+SHARE = 0.5  # of the time that a client asks
+KILL, TERM = ((0.0, signal.SIGKILL),), ((0.0, signal.SIGTERM),)
+# The first node of each role is only frozen, so that one life of it is as long as the run.
+FAULTS = (
+    ("decode-1", "SIGKILL", KILL),
+    ("prefill-0", "frozen 1 s", ((0.0, signal.SIGSTOP), (1.0, signal.SIGCONT))),
+    ("prefill-1", "SIGTERM", TERM),
+    ("decode-0", "frozen 4 s", ((0.0, signal.SIGSTOP), (4.0, signal.SIGCONT))),
+    ("prefill-1", "SIGKILL", KILL),
+    ("decode-0", "frozen 1 s", ((0.0, signal.SIGSTOP), (1.0, signal.SIGCONT))),
+    ("decode-1", "SIGTERM", TERM),
+    ("prefill-0", "frozen 4 s", ((0.0, signal.SIGSTOP), (4.0, signal.SIGCONT))),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One process at one time."""
+
+    name: str
+    at_s: float
+    age_s: float  # of its life
+    count: Count
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--warm-up", type=float, default=0.0, help="minutes that are left out; 0: a third")
+    parser.add_argument("--fault-every-s", type=float, default=60.0)
+    parser.add_argument("--no-write", action="store_true", help="write no results file")
+    chosen = parser.parse_args(arguments)
+    with cluster(2, 2, heartbeat_s=0.5, log_format="json") as running:
+        soaked = Soak(running, chosen.minutes * 60, chosen.fault_every_s)
+        bad = soaked.run()
+        rows = soaked.slopes(60 * (chosen.warm_up or chosen.minutes / 3))
+    slopes = Table(
+        "Slopes after the warm-up", ["process", "lives", "samples", "MiB at the end", "MiB an hour", "±", "descriptors an hour",
+        "±", "threads an hour", "±"], rows,
+    )  # fmt: skip
+    outcomes = soaked.outcomes
+    counts = [
+        ["requests", len(outcomes)],
+        ["lost", sum(bool(outcome.lost) for outcome in outcomes)],
+        ["unequal", sum(outcome.is_unequal for outcome in outcomes)],
+        ["faults", soaked.num_faults],
+        ["processes started anew", soaked.num_restarts],
+        ["left behind", "; ".join(bad) or "nothing"],
+    ]
+    result = Result(
+        "soak",
+        f"{chosen.minutes:g} minutes: {CLIENTS} clients ask half of the time, one fault each {chosen.fault_every_s:g} "
+        "s (kill, end or freeze a node).",
+        [Table("Soak", ["what", "number"], counts), slopes],
+        [[s.name, round(s.at_s), s.count.pid, s.count.rss_mib, s.count.num_descriptors, s.count.threads]
+         for s in soaked.samples],
+        command=f"make soak MINUTES={chosen.minutes:g}",
+    )  # fmt: skip
+    print(*(table.markdown() for table in result.tables), sep="\n") if chosen.no_write else result.finish()
+    return 1 if bad or any(outcome.lost or outcome.is_unequal for outcome in outcomes) else 0
+
+
+class Soak:
+    def __init__(self, running: Cluster, seconds: float, fault_every_s: float) -> None:
+        self.samples: list[Sample] = []
+        self.num_faults = self.num_restarts = 0
+        self._running = running
+        self._seconds = seconds
+        self._every_s = fault_every_s
+        self._load = Load(running.url, running.model, CLIENTS, SHARE)
+        self.outcomes = self._load.outcomes
+        self._began = time.monotonic()
+        self._born: dict[int, float] = {}  # process id -> when it was first seen
+
+    def run(self) -> list[str]:
+        """What is not as it should be at the end."""
+        about_before = left_about(self._running)
+        with Supervisor(self._running, {}, thaw_s=60.0) as supervisor:
+            self._load.start()
+            try:
+                self._harm()
+                wait_for(lambda: all_back(self._running), "all nodes back", 60)
+            finally:
+                self._load.finish(0)
+        self.num_restarts = len(supervisor.restarts)
+        _, held = at_rest(self._running)
+        more = left_about(self._running)["files in /dev/shm"] - about_before["files in /dev/shm"]
+        return held + ([f"{more} files in /dev/shm"] if more > 0 else [])
+
+    def _harm(self) -> None:
+        next_sample, next_fault = 0.0, self._every_s
+        while (now := time.monotonic() - self._began) < self._seconds:
+            if now >= next_sample:
+                self._sample(now)
+                next_sample += SAMPLE_S
+            if now >= next_fault and all_back(self._running):
+                self._fault()
+                next_fault += self._every_s
+            time.sleep(0.1)
+
+    def _fault(self) -> None:
+        name, _, signals = FAULTS[self.num_faults % len(FAULTS)]
+        self.num_faults += 1
+        process = self._running.processes[name]
+        for pause_s, number in signals:
+            time.sleep(pause_s)
+            process.send_signal(number)
+
+    def _sample(self, now: float) -> None:
+        for name, count in count_all(self._running).items():
+            born = self._born.setdefault(count.pid, now)
+            self.samples.append(Sample(name, now, now - born, count))
+
+    def slopes(self, warm_up_s: float) -> list[list[Cell]]:
+        """A row for each process, as the table has it."""
+        rows: list[list[Cell]] = []
+        for name in sorted({sample.name for sample in self.samples}):
+            kept = [s for s in self.samples if s.name == name and s.at_s >= warm_up_s and s.age_s >= LIFE_WARM_S]
+            fits = [
+                _fit([(s.count.pid, s.at_s / 3600, value) for s, value in zip(kept, values, strict=True)])
+                for values in (
+                    [s.count.rss_mib for s in kept],
+                    [s.count.num_descriptors for s in kept],
+                    [s.count.threads for s in kept],
+                )
+            ]
+            last_mib = [s.count.rss_mib for s in self.samples if s.name == name][-1]
+            lives = len({s.count.pid for s in kept})
+            rows.append([name, lives, len(kept), last_mib, *(number for fit in fits for number in fit)])
+        return rows
+
+
+def _fit(points: list[tuple[int, float, float]]) -> tuple[float | None, float | None]:
+    """Slope and its standard error of (life, x, y), each life with a height of its own; None with too few points."""
+    by_life: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for life, x, y in points:
+        by_life[life].append((x, y))
+    lives = [np.array(of_life) for of_life in by_life.values() if len(of_life) > 2]
+    if not lives:
+        return None, None
+    x, y = np.concatenate([life - life.mean(axis=0) for life in lives]).T
+    spread = float(x @ x)
+    slope = float(x @ y) / spread
+    freedom = len(x) - len(lives) - 1
+    return slope, float(np.sqrt(np.sum((y - slope * x) ** 2) / max(1, freedom) / spread))

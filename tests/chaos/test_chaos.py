@@ -1,0 +1,75 @@
+"""A short form of `make chaos`: the same rows, cancels and routers, with fewer requests. Nothing is lost, nothing leaks."""
+
+import pytest
+
+from tests.chaos.cancels import cancels
+from tests.chaos.drive import CLIENTS, Link, Report, Row, drive
+from tests.chaos.matrix import D, P
+from tests.chaos.proxy import PARTITION, Harm
+from tests.chaos.two_routers import kill_one
+from tests.cluster.harness import cluster
+
+pytestmark = pytest.mark.timeout(300)
+REQUESTS = 80
+
+# The faults are far enough apart that no request is under two dead nodes: it would be taken for the cause.
+DEATHS = Row(
+    "deaths",
+    "F1 F5 F7",
+    "a prefill node killed in a middle chunk, another frozen in a push, a decode node killed at a last token",
+    {P: ["prefill.after_chunk:6@*=kill"], D: ["decode.ended:40=kill"], "prefill-1": ["prefill.before_push:150=stop"]},
+    thaw_s=3.5,
+)
+LINKS = Row(
+    "links",
+    "F18 F19 F22 F23",
+    "a KV link that flips bits, doubles data and is cut; an RPC link that is refused and falls silent",
+    script=[
+        Link(D, "kv", 0.0, Harm(corrupt=0.3, double=0.1), 3.0),
+        Link(D, "kv", 3.0, Harm(cut_at=2000), 2.0),
+        Link(D, "rpc", 5.0, Harm(refuse=True), 1.0),
+        Link(D, "rpc", 6.0, PARTITION, 3.5),
+    ],
+    channel="tcp",
+)
+
+
+def nothing_is_lost(report: Report) -> None:
+    assert not report.complaints()
+    assert report.status["requests"]["moved"] > 0
+    assert report.status["requests"]["failed"] == 0
+    assert report.status["handoffs"] > REQUESTS / 2, "most prompts were computed on prefill nodes"
+
+
+def test_nodes_that_die_and_freeze_in_their_phases_cost_no_client_a_token() -> None:
+    report = drive(DEATHS, REQUESTS)
+    nothing_is_lost(report)
+    assert {name for name, _ in report.restarts} == {P, D}
+    assert {fault.what for fault in report.faults} == {
+        "prefill.after_chunk=kill",
+        "decode.ended=kill",
+        "prefill.before_push=stop",
+    }
+
+
+def test_a_link_that_lies_is_cut_or_falls_silent_brings_no_wrong_token() -> None:
+    report = drive(LINKS, REQUESTS)
+    nothing_is_lost(report)
+    assert report.harms["corrupted"] > 0
+    assert report.harms["cut"] > 0
+    assert not report.restarts
+
+
+def test_clients_that_hang_up_among_faults_leave_nothing_behind() -> None:
+    with cluster(2, 2, heartbeat_s=0.5, log_format="json") as running:
+        left = cancels(running, 300, fault_every_s=3.0)
+    assert not left.leaks
+    assert left.counts["hung up before the answer"] > 0
+    assert left.counts["hung up in the answer"] > 0
+
+
+def test_a_killed_router_breaks_its_own_streams_and_no_others() -> None:
+    halves = kill_one(60, nodes=1)
+    assert not halves.lost
+    assert not halves.held
+    assert 0 < halves.broken_of_killed <= CLIENTS, "what was under way, and connections that it had not taken yet"

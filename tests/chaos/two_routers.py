@@ -1,0 +1,61 @@
+"""`python -m tests.chaos routers`: two routers on one Redis, one of them is killed: only its own streams break (F13)."""
+
+import argparse
+import signal
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.chaos.drive import CLIENTS
+from tests.chaos.evidence import at_rest
+from tests.chaos.traffic import Load
+from tests.cluster.harness import cluster, wait_for
+from tests.cluster.test_failure import redis_server
+
+BEFORE_S = 2.0  # of load, before the kill
+
+
+@dataclass(slots=True)
+class Halves:
+    """What became of the requests to the router that lived, and to the one that was killed."""
+
+    asked: int
+    lost: list[str]
+    asked_of_killed: int
+    broken_of_killed: int  # streams that were under way
+    held: list[str]
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos routers", description=__doc__)
+    parser.add_argument("--requests", type=int, default=400, help="at least so many to the router that lives")
+    halves = kill_one(parser.parse_args(arguments).requests)
+    print(
+        f"lives: {halves.asked} requests, {len(halves.lost)} lost; killed: {halves.asked_of_killed} requests, "
+        f"{halves.broken_of_killed} streams cut; held: {halves.held or 'nothing'}",
+        *halves.lost,
+        sep="\n",
+    )
+    return 1 if halves.lost or halves.held else 0
+
+
+def kill_one(requests: int, nodes: int = 2) -> Halves:
+    """Half of the clients at either router, so many nodes of each role. Raises AssertionError when the cluster does not start."""
+    with tempfile.TemporaryDirectory() as directory, redis_server(Path(directory)) as (url, start):
+        start()
+        with cluster(nodes, nodes, registry=url, routers=2, heartbeat_s=0.5, log_format="json") as running:
+            lives, dies = (Load(running.urls[name], running.model, CLIENTS // 2) for name in ("router", "router-1"))
+            lives.start()
+            dies.start()
+            time.sleep(BEFORE_S)
+            wait_for(lambda: len(dies.outcomes) >= CLIENTS, "requests through the second router", 60)
+            num_before = len(lives.outcomes)
+            running.send_signal("router-1", signal.SIGKILL)
+            wait_for(lambda: len(lives.outcomes) > num_before + CLIENTS, "the first router serves on", 60)
+            of_killed, of_living = dies.finish(0), lives.finish(requests)
+            _, held = at_rest(running)
+    wrong = [f"{o.ask.index}: {o.lost or 'unequal'}" for o in of_living if o.lost or o.is_unequal]
+    wrong += [f"{o.ask.index} of the killed: unequal" for o in of_killed if o.is_unequal]
+    cut = sum(bool(o.lost) and not o.lost.startswith("ConnectionRefused") for o in of_killed)
+    return Halves(len(of_living), wrong, len(of_killed), cut, held)

@@ -1,0 +1,188 @@
+"""`python -m tests.chaos wire`: decode nodes in a network namespace of their own, behind a wire with delay, loss and a
+rate, or that loses everything one way. As root on Linux; packets pass through this process, so no netem is needed.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import heapq
+import os
+import random
+import secrets
+import select
+import struct
+import subprocess
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.chaos.drive import CLIENTS, all_back
+from tests.chaos.evidence import at_rest
+from tests.chaos.traffic import Load, Outcome
+from tests.cluster.harness import cluster, wait_for
+
+TUN = Path("/dev/net/tun")
+TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+HERE, THERE = "10.213.77.1", "10.213.77.2"
+MTU = 1500
+MAX_QUEUE = 20_000  # packets under way
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One direction: seconds, share of packets lost, bits a second (0: no limit)."""
+
+    delay_s: float = 0.0
+    loss: float = 0.0
+    rate: float = 0.0
+
+
+GOOD = Line()
+FAR = Line(delay_s=0.025, loss=0.01, rate=100e6)  # 50 ms there and back, F21
+DEAD = Line(loss=1.0)
+SCENES: dict[str, tuple[tuple[Line, Line], float]] = {  # lines there and back, and for how long; 0: all the time
+    "F21: 50 ms, 1 % loss, 100 Mbit": ((FAR, FAR), 0.0),
+    "F19: nothing passes for 6 s": ((DEAD, DEAD), 6.0),
+    "F20: nothing arrives there for 6 s": ((DEAD, GOOD), 6.0),
+    "F20: nothing comes back for 6 s": ((GOOD, DEAD), 6.0),
+}
+
+
+def is_permitted() -> bool:
+    return os.geteuid() == 0 and TUN.exists() and os.access("/run", os.W_OK)
+
+
+class Wire:
+    """A tun device in this namespace and one in a new one; what is written to either comes out of the other."""
+
+    def __init__(self, seed: int = 0) -> None:
+        """Raises OSError or CalledProcessError where it is not permitted."""
+        self.namespace = f"baton-{os.getpid()}"
+        self.there = self.back = GOOD
+        self.num_passed = self.num_lost = 0
+        self._random = random.Random(seed)
+        self._queue: list[tuple[float, int, int, bytes]] = []  # due, number, to which end, packet
+        self._free_at = {0: 0.0, 1: 0.0}
+        self._number = 0
+        self._over = threading.Event()
+        with contextlib.ExitStack() as undo:
+            _ip("netns", "add", self.namespace)
+            undo.callback(_ip, "netns", "del", self.namespace)
+            inside = ("-n", self.namespace)
+            self._ends = [_tun(undo, f"bt{os.getpid() % 10**7}a"), _tun(undo, f"bt{os.getpid() % 10**7}b")]
+            here, there = (name for _, name in self._ends)
+            _ip("link", "set", there, "netns", self.namespace)
+            for where, name, own, peer in (((), here, HERE, THERE), (inside, there, THERE, HERE)):
+                _ip(*where, "addr", "add", own, "peer", peer, "dev", name)
+                _ip(*where, "link", "set", name, "mtu", str(MTU), "up")
+            _ip(*inside, "link", "set", "lo", "up")
+            self._undo = undo.pop_all()
+        self._thread = threading.Thread(target=self._run, name="wire")
+
+    def __enter__(self) -> "Wire":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._undo.close()
+
+    def _run(self) -> None:
+        fds = [fd for fd, _ in self._ends]
+        poll = select.epoll()
+        for fd in fds:
+            poll.register(fd, select.EPOLLIN)
+        while not self._over.is_set():
+            now = time.monotonic()
+            while self._queue and self._queue[0][0] <= now:
+                _, _, end, packet = heapq.heappop(self._queue)
+                with contextlib.suppress(OSError):  # that end is down
+                    os.write(fds[end], packet)
+            due_s = self._queue[0][0] - time.monotonic() if self._queue else 0.1
+            for fd, _ in poll.poll(min(0.1, max(0.0, due_s))):
+                self._take(fd, 1 - fds.index(fd))
+        poll.close()
+
+    def _take(self, fd: int, end: int) -> None:
+        for _ in range(64):
+            try:
+                packet = os.read(fd, 65_600)
+            except BlockingIOError:
+                return
+            line = self.there if end == 1 else self.back
+            if len(self._queue) >= MAX_QUEUE or self._random.random() < line.loss:
+                self.num_lost += 1
+                continue
+            self.num_passed += 1
+            self._number += 1
+            due = time.monotonic()
+            if line.rate:
+                due = self._free_at[end] = max(due, self._free_at[end]) + 8 * len(packet) / line.rate
+            heapq.heappush(self._queue, (due + line.delay_s, self._number, end, packet))
+
+
+def _tun(undo: contextlib.ExitStack, name: str) -> tuple[int, str]:
+    """Gone when its descriptor is closed."""
+    fd = os.open(TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    undo.callback(os.close, fd)
+    fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH", name.encode(), IFF_TUN | IFF_NO_PI))
+    return fd, name
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=10)
+
+
+def through(lines: tuple[Line, Line], for_s: float, requests: int, directory: Path) -> tuple[list[Outcome], list[str]]:
+    """Router, prefill nodes and clients here, decode nodes at the other end. The outcomes, and what is not as it should
+    be afterwards. Raises AssertionError when the nodes do not come back."""
+    secret = directory / "secret"  # beyond loopback, processes know each other by it
+    secret.touch(mode=0o600)
+    secret.write_text(secrets.token_hex(32) + "\n")
+    with Wire() as wire:
+        inside: dict[str, object] = {"host": THERE}
+        with cluster(
+            2,
+            2,
+            own={"router": {"registry_host": HERE}, "decode-0": inside, "decode-1": inside},
+            prefixes={name: ["ip", "netns", "exec", wire.namespace] for name in ("decode-0", "decode-1")},
+            kv_channel="tcp",
+            heartbeat_s=0.5,
+            log_format="json",
+            cluster_secret_file=secret,
+        ) as running:
+            load = Load(running.url, running.model, CLIENTS)
+            load.start()
+            try:
+                time.sleep(2.0 if for_s else 0.0)
+                wire.there, wire.back = lines
+                time.sleep(for_s)
+                if for_s:
+                    wire.there = wire.back = GOOD
+                    wait_for(lambda: all_back(running), "decode nodes are back", 60)
+            finally:
+                load.finish(requests)
+            wire.there = wire.back = GOOD
+            return load.outcomes, at_rest(running)[1]
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos wire", description=__doc__)
+    parser.add_argument("--requests", type=int, default=200)
+    requests = parser.parse_args(arguments).requests
+    if not is_permitted():
+        print(f"needs root, {TUN} and network namespaces")
+        return 2
+    bad = False
+    for name, (lines, for_s) in SCENES.items():
+        with tempfile.TemporaryDirectory() as directory:
+            outcomes, held = through(lines, for_s, requests, Path(directory))
+        wrong = [f"{o.ask.index}: {o.lost or 'unequal'}" for o in outcomes if o.lost or o.is_unequal]
+        longest_s = max(outcome.gap_s for outcome in outcomes)
+        print(f"{name}: {len(outcomes)} requests, {len(wrong)} lost or unequal, longest gap {1000 * longest_s:.0f} ms")
+        print(*wrong[:20], *held, sep="\n")
+        bad = bad or bool(wrong or held)
+    return 1 if bad else 0

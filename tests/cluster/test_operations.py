@@ -1,0 +1,193 @@
+"""What an operator does to a cluster under load: every process is restarted, the power is cut; and what it then has
+open: which ports, which sockets, connections to whom."""
+
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.harness import DEMO, ROOT, Cluster, cluster, expected, wait_for
+from tests.cluster.load import Load
+from tests.cluster.test_failure import redis_server
+
+GUARD = Path(__file__).parent / "guard"
+SOCKET_NAME = re.compile(r"[0-9a-f]{32}")
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two routers on one Redis, one prefill and two decode nodes; each writes down to whom it connects."""
+    directory = tmp_path_factory.mktemp("operations")
+    with ExitStack() as stack:
+        url, start = stack.enter_context(redis_server(directory))
+        start()
+        environment = stack.enter_context(pytest.MonkeyPatch.context())
+        environment.setenv("CONNECTIONS_LOG", str(directory / "connections"))
+        environment.setenv("PYTHONPATH", str(GUARD))
+        running = stack.enter_context(cluster(prefill=1, decode=2, registry=url, routers=2))
+        for router in running.urls:
+            wait_for(lambda router=router: len(running.alive(router)) == 3, f"{router} has all nodes")  # type: ignore[misc]
+        yield running
+
+
+def redis_port(running: Cluster) -> int:
+    return int(running._registry.rpartition(":")[2])
+
+
+def directory_of(running: Cluster) -> Path:
+    return Path(str(running.settings["kv_directory"]))
+
+
+# ---- what it has open ----------------------------------------------------------------------------------------------
+
+
+def listened(process: "subprocess.Popen[bytes]") -> tuple[set[tuple[str, int]], set[str]]:
+    """Addresses of TCP (and any of UDP) that the process and its children listen on, and paths of unix sockets."""
+    here = psutil.Process(process.pid)
+    addresses: set[tuple[str, int]] = set()
+    paths: set[str] = set()
+    for one in (here, *here.children(recursive=True)):
+        for connection in one.net_connections("inet"):
+            if connection.status in {psutil.CONN_LISTEN, psutil.CONN_NONE}:
+                addresses.add((str(connection.laddr[0]), int(connection.laddr[1])))
+        paths |= {connection.laddr for connection in one.net_connections("unix") if connection.laddr}
+    return addresses, paths
+
+
+def test_every_process_listens_where_it_says_and_nowhere_else(running: Cluster) -> None:
+    """R4: a library that opens a port by itself would show here."""
+    for name, url in running.urls.items():
+        port = int(url.rpartition(":")[2])
+        assert listened(running.processes[name]) == ({("127.0.0.1", port)}, set()), name
+    for name, node in running.nodes().items():
+        addresses, paths = listened(running.processes[name])
+        rpc = ("127.0.0.1", int(node["address"].rpartition(":")[2]))
+        assert rpc in addresses, name
+        assert {host for host, _ in addresses} == {"127.0.0.1"}, name
+        assert len(addresses) == 2, f"{name}: its RPCs and KV over tcp, not {addresses}"
+        assert len(paths) == 1, f"{name}: one socket for KV within the host, not {paths}"
+        assert Path(*paths).parent == directory_of(running), name
+
+
+def test_what_lies_in_the_kv_directory_is_for_its_user_and_its_names_cannot_be_guessed(running: Cluster) -> None:
+    """R20: memory has no name at all, and travels as a descriptor over the socket."""
+    directory = directory_of(running)
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    sockets = [path for path in directory.iterdir() if path.is_socket()]
+    assert len(sockets) == 3
+    for path in sockets:
+        assert SOCKET_NAME.fullmatch(path.name)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    for name in running.nodes():
+        files = {file.path for file in psutil.Process(running.processes[name].pid).open_files()}
+        assert not any(file.startswith("/dev/shm/") for file in files), name
+        links = {os.readlink(link) for link in Path(f"/proc/{running.processes[name].pid}/fd").iterdir()}
+        assert "/memfd:baton-kv (deleted)" in links, name
+
+
+def test_no_process_connects_to_anybody_but_its_peers(running: Cluster) -> None:
+    """R18: over the whole run so far, requests included, by what the processes themselves have noted."""
+    prompt = [5] * 700
+    assert running.complete(prompt, 4) == expected(prompt, 4)
+    peers = {redis_port(running)}
+    for name in running.nodes():
+        peers |= {port for _, port in listened(running.processes[name])[0]}
+    noted = [line.split("\t") for line in Path(os.environ["CONNECTIONS_LOG"]).read_text().splitlines()]
+    by_process: dict[int, set[str]] = {}
+    for pid, kind, address in noted:
+        by_process.setdefault(int(pid), set()).add(address)
+        is_peer = any(address == repr(("127.0.0.1", port)) for port in peers) or address == "'127.0.0.1'"
+        is_ours = address.strip("('\",)").startswith(str(directory_of(running)))
+        assert is_peer or is_ours, f"process {pid}: {kind} {address}"
+    for name, process in running.processes.items():
+        assert repr(("127.0.0.1", redis_port(running))) in by_process[process.pid], f"{name}: the guard saw nothing"
+
+
+def test_the_guard_sees_a_connection_that_should_not_be(tmp_path: Path) -> None:
+    """Both ways: by Python's sockets and by uvloop."""
+    program = (
+        "import asyncio, contextlib, socket, uvloop\n"
+        "with contextlib.suppress(OSError): socket.create_connection(('127.0.0.2', 9), 0.1)\n"
+        "async def main():\n"
+        "    with contextlib.suppress(OSError): await asyncio.open_connection('127.0.0.3', 9)\n"
+        "uvloop.run(main())"
+    )
+    log = tmp_path / "connections"
+    environment = os.environ | {"PYTHONPATH": str(GUARD), "CONNECTIONS_LOG": str(log)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+    assert "('127.0.0.2', 9)" in log.read_text()
+    assert "('127.0.0.3', 9)" in log.read_text()
+
+
+# ---- restarts ------------------------------------------------------------------------------------------------------
+
+
+def test_every_process_is_restarted_under_load_and_no_request_fails(running: Cluster) -> None:
+    """F15, F52: one after the other, each drained and back before the next; then both routers."""
+    before = {name: node["address"] for name, node in running.nodes().items()}
+    with Load(running, max_tokens=60, retries=True) as load:
+        for name in ("prefill-0", "decode-0", "decode-1", "router", "router-1"):
+            running.send_signal(name, signal.SIGTERM)
+            assert running.processes[name].wait(60) == 0, f"{name} drained:\n{running.log(name)}"
+            running.start(name)
+            running.ready()
+    assert {name: node["address"] for name, node in running.nodes().items()} != before
+    running.idle()
+    print(f"{load.num_answers} streams while all were restarted; {load.num_refused} asked the other router")
+
+
+def test_after_a_power_cut_everything_starts_as_if_nothing_had_been(running: Cluster) -> None:
+    """F54: what killed processes leave (sockets, a card, half a file) is in nobody's way, and goes."""
+    directory = directory_of(running)
+    for process in running.processes.values():
+        process.kill()
+    for process in running.processes.values():
+        process.wait()
+    left = {path for path in directory.iterdir() if path.is_socket()}
+    assert len(left) >= 3, "killed processes leave their sockets"
+    for path in left:
+        os.utime(path, (0, 0))
+    (directory / "pool-host").write_bytes(b"half a card")
+    for name in list(running.processes):
+        running.start(name)
+    running.ready()
+    for router in running.urls:
+        wait_for(lambda router=router: len(running.alive(router)) == 3, "all are back")  # type: ignore[misc]
+    prompt = [9] * 500
+    assert running.complete(prompt, 5) == expected(prompt, 5)
+    assert running.settled()["handoffs"] == 1
+    assert not any(path.exists() for path in left), "swept"
+    assert len([path for path in directory.iterdir() if path.is_socket()]) == 3
+
+
+# ---- baton doctor -----------------------------------------------------------------------------------------------------
+
+
+def test_doctor_finds_a_running_cluster_well(running: Cluster, tmp_path: Path) -> None:
+    done = doctor("--url", running.url, "--model", str(DEMO), "--kv-directory", str(tmp_path / "kv"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(
+        r"^ok +replays +5 prompts, at once, from the prefix cache and one by one", done.stdout, re.MULTILINE
+    )
+
+
+def test_doctor_starts_a_cluster_and_finds_the_same_tokens_in_both_modes(tmp_path: Path) -> None:
+    flags = ("--runner", "hash", "--kv-channel", "tcp", "--port", "0", "--kv-directory", str(tmp_path / "kv"))
+    done = doctor(*flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^ok +co-located +5 prompts computed by the decode node", done.stdout, re.MULTILINE)
+    assert re.search(r"^ok +tcp +5 prompts handed off, \d", done.stdout, re.MULTILINE)
+    assert re.search(r"^ok +replays +5 prompts, co-located, tcp: the same tokens", done.stdout, re.MULTILINE)
+
+
+def doctor(*flags: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "cluster", "doctor", *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)

@@ -1,0 +1,164 @@
+"""Fuzz targets: settings, and files of models, keys, traces, cost models and reports."""
+
+import json
+import logging
+from contextlib import suppress
+
+from compare.outcome import Outcome
+from compare.report.schema import problems_of
+from compare.stream import Listener
+from compare.traces import read_trace
+from engine.emulation import load_emulation
+from engine.models.config import ModelConfig
+from engine.weights import INDEX, fingerprint, stored_dtype
+from router.keys import Keys
+from router.model import read_model
+from router.patterns import may_take_for_ever
+from shared import failpoints
+from shared.config import NodeSettings, RouterSettings, resolve
+from shared.errors import ConfigError
+from tests.cluster.harness import ROOT
+from tests.engine.test_weights import CONFIG, entry, raw
+from tests.fuzz.target import as_json, one_line, scratch, target
+
+FIELDS = [(kind, name) for kind in (RouterSettings, NodeSettings) for name in kind.model_fields]
+
+
+def _setting(name: str, value: bytes) -> bytes:
+    number = next(at for at, (_, field) in enumerate(FIELDS) if field == name)
+    return bytes([number]) + value
+
+
+@target(
+    *(_setting(name, value) for name, value in (
+        ("port", b"8000"), ("kv_cache_memory", b"512MiB"), ("cpus", b"0-1,1"), ("device", b"cuda:0"), ("host", b"::1"),
+        ("registry", b"redis://u:p@h:1/0"), ("heartbeat_s", b"1e-1"), ("cluster", b"a.b-c"), ("log_level", b"INFO"),
+    )),
+    bytes_per_byte=2000,
+)  # fmt: skip
+def setting_values(data: bytes) -> None:
+    """The first byte says which setting the rest is given to, as text."""
+    if not data:
+        return
+    kind, name = FIELDS[data[0] % len(FIELDS)]
+    text = data[1:].decode("utf-8", "replace")
+    try:
+        settings, _ = resolve(kind, {name: text}, {})
+    except ConfigError as error:
+        one_line(error)
+        return
+    again, _ = resolve(kind, {}, settings.environment())
+    assert again == settings or not text
+
+
+@target(b"prefill.after_chunk:3@cmpl-1=kill, engine.step:*=sleep-0.5", b"decode.token=exit-70")
+def failpoint_texts(data: bytes) -> None:
+    logging.getLogger("baton.failpoint").disabled = True
+    try:
+        with suppress(ConfigError):
+            failpoints.configure(data.decode("utf-8", "replace"), allowed=True)
+    finally:
+        failpoints.configure("", allowed=False)
+
+
+@target(b"tenant:%b:admin # it\nother:%b\n" % (b"a" * 64, b"b" * 64))
+def key_files(data: bytes) -> None:
+    file = scratch() / "keys"
+    file.write_bytes(data)
+    try:
+        Keys(str(file))
+    except ConfigError as error:
+        one_line(error, secret="a" * 60)
+
+
+@target(raw({"a": entry(0, 8, [2]), "b": entry(8, 16, [2, 1], "F32")}, bytes(16)), raw({"__metadata__": {"x": "y"}}))
+def safetensors_files(data: bytes) -> None:
+    directory = scratch() / "weights"
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_bytes(b"{}")
+    (directory / "model.safetensors").write_bytes(data)
+    for read in (fingerprint, stored_dtype):
+        try:
+            read(directory)
+        except ValueError as error:
+            one_line(error)
+
+
+@target(as_json(CONFIG), as_json(CONFIG | {"rope_scaling": {"type": "linear", "factor": 2}, "eos_token_id": [1, 2]}))
+def model_configs(data: bytes) -> None:
+    directory = scratch() / "config"
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_bytes(data)
+    for read in (ModelConfig.from_directory, lambda path: read_model(path, "m", 0, 0)):
+        try:
+            read(directory)
+        except ValueError as error:
+            one_line(error)
+
+
+@target(as_json({"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}))
+def weight_indices(data: bytes) -> None:
+    directory = scratch() / "index"
+    directory.mkdir(exist_ok=True)
+    (directory / INDEX).write_bytes(data)
+    try:
+        stored_dtype(directory)
+    except ValueError as error:
+        one_line(error)
+
+
+@target(rb"(?i:'s|'t)|[^\r\n\p{L}]?\p{L}+|\s+(?!\S)", b"(a+)+$", b"[[a]&&[^b]]+")
+def tokenizer_patterns(data: bytes) -> None:
+    may_take_for_ever(data.decode("utf-8", "replace"))
+
+
+TRACES = (
+    b'{"t": 0.5, "prompt_len": 9, "max_tokens": 4, "prefix_id": "a", "prefix_len": 3, "slo": {"ttft_ms": 9}}\n',
+    b'{"timestamp": 27482, "input_length": 600, "output_length": 52, "hash_ids": [46, 47]}\n',
+    b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n",
+    b"Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,472,18,490,log\n",
+    b"num_prefill_tokens,num_decode_tokens,arrived_at\n9,4,0.5\n",
+)
+
+
+@target(*TRACES, bytes_per_byte=4000)
+def trace_files(data: bytes) -> None:
+    file = scratch() / "trace"
+    file.write_bytes(data)
+    try:
+        read_trace(file)
+    except ConfigError as error:
+        one_line(error)
+
+
+@target(*(file.read_bytes() for file in sorted((ROOT / "engine" / "costs").glob("*.json"))[:1]))
+def cost_files(data: bytes) -> None:
+    file = scratch() / "cost.json"
+    file.write_bytes(data)
+    try:
+        load_emulation(str(file))
+    except ValueError as error:
+        one_line(error)
+
+
+@target(as_json({"schema": "baton.compare/1", "created": "x", "arms": [{"name": "a", "settings": {}}], "valid": True}))
+def reports(data: bytes) -> None:
+    with suppress(ValueError, RecursionError):  # the reader's own, and told by its caller
+        value = json.loads(data)
+        if isinstance(value, dict):
+            assert problems_of(value)
+
+
+# What the load generator takes for no stream of completions (compare/client.py).
+STREAM_ERRORS = (ValueError, TypeError, AttributeError, RecursionError)
+EVENTS = (
+    b'data: {"id": "1", "choices": [{"text": "a", "token_ids": [1, 2], "finish_reason": "stop"}], "usage": null}\n\n'
+)
+
+
+@target(EVENTS + b"data: [DONE]\n\n", b'data: {"error": {"message": "x"}}\n\n', b": comment\n" + EVENTS * 2)
+def event_streams(data: bytes) -> None:
+    listener = Listener(Outcome(0, "", 0.0, max_tokens=8), exact=True)
+    with suppress(*STREAM_ERRORS):
+        for piece in (data[: len(data) // 2], data[len(data) // 2 :]):
+            listener.hear(piece, 1.0)

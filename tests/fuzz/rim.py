@@ -1,0 +1,158 @@
+"""Fuzz targets: what clients send to the router, as bytes, headers and bodies."""
+
+import asyncio
+import json
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import uvicorn
+from starlette.datastructures import Headers
+from uvicorn.server import ServerState
+
+from engine.bounds import check_submit
+from router.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
+from router.connection import Connection
+from router.model import read_model
+from router.order import take_order
+from router.text import Tokenizer
+from router.wire import check_headers, label_of
+from shared import messages
+from shared.codec import decode, encode
+from shared.errors import Rejected
+from shared.messages import Submit
+from shared.trace_context import traceparent_of
+from tests.cluster.harness import DEMO
+from tests.fuzz.target import as_json, target
+
+PROMPT = {"model": "m", "prompt": "once", "max_tokens": 4, "temperature": 0, "stop": ["x"], "logit_bias": {"5": 1}}
+CHAT = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "max_tokens": 4, "logprobs": True}
+
+
+def _refused(error: Rejected) -> None:
+    assert 400 <= error.status < 500
+    assert len(error.message) < 500, "what the client sent is not repeated at length"
+    json.dumps(error.message)
+
+
+@cache
+def _tokenizer() -> Tokenizer:
+    return Tokenizer.load(DEMO)
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    return asyncio.new_event_loop()
+
+
+@target(as_json(PROMPT), as_json(PROMPT | {"prompt": [[1, 2], [3]], "n": 2, "stream": True}), bytes_per_byte=4000)
+def completion_bodies(data: bytes) -> None:
+    try:
+        body = read_body(CompletionBody, data, "m")
+        model = read_model(DEMO, "m", 64, 0)
+        order = _loop().run_until_complete(take_order(body, model, _tokenizer(), "cmpl-1", 0))
+    except Rejected as error:
+        _refused(error)
+        return
+    for generation in order.generations:
+        assert 0 < len(generation.prompt) < 64
+        assert len(generation.prompt) + generation.max_tokens <= 64
+        submit = Submit(
+            generation.id,
+            "r",
+            messages.pack_ids(generation.prompt),
+            len(generation.prompt),
+            generation.max_tokens,
+            generation.sampling,
+            generation.min_tokens,
+            messages.pack_ids(sorted(generation.stop_tokens)),
+        )
+        check_submit(decode(encode(submit), Submit), 64, model.vocab_size)  # what the rim takes, nodes take
+
+
+@target(as_json(CHAT), as_json({"messages": [{"role": "system", "content": "x", "name": "y"}]}), bytes_per_byte=4000)
+def chat_bodies(data: bytes) -> None:
+    for kind in (ChatBody, TokenizeBody, DetokenizeBody):
+        try:
+            read_body(kind, data, "m")
+        except Rejected as error:
+            _refused(error)
+
+
+@target(b"content-type: application/json\nx-request-id: a-b\ntraceparent: 00-%b-%b-01" % (b"a" * 32, b"b" * 16))
+def header_values(data: bytes) -> None:
+    pairs = [line.partition(b":") for line in data.split(b"\n")]
+    headers = [(name.strip().lower(), value.strip()) for name, _, value in pairs]
+    scope = {"type": "http", "headers": headers, "path": "/"}
+    with suppress(Rejected):
+        check_headers(Headers(scope=scope), 1000)
+    assert label_of(scope, "fallback").isascii()
+    assert "\r" not in traceparent_of(Headers(scope=scope).getlist("traceparent"))
+
+
+class PlayedTransport(asyncio.Transport):
+    """Takes all that is written, for as long as it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_open = True
+        self.num_bytes = 0
+
+    def write(self, data: bytes) -> None:  # type: ignore[override]
+        self.num_bytes += len(data)
+
+    def close(self) -> None:
+        self.is_open = False
+
+    def is_closing(self) -> bool:
+        return not self.is_open
+
+    def pause_reading(self) -> None:
+        pass
+
+    resume_reading = write_eof = pause_reading
+
+
+async def _echo(scope: Any, receive: Any, send: Any) -> None:
+    while (await receive()).get("more_body"):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@cache
+def _http() -> uvicorn.Config:
+    config = uvicorn.Config(_echo, log_config=None, access_log=False, lifespan="off", ws="none")
+    config.load()
+    return config
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+@target(
+    b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n" * 2,
+    POST + b"content-length: 2\r\n\r\n{}",
+    POST + b"transfer-encoding: chunked\r\n\r\n2;x=y\r\n{}\r\n0\r\ntrailer: 1\r\n\r\n",
+    POST + b"expect: 100-continue\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}",
+    b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n",
+    bytes_per_byte=500,
+)
+def http_requests(data: bytes) -> None:
+    """A connection is told these bytes in two pieces, and then its end."""
+    loop = _loop()
+
+    async def serve() -> None:
+        transport, state = PlayedTransport(), ServerState()
+        connection = Connection(_http(), state, {}, loop)
+        connection.connection_made(transport)
+        for piece in (data[: len(data) // 2], data[len(data) // 2 :]):
+            if piece and transport.is_open:
+                connection.data_received(piece)
+                await asyncio.sleep(0)
+        connection.connection_lost(None)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert transport.num_bytes < 10_000
+
+    loop.run_until_complete(serve())

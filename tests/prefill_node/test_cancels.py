@@ -1,0 +1,63 @@
+"""Requests that are cancelled at any moment leave nothing behind, on either side."""
+
+import asyncio
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from shared.serve import until
+from tests.prefill_node.pair import Pair, pair
+
+NUM_CANCELS = 1000  # of each kind of channel
+AT_ONCE = 16
+
+
+async def client(here: Pair, rng: random.Random, names: list[str]) -> None:
+    """Sends requests one after the other, and leaves each at a random moment; sometimes twice, or too late."""
+    while names:
+        name = names.pop()
+        prompt = [rng.randrange(3, 97) for _ in range(rng.randrange(1, 25))]
+        sent = here.submit(name, prompt, rng.randrange(1, 10), local=rng.random() < 0.2)
+        for _ in range(rng.randrange(12)):
+            await asyncio.sleep(0)
+        await asyncio.sleep(rng.choice([0.0, 0.0, rng.expovariate(100.0)]))
+        if rng.random() < 0.1:
+            await until(lambda sent=sent: sent.is_over, 20.0, 0.002)  # type: ignore[misc]
+        here.abort(*[name] * rng.choice([1, 1, 2]), "nobody")
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+async def test_a_thousand_cancels_leave_no_block_ticket_or_task(kind: str, tmp_path: Path) -> None:
+    rng = random.Random(NUM_CANCELS)
+    async with pair(kind, tmp_path, step_s=0.001) as here:
+        idle = len(asyncio.all_tasks())
+        names = [f"r{index}" for index in range(NUM_CANCELS)]
+        await asyncio.gather(*(client(here, rng, names) for _ in range(AT_ONCE)))
+        await here.empty()
+        for sent in here.sent.values():
+            sent.row()
+        assert here.prefill.ticker.handoffs > 20, "some come through"
+        assert any(not sent.tokens for sent in here.sent.values()), "some are left before their first token"
+        # Calls of a connection that lives, and the last stops, end by themselves.
+        assert await until(lambda: len(asyncio.all_tasks()) <= idle + 4, 10.0), asyncio.all_tasks()
+        assert not here.prefill.died_with.done()
+        assert not here.decode.died_with.done()
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+async def test_a_cancel_frees_both_sides_soon(kind: str, tmp_path: Path) -> None:
+    """Within a step and 100 ms where the machine is quiet; ten times that here."""
+    rng = random.Random(7)
+    slowest = 0.0
+    async with pair(kind, tmp_path, prefill_blocks=200, decode_blocks=200) as here:
+        for index in range(40):
+            here.submit(f"r{index}", [rng.randrange(3, 97) for _ in range(60)], 200)
+            await asyncio.sleep(rng.random() * 0.03)
+            began = time.monotonic()
+            here.abort(f"r{index}")
+            assert await until(here.is_empty, 20.0, 0.001)
+            slowest = max(slowest, time.monotonic() - began)
+        print(f"slowest of 40 cancels: {slowest * 1000:.1f} ms")
+        assert slowest < 1.0

@@ -1,0 +1,349 @@
+"""API keys: the file, what lets nobody in, what each key opens, tenants apart, and how often one may be wrong."""
+
+import base64
+import hmac
+import logging
+import re
+from collections.abc import AsyncIterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from cluster.cli import main
+from router.api import build_app
+from router.auth import NO_KEY_NEEDED
+from router.bodies import CompletionBody, read_body
+from router.keys import EVERYBODY, MAX_ADDRESSES, WRONG_AT_ONCE, Identity, Keys, WrongKeys, identity_of
+from router.order import namespace, take_order
+from shared.errors import ConfigError, Rejected
+from tests.router.test_api import MODEL, ScriptedDispatcher
+
+ACME, OTHER, ADMIN = "key-of-acme", "key-of-other", "key-of-admin"
+
+
+def line(tenant: str, key: str, more: str = "") -> str:
+    return f"{tenant}:{sha256(key.encode()).hexdigest()}{more}"
+
+
+LINES = [line("acme", ACME), line("other", OTHER), line("ops", ADMIN, ":admin")]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text("# our tenants\n\n" + "  # ...\n".join(LINES) + "\n")
+    return path
+
+
+# ---- the file ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_is_its_tenants_and_no_other_is_anybodys(file: Path) -> None:
+    keys = Keys(str(file), more=line("acme", "second"))
+    assert keys.identify(ACME.encode()) == Identity("acme")
+    assert keys.identify(b"second") == Identity("acme")
+    assert keys.identify(ADMIN.encode()) == Identity("ops", is_admin=True)
+    for wrong in (b"", b"x", ACME.encode()[:-1], ACME.upper().encode(), b"\xff" * 9, b"k" * 2**20):
+        assert keys.identify(wrong) is None
+    assert Keys("", more=",".join(LINES)).identify(OTHER.encode()) == Identity("other")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "must hold 1 to 1024 keys, and holds 0"),
+        ("# nobody\n", "must hold 1"),
+        ("acme:secret-in-the-clear", "line 1: must be tenant:sha256"),
+        ("\n" + line("acme", "a") + "0", "line 2: must be"),
+        (line("a b", "a"), "line 1: must be"),
+        (line("", "a"), "line 1: must be"),
+        (line("x" * 65, "a"), "line 1: must be"),
+        (line("ä", "a"), "must be"),
+        (line("acme", "a", ":root"), "line 1: must be"),
+        (line("acme", "a") + "\n" + line("other", "a"), "line 2: is an earlier line's key"),
+        ("\n".join(line("acme", str(number)) for number in range(1025)), "holds 1025"),
+        ("#" * (256 << 10) + "#", "larger than 256 KiB"),
+    ],
+)
+def test_a_file_that_is_none_is_told_by_line_and_never_shown(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(says)) as raised:
+        Keys(str(path))
+    assert "\n" not in str(raised.value)
+    assert "secret-in-the-clear" not in str(raised.value)
+    assert str(path) in str(raised.value)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Keys(str(tmp_path / "none"))
+
+
+def test_keys_come_and_go_while_the_router_runs_and_a_broken_file_changes_nothing(file: Path, caplog: Any) -> None:
+    now = [0.0]
+    keys = Keys(str(file), clock=lambda: now[0])
+    file.write_text(line("new", "n") + "\n")
+    assert keys.identify(b"n") is None, "looked at once a second"
+    now[0] += 1
+    assert keys.identify(b"n") == Identity("new")
+    assert keys.identify(ACME.encode()) is None
+    file.write_text("nonsense")
+    now[0] += 1
+    assert keys.identify(b"n") == Identity("new")
+    assert "the keys read before stay in force" in caplog.text
+    file.unlink()
+    now[0] += 1
+    assert keys.identify(b"n") == Identity("new")
+
+
+def test_every_key_is_compared_with_all_of_them(file: Path, monkeypatch: Any) -> None:
+    """What takes as long for each needs no clock to be tested."""
+    keys, compared = Keys(str(file)), []
+    compare = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda one, other: compared.append(len(other)) or compare(one, other))
+    for key in (ACME, ADMIN, "wrong", "w" * 10_000):
+        compared.clear()
+        keys.identify(key.encode())
+        assert compared == [32, 32, 32]
+
+
+def test_baton_key_makes_a_line_that_its_key_fits(capsys: Any, file: Path) -> None:
+    assert main(["key", "acme", "--admin"]) == 0
+    printed = capsys.readouterr()
+    key = printed.err.strip().rpartition(" ")[2]
+    assert key not in printed.out
+    assert Keys("", more=printed.out).identify(key.encode()) == Identity("acme", is_admin=True)
+    assert main(["key", "a b"]) == 2
+    assert "1 to 64 letters" in capsys.readouterr().err
+
+
+# ---- who is let in -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def app(file: Path, byte_level: Any) -> Starlette:
+    dispatcher = ScriptedDispatcher(lambda _, __: [5, 6, 2])
+    return build_app(dispatcher, byte_level, MODEL, keys=Keys(str(file)))
+
+
+@pytest.fixture
+async def client(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        yield client
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+NO_KEYS: list[dict[str, Any]] = [
+    {},
+    {"authorization": "Bearer wrong"},
+    {"authorization": "Bearer"},
+    {"authorization": "Bearer "},
+    {"authorization": ACME},
+    {"authorization": f"Token {ACME}"},
+    {"authorization": f"Bearer {ACME}x"},
+    {"authorization": f"Bearer {ACME}, Bearer {ACME}"},
+    {"authorization": "Bearer clé".encode()},
+    {"authorization": b"Bearer \xff\xfe"},
+    {"authorization": "Bearer " + "k" * 2**20},
+    {"authorization": f"Basic {base64.b64encode(f'x:{ACME}'.encode()).decode()}"},  # of a form that another page sent
+    {"authorization": "Basic %%%"},
+    {"x-api-key": ACME},
+    {"cookie": f"key={ACME}"},
+]
+
+
+@pytest.mark.parametrize("headers", NO_KEYS)
+async def test_without_a_right_key_nobody_is_let_in(client: httpx.AsyncClient, headers: dict[str, Any]) -> None:
+    answer = await client.post(f"/v1/completions?api_key={ACME}", json={"prompt": "a"}, headers=headers)
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    error = answer.json()["error"]
+    assert error == {
+        "message": "An API key is needed: Authorization: Bearer KEY.",
+        "type": "authentication_error",
+        "param": None,
+        "code": "invalid_api_key",
+    }
+
+
+async def test_a_header_given_twice_is_none(client: httpx.AsyncClient) -> None:
+    twice = [("authorization", f"Bearer {ACME}"), ("authorization", f"Bearer {ACME}")]
+    assert (await client.get("/v1/models", headers=twice)).status_code == 401
+
+
+def paths_of(app: Starlette) -> list[str]:
+    """One of every route."""
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    return [re.sub(r"\{[^}]*\}", "tiny", route.path) for route in routes]
+
+
+TRICKS = ["/nothing", "/v1/completions/", "/V1/models", "/v1/../metrics", "/v1/models/../../metrics", "//metrics"]
+TRICKS += ["/health/", "/health/../metrics", "/ready%00", "/%2e/metrics", "/metrics/", "/openapi.json", "/docs"]
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "OPTIONS", "PUT", "DELETE", "TRACE"])
+async def test_every_route_wants_a_key(app: Starlette, client: httpx.AsyncClient, method: str) -> None:
+    paths = paths_of(app)
+    assert len(paths) > 25
+    for path in [*paths, *TRICKS]:
+        answer = await client.request(method, path)
+        if path in NO_KEY_NEEDED:
+            assert answer.status_code in ({200} if method in {"GET", "HEAD"} else {405}), path
+            continue
+        assert answer.status_code == 401, path
+        assert "tiny" not in answer.text, path
+
+
+async def test_a_tenant_reaches_the_api_and_only_an_admin_the_rest(app: Starlette, client: httpx.AsyncClient) -> None:
+    tenants = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/v1/models/tiny"}
+    tenants.add("/openapi.json")
+    for path in [*paths_of(app), *TRICKS]:
+        if path in NO_KEY_NEEDED or path == "/events":
+            continue
+        status = (await client.get(path, headers=bearer(ACME))).status_code
+        assert (status == 403) is (path not in tenants), path
+        assert (await client.get(path, headers=bearer(ADMIN))).status_code not in {401, 403}, path
+    answer = await client.post("/v1/completions", json={"prompt": "a"}, headers=bearer(OTHER))
+    assert answer.status_code == 200
+
+
+async def test_a_browser_is_asked_for_the_key_and_may_read_with_it(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/")).headers["www-authenticate"].startswith("Basic ")
+    basic = {"authorization": "basic " + base64.b64encode(f"anybody:{ADMIN}".encode()).decode()}
+    assert (await client.get("/", headers=basic)).status_code == 200
+    assert (await client.get("/v1/status", headers=basic)).status_code == 200
+    assert (await client.post("/tokenize", json={"prompt": "a"}, headers=basic)).status_code == 401
+
+
+async def test_the_admin_surface_can_be_apart(app: Starlette) -> None:
+    api, admin = app.state.api, app.state.admin
+    assert set(paths_of(api)) & set(paths_of(admin)) == NO_KEY_NEEDED
+    assert set(paths_of(api)) | set(paths_of(admin)) == set(paths_of(app))
+    for part, path in ((api, "/metrics"), (api, "/"), (admin, "/v1/models")):
+        transport = httpx.ASGITransport(app=part)
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            assert (await client.get(path)).status_code == 401
+            assert (await client.get(path, headers=bearer(ADMIN))).status_code == 404
+
+
+def test_who_was_not_looked_at_has_no_identity() -> None:
+    with pytest.raises(KeyError):
+        identity_of({"type": "http"})
+
+
+# ---- wrong keys --------------------------------------------------------------------------------------------------------
+
+
+async def test_whoever_tries_many_keys_has_to_wait_and_the_others_do_not(
+    client: httpx.AsyncClient, caplog: Any
+) -> None:
+    async def status(key: str) -> int:
+        return (await client.get("/v1/models", headers=bearer(key))).status_code
+
+    assert await status(ACME) == 200
+    with caplog.at_level(logging.WARNING):
+        statuses = [await status(f"guess-{number}") for number in range(50)]
+    assert statuses[:WRONG_AT_ONCE] == [401] * WRONG_AT_ONCE
+    assert statuses.count(429) > 20
+    assert await status(OTHER) == 429, "also the right one: else guessing would go on"
+    assert await status(ACME) == 200, "but who has shown it before"
+    answer = await client.get("/v1/models", headers=bearer("guess"))
+    assert int(answer.headers["retry-after"]) >= 1
+    assert caplog.text.count("without a right API key") == 1
+    assert "guess" not in caplog.text
+    metrics = (await client.get("/metrics", headers=bearer(ACME))).status_code
+    assert metrics == 403
+
+
+def test_wrong_keys_are_counted_by_address_and_forgotten_with_time() -> None:
+    now = [0.0]
+    wrong = WrongKeys(clock=lambda: now[0])
+    for _ in range(WRONG_AT_ONCE):
+        assert wrong.wait_s("2001:db8::1", b"k") == 0
+        wrong.wrong("2001:db8::1")
+    assert 0 < wrong.wait_s("2001:db8::ffff", b"k") <= 1, "a client may have a whole /64"
+    assert wrong.wait_s("2001:db8:0:1::1", b"k") == wrong.wait_s("10.0.0.1", b"k") == 0
+    now[0] += 1
+    assert wrong.wait_s("2001:db8::1", b"k") == 0
+    for number in range(MAX_ADDRESSES + 10):
+        wrong.wrong(f"a{number}")
+        wrong.right(f"a{number}", b"k")
+    assert len(wrong._buckets) == len(wrong._proven) == MAX_ADDRESSES
+
+
+# ---- tenants -----------------------------------------------------------------------------------------------------------
+
+names = st.text("ab\0", max_size=3)
+
+
+@given(st.tuples(names, st.none() | names), st.tuples(names, st.none() | names))
+def test_no_two_tenants_or_salts_share_a_cache(one: tuple[str, str | None], other: tuple[str, str | None]) -> None:
+    empty = {("", None), ("", "")}  # an empty salt is no salt, and refused
+    assert (namespace(*one) == namespace(*other)) is (one == other or {one, other} <= empty)
+
+
+async def test_a_tenants_order_is_its_own(byte_level: Any) -> None:
+    async def ordered(identity: Identity, **fields: object) -> Any:
+        raw = '{"prompt": "a", "priority": -3' + "".join(f', "{k}": "{v}"' for k, v in fields.items()) + "}"
+        body = read_body(CompletionBody, raw.encode(), "tiny")
+        order = await take_order(body, MODEL, byte_level, "id", 0, identity=identity, deadline=7.0)
+        return order.generations[0]
+
+    acme, other = await ordered(Identity("acme"), cache_salt="s"), await ordered(Identity("other"), cache_salt="s")
+    assert acme.salt != other.salt
+    assert acme.salt == (await ordered(Identity("acme"), cache_salt="s")).salt
+    assert acme.salt != (await ordered(Identity("acme"))).salt != b""
+    assert (await ordered(EVERYBODY)).salt == b""
+    assert (acme.tenant, acme.deadline, acme.priority) == ("acme", 7.0, 0)
+    assert (await ordered(Identity("ops", is_admin=True))).priority == -3
+
+
+async def test_the_access_log_and_the_metrics_name_the_tenant(client: httpx.AsyncClient, caplog: Any) -> None:
+    with caplog.at_level(logging.INFO, "baton.access"):
+        for key in (ACME, ACME, OTHER):
+            await client.post("/v1/completions", json={"prompt": "a"}, headers=bearer(key))
+        await client.post("/v1/completions", json={"prompt": 5}, headers=bearer(ACME))
+    assert [record.fields["tenant"] for record in caplog.records] == ["acme", "acme", "other", "acme"]
+    text = (await client.get("/metrics", headers=bearer(ADMIN))).text
+    assert 'baton_tenant_requests_total{model_name="tiny",tenant="acme"} 2.0' in text
+    assert 'baton_tenant_generation_tokens_total{model_name="tiny",tenant="other"} 3.0' in text
+    assert "baton_requests_without_key_total 0.0" in text
+
+
+# ---- deadlines ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given", ["0", "0.0", "-1", "abc", "", "nan", "inf", "1e", "1 2", "²", "0x5", "1_0", "1" * 5000]
+)
+async def test_a_timeout_that_is_none_is_refused(byte_level: Any, given: str) -> None:
+    dispatcher = ScriptedDispatcher(lambda _, __: [2])
+    transport = httpx.ASGITransport(app=build_app(dispatcher, byte_level, MODEL))
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        headers = {"x-request-timeout": given.encode()}
+        answer = await client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-request-timeout")
+    assert not dispatcher.answers
+
+
+@pytest.mark.parametrize(
+    ("given", "longest_s", "within"),
+    [("2.5", 0, 2.5), ("1e9", 0, 86_400), ("1e9", 30, 30), ("7", 30, 7), (None, 30, 30), (None, 0, None)],
+)
+def test_a_timeout_becomes_a_deadline(given: str | None, longest_s: float, within: float | None) -> None:
+    from router.wire import deadline_of
+
+    headers = [] if given is None else [(b"x-request-timeout", given.encode())]
+    deadline = deadline_of({"type": "http", "headers": headers}, 100.0, longest_s)
+    assert deadline == (None if within is None else 100.0 + within)
+    with pytest.raises(Rejected):
+        deadline_of({"type": "http", "headers": [*headers, (b"x-request-timeout", b"1")] * 2}, 100.0, longest_s)

@@ -1,0 +1,298 @@
+"""KV channels between simulated processes: the contract of `shared.kv.channel`, both kinds, and what can go wrong.
+
+`fenced` (as tcp): the receiver's process takes each row and looks at the ticket; rows may come late, after a partition
+or a freeze. One-sided (as shm): the writer's process writes into the peer's memory, whatever the ticket, as long as its
+connection stands; so a writer that was frozen goes on where it was. Faults are drawn for each push by `Weather`.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.kv.channel import Card, ChannelError, PeerLostError, TicketRefusedError, check_open
+from shared.kv.checksum import checksums
+from shared.kv.staging import Staging
+from tests.simulation.loop import CURRENT, Process
+from tests.simulation.network import WORLD_CONTEXT, Network
+
+PATIENCE_S = 2.0
+FAULTS = ("stall", "drop", "flip", "swap", "duplicate", "refuse")
+
+
+class SimMemory:
+    """See KVMemory. Rows begin as noise, so that reading what nobody wrote shows."""
+
+    sums = "xxh3"
+
+    def __init__(self, num_rows: int, row_bytes: int) -> None:
+        self.num_rows, self.row_bytes = num_rows, row_bytes
+        self.rows: NDArray[np.uint8] = np.full((num_rows, row_bytes), 0xA5, np.uint8)
+
+    def checksums(self, rows: Sequence[int]) -> bytes:
+        return checksums(self.rows, rows)
+
+    def staging(self) -> Staging:
+        raise NotImplementedError("simulated channels copy rows themselves")
+
+
+@dataclass(slots=True)
+class Weather:
+    """What pushes meet: `faults` of them one each, whichever come first by the draw."""
+
+    random: Random
+    faults: int
+    row_s: float
+    reached: Callable[[str], None]
+    violate: Callable[[str], None]
+
+    def of_push(self) -> str:
+        if self.faults and self.random.random() < 0.3:
+            self.faults -= 1
+            return FAULTS[int(self.random.random() * len(FAULTS))]
+        return ""
+
+
+class Exchange:
+    """Who has which channels: cards lead here."""
+
+    def __init__(self, network: Network, weather: Weather) -> None:
+        self.network = network
+        self.weather = weather
+        self.channels: dict[tuple[str, str], SimChannel] = {}  # (name, boot)
+
+    def died(self, process: Process, *, silent: bool) -> None:
+        """Its connections end. Of a host that vanished, one-sided peers (on the same host) went with it or see it."""
+        for channel in list(self.channels.values()):
+            if channel.process is process:
+                channel.leave(silent and channel.fenced)
+
+
+class Line:
+    """A writer's connection to one receiver."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.is_open = False
+
+
+class SimChannel:
+    """See KVChannel."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        name: str,
+        memory: SimMemory,
+        boot: str,
+        on_writer_lost: Callable[[str], None],
+        is_promised: Callable[[int], bool],
+    ) -> None:
+        """`is_promised`: whether a block of ours is some writer's to fill, or in quarantine for one."""
+        self.name = name
+        self.fenced = name == "tcp"
+        self.process = CURRENT.get()
+        self.barred: dict[str, None] = {}
+        self._exchange = exchange
+        self._memory = memory
+        self._boot = boot
+        self._on_writer_lost = on_writer_lost
+        self._is_promised = is_promised
+        self._writers: Counter[str] = Counter()
+        self._tickets: dict[bytes, frozenset[int]] = {}
+        self._lines: dict[str, Line] = {}
+        self._card = Card(name, "host", self.process.name, boot, memory.row_bytes, memory.num_rows)
+        self._loop = asyncio.get_running_loop()
+        self._is_closed = False
+        exchange.channels[name, boot] = self
+
+    # ---- receiver ------------------------------------------------------------------------------------------------
+
+    def card(self) -> bytes:
+        return self._card.pack()
+
+    def open(self, ticket: bytes, rows: Sequence[int]) -> None:
+        check_open(ticket, rows, self._memory.num_rows)
+        if ticket in self._tickets:
+            raise ValueError("the ticket is open already")
+        self._tickets[ticket] = frozenset(rows)
+
+    def shut(self, ticket: bytes) -> None:
+        self._tickets.pop(ticket, None)
+
+    def bar(self, boot: str) -> bool:
+        if self._writers[boot]:
+            self._exchange.weather.reached("channel: a writer that seems dead is connected")
+            return False
+        self.barred[boot] = None
+        return True
+
+    def admit(self, boot: str, wanted: str) -> None:
+        """Raises PeerLostError when the writer is turned away."""
+        if self._is_closed or wanted != self._boot:
+            raise PeerLostError("it was started anew")
+        if boot in self.barred:
+            self._exchange.weather.reached("channel: a barred writer is refused")
+            raise PeerLostError("it took us for dead and gave our rows to others")
+        self._writers[boot] += 1
+
+    def part(self, boot: str) -> None:
+        """A writer's connection has ended; heard a moment later."""
+        if self._is_closed:
+            return
+        context = WORLD_CONTEXT.copy()
+        context.run(CURRENT.set, self.process)
+        self._loop.call_later(self._exchange.network.latency(), self._parted, boot, context=context)
+
+    def _parted(self, boot: str) -> None:
+        self._writers[boot] -= 1
+        if not self._writers[boot]:
+            self._on_writer_lost(boot)
+
+    def land(self, ticket: bytes, row: int, data: NDArray[np.uint8]) -> bool:
+        """One row came, at the receiver's process."""
+        if row not in self._tickets.get(ticket, frozenset()):
+            self._exchange.weather.reached("channel: a row without an open ticket is dropped")
+            return False
+        self.fill(row, data)
+        return True
+
+    def fill(self, row: int, data: NDArray[np.uint8]) -> None:
+        """A byte from outside goes only where a writer was promised room: elsewhere it is somebody's KV (I3)."""
+        if not self._is_promised(row):
+            self._exchange.weather.violate(f"{self.process}: a writer filled block {row}, which is nobody's to fill")
+        self._memory.rows[row] = data
+
+    # ---- writer --------------------------------------------------------------------------------------------------
+
+    def reachable(self, card: bytes) -> bool:
+        peer = Card.unpack(card, self.name)
+        peer.check_row_bytes(self._memory.row_bytes)
+        return self.fenced or (self.name, peer.boot) in self._exchange.channels
+
+    async def push(self, card: bytes, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
+        if self._is_closed:
+            raise ChannelError("the channel is closed")
+        peer = Card.unpack(card, self.name)
+        if len(source) != len(target) or not all(0 <= row < peer.num_rows for row in target):
+            raise ChannelError("rows that do not match, or are not in the peer's pool")
+        line = self._lines.setdefault(peer.boot, Line())
+        async with line.lock:
+            try:
+                await self._move(line, peer, ticket, source, target)
+            except PeerLostError:
+                self._hang_up(peer.boot)
+                raise
+
+    async def _move(self, line: Line, card: Card, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
+        exchange, random = self._exchange, self._exchange.weather.random
+        fault = exchange.weather.of_push() if source else ""
+        breaks_at = int(random.random() * (len(source) + 1)) if fault in {"stall", "drop"} else -1
+        if fault:
+            exchange.weather.reached(f"channel: {fault}")
+        await asyncio.sleep(exchange.network.latency())
+        peer = exchange.channels.get((self.name, card.boot))
+        if peer is None:
+            raise PeerLostError("connection refused")
+        if not line.is_open:
+            await self._patient(peer)
+            peer.admit(self._boot, card.boot)
+            line.is_open = True
+        refused = fault == "refuse"
+        order = list(range(len(source)))
+        if fault == "swap" and len(order) > 1:
+            order[0], order[-1] = order[-1], order[0]
+        for place, row in enumerate(target):
+            await asyncio.sleep(exchange.weather.row_s * random.random())
+            data = self._memory.rows[source[order[place]]].copy()
+            if place == breaks_at:
+                if fault == "stall":
+                    await asyncio.sleep(PATIENCE_S)
+                    self._late(peer, ticket, row, data)
+                raise PeerLostError("the connection was reset")
+            if fault == "flip" and not place:
+                data[int(random.random() * len(data))] ^= 1 << int(random.random() * 8)
+            refused |= not await self._write(line, peer, ticket, row, data)
+            if fault == "duplicate" and self.fenced:
+                self._loop.call_later(random.random() * 4.0, peer.land_late, ticket, row, data, context=WORLD_CONTEXT)
+        if refused:
+            raise TicketRefusedError("the peer refused rows: the ticket is not open for them")
+
+    async def _write(self, line: Line, peer: "SimChannel", ticket: bytes, row: int, data: NDArray[np.uint8]) -> bool:
+        """False: the receiver refused it."""
+        if not line.is_open or peer._is_closed or not self.process.alive:
+            raise PeerLostError("the connection has ended")
+        if not self.fenced:
+            peer.fill(row, data)
+            return True
+        try:
+            await self._patient(peer)
+        except PeerLostError:
+            self._late(peer, ticket, row, data)
+            raise
+        return peer.land(ticket, row, data)
+
+    async def _patient(self, peer: "SimChannel") -> None:
+        """Waits until the peer can take a byte. Raises PeerLostError after the channel's patience."""
+        network, until = self._exchange.network, self._loop.time() + PATIENCE_S
+        while (
+            peer.process.thaws_at > self._loop.time()
+            or not peer.process.alive
+            or (
+                self.fenced
+                and (network.is_cut(self.process, peer.process) or network.is_cut(peer.process, self.process))
+            )
+        ):
+            if not self.fenced and peer.process.alive:
+                return  # memory needs nobody
+            if self._loop.time() > until:
+                raise PeerLostError("it took no byte for too long")
+            await asyncio.sleep(0.05)
+
+    def _late(self, peer: "SimChannel", ticket: bytes, row: int, data: NDArray[np.uint8]) -> None:
+        """The writer gave up; what is under way in a network comes yet."""
+        if self.fenced:
+            self._exchange.weather.reached("channel: a row comes after its writer gave up")
+            later = 3.0 * self._exchange.weather.random.random()
+            self._loop.call_later(later, peer.land_late, ticket, row, data, context=WORLD_CONTEXT)
+
+    def land_late(self, ticket: bytes, row: int, data: NDArray[np.uint8]) -> None:
+        """A row that was under way in the network."""
+        if not self._is_closed and self.process.alive:
+            self.land(ticket, row, data)
+
+    # ---- ends ------------------------------------------------------------------------------------------------------
+
+    def _hang_up(self, boot: str, *, silent: bool = False) -> None:
+        line = self._lines.get(boot)
+        if line is None or not line.is_open:
+            return
+        line.is_open = False
+        peer = self._exchange.channels.get((self.name, boot))
+        if peer is not None and not silent:
+            peer.part(self._boot)
+
+    def leave(self, silent: bool) -> None:
+        """The process is gone, or ends. `silent`: its peers are not told."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        del self._exchange.channels[self.name, self._boot]
+        for boot in self._lines:
+            self._hang_up(boot, silent=silent)
+        if not silent:
+            for channel in self._exchange.channels.values():
+                if channel.name == self.name:
+                    channel.lost(self._boot)
+
+    def lost(self, boot: str) -> None:
+        """A receiver that this process writes to is gone: the next push connects anew."""
+        if (line := self._lines.get(boot)) is not None:
+            line.is_open = False
+
+    async def close(self) -> None:
+        self.leave(silent=False)

@@ -1,0 +1,117 @@
+"""A client of the simulated router: asks, reads, perhaps slowly, perhaps not to the end, and checks each token (I1)."""
+
+import asyncio
+import time
+from typing import Any
+
+from router.generation import Generation, Piece
+from shared.errors import Rejected, Unavailable
+from shared.messages import Sampling
+from shared.serve import until
+from tests.simulation.hosts import RouterHost
+from tests.simulation.scenario import Wish
+
+TYPED = {422, 429, 500, 503, 504}
+
+
+class Client:
+    """`outcome`: "" until it is over, then "finished", "cancelled", "failed" or "lost" (with its router)."""
+
+    def __init__(self, world: Any, wish: Wish) -> None:
+        self.world = world
+        self.wish = wish
+        self.outcome = ""
+        self.why = ""
+        self.host: RouterHost | None = None
+        self.started_in: Any = None  # the router's process
+        self._heard: dict[int, list[int]] = {index: [] for index in range(wish.n)}
+        self._finished: set[int] = set()
+        self._pieces = 0
+
+    def has_heard(self, index: int) -> bool:
+        return bool(self._heard[index])
+
+    async def come(self) -> None:
+        """In the machine room: goes to a router once its time has come and one is up."""
+        wish = self.wish
+        await asyncio.sleep(wish.arrives_s)
+        router = self.world.router
+        await until(lambda: router.is_up and router.dispatch is not None, 60.0, 0.1)
+        self.host = router
+        self.started_in = self.host.process
+        self.host.run(self._ask())
+
+    async def _ask(self) -> None:
+        """In the router's process."""
+        wish = self.wish
+        deadline = None if wish.deadline_s is None else time.monotonic() + wish.deadline_s
+        generation = Generation(
+            wish.id, list(wish.prompt), wish.max_tokens, Sampling(temperature=0.0), stop_tokens=wish.stop_tokens,
+            n=wish.n, salt=wish.salt, priority=wish.priority, deadline=deadline,
+        )  # fmt: skip
+        try:
+            assert self.host is not None
+            assert self.host.dispatch is not None
+            run = await self.host.dispatch.submit(generation)
+            try:
+                async with asyncio.timeout(wish.cancels_after_s):
+                    await self._read(run)
+            except TimeoutError:
+                self._end("cancelled")
+            finally:
+                await run.close()
+        except (Unavailable, Rejected) as error:
+            self._failed(error)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self._end("failed", f"{type(error).__name__}: {error}")
+            self.world.violate(f"{wish.id}: an error without a type: {error!r}")
+            raise
+        if not self.outcome:
+            self._end("finished")
+            self._check_whole()
+
+    async def _read(self, run: Any) -> None:
+        async for piece in run:
+            self._hear(piece)
+            if self.wish.cancels_at is not None and self._pieces > self.wish.cancels_at:
+                self._end("cancelled")
+                return
+            if self.wish.reads_slowly_s:
+                await asyncio.sleep(self.wish.reads_slowly_s)
+
+    def _hear(self, piece: Piece) -> None:
+        self._pieces += 1
+        wish, heard = self.wish, self._heard[piece.index]
+        self.world.note(f"{wish.id}.{piece.index} hears {piece.tokens} {piece.finish or ''}")
+        if piece.index in self._finished:
+            self.world.violate(f"{wish.id}.{piece.index} hears {piece.tokens} after its end")
+        heard += piece.tokens
+        if heard != wish.expected[: len(heard)]:
+            self.world.violate(f"{wish.id}.{piece.index} heard {heard}, the right tokens are {wish.expected}")
+        if piece.finish is not None:
+            self._finished.add(piece.index)
+            is_stop = bool(heard) and heard[-1] in wish.stop_tokens
+            if piece.finish != ("stop" if is_stop else "length"):
+                self.world.violate(f"{wish.id}.{piece.index} ended with {piece.finish} after {heard}")
+
+    def _check_whole(self) -> None:
+        for index, heard in self._heard.items():
+            if heard != self.wish.expected or index not in self._finished:
+                self.world.violate(f"{self.wish.id}.{index} ended with {heard} of {self.wish.expected}")
+
+    def _failed(self, error: Unavailable | Rejected) -> None:
+        self._end("failed", str(error.message))
+        scenario = self.world.scenario
+        if error.status not in TYPED:
+            self.world.violate(f"{self.wish.id}: status {error.status}: {error.message}")
+        elif error.status == 504 and self.wish.deadline_s is not None:
+            self.world.reached("client: deadline")
+        elif scenario.is_lossless and not scenario.raises:
+            self.world.violate(f"{self.wish.id} failed though a way was left: {error.message}")
+
+    def _end(self, outcome: str, why: str = "") -> None:
+        self.outcome, self.why = outcome, why
+        self.world.reached(f"client: {outcome}")
+        self.world.note(f"{self.wish.id} {outcome} {why}")

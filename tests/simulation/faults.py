@@ -1,0 +1,161 @@
+"""What goes wrong in a simulation, when and to whom: drawn by the scenario, done here."""
+
+import asyncio
+from typing import Any
+
+from shared.failpoints import FailpointError
+from shared.messages import SetRole
+from shared.services import SET_ROLE, PeerError, connect
+from tests.simulation.hosts import Host, NodeHost
+from tests.simulation.loop import CURRENT, Died
+from tests.simulation.scenario import Fault
+
+RESTART_S = (0.1, 0.5, 2.0)
+AT_SITE = {"kill at site", "vanish at site", "freeze at site", "raise"}
+
+
+class Faults:
+    """`run` does them all and leaves a whole cluster behind; `at_site` is the failpoints' watcher."""
+
+    def __init__(self, world: Any) -> None:
+        self.world = world
+        self.fired_raise = False
+        self._at_sites = [fault for fault in world.scenario.faults if fault.kind in AT_SITE]
+
+    async def run(self) -> None:
+        began, last_s = self.world.loop.now, 0.0
+        for fault in self.world.scenario.faults:
+            last_s = max(last_s, fault.at_s + fault.for_s)
+            if fault.kind not in AT_SITE:
+                await asyncio.sleep(max(0.0, began + fault.at_s - self.world.loop.now))
+                self._do(fault)
+        await asyncio.sleep(max(0.0, began + last_s - self.world.loop.now))
+
+    def heal(self) -> None:
+        """Everything works from now on; what is down comes back."""
+        world = self.world
+        self._at_sites.clear()
+        world.network.heal()
+        world.exchange.weather.faults = 0
+        world.store.down_until = world.store.hangs_until = world.store.lies_until = 0.0
+        for host in world.hosts:
+            host.process.thaws_at = host.process.lag_s = 0.0
+            if not host.is_up:
+                host.start()
+
+    # ---- at a moment ---------------------------------------------------------------------------------------------
+
+    def _do(self, fault: Fault) -> None:
+        world, random, now = self.world, self.world.random, self.world.loop.now
+        up = [host for host in world.hosts if host.is_up]
+        nodes = [host for host in up if isinstance(host, NodeHost)]
+        if not nodes or (fault.kind == "kill router" and not world.router.is_up):
+            return
+        host = random.choice(nodes)
+        world.note(f"fault: {fault.kind} {host.name} for {fault.for_s:.2f} s")
+        world.reached(f"fault: {fault.kind}")
+        match fault.kind:
+            case "kill" | "vanish":
+                self.kill(host, silent=fault.kind == "vanish")
+            case "kill router":
+                self.kill(world.router)
+            case "freeze":
+                random.choice(up).process.thaws_at = now + fault.for_s
+            case "hang":
+                host.engine.hangs_until = now + fault.for_s
+            case "slow":
+                host.process.lag_s = 0.001 + 0.01 * random.random()
+                world.loop.call_later(fault.for_s, setattr, host.process, "lag_s", 0.0)
+            case "cut" | "cut one way":
+                self._cut(fault, up)
+            case "reset":
+                self._reset(host)
+            case "drain":
+                host.run(_set(host.lifetime.draining))
+            case "role":
+                self._change_role(host)
+            case "clock jumps":
+                host.process.wall_offset_s += random.choice((-3600.0, 3600.0))
+            case _:
+                self._disturb_registry(fault)
+
+    def kill(self, host: Host, *, silent: bool = False) -> None:
+        self.world.died(host, silent=silent)
+        self.world.loop.call_later(self.world.random.choice(RESTART_S), self._restart, host)
+
+    def _restart(self, host: Host) -> None:
+        if not host.is_up and not self.world.is_ending:
+            host.start()
+
+    def _cut(self, fault: Fault, up: list[Host]) -> None:
+        if len(up) < 2:
+            return
+        one, other = self.world.random.sample(up, 2)
+        self.world.note(f"cut between {one.name} and {other.name}")
+        self.world.network.cut(one.name, other.name, fault.for_s)
+        if fault.kind == "cut":
+            self.world.network.cut(other.name, one.name, fault.for_s)
+
+    def _reset(self, host: NodeHost) -> None:
+        """One of its connections ends after some bytes more, in the middle of whatever they are."""
+        ends = self.world.network.ends_of(host.process)
+        if ends:
+            self.world.random.choice(ends).breaks_after = self.world.random.randrange(400)
+
+    def _change_role(self, host: NodeHost) -> None:
+        if host.node is not None and self.world.router.is_up:
+            host.role = "prefill" if host.role == "decode" else "decode"
+            self.world.router.run(_set_role(host.node.info.address, host.role, self.world.random.random() * 4.0))
+
+    def _disturb_registry(self, fault: Fault) -> None:
+        store, until = self.world.store, self.world.loop.now + fault.for_s
+        match fault.kind:
+            case "registry down":
+                store.down_until = until
+            case "registry hangs":
+                store.hangs_until = until
+            case "registry lies":
+                store.lies_until = until
+            case _:
+                store.flush()
+
+    # ---- at a place ------------------------------------------------------------------------------------------------
+
+    def at_site(self, site: str, detail: str) -> None:
+        """Raises Died or FailpointError where the scenario wants it."""
+        process = CURRENT.get()
+        self.world.reached(f"site {site}")
+        if not process.alive:
+            raise Died
+        for fault in tuple(self._at_sites):
+            if fault.site != site:
+                continue
+            fault.passing -= 1
+            if fault.passing:
+                continue
+            self._at_sites.remove(fault)
+            self.world.note(f"fault: {fault.kind} {process} at {site} {detail}")
+            self.world.reached(f"fault: {fault.kind}")
+            match fault.kind:
+                case "kill at site" | "vanish at site":
+                    self.kill(self.world.host_of(process), silent=fault.kind == "vanish at site")
+                    raise Died
+                case "freeze at site":
+                    process.thaws_at = self.world.loop.now + fault.for_s
+                case _:
+                    self.fired_raise = True
+                    raise FailpointError(f"failpoint {site}")
+
+
+async def _set(event: asyncio.Event) -> None:
+    event.set()
+
+
+async def _set_role(address: str, role: str, drain_s: float) -> None:
+    channel = connect(address)
+    try:
+        await SET_ROLE.call(channel, SetRole(role, drain_s), 20.0)
+    except PeerError:
+        pass  # it died, or is cut off: as an operator would see it
+    finally:
+        channel.close()

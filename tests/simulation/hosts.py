@@ -1,0 +1,159 @@
+"""The machines of a simulated cluster and the processes on them: the real node, the real router, without their rims.
+
+A node is `engine.process._serve` with memory, runner and channels of the simulation. A router is `Fleet` and `Dispatch`
+over the real registry; its clients run inside it, as its HTTP handlers would.
+"""
+
+import asyncio
+from contextvars import Context
+from typing import Any
+
+from engine import process as node_process
+from engine.build import Computer
+from engine.node import Node
+from router.dispatch import Dispatch, Rules
+from router.fleet import Fleet
+from router.records import Records
+from scheduler.role import ROLES
+from scheduler.scheduler import Scheduler
+from shared.config import NodeSettings
+from shared.kv.layout import KVLayout
+from shared.registry import EmbeddedRegistry, RedisRegistry, Registry
+from tests.simulation.channel import SimChannel, SimMemory
+from tests.simulation.loop import CURRENT, Process
+from tests.simulation.scenario import LAYERS, VOCABULARY, Scenario
+from tests.simulation.turns import SimEngine, SimRunner
+
+JOIN_PORT = 8001
+HEARTBEAT_S = 0.5
+NODE_TIMEOUT_S = 2.5
+DRAIN_S = 6.0
+MAX_MODEL_LEN = 1024
+
+
+class SimLifetime:
+    """See `shared.serve.Lifetime`: the signal is an event."""
+
+    def __init__(self) -> None:
+        self.draining = asyncio.Event()
+
+
+class Host:
+    """One machine, on which one process after the other runs."""
+
+    def __init__(self, world: Any, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.process = Process(name)
+        self.process.alive = False
+        self.lifetime = SimLifetime()
+        self.task: asyncio.Task[Any] | None = None
+        self.starts = 0
+        self.is_silent = False  # its machine vanished
+        self.left: list[str] = []  # tasks that it did not end, when it ended in good order
+
+    @property
+    def is_up(self) -> bool:
+        return self.process.alive
+
+    def start(self) -> None:
+        """A new process. On a machine that had vanished, its peers hear now that the old one is gone."""
+        if self.is_silent:
+            self.is_silent = False
+            self.world.network.returned(self.process)
+        self.starts += 1
+        random = self.world.random
+        self.process = Process(self.name)
+        self.process.clock_offset_s = random.random() * 1e6
+        self.process.wall_offset_s = random.choice((0.0, 0.0, -3600.0, 3600.0))
+        self.world.note(f"{self.name} starts")
+        self.task = self.run(self._life())
+
+    def run(self, work: Any) -> "asyncio.Task[Any]":
+        """A task inside this process."""
+        context = Context()
+        context.run(CURRENT.set, self.process)
+        return asyncio.get_running_loop().create_task(work, context=context)
+
+    async def _life(self) -> None:
+        self.lifetime = SimLifetime()
+        status = await self.main()
+        if status:
+            self.world.violate(f"{self.name} ended with status {status}")
+        asyncio.get_running_loop().call_soon(self.world.ended, self, context=self.world.context)
+
+    async def main(self) -> int:
+        raise NotImplementedError
+
+
+class NodeHost(Host):
+    def __init__(self, world: Any, name: str, role: str) -> None:
+        super().__init__(world, name)
+        self.role = role
+        self.boot = ""
+        self.node: Node | None = None
+        self.engine: SimEngine | None = None
+        self.scheduler: Scheduler | None = None
+
+    async def main(self) -> int:
+        scenario: Scenario = self.world.scenario
+        self.boot = f"{self.world.random.getrandbits(128):032x}"
+        num_blocks = scenario.num_blocks[self.role]
+        layout = KVLayout(num_blocks, 1, LAYERS, scenario.block_tokens, 1, "float32")
+        memory: Any = SimMemory(num_blocks, layout.block_bytes)
+        runner = SimRunner(memory.rows, scenario.block_tokens, LAYERS, VOCABULARY, scenario.ahead)
+        computer = Computer(runner, memory, layout, MAX_MODEL_LEN, VOCABULARY, "print", {})
+        settings = NodeSettings(
+            model="sim",
+            id=self.name,
+            registry=f"127.0.0.1:{JOIN_PORT}" if scenario.registry == "embedded" else "redis://sim",
+            heartbeat_s=HEARTBEAT_S,
+            max_num_batched_tokens=scenario.budget_tokens,
+            max_num_seqs=scenario.max_num_seqs,
+            policy=scenario.policy,  # type: ignore[arg-type]
+            drain_timeout_s=DRAIN_S,
+            reserve_timeout_s=5.0,
+        )
+        lifetime: Any = self.lifetime
+        return await node_process._serve(lifetime, settings, ROLES[self.role], computer, self.boot, None)
+
+    async def channels(self, settings: Any, computer: Computer, boot: str, on_writer_lost: Any) -> list[SimChannel]:
+        """In the place of `engine.process._channels`."""
+        memory: Any = computer.memory
+        lost = {"tcp": lambda _: None, "shm": on_writer_lost}
+        names = self.world.scenario.channels
+        return [SimChannel(self.world.exchange, name, memory, boot, lost[name], self._is_promised) for name in names]
+
+    def _is_promised(self, block: int) -> bool:
+        assert self.scheduler is not None
+        return block in self.scheduler.pool._reserved or block in self.scheduler.pool._quarantined
+
+    def sides(self) -> dict[str, Any]:
+        """The ends of handoffs that it has had, by role."""
+        owner: Any = getattr(self.node.on_abort if self.node is not None else None, "__self__", None)
+        return dict(owner._sides) if owner is not None else {}
+
+
+class RouterHost(Host):
+    dispatch: Dispatch | None = None
+    fleet: Fleet | None = None
+
+    def start(self) -> None:
+        self.dispatch = self.fleet = None
+        super().start()
+
+    async def main(self) -> int:
+        scenario: Scenario = self.world.scenario
+        identity = f"{self.name}-{self.starts}"
+        registry: Registry
+        if scenario.registry == "embedded":
+            registry = EmbeddedRegistry(identity, "127.0.0.1", JOIN_PORT)
+        else:
+            registry = RedisRegistry("redis://sim", "default")
+        records = Records()
+        self.fleet = Fleet(identity, registry, "disaggregated", NODE_TIMEOUT_S, records)
+        self.dispatch = Dispatch(self.fleet, "sim", Rules(disaggregate=scenario.disaggregate), records)
+        await self.fleet.start()
+        await self.lifetime.draining.wait()
+        await self.fleet.close()
+        return 0

@@ -1,0 +1,145 @@
+"""The system, broken on purpose in one place at a time: a simulation that does not notice has a hole.
+
+`MUTATIONS[name]()` is a context in which the system is broken so.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import scheduler.scheduler
+from decode_node.landing import Ending, LandingTable, Phase
+from decode_node.receiver import Receiver
+from engine.node import Node
+from prefill_node.handoff import Handoff, Push
+from prefill_node.peers import Peers
+from router.attempt import Attempt
+from router.link import Link
+from scheduler.blocks import BlockPool
+from scheduler.prefix import extend_hashes
+from scheduler.request import Request, cdiv
+from scheduler.scheduler import Scheduler
+from shared.kv.checksum import CHECKSUM_BYTES
+from tests.simulation.channel import SimChannel
+
+Broken = Callable[[], AbstractContextManager[Any]]
+
+
+def _in_place_of(owner: Any, name: str, stand_in: Any) -> Broken:
+    return partial(mock.patch.object, owner, name, stand_in)
+
+
+def _around(owner: Any, name: str, wrapper: Callable[..., Any]) -> Broken:
+    """`wrapper(original, *arguments)` instead of `original(*arguments)`."""
+    original = getattr(owner, name)
+
+    def broken(*given: Any, **more: Any) -> Any:
+        return wrapper(original, *given, **more)
+
+    return _in_place_of(owner, name, broken)
+
+
+def _quarantine_skipped(self: LandingTable, request_id: str) -> Ending | None:
+    landing = self._by_request.get(request_id)
+    return None if landing is None or landing.phase is Phase.QUARANTINED else self._close(landing)
+
+
+async def _not_compared(self: Receiver, landing: Any, sums: bytes) -> str:
+    landing.num_checked = min(len(landing.blocks), landing.num_checked + len(sums) // CHECKSUM_BYTES)
+    return ""
+
+
+def _positions_ignored(original: Any, self: Attempt, link: Link, delta: Any) -> None:
+    original(self, link, replace(delta, position=len(self.sample.tokens)))
+
+
+def _half_blocks(original: Any, self: Handoff) -> Any:
+    exact, self._num_computed = self._num_computed, self._block_tokens * cdiv(self._num_computed, self._block_tokens)
+    try:
+        self._num_computed = min(self._num_computed, self._num_prompt)
+        return original(self)
+    finally:
+        self._num_computed = max(exact, self._num_computed)
+
+
+def _shifted(original: Any, self: Handoff) -> Any:
+    action = original(self)
+    return replace(action, targets=action.targets[1:] + action.targets[:1]) if isinstance(action, Push) else action
+
+
+def _miscounted(original: Any, self: Link, submit: Any, listener: Any) -> None:
+    submit.num_prompt = len(submit.tokens) // 4
+    original(self, submit, listener)
+
+
+def _some_lost(original: Any, self: Node, router: str, *deltas: Any) -> None:
+    original(self, router, *(delta for delta in deltas if delta.position != 3))
+
+
+def _block_too_far(original: Any, self: Scheduler, request: Request, held: list[int]) -> None:
+    original(self, request, held)
+    if request.epoch and request.num_computed + self.block_tokens < len(request.tokens):
+        request.num_computed += self.block_tokens
+        request.num_scheduled = request.num_computed
+
+
+def _freed_under_a_step(original: Any, self: Scheduler, request: Request) -> None:
+    flying, request.num_in_flight = request.num_in_flight, 0
+    try:
+        original(self, request)
+    finally:
+        request.num_in_flight = flying
+
+
+def _any_epoch(original: Any, self: Scheduler, step: Any, *given: Any) -> Any:
+    for piece in step.slices:
+        piece.epoch = piece.request.epoch
+    return original(self, step, *given)
+
+
+def _landed_too_far(original: Any, self: Scheduler, request: Request, token: int) -> None:
+    original(self, request, token)
+    if request.blocks:
+        request.blocks[0], request.blocks[-1] = request.blocks[-1], request.blocks[0]
+
+
+@contextmanager
+def _both(*broken: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for one in broken:
+            stack.enter_context(one)
+        yield
+
+
+async def _nothing(*_: Any) -> None:
+    return None
+
+
+MUTATIONS: dict[str, Broken] = {
+    "tickets stay open": _in_place_of(SimChannel, "shut", lambda self, ticket: None),
+    "a release is forgotten": _around(BlockPool, "release", lambda original, self, blocks: original(self, blocks[1:])),
+    "leases are ignored": _in_place_of(LandingTable, "expired", lambda *_: []),
+    "a barred writer is let in": _in_place_of(Receiver, "_can_write", lambda self, writer: False),
+    "quarantine is skipped": _in_place_of(LandingTable, "abort", _quarantine_skipped),
+    "checksums are not compared": _in_place_of(Receiver, "_check", _not_compared),
+    "prefixes without salt": _in_place_of(
+        scheduler.scheduler, "extend_hashes", lambda hashes, tokens, size, _: extend_hashes(hashes, tokens, size, b"")
+    ),
+    "positions are ignored": _around(Attempt, "delta", _positions_ignored),
+    "a delta is lost": _around(Node, "send", _some_lost),
+    "half blocks are pushed": _around(Handoff, "_action", _half_blocks),
+    "rows to the wrong places, unchecked": lambda: _both(
+        mock.patch.object(Receiver, "_check", _not_compared), _around(Handoff, "_action", _shifted)()
+    ),
+    "blocks of a landing mixed up": _around(Scheduler, "land", _landed_too_far),
+    "what was generated counts as prompt": _around(Link, "submit", _miscounted),
+    "a node's death is not told": _in_place_of(Attempt, "lost", lambda self, link: None),
+    "orphans are kept": _in_place_of(Node, "_orphan", lambda self, outbox: None),
+    "stops are not said": _in_place_of(Peers, "stop", _nothing),
+    "a preempted row resumes too far on": _around(Scheduler, "_hold", _block_too_far),
+    "blocks freed under a step": _around(Scheduler, "_free", _freed_under_a_step),
+    "epochs are not compared": _around(Scheduler, "update", _any_epoch),
+}

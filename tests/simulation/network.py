@@ -1,0 +1,246 @@
+"""TCP between simulated processes: bytes come in order on each connection, late, in pieces, or not at all.
+
+A cut link loses no byte: what is under way comes when the link is whole again, as retransmissions would bring it. A
+process that dies resets its connections; one whose host vanished does not, and its peers hear nothing.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from contextvars import Context, copy_context
+from typing import Any
+
+from tests.simulation.loop import CURRENT, WORLD, Process, SimLoop
+
+HIGH_BYTES, LOW_BYTES = 64 << 10, 16 << 10  # unread bytes at which a writer is paused, and goes on
+DELAYS_S = (0.0, 0.0, 0.002, 0.05)  # of a connection, beside what each of its segments takes
+CONNECT_S = 20.0  # until a connection that nobody answers fails
+WORLD_CONTEXT = Context()
+WORLD_CONTEXT.run(CURRENT.set, WORLD)
+
+
+class Network:
+    def __init__(self, loop: SimLoop) -> None:
+        self.loop = loop
+        self._listeners: dict[int, Listener] = {}
+        self._ports = 20_000
+        self._ends: dict[int, End] = {}
+        self._cuts: dict[tuple[str, str], float] = {}  # (from, to) -> until when
+
+    # ---- what a process does ---------------------------------------------------------------------------------------
+
+    def listen(self, factory: Callable[[], Any], host: str, port: int) -> "Listener":
+        """Raises OSError when the port is taken."""
+        if not port:
+            self._ports += 1
+            port = self._ports
+        if port in self._listeners:
+            raise OSError(98, f"port {port} is taken")
+        listener = self._listeners[port] = Listener(self, factory, host, port)
+        return listener
+
+    async def connect(self, factory: Callable[[], Any], host: str, port: int) -> tuple["End", Any]:
+        ours = CURRENT.get()
+        await asyncio.sleep(self.latency())
+        listener = self._listeners.get(port)
+        deadline = self.loop.now + CONNECT_S
+        while listener is not None and self._is_unreachable(ours, listener.process):
+            if self.loop.now > deadline:
+                raise TimeoutError(f"no answer from {host}:{port}")
+            await asyncio.sleep(0.2)
+            listener = self._listeners.get(port)
+        if listener is None or not ours.alive:
+            raise ConnectionRefusedError(111, f"connect call failed to {host}:{port}")
+        near = End(self, ours, copy_context(), (host, port))
+        far = End(self, listener.process, listener.context.copy(), ("127.0.0.1", 1))
+        near.peer, far.peer = far, near
+        near.delay_s = far.delay_s = self.loop.random.choice(DELAYS_S)
+        for end in (near, far):
+            self._ends[id(end)] = end
+        near.protocol = factory()
+        self.loop.call_soon(far.accept, listener.factory, context=far.context)
+        near.protocol.connection_made(near)
+        return near, near.protocol
+
+    def latency(self) -> float:
+        return 0.0001 + self.loop.random.expovariate(2000.0)
+
+    # ---- faults ------------------------------------------------------------------------------------------------------
+
+    def is_cut(self, source: Process, target: Process) -> bool:
+        return self._cuts.get((source.name, target.name), 0.0) > self.loop.now
+
+    def cut(self, source: str, target: str, for_s: float) -> None:
+        """From now on nothing gets from `source` to `target`."""
+        self._cuts[source, target] = self.loop.now + for_s
+        self.loop.call_later(for_s + 0.001, self._resume, context=WORLD_CONTEXT)
+
+    def heal(self) -> None:
+        self._cuts.clear()
+        self._resume()
+
+    def died(self, process: Process, *, silent: bool) -> None:
+        """Its ports are free, and its peers hear of it, unless its host vanished with it."""
+        for port, listener in list(self._listeners.items()):
+            if listener.process is process and not silent:
+                del self._listeners[port]
+        for end in self.ends_of(process):
+            end.is_lost = True
+            if not silent:
+                end.peer.reset_soon()
+
+    def returned(self, process: Process) -> None:
+        """The host of a vanished process is there again, and knows nothing of it."""
+        self.died(process, silent=False)
+
+    def ends_of(self, process: Process) -> list["End"]:
+        return [end for end in self._ends.values() if end.process is process]
+
+    def forget(self, end: "End") -> None:
+        self._ends.pop(id(end), None)
+
+    def _is_unreachable(self, source: Process, target: Process) -> bool:
+        return not target.alive or self.is_cut(source, target) or self.is_cut(target, source)
+
+    def _resume(self) -> None:
+        for end in list(self._ends.values()):
+            end.flow_on()
+
+
+class Listener(asyncio.AbstractServer):
+    """One listening port of one process."""
+
+    def __init__(self, network: Network, factory: Callable[[], Any], host: str, port: int) -> None:
+        self.factory = factory
+        self.process = CURRENT.get()
+        self.context = copy_context()
+        self._network = network
+        self._name = (host, port)
+        self.sockets: list[Any] = [self]
+
+    def getsockname(self) -> tuple[str, int]:
+        return self._name
+
+    def close(self) -> None:
+        if self._network._listeners.get(self._name[1]) is self:
+            del self._network._listeners[self._name[1]]
+
+    async def wait_closed(self) -> None:
+        await asyncio.sleep(0)
+
+    def is_serving(self) -> bool:
+        return self._network._listeners.get(self._name[1]) is self
+
+
+class End(asyncio.Transport):
+    """One end of a connection. `breaks_after`: bytes of ours that still get through before it is reset."""
+
+    def __init__(self, network: Network, process: Process, context: Context, name: tuple[str, int]) -> None:
+        super().__init__({"peername": name, "sockname": ("127.0.0.1", 1)})
+        self.process = process
+        self.context = context
+        self.peer: End
+        self.protocol: Any = None
+        self.is_lost = False
+        self.breaks_after: int | None = None
+        self.delay_s = 0.0
+        self._network = network
+        self._loop = network.loop
+        self._closing = False
+        self._wire: deque[bytes | None] = deque()  # None: the end
+        self._unread = 0
+        self._paused = False
+        self._last_arrival = 0.0
+
+    # ---- what a protocol asks of a transport ---------------------------------------------------------------------
+
+    def write(self, data: Any) -> None:
+        if self.is_lost or self._closing or not self.process.alive:
+            return
+        data = bytes(data)
+        if self.breaks_after is not None:
+            data = data[: self.breaks_after]
+            self.breaks_after -= len(data)
+        size = len(data)
+        random = self._loop.random
+        if size > 1 and random.random() < 0.1:  # a segment's border may be anywhere
+            at = 1 + int(random.random() * (size - 1))
+            self._send(data[:at])
+            self._send(data[at:])
+        elif size:
+            self._send(data)
+        if self.breaks_after == 0:
+            self.reset_soon()
+            self.peer.reset_soon()
+        elif self._unread > HIGH_BYTES and not self._paused:
+            self._paused = True
+            self.protocol.pause_writing()
+
+    def close(self) -> None:
+        if self._closing or self.is_lost:
+            return
+        self._send(None)
+        self._closing = True
+        self._loop.call_soon(self.lose, None, context=self.context)
+
+    def abort(self) -> None:
+        self.close()
+
+    def is_closing(self) -> bool:
+        return self._closing or self.is_lost
+
+    def get_write_buffer_size(self) -> int:
+        return self._unread
+
+    # ---- the wire ----------------------------------------------------------------------------------------------------
+
+    def accept(self, factory: Callable[[], Any]) -> None:
+        if self.is_lost:
+            return
+        self.protocol = factory()
+        self.protocol.connection_made(self)
+
+    def _send(self, data: bytes | None) -> None:
+        self._wire.append(data)
+        self._unread += len(data or b"")
+        self._last_arrival = max(self._last_arrival, self._loop.now + self.delay_s + self._network.latency())
+        self._loop.call_at(self._last_arrival, self._arrive, context=WORLD_CONTEXT)
+
+    def _arrive(self) -> None:
+        if self._wire and not self._network.is_cut(self.process, self.peer.process):
+            self._loop.call_soon(self.peer.receive, self._wire.popleft(), context=self.peer.context)
+        if self.is_lost and not self._wire:
+            self._network.forget(self)
+
+    def flow_on(self) -> None:
+        while self._wire and not self._network.is_cut(self.process, self.peer.process):
+            self._arrive()
+
+    def receive(self, data: bytes | None) -> None:
+        if data is None:
+            self.lose(None)
+        elif not self.is_lost and self.protocol is not None:
+            self.protocol.data_received(data)
+            self.peer.drained(len(data))
+
+    def drained(self, size: int) -> None:
+        self._unread -= size
+        if self._paused and self._unread < LOW_BYTES and not self.is_lost:
+            self._paused = False
+            self._loop.call_soon(self.protocol.resume_writing, context=self.context)
+
+    def reset_soon(self) -> None:
+        error = ConnectionResetError(104, "connection reset by peer")
+        later = self._loop.now + self._network.latency()
+        self._loop.call_at(later, self.lose, error, context=self.context)
+
+    def lose(self, error: Exception | None) -> None:
+        if self.is_lost:
+            return
+        self.is_lost = True
+        if error is not None:
+            self._wire.clear()
+        if not self._wire:
+            self._network.forget(self)
+        if self.protocol is not None:
+            self.protocol.connection_lost(error)

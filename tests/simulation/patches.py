@@ -1,0 +1,134 @@
+"""For as long as a simulation runs: the clocks are virtual, chance is seeded, and nothing leaves the process."""
+
+import contextlib
+import gc
+import itertools
+import logging
+import os
+import random
+import secrets
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import grpclib.server
+
+import engine.node
+import engine.process
+import shared.clock
+import shared.registry
+from shared import failpoints
+from tests.simulation.loop import CURRENT, Died
+from tests.simulation.redis import FakeRedis
+from tests.simulation.turns import SimEngine, SimWatchdog
+
+UNIX_S = 1_700_000_000.0
+
+
+@contextlib.contextmanager
+def simulated(world: Any) -> Iterator[None]:
+    loop, seeded = world.loop, world.random
+
+    def monotonic() -> float:
+        return float(loop.now + CURRENT.get().clock_offset_s)
+
+    def wall() -> float:
+        return float(UNIX_S + loop.now + CURRENT.get().wall_offset_s)
+
+    def leave(status: int) -> None:
+        world.exited(CURRENT.get(), status)
+        raise Died
+
+    def token_bytes(count: int | None = None) -> bytes:
+        return bytes(seeded.getrandbits(8) for _ in range(count or 32))
+
+    numbers = itertools.count(1)
+    before = random.getstate()
+    random.seed(world.scenario.seed)
+    with contextlib.ExitStack() as stack:
+        for owner, name, stand_in in (
+            (time, "monotonic", monotonic),
+            (time, "monotonic_ns", lambda: int(monotonic() * 1e9)),
+            (time, "time", wall),
+            (time, "time_ns", lambda: int(wall() * 1e9)),
+            (shared.clock, "EPOCH_NS", int(UNIX_S * 1e9)),
+            (secrets, "token_bytes", token_bytes),
+            (secrets, "token_hex", lambda count=None: token_bytes(count).hex()),
+            (os, "_exit", leave),
+            (failpoints, "watcher", world.faults.at_site),
+            (engine.node, "Engine", SimEngine),
+            (SimEngine, "world", world),
+            (engine.process, "_channels", lambda *given: world.host_of(CURRENT.get()).channels(*given)),
+            (engine.process, "Watchdog", SimWatchdog),
+            (engine.process, "settle_memory", lambda: None),
+            (time, "sleep", lambda _: None),
+            (engine.process, "_version", lambda: "simulated"),
+            (shared.registry, "_client", lambda *_, **__: FakeRedis(world.store)),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        # Sets of these would be walked in the order of their addresses in memory.
+        stack.enter_context(mock.patch.object(grpclib.server.Handler, "__hash__", _numbered(numbers), create=True))
+        stack.enter_context(_logs_to(world.log))
+        stack.callback(random.setstate, before)
+        stack.enter_context(_without_collections())
+        yield
+
+
+def _numbered(numbers: Iterator[int]) -> Callable[[Any], int]:
+    def number(handler: Any) -> int:
+        return int(handler.__dict__.setdefault("_simulated_number", next(numbers)))
+
+    return number
+
+
+@contextlib.contextmanager
+def _logs_to(heard: Callable[[logging.LogRecord], None]) -> Iterator[None]:
+    """All warnings and errors of the system go to `heard`, and nowhere else."""
+
+    class Hearer(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard(record)
+
+    hearer, undo = Hearer(), []
+    for name in ("baton", "grpclib", "asyncio"):
+        logger = logging.getLogger(name)
+        undo.append((logger, logger.handlers, logger.level, logger.propagate))
+        logger.handlers, logger.propagate = [hearer], False
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for logger, handlers, level, propagate in undo:
+            logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """When garbage is collected hangs on all that ran before. What dead processes leave behind complains to nobody."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def unmourned() -> Iterator[None]:
+    """Coroutines of dead processes are let go in the middle of what they did: what they say of it is nobody's concern."""
+    before = sys.unraisablehook
+    sys.unraisablehook = lambda _: None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+            logging.disable()
+            gc.collect()
+    finally:
+        logging.disable(logging.NOTSET)
+        sys.unraisablehook = before

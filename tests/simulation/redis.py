@@ -1,0 +1,75 @@
+"""A Redis that nobody runs: sets and keys with a time to live, which may be down, late, empty or full of nonsense."""
+
+import asyncio
+from typing import Any
+
+
+class FakeRedis:
+    """What `shared.registry` asks of a client, over a store that all clients of one simulation share."""
+
+    def __init__(self, store: "Store") -> None:
+        self._store = store
+
+    async def set(self, key: str, value: bytes, px: int | None = None, **_: Any) -> None:
+        await self._store.answer()
+        ends = asyncio.get_running_loop().time() + px / 1000 if px is not None else float("inf")
+        self._store.keys[key] = (value, ends)
+
+    async def sadd(self, key: str, *members: str) -> None:
+        await self._store.answer()
+        self._store.sets.setdefault(key, {}).update(dict.fromkeys(member.encode() for member in members))
+
+    async def srem(self, key: str, *members: str) -> None:
+        await self._store.answer()
+        for member in members:
+            self._store.sets.get(key, {}).pop(member.encode(), None)
+
+    async def delete(self, *keys: str) -> None:
+        await self._store.answer()
+        for key in keys:
+            self._store.keys.pop(key, None)
+
+    async def smembers(self, key: str) -> list[bytes]:
+        await self._store.answer()
+        return list(self._store.sets.get(key, {}))
+
+    async def mget(self, keys: list[str]) -> list[bytes | None]:
+        await self._store.answer()
+        return [self._store.read(key) for key in keys]
+
+    async def get(self, key: str) -> bytes | None:
+        await self._store.answer()
+        return self._store.read(key)
+
+    async def aclose(self) -> None:
+        await asyncio.sleep(0)
+
+
+class Store:
+    """`down_until`: refuses; `hangs_until`: answers nobody in time; `lies`: hands out garbage."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, tuple[bytes, float]] = {}
+        self.sets: dict[str, dict[bytes, None]] = {}
+        self.down_until = self.hangs_until = self.lies_until = 0.0
+
+    async def answer(self) -> None:
+        """Raises OSError when there is no answer."""
+        now = asyncio.get_running_loop().time()
+        await asyncio.sleep(0.0005)
+        if now < self.down_until:
+            raise ConnectionRefusedError(111, "redis is down")
+        if now < self.hangs_until:
+            await asyncio.sleep(0.5)
+            raise TimeoutError("redis does not answer")
+
+    def read(self, key: str) -> bytes | None:
+        now = asyncio.get_running_loop().time()
+        value, ends = self.keys.get(key, (b"", 0.0))
+        if ends < now:
+            return None
+        return value[: len(value) // 2] if now < self.lies_until else value
+
+    def flush(self) -> None:
+        self.keys.clear()
+        self.sets.clear()

@@ -1,0 +1,177 @@
+"""What one seed stands for: a cluster, its requests, and the faults that meet them. Pure: drawn before anything runs."""
+
+from dataclasses import dataclass, field
+from random import Random
+
+from engine.hash_model import expected_tokens
+from shared.failpoints import SITES
+
+LAYERS, VOCABULARY = 1, 97
+NODE_SITES = tuple(site for site in SITES if not site.startswith("router."))
+HANDOFF_SITES = tuple(site for site in NODE_SITES if site.startswith(("prefill.", "decode.")))
+NODE_FAULTS = (
+    "kill",
+    "kill at site",
+    "kill at site",
+    "vanish",
+    "vanish at site",
+    "freeze at site",
+    "freeze",
+    "freeze at site",
+    "hang",
+    "slow",
+    "cut",
+    "cut one way",
+    "reset",
+    "drain",
+    "role",
+    "raise",
+)
+FLEET_FAULTS = ("registry down", "registry hangs", "registry flushed", "registry lies", "clock jumps", "reset")
+HARMLESS = {"slow", "clock jumps", "registry down", "registry hangs", "registry flushed", "registry lies"}
+
+
+@dataclass(slots=True)
+class Wish:
+    """One client's request, and how the client behaves."""
+
+    id: str
+    prompt: list[int]
+    max_tokens: int
+    expected: list[int]
+    arrives_s: float
+    n: int = 1
+    salt: bytes = b""
+    priority: int = 0
+    stop_tokens: frozenset[int] = frozenset()
+    cancels_at: int | None = None  # pieces that it hears before it hangs up
+    cancels_after_s: float | None = None
+    reads_slowly_s: float = 0.0
+    deadline_s: float | None = None
+
+
+@dataclass(slots=True)
+class Fault:
+    kind: str
+    at_s: float
+    for_s: float
+    site: str = ""
+    passing: int = 0  # at which time that the site is passed
+
+
+@dataclass(slots=True)
+class Scenario:
+    seed: int
+    num_prefill: int
+    num_decode: int
+    registry: str  # "embedded" | "redis"
+    channels: tuple[str, ...]
+    num_blocks: dict[str, int]
+    block_tokens: int
+    budget_tokens: int
+    max_num_seqs: int
+    policy: str
+    disaggregate: str
+    ahead: bool
+    row_s: float
+    turn_s: float  # of an engine's loop
+    kv_faults: int
+    wishes: list[Wish]
+    faults: list[Fault] = field(default_factory=list)
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether these faults leave a way for every request: one node at a time is disturbed, and others are left."""
+        harm = [fault for fault in self.faults if fault.kind not in HARMLESS]
+        return len(harm) <= 1 and self.kv_faults <= 2 and self.num_decode >= 2 and not self.kills_router
+
+    @property
+    def kills_router(self) -> bool:
+        return any(fault.kind == "kill router" for fault in self.faults)
+
+    @property
+    def raises(self) -> bool:
+        return any(fault.kind == "raise" for fault in self.faults)
+
+
+def draw(seed: int) -> Scenario:
+    """The same scenario for the same seed, whatever else changes."""
+    random = Random(f"scenario {seed}")
+    block_tokens = random.choice((2, 4, 8))
+    wishes = _wishes(random, block_tokens)
+    most = max(-(-(len(wish.prompt) + wish.max_tokens) // block_tokens) for wish in wishes)
+    is_tiny = random.random() < 0.5
+    decode_blocks = 2 + (most + random.randrange(1 + most // 2) if is_tiny else 6 * most)
+    prefill_blocks = 2 + (most + random.randrange(1 + most // 2) if random.random() < 0.4 else 5 * most)
+    num_decode = random.choice((1, 2, 2, 2, 3))
+    num_prefill = random.choice((0, 1, 1, 2, 2, 3))
+    scenario = Scenario(
+        seed,
+        num_prefill,
+        num_decode,
+        random.choice(("embedded", "embedded", "redis")),
+        random.choice((("tcp",), ("shm",), ("shm", "tcp"))),
+        {"prefill": prefill_blocks, "decode": decode_blocks},
+        block_tokens,
+        random.choice((8, 16, 64)),
+        random.choice((2, 4, 16)),
+        random.choice(("stall_free", "stall_free", "stall_free", "prefill_first", "decode_maximal")),
+        random.choice(("always", "always", "auto")),
+        random.random() < 0.4,
+        random.choice((0.0002, 0.01, 0.15)),
+        random.choice((0.0005, 0.01, 0.03)),
+        random.choice((0, 0, 1, 2, 4, 8)),
+        wishes,
+    )
+    scenario.faults = _faults(random)
+    return scenario
+
+
+def _wishes(random: Random, block_tokens: int) -> list[Wish]:
+    roots = [[random.randrange(VOCABULARY) for _ in range(random.randrange(4, 40))] for _ in range(3)]
+    wishes = []
+    at_s = 0.3
+    spread_s = random.choice((0.02, 0.2, 0.8, 4.0))
+    for number in range(random.randrange(4, 11)):
+        prompt = list(random.choice(roots)) if random.random() < 0.6 else []
+        prompt += [random.randrange(VOCABULARY) for _ in range(random.randrange(1, 24))]
+        max_tokens = random.choice((1, 2, 5, 12, 30))
+        salt = random.choice((b"", b"", b"one", b"two"))
+        expected = expected_tokens(prompt, max_tokens, salt, LAYERS, VOCABULARY)
+        stop_tokens: frozenset[int] = frozenset()
+        if random.random() < 0.2:
+            stop_tokens = frozenset({random.choice(expected)})
+            expected = expected[: 1 + next(at for at, token in enumerate(expected) if token in stop_tokens)]
+        at_s += spread_s * random.random() ** 2
+        wish = Wish(f"r{number}", prompt, max_tokens, expected, at_s, 1, salt, random.choice((0, 0, 0, 5)), stop_tokens)
+        _behave(random, wish)
+        wishes.append(wish)
+    return wishes
+
+
+def _behave(random: Random, wish: Wish) -> None:
+    what = random.random()
+    if what < 0.08:
+        wish.cancels_at = random.randrange(len(wish.expected))
+    elif what < 0.16:
+        wish.cancels_after_s = random.random() ** 3
+    elif what < 0.22:
+        wish.reads_slowly_s = 0.3
+    elif what < 0.27:
+        wish.deadline_s = random.random() * 2.0
+    elif what < 0.40:
+        wish.n = random.choice((2, 3))
+
+
+def _faults(random: Random) -> list[Fault]:
+    """None in some seeds, one in most, a storm in a few."""
+    count = random.choice((0, 1, 1, 1, 1, 2, 2, 3, 5))
+    faults = []
+    for _ in range(count):
+        kinds = NODE_FAULTS if random.random() < 0.85 else FLEET_FAULTS
+        kind = "kill router" if random.random() < 0.04 else random.choice(kinds)
+        for_s = random.choice((0.05, 0.5, 1.5, 4.0, 12.0)) * (0.5 + random.random())
+        site = random.choice(HANDOFF_SITES if random.random() < 0.7 else NODE_SITES)
+        passing = random.choice((1, 1, 2, 3, 5)) if not site.startswith("engine.") else random.randrange(1, 30)
+        faults.append(Fault(kind, 0.25 + random.random() ** 2 * 2.0, for_s, site, passing))
+    return sorted(faults, key=lambda fault: fault.at_s)

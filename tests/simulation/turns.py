@@ -1,0 +1,239 @@
+"""The engine without its thread: each turn of its loop is a callback on virtual time, and ends with an audit of blocks.
+
+Everything but the waiting is the real `Engine`. The audit counts blocks anew from the requests that hold them, and
+compares that with the pool's own books (invariant I2).
+"""
+
+import asyncio
+import logging
+import queue
+from collections import Counter, deque
+from types import SimpleNamespace
+from typing import Any
+
+from engine.engine import Command, Engine, Tell
+from engine.hash_model import HashRunner
+from engine.runner import Output, Pending, Runner
+from engine.watchdog import TICK_S, Watchdog
+from scheduler.request import Slice, State, Step
+from scheduler.scheduler import Scheduler
+from tests.simulation.loop import CURRENT
+
+log = logging.getLogger("baton.engine")
+IDLE_S = 1.0
+MAX_LAST_TURNS = 100
+TOKENS_A_TURN = 10  # that take as long as the turn itself
+
+
+class Idle(BaseException):
+    """The engine waits for a command."""
+
+
+class Inbox:
+    """A queue whose reader never blocks: it is thrown out of its turn, and comes again."""
+
+    def __init__(self, engine: "SimEngine") -> None:
+        self._engine = engine
+        self._commands: deque[Command | None] = deque()
+        self._is_told = False  # that it is empty
+        self.is_last = False  # nothing of the turn comes after a wait
+
+    def put(self, command: Command | None) -> None:
+        self._commands.append(command)
+        self._engine.wake()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Command | None:
+        """Raises queue.Empty, as if the time were over, and Idle when it is asked once more."""
+        if self._commands:
+            self._is_told = False
+            return self._commands.popleft()
+        if block and (self._is_told or self.is_last):
+            raise Idle
+        self._is_told = block
+        raise queue.Empty
+
+    def get_nowait(self) -> Command | None:
+        return self.get(block=False)
+
+    def empty(self) -> bool:
+        return not self._commands
+
+    def qsize(self) -> int:
+        return len(self._commands)
+
+
+class SimEngine(Engine):
+    """`world` is told of it, and of what its audits find; `hang` makes its next turn late."""
+
+    world: Any = None  # the simulation's, for as long as one runs
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, tell: Tell, *given: Any, **more: Any) -> None:
+        super().__init__(scheduler, runner, tell, *given, **more)
+        self.process = CURRENT.get()
+        self._inbox: Any = Inbox(self)
+        self._loop: Any = asyncio.get_running_loop()
+        self._turning: Any = None
+        self._is_idle = self._is_begun = self._is_over = False
+        self._steps_before = 0
+        self.hangs_until = 0.0
+        self.world.engine_made(self, scheduler, tell)
+
+    def start(self) -> None:
+        self._is_begun = True
+        self._next(0.0)
+
+    def wake(self) -> None:
+        if self._is_idle and self._is_begun:
+            self._is_idle = False
+            self._turning.cancel()
+            self._next(0.0)
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        self._inbox.put(None)
+        if self._turning is not None:
+            self._turning.cancel()
+        for _ in range(MAX_LAST_TURNS):
+            if self._is_begun and not self._is_over:
+                self._go()
+        assert not self.is_running, "the engine does not stop"
+
+    @property
+    def is_running(self) -> bool:
+        return self._is_begun and not self._is_over
+
+    def _wait_for_room(self, step: Step) -> None:
+        self._inbox.is_last = True
+        try:
+            super()._wait_for_room(step)
+        finally:
+            self._inbox.is_last = False
+
+    def _next(self, delay_s: float) -> None:
+        delay_s += self.world.scenario.turn_s * (0.5 + self._loop.random.random())
+        self._turning = self._loop.call_at(max(self._loop.now + delay_s, self.hangs_until), self._go)
+
+    def _go(self) -> None:
+        before = self._scheduler.counters.prompt_tokens + self._scheduler.counters.generated_tokens
+        try:
+            if not self._take_commands():
+                self._land()
+                self._is_over = True
+                return
+            self._turn()
+        except Idle:
+            self._is_idle = True
+            self._turning = self._loop.call_later(IDLE_S, self._woken)
+        except Exception as error:
+            log.exception("the engine died")
+            self._is_over = True
+            self._tell.died(error)
+        else:
+            counters = self._scheduler.counters
+            done = counters.prompt_tokens + counters.generated_tokens - before
+            self._next(self.world.scenario.turn_s * done / TOKENS_A_TURN)
+        self.world.audit(self.process, self._scheduler)
+        for block in self._flying():
+            if not self._scheduler.pool._references[block]:
+                self.world.violate(f"{self.process}: block {block} is free, and a step under way uses it")
+
+    def _flying(self) -> list[int]:
+        """Blocks of the step that was launched and not told yet."""
+        pending = self._flight.pending if self._flight is not None else None
+        return [block for row in pending.blocks for block in row] if isinstance(pending, Launched) else []
+
+    def _woken(self) -> None:
+        self._is_idle = False
+        self._go()
+
+
+class SimWatchdog(Watchdog):
+    """Looks around as a callback of its process: late where that is frozen, as its thread would be."""
+
+    _timer: Any = None
+
+    def start(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._look)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        self.start()
+        for one in self._watched:
+            if one.is_stuck(TICK_S):
+                self._on_stuck(f"{one.name} made no progress for {one.allowed_s():.1f} s")
+
+
+class SimRunner(HashRunner):
+    """The hash model, which may also be run ahead: a step is then computed when it is waited for, in the blocks that it
+    was launched with."""
+
+    can_run_ahead = True
+
+    def __init__(self, rows: Any, block_tokens: int, layers: int, vocab_size: int, ahead: bool) -> None:
+        super().__init__(rows, block_tokens, layers, vocab_size)
+        self.ahead = ahead
+        self._shadows: dict[str, Any] = {}
+
+    def launch(self, step: Step, before: Step | None = None) -> Pending:
+        if not self.ahead:
+            return super().launch(step, before)
+        return Launched(self, step, [list(piece.request.blocks) for piece in step.slices])
+
+    def compute(self, step: Step, blocks: list[list[int]]) -> list[Output]:
+        return [self._run_slice(self._shadow(piece, mine)) for piece, mine in zip(step.slices, blocks, strict=True)]
+
+    def _shadow(self, piece: Slice, blocks: list[int]) -> Slice:
+        """The slice as it was launched, over the tokens as they are now."""
+        request = piece.request
+        shadow = self._shadows.get(request.id)
+        if shadow is None or shadow.tokens is not request.tokens:
+            shadow = SimpleNamespace(id=request.id, tokens=request.tokens, salt=request.salt, blocks=[])
+            self._shadows[request.id] = shadow
+        shadow.blocks = blocks
+        return Slice(shadow, piece.start, piece.count, piece.samples, piece.epoch)
+
+
+class Launched:
+    """A step under way."""
+
+    def __init__(self, runner: SimRunner, step: Step, blocks: list[list[int]]) -> None:
+        self.blocks = blocks
+        self._runner, self._step = runner, step
+
+    def wait(self) -> list[Output]:
+        return self._runner.compute(self._step, self.blocks)
+
+
+def imbalance(scheduler: Scheduler) -> str:
+    """What is wrong with the books of a pool; "" when every block is where they say, once."""
+    pool = scheduler.pool
+    holders: Counter[int] = Counter()
+    for request in scheduler.requests.values():
+        if request.is_guest:
+            continue
+        if request.state is State.WAITING and request.blocks:
+            return f"{request.id} waits and holds blocks"
+        holders.update(request.blocks)
+    for _, blocks in scheduler._parked:
+        holders.update(blocks)
+    quarantined = set(pool._quarantined)
+    idle = Counter([*pool._empty, *pool._cached])
+    for block in range(1, pool.total + 1):
+        owners = holders[block] + (block in quarantined)
+        if owners != pool._references[block]:
+            return f"block {block} has {owners} owners, and the books say {pool._references[block]}"
+        if idle[block] != (owners == 0):
+            return f"block {block} has {owners} owners and is {idle[block]} times free"
+        if block in quarantined and holders[block]:
+            return f"block {block} is in quarantine, and used"
+    reserved = {
+        block
+        for request in scheduler.requests.values()
+        if request.state is State.LANDING
+        for block in request.blocks[request.num_computed // scheduler.block_tokens :]
+    }
+    if reserved != set(pool._reserved):
+        return f"reserved are {sorted(pool._reserved)}, and landings have {sorted(reserved)}"
+    ledger = pool.ledger()
+    return "" if ledger.balances else f"blocks do not balance: {ledger}"

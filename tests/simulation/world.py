@@ -1,0 +1,267 @@
+"""One simulated cluster from its start to its end, its faults, and what must hold all the time and at the end.
+
+`simulate(seed)` is one run. The same seed gives the same run, bit for bit: `Result.fingerprint` covers each callback,
+and each line of the log.
+"""
+
+import asyncio
+import gc
+import logging
+import traceback
+import zlib
+from collections import Counter
+from contextvars import Context
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from engine.node import Node
+from scheduler.request import Request
+from scheduler.scheduler import Scheduler
+from shared.failpoints import FailpointError
+from tests.simulation.channel import Exchange, Weather
+from tests.simulation.checks import at_the_end, left_behind, unbalanced
+from tests.simulation.client import Client
+from tests.simulation.faults import RESTART_S, Faults
+from tests.simulation.hosts import Host, NodeHost, RouterHost
+from tests.simulation.loop import CURRENT, EPOCH_S, WORLD, Process, SimLoop
+from tests.simulation.network import Network
+from tests.simulation.patches import simulated, unmourned
+from tests.simulation.redis import Store
+from tests.simulation.scenario import Scenario, draw
+from tests.simulation.turns import SimEngine, imbalance
+
+MAX_TURNS = 600_000
+MAX_VIOLATIONS = 20
+START_S = 10.0
+ANSWER_S = 100.0  # after the last fault: by then each request has its answer
+REST_S = 100.0  # after the last answer: by then nothing is held for anybody
+END_S = 30.0
+OPERATORS = {"_set_role"}  # who stand beside the router
+
+
+@dataclass(slots=True)
+class Result:
+    seed: int
+    violations: list[str]
+    reached: Counter[str]
+    fingerprint: str
+    lines: list[str] = field(default_factory=list)
+    virtual_s: float = 0.0
+    turns: int = 0
+
+
+class World:
+    def __init__(self, scenario: Scenario, *, keeps_log: bool) -> None:
+        self.scenario = scenario
+        self.violations: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.lines: list[str] = []
+        self.checksum = 0
+        self._keeps_log = keeps_log
+        self.context = Context()
+        self.context.run(CURRENT.set, WORLD)
+        self.random = Random(f"world {scenario.seed}")
+        self.loop = SimLoop(Random(f"turns {scenario.seed}"), self._uncaught)
+        self.network = self.loop.network = Network(self.loop)
+        weather = Weather(
+            Random(f"weather {scenario.seed}"), scenario.kv_faults, scenario.row_s, self.reached, self.violate
+        )
+        self.exchange = Exchange(self.network, weather)
+        self.store = Store()
+        self.faults = Faults(self)
+        self.router = RouterHost(self, "router")
+        self.nodes = [NodeHost(self, f"prefill-{index}", "prefill") for index in range(scenario.num_prefill)]
+        self.nodes += [NodeHost(self, f"decode-{index}", "decode") for index in range(scenario.num_decode)]
+        self.hosts: list[Host] = [self.router, *self.nodes]
+        self.graveyard: list[Any] = []  # tasks of dead processes: to let one go would run its last words
+        self.clients = [Client(self, wish) for wish in scenario.wishes]
+        self.is_ending = self.is_over = False
+        self.hangs = any(fault.kind == "hang" for fault in scenario.faults)
+
+    # ---- the course of events --------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        for host in self.hosts:
+            host.start()
+        await self._within(START_S, lambda: [] if self._is_whole() else ["the cluster"], "is not whole")
+        coming = [asyncio.ensure_future(client.come()) for client in self.clients]
+        await self.faults.run()
+        self.faults.heal()
+        self.note("all is well from here on")
+        await asyncio.gather(*coming)
+        await self._within(ANSWER_S, lambda: [c.wish.id for c in self.clients if not c.outcome], "has no answer")
+        await self._within(REST_S, lambda: unbalanced(self), "is still held")
+        for text in at_the_end(self):
+            self.violate(text)
+        gc.collect()  # what failed in silence says so as it is let go
+        if self.violations:
+            return
+        self.is_ending = True
+        for host in (*self.nodes, self.router):
+            if host.is_up:
+                host.run(_set(host.lifetime.draining))
+        await self._within(END_S, lambda: [host.name for host in self.hosts if host.is_up], "does not end")
+        for text in left_behind(self):
+            self.violate(text)
+
+    def _is_whole(self) -> bool:
+        fleet = self.router.fleet
+        return fleet is not None and sum(alive for _, _, alive in fleet.nodes()) == len(self.nodes)
+
+    async def _within(self, limit_s: float, missing: Any, what: str) -> None:
+        until = self.loop.now + limit_s
+        while (left := missing()) and not self.violations:
+            if self.loop.now > until:
+                self.violate(f"after {limit_s:.0f} s {left} {what}")
+            await asyncio.sleep(0.1)
+
+    # ---- what is told ------------------------------------------------------------------------------------------------
+
+    def note(self, text: str) -> None:
+        if self.is_over:
+            return
+        line = f"{self.loop.now - EPOCH_S:11.6f} {text}"
+        self.checksum = zlib.crc32(line.encode(), self.checksum)
+        if self._keeps_log:
+            self.lines.append(line)
+
+    def violate(self, text: str) -> None:
+        self.note(f"VIOLATION {text}")
+        if len(self.violations) < MAX_VIOLATIONS and not self.is_over:
+            self.violations.append(text)
+
+    def reached(self, what: str) -> None:
+        self.counts[what] += 1
+
+    def log(self, record: logging.LogRecord) -> None:
+        """A warning or an error of the system."""
+        process = CURRENT.get()
+        if not process.alive:
+            return
+        self.note(f"{process} {record.levelname} {record.getMessage()}")
+        self.reached(f"log: {record.msg}")
+        if str(record.msg).startswith("request %s goes on elsewhere"):
+            self._moves(str(record.args[0] if record.args else ""))
+        if record.levelno >= logging.ERROR and not self._is_planted(record):
+            error = record.exc_info[1] if record.exc_info else None
+            self.violate(f"{process} logged an error: {record.getMessage()}" + (f": {error!r}" if error else ""))
+            self.note("".join(traceback.format_exception(error)) if error is not None else "")
+
+    def _moves(self, attempt: str) -> None:
+        identity, sample, _ = attempt.split(".")
+        client = next(client for client in self.clients if client.wish.id == identity)
+        self.reached("state: moved in decode" if client.has_heard(int(sample)) else "state: moved before a token")
+
+    def _is_planted(self, record: logging.LogRecord) -> bool:
+        if record.exc_info is None:
+            return self.faults.fired_raise or (self.hangs and str(record.msg).startswith(("stuck", "the engine died")))
+        return _comes_from(record.exc_info[1], FailpointError)
+
+    def _uncaught(self, process: Process, text: str, error: BaseException | None) -> None:
+        if process.alive and not _comes_from(error, FailpointError):
+            self.violate(f"{process}: {text}: {error!r}")
+            self.note("".join(traceback.format_exception(error)) if error is not None else "")
+
+    def engine_made(self, engine: SimEngine, scheduler: Scheduler, node: Node | Any) -> None:
+        host = self.host_of(engine.process)
+        host.engine, host.scheduler, host.node = engine, scheduler, node
+
+    def audit(self, process: Process, scheduler: Scheduler) -> None:
+        """After each turn of an engine."""
+        if process.alive and (wrong := imbalance(scheduler)):
+            self.violate(f"{process}: {wrong}")
+        ledger, node = scheduler.ledger(), self.host_of(process).node if process.alive else None
+        for state, is_so in (
+            ("quarantined", ledger.quarantined),
+            ("reserved", ledger.reserved),
+            ("preempted", scheduler.counters.preemptions),
+            ("prefix hit", scheduler.counters.cache_hits),
+            ("rows found corrupt", node is not None and node.ticker.rows_corrupt),
+            ("a moved request found its blocks", any(map(_is_resumed, scheduler.running))),
+        ):
+            if is_so:
+                self.reached(f"state: {state}")
+
+    # ---- lives and deaths --------------------------------------------------------------------------------------------
+
+    def host_of(self, process: Process) -> Any:
+        return next(host for host in self.hosts if host.process is process)
+
+    def died(self, host: Host, *, silent: bool = False) -> None:
+        """All at once: its memory, its connections, its clients."""
+        process = host.process
+        self.note(f"{host.name} dies")
+        self.graveyard += self._tasks_of(process)
+        process.alive = False
+        process.ready.clear()
+        if not self.is_ending and sum(not other.is_up for other in self.nodes) > 1:
+            self.reached("state: two nodes down")
+        host.is_silent = silent
+        self.network.died(process, silent=silent)
+        self.exchange.died(process, silent=silent)
+        for client in self.clients:
+            if client.started_in is process and not client.outcome:
+                client.outcome = "lost"
+                self.reached("client: lost")
+
+    def exited(self, process: Process, status: int) -> None:
+        """It ended itself at once, as the engine's death makes it."""
+        self.note(f"{process} exits with {status}")
+        self.reached(f"exit {status}")
+        if not self.faults.fired_raise and not self.hangs:
+            self.violate(f"{process} exited with {status}")
+        self.faults.kill(self.host_of(process))
+
+    def _tasks_of(self, process: Process) -> list[Any]:
+        tasks: list[Any] = list(asyncio.all_tasks(self.loop))
+        return sorted((task for task in tasks if task.process is process), key=lambda task: task.serial)
+
+    def ended(self, host: Host) -> None:
+        """It came to its end in good order."""
+        if not host.is_up:
+            return
+        names = [task.get_coro().__qualname__ for task in self._tasks_of(host.process) if task is not host.task]
+        host.left = [name for name in names if name not in OPERATORS]
+        self.reached("ended in good order")
+        self.died(host)
+        if not self.is_ending:
+            self.loop.call_later(self.random.choice(RESTART_S), self.faults._restart, host)
+
+
+def simulate(seed: int, *, keeps_log: bool = False) -> Result:
+    """One run, from the drawing of its scenario to the burial of its dead."""
+    with unmourned():
+        return _run(draw(seed), keeps_log=keeps_log)
+
+
+def _run(scenario: Scenario, *, keeps_log: bool) -> Result:
+    world = World(scenario, keeps_log=keeps_log)
+    with simulated(world):
+        world.note(str(scenario))
+        try:
+            world.loop.run(world.run(), MAX_TURNS)
+        except Exception as error:  # noqa: BLE001 - a broken run is a violation like any other
+            world.violate(f"the simulation broke: {error!r}")
+        fingerprint = f"{world.loop.fingerprint & (2**64 - 1):016x}-{world.checksum:08x}"
+        result = Result(scenario.seed, list(world.violations), world.counts, fingerprint, world.lines)
+        result.virtual_s, result.turns = world.loop.now - EPOCH_S, world.loop.turns
+        world.is_over = True
+        world.loop.close()
+    return result
+
+
+def _is_resumed(request: Request) -> bool:
+    return request.num_cached > 0 and not request.id.endswith(".0")
+
+
+def _comes_from(error: BaseException | None, kind: type[BaseException]) -> bool:
+    while error is not None:
+        if isinstance(error, kind):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+async def _set(event: asyncio.Event) -> None:
+    event.set()

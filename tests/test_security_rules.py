@@ -1,0 +1,244 @@
+"""Rules that hold for the whole tree: what is never imported or called, what is published, how old libraries may be."""
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+PRODUCT = ("router", "prefill_node", "decode_node", "shared", "scheduler", "engine", "compare", "cluster")
+TREES = (*PRODUCT, "benchmarks", "demo", "tests")
+
+# R1: what runs, or can be made to run, the bytes that it reads.
+MODULES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle", "code"}
+MODULES |= {"multiprocessing", "xmlrpc", "torch.multiprocessing", "torch.package"}
+BUILTINS = {"eval", "exec", "compile", "__import__"}
+ATTRIBUTES = {"recv_pyobj", "send_pyobj", "unsafe_load", "full_load", "create_subprocess_shell", "popen", "load_module"}
+CALLS = {"torch.load", "torch.save", "os.system", "os.popen", "yaml.load", "yaml.load_all", "importlib.reload"}
+CALLS |= {"subprocess.getoutput", "subprocess.getstatusoutput", "pty.spawn", "os.execv", "os.execvp", "os.spawnv"}
+SWITCHES = {"shell", "allow_pickle", "trust_remote_code"}  # never true, nor anything that a test could not see
+# Only these (a file, or all of a folder), for these reasons.
+EXCEPTIONS = {
+    ("engine/jit.py", "imports pickle"): "the error that numba raises for a damaged file; nothing is unpickled by us",
+    ("engine/sides.py", "imports a module whose name it computes"): "one of the two in the table above it",
+    ("tests/simulation/", "imports multiprocessing"): "seeds in children of its own",
+    ("benchmarks/__main__.py", "imports a module whose name it computes"): "one of the benchmarks in its table",
+    ("benchmarks/gpu_first_run.py", "imports a module whose name it computes"): "one of the parts in its table",
+}
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+def forbidden(tree: ast.AST) -> Iterator[str]:
+    """What of R1 and R17 a file does, in words."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+        else:
+            names = set()
+        for name in sorted(names):
+            if name in MODULES or name.split(".")[0] in MODULES:
+                yield f"imports {name.split('.')[0]}"
+        if isinstance(node, ast.Call):
+            yield from forbidden_call(node)
+
+
+def forbidden_call(node: ast.Call) -> Iterator[str]:
+    name = dotted(node.func)
+    if name in BUILTINS | CALLS or name.rpartition(".")[2] in ATTRIBUTES:
+        yield f"calls {name}"
+    if name.endswith("import_module") and not (node.args and isinstance(node.args[0], ast.Constant)):
+        yield "imports a module whose name it computes"
+    for keyword in node.keywords:
+        if keyword.arg in SWITCHES and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False):
+            yield f"passes {keyword.arg}"
+
+
+def found(*folders: str) -> set[tuple[str, str]]:
+    return {
+        (str(file.relative_to(ROOT)), what)
+        for file in python_files(*folders)
+        for what in forbidden(ast.parse(file.read_text(), str(file)))
+    }
+
+
+def test_nothing_runs_bytes_that_it_has_read() -> None:
+    done = found(*TREES)
+    needed = {rule for rule in EXCEPTIONS for file, what in done if file.startswith(rule[0]) and what == rule[1]}
+    assert [
+        (file, what)
+        for file, what in sorted(done)
+        if not any(file.startswith(place) and what == named for place, named in needed)
+    ] == []
+    assert needed == set(EXCEPTIONS), "an exception that is not needed any more"
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("import pickle", "imports pickle"),
+        ("from torch.multiprocessing import spawn", "imports torch"),
+        ("import os\nos.system(text)", "calls os.system"),
+        ("eval(text)", "calls eval"),
+        ("torch.load(file)", "calls torch.load"),
+        ("np.load(file, allow_pickle=True)", "passes allow_pickle"),
+        ("yaml.load(text)", "calls yaml.load"),
+        ("run(words, shell=flag)", "passes shell"),
+        ("socket.recv_pyobj()", "calls socket.recv_pyobj"),
+        ("importlib.import_module(name)", "imports a module whose name it computes"),
+        ("AutoModel.from_pretrained(name, trust_remote_code=True)", "passes trust_remote_code"),
+    ],
+)
+def test_the_rule_sees_each_way(source: str, what: str) -> None:
+    assert what in set(forbidden(ast.parse(source)))
+
+
+def test_no_path_of_the_product_knows_of_remote_code() -> None:
+    """R17: not even the name, but where it is refused."""
+    naming = {str(file.relative_to(ROOT)) for file in python_files(*PRODUCT)
+              if re.search("trust_remote|auto_map|remote_code", file.read_text())}  # fmt: skip
+    assert naming == {"engine/models/config.py"}
+
+
+# ---- R19: what clients are told ------------------------------------------------------------------------------------
+
+TELLING = {"Rejected", "Unavailable", "JSONResponse", "PlainTextResponse", "Response", "error_response"}
+
+
+def told_exceptions(tree: ast.AST) -> Iterator[int]:
+    """Lines that put an exception's own text into what a client is told."""
+    for handler in (node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and node.name):
+        for call in (node for node in ast.walk(handler) if isinstance(node, ast.Call)):
+            if dotted(call.func).rpartition(".")[2] not in TELLING:
+                continue
+            values = [*call.args, *(keyword.value for keyword in call.keywords)]
+            if any(isinstance(part, ast.Name) and part.id == handler.name and not is_a_field(part, value)
+                   for value in values for part in ast.walk(value)):  # fmt: skip
+                yield call.lineno
+
+
+def is_a_field(name: ast.Name, within: ast.expr) -> bool:
+    """`error.status` was chosen by us; `str(error)` and `f"{error}"` may say anything."""
+    return any(isinstance(part, ast.Attribute) and part.value is name for part in ast.walk(within))
+
+
+def test_no_client_is_told_the_text_of_an_exception() -> None:
+    telling = {(str(file.relative_to(ROOT)), line)
+               for file in python_files("router") for line in told_exceptions(ast.parse(file.read_text()))}  # fmt: skip
+    assert telling == set()
+
+
+def test_the_rule_of_exceptions_sees_one() -> None:
+    source = 'try:\n    f()\nexcept ValueError as error:\n    raise Rejected(f"no: {error}") from None'
+    assert list(told_exceptions(ast.parse(source))) == [4]
+    fine = source.replace("{error}", "{error.status}")
+    assert list(told_exceptions(ast.parse(fine))) == []
+
+
+# ---- R24, R25: libraries and containers -----------------------------------------------------------------------------
+
+# The oldest release without a known hole that would reach us; see docs/security.md.
+FLOORS = {
+    "h2": (4, 3),  # CVE-2025-57804: request splitting
+    "hpack": (4, 0),  # CVE-2016-6581: decompression bombs
+    "h11": (0, 16),  # CVE-2025-43859: lenient chunks
+    "redis": (4, 5, 4),  # CVE-2023-28858, -28859: another's reply after a cancellation
+    "jinja2": (3, 1, 6),  # CVE-2025-27516: out of the sandbox
+    "starlette": (0, 40),  # CVE-2024-47874: forms without a limit
+    "aiohttp": (3, 10, 11),  # CVE-2024-52304: request smuggling
+}
+PIN = re.compile(r"^([\w.-]+)==([\w.]+)", re.MULTILINE)
+
+
+def release(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text))
+
+
+def direct() -> dict[str, tuple[int, ...]]:
+    """Of pyproject.toml: the lowest release of each library that is allowed."""
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    split = [text.partition(">=") for text in wanted]
+    assert all(floor for _, _, floor in split), "every dependency has a floor"
+    return {name: release(floor) for name, _, floor in split}
+
+
+def locked() -> dict[str, str]:
+    """The rest of each entry of requirements.lock, by its library."""
+    entries = re.split(r"^(?=[\w.-]+==)", (ROOT / "requirements.lock").read_text(), flags=re.MULTILINE)[1:]
+    return {entry.partition("==")[0]: entry for entry in entries}
+
+
+def test_no_library_may_be_older_than_its_last_known_hole() -> None:
+    for name, floor in direct().items():
+        assert floor >= FLOORS.get(name, ()), f"pyproject.toml: {name}"
+    versions = {name: release(PIN.match(entry)[2]) for name, entry in locked().items()}  # type: ignore[index]
+    for name, floor in FLOORS.items():
+        assert versions[name] >= floor, f"requirements.lock: {name}; run `make lock`"
+
+
+def test_the_lock_has_every_library_and_hashes_of_each() -> None:
+    entries = locked()
+    for name, floor in direct().items():
+        if name != "torch":  # its build is chosen where the image is built
+            assert release(PIN.match(entries[name])[2]) >= floor, name  # type: ignore[index]
+    for name, entry in entries.items():
+        assert "--hash=sha256:" in entry, f"{name} has no hash"
+
+
+COMPOSE = ROOT / "docker-compose.yml"
+
+
+def services() -> dict[str, dict[str, Any]]:
+    return dict(yaml.safe_load(COMPOSE.read_text())["services"])
+
+
+def test_only_the_router_and_the_board_are_published_and_only_on_loopback() -> None:
+    published = {name: service["ports"] for name, service in services().items() if "ports" in service}
+    assert set(published) == {"router", "grafana"}
+    for ports in published.values():
+        assert all(re.fullmatch(r"\$\{\w+:-127\.0\.0\.1:\d+\}:\d+", port) for port in ports)
+    networks = yaml.safe_load(COMPOSE.read_text())["networks"]
+    assert networks["inside"]["internal"] is True
+    for name, service in services().items():
+        reachable = set(service.get("networks", [])) == {"inside"} or service.get("network_mode") == "none"
+        assert reachable or name in published, name
+
+
+def test_containers_have_no_rights_that_they_do_not_need() -> None:
+    for name, service in services().items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert "no-new-privileges:true" in service["security_opt"], name
+        assert "privileged" not in service, name
+        assert "cap_add" not in service, name
+        if name not in {"prometheus", "grafana"}:  # images of others, which choose their own users and write
+            assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", service["user"]), name
+            assert service["read_only"] is True, name
+
+
+def test_every_node_and_router_in_a_container_has_the_secret() -> None:
+    for name in ("router", "prefill", "decode", "colocated"):
+        service = services()[name]
+        assert service["environment"]["BATON_CLUSTER_SECRET_FILE"] == "/run/secret/cluster", name
+        assert "secret:/run/secret:ro" in service["volumes"], name
+        assert service["depends_on"]["secret"]["condition"] == "service_completed_successfully", name
+
+
+def test_the_image_does_not_run_as_root() -> None:
+    users = re.findall(r"^USER (\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert users
+    assert users[-1] not in {"root", "0"}

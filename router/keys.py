@@ -102,9 +102,7 @@ class Keys:
                 if match is not None:
                     identity = Identity(match["tenant"], match["admin"] is not None)
                     if entries.setdefault(bytes.fromhex(match["hash"]), identity) is not identity:
-                        raise ConfigError(
-                            f"{where}, line {number}: is an earlier line's key; a key has one tenant"
-                        )
+                        raise ConfigError(f"{where}, line {number}: is an earlier line's key; a key has one tenant")
                 elif entry:  # not shown: it may be a key
                     raise ConfigError(f"{where}, line {number}: {LINE_FORM}")
         if not 0 < len(entries) <= MAX_KEYS:

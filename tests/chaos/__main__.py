@@ -44,7 +44,13 @@ def main(arguments: list[str]) -> int:
             print(f"  BROKEN: {error}", flush=True)
             continue
         reports.append(report)
-        print("  " + " | ".join(map(str, cells(report)[2:])), *report.complaints()[:20], sep="\n  ", flush=True)
+        print(
+            "  " + " | ".join(map(str, cells(report)[2:])),
+            *report.restarts,
+            *report.complaints()[:20],
+            sep="\n  ",
+            flush=True,
+        )
     result = document(reports, chosen.requests)
     if names or chosen.no_write or broken:
         print("\n" + result.tables[0].markdown())
@@ -70,7 +76,7 @@ def cells(report: Report) -> list[Cell]:
         None if report.detected_s is None else round(report.detected_s * 1000),
         None if gap is None else round(gap.whole_s * 1000),
         None if gap is None else gap.shown(),
-        "yes" if not report.unbalanced else "; ".join(report.unbalanced),
+        "; ".join(report.unbalanced) or "yes",
     ]
 
 

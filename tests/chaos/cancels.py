@@ -66,28 +66,28 @@ class Left:
 
 def cancels(running: Cluster, count: int, fault_every_s: float, seed: int = 1) -> Left:
     """`fault_every_s` 0: no faults. Raises AssertionError when a node does not come back."""
-    hang_up_all(running, WARM, seed=seed + 1)
-    _whole(running, range(3 * CLIENTS))  # every connection between nodes is there
-    at_rest(running)
-    time.sleep(IDLE_S)
-    before, about_before = count_all(running), left_about(running)
-    counts: Counter[str] = Counter()
     with Supervisor(running, {}, thaw_s=60.0) as supervisor:
+        hang_up_all(running, WARM, seed=seed + 1)
+        _whole(running, range(3 * CLIENTS))  # every connection between nodes is there
+        at_rest(running)
+        time.sleep(IDLE_S)
+        before, about_before = count_all(running), left_about(running)
         faults = _Faults(running, fault_every_s, random.Random(seed))
         try:
-            counts += hang_up_all(running, count, seed)
+            counts = hang_up_all(running, count, seed)
         finally:
-            counts += faults.stop()
+            counts_of_faults = faults.stop()
         wait_for(lambda: all_back(running), "all nodes back", 60)
-    counts["nodes restarted"] = len(supervisor.restarts)
-    lost = _whole(running, range(3 * CLIENTS))
-    _, held = at_rest(running)
-    time.sleep(IDLE_S)
-    about = left_about(running) - about_before
-    if fault_every_s:  # a killed node's socket is swept a minute after, by whoever starts then
-        about["unix sockets"] = max(0, about["unix sockets"] - len(supervisor.restarts))
-    found = held + lost + leaks(before, count_all(running))
-    return Left(counts, found + [f"{num} {what} more" for what, num in about.items() if num > 0])
+        lost = _whole(running, range(3 * CLIENTS))
+        _, held = at_rest(running)
+        time.sleep(IDLE_S)
+        after, about = count_all(running), left_about(running) - about_before
+    restarts = supervisor.restarts
+    about["unix sockets"] -= len(restarts)  # a killed node's is swept a minute after, by whoever starts then
+    found = held + lost + leaks(before, after) + [f"{num} {what} more" for what, num in about.items() if num > 0]
+    if len(restarts) > (num_ended := sum(num for what, num in counts_of_faults.items() if "SIG" in what)):
+        found.append(f"{len(restarts) - num_ended} nodes ended by themselves: {restarts}")
+    return Left(counts + counts_of_faults + Counter({"nodes restarted": len(restarts)}), found)
 
 
 def hang_up_all(running: Cluster, count: int, seed: int) -> Counter[str]:

@@ -46,7 +46,8 @@ def left_about(running: Cluster) -> Counter[str]:
     """Sockets in the KV directory, and named shared memory that a process has mapped: that would outlive it."""
     directory = Path(str(running.settings["kv_directory"]))
     sockets = sum(stat.S_ISSOCK(path.stat().st_mode) for path in directory.iterdir())
-    maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in running.processes.values()]
+    alive = [process.pid for process in running.processes.values() if process.poll() is None]
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in alive]
     return Counter({"unix sockets": sockets, "files in /dev/shm": sum(text.count(" /dev/shm/") for text in maps)})
 
 

@@ -86,13 +86,20 @@ class Report:
 
     @property
     def is_good(self) -> bool:
-        return self.num_lost <= self.row.may_lose and not self.num_unequal and not self.unbalanced
+        harmless = self.num_lost <= self.row.may_lose and not self.num_unequal and not self.unbalanced
+        return harmless and not self.died_alone
+
+    @property
+    def died_alone(self) -> list[str]:
+        """Processes that ended though nothing was done to them."""
+        harmed = {fault.name for fault in self.faults}
+        return [f"{name} ended with status {status}" for name, status in self.restarts if name not in harmed]
 
     def complaints(self) -> list[str]:
         """One line each, for people."""
         said = [f"lost: {outcome.ask.index}: {outcome.lost}" for outcome in self.outcomes if outcome.lost]
         said += [f"unequal: {outcome.ask.index} ({outcome.id})" for outcome in self.outcomes if outcome.is_unequal]
-        return said + self.unbalanced
+        return said + self.unbalanced + self.died_alone
 
 
 class Supervisor:

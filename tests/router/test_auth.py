@@ -17,11 +17,13 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from cluster.cli import main
+from compare.course import command_line
 from router.api import build_app
 from router.auth import NO_KEY_NEEDED
 from router.bodies import CompletionBody, read_body
 from router.keys import EVERYBODY, MAX_ADDRESSES, WRONG_AT_ONCE, Identity, Keys, WrongKeys, identity_of
 from router.order import namespace, take_order
+from router.wire import deadline_of
 from shared.errors import ConfigError, Rejected
 from tests.router.test_api import MODEL, ScriptedDispatcher
 
@@ -340,10 +342,17 @@ async def test_a_timeout_that_is_none_is_refused(byte_level: Any, given: str) ->
     [("2.5", 0, 2.5), ("1e9", 0, 86_400), ("1e9", 30, 30), ("7", 30, 7), (None, 30, 30), (None, 0, None)],
 )
 def test_a_timeout_becomes_a_deadline(given: str | None, longest_s: float, within: float | None) -> None:
-    from router.wire import deadline_of
-
     headers = [] if given is None else [(b"x-request-timeout", given.encode())]
     deadline = deadline_of({"type": "http", "headers": headers}, 100.0, longest_s)
     assert deadline == (None if within is None else 100.0 + within)
     with pytest.raises(Rejected):
         deadline_of({"type": "http", "headers": [*headers, (b"x-request-timeout", b"1")] * 2}, 100.0, longest_s)
+
+
+@pytest.mark.parametrize(
+    "given", [["--api-key", "secret"], ["--api-key=secret"], ["--url", "u", "--api-key", "secret", "-x"]]
+)
+def test_a_comparisons_report_tells_no_key(given: list[str]) -> None:
+    told = command_line(["compare", *given])
+    assert "secret" not in told
+    assert told.startswith("baton compare ")

@@ -68,8 +68,8 @@ class Parts:
     def __init__(self, runner: TorchRunner, scheduler: Scheduler, count: int) -> None:
         info = NodeInfo("d", "b" * 32, "decode", "", "m", "f", scheduler.block_tokens, 64, 2, 1 << 20, count)
         self.node, self.outbox = Node(info, DECODE, scheduler, runner, 0.5, 8192), Outbox()
-        self.node._outboxes["router"] = self.outbox
-        self.node._router_of.update(dict.fromkeys(scheduler.requests, "router"))
+        self.node.routers.outboxes["router"] = self.outbox
+        self.node.roster.router_of.update(dict.fromkeys(scheduler.requests, "router"))
         self.runner, self.scheduler = runner, scheduler
         self.taken: dict[str, list[float]] = {part: [] for part in PARTS}
 
@@ -85,7 +85,7 @@ class Parts:
         tokens = [output.token for output in outputs]
         events = self.timed("update", lambda: self.scheduler.update(step, tokens, failed))
         began = time.perf_counter()
-        self.node.step(step, events, outputs)
+        self.node.teller.step(step, events, outputs)
         await asyncio.sleep(0)
         deltas, self.outbox.deltas = self.outbox.deltas, []
         encode(Report(deltas))
@@ -99,9 +99,9 @@ class Parts:
         return found
 
     def _record(self, step: Step) -> None:
-        self.node.scheduled(step)
-        self.node.ran(Ran(step, 1, 1000, 1000))
-        self.node.turn(self.scheduler)
+        self.node.teller.scheduled(step)
+        self.node.teller.ran(Ran(step, 1, 1000, 1000))
+        self.node.teller.turn(self.scheduler)
 
     @torch.inference_mode()
     def _logits(self, batch: Batch) -> Tensor:

@@ -75,6 +75,7 @@ class Engine:
         self._flight: Flight | None = None  # between two turns, only with a runner that runs ahead
         self._turn_began_ns = self._pass_ended_ns = now_ns()
         self._patience = Patience(stuck_s)
+        self._idle_s = min(IDLE_S, stuck_s / 4)  # an idle engine must not look like a stuck one
         self._is_audited = True  # nobody came since the blocks were last looked at one by one
         self.progress = 0  # another number at every turn of the loop, at least once a second where nothing runs
         self.allowed_s = stuck_s  # that it may stay the same: as long as the step under way may take
@@ -113,7 +114,7 @@ class Engine:
             self.progress += 1
             self._tell.turn(self._scheduler)
             try:
-                command = self._inbox.get(timeout=IDLE_S) if wait else self._inbox.get_nowait()
+                command = self._inbox.get(timeout=self._idle_s) if wait else self._inbox.get_nowait()
             except queue.Empty:
                 if wait:
                     self._audit()
@@ -178,12 +179,13 @@ class Engine:
         tokens = [output.token for output in outputs]
         events = self._scheduler.update(step, tokens, [bool(output.error) for output in outputs])
         self._tell.step(step, events, outputs)
+        if not any(output.error for output in outputs):  # what failed may have taken no time
+            self._patience.observe(step.work.tokens, (ended_ns - began_ns) / 1e9)
         self._ran(step, began_ns, ended_ns - began_ns)
 
     def _ran(self, step: Step, began_ns: int, pass_ns: int) -> None:
         ended_ns = now_ns()
         turn_ns, self._turn_began_ns = ended_ns - self._turn_began_ns, ended_ns
-        self._patience.observe(step.work.tokens, pass_ns / 1e9)
         self._fit.observe(step.work, turn_ns / 1e9)
         self._scheduler.cost = self._fit.model()
         self._tell.ran(Ran(step, began_ns, pass_ns, max(0, turn_ns - pass_ns)))
@@ -193,7 +195,7 @@ class Engine:
         if step.landings or not self._scheduler.has_work:
             return
         try:
-            command = self._inbox.get(timeout=IDLE_S)
+            command = self._inbox.get(timeout=self._idle_s)
         except queue.Empty:
             return
         finally:

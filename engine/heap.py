@@ -2,7 +2,7 @@
 
 glibc maps a block of 32 MiB and more on its own and gives it back when it is freed, so that every step that computes a
 long chunk pays for touching it again: half of the time of a large product in 8 bits. A thread other than the main one,
-such as the engine's, has a heap of its own, in pieces of 64 MiB that are given back likewise: so all share the main one.
+such as the engine's, has a heap of its own, in pieces of 64 MiB given back likewise: so all share the main one.
 """
 
 import ctypes

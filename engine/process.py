@@ -179,7 +179,7 @@ async def _drained(node: Node, timeout_s: float) -> None:
     await node.drain(timeout_s)
     if moved := node.give_up_all(f"node {node.info.id} ends"):
         log.warning("%d requests go on elsewhere, as they were not done within %g s", moved, timeout_s)
-        await node.tell_all()
+        await node.routers.tell_all()
 
 
 def _watchdog(node: Node, settings: NodeSettings) -> Watchdog:
@@ -218,7 +218,7 @@ async def _warmed_up(node: Node, runner: Runner) -> None:
 def _lender_lost(lifetime: Lifetime, node: Node) -> None:
     """Started anew, it waits for the next one: what is mapped now is no decode node's any more."""
     if not lifetime.draining.is_set():
-        node.died(PeerLostError("the decode node in whose pool it computes has ended"))
+        node.ended(PeerLostError("the decode node in whose pool it computes has ended"))
 
 
 def _leave_borrowed(node: Node) -> None:

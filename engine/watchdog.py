@@ -2,9 +2,11 @@
 
 How long a step may take is learnt from the steps before it, so that a slow machine is not taken for a stuck one. Time
 in which the process itself did not run (stopped, suspended, starved of its CPU) does not count: nobody could progress.
+While its memory comes back from the disk, time counts for little.
 """
 
 import math
+import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -71,11 +73,17 @@ class Watchdog:
         self._ended.set()
 
     def _run(self) -> None:
-        before = time.monotonic()
+        before, faults_before = time.monotonic(), _faults()
         while not self._ended.wait(TICK_S):
-            now = time.monotonic()
-            lived_s, before = min(now - before, 2 * TICK_S), now
+            now, faults = time.monotonic(), _faults()
+            lived_s = min(now - before, 2 * TICK_S) / (SLACK if faults != faults_before else 1)
+            before, faults_before = now, faults
             for one in self._watched:
                 if one.is_stuck(lived_s):
                     self._on_stuck(f"{one.name} made no progress for {one.allowed_s():.1f} s")
                     return
+
+
+def _faults() -> int:
+    """Pages that this process has waited for until they were read from the disk."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.node import Node, Progress
+from engine.node import Node
+from engine.teller import Progress
 from prefill_node.handoff import Action, Commit, Handoff, Phase, Push, Stop
 from prefill_node.peers import CALL_S, CorruptError, Peer, Peers, RefusedError
 from prefill_node.push_fit import PushFit

@@ -76,17 +76,17 @@ class Level:
 
 
 class Pace:
-    """Tokens a second that the nodes finished while somebody waited."""
+    """Tokens a second that the nodes finished while somebody waited. Long after that it is not known any more."""
 
     def __init__(self) -> None:
         self._now = self._busy_s = self._tokens = 0.0
 
     def pass_time(self, now: float, is_busy: bool) -> None:
-        if is_busy and now > self._now:
-            kept = exp((self._now - now) / RATE_S)
-            self._busy_s = self._busy_s * kept + RATE_S * (1 - kept)
-            self._tokens *= kept
-        self._now = max(self._now, now)
+        if now <= self._now:
+            return
+        kept, self._now = exp((self._now - now) / RATE_S), now
+        self._busy_s = self._busy_s * kept + (RATE_S * (1 - kept) if is_busy else 0.0)
+        self._tokens *= kept
 
     def finished(self, tokens: int) -> None:
         self._tokens += tokens
@@ -162,7 +162,8 @@ class Admission:
         self.held_requests -= 1
         self.held_tokens -= tokens
         self._served[ticket.tenant] += generated - ticket.sample_tokens  # what was charged, put right
-        self._pace.finished(tokens)
+        if self._levels:
+            self._pace.finished(tokens)
         return self._granted()
 
     def paused(self, ticket: Ticket, now: float) -> list[Ticket]:

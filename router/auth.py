@@ -52,7 +52,7 @@ class Guard:
         if identity is None:
             self._wrong_keys.tell(address)
             if key:
-                self._wrong_keys.wrong(address)
+                self._wrong_keys.wrong(address, key)
             raise Rejected("An API key is needed: Authorization: Bearer KEY.", code="invalid_api_key", status=401)
         self._wrong_keys.right(address, key)
         if not identity.is_admin and not self._is_for_tenants(scope):

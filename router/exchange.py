@@ -11,6 +11,7 @@ from router.metrics import RequestMetrics
 from router.order import Order
 from router.records import Records
 from router.text import Tokenizer
+from shared.errors import Unavailable
 from shared.messages import Logprobs
 
 SETTLE_S = 1.0  # after its last word, until what its nodes recorded of a request is here
@@ -40,7 +41,7 @@ class AskedPrompt:
         self._held: list[Piece] = []
 
     def ready(self, piece: Piece) -> list[Piece]:
-        """Takes a piece; returns those that may be told now."""
+        """Takes a piece; returns those that may be told now. Raises Unavailable when they wait in vain."""
         self.cached_tokens = max(self.cached_tokens, piece.cached_tokens)
         if self.generation.sampling.prompt_logprobs is None:
             return [piece]
@@ -48,6 +49,8 @@ class AskedPrompt:
             self.prompt_logprobs += piece.prompt_logprobs
         self._held.append(piece)
         if len(self.prompt_logprobs) < len(self.generation.prompt) - 1:
+            if piece.index == 0 and piece.finish is not None:
+                raise Unavailable("A node left out the prompt's logprobs.", status=500, code="no_prompt_logprobs")
             return []
         ready, self._held = self._held, []
         return ready

@@ -25,6 +25,7 @@ log = logging.getLogger("baton.fleet")
 PROMPTS_A_NODE = 2  # that it should have before it, whatever their length
 SPARE_REQUESTS = 8  # one more for each so many that a node runs at once: who waits there starts without a pause
 MAX_STANDINGS = 1024
+TIMER_S = 0.01  # a loop counts whole milliseconds, and may call so much too early: the node would be left out for good
 
 
 class Proposal(NamedTuple):
@@ -122,7 +123,7 @@ class Fleet:
         left_s = self._standing(link.info.id).until - time.monotonic()
         log.info("node %s failed: for %.0f s others are preferred", link.info.id, left_s)
         self._tell()
-        asyncio.get_running_loop().call_later(left_s, self._tell)
+        asyncio.get_running_loop().call_later(left_s + TIMER_S, self._tell)
 
     def capacity(self) -> Capacity:
         """What the usable nodes should hold: all that they can generate, and prompts for a second or two."""

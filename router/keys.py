@@ -59,6 +59,7 @@ class Keys:
         self._stamp = self._stamped()
         self._entries = self._read()
         self._looked = clock()
+        self._told = ""  # what is wrong with the file that it has now
 
     def identify(self, key: bytes) -> Identity | None:
         """None for a wrong key. Takes as long whichever of the keys it is, and for none of them."""
@@ -77,12 +78,15 @@ class Keys:
         stamp = self._stamped()
         if stamp == self._stamp:
             return
-        self._stamp = stamp
         try:
             self._entries = self._read()
-            log.info("%d API keys in force", len(self._entries))
-        except ConfigError as error:
-            log.error("%s; the keys read before stay in force", error)
+        except ConfigError as error:  # looked at again: what it lacks may be a right, or a descriptor of ours
+            if str(error) != self._told:
+                log.error("%s; the keys read before stay in force", error)
+            self._told = str(error)
+            return
+        self._stamp, self._told = stamp, ""
+        log.info("%d API keys in force", len(self._entries))
 
     def _stamped(self) -> tuple[int, ...]:
         """Another one when the file was written, or replaced."""
@@ -151,8 +155,9 @@ class WrongKeys:
         if len(self._proven) > MAX_PROVEN:
             self._proven.popitem(last=False)
 
-    def wrong(self, address: str) -> None:
+    def wrong(self, address: str, key: bytes) -> None:
         name = _network(address)
+        self._proven.pop((name, sha256(key).digest()), None)  # a key that was withdrawn is one to wait with
         self._buckets[name] = (self._left(name) - 1, self._clock())
         self._buckets.move_to_end(name)
         if len(self._buckets) > MAX_ADDRESSES:

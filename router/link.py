@@ -123,7 +123,13 @@ class Link:
         self.listeners.pop(identity, None)
 
     def abort(self, identity: str) -> None:
-        if self.listeners.pop(identity, None) is not None and self.alive:
+        if self.listeners.pop(identity, None) is None or not self.alive:
+            return
+        unsent = self._command.submits
+        kept = [submit for submit in unsent if submit.id != identity]
+        if len(kept) < len(unsent):  # of one command the node takes the aborts first: this one would meet nothing
+            self._command.submits = kept
+        else:
             self._command.aborts.append(identity)
             self._wake.set()
 
@@ -267,6 +273,7 @@ class Link:
         if what and (listeners or not self.alive):
             log.warning("node %s %s with %d requests on it", self.info.id, what, len(listeners))
         if self.alive:
+            self._command.submits = []  # they are of these
             self._command.aborts += listeners
             self._wake.set()
         for listener in listeners.values():

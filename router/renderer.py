@@ -91,6 +91,7 @@ def main() -> None:
     """Answers on the socket that is its standard input until the other side has ended."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C in a terminal means the router, which may still need us
     connection = socket.socket(fileno=0)
     source = receive(connection)
     signal.alarm(RENDER_S)  # its default is to end the process: nothing that the template does can hold it off

@@ -160,6 +160,8 @@ class Run:
             self._on_end(self, sample, "failed" if error is not None or self._is_late else "cancelled")
         if error is not None:
             self._pieces.put_nowait((0, error))
+            for other in self._running.values():  # it is the run's end: nothing of the others begins, or goes on, till
+                other.cancel()  # a client who may be slow has read so far
         if not self._running:
             if self._alarm is not None:
                 self._alarm.cancel()

@@ -12,7 +12,7 @@ from operator import mul
 from statistics import median
 from typing import NamedTuple
 
-from scheduler.cost import CostModel, Work
+from scheduler.cost import MOST, CostModel, Work
 
 RECENT = 256  # steps in full, which the margin is taken from
 FITTED = 128  # of them, the newer the heavier
@@ -24,6 +24,7 @@ FIRST_FIT = 8  # steps
 REFIT_STEPS, REFIT_S = 16, 0.1  # a refit takes under a millisecond: less than 1 % of the steps that it is for
 CHANGE = 1.5  # the median of WATCHED steps is off by this factor: the device's speed has changed
 WATCHED = 8
+MOST_CHANGE = 32.0  # by so much, up or down, what was measured before is reckoned anew, however often the speed changes
 QUANTILE = 0.99  # of the relative residuals of steps with prompts; of all where fewer than ENOUGH had any
 ENOUGH = 20
 MARGIN_CAP = 1.0
@@ -31,7 +32,7 @@ KNEES = (0.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 
 
 class Sample(NamedTuple):
-    """One step: what it did, and how long it took."""
+    """One step: what it did, and how long it took; `seconds` as the device is now, `measured_s` as it was then."""
 
     tokens: int
     pairs: int
@@ -39,6 +40,13 @@ class Sample(NamedTuple):
     decodes: int
     prefill_tokens: int
     seconds: float
+    measured_s: float
+
+    def slower(self, factor: float) -> "Sample":
+        """As if measured on a device that is slower by `factor`, within bounds: on a busy machine factors come without
+        end, and their product goes anywhere."""
+        least_s, most_s = self.measured_s / MOST_CHANGE, self.measured_s * MOST_CHANGE
+        return self._replace(seconds=min(most_s, max(least_s, self.seconds * factor)))
 
 
 Kind = tuple[int, int, int]
@@ -74,9 +82,8 @@ class CostFit:
             return
         if len(self._recent) == RECENT:
             self._keep(self._recent[0])
-        sample = Sample(
-            work.tokens, work.prefill_pairs, work.decode_context, work.num_decodes, work.prefill_tokens, seconds
-        )
+        terms = work.tokens, work.prefill_pairs, work.decode_context, work.num_decodes, work.prefill_tokens
+        sample = Sample(*terms, seconds, seconds)
         self._recent.append(sample)
         self._steps += 1
         self._seconds += seconds
@@ -113,13 +120,14 @@ class CostFit:
         of that kind come again."""
         assert self._model is not None
         overhead, per_token, knee, *rest = self._model.packed()[:-1]
-        self._model = CostModel(overhead * factor, per_token * factor, knee, *(factor * value for value in rest))
+        overhead, per_token, *rest = (min(MOST, factor * value) for value in (overhead, per_token, *rest))
+        self._model = CostModel(overhead, per_token, knee, *rest)
         for samples, count in (
             (self._recent, len(self._recent) - WATCHED),
             *((old, len(old)) for old in self._old.values()),
         ):
             for index in range(count):
-                samples[index] = samples[index]._replace(seconds=samples[index].seconds * factor)
+                samples[index] = samples[index].slower(factor)
 
     def _refit(self) -> None:
         self._steps, self._seconds = 0, 0.0

@@ -108,6 +108,10 @@ class EmbeddedRegistry:
         try:
             async for message in stream:
                 check_node(message)
+                if info is not None and message.id != info.id:
+                    raise Malformed("NodeInfo.id: a stream is one node's")
+                if message.id not in self.nodes and len(self.nodes) >= MAX_NODES:
+                    raise Malformed(f"NodeInfo.id: {MAX_NODES} nodes have joined; no more are taken")
                 if message != info:
                     info = message
                     self.nodes[message.id] = message
@@ -249,7 +253,8 @@ class RedisAnnouncer:
 
 class RedisRegistry:
     """Reads all keys every half second. A node leaves the list only after it was absent from a registry that
-    answered for a whole lease: an empty restart of Redis therefore empties nothing."""
+    answered for a whole lease: an empty restart of Redis therefore empties nothing. Names without a key, of nodes that
+    crashed, leave Redis' index after as long: with `MAX_NODES` of them, it would show no other."""
 
     kind = "redis"
 
@@ -262,6 +267,7 @@ class RedisRegistry:
         self._prefix, self._index = _keys(cluster)
         self._interval_s = heartbeat_s
         self._absent_since: dict[str, float] = {}
+        self._gone_since: dict[bytes, float] = {}  # names in Redis' index that have no key
         self._changed: Callable[[], None] = lambda: None
         self._tasks = Tasks()
 
@@ -276,25 +282,32 @@ class RedisRegistry:
     async def _watch(self) -> None:
         while True:
             try:
-                found = await self._read()
+                found, gone = await self._read()
             except REDIS_FAILURES as error:
                 if self.state == "ok":
                     log.warning("redis does not answer (%s): keeping the last list", str(error) or type(error).__name__)
                 self.state = "down"
                 self._absent_since.clear()
+                self._gone_since.clear()
             else:
                 self.state = "ok"
                 self._take(found, time.monotonic())
+                with contextlib.suppress(*REDIS_FAILURES):  # we may only read, or the next look finds out
+                    await self._tidy(gone, time.monotonic())
             await asyncio.sleep(self._interval_s)
 
-    async def _read(self) -> dict[str, NodeInfo]:
-        members = sorted(await self._client.smembers(self._index))
-        self.skipped += len(members[MAX_NODES:])
-        names = [name.decode("utf-8", "replace") for name in members[:MAX_NODES]]
+    async def _read(self) -> tuple[dict[str, NodeInfo], list[bytes]]:
+        """The nodes, and the names that have no key."""
+        every = sorted(await self._client.smembers(self._index))
+        members = every[:MAX_NODES]
+        self.skipped += len(every) - len(members)
+        names = [name.decode("utf-8", "replace") for name in members]
         values = await self._client.mget([self._prefix + name for name in names]) if names else []
         found: dict[str, NodeInfo] = {}
-        for name, value in zip(names, values, strict=True):
+        gone: list[bytes] = []
+        for member, name, value in zip(members, names, values, strict=True):
             if value is None:
+                gone.append(member)
                 continue
             try:
                 info = unseal(value, self._prefix + name, self._secret)
@@ -305,7 +318,19 @@ class RedisRegistry:
                 continue
             if info.id == name:
                 found[name] = info
-        return found
+        return found, gone
+
+    async def _tidy(self, gone: list[bytes], now: float) -> None:
+        """Takes what had no key for a whole lease of answers out of the index. A node that lives sets both again."""
+        self._gone_since = {member: self._gone_since.get(member, now) for member in gone}
+        lease_s = LEASE_HEARTBEATS * self._interval_s
+        stale = [member for member, since in self._gone_since.items() if now - since > lease_s]
+        if not stale:
+            return
+        await self._client.srem(self._index, *stale)
+        values = await self._client.mget([self._prefix.encode() + member for member in stale])
+        if back := [member for member, value in zip(stale, values, strict=True) if value is not None]:
+            await self._client.sadd(self._index, *back)  # it came back in between
 
     def _take(self, found: dict[str, NodeInfo], now: float) -> None:
         before = dict(self.nodes)

@@ -194,6 +194,6 @@ async def test_of_a_hundred_thousand_names_in_redis_some_are_looked_at(monkeypat
     played.put("a1", encode(replace(INFO, id="a1", address="h:70000")))
     monkeypatch.setattr(registry, "_client", lambda _: played)
     listed = registry.RedisRegistry("redis://played", "c", 60.0)
-    found = await listed._read()
-    assert list(found) == ["a0"]
+    found, gone = await listed._read()
+    assert (list(found), len(gone)) == (["a0"], registry.MAX_NODES - 2)
     assert listed.skipped == 100_002 - registry.MAX_NODES + 1

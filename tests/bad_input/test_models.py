@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -273,7 +274,9 @@ def test_the_renderers_process_ends_with_its_template() -> None:
     before = set(psutil.Process().children())
     template = ChatTemplate("x", {}, [])
     (process,) = set(psutil.Process().children()) - before
+    process.send_signal(signal.SIGINT)  # ctrl-C in a terminal means the router
     assert rendered(template) == "x"
+    assert process.is_running()
     del template
     gc.collect()
     assert not process.is_running()

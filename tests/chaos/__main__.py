@@ -16,6 +16,7 @@ from tests.chaos.matrix import ROWS
 
 COLUMNS = ["fault", "in TRUST.md", "requests", "lost", "unequal", "moved", "faults", "restarts", "detected ms",
            "longest gap ms", "made of (ms)", "blocks balance"]  # fmt: skip
+COLUMNS_APART = ["fault", "in TRUST.md", "requests", "lost or unequal", "longest gap ms", "blocks balance"]
 COMMANDS = {"cancels": cancels.main, "soak": soak.main, "wire": wire.main, "routers": two_routers.main}
 
 
@@ -51,12 +52,14 @@ def main(arguments: list[str]) -> int:
             sep="\n  ",
             flush=True,
         )
-    result = document(reports, chosen.requests)
+    bad = [report.row.name for report in reports if not report.is_good]
+    apart = [] if names else beyond(chosen.requests // 4)
+    bad += [str(row[0]) for row in apart if row[3] or row[5] != "yes"]
+    result = document(reports, apart, chosen.requests)
     if names or chosen.no_write or broken:
-        print("\n" + result.tables[0].markdown())
+        print(*(table.markdown() for table in result.tables), sep="\n")
     else:
         result.finish()
-    bad = [report.row.name for report in reports if not report.is_good]
     print(f"{len(reports)} rows; not good: {', '.join(bad) or 'none'}; broken: {'; '.join(broken) or 'none'}")
     return 1 if bad or broken else 0
 
@@ -80,14 +83,40 @@ def cells(report: Report) -> list[Cell]:
     ]
 
 
-def document(reports: list[Report], requests: int) -> Result:
-    table = Table("Faults, one kind after the other", COLUMNS, [cells(report) for report in reports])
+def beyond(requests: int) -> list[list[Cell]]:
+    """Faults that need another cluster: two routers on one Redis, and a wire between hosts where that is permitted."""
+    halves = two_routers.kill_one(requests)
+    what = f"one router of two killed: its {halves.broken_of_killed} streams cut; here, the requests through the other"
+    rows: list[list[Cell]] = [
+        [
+            what,
+            "F13",
+            halves.asked,
+            len(halves.lost),
+            round(1000 * halves.longest_gap_s),
+            "; ".join(halves.held) or "yes",
+        ]
+    ]
+    for name, outcomes, held in wire.scenes(requests) if wire.is_permitted() else ():
+        bad = sum(bool(outcome.lost) or outcome.is_unequal for outcome in outcomes)
+        longest_ms = round(1000 * max(outcome.gap_s for outcome in outcomes))
+        rule, _, about = name.partition(": ")
+        rows.append(
+            [f"wire to the decode nodes: {about}", rule, len(outcomes), bad, longest_ms, "; ".join(held) or "yes"]
+        )
+    return rows
+
+
+def document(reports: list[Report], apart: list[list[Cell]], requests: int) -> Result:
+    tables = [Table("Faults, one kind after the other", COLUMNS, [cells(report) for report in reports])]
+    if apart:
+        tables.append(Table("Routers and wires", COLUMNS_APART, apart))
     return Result(
         "chaos",
         "Two prefill and two decode nodes, one router, all real processes on one host; 8 clients stream prompts of 20 "
         f"to 6,000 tokens, at least {requests} requests a row, with the hash model, whose tokens prove that the right "
         "KV arrived. Nodes that end are started again.",
-        [table],
+        tables,
         [dict(zip(COLUMNS, cells(report), strict=True)) | {"name": report.row.name, "restarted": report.restarts}
          for report in reports],
         command="make chaos",

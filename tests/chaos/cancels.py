@@ -21,9 +21,9 @@ from tests.chaos.evidence import at_rest
 from tests.chaos.traffic import ask, check, run
 from tests.cluster.harness import Cluster, cluster, wait_for
 
-IDLE_S = 3.0  # connections to nodes that died are let go within that
-MOST_S = 1.0  # until a client hangs up; most do much sooner
-WARM = 160
+IDLE_S = 2.0  # connections to nodes that died are let go within that
+MOST_S = 0.5  # until a client hangs up; most do much sooner
+WARM = 96
 FAULT_EVERY_S = 5.0
 FAULTS = {
     "SIGKILL": ((0.0, signal.SIGKILL),),

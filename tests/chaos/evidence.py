@@ -108,7 +108,7 @@ def gap_of(running: Cluster, outcome: Outcome, faults: Sequence[Fault]) -> Gap:
     cuts = [begin, min(at, default=begin), max(anew, default=begin)]
     parts = {
         "before the fault": cuts[1] - begin,
-        "until queued anew": max(0.0, cuts[2] - cuts[1]),
+        "until queued": max(0.0, cuts[2] - cuts[1]),
         "in the queue": _overlap(spans, "queued", max(cuts), end),
         "prefill": _overlap(spans, "chunk", max(cuts), end),
     }

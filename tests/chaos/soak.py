@@ -49,14 +49,19 @@ class Sample:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--warm-up", type=float, default=0.0, help="minutes that are left out; 0: a third")
+    parser.add_argument(
+        "--warm-up",
+        type=float,
+        default=0.0,
+        help="minutes that are left out; 0: a half, as what is remembered of steps fills up for ten",
+    )
     parser.add_argument("--fault-every-s", type=float, default=60.0)
     parser.add_argument("--no-write", action="store_true", help="write no results file")
     chosen = parser.parse_args(arguments)
     with cluster(2, 2, heartbeat_s=0.5, log_format="json") as running:
         soaked = Soak(running, chosen.minutes * 60, chosen.fault_every_s)
         bad = soaked.run()
-        rows = soaked.slopes(60 * (chosen.warm_up or chosen.minutes / 3))
+        rows = soaked.slopes(60 * (chosen.warm_up or chosen.minutes / 2))
     slopes = Table(
         "Slopes after the warm-up", ["process", "lives", "samples", "MiB at the end", "MiB an hour", "±", "descriptors an hour",
         "±", "threads an hour", "±"], rows,
@@ -106,9 +111,13 @@ class Soak:
             finally:
                 self._load.finish(0)
         self.num_restarts = len(supervisor.restarts)
+        frozen = {name for name, what, _ in FAULTS if what.startswith("frozen")}
+        alone = [f"{name} ended with status {status}" for name, status in supervisor.restarts if name in frozen]
+        if alone:
+            print(*(self._running.log(name) for name in frozen), sep="\n")
         _, held = at_rest(self._running)
         more = left_about(self._running)["files in /dev/shm"] - about_before["files in /dev/shm"]
-        return held + ([f"{more} files in /dev/shm"] if more > 0 else [])
+        return held + alone + ([f"{more} files in /dev/shm"] if more > 0 else [])
 
     def _harm(self) -> None:
         next_sample, next_fault = 0.0, self._every_s

@@ -25,10 +25,10 @@ LINKS = Row(
     "F18 F19 F22 F23",
     "a KV link that flips bits, doubles data and is cut; an RPC link that is refused and falls silent",
     script=[
-        Link(D, "kv", 0.0, Harm(corrupt=0.3, double=0.1), 3.0),
-        Link(D, "kv", 3.0, Harm(cut_at=2000), 2.0),
-        Link(D, "rpc", 5.0, Harm(refuse=True), 1.0),
-        Link(D, "rpc", 6.0, PARTITION, 3.5),
+        Link(D, "kv", 0.0, Harm(corrupt=0.3, double=0.1), 2.5),
+        Link(D, "kv", 2.5, Harm(cut_at=2000), 1.5),
+        Link(D, "rpc", 4.0, Harm(refuse=True), 0.5),
+        Link(D, "rpc", 4.5, PARTITION, 3.2),
     ],
     channel="tcp",
 )

@@ -22,6 +22,7 @@ class Halves:
 
     asked: int
     lost: list[str]
+    longest_gap_s: float
     asked_of_killed: int
     broken_of_killed: int  # streams that were under way
     held: list[str]
@@ -58,4 +59,5 @@ def kill_one(requests: int, nodes: int = 2) -> Halves:
     wrong = [f"{o.ask.index}: {o.lost or 'unequal'}" for o in of_living if o.lost or o.is_unequal]
     wrong += [f"{o.ask.index} of the killed: unequal" for o in of_killed if o.is_unequal]
     cut = sum(bool(o.lost) and not o.lost.startswith("ConnectionRefused") for o in of_killed)
-    return Halves(len(of_living), wrong, len(of_killed), cut, held)
+    longest_s = max(outcome.gap_s for outcome in of_living)
+    return Halves(len(of_living), wrong, longest_s, len(of_killed), cut, held)

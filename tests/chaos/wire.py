@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,6 +170,13 @@ def through(lines: tuple[Line, Line], for_s: float, requests: int, directory: Pa
             return load.outcomes, at_rest(running)[1]
 
 
+def scenes(requests: int) -> Iterator[tuple[str, list[Outcome], list[str]]]:
+    """Of each: its name, the outcomes, and what is not as it should be afterwards."""
+    for name, (lines, for_s) in SCENES.items():
+        with tempfile.TemporaryDirectory() as directory:
+            yield name, *through(lines, for_s, requests, Path(directory))
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos wire", description=__doc__)
     parser.add_argument("--requests", type=int, default=200)
@@ -177,9 +185,7 @@ def main(arguments: list[str]) -> int:
         print(f"needs root, {TUN} and network namespaces")
         return 2
     bad = False
-    for name, (lines, for_s) in SCENES.items():
-        with tempfile.TemporaryDirectory() as directory:
-            outcomes, held = through(lines, for_s, requests, Path(directory))
+    for name, outcomes, held in scenes(requests):
         wrong = [f"{o.ask.index}: {o.lost or 'unequal'}" for o in outcomes if o.lost or o.is_unequal]
         longest_s = max(outcome.gap_s for outcome in outcomes)
         print(f"{name}: {len(outcomes)} requests, {len(wrong)} lost or unequal, longest gap {1000 * longest_s:.0f} ms")

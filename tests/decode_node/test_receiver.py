@@ -141,7 +141,7 @@ async def bench(kind: str, directory: Path, num_blocks: int = 20, timeout_s: flo
                         here.deltas += report.deltas
 
             listener = asyncio.ensure_future(listen())
-            assert await until(lambda: "router" in node._outboxes, 5.0)
+            assert await until(lambda: "router" in node.routers.outboxes, 5.0)
             yield here
             listener.cancel()
     finally:

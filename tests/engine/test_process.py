@@ -53,7 +53,7 @@ async def test_a_borrowed_pool_is_not_given_back_while_a_step_may_still_write_th
     runner.go_on.set()
     await node.close()
     process._leave_borrowed(node)
-    node.died(OSError("the device is gone"))
+    node.ended(OSError("the device is gone"))
     assert await until(node.died_with.done, 5.0)
     with pytest.raises(EndedError):
         process._leave_borrowed(node)

@@ -103,7 +103,7 @@ async def test_what_is_no_role_is_refused(role: str) -> None:
 
 async def test_a_node_that_drains_keeps_its_role_and_one_that_ends_does_not_come_back() -> None:
     async with stage() as here:
-        here.node._router_of["r"] = "router"  # a request that does not end
+        here.node.roster.router_of["r"] = "router"  # a request that does not end
         changing = asyncio.ensure_future(here.change.set_role(SetRole("decode", 0.3)))
         await asyncio.sleep(0.05)
         assert await here.change.set_role(SetRole("decode", 0.3)) == Answer("the node is draining")
@@ -124,7 +124,7 @@ async def test_of_two_changes_at_once_one_is_refused_and_the_node_is_not_drained
 
 async def test_a_caller_that_hangs_up_leaves_no_node_draining() -> None:
     async with stage() as here:
-        here.node._router_of["r"] = "router"
+        here.node.roster.router_of["r"] = "router"
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(here.change.set_role(SetRole("decode", 0.2)), 0.05)
         assert await until(lambda: here.node.info.state == "ready", 5.0)

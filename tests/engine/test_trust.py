@@ -2,28 +2,33 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor
 
-import engine.node
+import engine.roster
+import engine.routers
 import engine.runner
 import engine.sampling
 import scheduler.scheduler
+from engine.engine import Engine
 from engine.models.decoder import Decoder
 from engine.runner import Output
-from engine.watchdog import FIRST_S, Patience, Watched
+from engine.watchdog import FIRST_S, Patience, Watchdog, Watched
 from scheduler.cost import Work
 from scheduler.request import Request, Step
 from shared.messages import Command, Delta, Sampling, Submit, pack_ids
@@ -82,6 +87,29 @@ def test_only_time_that_the_process_lived_without_progress_counts() -> None:
     turns += 1
     assert not any(watched.is_stuck(0.5) for _ in range(11)), "a sign of life starts anew"
     assert watched.is_stuck(0.5)
+
+
+def test_a_process_whose_memory_comes_back_from_the_disk_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = itertools.count()
+    told: list[str] = []
+    monkeypatch.setattr("engine.watchdog._faults", lambda: next(faults))
+    watchdog = Watchdog([Watched("the engine", lambda: 0, lambda: 0.4)], told.append)
+    watchdog.start()
+    time.sleep(1.0)
+    assert told == []
+    monkeypatch.setattr("engine.watchdog._faults", lambda: 0)
+    time.sleep(1.0)
+    assert told == ["the engine made no progress for 0.4 s"]
+    watchdog.stop()
+
+
+def test_an_idle_engine_shows_signs_of_life_more_often_than_a_stuck_one_may() -> None:
+    idle = Engine(scheduler_of(8), cast(Any, None), MagicMock(), stuck_s=0.4)
+    idle.start()
+    before = idle.progress
+    time.sleep(0.4)
+    assert idle.progress > before + 1
+    idle.stop()
 
 
 # ---- one request's own ---------------------------------------------------------------------------------------------
@@ -229,7 +257,7 @@ async def test_nonsense_is_refused_with_the_fields_name_and_the_node_serves_on(f
         assert await until(lambda: "stop" in finishes(line, "good") or "length" in finishes(line, "good"), 5.0)
         (refusal,) = [delta for report in line.reports for delta in report.deltas if delta.id == "bad"]
         assert complaint in refusal.error != ""
-        assert (refusal.retry, running._num_tokens) == (False, 0)
+        assert (refusal.retry, running.roster.num_tokens) == (False, 0)
 
 
 def finishes(line: Line, name: str) -> list[str]:
@@ -240,20 +268,20 @@ def errors(line: Line) -> list[tuple[str, bool]]:
     return [(delta.error, delta.retry) for report in line.reports for delta in report.deltas if delta.error]
 
 
-@pytest.mark.parametrize("limit", ["MAX_REQUESTS", "_max_tokens"])
+@pytest.mark.parametrize("limit", ["MAX_REQUESTS", "max_tokens"])
 async def test_a_flood_is_bounded_and_may_go_elsewhere(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.node, "MAX_REQUESTS", 10 if limit == "MAX_REQUESTS" else 1000)
+    monkeypatch.setattr(engine.roster, "MAX_REQUESTS", 10 if limit == "MAX_REQUESTS" else 1000)
     async with node() as (running, line, scheduler):
-        running._max_tokens = 30 if limit == "_max_tokens" else 10**6
+        running.roster.max_tokens = 30 if limit == "max_tokens" else 10**6
         line.commands.put_nowait(Command("router", [submission(f"r{index}") for index in range(200)]))
         assert await until(lambda: len(errors(line)) == 190, 5.0)
         assert all(retry and "no more fit" in error for error, retry in errors(line))
-        assert await until(lambda: not scheduler.requests and not running._router_of, 5.0)
-        assert (running._num_tokens, scheduler.counters.generated_tokens) == (0, 40), "those within are served"
+        assert await until(lambda: not scheduler.requests and not running.roster.router_of, 5.0)
+        assert (running.roster.num_tokens, scheduler.counters.generated_tokens) == (0, 40), "those within are served"
 
 
 async def test_a_router_ends_only_its_own_requests_and_ids_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.node, "MAX_ROUTERS", 2)
+    monkeypatch.setattr(engine.routers, "MAX_ROUTERS", 2)
     async with node(2000) as (running, line, _):
         other, third = Line(), Line()
         attached = [asyncio.ensure_future(running.attach(one)) for one in (other, third)]
@@ -269,7 +297,7 @@ async def test_a_router_ends_only_its_own_requests_and_ids_are_taken_once(monkey
         assert "already here" in errors(other)[0][0]
         assert running.has("r")
         line.commands.put_nowait(Command("router", aborts=["r", "r"]))
-        assert await until(lambda: not running._router_of, 5.0)
+        assert await until(lambda: not running.roster.router_of, 5.0)
         other.commands.put_nowait(None)
         await attached[0]
 

@@ -104,7 +104,7 @@ class Pair:
     def is_empty(self) -> bool:
         for node in (self.prefill, self.decode):
             ledger = node._scheduler.ledger()
-            if ledger.free + ledger.cached != ledger.total or node._router_of or node._scheduler.requests:
+            if ledger.free + ledger.cached != ledger.total or node.roster.router_of or node._scheduler.requests:
                 return False
         peers = self.courier._peers._peers.values()
         return not (
@@ -117,12 +117,13 @@ class Pair:
     async def empty(self, timeout_s: float = 20.0) -> None:
         """Waits until nothing of any request is anywhere, and looks at every block."""
         assert await until(self.is_empty, timeout_s, 0.005), [
-            (node.info.role, node._scheduler.ledger(), list(node._router_of)) for node in (self.prefill, self.decode)
+            (node.info.role, node._scheduler.ledger(), list(node.roster.router_of))
+            for node in (self.prefill, self.decode)
         ]
         for node in (self.prefill, self.decode):
             assert node._scheduler.pool.audit([]) == ""
-            assert (node._num_tokens, node._sizes, node._scored) == (0, {}, {})
-            assert not any(outbox.requests for outbox in node._outboxes.values())
+            assert (node.roster.num_tokens, node.roster._sizes) == (0, {})
+            assert not any(outbox.requests for outbox in node.routers.outboxes.values())
 
 
 class SlowRunner(HashRunner):
@@ -187,7 +188,7 @@ async def pair(
             here.wires.append(wire)
             node.tasks.start(node.attach(wire))
             wire.commands.put_nowait(Command(ROUTER))
-        assert await until(lambda: all(node._outboxes for node in nodes), 5.0)
+        assert await until(lambda: all(node.routers.outboxes for node in nodes), 5.0)
         yield here
         for wire in here.wires:
             wire.commands.put_nowait(None)

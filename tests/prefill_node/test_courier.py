@@ -137,7 +137,7 @@ class Bench:
 
     async def abort(self, identity: str = "r") -> None:
         await self.stream.send_message(Command("router", aborts=[identity]))
-        assert await until(lambda: identity not in self.node._router_of, 5.0)
+        assert await until(lambda: identity not in self.node.roster.router_of, 5.0)
 
     async def told(self, count: int = 1) -> list[Delta]:
         assert await until(lambda: len(self.deltas) >= count, 5.0), self.deltas
@@ -149,7 +149,9 @@ class Bench:
         def is_empty() -> bool:
             ledger = self.scheduler.ledger()
             return (
-                ledger.free + ledger.cached == ledger.total and not self.node._router_of and not self.courier._leaving
+                ledger.free + ledger.cached == ledger.total
+                and not self.node.roster.router_of
+                and not self.courier._leaving
             )
 
         assert await until(is_empty, 5.0), self.scheduler.ledger()
@@ -264,7 +266,7 @@ async def test_a_request_that_is_aborted_in_the_queue_never_asks_for_room() -> N
         await here.submit("first")
         await here.decoder.hears(Reserve)
         await here.submit("second")
-        assert await until(lambda: "second" in here.node._router_of, 5.0)
+        assert await until(lambda: "second" in here.node.roster.router_of, 5.0)
         await here.abort("second")
         here.steps.release(1000)
         await here.decoder.hears(Commit)

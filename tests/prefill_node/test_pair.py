@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import engine.node
+import engine.teller
 from decode_node.receiver import Receiver
 from engine.node import Node
 from prefill_node import peers as peers_module
@@ -39,7 +40,7 @@ HOOKS: list[tuple[Any, str, Callable[..., str]]] = [
     (Scheduler, "_advance", lambda _self, request, _end: request.id),
     (Scheduler, "_append", lambda _self, request, _token: request.id),
     (Node, "_tell", lambda _self, delta, _at: delta.id),
-    (engine.node, "_delta", lambda event, _output: event.request.id),
+    (engine.teller, "delta_of", lambda event, _output: event.request.id),
     (engine.node, "check_submit", lambda submit, _most, _size: submit.id),
 ]
 

@@ -288,6 +288,12 @@ async def test_prompt_logprobs_are_vllms(client, byte_level):
     assert choice["text"].startswith("Once")
 
 
+async def test_prompt_logprobs_that_no_node_sent_are_told_as_such(client):
+    body = {"prompt": "a b c d", "prompt_logprobs": 1, "max_tokens": 1}  # the script sends half of them with a token
+    response = await client.post("/v1/completions", json=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "no_prompt_logprobs")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_token_ids_are_told_on_request(client, byte_level, stream):
     body = {"prompt": "a b", "max_tokens": 99, "return_token_ids": True, "stream": stream}

@@ -103,6 +103,26 @@ def test_keys_come_and_go_while_the_router_runs_and_a_broken_file_changes_nothin
     assert keys.identify(b"n") == Identity("new")
 
 
+def test_a_file_that_could_not_be_read_is_tried_again_although_it_did_not_change(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    now = [0.0]
+    keys = Keys(str(file), clock=lambda: now[0])
+    file.write_text(line("new", "n") + "\n")
+    with monkeypatch.context() as patched:
+        patched.setattr("router.keys._text_of", lambda _: _raise(ConfigError("no descriptor is left")))
+        for _ in range(3):
+            now[0] += 1
+            assert keys.identify(ACME.encode()) is not None
+    assert caplog.text.count("no descriptor is left") == 1
+    now[0] += 1
+    assert keys.identify(ACME.encode()) is None, "it was withdrawn"
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
 def test_every_key_is_compared_with_all_of_them(file: Path, monkeypatch: Any) -> None:
     """What takes as long for each needs no clock to be tested."""
     keys, compared = Keys(str(file)), []
@@ -271,15 +291,24 @@ def test_wrong_keys_are_counted_by_address_and_forgotten_with_time() -> None:
     wrong = WrongKeys(clock=lambda: now[0])
     for _ in range(WRONG_AT_ONCE):
         assert wrong.wait_s("2001:db8::1", b"k") == 0
-        wrong.wrong("2001:db8::1")
+        wrong.wrong("2001:db8::1", b"x")
     assert 0 < wrong.wait_s("2001:db8::ffff", b"k") <= 1, "a client may have a whole /64"
     assert wrong.wait_s("2001:db8:0:1::1", b"k") == wrong.wait_s("10.0.0.1", b"k") == 0
     now[0] += 1
     assert wrong.wait_s("2001:db8::1", b"k") == 0
     for number in range(MAX_ADDRESSES + 10):
-        wrong.wrong(f"a{number}")
+        wrong.wrong(f"a{number}", b"x")
         wrong.right(f"a{number}", b"k")
     assert len(wrong._buckets) == len(wrong._proven) == MAX_ADDRESSES
+
+
+def test_who_goes_on_with_a_key_that_was_withdrawn_locks_no_neighbour_out_for_long() -> None:
+    wrong = WrongKeys(clock=lambda: 0.0)
+    wrong.right("10.0.0.1", b"withdrawn")
+    for _ in range(1000):
+        if not wrong.wait_s("10.0.0.1", b"withdrawn"):
+            wrong.wrong("10.0.0.1", b"withdrawn")
+    assert 0 < wrong.wait_s("10.0.0.1", b"the new one") <= 1
 
 
 # ---- tenants -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from router.admission import Admission, Capacity, Overloaded, Ticket
 from router.generation import Generation, Piece
 from shared import failpoints
 from shared.errors import Rejected, Unavailable
-from shared.messages import Delta, Logprobs, Sampling, pack_ids, unpack_ids
+from shared.messages import Command, Delta, Logprobs, Sampling, pack_ids, unpack_ids
 from shared.serve import until
 from tests.router.played import ANSWER, PROMPT, Stage, collect, generated, no_pauses, stage, token, tokens_of, turns
 
@@ -177,6 +177,25 @@ def test_a_request_is_turned_away_by_the_pace_that_was_measured_and_told_when_to
     assert it.offer(other, 10.0) == [], "and tenants take turns"
 
 
+def test_of_what_was_finished_while_nobody_waited_no_pace_is_learnt_and_an_old_one_is_forgotten() -> None:
+    it = Admission(max_queued_tokens=10**9)
+    it.resize(Capacity(1, 10**6, 10**6, 10), 0.0)
+    for number in range(3600):  # an hour without a queue
+        (held,) = it.offer(ticket(prompt=90, answer=10), float(number))
+        it.ended(held, 10, number + 0.5)
+    (held,) = it.offer(ticket(prompt=90, answer=10), 3600.0)
+    for number in range(3600, 3604):  # 100 tokens a second
+        it.offer(ticket(prompt=90, answer=10), float(number))
+        (held,) = it.ended(held, 10, number + 1.0)
+    it.offer(ticket(prompt=90, answer=10), 3604.0)
+    assert it.expected_wait_s(ticket(prompt=90, answer=10)) == pytest.approx(2.0, rel=0.3)
+    (held,) = it.ended(held, 10, 3604.0)
+    it.ended(held, 10, 3604.0)
+    (held,) = it.offer(ticket(), 3700.0)
+    it.offer(ticket(), 3700.0)
+    assert it.expected_wait_s(ticket()) is None
+
+
 def test_a_full_queue_turns_away_whoever_has_had_its_share_of_it() -> None:
     it = Admission(max_queued_tokens=100)
     it.resize(Capacity(1, 1000, 1000, 10), 0.0)
@@ -259,6 +278,30 @@ async def test_who_is_turned_away_hears_it_at_once_with_a_time_to_return_and_no_
     assert here.counts()["refused"] == 2
     for run in runs:
         await run.close()
+    here.check_over()
+
+
+async def test_where_one_sample_fails_the_others_meet_no_node_however_slow_their_client_is() -> None:
+    here = stage("d0")
+    run = await here.submit(n=3)
+    here.d0.say(Delta("r.0.0", error="internal"))
+    await turns()
+    assert [submit.id for submit in here.d0.submits] == ["r.0.0"]
+    assert (here.counts()["failed"], here.counts()["cancelled"]) == (1, 2)
+    with pytest.raises(Unavailable, match="internal"):
+        await collect(run)
+    here.check_over()
+
+
+async def test_what_is_given_up_before_it_was_sent_never_reaches_its_node() -> None:
+    """Of one command a node takes the aborts first."""
+    here = stage("d0")
+    sent = await here.submit(name="sent")
+    here.d0._command = Command("router")  # as when it was written
+    unsent = await here.submit(name="unsent")
+    await unsent.close()
+    await sent.close()
+    assert here.d0._command == Command("router", aborts=["sent.0.0"])
     here.check_over()
 
 

@@ -1,5 +1,6 @@
 """The step-time model learned from steps: right, soon right again when the device changes, unmoved by stalls."""
 
+import math
 import random
 from itertools import product
 
@@ -67,6 +68,24 @@ def test_it_follows_a_device_that_changes_its_speed_within_a_hundred_steps(speed
     before = watch(fit, rng, 500)
     assert error(before, rng, speed) > 0.4
     assert error(watch(fit, rng, 100, speed), rng, speed) < 0.12
+
+
+def test_on_a_busy_machine_what_is_remembered_stays_within_bounds() -> None:
+    """Its speed changes all the time. What was measured long ago was multiplied by each change, until the engine died
+    of the numbers."""
+    rng = random.Random(12)
+    fit, slowness = CostFit(), 0.0
+    watch(fit, rng, 400)
+    for _ in range(10_000):
+        slowness = 0.9 * slowness + rng.gauss(0, 0.5)
+        work = Work()
+        for _ in range(rng.randrange(1, 20)):
+            work.add_decode(rng.randrange(10, 2000))
+        fit.observe(work, TRUE.seconds(work) * math.exp(slowness))
+        model = fit.model()
+    assert model is not None
+    chunk = Work(1, 512, pairs_of(4000, 512))
+    assert TRUE.seconds(chunk) / 1000 < model.seconds(chunk) < 1000 * TRUE.seconds(chunk)
 
 
 def test_a_kind_of_step_that_became_rare_is_remembered() -> None:

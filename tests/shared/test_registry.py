@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared import registry as registry_module
 from shared import security
-from shared.codec import encode
+from shared.codec import Malformed, encode
 from shared.messages import JoinReply, NodeInfo
 from shared.registry import EmbeddedRegistry, RedisAnnouncer, RedisRegistry, StreamAnnouncer, announcer
 from shared.security import complaints
@@ -101,6 +101,29 @@ async def test_the_late_end_of_an_old_stream_of_the_same_life_does_not_remove_th
         assert await until(lambda: registry.nodes == {}, 5.0)
 
 
+class Said(list[NodeInfo]):
+    """A stream on which a node says these things, and hears nothing."""
+
+    async def __aiter__(self) -> AsyncIterator[NodeInfo]:
+        for message in self:
+            yield message
+
+    async def send_message(self, _: JoinReply) -> None:
+        await asyncio.sleep(0)
+
+
+async def test_a_stream_is_one_nodes_and_nodes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "MAX_NODES", 1)
+    async with embedded([]) as registry:
+        with pytest.raises(Malformed, match="one node's"):
+            await registry._join(Said([INFO, replace(INFO, id="d1")]))
+        assert registry.nodes == {}
+        async with joined(registry, INFO):
+            with pytest.raises(Malformed, match="no more are taken"):
+                await registry._join(Said([replace(INFO, id="d1")]))
+            assert registry.nodes == {"d0": INFO}
+
+
 async def test_an_announcer_joins_updates_and_leaves() -> None:
     async with embedded([]) as registry:
         node = announcer(f"127.0.0.1:{registry.port}", "default", 30.0)
@@ -134,6 +157,10 @@ async def test_an_announcer_waits_for_its_router_and_comes_back_after_a_restart(
 # ---- redis --------------------------------------------------------------------------------------------------------
 
 
+def _encoded(text: str | bytes) -> bytes:
+    return text if isinstance(text, bytes) else text.encode()
+
+
 class PlayedRedis:
     """The commands that the registry uses, on a dict; while `error` is set, every one of them fails with it."""
 
@@ -145,6 +172,7 @@ class PlayedRedis:
         self.num_reads = 0
         self.now = 100.0  # the registry's clock, which only the test moves
         self.is_closed = False
+        self.removed: Callable[[set[bytes]], None] = lambda _: None  # called before names leave the index
 
     def _check(self) -> None:
         if self.error is not None:
@@ -155,26 +183,27 @@ class PlayedRedis:
         self.num_reads += 1
         return set(self.index.get(name, set()))
 
-    async def mget(self, names: list[str]) -> list[bytes | None]:
+    async def mget(self, names: list[str | bytes]) -> list[bytes | None]:
         self._check()
-        return [self.values.get(name) for name in names]
+        return [self.values.get(_encoded(name).decode("utf-8", "replace")) for name in names]
 
     async def set(self, name: str, value: bytes, px: int) -> None:
         self._check()
         self.values[name] = value
         self.leases_ms.append(px)
 
-    async def sadd(self, name: str, member: str) -> None:
+    async def sadd(self, name: str, *members: str | bytes) -> None:
         self._check()
-        self.index.setdefault(name, set()).add(member.encode())
+        self.index.setdefault(name, set()).update(map(_encoded, members))
 
     async def delete(self, name: str) -> None:
         self._check()
         self.values.pop(name, None)
 
-    async def srem(self, name: str, member: str) -> None:
+    async def srem(self, name: str, *members: str | bytes) -> None:
         self._check()
-        self.index[name].discard(member.encode())
+        self.removed(set(map(_encoded, members)))
+        self.index[name] -= set(map(_encoded, members))
 
     async def aclose(self) -> None:
         self.is_closed = True
@@ -301,6 +330,39 @@ async def test_entries_that_are_no_node_or_not_their_own_are_skipped_and_the_oth
         assert registry.nodes == {"d0": INFO}
         assert registry.skipped >= 2
         assert registry.state == "ok"
+
+
+async def test_names_of_crashed_nodes_leave_the_index_after_a_lease_and_hide_no_other(
+    redis: PlayedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_module, "MAX_NODES", 2)
+    names = redis.index["baton:c:nodes"] = {b"a0", b"a1", b"\xff"}
+    redis.put("d0", encode(INFO))
+    async with watching() as registry:
+        await reads(redis, 2)
+        assert (registry.nodes, len(names)) == ({}, 4), "hidden, but nothing was absent for a lease yet"
+        redis.error = RedisTimeoutError("frozen")
+        assert await until(lambda: registry.state == "down", 5.0)
+        redis.now += LEASE_S
+        redis.error = None
+        await reads(redis, 2)
+        assert len(redis.index["baton:c:nodes"]) == 4, "nobody saw that they were absent meanwhile"
+        redis.now += LEASE_S
+        assert await until(lambda: registry.nodes == {"d0": INFO}, 5.0)
+        await reads(redis, 2)
+        redis.now += LEASE_S
+        await reads(redis, 3)
+        assert redis.index["baton:c:nodes"] == {b"d0"}
+
+
+async def test_a_node_that_comes_back_while_its_name_is_taken_out_stays_in(redis: PlayedRedis) -> None:
+    redis.index["baton:c:nodes"] = {b"d0"}
+    redis.removed = lambda names: redis.put("d0", encode(INFO))
+    async with watching() as registry:
+        await reads(redis, 2)
+        redis.now += LEASE_S
+        assert await until(lambda: registry.nodes == {"d0": INFO}, 5.0)
+        assert redis.index["baton:c:nodes"] == {b"d0"}
 
 
 async def test_an_announcer_comes_back_after_an_outage_into_an_empty_redis(redis: PlayedRedis) -> None:

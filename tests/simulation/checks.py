@@ -15,8 +15,8 @@ def unbalanced(world: Any) -> list[str]:
         if ledger.owned or ledger.reserved or ledger.quarantined:
             found.append(f"{host.name} {ledger}")
         found += [f"{host.name} {request.id} {request.state}" for request in scheduler.requests.values()]
-        found += [f"{host.name} knows {identity}" for identity in node._router_of]
-        for outbox in node._outboxes.values():
+        found += [f"{host.name} knows {identity}" for identity in node.roster.router_of]
+        for outbox in node.routers.outboxes.values():
             found += [f"{host.name} outbox {identity}" for identity in outbox.requests]
         found += _of_sides(host)
     if world.router.is_up and world.router.fleet is not None:

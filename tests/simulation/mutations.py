@@ -13,7 +13,7 @@ from unittest import mock
 import scheduler.scheduler
 from decode_node.landing import Ending, LandingTable, Phase
 from decode_node.receiver import Receiver
-from engine.node import Node
+from engine.routers import Routers
 from prefill_node.handoff import Handoff, Push
 from prefill_node.peers import Peers
 from router.attempt import Attempt
@@ -75,7 +75,7 @@ def _miscounted(original: Any, self: Link, submit: Any, listener: Any) -> None:
     original(self, submit, listener)
 
 
-def _some_lost(original: Any, self: Node, router: str, *deltas: Any) -> None:
+def _some_lost(original: Any, self: Routers, router: str, *deltas: Any) -> None:
     original(self, router, *(delta for delta in deltas if delta.position != 3))
 
 
@@ -129,7 +129,7 @@ MUTATIONS: dict[str, Broken] = {
         scheduler.scheduler, "extend_hashes", lambda hashes, tokens, size, _: extend_hashes(hashes, tokens, size, b"")
     ),
     "positions are ignored": _around(Attempt, "delta", _positions_ignored),
-    "a delta is lost": _around(Node, "send", _some_lost),
+    "a delta is lost": _around(Routers, "send", _some_lost),
     "half blocks are pushed": _around(Handoff, "_action", _half_blocks),
     "rows to the wrong places, unchecked": lambda: _both(
         mock.patch.object(Receiver, "_check", _not_compared), _around(Handoff, "_action", _shifted)()
@@ -137,7 +137,7 @@ MUTATIONS: dict[str, Broken] = {
     "blocks of a landing mixed up": _around(Scheduler, "land", _landed_too_far),
     "what was generated counts as prompt": _around(Link, "submit", _miscounted),
     "a node's death is not told": _in_place_of(Attempt, "lost", lambda self, link: None),
-    "orphans are kept": _in_place_of(Node, "_orphan", lambda self, outbox: None),
+    "orphans are kept": _in_place_of(Routers, "_orphan", lambda self, outbox: None),
     "stops are not said": _in_place_of(Peers, "stop", _nothing),
     "a preempted row resumes too far on": _around(Scheduler, "_hold", _block_too_far),
     "blocks freed under a step": _around(Scheduler, "_free", _freed_under_a_step),

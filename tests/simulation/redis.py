@@ -15,14 +15,14 @@ class FakeRedis:
         ends = asyncio.get_running_loop().time() + px / 1000 if px is not None else float("inf")
         self._store.keys[key] = (value, ends)
 
-    async def sadd(self, key: str, *members: str) -> None:
+    async def sadd(self, key: str, *members: str | bytes) -> None:
         await self._store.answer()
-        self._store.sets.setdefault(key, {}).update(dict.fromkeys(member.encode() for member in members))
+        self._store.sets.setdefault(key, {}).update(dict.fromkeys(map(_encoded, members)))
 
-    async def srem(self, key: str, *members: str) -> None:
+    async def srem(self, key: str, *members: str | bytes) -> None:
         await self._store.answer()
         for member in members:
-            self._store.sets.get(key, {}).pop(member.encode(), None)
+            self._store.sets.get(key, {}).pop(_encoded(member), None)
 
     async def delete(self, *keys: str) -> None:
         await self._store.answer()
@@ -33,9 +33,9 @@ class FakeRedis:
         await self._store.answer()
         return list(self._store.sets.get(key, {}))
 
-    async def mget(self, keys: list[str]) -> list[bytes | None]:
+    async def mget(self, keys: list[str] | list[bytes]) -> list[bytes | None]:
         await self._store.answer()
-        return [self._store.read(key) for key in keys]
+        return [self._store.read(_encoded(key).decode()) for key in keys]
 
     async def get(self, key: str) -> bytes | None:
         await self._store.answer()
@@ -43,6 +43,10 @@ class FakeRedis:
 
     async def aclose(self) -> None:
         await asyncio.sleep(0)
+
+
+def _encoded(text: str | bytes) -> bytes:
+    return text if isinstance(text, bytes) else text.encode()
 
 
 class Store:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from engine.node import Node
+from engine.teller import Teller
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from shared.failpoints import FailpointError
@@ -163,9 +163,9 @@ class World:
             self.violate(f"{process}: {text}: {error!r}")
             self.note("".join(traceback.format_exception(error)) if error is not None else "")
 
-    def engine_made(self, engine: SimEngine, scheduler: Scheduler, node: Node | Any) -> None:
+    def engine_made(self, engine: SimEngine, scheduler: Scheduler, teller: Teller | Any) -> None:
         host = self.host_of(engine.process)
-        host.engine, host.scheduler, host.node = engine, scheduler, node
+        host.engine, host.scheduler, host.node = engine, scheduler, teller._hearer
 
     def audit(self, process: Process, scheduler: Scheduler) -> None:
         """After each turn of an engine."""

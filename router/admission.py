@@ -12,7 +12,7 @@ from math import exp
 from typing import NamedTuple
 
 RATE_S = 10.0  # over about so long the nodes' pace is measured
-LEAST_RATE_S = 1.0  # with a queue for less, it is not known
+LEAST_RATE_S = 5.0  # with a queue for less, it is not known: nodes that are being missed for 3 s finish nothing
 CAUTION = 1.2  # a wait may last so many times what was predicted: better turned away at once than after it
 QUEUED_KV = 4  # so many times the nodes' KV may wait, where no other limit is set …
 LEAST_QUEUED_TOKENS = 1 << 18  # … and no less than this, however small that is: 10 MB

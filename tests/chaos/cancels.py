@@ -21,7 +21,7 @@ from tests.chaos.evidence import at_rest
 from tests.chaos.traffic import ask, check, run
 from tests.cluster.harness import Cluster, cluster, wait_for
 
-IDLE_S = 2.0  # connections to nodes that died are let go within that
+IDLE_S = 1.0  # connections to nodes that died are let go within that
 MOST_S = 0.5  # until a client hangs up; most do much sooner
 WARM = 96
 FAULT_EVERY_S = 5.0

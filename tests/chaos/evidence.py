@@ -39,7 +39,7 @@ def at_rest(running: Cluster, timeout_s: float = 20.0) -> tuple[dict[str, Any], 
     """The status once nothing is under way, and what is not as it should be then."""
     with contextlib.suppress(AssertionError):
         wait_for(lambda: not _held(running.status()), "all blocks given back", timeout_s)
-    time.sleep(1.0)  # another heartbeat
+    time.sleep(0.6)  # another heartbeat
     status = running.status()
     return status, _held(status)
 

@@ -184,13 +184,13 @@ def test_of_what_was_finished_while_nobody_waited_no_pace_is_learnt_and_an_old_o
         (held,) = it.offer(ticket(prompt=90, answer=10), float(number))
         it.ended(held, 10, number + 0.5)
     (held,) = it.offer(ticket(prompt=90, answer=10), 3600.0)
-    for number in range(3600, 3604):  # 100 tokens a second
+    for number in range(3600, 3608):  # 100 tokens a second
         it.offer(ticket(prompt=90, answer=10), float(number))
         (held,) = it.ended(held, 10, number + 1.0)
-    it.offer(ticket(prompt=90, answer=10), 3604.0)
+    it.offer(ticket(prompt=90, answer=10), 3608.0)
     assert it.expected_wait_s(ticket(prompt=90, answer=10)) == pytest.approx(2.0, rel=0.3)
-    (held,) = it.ended(held, 10, 3604.0)
-    it.ended(held, 10, 3604.0)
+    (held,) = it.ended(held, 10, 3608.0)
+    it.ended(held, 10, 3608.0)
     (held,) = it.offer(ticket(), 3700.0)
     it.offer(ticket(), 3700.0)
     assert it.expected_wait_s(ticket()) is None

@@ -82,9 +82,12 @@ class Failover:
             self.holder = prefill.info.id
 
     def _suspect(self, attempt: Attempt, link: Link) -> None:
-        """A node died while it computed this sample. Where that happens twice with nothing told in between, the sample
-        is the likeliest cause. A node that is back in the same life had lost its connection only."""
-        self._died = [earlier for earlier in self._died if not earlier.alive] if not attempt.told_by(link) else []
+        """A node died while it computed this sample, of which it had told nothing yet. Where that happens twice, the
+        sample is the likeliest cause. A node that is back in the same life had lost its connection only."""
+        if attempt.told_by(link):  # it did well there for a while
+            self._died = []
+            return
+        self._died = [earlier for earlier in self._died if not earlier.alive]
         self._died.append(link)
         if len(self._died) >= MAX_DEATHS:
             raise Rejected(

@@ -32,7 +32,7 @@ def refusal(running: Cluster, node: str, body: bytes) -> tuple[int, str]:
 def test_a_node_flipped_each_way_under_load_fails_no_request_and_does_its_new_work(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with cluster(prefill=2, decode=2, drain_timeout_s=0.3, disaggregate="always") as running:
+    with cluster(prefill=2, decode=2, drain_timeout_s=0.05, disaggregate="always") as running:
         prompts = [prompt_of(index, 150 + index) for index in range(8)]
         with ThreadPoolExecutor(8) as pool:
             begun = [threading.Event() for _ in prompts]

@@ -93,8 +93,8 @@ async def test_a_handoff_that_fails_between_two_living_nodes_is_tried_with_anoth
 # ---- a request that kills ---------------------------------------------------------------------------------------------
 
 
-async def kill_twice(here: Stage, said: list[int], dies: Any) -> Any:
-    """One request on decode nodes alone; each says so many tokens of it and dies."""
+async def killed(here: Stage, said: list[int], dies: Any) -> Any:
+    """One request on decode nodes alone; each in turn says so many tokens of it and dies."""
     run = await here.submit()
     position = 0
     for number, count in enumerate(said):
@@ -107,29 +107,37 @@ async def kill_twice(here: Stage, said: list[int], dies: Any) -> Any:
     return run
 
 
-async def test_a_request_under_which_two_nodes_died_is_not_tried_on_a_third() -> None:
+@pytest.mark.parametrize("said", [[0, 0], [2, 0, 0]], ids=["its prompt kills", "its third token kills"])
+async def test_a_request_under_which_two_nodes_died_is_not_tried_again(said: list[int]) -> None:
     here = stage("d0 d1 d2 d3", max_attempts=9)
-    run = await kill_twice(here, [2, 0], lambda d: d.die())
+    run = await killed(here, said, lambda d: d.die())
     with pytest.raises(Rejected, match="2 nodes died") as caught:
         await collect(run)
     assert (caught.value.code, caught.value.status) == ("poison", 422)
-    assert len(here.sent()) == 2
+    assert len(here.sent()) == len(said)
     here.check_over()
 
 
 @pytest.mark.parametrize(
     ("said", "dies"),
     [
-        ([2, 1], lambda d: d.die()),
+        ([2, 0], lambda d: d.die()),
+        ([0, 1], lambda d: d.die()),
         ([0, 0], lambda d: (d.die(), d.revive())),
         ([0, 0], lambda d: d._end(is_silent=True)),
         ([0, 0], lambda d: (setattr(d.load, "state", "draining"), d.die())),
     ],
-    ids=["it got on in between", "only connections were lost", "they fell silent", "they were draining"],
+    ids=[
+        "the first had told of it",
+        "it got on in between",
+        "only connections were lost",
+        "they fell silent",
+        "they were draining",
+    ],
 )
 async def test_two_losses_that_the_request_can_hardly_have_caused_do_not_end_it(said: list[int], dies: Any) -> None:
     here = stage("d0 d1 d2 d3", max_attempts=9)
-    run = await kill_twice(here, said, dies)
+    run = await killed(here, said, dies)
     _, d, submit = here.attempt(2)
     d.say(*generated(submit.id, sum(said)))
     assert tokens_of(await collect(run)) == ANSWER

@@ -49,7 +49,9 @@ def test_a_node_flipped_each_way_under_load_fails_no_request_and_does_its_new_wo
             "prefill-1 is a decode node now",
         ]
         assert running.status()["requests"]["failed"] == 0
-        assert running.status()["requests"]["moved"] > 0, "streams that outlived the drain went on elsewhere"
+        requests = running.status()["requests"]
+        # One whose client reads too slowly is off its node already when the drain ends.
+        assert requests["moved"] + requests["paused"] > 0, "streams that outlived the drain went on elsewhere"
         wait_for(lambda: roles(running) == {
             "prefill-0": "prefill", "prefill-1": "decode", "decode-0": "decode", "decode-1": "prefill"
         }, "the router knows the new roles")  # fmt: skip

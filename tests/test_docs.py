@@ -55,7 +55,7 @@ def drawn(title: str, legal: dict[States, frozenset[States]]) -> str:
 
 def test_the_journey_shows_the_states_of_the_code() -> None:
     tables = [("request", request.LEGAL), ("handoff", handoff.LEGAL), ("landing", landing.LEGAL)]
-    wanted = "\n\n".join(drawn(title, legal) for title, legal in tables)  # type: ignore[type-var]
+    wanted = "\n\n".join(drawn(title, legal) for title, legal in tables)
     text = (ROOT / "docs" / "journey.md").read_text()
     found = text.split("<!-- states: written by tests/test_docs.py -->")[1].split("<!-- end -->")[0]
     assert found.strip() == f"```\n{wanted}\n```", f"put this into docs/journey.md:\n```\n{wanted}\n```"

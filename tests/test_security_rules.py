@@ -186,7 +186,7 @@ def locked() -> dict[str, str]:
 def test_no_library_may_be_older_than_its_last_known_hole() -> None:
     for name, floor in direct().items():
         assert floor >= FLOORS.get(name, ()), f"pyproject.toml: {name}"
-    versions = {name: release(PIN.match(entry)[2]) for name, entry in locked().items()}  # type: ignore[index]
+    versions = {name: release(PIN.match(entry)[2]) for name, entry in locked().items()}
     for name, floor in FLOORS.items():
         assert versions[name] >= floor, f"requirements.lock: {name}; run `make lock`"
 
@@ -195,7 +195,7 @@ def test_the_lock_has_every_library_and_hashes_of_each() -> None:
     entries = locked()
     for name, floor in direct().items():
         if name != "torch":  # its build is chosen where the image is built
-            assert release(PIN.match(entries[name])[2]) >= floor, name  # type: ignore[index]
+            assert release(PIN.match(entries[name])[2]) >= floor, name
     for name, entry in entries.items():
         assert "--hash=sha256:" in entry, f"{name} has no hash"
 

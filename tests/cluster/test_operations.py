@@ -34,7 +34,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         environment.setenv("PYTHONPATH", str(GUARD))
         running = stack.enter_context(cluster(prefill=1, decode=2, registry=url, routers=2))
         for router in running.urls:
-            wait_for(lambda router=router: len(running.alive(router)) == 3, f"{router} has all nodes")  # type: ignore[misc]
+            wait_for(lambda router=router: len(running.alive(router)) == 3, f"{router} has all nodes")
         yield running
 
 
@@ -160,7 +160,7 @@ def test_after_a_power_cut_everything_starts_as_if_nothing_had_been(running: Clu
         running.start(name)
     running.ready()
     for router in running.urls:
-        wait_for(lambda router=router: len(running.alive(router)) == 3, "all are back")  # type: ignore[misc]
+        wait_for(lambda router=router: len(running.alive(router)) == 3, "all are back")
     prompt = [9] * 500
     assert running.complete(prompt, 5) == expected(prompt, 5)
     assert running.settled()["handoffs"] == 1

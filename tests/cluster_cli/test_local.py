@@ -172,7 +172,7 @@ def test_a_node_that_dies_is_started_again(watch: Callable[..., Watcher]) -> Non
     watcher.wait_for(r"decode-0 +\| ended unexpectedly, by SIGKILL", r"decode-0 +\| starts again in 0.5 s")
     seen = len(watcher.lines)
     while watcher.pid("decode-0") == first or not any("up" in line for line in watcher.lines[seen:]):
-        watcher.lines.append(watcher.process.stdout.readline())  # type: ignore[union-attr]
+        watcher.lines.append(watcher.process.stdout.readline())
     watcher.process.send_signal(signal.SIGTERM)
     assert watcher.ended() == 0
     until_gone(watcher.pid("decode-0"))

@@ -161,7 +161,7 @@ def test_a_broken_row_spoils_only_itself() -> None:
 
 @pytest.mark.parametrize("linear", [*FLOATS, pytest.param("int8", marks=x86)], ids=str)
 def test_no_rows_and_rows_that_do_not_lie_together(linear: LinearFormat | str) -> None:
-    made = (Int8() if linear == "int8" else linear).make(matrix(20, 12), None)  # type: ignore[union-attr]
+    made = (Int8() if linear == "int8" else linear).make(matrix(20, 12), None)
     rows = matrix(9, 30, 1)
     assert made(rows[:0, :12]).shape == (0, 20)
     for strided in (rows[:, 3:15], matrix(12, 9, 1).T, rows[::2, :12]):

@@ -50,7 +50,7 @@ class Ahead(TorchRunner):
     """Notes which steps were launched behind a pending one; fails as it is told to."""
 
     def __init__(self, *given: object) -> None:
-        super().__init__(*given)  # type: ignore[arg-type]
+        super().__init__(*given)
         self.ahead = True
         self.carried = self.behind = self.passes = 0
         self.fails_at: set[int] = set()  # passes over several slices, once

@@ -193,7 +193,7 @@ class Broken(Ahead):
 
     def _pass(self, step: Step, batch: Any) -> list[Output]:
         places = [at for at, index in enumerate(batch.sampled) if step.slices[index].request.id == VICTIM]
-        plain, self._model = self._model, _WithNan(self._model, places)  # type: ignore[assignment]
+        plain, self._model = self._model, _WithNan(self._model, places)
         try:
             return super()._pass(step, batch)
         finally:

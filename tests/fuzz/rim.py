@@ -98,7 +98,7 @@ class PlayedTransport(asyncio.Transport):
         self.is_open = True
         self.num_bytes = 0
 
-    def write(self, data: bytes) -> None:  # type: ignore[override]
+    def write(self, data: bytes) -> None:
         self.num_bytes += len(data)
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ async def client(here: Pair, rng: random.Random, names: list[str]) -> None:
             await asyncio.sleep(0)
         await asyncio.sleep(rng.choice([0.0, 0.0, rng.expovariate(100.0)]))
         if rng.random() < 0.1:
-            await until(lambda sent=sent: sent.is_over, 20.0, 0.002)  # type: ignore[misc]
+            await until(lambda sent=sent: sent.is_over, 20.0, 0.002)
         here.abort(*[name] * rng.choice([1, 1, 2]), "nobody")
 
 

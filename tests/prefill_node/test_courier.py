@@ -395,7 +395,7 @@ async def test_a_push_that_fails_leaves_its_neighbours_on_the_channel_a_reason_o
         here.steps.release(1000)
         for identity in ("two", "one"):
             failure = Delta(identity, error="handoff: the wire is cut", retry=True)
-            assert await until(lambda failure=failure: failure in here.deltas, 5.0), here.deltas  # type: ignore[misc]
+            assert await until(lambda failure=failure: failure in here.deltas, 5.0), here.deltas
             go_on.set()
         await here.empty()
         assert len(here.decoder.all(Stop)) == 2

@@ -149,7 +149,7 @@ async def test_damaged_rows_are_pushed_once_more_and_never_read(kind: str, at: i
     """The last row is told with the commit."""
     prompt = list(range(3, 21))
     async with pair(kind, tmp_path) as here:
-        here.courier._peers._channels = [Damaging(here.channels[0], here, times, at)]  # type: ignore[list-item]
+        here.courier._peers._channels = [Damaging(here.channels[0], here, times, at)]
         sent = here.submit("r", prompt, 6)
         assert await until(lambda: sent.is_over, 10.0)
         ticker = here.prefill.ticker
@@ -177,10 +177,10 @@ class Refusing(Damaging):
 async def test_a_link_that_fails_again_and_again_is_left_alone_and_tried_again_later(tmp_path: Path) -> None:
     async with pair("tcp", tmp_path) as here:
         link = Refusing(here.channels[0], here, 0, 0)
-        here.courier._peers._channels = [link]  # type: ignore[list-item]
+        here.courier._peers._channels = [link]
         for index in range(8):
             sent = here.submit(f"r{index}", [5, 6, 7 + index], 4)
-            assert await until(lambda sent=sent: sent.is_over, 10.0)  # type: ignore[misc]
+            assert await until(lambda sent=sent: sent.is_over, 10.0)
             assert sent.errors[0].retry
         assert link.tries == 5, "after 5 failures no bytes are risked"
         assert "left alone" in sent.errors[0].error
@@ -189,7 +189,7 @@ async def test_a_link_that_fails_again_and_again_is_left_alone_and_tried_again_l
         worked = False
         for index in range(8, 200):
             sent = here.submit(f"r{index}", [5, 6, 7 + index % 80], 4)
-            assert await until(lambda sent=sent: sent.is_over, 10.0)  # type: ignore[misc]
+            assert await until(lambda sent=sent: sent.is_over, 10.0)
             if worked := not sent.errors:
                 break
             await asyncio.sleep(0.05)

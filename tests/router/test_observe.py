@@ -37,7 +37,7 @@ def served(records: Records) -> int:
     attempt = "cmpl-a-0.0.0"
 
     def event(node: str, kind: str, ms: int, **fields: object) -> RequestEvent:
-        made = RequestEvent(attempt, kind, began + ms * MS, **fields)  # type: ignore[arg-type]
+        made = RequestEvent(attempt, kind, began + ms * MS, **fields)
         records.take(info(node), Report(events=[made]))
         return made
 
@@ -118,7 +118,7 @@ def test_a_trace_begins_where_it_was_asked_to_and_has_whole_arrows_only() -> Non
 
 def client(records: Records) -> TestClient:
     routes = observe_routes(records, Feed(records, dict))
-    return TestClient(Starlette(routes=routes, exception_handlers={Rejected: _tell}))  # type: ignore[dict-item]
+    return TestClient(Starlette(routes=routes, exception_handlers={Rejected: _tell}))
 
 
 def test_requests_steps_and_their_members_are_shown() -> None:

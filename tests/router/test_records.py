@@ -38,7 +38,7 @@ class World:
     def event(self, node: str, kind: str, ms: float, attempt: str = "cmpl-a-0.0.0", **fields: object) -> None:
         if kind == self.lost:
             return
-        event = RequestEvent(attempt, kind, BASE + round(ms * MS), **fields)  # type: ignore[arg-type]
+        event = RequestEvent(attempt, kind, BASE + round(ms * MS), **fields)
         self.records.take(info(node), Report(events=[event]))
 
     def push(self, start_ms: float, end_ms: float, num_bytes: int = 100) -> None:
@@ -178,7 +178,7 @@ def test_a_co_located_request_has_neither_transfer_nor_decode_queue() -> None:
     world.at(31).ended("cmpl-a", 0, "stop")
     found = summary(world)
     assert found["transfer"] is None
-    assert list(found["phases_ms"].values()) == pytest.approx([2, 3, 6, 0, 0, 20, 0])  # type: ignore[attr-defined]
+    assert list(found["phases_ms"].values()) == pytest.approx([2, 3, 6, 0, 0, 20, 0])
 
 
 def test_a_request_that_moved_has_a_retry_phase_and_still_sums_up() -> None:

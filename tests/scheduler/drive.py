@@ -141,4 +141,4 @@ class Driver:
 
 
 def request(name: str, prompt: list[int], max_tokens: int, **fields: object) -> Request:
-    return Request(name, list(prompt), len(prompt), max_tokens, **fields)  # type: ignore[arg-type]
+    return Request(name, list(prompt), len(prompt), max_tokens, **fields)

@@ -76,7 +76,7 @@ def changing(after: CostModel) -> Device:
 @pytest.mark.parametrize("after", [FAST, SLOW, ATTENDING], ids=["constant", "twice as slow", "attention appears"])
 def test_steps_keep_the_target_soon_after_the_device_changes_and_waste_nothing(after: CostModel) -> None:
     target_s = 0.035
-    served = serve(budget_of(512, target_s), changing(after))  # type: ignore[arg-type]
+    served = serve(budget_of(512, target_s), changing(after))
     assert served.p99(100, 500) <= target_s
     assert served.p99(600) <= target_s
     fixed = [serve(FixedBudget(tokens), changing(after)) for tokens in (32, 64, 96, 128, 192, 256, 512)]
@@ -151,7 +151,7 @@ def test_growth_waits_for_evidence_and_shrinking_for_nothing() -> None:
 
 
 def test_a_fixed_budget_stays_what_it_is() -> None:
-    served = serve(budget_of(96, 0), lambda _: FAST, num_requests=5)  # type: ignore[arg-type]
+    served = serve(budget_of(96, 0), lambda _: FAST, num_requests=5)
     assert {(step.budget, step.reason) for step in served.steps} == {(96, "fixed")}
     assert max(step.work.tokens for step in served.steps) == 96
 

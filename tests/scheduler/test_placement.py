@@ -11,7 +11,7 @@ from scheduler.prefix import block_hashes
 
 
 def node(name: str, role: str = "decode", **fields: int) -> NodeView:
-    return NodeView(name, role, **({"max_num_seqs": 8, "kv_capacity_tokens": 1000} | fields))  # type: ignore[arg-type]
+    return NodeView(name, role, **({"max_num_seqs": 8, "kv_capacity_tokens": 1000} | fields))
 
 
 def placed(prefill: list[NodeView], decode: list[NodeView], tokens: int = 100, **cached: int) -> tuple[str | None, str]:

@@ -76,9 +76,9 @@ def test_another_process_reads_the_same_settings_from_the_environment(kind: type
 @BOTH
 def test_settings_cannot_be_changed_and_take_no_unknown_key(kind: type[Settings]) -> None:
     with pytest.raises(ValidationError):
-        kind().port = 5  # type: ignore[attr-defined]
+        kind().port = 5
     with pytest.raises(ValidationError):
-        kind(prot=5)  # type: ignore[call-arg]
+        kind(prot=5)
     with pytest.raises(ConfigError, match="prot is no setting"):
         resolve(kind, {"prot": "5"}, {})
 

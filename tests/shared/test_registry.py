@@ -148,7 +148,7 @@ async def test_an_announcer_waits_for_its_router_and_comes_back_after_a_restart(
             registry = EmbeddedRegistry(f"router-{life}", "127.0.0.1", port)
             await asyncio.sleep(0.05)
             await registry.start(lambda: None)
-            assert await until(lambda here=registry: here.nodes == {"d0": INFO}, 5.0)  # type: ignore[misc]
+            assert await until(lambda here=registry: here.nodes == {"d0": INFO}, 5.0)
             await registry.close()
     finally:
         await node.close()

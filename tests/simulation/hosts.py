@@ -110,7 +110,7 @@ class NodeHost(Host):
             heartbeat_s=HEARTBEAT_S,
             max_num_batched_tokens=scenario.budget_tokens,
             max_num_seqs=scenario.max_num_seqs,
-            policy=scenario.policy,  # type: ignore[arg-type]
+            policy=scenario.policy,
             drain_timeout_s=DRAIN_S,
             reserve_timeout_s=5.0,
         )

@@ -149,10 +149,10 @@ class SimLoop(asyncio.AbstractEventLoop):
         self.call_later(self.random.expovariate(2000.0), deliver)
         return future
 
-    async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:  # type: ignore[override]
+    async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
         return await self.network.connect(protocol_factory, host, port)
 
-    async def create_server(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:  # type: ignore[override]
+    async def create_server(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
         return self.network.listen(protocol_factory, host, port)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:

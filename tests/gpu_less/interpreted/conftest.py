@@ -20,7 +20,7 @@ def _numbers_for_dot() -> None:
             return operand
         return TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
-    def dot_of_numbers(self, a, b, *rest):  # type: ignore[no-untyped-def]
+    def dot_of_numbers(self, a, b, *rest):
         return dot(self, widened(a), widened(b), *rest)
 
     InterpreterBuilder.create_dot = dot_of_numbers

@@ -49,7 +49,8 @@ def load_emulation(name: str) -> Emulation:
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"--emulate {path}: is no JSON: {error}") from None
     except (TypeError, ValueError) as error:
-        raise ValueError(f"--emulate {path}: {str(error)[:300]}") from None
+        told = " ".join(str(error)[:300].split())  # names in the file may hold line ends
+        raise ValueError(f"--emulate {path}: {told}") from None
 
 
 def _emulation(data: Any, name: str, link: str) -> Emulation:

@@ -138,6 +138,11 @@ def _power_of_two(builder: Any, shifted: Any) -> Any:
     return builder.bitcast(builder.add(bits, _constant(_INT, 127 << 23)), shifted.type)
 
 
+def _put_low_bytes(builder: Any, vector: Any, at: Any) -> None:
+    low = builder.trunc(builder.bitcast(vector, _of(_INT, LANES)), _of(ir.IntType(8), LANES))
+    builder.store(low, emit_pointer(builder, at, low.type), align=1)
+
+
 def _keep_range(builder: Any, vector: Any, low: Any, high: Any, other: Any) -> Any:
     lane = ir.Constant(_of(_LONG, LANES), list(range(LANES)))
 
@@ -167,6 +172,7 @@ put_address = written(types.void, (_I, _I), lambda b, value, at: b.store(value, 
 index_at = written(_I, (_I,), lambda b, at: b.sext(b.load(emit_pointer(b, at, _INT)), _LONG))  # an int32 in memory
 number_at = written(_F, (_I,), lambda b, at: b.load(emit_pointer(b, at, _FLOAT)))
 put_number = written(types.void, (_F, _I), lambda b, value, at: b.store(value, emit_pointer(b, at, _FLOAT)))
+put_low_bytes = written(types.void, (_V, _I), _put_low_bytes)  # of each lane's bits
 prefetch = written(types.void, (_I,), emit_prefetch)  # the cache line there, to level 2
 # Counts up the first of a kernel's values, which all threads share: each takes the next piece of work.
 take_next = written(_I, (_VALUES,), lambda b, values: b.atomic_rmw("add", values, ir.Constant(_LONG, 1), "monotonic"))

@@ -102,6 +102,7 @@ COSTS: dict[str, tuple[str | bytes, str]] = {
     "400 digits": ('{"cost": {"per_token": %s}}' % ("9" * 400), "cost.per_token must be a number from 0"),
     "5,000 digits": ('{"cost": {"per_token": %s}}' % ("9" * 5000), "digits"),
     "an unknown name": (json.dumps({"cost": {"per_byte": 1}}), "cost.per_byte is none of"),
+    "a name of two lines": (json.dumps({"cost": {"per\nbyte": 1}}), "cost.per byte is none of"),
     "no such link": (json.dumps(COST | {"links": {}}), "link 'x' is none of"),
     "a link that is a list": (json.dumps(COST | {"links": {"x": []}}), "links.x.latency_s must be a number"),
     "tokens beyond memory": (json.dumps(COST | LINKS | {"kv_tokens": 1e30}), "kv_tokens must be a number from 1024"),

@@ -9,25 +9,31 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.linear import int8
+from engine.compiled import why_not_compiled
+from engine.linear import choose
 from engine.linear.choose import AsStored, linear_on_cpu
-from engine.linear.fbgemm import has_fbgemm
-from engine.linear.half import Half
-from engine.linear.int8 import LEVELS, Int8
+from engine.linear.int8 import LEVELS, LEVELS_OF_7_BITS, Int8, has_fbgemm
 from engine.linear.interface import LinearFormat
-from engine.linear.packed import Packed
 from engine.linear.plain import Plain
 from engine.models.decoder import load_model
 from tests.engine.build import CPU, generate, torch_runner
 
+compiled = pytest.mark.skipif(bool(why_not_compiled()), reason=f"no compiled kernels: {why_not_compiled()}")
+EIGHT_BITS: list[LinearFormat] = [Int8()] if has_fbgemm() else []
+PANELS: list[LinearFormat] = []
+if not why_not_compiled():
+    from engine.linear.numba_products import HAS_INT8, PANEL, TILE_ROWS
+    from engine.linear.panels import Panels
+
+    PANELS += [Panels(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    if HAS_INT8:
+        from engine.linear.int8_panels import Int8Panels
+
+        EIGHT_BITS.append(Int8Panels())
+
 torch.set_num_threads(1)
-x86 = pytest.mark.skipif(not has_fbgemm(), reason="torch has no FBGEMM on this CPU")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FLOATS = [
-    Plain(torch.float32),
-    pytest.param(Packed(), marks=x86),
-    *(pytest.param(Half(DTYPES[name]), marks=x86) for name in ("bfloat16", "float16")),
-]
+FLOATS = [Plain(torch.float32), *PANELS]
 ROWS = [*range(1, 71), 600]
 SHAPES = [(768, 256), (1, 1), (33, 1), (1, 65), (100, 37)] + [
     (Random(seed).randrange(1, 300), Random(seed + 50).randrange(1, 300)) for seed in range(6)
@@ -69,7 +75,21 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(linear: LinearFormat) -> No
         torch.testing.assert_close(made(rows[:count]), alone[:count], rtol=1e-5, atol=1e-6)
 
 
-@x86
+@compiled
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("linear", [*PANELS, *EIGHT_BITS[1:]], ids=lambda linear: linear.name)
+def test_in_panels_not_a_bit_of_a_row_depends_on_the_rows_beside_it(linear: LinearFormat, threads: int) -> None:
+    """Nor on the number of threads: all sums are taken in the order of the depth."""
+    made, rows = linear.make(matrix(3 * PANEL + 5, 2100), matrix(1, 3 * PANEL + 5, 3)[0]), matrix(900, 2100, 2, 1.0)
+    torch.set_num_threads(1)
+    alone = torch.cat([made(row[None]) for row in rows])
+    torch.set_num_threads(threads)
+    for count in (*range(2, 3 * TILE_ROWS), 64 * TILE_ROWS, 64 * TILE_ROWS + 1, 900):
+        assert torch.equal(made(rows[-count:]), alone[-count:])
+    torch.set_num_threads(1)
+
+
+@compiled
 @pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
 def test_weights_of_a_16_bit_checkpoint_stay_as_they_are(stored: str) -> None:
     weight, rows = matrix(64, 48).to(DTYPES[stored]), matrix(5, 48, 1, 1.0)
@@ -79,48 +99,38 @@ def test_weights_of_a_16_bit_checkpoint_stay_as_they_are(stored: str) -> None:
     assert error(found, rows.double() @ weight.double().T) < 1e-6
 
 
-@x86
+@compiled
 @pytest.mark.parametrize("size", [1e-30, 1e-9, 1e-4, 1.0, 1e9, 1e30])
 def test_bfloat16_keeps_its_range(size: float) -> None:
     weight, rows = matrix(40, 64, size=size), matrix(3, 64, 1, 1.0)
-    found = Half(torch.bfloat16).make(weight.clone(), None)(rows)
+    found = Panels(torch.bfloat16).make(weight.clone(), None)(rows)
     assert error(found, rows.double() @ weight.bfloat16().double().T) < 1e-6
 
 
-@x86
-def test_a_matrix_of_large_and_tiny_rows_loses_neither() -> None:
-    weight = matrix(40, 64) * torch.logspace(0, -5, 40)[:, None]
-    rows = matrix(3, 64, 1, 1.0)
-    found = Half(torch.bfloat16).make(weight.clone(), None)(rows).double()
-    wanted = rows.double() @ weight.bfloat16().double().T
-    assert float(((found - wanted).norm(dim=0) / wanted.norm(dim=0)).max()) < 1e-6
-
-
-@x86
 def test_a_matrix_of_zeros_gives_zeros() -> None:
-    for linear in (Packed(), Half(torch.bfloat16), Half(torch.float16), Int8()):
+    for linear in (*PANELS, *EIGHT_BITS):
         assert torch.equal(linear.make(torch.zeros(8, 16), None)(matrix(3, 16)), torch.zeros(3, 8))
 
 
-@x86
+@compiled
 @pytest.mark.parametrize("bad", [7e4, math.inf, math.nan])
 def test_weights_that_float16_cannot_hold_are_refused(bad: float) -> None:
     weight = matrix(8, 8)
     weight[3, 5] = bad
     with pytest.raises(ValueError, match=r"too large for float16.*use --weight-dtype float32"):
-        Half(torch.float16).make(weight, None)
+        Panels(torch.float16).make(weight, None)
 
 
-@x86
-@pytest.mark.parametrize("levels", [LEVELS, int8.LEVELS_OF_7_BITS])
-@pytest.mark.parametrize("uses_onednn", [False, True])
+@pytest.mark.parametrize("levels", [LEVELS, LEVELS_OF_7_BITS])
+@pytest.mark.parametrize("linear", EIGHT_BITS, ids=lambda linear: type(linear).__name__)
 @pytest.mark.parametrize(("out", "width"), SHAPES)
-def test_int8_is_within_a_rounding_of_both_sides(out: int, width: int, uses_onednn: bool, levels: int) -> None:
+def test_int8_is_within_a_rounding_of_both_sides(out: int, width: int, linear: LinearFormat, levels: int) -> None:
     """Of a product of K terms: half a level of weights and of activations, by the triangle inequality."""
-    linear = Int8(uses_onednn)
-    if levels > linear.levels or linear.uses_onednn is not uses_onednn:
-        pytest.skip("this CPU multiplies bytes in 16 bits")
-    linear.levels = levels
+    if isinstance(linear, Int8):
+        if levels > Int8().levels:
+            pytest.skip("this CPU multiplies bytes in 16 bits")
+        linear = Int8()
+        linear.levels = levels
     weight, bias, rows = matrix(out, width), matrix(1, out, 1)[0], matrix(200, width, 2, 1.0)
     made = linear.make(weight.clone(), bias)
     wanted = rows.double() @ weight.double().T + bias.double()
@@ -131,58 +141,56 @@ def test_int8_is_within_a_rounding_of_both_sides(out: int, width: int, uses_oned
         assert ((made(rows[:count]) - wanted[:count]).abs() <= bound[:count]).all()
 
 
-@x86
-def test_int8_keeps_the_precision_of_a_row_beside_a_huge_one() -> None:
+@pytest.mark.parametrize("linear", EIGHT_BITS, ids=lambda linear: type(linear).__name__)
+def test_int8_keeps_the_precision_of_a_row_beside_a_huge_one(linear: LinearFormat) -> None:
     rows = matrix(300, 96, 2, 1.0)
-    made = Int8().make(matrix(64, 96), None)
+    made = linear.make(matrix(64, 96), None)
     for count in (2, 70, 300):
         company = rows[:count].clone()
         company[-1] *= 1e4
         torch.testing.assert_close(made(company)[:-1], made(rows[:count])[:-1], rtol=1e-5, atol=1e-6)
 
 
-@x86
-def test_int8_does_not_saturate_on_the_largest_values() -> None:
+@pytest.mark.parametrize("linear", EIGHT_BITS, ids=lambda linear: type(linear).__name__)
+def test_int8_does_not_saturate_on_the_largest_values(linear: LinearFormat) -> None:
     """The instructions of CPUs before VNNI would, with 8 bits on both sides."""
-    for uses_onednn in (False, True):
-        found = Int8(uses_onednn).make(torch.full((32, 256), 0.5), None)(torch.full((150, 256), 3.0))
-        torch.testing.assert_close(found, torch.full((150, 32), 384.0))
+    found = linear.make(torch.full((32, 256), 0.5), None)(torch.full((150, 256), 3.0))
+    torch.testing.assert_close(found, torch.full((150, 32), 384.0))
 
 
-@x86
 def test_a_broken_row_spoils_only_itself() -> None:
     rows = matrix(6, 32, 2, 1.0)
     rows[1, 3], rows[4, 0] = math.nan, math.inf
-    for linear in (Packed(), Half(torch.bfloat16), Int8()):
+    for linear in (*PANELS, *EIGHT_BITS):
         finite = linear.make(matrix(16, 32), None)(rows).isfinite()
         assert finite[[0, 2, 3, 5]].all()
         assert not finite[[1, 4]].any()
 
 
-@pytest.mark.parametrize("linear", [*FLOATS, pytest.param("int8", marks=x86)], ids=str)
-def test_no_rows_and_rows_that_do_not_lie_together(linear: LinearFormat | str) -> None:
-    made = (Int8() if linear == "int8" else linear).make(matrix(20, 12), None)
+@pytest.mark.parametrize("linear", [*FLOATS, *EIGHT_BITS], ids=lambda linear: type(linear).__name__ + linear.name)
+def test_no_rows_and_rows_that_do_not_lie_together(linear: LinearFormat) -> None:
+    made = linear.make(matrix(20, 12), None)
     rows = matrix(9, 30, 1)
     assert made(rows[:0, :12]).shape == (0, 20)
     for strided in (rows[:, 3:15], matrix(12, 9, 1).T, rows[::2, :12]):
         torch.testing.assert_close(made(strided), made(strided.contiguous()))
 
 
-@x86
+@compiled
 @pytest.mark.parametrize(
-    ("asked", "kind", "name"),
+    ("asked", "name"),
     [
-        (("auto", "none"), AsStored, "float32 packed"),
-        (("float32", "none"), Packed, "float32 packed"),
-        (("bfloat16", "none"), Half, "bfloat16 (float32 arithmetic)"),
-        (("float16", "none"), Half, "float16 (float32 arithmetic)"),
-        (("auto", "int8"), Int8, "int8"),
+        (("auto", "none"), "float32 packed"),
+        (("float32", "none"), "float32 packed"),
+        (("bfloat16", "none"), "bfloat16 packed (float32 arithmetic)"),
+        (("float16", "none"), "float16 packed (float32 arithmetic)"),
     ],
 )
-def test_what_is_asked_for_is_chosen(asked: tuple[str, str], kind: type, name: str) -> None:
+def test_what_is_asked_for_is_chosen(asked: tuple[str, str], name: str) -> None:
     linear = linear_on_cpu(*asked)
-    assert isinstance(linear, kind)
+    assert isinstance(linear, AsStored if asked[0] == "auto" else Panels)
     assert linear.name == name
+    assert linear_on_cpu("auto", "int8").name == "int8"
 
 
 def test_what_contradicts_itself_is_refused() -> None:
@@ -190,11 +198,13 @@ def test_what_contradicts_itself_is_refused() -> None:
         linear_on_cpu("bfloat16", "int8")
 
 
-@pytest.mark.parametrize("asked", [("bfloat16", "none"), ("auto", "int8")])
-def test_a_cpu_without_fbgemm_says_so_and_serves_in_float32(asked: tuple[str, str]) -> None:
-    with pytest.raises(ValueError, match=r"needs an x86 CPU.*leave it out"):
-        linear_on_cpu(*asked, fbgemm=False)
-    assert isinstance(linear_on_cpu("auto", "none", fbgemm=False), Plain)
+def test_without_compiled_kernels_torch_multiplies_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(linear_on_cpu("auto", "none", why_not="no numba"), Plain)
+    with pytest.raises(ValueError, match=r"--weight-dtype bfloat16: needs compiled kernels.*: no numba"):
+        linear_on_cpu("bfloat16", "none", why_not="no numba")
+    monkeypatch.setattr(choose, "has_fbgemm", lambda: False)
+    with pytest.raises(ValueError, match=r"--quantization int8: needs an x86 CPU.*leave it out"):
+        linear_on_cpu("auto", "int8", why_not="no numba")
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +225,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-@x86
+@compiled
 @pytest.mark.parametrize("asked", [("auto", "none"), ("bfloat16", "none"), ("float16", "none"), ("auto", "int8")])
 def test_a_model_generates_alone_as_in_company(directory: Path, asked: tuple[str, str]) -> None:
     linear = linear_on_cpu(*asked)

@@ -2,12 +2,14 @@
 
     python -m benchmarks overload --seconds 60
 
-A router, and nodes that are emulated (`--emulate`): their steps are slept, so that two cores are enough for a client
-that offers ten times what they can do. First the peak is measured, with as many clients as the nodes can run at once
-and half as many more, each waiting for its answer. Then requests come at times of a Poisson process, whatever becomes
-of the earlier ones, at each of `--loads` times the peak. Goodput: tokens of whole answers that came within the load's
-time, without its first `--warm` seconds. Recovery: from the end of a load until a new request, sent four times a
-second, is answered within twice its time on idle nodes.
+A router, and nodes that are emulated (`--emulate`): their steps are slept, and long enough that two cores have time for
+a client that offers ten times what they can do. What the router's core was busy with, and how full the decode nodes'
+steps were, is shown: else this would measure the machine. First the peak is measured, with as many clients as the nodes
+can run at once and half as many more, each waiting for its answer. Then each of `--loads` times the peak meets a
+cluster that has just started, and so has everything to learn: requests come at times of a Poisson process, whatever
+becomes of the earlier ones. Goodput: tokens of whole answers that came within the load's time, without its first
+`--warm` seconds. Recovery: from the end of a load until a new request, of which four are sent a second, has its answer
+within twice its time on idle nodes.
 """
 
 import argparse
@@ -27,7 +29,7 @@ from benchmarks.result import Result, Table, median, parser, versions
 from benchmarks.router import Router, free_port, num_ready
 from cluster.plan import DEMO_MODEL
 
-MODEL = "h200-llama-3.1-8b"
+MODEL = "h200-qwen3-32b"
 MAX_NUM_SEQS = 16  # of a decode node
 PROMPT_TOKENS, ANSWER_TOKENS = 500, 64
 PROBE_S, PATIENCE_S = 0.25, 120.0
@@ -119,6 +121,7 @@ async def started(args: argparse.Namespace) -> AsyncIterator[Router]:
             if any(process.returncode is not None for process in processes):
                 raise RuntimeError("a process of the cluster has ended")
             await asyncio.sleep(0.1)
+        os.sched_setaffinity(processes[0].pid, {min(os.sched_getaffinity(0))})
         yield Router(processes[0].pid, port)
     finally:
         for process in processes:
@@ -136,17 +139,33 @@ async def timed(work: Callable[[Load], Awaitable[None]]) -> tuple[Load, float]:
 
 
 async def recovered(client: Client, idle_s: float) -> float:
-    """Seconds until a new request is answered in about the time that it takes on idle nodes."""
-    began = time.monotonic()
-    while await client.ask(load := Load()) > 2 * idle_s or load.answers[0][2] != 200:  # noqa: ASYNC110
-        await asyncio.sleep(PROBE_S)
-    return time.monotonic() - began
+    """Seconds until a new request is sent that is answered in about the time that it takes on idle nodes."""
+    load, began = Load(), time.monotonic()
+
+    def sent() -> list[float]:
+        return [at - took - began for at, took, status in load.answers if status == 200 and took <= 2 * idle_s]
+
+    async with asyncio.TaskGroup() as group:
+        while not sent():
+            group.create_task(client.ask(load))
+            await asyncio.sleep(PROBE_S)
+    return min(sent())
+
+
+async def decodes_a_step(port: int) -> float:
+    """Of the decode nodes, since they started."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /v1/status HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    answer = await reader.read()
+    writer.close()
+    nodes = [node for node in json.loads(answer.partition(b"\r\n\r\n")[2])["nodes"] if node["role"] == "decode"]
+    return float(sum(node["generated_tokens"] for node in nodes) / max(1, sum(node["steps"] for node in nodes)))
 
 
 async def at(router: Router, client: Client, times: float, peak: float, idle_s: float, args: Any) -> dict[str, Any]:
-    before = router.memory_bytes()
-    highest = before
-    recovery: list[float] = []
+    highest = before = router.memory_bytes()
+    cpu_before = router.cpu_s()
+    ended: list[float] = []
 
     async def watch() -> None:
         nonlocal highest
@@ -154,13 +173,15 @@ async def at(router: Router, client: Client, times: float, peak: float, idle_s: 
             highest = max(highest, router.memory_bytes())
             await asyncio.sleep(0.2)
 
-    async def probe(after_s: float) -> None:
+    async def end(after_s: float) -> None:
         await asyncio.sleep(after_s)
-        recovery.append(await recovered(Client(router.port, seed=-1), idle_s))
+        ended.append((router.cpu_s() - cpu_before) / after_s)
+        ended.append(await decodes_a_step(router.port))
+        ended.append(await recovered(Client(router.port, seed=-1), idle_s))
 
-    watching, probing = asyncio.ensure_future(watch()), asyncio.ensure_future(probe(args.seconds))
+    watching, ending = asyncio.ensure_future(watch()), asyncio.ensure_future(end(args.seconds))
     load, began = await timed(lambda load: client.open(times * peak / ANSWER_TOKENS, args.seconds, load))
-    await probing
+    await ending
     watching.cancel()
     goodput = load.goodput(began + args.warm, began + args.seconds)
     return {
@@ -174,25 +195,26 @@ async def at(router: Router, client: Client, times: float, peak: float, idle_s: 
         "refused_p99_ms": load.took_ms(429, 0.99),
         "router_mib_before": before / 2**20,
         "router_mib_highest": highest / 2**20,
-        "recovery_s": recovery[0],
+        "router_busy": ended[0],
+        "decodes_a_step": ended[1],
+        "recovery_s": ended[2],
     }
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    cpus = sorted(os.sched_getaffinity(0))
     async with started(args) as router:
-        os.sched_setaffinity(router.pid, {cpus[0]})
         client = Client(router.port)
         idle_s = median([await client.ask(Load()) for _ in range(10)])
         count = args.decode * MAX_NUM_SEQS * 3 // 2
         load, began = await timed(lambda load: client.closed(count, args.seconds, load))
         peak = load.goodput(began + args.warm, began + args.seconds)
-        print(f"peak: {peak:.0f} tokens/s; a request on idle nodes: {1000 * idle_s:.0f} ms", flush=True)
-        runs = []
-        for times in args.loads:
-            runs.append(await at(router, client, times, peak, idle_s, args))
-            print(json.dumps(runs[-1]), flush=True)
-        return {"peak_tokens_per_s": peak, "idle_s": idle_s, "loads": runs}
+    print(f"peak: {peak:.0f} tokens/s; a request on idle nodes: {1000 * idle_s:.0f} ms", flush=True)
+    runs = []
+    for times in args.loads:
+        async with started(args) as router:
+            runs.append(await at(router, Client(router.port), times, peak, idle_s, args))
+        print(json.dumps(runs[-1]), flush=True)
+    return {"peak_tokens_per_s": peak, "idle_s": idle_s, "loads": runs}
 
 
 def row_of(run: dict[str, Any]) -> list[Any]:
@@ -210,6 +232,8 @@ def row_of(run: dict[str, Any]) -> list[Any]:
         refused,
         None if refused is None else refused <= REFUSAL_MS,
         run["served_p99_ms"],
+        run["router_busy"],
+        run["decodes_a_step"],
         growth,
         growth <= GROWTH_MIB,
         run["recovery_s"],
@@ -229,11 +253,13 @@ def main() -> None:
     runs = [asyncio.run(measure(args)) for _ in range(args.repeats)]
     rows = [row_of(load) for run in runs for load in run["loads"]]
     columns = ["load, × peak", "goodput, tokens/s", "of the peak", "≥ 0.95", "served", "late", "refused p50, ms", "p99"]
-    columns += ["≤ 50 ms", "served p99, ms", "router, + MiB", "≤ 64", "recovery, s", "≤ 5 s"]
+    columns += ["≤ 50 ms", "served p99, ms", "router busy", "decodes a step", "router, + MiB", "≤ 64", "recovery, s"]
+    columns += ["≤ 5 s"]
+    peak = median([run["peak_tokens_per_s"] for run in runs])
     note = (
-        f"Peak: {median([run['peak_tokens_per_s'] for run in runs]):,.0f} tokens/s. Served: of all requests; refused: "
+        f"Peak: {peak:,.0f} tokens/s. Served: of all requests; refused: with 429, at once; late: how many were let in, "
+        "and had waited too long when their turn had not come. Router busy: of one core."
     )
-    note += "with 429, at once; late: how many were let in, and had waited too long when their turn had not come."
     Result(
         "overload",
         f"A router, {args.prefill} prefill and {args.decode} decode node that emulate {MODEL} with {MAX_NUM_SEQS} "

@@ -80,6 +80,7 @@ class Node:
     async def drain(self, timeout_s: float) -> None:
         """Takes no new request, and waits for those that are here."""
         self.info = replace(self.info, state="draining")
+        self.routers.tell_load()  # it goes out with what is refused from now on: who hears of both blames nobody
         await until(lambda: not self.roster.router_of, timeout_s)
 
     async def close(self) -> None:

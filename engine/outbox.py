@@ -27,6 +27,7 @@ class Outbox:
     events: list[RequestEvent] = field(default_factory=list)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     requests: dict[str, Request] = field(default_factory=dict)  # of this router, unfinished
+    hearing: asyncio.Timeout = field(default_factory=lambda: asyncio.Timeout(None))  # of its stream
 
     def record(self, steps: list[StepRecord], events: list[RequestEvent]) -> int:
         """Takes what was recorded. Returns how many of the oldest had to go for it."""

@@ -40,7 +40,7 @@ from shared.kv.tcp import TcpChannel
 from shared.messages import NodeInfo
 from shared.registry import announcer
 from shared.serve import Lifetime, run, settle_memory
-from shared.services import ATTACH, SET_ROLE, RpcServer, unary
+from shared.services import ATTACH, SET_ROLE, RpcServer, host_and_port, unary
 
 log = logging.getLogger("baton.node")
 EXIT_ENGINE_DIED = 70
@@ -63,6 +63,7 @@ def main(settings: NodeSettings, role: Role) -> int:
         borrowed = _borrowed(settings, boot) if role is PREFILL and settings.kv_channel == POOL else None
         computer = build(_options(settings), borrowed)
         set_ahead(computer.runner, settings.async_scheduling)
+        settings = settings.model_copy(update={"advertise": _advertised(settings)})
     except (ValueError, OSError) as error:
         print(f"{role.name}: {error}", file=sys.stderr)
         return 2
@@ -148,7 +149,7 @@ async def _serve(
             print(f"{role.name}: cannot listen on {settings.host}:{settings.port}: {error.strerror}", file=sys.stderr)
             return 2
         cleanup.push_async_callback(server.close)
-        node.info = replace(info, address=f"{_advertised(settings)}:{port}")
+        node.info = replace(info, address=f"{settings.advertise}:{port}")
         node.start()
         cleanup.push_async_callback(node.close)
         await _warmed_up(node, computer.runner)
@@ -255,7 +256,7 @@ async def _channels(
         channels.append(inner)
     if wanted in {"auto", "tcp"}:
         host = settings.kv_host or settings.host
-        advertised = None if settings.kv_host not in {"", *EVERY_ADDRESS} else _advertised(settings)
+        advertised = None if settings.kv_host not in {"", *EVERY_ADDRESS} else settings.advertise
         channels.append(
             await TcpChannel.start(memory, boot, lambda _: None, host, settings.kv_port, advertised, patience_s)
         )
@@ -265,13 +266,27 @@ async def _channels(
 
 
 def _advertised(settings: NodeSettings) -> str:
-    """Where others reach this node. Listening on every address, it is the one towards the registry."""
+    """Where others reach this node. Listening on every address, it is the one towards the registry, of the kind that
+    is listened on. Raises ValueError where there is none."""
     if settings.advertise or settings.host not in EVERY_ADDRESS:
         return settings.advertise or settings.host
-    registry = urlsplit(settings.registry if "://" in settings.registry else f"//{settings.registry}")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((registry.hostname or "127.0.0.1", registry.port or 6379))  # sends nothing
-        return str(probe.getsockname()[0])
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    if "://" in settings.registry:
+        registry = urlsplit(settings.registry)
+        host, port = registry.hostname or "localhost", registry.port or 6379
+    else:
+        host, port = host_and_port(settings.registry)
+    try:
+        place = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)[0][4]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        other = "0.0.0.0" if family is socket.AF_INET6 else "::"
+        raise ValueError(
+            f"--host {settings.host}: no way leads from there to --registry {host} ({error.strerror}): say with "
+            f"--advertise where others reach this node, or try --host {other}"
+        ) from None
 
 
 def _info(settings: NodeSettings, role: Role, computer: Computer, budget: Budget) -> NodeInfo:

@@ -46,21 +46,22 @@ class Routers:
             return
         router, outbox = hello.router, Outbox(load=self._node.load())
         outbox.wake.set()
-        if (before := self.outboxes.get(router)) is not None:
-            self._orphan(before)
+        self._drop(router)  # its stream of before
         self.outboxes[router] = outbox
         writer = self._tasks.start(outbox.write(stream))
         try:
-            async for command in stream:
-                for identity in command.aborts:
-                    self._node.withdraw(router, identity)
-                for submit in command.submits:
-                    self._node.submit(router, submit)
+            async with outbox.hearing:
+                async for command in stream:
+                    for identity in command.aborts:
+                        self._node.withdraw(router, identity)
+                    for submit in command.submits:
+                        self._node.submit(router, submit)
+        except TimeoutError:
+            return  # it was dropped: to hear the end of its stream, it has to read
         finally:
             writer.cancel()
-            self._orphan(outbox)  # finds its requests by the outbox, so it goes first
             if self.outboxes.get(router) is outbox:
-                del self.outboxes[router]
+                self._forget(router)
 
     def send(self, router: str, *deltas: Delta) -> None:
         """To a router that is not attached: nothing."""
@@ -71,8 +72,7 @@ class Routers:
         outbox.wake.set()
         if len(outbox.deltas) > MAX_OUTBOX:
             log.error("router %s reads nothing: dropped with its requests", router)
-            self._orphan(outbox)
-            self.outboxes.pop(router, None)
+            self._drop(router)
 
     def tell_load(self) -> None:
         load = self._node.load()
@@ -96,6 +96,14 @@ class Routers:
             for outbox in self.outboxes.values():
                 self.dropped += outbox.record(steps, events)
 
-    def _orphan(self, outbox: Outbox) -> None:
-        for identity in list(outbox.requests):
+    def _drop(self, router: str) -> None:
+        """Ends its stream, if it has one."""
+        if router in self.outboxes:
+            outbox = self._forget(router)
+            outbox.hearing.reschedule(asyncio.get_running_loop().time())
+
+    def _forget(self, router: str) -> Outbox:
+        """Its requests find their outbox there, so they go first."""
+        for identity in list(self.outboxes[router].requests):
             self._node.abort(identity)
+        return self.outboxes.pop(router)

@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 
 from router.admin import admin_routes
 from router.api import build_app
-from router.connection import Connection, Limits, room_for
+from router.connection import Connection
 from router.dispatch import Dispatch, Rules
 from router.fleet import Fleet
 from router.fleet_status import promised
@@ -26,6 +26,7 @@ from router.generation import Model
 from router.keys import Keys
 from router.model import read_model
 from router.node_metrics import NodeMetrics
+from router.places import Limits, Waiting, room_for
 from router.records import Records
 from router.run import SLOW_S
 from router.text import Tokenizer
@@ -132,7 +133,7 @@ def _server(app: Starlette, max_connections: int, drain_timeout_s: float) -> uvi
     return uvicorn.Server(
         uvicorn.Config(
             app,
-            http=cast(type[asyncio.Protocol], partial(Connection, limits=Limits(max_connections))),
+            http=cast(type[asyncio.Protocol], partial(Connection, limits=Limits(max_connections), waiting=Waiting())),
             ws="none",
             loop="none",
             lifespan="off",

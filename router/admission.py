@@ -8,12 +8,13 @@ turn it is, so a long request does not starve. Tokens are those of KV, in which 
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
-from math import exp
+from math import exp, inf
 from typing import NamedTuple
 
 RATE_S = 10.0  # over about so long the nodes' pace is measured
-LEAST_RATE_S = 5.0  # with a queue for less, it is not known: nodes that are being missed for 3 s finish nothing
-CAUTION = 1.2  # a wait may last so many times what was predicted: better turned away at once than after it
+BEGUN = 0.25  # of what new nodes hold is done, so long as none of it is finished: half of it on average, so be careful
+CAUTION = 2.0  # a wait may last so many times what was predicted: better turned away at once than after it
+FORGET = 0.98  # of what is known of earlier requests' time on the nodes, with each that ends
 QUEUED_KV = 4  # so many times the nodes' KV may wait, where no other limit is set …
 LEAST_QUEUED_TOKENS = 1 << 18  # … and no less than this, however small that is: 10 MB
 
@@ -42,6 +43,8 @@ class Ticket:
     sample_tokens: int  # that one sample is expected to add
     left: int
     expires: float
+    deadline: float = inf  # of its whole answer
+    granted_at: float | None = None  # None also once its time on the nodes says nothing of them
     state: State = State.WAITING
     owes_prompt: bool = True  # its computation
 
@@ -76,24 +79,26 @@ class Level:
 
 
 class Pace:
-    """Tokens a second that the nodes finished while somebody waited. Long after that it is not known any more."""
+    """Tokens a second that the nodes finish while somebody waits, for each request that they should hold at once. Quiet
+    times change nothing of it."""
 
     def __init__(self) -> None:
         self._now = self._busy_s = self._tokens = 0.0
 
     def pass_time(self, now: float, is_busy: bool) -> None:
-        if now <= self._now:
-            return
-        kept, self._now = exp((self._now - now) / RATE_S), now
-        self._busy_s = self._busy_s * kept + (RATE_S * (1 - kept) if is_busy else 0.0)
-        self._tokens *= kept
+        past_s, self._now = max(0.0, now - self._now), max(now, self._now)
+        if is_busy:
+            kept = exp(-past_s / RATE_S)
+            self._busy_s = RATE_S + (self._busy_s - RATE_S) * kept
+            self._tokens *= kept
 
-    def finished(self, tokens: int) -> None:
+    def finished(self, tokens: float) -> None:
         self._tokens += tokens
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        return self._tokens / self._busy_s if self._busy_s >= LEAST_RATE_S and self._tokens > 0 else None
+    def tokens_per_s(self, held: float) -> float:
+        """Infinite at first. Nodes that were empty when the first had to wait have finished little, and begun much."""
+        begun = BEGUN * held * (1 - self._busy_s / RATE_S)
+        return (self._tokens + begun) / self._busy_s if self._busy_s else inf
 
 
 class Admission:
@@ -109,13 +114,14 @@ class Admission:
         self._served: dict[str, float] = {}  # tenant -> tokens, as a virtual time
         self._virtual = 0.0  # of the latest grant: who comes back after a pause has saved nothing up
         self._pace = Pace()
+        self._stayed_s = self._generated = 0.0  # of the latest samples: on the nodes, and what came of it
 
     # ---- what happens -------------------------------------------------------------------------------------------
 
     def offer(self, ticket: Ticket, now: float) -> list[Ticket]:
         """Grants it or lets it wait. Raises Overloaded when it would wait past `expires`, or too much waits already."""
         if not self._levels and self._fits(ticket):
-            self._grant(ticket)
+            self._grant(ticket, now)
             return [ticket]
         self._pace.pass_time(now, bool(self._levels))
         self._check(ticket, now)
@@ -124,13 +130,13 @@ class Admission:
         level.tokens[ticket.tenant] = level.tokens.get(ticket.tenant, 0) + ticket.cost
         self.queued_requests += ticket.left
         self.queued_tokens += ticket.cost
-        return self._granted()
+        return self._granted(now)
 
     def resize(self, capacity: Capacity, now: float) -> list[Ticket]:
         """Nodes came or went."""
         self._pace.pass_time(now, bool(self._levels))
         self.capacity = capacity
-        return self._granted()
+        return self._granted(now)
 
     def known(self, ticket: Ticket, cached_tokens: int) -> None:
         """So much of its prompt is on its node already, and shared with others."""
@@ -146,14 +152,14 @@ class Admission:
             return []
         self._pace.pass_time(now, bool(self._levels))
         self._settle_prompt(ticket)
-        return self._granted()
+        return self._granted(now)
 
     def ended(self, ticket: Ticket, generated: int, now: float) -> list[Ticket]:
         """One of its samples is over, wherever it was."""
         self._pace.pass_time(now, bool(self._levels))
         if not ticket.is_granted:
             self._leave(ticket)
-            return self._granted()
+            return self._granted(now)
         is_last = ticket.left == 1
         tokens = ticket.sample_tokens + (ticket.prompt_tokens if is_last else 0)
         if is_last:
@@ -163,15 +169,19 @@ class Admission:
         self.held_tokens -= tokens
         self._served[ticket.tenant] += generated - ticket.sample_tokens  # what was charged, put right
         if self._levels:
-            self._pace.finished(tokens)
-        return self._granted()
+            self._pace.finished(tokens / max(1, self.capacity.requests))
+        if ticket.granted_at is not None and generated:
+            self._stayed_s = FORGET * self._stayed_s + now - ticket.granted_at
+            self._generated = FORGET * self._generated + generated
+        return self._granted(now)
 
     def paused(self, ticket: Ticket, now: float) -> list[Ticket]:
         """One of its samples holds nothing for a while, until `resumed`."""
         self._pace.pass_time(now, bool(self._levels))
+        ticket.granted_at = None
         self.held_requests -= 1
         self.held_tokens -= ticket.sample_tokens
-        return self._granted()
+        return self._granted(now)
 
     def resumed(self, ticket: Ticket) -> None:
         self.held_requests += 1
@@ -179,18 +189,23 @@ class Admission:
 
     # ---- what follows -------------------------------------------------------------------------------------------
 
-    def expected_wait_s(self, ticket: Ticket) -> float | None:
-        """Until its turn, were it offered now. None: the nodes' pace is not known."""
-        pace = self._pace.tokens_per_s
-        if pace is None:
-            return None
+    def expected_wait_s(self, ticket: Ticket) -> float:
+        """Until its turn, were it offered now. 0: nobody has waited yet, so that nothing is known."""
+        slots = max(1, self.capacity.requests)
+        pace = slots * self._pace.tokens_per_s(self.held_tokens / slots)
         ahead = sum(sum(level.tokens.values()) for at, level in self._levels.items() if at < ticket.priority)
         level = self._levels.get(ticket.priority)
-        return (ahead + (level.share(ticket.tenant, ticket.cost) if level else ticket.cost)) / pace
+        ahead += level.share(ticket.tenant, ticket.cost) if level else ticket.cost
+        return ahead / pace if pace else inf
+
+    def expected_stay_s(self, ticket: Ticket) -> float:
+        """On the nodes, until its answer is complete."""
+        return ticket.sample_tokens * self._stayed_s / self._generated if self._generated else 0.0
 
     def _check(self, ticket: Ticket, now: float) -> None:
         wait_s = self.expected_wait_s(ticket)
-        if wait_s is not None and now + CAUTION * wait_s > ticket.expires:
+        latest = min(ticket.expires, ticket.deadline - CAUTION * self.expected_stay_s(ticket))
+        if now + CAUTION * wait_s > latest:
             raise Overloaded(wait_s)
         limit = self._max_queued_tokens or max(LEAST_QUEUED_TOKENS, QUEUED_KV * self.capacity.kv_tokens)
         if self.queued_tokens + ticket.cost <= limit:
@@ -199,7 +214,7 @@ class Admission:
         tenants = {tenant for level in self._levels.values() for tenant in level.queues} | {ticket.tenant}
         own = sum(level.tokens.get(ticket.tenant, 0) for level in self._levels.values())
         if (own + ticket.cost) * len(tenants) > limit:
-            raise Overloaded(1.0 if wait_s is None else wait_s)
+            raise Overloaded(max(1.0, wait_s))
 
     def _fits(self, ticket: Ticket) -> bool:
         room = self.capacity
@@ -211,7 +226,7 @@ class Admission:
             and (self.owed_prompts < room.prompts or self.owed_tokens + ticket.prompt_tokens <= room.prompt_tokens)
         )
 
-    def _granted(self) -> list[Ticket]:
+    def _granted(self, now: float) -> list[Ticket]:
         granted: list[Ticket] = []
         while self._levels:
             level = self._levels[min(self._levels)]
@@ -220,12 +235,13 @@ class Admission:
             if not self._fits(ticket):
                 break
             self._remove(ticket)
-            self._grant(ticket)
+            self._grant(ticket, now)
             granted.append(ticket)
         return granted
 
-    def _grant(self, ticket: Ticket) -> None:
+    def _grant(self, ticket: Ticket, now: float) -> None:
         ticket.state = State.GRANTED
+        ticket.granted_at = now
         self.held_requests += ticket.left
         self.held_tokens += ticket.cost
         self.owed_tokens += ticket.prompt_tokens

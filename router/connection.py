@@ -6,9 +6,7 @@ What breaks a limit is answered in the API's own form, where an answer can still
 
 import asyncio
 import contextlib
-import resource
 from collections import deque
-from dataclasses import dataclass
 from secrets import token_hex
 from typing import Any, cast
 
@@ -18,6 +16,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from router.places import Limits, Waiting
 from router.sse import dump
 from router.wire import described
 from shared.errors import Rejected, Unavailable
@@ -28,29 +27,6 @@ MAX_CHUNKS = 10_000
 FRAMING_BYTES, FRAMING_BYTES_A_CHUNK = 16 << 10, 16  # chunk sizes and their extensions, trailers
 MAX_PIPELINED = 16  # requests parsed and waiting for their turn; what comes behind them waits as bytes
 CLOSE_S = 30.0  # for a client to take an answer that it has not read
-SPARE_FILES = 256  # for everything but clients' connections
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Of connections and times in seconds: for a request's head, for the rest of a request that is answered already,
-    and without a request."""
-
-    connections: int = 10_000
-    head_s: float = 10.0
-    rest_s: float = 2.0
-    idle_s: float = 75.0
-
-
-def room_for(connections: int) -> int:
-    """How many connections this process may hold. Takes as many file descriptors as it is allowed to."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + SPARE_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        return max(1, soft - SPARE_FILES)
-    return connections
 
 
 class Flow(FlowControl):
@@ -76,9 +52,13 @@ class Connection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         limits: Limits = Limits(),
+        waiting: Waiting | None = None,
     ) -> None:
+        """`waiting` is that of its server; None: nobody gives way."""
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
+        self._waiting = waiting or Waiting()
+        self._was_answered = False
         self._under_way: deque[RequestResponseCycle] = deque()
         self._unparsed = b""
         self._in_head = self._in_body = self._is_leaving = False
@@ -90,14 +70,20 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = Flow(transport)
-        self._watch()
-        if len(self.connections) > self._limits.connections:
+        if len(self.connections) <= self._limits.connections:
+            self._watch()
+        elif (oldest := self._waiting.oldest()) is not None:
+            self._waiting.drop(oldest)
+            oldest.transport.abort()
+            self._watch()
+        else:
             self._refuse(Unavailable("Too many connections are open; try again soon."))
             transport.close()  # no word of the client's is waited for: these must not pile up
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_leaving, self._unparsed = True, b""
         self._unset_keepalive_if_required()
+        self._waiting.drop(self)
         self._forsake()
         super().connection_lost(exc)
 
@@ -224,6 +210,7 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         if self._under_way:
             self._under_way.popleft()
+            self._was_answered = True
         if self._is_leaving:
             return
         super().on_response_complete()
@@ -237,6 +224,10 @@ class Connection(HttpToolsProtocol):
         """Sets the one timer to what is awaited of the client now. While a request is at work, that is its own word."""
         self._unset_keepalive_if_required()
         limits = self._limits
+        if self._is_leaving or self._under_way or self._in_body:
+            self._waiting.drop(self)
+        else:
+            (self._waiting.idle if self._was_answered else self._waiting.silent).setdefault(self)
         if self._is_leaving:
             left_s = limits.rest_s if self._in_head or self._in_body else CLOSE_S
         elif self._under_way:

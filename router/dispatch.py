@@ -161,21 +161,23 @@ class Dispatch:
         self._records.moved(attempt.id, lost.reason)
         log.warning("request %s goes on elsewhere: %s", attempt.id, lost)
         pause_s = RETRY_PAUSE_S * min(number, self._rules.max_attempts) * random.uniform(0.5, 1.5)
-        if lost.reason.startswith(HANDOFF):
-            pause_s = max(pause_s, await self._handoff_failed(attempt, lost))
+        if lost.node and not lost.is_gone:
+            pause_s = max(pause_s, await self._given_up(attempt, lost))
         failover.lost(attempt, lost, (link.info.id for link in self._fleet.usable()[1]))
         await asyncio.sleep(pause_s)
 
-    async def _handoff_failed(self, attempt: Attempt, lost: Lost) -> float:
-        """Waits a moment for the news that one of its ends is gone: then the other is not to blame, and what goes on
-        elsewhere is no retry. Returns how long a retry has to wait for its turn."""
+    async def _given_up(self, attempt: Attempt, lost: Lost) -> float:
+        """By a node that lives: a handoff failed, or it is busy. Waits a moment for the news that an end of the attempt
+        is gone: then the other is not to blame, and what goes on elsewhere is no retry. Returns how long a retry has
+        to wait for its turn."""
         ends = [link for link in (attempt.prefill, attempt.decode) if link is not None]
         with suppress(TimeoutError):
             async with asyncio.timeout(NEWS_S):
                 while not any(link.is_leaving or not link.alive for link in ends):
                     await self._fleet.change()
                 return 0.0
-        self._fleet.failed(*ends)
+        if lost.reason.startswith(HANDOFF):
+            self._fleet.failed(*ends)
         self._counts.retried += 1
         return self._budget.take(time.monotonic())
 

@@ -44,4 +44,4 @@ class Standing:
 
     def is_forgotten(self, now: float) -> bool:
         """Nothing of it counts any more."""
-        return now - self.until > FORGET_S and not self.failures
+        return now - max(self.until, *self.failures, 0.0) > FORGET_S

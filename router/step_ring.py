@@ -202,8 +202,8 @@ class StepRing:
         return self._reasons.index(reason)
 
     def _keep_members(self, record: StepRecord) -> None:
+        self._members_bytes += len(record.members) - len(self._members.pop(record.number, b""))
         self._members[record.number] = record.members
-        self._members_bytes += len(record.members)
         while self._members_bytes > self._members_limit or len(self._members) > self._capacity:
             oldest = next(iter(self._members))
             self._members_bytes -= len(self._members.pop(oldest))

@@ -29,14 +29,15 @@ class Turns:
         """A place, or one in the queue. Raises Refused where it would wait too long, Rejected where no node could hold
         it even alone."""
         self._check_fits(generation)
-        now = time.monotonic()
+        now, deadline = time.monotonic(), inf if generation.deadline is None else generation.deadline
         ticket = Ticket(
             generation.tenant,
             generation.priority,
             len(generation.prompt),
             max(1, generation.max_tokens // 2),  # as an attempt is charged
             generation.n,
-            min(now + self._patience_s, inf if generation.deadline is None else generation.deadline),
+            min(now + self._patience_s, deadline),
+            deadline,
         )
         self._admission.capacity = self._fleet.capacity()
         self._waiting[ticket] = asyncio.Event()

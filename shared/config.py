@@ -219,7 +219,9 @@ class ServingSettings(CommonSettings):
         default=0.0, description="Longest that a request may take, and what x-request-timeout is cut to; 0: no limit."
     )
     node_timeout_s: Seconds = Field(default=2.5, description="A node without a sign of life for so long is lost.")
-    max_connections: Count = Field(default=10_000, description="More connections than that at once get status 503.")
+    max_connections: Count = Field(
+        default=10_000, description="Beyond so many, the one that waits longest for a request is closed."
+    )
     max_concurrent_requests: Count = Field(default=1024, description="More requests than that at once get status 429.")
     max_attempts: Annotated[int, Field(ge=1, le=100)] = Field(
         default=5, description="Nodes that a request is tried on before it fails."

@@ -24,6 +24,7 @@ PURPOSE = "rpc"
 PREFACE_S = 4.0  # for a connection to introduce itself
 CONNECT_S = 5.0  # to reach a peer, and for its proof
 MAX_CONNECTIONS_PER_ADDRESS = 1024  # `baton up` may have 512 nodes on one
+MAX_UNPROVED = 128  # of a server, from everywhere; it takes milliseconds to prove the secret
 
 
 class Outgoing:
@@ -128,25 +129,42 @@ class ServerConnection(Guarded):
 
     def __init__(self, handler: Any, config: Any, h2_config: H2Configuration, server: "GuardedServer") -> None:
         super().__init__(handler, config, h2_config, server.secret)
-        self._open = server.open
+        self._server = server
+        self._is_counted = False  # in `server.open`
         self._called: Called | None = None
         self._deadline = asyncio.get_running_loop().call_later(PREFACE_S, self._hang_up)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._open[self._peer] += 1
-        if self._open[self._peer] > MAX_CONNECTIONS_PER_ADDRESS:
-            complaints.tell(self._peer, f"has {MAX_CONNECTIONS_PER_ADDRESS} RPC connections: no more are taken")
-            self._hang_up()
-        elif self._secret is None:
-            self._begin()
+        (self._admit if self._secret is None else self._wait)()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._deadline.cancel()
-        self._open[self._peer] -= 1
-        if not self._open[self._peer]:
-            del self._open[self._peer]
+        self._server.unproved.pop(self, None)
+        if self._is_counted:
+            self._server.open -= Counter([self._peer])  # drops who has none left
         super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        """Nothing is proved yet. Of too many such, the oldest of the same address goes, else the oldest of all."""
+        unproved = self._server.unproved
+        if len(unproved) >= MAX_UNPROVED:
+            complaints.tell(self._peer, f"{MAX_UNPROVED} RPC connections have proved nothing yet: the oldest is closed")
+            oldest = next((one for one in unproved if one._peer == self._peer), next(iter(unproved)))
+            del unproved[oldest]
+            oldest._hang_up()
+        unproved[self] = None
+
+    def _admit(self) -> None:
+        """It is proved, or needs no proof."""
+        self._server.unproved.pop(self, None)
+        self._server.open[self._peer] += 1
+        self._is_counted = True
+        if self._server.open[self._peer] > MAX_CONNECTIONS_PER_ADDRESS:
+            complaints.tell(self._peer, f"has {MAX_CONNECTIONS_PER_ADDRESS} RPC connections: no more are taken")
+            self._hang_up()
+        else:
+            self._begin()
 
     def _hang_up(self) -> None:
         self._transport.abort()
@@ -166,8 +184,8 @@ class ServerConnection(Guarded):
         self._called.check(self._said[:PROOF_BYTES])
         complaints.forgive(self._peer)
         rest = self._said[PROOF_BYTES:]
-        self._begin()
-        return rest
+        self._admit()
+        return rest if self._has_begun else b""
 
     def _as_stranger(self) -> bytes:
         """HTTP/2 with somebody who proves nothing: every call is refused, and the deadline stays."""
@@ -241,7 +259,8 @@ class GuardedServer(grpclib.server.Server):
     def __init__(self, handlers: Any, *, secret: Secret | None, **options: Any) -> None:
         super().__init__(handlers, **options)
         self.secret = secret
-        self.open: Counter[str] = Counter()  # connections by address
+        self.open: Counter[str] = Counter()  # connections by address, without `unproved`
+        self.unproved: dict[ServerConnection, None] = {}  # connections, oldest first
 
     def _protocol_factory(self) -> H2Protocol:
         self.__gc_step__()

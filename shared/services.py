@@ -150,8 +150,14 @@ class RpcServer:
 def connect(address: str, secret: security.Secret | None = None) -> grpclib.client.Channel:
     """A channel to `host:port`; it connects at the first call, and only to who proves `secret`, by default this
     process's, if any. Must be closed."""
+    host, port = host_and_port(address)
+    return GuardedChannel(host, port, secret=secret or security.own(), codec=CODEC, config=_configuration())
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of `host:port`, where the host of IPv6 may stand in brackets, as in a URL."""
     host, _, port = address.rpartition(":")
-    return GuardedChannel(host, int(port), secret=secret or security.own(), codec=CODEC, config=_configuration())
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _configuration() -> Configuration:

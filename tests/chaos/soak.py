@@ -1,13 +1,17 @@
 """`python -m tests.chaos soak --minutes 30`: half load, one fault a minute, and whether anything grows.
 
 Memory, descriptors and threads of every process, each ten seconds. Slopes are least squares over what comes after the
-warm-up, of all lives of a process together, each with its own height; with the standard error of the fit.
+warm-up, of all lives of a process together, each with its own height; with the standard error of the fit. A process that
+lived all the time grows if a slope, less twice its error, is over a hundredth of its memory in an hour, or a tenth of
+what is counted. The router's history is short (`tests.chaos.small_memory`), or that would be all that is seen.
 """
 
 import argparse
 import signal
+import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +26,7 @@ from tests.cluster.harness import Cluster, cluster, wait_for
 SAMPLE_S = 10.0
 LIFE_WARM_S = 60.0  # of a process that was started anew: its memory grows until it has seen everything once
 SHARE = 0.5  # of the time that a client asks
+SHARE_AN_HOUR = {"memory": 0.01, "descriptors": 0.1, "threads": 0.1}  # of what a process has: less is flat
 KILL, TERM = ((0.0, signal.SIGKILL),), ((0.0, signal.SIGTERM),)
 # The first node of each role is only frozen, so that one life of it is as long as the run.
 FAULTS = (
@@ -53,18 +58,20 @@ def main(arguments: list[str]) -> int:
         "--warm-up",
         type=float,
         default=0.0,
-        help="minutes that are left out; 0: a half, as what is remembered of steps fills up for ten",
+        help="minutes that are left out; 0: a third",
     )
     parser.add_argument("--fault-every-s", type=float, default=60.0)
     parser.add_argument("--no-write", action="store_true", help="write no results file")
     chosen = parser.parse_args(arguments)
-    with cluster(2, 2, heartbeat_s=0.5, log_format="json") as running:
+    prefixes = {"router": [sys.executable, "-m", "tests.chaos.small_memory"]}
+    with cluster(2, 2, prefixes=prefixes, heartbeat_s=0.5, log_format="json") as running:
         soaked = Soak(running, chosen.minutes * 60, chosen.fault_every_s)
         bad = soaked.run()
-        rows = soaked.slopes(60 * (chosen.warm_up or chosen.minutes / 2))
-    slopes = Table(
+        rows = slopes(soaked.samples, 60 * (chosen.warm_up or chosen.minutes / 3))
+    bad += [f"{row[0]} grows: {row[-1]}" for row in rows if row[-1]]
+    table = Table(
         "Slopes after the warm-up", ["process", "lives", "samples", "MiB at the end", "MiB an hour", "±", "descriptors an hour",
-        "±", "threads an hour", "±"], rows,
+        "±", "threads an hour", "±", "grows"], rows,
     )  # fmt: skip
     outcomes = soaked.outcomes
     counts = [
@@ -78,8 +85,8 @@ def main(arguments: list[str]) -> int:
     result = Result(
         "soak",
         f"{chosen.minutes:g} minutes: {CLIENTS} clients ask half of the time, one fault each {chosen.fault_every_s:g} "
-        "s (kill, end or freeze a node).",
-        [Table("Soak", ["what", "number"], counts), slopes],
+        "s (kill, end or freeze a node). The router's history is short, so that it is full when the slopes begin.",
+        [Table("Soak", ["what", "number"], counts), table],
         [[s.name, round(s.at_s), s.count.pid, s.count.rss_mib, s.count.num_descriptors, s.count.threads]
          for s in soaked.samples],
         command=f"make soak MINUTES={chosen.minutes:g}",
@@ -143,27 +150,36 @@ class Soak:
             born = self._born.setdefault(count.pid, now)
             self.samples.append(Sample(name, now, now - born, count))
 
-    def slopes(self, warm_up_s: float) -> list[list[Cell]]:
-        """A row for each process, as the table has it."""
-        rows: list[list[Cell]] = []
-        for name in sorted({sample.name for sample in self.samples}):
-            kept = [s for s in self.samples if s.name == name and s.at_s >= warm_up_s and s.age_s >= LIFE_WARM_S]
-            fits = [
-                _fit([(s.count.pid, s.at_s / 3600, value) for s, value in zip(kept, values, strict=True)])
-                for values in (
-                    [s.count.rss_mib for s in kept],
-                    [s.count.num_descriptors for s in kept],
-                    [s.count.threads for s in kept],
-                )
-            ]
-            last_mib = [s.count.rss_mib for s in self.samples if s.name == name][-1]
-            lives = len({s.count.pid for s in kept})
-            rows.append([name, lives, len(kept), last_mib, *(number for fit in fits for number in fit)])
-        return rows
+
+def slopes(samples: Sequence[Sample], warm_up_s: float) -> list[list[Cell]]:
+    """A row for each process, as the table has it; the last cell says what of it grows."""
+    rows: list[list[Cell]] = []
+    for name in sorted({sample.name for sample in samples}):
+        kept = [s for s in samples if s.name == name and s.at_s >= warm_up_s and s.age_s >= LIFE_WARM_S]
+        fits = [
+            _fit([(s.count.pid, s.at_s / 3600, value) for s, value in zip(kept, values, strict=True)])
+            for values in (
+                [s.count.rss_mib for s in kept],
+                [s.count.num_descriptors for s in kept],
+                [s.count.threads for s in kept],
+            )
+        ]
+        last = [s.count for s in samples if s.name == name][-1]
+        lives = len({s.count.pid for s in kept})
+        whole = {"memory": last.rss_mib, "descriptors": last.num_descriptors, "threads": last.threads}
+        grows = [
+            what
+            for (what, size), (slope, error) in zip(whole.items(), fits, strict=True)
+            if lives == 1 and slope is not None and error is not None and slope - 2 * error > SHARE_AN_HOUR[what] * size
+        ]
+        numbers = [number for fit in fits for number in fit]
+        rows.append([name, lives, len(kept), last.rss_mib, *numbers, ", ".join(grows)])
+    return rows
 
 
 def _fit(points: list[tuple[int, float, float]]) -> tuple[float | None, float | None]:
-    """Slope and its standard error of (life, x, y), each life with a height of its own; None with too few points."""
+    """Slope and its standard error of (life, x, y), each life with a height of its own; None with too few points. What
+    is over or under the line mostly is so for a while: such samples tell less than so many independent ones."""
     by_life: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for life, x, y in points:
         by_life[life].append((x, y))
@@ -174,4 +190,7 @@ def _fit(points: list[tuple[int, float, float]]) -> tuple[float | None, float | 
     spread = float(x @ x)
     slope = float(x @ y) / spread
     freedom = len(x) - len(lives) - 1
-    return slope, float(np.sqrt(np.sum((y - slope * x) ** 2) / max(1, freedom) / spread))
+    rest = y - slope * x
+    alike = float(rest[1:] @ rest[:-1] / (rest @ rest)) if rest.any() else 0.0  # from one sample to the next
+    alike = min(0.99, max(0.0, alike))
+    return slope, float(np.sqrt(rest @ rest / max(1, freedom) / spread * (1 + alike) / (1 - alike)))

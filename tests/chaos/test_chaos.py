@@ -3,9 +3,11 @@
 import pytest
 
 from tests.chaos.cancels import cancels
+from tests.chaos.census import Count
 from tests.chaos.drive import CLIENTS, Link, Report, Row, drive
 from tests.chaos.matrix import D, P
 from tests.chaos.proxy import PARTITION, Harm
+from tests.chaos.soak import LIFE_WARM_S, Sample, slopes
 from tests.chaos.two_routers import kill_one
 from tests.cluster.harness import cluster
 
@@ -74,3 +76,21 @@ def test_a_killed_router_breaks_its_own_streams_and_no_others() -> None:
     assert not halves.lost
     assert not halves.held
     assert 0 < halves.broken_of_killed <= CLIENTS, "what was under way, and connections that it had not taken yet"
+
+
+def test_a_soak_tells_what_grows_from_what_goes_up_and_down() -> None:
+    """A sawtooth of 12 MiB, as of histories that fill up and are thrown away, with and without 40 MiB an hour."""
+    samples = [
+        Sample(name, at_s, at_s, Count(pid, 100 + 12 * (at_s % 240) / 240 + leak * at_s / 3600, 5))
+        for at_s in range(0, 3600, 10)
+        for pid, (name, leak) in enumerate({"flat": 0.0, "leaks": 40.0}.items())
+    ]
+    samples += [Sample("new", at_s, at_s % 240, Count(10 + at_s // 240, at_s % 240, 5)) for at_s in range(0, 3600, 10)]
+    samples += [
+        Sample("short", each.at_s, each.at_s, each.count) for each in samples if each.name == "flat" and each.at_s < 460
+    ]
+    rows = {row[0]: row for row in slopes(samples, LIFE_WARM_S)}
+    assert {name: row[-1] for name, row in rows.items()} == {"flat": "", "leaks": "memory", "new": "", "short": ""}
+    assert abs(rows["short"][4]) > 1.0, "which says nothing yet, and its error says so"
+    assert rows["leaks"][4] == pytest.approx(40, abs=5)
+    assert rows["new"][1] == 15, "it starts anew all the time: what its lives begin with is no leak"

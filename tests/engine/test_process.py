@@ -1,7 +1,8 @@
-"""How a node that computes in another's pool leaves it."""
+"""How a node that computes in another's pool leaves it, and the address that a node tells others."""
 
 import os
 import threading
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -13,6 +14,7 @@ from engine.runner import Output
 from scheduler.request import Request, Step
 from scheduler.role import PREFILL
 from scheduler.scheduler import Limits, Scheduler
+from shared.config import NodeSettings
 from shared.kv.memory import HostMemory
 from shared.messages import NodeInfo, Sampling
 from shared.serve import until
@@ -57,3 +59,27 @@ async def test_a_borrowed_pool_is_not_given_back_while_a_step_may_still_write_th
     assert await until(node.died_with.done, 5.0)
     with pytest.raises(EndedError):
         process._leave_borrowed(node)
+
+
+@pytest.mark.parametrize(
+    ("host", "registry", "address"),
+    [
+        ("::", "redis://[::1]:6379", "::1"),
+        ("::", "[::1]:8001", "::1"),
+        ("::", "::1:8001", "::1"),
+        ("0.0.0.0", "redis://127.0.0.1", "127.0.0.1"),
+        ("0.0.0.0", "127.0.0.1:8001", "127.0.0.1"),
+        ("0.0.0.0", "unix:///run/redis.sock", "127.0.0.1"),
+    ],
+)
+def test_a_node_that_listens_everywhere_tells_the_address_towards_its_registry(
+    host: str, registry: str, address: str
+) -> None:
+    if ":" in address and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    assert process._advertised(NodeSettings(model="m", host=host, registry=registry)) == address
+
+
+def test_a_registry_of_the_other_kind_of_address_is_one_line() -> None:
+    with pytest.raises(ValueError, match=r"--host 0\.0\.0\.0: .* --registry ::1 .* --advertise .* --host ::$"):
+        process._advertised(NodeSettings(model="m", host="0.0.0.0", registry="redis://[::1]:6379"))

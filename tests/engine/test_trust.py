@@ -303,6 +303,35 @@ async def test_a_router_ends_only_its_own_requests_and_ids_are_taken_once(monkey
 
 
 @pytest.mark.usefixtures("quiet")
+async def test_a_router_that_reads_nothing_loses_its_requests_and_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.routers, "MAX_OUTBOX", 20)
+
+    class Unread(Line):
+        async def send_message(self, report: Any) -> None:
+            await asyncio.Event().wait()
+
+    async with node(2000) as (running, _, scheduler):
+        unread, again, last = Unread(), Line(), Line()
+        attached = asyncio.ensure_future(running.attach(unread))
+        unread.commands.put_nowait(Command("other"))
+        unread.commands.put_nowait(Command("other", [submission(max_tokens=3000)]))
+        await asyncio.wait_for(attached, 10.0)
+        assert "other" not in running.routers.outboxes
+        assert await until(lambda: not scheduler.requests, 5.0)
+        assert not running.has("r")
+        back = asyncio.ensure_future(running.attach(again))  # it dials anew, and once more before that stream has ended
+        again.commands.put_nowait(Command("other"))
+        await asyncio.sleep(0)
+        once_more = asyncio.ensure_future(running.attach(last))
+        last.commands.put_nowait(Command("other"))
+        await asyncio.wait_for(back, 5.0)
+        last.commands.put_nowait(Command("other", [submission("r2")]))
+        assert await until(lambda: finishes(last, "r2") == ["length"], 5.0), "it outlives the stream before it"
+        last.commands.put_nowait(None)
+        await once_more
+
+
+@pytest.mark.usefixtures("quiet")
 async def test_a_broken_ledger_is_told_and_takes_nothing_more_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async with node(2000) as (running, line, scheduler):
         line.commands.put_nowait(Command("router", [submission("runs", max_tokens=2000)]))

@@ -15,6 +15,7 @@ from router.handoff_queues import HandoffQueues
 from router.metrics import RequestMetrics
 from router.node_metrics import NodeMetrics
 from router.records import Records
+from router.step_ring import MEMBERS_BYTES
 from router.trace import trace_events
 from scheduler.cost import CostModel
 from shared.clock import now_ns
@@ -225,3 +226,14 @@ def test_gauges_of_a_lost_node_are_not_shown_and_its_counters_are() -> None:
     assert 'vllm:num_requests_running{engine="p0"' not in text
     assert 'baton_steps_total{engine="p0",model_name="m",role="prefill"} 7.0' in text
     assert 'baton_node_alive{engine="p0",model_name="m",role="prefill"} 0.0' in text
+
+
+def test_steps_of_one_number_take_no_more_room_than_the_last_of_them() -> None:
+    records, node = Records(), info("d")
+    slices = pack_ids(list(range(3 * 4096)))
+    for _ in range(MEMBERS_BYTES // len(slices) + 2):
+        records.take(node, Report(steps=[StepRecord(1, 10, 5, num_decodes=4096, members=slices)]))
+    records.take(node, Report(steps=[StepRecord(2, 20, 5, num_decodes=1, members=slices[:12])]))
+    ring = records.ring("d")
+    assert ring is not None
+    assert [len(ring.members(number) or ()) for number in (1, 2)] == [4096, 1]

@@ -257,6 +257,8 @@ def test_failures_in_a_row_count_as_a_death_and_one_success_forgives_them() -> N
     standing.served()
     assert not standing.failed(4.0)
     assert not any(standing.failed(20.0 * number) for number in range(1, 9)), "too far apart"
+    assert not standing.is_forgotten(200.0)
+    assert standing.is_forgotten(221.0), "also one whose last word was a failure"
     fresh = Standing()
     assert [fresh.failed(0.1 * number) for number in range(MAX_FAILURES)] == [False] * (MAX_FAILURES - 1) + [True]
     assert fresh.is_out(1.0)
@@ -343,3 +345,25 @@ def test_a_decode_node_that_dies_or_freezes_is_noticed_in_time_and_its_prompt_is
         running.send_signal("decode-1", signal.SIGCONT)
         wait_for(lambda: running.nodes()["decode-1"]["alive"], "the frozen node is back")
         running.idle()
+
+
+async def test_a_cluster_that_is_busy_everywhere_is_not_asked_again_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.failover.MAX_RETRY_WAIT_S", 0.0)
+    here = stage("d0 d1", max_attempts=9)
+    for node in here.nodes.values():
+        node.info.max_num_seqs = node.info.num_blocks = 1000
+    runs = [await here.submit(name=f"r{number}") for number in range(40)]
+    num_sent = 0
+    while len(here.sent()) > num_sent:
+        num_sent = len(here.sent())
+        for name, submit in here.sent():
+            here.nodes[name].say(Delta(submit.id, error="this node has 8192 requests: no more fit", retry=True))
+        await turns()
+    assert 40 + 30 <= num_sent <= 40 + 45, "each once, and what the budget allows"
+    for run in runs:
+        with pytest.raises(Unavailable, match="fail on the nodes at once"):
+            await collect(run)
+    assert not any(standing.times for standing in here.fleet._standings.values()), "to be busy is no failure"
+    here.check_over()

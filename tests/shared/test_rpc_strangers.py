@@ -4,7 +4,7 @@ import asyncio
 import logging
 import struct
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, cast
 
 import h2.config
@@ -60,7 +60,7 @@ class Served:
 
     @property
     def num_open(self) -> int:
-        return sum(self.server._server.open.values())
+        return self.server._server.open.total() + len(self.server._server.unproved)
 
     async def works(self, secret: Secret | None = None) -> None:
         channel = connect(self.address, secret)
@@ -371,6 +371,29 @@ async def test_a_flood_of_calls_ends_its_connection_alone(kind: str, monkeypatch
 
 
 # The secret
+
+
+async def test_who_proves_nothing_gives_way_to_those_who_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_connection, "MAX_UNPROVED", 3)
+    monkeypatch.setattr(grpc_connection, "MAX_CONNECTIONS_PER_ADDRESS", 2)
+    monkeypatch.setattr(grpc_connection, "PREFACE_S", 60.0)
+    async with serving(OURS) as served, AsyncExitStack() as cleanup:
+        channel = connect(served.address, OURS)
+        cleanup.callback(channel.close)
+        stream = await cleanup.enter_async_context(ATTACH.open(channel))
+        await stream.send_message(Command("router"))
+        assert await stream.recv_message() == Report()
+        words = (b"", security.MAGIC, PREFACE, Caller(OURS, "rpc").opening, b"", b"")
+        strangers = []
+        for said in words:
+            strangers.append(await cleanup.enter_async_context(raw(served, http=False)))
+            strangers[-1].transport.write(said)
+            await asyncio.sleep(0.01)
+        assert await until(lambda: [one.is_closed for one in strangers] == [True] * 3 + [False] * 3, WAIT_S)
+        assert served.num_open == 1 + 3
+        await served.works(OURS)  # a proved one takes the second place of the address, and a stranger's while it proves
+        await stream.send_message(Command("router"))
+        assert await stream.recv_message() == Report(), "whoever has proved it stays"
 
 
 async def test_who_has_the_secret_is_served_on_calls_and_streams() -> None:

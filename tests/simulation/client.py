@@ -106,7 +106,7 @@ class Client:
         scenario = self.world.scenario
         if error.status not in TYPED:
             self.world.violate(f"{self.wish.id}: status {error.status}: {error.message}")
-        elif error.status == 504 and self.wish.deadline_s is not None:
+        elif error.status in {429, 504} and self.wish.deadline_s is not None:  # or it would not be done by then
             self.world.reached("client: deadline")
         elif scenario.is_lossless and not scenario.raises:
             self.world.violate(f"{self.wish.id} failed though a way was left: {error.message}")

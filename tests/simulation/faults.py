@@ -62,7 +62,7 @@ class Faults:
             case "freeze":
                 random.choice(up).process.thaws_at = now + fault.for_s
             case "hang":
-                host.engine.hangs_until = now + fault.for_s
+                self._hang(host, now + fault.for_s)
             case "slow":
                 host.process.lag_s = 0.001 + 0.01 * random.random()
                 world.loop.call_later(fault.for_s, setattr, host.process, "lag_s", 0.0)
@@ -102,8 +102,12 @@ class Faults:
         if ends:
             self.world.random.choice(ends).breaks_after = self.world.random.randrange(400)
 
+    def _hang(self, host: NodeHost, until: float) -> None:
+        if host.engine is not None:
+            host.engine.hangs_until = until
+
     def _change_role(self, host: NodeHost) -> None:
-        if host.node is not None and self.world.router.is_up:
+        if host.node is not None and host.node.info.address and self.world.router.is_up:
             host.role = "prefill" if host.role == "decode" else "decode"
             self.world.router.run(_set_role(host.node.info.address, host.role, self.world.random.random() * 4.0))
 

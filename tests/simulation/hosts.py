@@ -66,6 +66,7 @@ class Host:
         self.process = Process(self.name)
         self.process.clock_offset_s = random.random() * 1e6
         self.process.wall_offset_s = random.choice((0.0, 0.0, -3600.0, 3600.0))
+        self.lifetime = SimLifetime()  # before its first turn: a signal that comes by then is not the old one's
         self.world.note(f"{self.name} starts")
         self.task = self.run(self._life())
 
@@ -76,7 +77,6 @@ class Host:
         return asyncio.get_running_loop().create_task(work, context=context)
 
     async def _life(self) -> None:
-        self.lifetime = SimLifetime()
         status = await self.main()
         if status:
             self.world.violate(f"{self.name} ended with status {status}")
@@ -87,13 +87,18 @@ class Host:
 
 
 class NodeHost(Host):
+    boot = ""
+    node: Node | None = None
+    engine: SimEngine | None = None
+    scheduler: Scheduler | None = None
+
     def __init__(self, world: Any, name: str, role: str) -> None:
         super().__init__(world, name)
         self.role = role
-        self.boot = ""
-        self.node: Node | None = None
-        self.engine: SimEngine | None = None
-        self.scheduler: Scheduler | None = None
+
+    def start(self) -> None:
+        self.boot, self.node, self.engine, self.scheduler = "", None, None, None
+        super().start()
 
     async def main(self) -> int:
         scenario: Scenario = self.world.scenario
@@ -106,6 +111,7 @@ class NodeHost(Host):
         settings = NodeSettings(
             model="sim",
             id=self.name,
+            advertise="127.0.0.1",
             registry=f"127.0.0.1:{JOIN_PORT}" if scenario.registry == "embedded" else "redis://sim",
             heartbeat_s=HEARTBEAT_S,
             max_num_batched_tokens=scenario.budget_tokens,

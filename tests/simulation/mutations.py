@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import router.link
 import scheduler.scheduler
 from decode_node.landing import Ending, LandingTable, Phase
 from decode_node.receiver import Receiver
@@ -137,7 +138,8 @@ MUTATIONS: dict[str, Broken] = {
     "blocks of a landing mixed up": _around(Scheduler, "land", _landed_too_far),
     "what was generated counts as prompt": _around(Link, "submit", _miscounted),
     "a node's death is not told": _in_place_of(Attempt, "lost", lambda self, link: None),
-    "orphans are kept": _in_place_of(Routers, "_orphan", lambda self, outbox: None),
+    "who is lost is not dialled again": _in_place_of(router.link, "REDIAL_S", (1000.0,)),
+    "orphans are kept": _in_place_of(Routers, "_forget", lambda self, router: self.outboxes.pop(router)),
     "stops are not said": _in_place_of(Peers, "stop", _nothing),
     "a preempted row resumes too far on": _around(Scheduler, "_hold", _block_too_far),
     "blocks freed under a step": _around(Scheduler, "_free", _freed_under_a_step),

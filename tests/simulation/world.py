@@ -84,7 +84,7 @@ class World:
     async def run(self) -> None:
         for host in self.hosts:
             host.start()
-        await self._within(START_S, lambda: [] if self._is_whole() else ["the cluster"], "is not whole")
+        await self._within(START_S, self._missing, "is not there")
         coming = [asyncio.ensure_future(client.come()) for client in self.clients]
         await self.faults.run()
         self.faults.heal()
@@ -92,6 +92,7 @@ class World:
         await asyncio.gather(*coming)
         await self._within(ANSWER_S, lambda: [c.wish.id for c in self.clients if not c.outcome], "has no answer")
         await self._within(REST_S, lambda: unbalanced(self), "is still held")
+        await self._within(START_S, self._missing, "is not there again")
         for text in at_the_end(self):
             self.violate(text)
         gc.collect()  # what failed in silence says so as it is let go
@@ -105,9 +106,11 @@ class World:
         for text in left_behind(self):
             self.violate(text)
 
-    def _is_whole(self) -> bool:
+    def _missing(self) -> list[str]:
+        """The nodes of which the router does not see the present life."""
         fleet = self.router.fleet
-        return fleet is not None and sum(alive for _, _, alive in fleet.nodes()) == len(self.nodes)
+        seen = {info.boot for info, _, alive in fleet.nodes() if alive} if fleet is not None else set()
+        return [host.name for host in self.nodes if host.boot not in seen]
 
     async def _within(self, limit_s: float, missing: Any, what: str) -> None:
         until = self.loop.now + limit_s

@@ -50,10 +50,12 @@ if platform.machine() == "x86_64" and "f16c" not in cpu_features():  # LLVM woul
 
 _TORCH = ctypes.CDLL(torch._C.__file__)  # looks a symbol up in all that torch was linked with
 # Under names of our own, so that compiled code finds these and no others.
-for _name in ("omp_get_thread_num", "omp_get_num_threads"):
+for _name in ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier"):
     llvmlite.binding.add_symbol(f"baton_{_name}", ctypes.cast(getattr(_TORCH, _name), ctypes.c_void_p).value)
 thread_number: Callable[[], int] = types.ExternalFunction("baton_omp_get_thread_num", types.int32())
 num_threads: Callable[[], int] = types.ExternalFunction("baton_omp_get_num_threads", types.int32())
+# Returns when all threads of the team have come to it; at once in a kernel that runs alone.
+wait_for_all: Callable[[], None] = types.ExternalFunction("baton_GOMP_barrier", types.void())
 _parallel = _TORCH.GOMP_parallel
 _parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 _parallel.restype = None

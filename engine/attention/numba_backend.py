@@ -1,5 +1,7 @@
 """Attention on a CPU by our own kernels: reads the pool where it lies, any block size, GQA group, window and dtype."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -40,6 +42,7 @@ class Memory:
         sizes[6] += padded
         self._floats = torch.zeros(threads, sum(-(-size // 16) * 16 for size in sizes) + 16)
         self.areas = np.zeros((threads, AREAS), np.int64)
+        self.address = self.areas.ctypes.data
         for thread, floats in enumerate(self._floats):
             address = floats.data_ptr() + -floats.data_ptr() % 64
             for index, size in enumerate(sizes):
@@ -122,54 +125,58 @@ class NumbaPlan:
         self._backend = backend
         self._batch = batch
         self._threads = torch.get_num_threads()
-        self._work: dict[int, tuple[Work, Tensor]] = {}  # by window, with the memory for its parts
+        self._prepared: dict[int, _Prepared] = {}  # by window
         layout = backend.pool.layout
         token_bytes = layout.block_bytes // (layout.kv_heads * layout.layers * layout.block_tokens)
         self._layer_bytes = layout.block_tokens * token_bytes
         self._strides = (layout.block_bytes, layout.layers * self._layer_bytes, layout.block_tokens)
 
     def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
-        layout, batch = self._backend.pool.layout, self._batch
         if q.dtype != torch.float32:
             raise ValueError(f"numba attention computes in float32, the queries are {q.dtype}")
         q = q.contiguous()
-        heads = layout.kv_heads
-        group = q.shape[1] // heads
-        if window not in self._work:
-            made = Work(batch, heads, group, window, self._threads)
-            self._work[window] = made, torch.empty(made.part_rows * (layout.head_dim + 2))
-        work, parts = self._work[window]
+        if window not in self._prepared:
+            self._prepared[window] = self._prepare(q.shape[1], window)
+        prepared = self._prepared[window]
         out = torch.empty_like(q)
-        memory = self._backend.memory(torch.get_num_threads(), group)  # as many as the kernel will run on
-        attend(
-            work.operations * layout.head_dim,
-            0,
-            len(work.items) * heads,
-            work.items.ctypes.data,
-            q.data_ptr(),
-            out.data_ptr(),
-            self._backend.pool.tensor.data_ptr() + layer * self._layer_bytes,
-            parts.data_ptr(),
-            batch.block_table.data_ptr(),
-            batch.block_table.shape[1],
-            *self._strides,
-            CODES[layout.dtype],
-            heads,
-            group,
-            layout.head_dim,
-            window,
-            memory.areas.ctypes.data,
-        )
-        if len(work.merged):
-            merge(
-                work.part_rows * layout.head_dim,
-                0,
-                len(work.merged) * heads,
-                work.merged.ctypes.data,
-                out.data_ptr(),
-                parts.data_ptr(),
-                heads,
-                group,
-                layout.head_dim,
-            )
+        pool = self._backend.pool.tensor.data_ptr() + layer * self._layer_bytes
+        memory = self._backend.memory(torch.get_num_threads(), prepared.group)  # as many as the kernel will run on
+        rest = prepared.rest
+        attend(prepared.operations, 0, *prepared.units, q.data_ptr(), out.data_ptr(), pool, *rest, memory.address)
+        if prepared.merged:
+            units, items, parts, *shape = prepared.merged
+            merge(prepared.merge_operations, 0, units, items, out.data_ptr(), parts, *shape)
         return out
+
+    def _prepare(self, num_heads: int, window: int) -> "_Prepared":
+        layout, table = self._backend.pool.layout, self._batch.block_table
+        heads, group = layout.kv_heads, num_heads // layout.kv_heads
+        work = Work(self._batch, heads, group, window, self._threads)
+        parts = torch.empty(work.part_rows * (layout.head_dim + 2))
+        shape = (heads, group, layout.head_dim)
+        pool = (*self._strides, CODES[layout.dtype])
+        rest = (parts.data_ptr(), table.data_ptr(), table.shape[1], *pool, *shape, window)
+        units = (len(work.items) * heads, work.items.ctypes.data)
+        merged = (len(work.merged) * heads, work.merged.ctypes.data, parts.data_ptr(), *shape)
+        return _Prepared(
+            group,
+            work.operations * layout.head_dim,
+            work.part_rows * layout.head_dim,
+            units,
+            rest,
+            merged if len(work.merged) else (),
+            (work, parts),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What the kernels are called with for every layer, and what its addresses point to."""
+
+    group: int
+    operations: int
+    merge_operations: int
+    units: tuple[int, ...]
+    rest: tuple[int, ...]
+    merged: tuple[int, ...]  # empty: no context is cut
+    kept: tuple[object, ...]

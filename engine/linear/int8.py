@@ -19,7 +19,7 @@ ENGINE = "fbgemm"
 LEVELS = 127  # of a weight, and of an activation, on each side of 0
 LEVELS_OF_7_BITS = 63
 ZERO_POINT = 128  # activations are multiplied as unsigned bytes
-SMALLEST = 1e-30  # of a row's largest value: a row of zeros is not divided by 0
+SMALLEST = 1e-30  # of a row's largest value, or a channel's: zeros are not divided by 0
 
 
 def has_fbgemm() -> bool:

@@ -16,7 +16,8 @@ import llvmlite.binding
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from engine.jit import cpu_features, kernel, num_threads, part, thread_number
+from engine.jit import cpu_features, kernel, num_threads, part, thread_number, wait_for_all
+from engine.linear.numba_rounding import round_rows
 from engine.vectors import (
     BFLOAT16,
     FLOAT16,
@@ -193,13 +194,19 @@ def _multiply(
 
 @kernel
 def product(values: Any) -> None:
-    """values: code, rows, x, its stride, steps, panels, weights, columns (of each panel what its sums begin with; with
-    INT8 also the scales and the bias), bytes of columns a panel, result, its stride, scales of rows (INT8).
+    """values: rows, x, its stride, result, its stride, memory for the rows in 8 bits and their scales (INT8), and what
+    is the same each time: code, depth, steps, panels, weights, columns (of each panel what its sums begin with; with
+    INT8 also the scales and the bias), bytes of columns a panel.
 
     A thread takes panels that lie together, of a block of rows after another."""
-    code, rows, x, x_stride, steps, panels = values[0], values[1], values[2], values[3], values[4], values[5]
-    weights, columns, column_bytes, result, stride = values[6], values[7], values[8], values[9], values[10]
-    row_scales = values[11]
+    rows, x, x_stride, result, stride, row_scales = values[0], values[1], values[2], values[3], values[4], values[5]
+    code, size, steps, panels, weights, columns = values[6], values[7], values[8], values[9], values[10], values[11]
+    column_bytes = values[12]
+    if code == INT8:
+        levels, levels_stride = row_scales + 4 * rows, (size + LANES - 1) // LANES * LANES
+        round_rows(rows, size, x, x_stride, levels, levels_stride, row_scales)
+        wait_for_all()
+        x, x_stride = levels, levels_stride
     step_bytes = PANEL * (2 if code in (BFLOAT16, FLOAT16) else 4)
     cached = steps if code == INT8 else CACHED_STEPS
     blocks = (rows + BLOCK_ROWS - 1) // BLOCK_ROWS

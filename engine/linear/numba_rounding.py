@@ -1,9 +1,7 @@
-"""Activations rounded to 8 bits, each row by a scale of its own, as machine code for this CPU. Importing it compiles,
-or loads what was compiled before."""
+"""Activations rounded to 8 bits, each row by a scale of its own: a part of a kernel."""
 
-from typing import Any
-
-from engine.jit import kernel, num_threads, thread_number
+from engine.jit import num_threads, part, thread_number
+from engine.linear.int8 import LEVELS, SMALLEST, ZERO_POINT
 from engine.vectors import (
     FLOAT32,
     LANES,
@@ -17,19 +15,13 @@ from engine.vectors import (
     total,
 )
 
-LEVELS = 127  # of an activation, on each side of 0
-ZERO_POINT = 128  # it is multiplied as an unsigned byte
-SMALLEST = 1e-30  # of a row's largest value: a row of zeros is not divided by 0
 ROUNDER = 12582912.0  # 1.5 * 2**23: added to a small number it leaves the rounded integer in the low bits
 
 
-@kernel
-def rounded(values: Any) -> None:
-    """values: rows, size, x, its stride, target, its stride (a multiple of LANES, not below size), scales of rows.
-
-    An infinity or NaN makes the row's scale one, and so all of the row's products."""
-    rows, size, source, source_stride = values[0], values[1], values[2], values[3]
-    target, stride, scales = values[4], values[5], values[6]
+@part
+def round_rows(rows: int, size: int, source: int, source_stride: int, target: int, stride: int, scales: int) -> None:
+    """A thread's share of the rows: their levels to `target`, `stride` (a multiple of LANES, not below size) bytes
+    apart, their scales to `scales`. An infinity or NaN makes the row's scale one, and so all of the row's products."""
     zero, rounder = splat(0.0), splat(ROUNDER + ZERO_POINT)
     for row in range(thread_number(), rows, num_threads()):
         x, to = source + row * source_stride, target + row * stride

@@ -1,51 +1,43 @@
-"""Weights of 32 or 16 bits in panels, as our own kernels read them; arithmetic is float32."""
-
-from dataclasses import dataclass
+"""Weights in panels, as our own kernels read them, of 32 or 16 bits here; arithmetic is float32."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.linear.numba_products import PANEL, product
-from engine.vectors import CODES
+from engine.linear.numba_products import INT8, PANEL, product
+from engine.vectors import CODES, LANES
 
 
-@dataclass(slots=True)
 class PanelLinear:
-    """`panels` [panels, in, PANEL], of the dtype that weights are held in; `columns` [panels, PANEL] the bias."""
+    """`panels` [panels, steps, PANEL, ...], the weights as the kernel's `code` has them; `columns` [panels, ..., PANEL]
+    float32, the bias and whatever else `code` wants. The result has `width` columns, of a matrix of depth `depth`."""
 
-    panels: Tensor
-    columns: Tensor
-    width: int  # of the result
+    def __init__(self, code: int, depth: int, width: int, panels: Tensor, columns: Tensor) -> None:
+        self.panels, self.columns = panels, columns  # kept, as the kernel gets their addresses
+        self.width = width
+        self.padded = len(panels) * PANEL
+        steps, column_bytes = panels.shape[1], 4 * columns.stride(0)
+        self._fixed = (code, depth, steps, len(panels), panels.data_ptr(), columns.data_ptr(), column_bytes)
+        self._row_work = steps * self.padded
+        self._row_scratch = 4 + -(-depth // LANES) * LANES if code == INT8 else 0
 
     def __call__(self, rows: Tensor) -> Tensor:
-        code = CODES[f"{self.panels.dtype}".removeprefix("torch.")]
-        return multiplied(code, rows, self.panels, self.columns, self.width)
-
-
-def multiplied(
-    code: int, rows: Tensor, panels: Tensor, columns: Tensor, out: int, scales: Tensor | None = None
-) -> Tensor:
-    """[T, out] float32; `rows` as `code` has them, `scales` of them with INT8."""
-    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    count, steps, width = len(rows), panels.shape[1], len(panels) * PANEL
-    result = torch.empty(count, width)
-    product(
-        count * steps * width,
-        code,
-        count,
-        rows.data_ptr(),
-        rows.stride(0) * rows.element_size(),
-        steps,
-        len(panels),
-        panels.data_ptr(),
-        columns.data_ptr(),
-        columns.stride(0) * 4,
-        result.data_ptr(),
-        width * 4,
-        0 if scales is None else scales.data_ptr(),
-    )
-    return result if out == width else result[:, :out].contiguous()
+        assert rows.dtype == torch.float32, f"panels are multiplied by float32, the activations are {rows.dtype}"
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        count = len(rows)
+        result = torch.empty(count, self.padded)
+        scratch = torch.empty(count * self._row_scratch, dtype=torch.uint8) if self._row_scratch else result
+        product(
+            count * self._row_work,
+            count,
+            rows.data_ptr(),
+            4 * rows.stride(0),
+            result.data_ptr(),
+            4 * self.padded,
+            scratch.data_ptr(),
+            *self._fixed,
+        )
+        return result if self.width == self.padded else result[:, : self.width].contiguous()
 
 
 def in_panels(weight: Tensor, in_step: int) -> Tensor:
@@ -76,4 +68,5 @@ class Panels:
         if self._held_in != torch.float32 and not bool(held.isfinite().all()):
             raise ValueError(f"a weight is too large for {self.name}, or not finite; use --weight-dtype float32")
         offsets = torch.zeros(len(weight)) if bias is None else bias.float()
-        return PanelLinear(in_panels(held, 1).squeeze(-1), in_columns(offsets).contiguous(), len(weight))
+        code, (width, depth) = CODES[f"{self._held_in}".removeprefix("torch.")], weight.shape
+        return PanelLinear(code, depth, width, in_panels(held, 1), in_columns(offsets).contiguous())

@@ -121,8 +121,8 @@ class Kernel:
 
     def __init__(self, compiled: Any) -> None:
         self.compiled = compiled  # numba's, for looking at its code
-        self._address: int = compiled.address
-        self._alone = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(self._address)
+        self.address: int = compiled.address  # of a C function
+        self._alone = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(self.address)
 
     def __call__(self, work: int, *values: int) -> None:
         """`work` in elementary operations: little is done in place, keeping the interpreter's lock; much by as many
@@ -133,7 +133,7 @@ class Kernel:
         if work < PARALLEL_WORK:
             self._alone(address)
         else:
-            _parallel(self._address, address, torch.get_num_threads(), 0)
+            _parallel(self.address, address, torch.get_num_threads(), 0)
 
 
 def kernel(function: Callable[[Any], None]) -> Kernel:

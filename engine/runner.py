@@ -79,6 +79,16 @@ class Runner(Protocol):
         return
 
 
+class WholePass(Protocol):
+    """A faster way through the model for some batches, to the same logits."""
+
+    def takes(self, batch: Batch) -> bool: ...
+
+    def logits(self, batch: Batch) -> Tensor:
+        """float32 [S, vocab_size] of a batch that it takes, whose slices all draw; stores the KV of all tokens."""
+        ...
+
+
 def set_ahead(runner: Runner, mode: str) -> None:
     """`mode`: "on" or "off" as `--async-scheduling` says; "auto" leaves what the runner chose. Raises ValueError for
     "on" where the runner cannot."""
@@ -124,6 +134,7 @@ class TorchRunner(Runner):
         self._backend = backend
         self._kernels = kernels
         self._device = device
+        self._whole_pass = _whole_pass(model, kernels, backend)
         self._block_rows = BlockRows()
         self._worker: ThreadPoolExecutor | None = None
         self._draws: list[Draw] | None = None  # of the step that ran last; None: it failed
@@ -156,12 +167,16 @@ class TorchRunner(Runner):
         if not outputs:
             return outputs
         self._carry(batch)
-        hidden = self._model.forward(batch, self._kernels.begin(batch), self._backend.plan(batch))
-        sampled = hidden[: len(batch.sampled)]
-        draws = sample(self._model.logits(sampled), [row_of(step.slices[index]) for index in batch.sampled])
+        if self._whole_pass is not None and self._whole_pass.takes(batch):
+            logits, scored = self._whole_pass.logits(batch), None
+        else:
+            hidden = self._model.forward(batch, self._kernels.begin(batch), self._backend.plan(batch))
+            logits, scored = self._model.logits(hidden[: len(batch.sampled)]), hidden[len(batch.sampled) :]
+        draws = sample(logits, [row_of(step.slices[index]) for index in batch.sampled])
         for index, draw in zip(batch.sampled, draws, strict=True):
             outputs[index] = Output(draw.token, draw.logprobs, error=draw.error)
-        self._score(step, batch, hidden[len(sampled) :], outputs)
+        if scored is not None:
+            self._score(step, batch, scored, outputs)
         self._draws = draws
         return outputs
 
@@ -192,6 +207,15 @@ class TorchRunner(Runner):
         following = piece.request.tokens[first : first + len(hidden)]
         num_top = piece.request.payload.prompt_logprobs or 0
         output.prompt_logprobs += describe(logits, following, [num_top] * len(hidden))
+
+
+def _whole_pass(model: Decoder, kernels: Kernels, backend: AttentionBackend) -> WholePass | None:
+    """Where everything of a pass is our own kernels for a CPU."""
+    if (kernels.name, backend.name) != ("numba", "numba"):
+        return None
+    from engine.program import program_of
+
+    return program_of(model, kernels, backend)
 
 
 def row_of(piece: Slice) -> Row:

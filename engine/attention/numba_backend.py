@@ -108,10 +108,15 @@ class NumbaAttention:
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
+        self.layer_bytes = pool.layout.block_bytes // (pool.layout.kv_heads * pool.layout.layers)
         self._memory: dict[tuple[int, int], Memory] = {}
 
     def plan(self, batch: Batch) -> "NumbaPlan":
         return NumbaPlan(self, batch)
+
+    def layer_address(self, layer: int) -> int:
+        """Of its keys and values in the first block."""
+        return self.pool.tensor.data_ptr() + layer * self.layer_bytes
 
     def memory(self, threads: int, group: int) -> Memory:
         key = (threads, max(MAX_ROWS, group))
@@ -125,30 +130,31 @@ class NumbaPlan:
         self._backend = backend
         self._batch = batch
         self._threads = torch.get_num_threads()
-        self._prepared: dict[int, _Prepared] = {}  # by window
+        self._prepared: dict[int, Prepared] = {}  # by window
         layout = backend.pool.layout
-        token_bytes = layout.block_bytes // (layout.kv_heads * layout.layers * layout.block_tokens)
-        self._layer_bytes = layout.block_tokens * token_bytes
-        self._strides = (layout.block_bytes, layout.layers * self._layer_bytes, layout.block_tokens)
+        self._strides = (layout.block_bytes, layout.layers * backend.layer_bytes, layout.block_tokens)
 
     def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
         if q.dtype != torch.float32:
             raise ValueError(f"numba attention computes in float32, the queries are {q.dtype}")
         q = q.contiguous()
-        if window not in self._prepared:
-            self._prepared[window] = self._prepare(q.shape[1], window)
-        prepared = self._prepared[window]
+        prepared = self.prepared(q.shape[1], window)
         out = torch.empty_like(q)
-        pool = self._backend.pool.tensor.data_ptr() + layer * self._layer_bytes
+        rest = (self._backend.layer_address(layer), *prepared.rest)
         memory = self._backend.memory(torch.get_num_threads(), prepared.group)  # as many as the kernel will run on
-        rest = prepared.rest
-        attend(prepared.operations, 0, *prepared.units, q.data_ptr(), out.data_ptr(), pool, *rest, memory.address)
+        attend(prepared.operations, 0, *prepared.units, q.data_ptr(), out.data_ptr(), *rest, memory.address)
         if prepared.merged:
             units, items, parts, *shape = prepared.merged
             merge(prepared.merge_operations, 0, units, items, out.data_ptr(), parts, *shape)
         return out
 
-    def _prepare(self, num_heads: int, window: int) -> "_Prepared":
+    def prepared(self, num_heads: int, window: int) -> "Prepared":
+        """For all layers of this window."""
+        if window not in self._prepared:
+            self._prepared[window] = self._prepare(num_heads, window)
+        return self._prepared[window]
+
+    def _prepare(self, num_heads: int, window: int) -> "Prepared":
         layout, table = self._backend.pool.layout, self._batch.block_table
         heads, group = layout.kv_heads, num_heads // layout.kv_heads
         work = Work(self._batch, heads, group, window, self._threads)
@@ -158,7 +164,7 @@ class NumbaPlan:
         rest = (parts.data_ptr(), table.data_ptr(), table.shape[1], *pool, *shape, window)
         units = (len(work.items) * heads, work.items.ctypes.data)
         merged = (len(work.merged) * heads, work.merged.ctypes.data, parts.data_ptr(), *shape)
-        return _Prepared(
+        return Prepared(
             group,
             work.operations * layout.head_dim,
             work.part_rows * layout.head_dim,
@@ -170,8 +176,8 @@ class NumbaPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
-    """What the kernels are called with for every layer, and what its addresses point to."""
+class Prepared:
+    """What the kernels are called with for every layer, in their order, and what its addresses point to."""
 
     group: int
     operations: int

@@ -27,7 +27,8 @@ class NumbaKernels:
         self.epsilon = np.array([config.rms_norm_eps], np.float32)
         self.layer_bytes = layout.block_bytes // (layout.kv_heads * layout.layers)
         strides = (layout.block_bytes, layout.layers * self.layer_bytes, layout.block_tokens)
-        self.pool_shape = (*strides, CODES[layout.dtype], self.epsilon.ctypes.data)
+        self.epsilon_at = self.epsilon.ctypes.data
+        self.pool_shape = (*strides, CODES[layout.dtype], self.epsilon_at)
 
     def begin(self, batch: Batch) -> "NumbaStep":
         return NumbaStep(self, batch)
@@ -36,8 +37,8 @@ class NumbaKernels:
 class NumbaStep:
     def __init__(self, kernels: NumbaKernels, batch: Batch) -> None:
         self._kernels = kernels
-        self._cosine, self._sine = angles(batch.positions, kernels.frequencies)
-        self._slots = batch.slots.contiguous()
+        self.cosine, self.sine = angles(batch.positions, kernels.frequencies)
+        self.slots = batch.slots.contiguous()
         self._pool = kernels.pool.tensor.data_ptr()
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
@@ -48,7 +49,7 @@ class NumbaStep:
             2 * rows.numel(),
             rows.numel() // size,
             size,
-            self._kernels.epsilon.ctypes.data,
+            self._kernels.epsilon_at,
             rows.data_ptr(),
             weight.data_ptr(),
             normed.data_ptr(),
@@ -62,7 +63,7 @@ class NumbaStep:
             3 * hidden.numel(),
             len(hidden),
             hidden.shape[1],
-            self._kernels.epsilon.ctypes.data,
+            self._kernels.epsilon_at,
             hidden.data_ptr(),
             update.data_ptr(),
             weight.data_ptr(),
@@ -78,9 +79,9 @@ class NumbaStep:
             len(qkv),
             qkv.data_ptr(),
             q.data_ptr(),
-            self._cosine.data_ptr(),
-            self._sine.data_ptr(),
-            self._slots.data_ptr(),
+            self.cosine.data_ptr(),
+            self.sine.data_ptr(),
+            self.slots.data_ptr(),
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,

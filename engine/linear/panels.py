@@ -17,25 +17,26 @@ class PanelLinear:
         self.width = width
         self.padded = len(panels) * PANEL
         steps, column_bytes = panels.shape[1], 4 * columns.stride(0)
-        self._fixed = (code, depth, steps, len(panels), panels.data_ptr(), columns.data_ptr(), column_bytes)
-        self._row_work = steps * self.padded
-        self._row_scratch = 4 + -(-depth // LANES) * LANES if code == INT8 else 0
+        # The last of the kernel's values, and of each row the work and the bytes of scratch memory.
+        self.fixed = (code, depth, steps, len(panels), panels.data_ptr(), columns.data_ptr(), column_bytes)
+        self.row_work = steps * self.padded
+        self.row_scratch = 4 + -(-depth // LANES) * LANES if code == INT8 else 0
 
     def __call__(self, rows: Tensor) -> Tensor:
         assert rows.dtype == torch.float32, f"panels are multiplied by float32, the activations are {rows.dtype}"
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         count = len(rows)
         result = torch.empty(count, self.padded)
-        scratch = torch.empty(count * self._row_scratch, dtype=torch.uint8) if self._row_scratch else result
+        scratch = torch.empty(count * self.row_scratch, dtype=torch.uint8) if self.row_scratch else result
         product(
-            count * self._row_work,
+            count * self.row_work,
             count,
             rows.data_ptr(),
             4 * rows.stride(0),
             result.data_ptr(),
             4 * self.padded,
             scratch.data_ptr(),
-            *self._fixed,
+            *self.fixed,
         )
         return result if self.width == self.padded else result[:, : self.width].contiguous()
 

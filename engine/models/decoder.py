@@ -37,32 +37,37 @@ class Decoder:
         self.config = config
         self.device = embedding.device
         self.dtype = norm.dtype
-        self._embedding = embedding
-        self._layers = layers
-        self._norm = norm
-        self._head = head
+        self.embedding = embedding
+        self.layers = layers
+        self.norm = norm
+        self.head = head
+
+    def linears(self) -> list[Linear]:
+        """All matrices, in the order in which a pass multiplies them."""
+        inner = [linear for layer in self.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        return [*inner, self.head]
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kernels: StepKernels, attention: AttentionPlan) -> Tensor:
         """Stores the KV of all T tokens; returns the hidden state of the batch's logit rows, [R, hidden_size]."""
-        hidden = embedding(batch.tokens, self._embedding).to(self.dtype)
-        normed = kernels.norm(hidden, self._layers[0].attention_norm)
-        for index, layer in enumerate(self._layers):
+        hidden = embedding(batch.tokens, self.embedding).to(self.dtype)
+        normed = kernels.norm(hidden, self.layers[0].attention_norm)
+        for index, layer in enumerate(self.layers):
             q = kernels.rotate_and_store(index, layer.qkv(normed), layer.q_norm, layer.k_norm)
             attended = attention.attend(index, q, layer.window).flatten(1)
-            is_last = index + 1 == len(self._layers)
+            is_last = index + 1 == len(self.layers)
             if is_last:  # the KV is stored: only rows that are asked for go on
                 hidden, attended = hidden[batch.logit_rows], attended[batch.logit_rows]
             hidden, normed = kernels.add_norm(hidden, layer.output(attended), layer.mlp_norm)
             update = layer.down(kernels.silu_mul(layer.gate_up(normed)))
-            following = self._norm if is_last else self._layers[index + 1].attention_norm
+            following = self.norm if is_last else self.layers[index + 1].attention_norm
             hidden, normed = kernels.add_norm(hidden, update, following)
         return normed
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [R, vocab_size] of rows that `forward` returned."""
-        return self._head(hidden).float()
+        return self.head(hidden).float()
 
 
 class Tensors(Protocol):

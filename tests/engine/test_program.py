@@ -1,0 +1,111 @@
+"""A pass in one call computes, to the bit, what the decoder computes kernel by kernel, and stores the same KV."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+
+from engine.batch import Batch
+from engine.compiled import why_not_compiled
+from engine.models.config import ModelConfig, Rope
+from engine.models.decoder import Decoder
+from engine.models.random import random_decoder
+from tests.gpu_less.contract import batch_of, fill, pool_of
+
+if why_not_compiled():
+    pytest.skip(f"no compiled kernels: {why_not_compiled()}", allow_module_level=True)
+
+from engine.attention.numba_backend import NumbaAttention
+from engine.kernels.numba_step import NumbaKernels
+from engine.linear.choose import linear_on_cpu
+from engine.linear.numba_products import PANEL
+from engine.program import MAX_ROWS, Program, program_of
+
+CPU = torch.device("cpu")
+LLAMA = ModelConfig(
+    "LlamaForCausalLM", 2 * PANEL, 3 * PANEL, 3, 4, 2, PANEL, 100, 1e-5, Rope(), False, False, False,
+    False, False, (0, 0, 0), 4096, None, (),
+)  # fmt: skip
+SHAPES = {
+    "llama": LLAMA,
+    "qwen 2": replace(LLAMA, qkv_bias=True, tie_word_embeddings=True, num_kv_heads=4),
+    "qwen 3": replace(LLAMA, qk_norm=True, num_kv_heads=1),
+    "windows": replace(LLAMA, windows=(40, 0, 300), output_bias=True, mlp_bias=True),
+}
+FORMATS = [("float32", "none"), ("bfloat16", "none"), ("auto", "int8")]
+
+
+@pytest.fixture(autouse=True, params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def decoder(config: ModelConfig, asked: tuple[str, str]) -> Decoder:
+    return random_decoder(config, torch.float32, CPU, linear_on_cpu(*asked), deviation=0.2)
+
+
+def contexts(count: int) -> list[tuple[int, int]]:
+    """Decodes; one context is long enough to be cut among threads, which changes as the others come and go."""
+    rng = Random(count)
+    ends = [900, *(rng.randrange(1, 120) for _ in range(count - 1))]
+    return [(end - 1, end) for end in rng.sample(ends, count)]
+
+
+def drawing(spans: list[tuple[int, int]]) -> Batch:
+    """A batch whose slices all draw."""
+    batch = batch_of(spans, 16, 700, CPU)
+    return replace(batch, sampled=list(range(len(spans))), logit_rows=batch.cu_q[1:].long() - 1)
+
+
+@pytest.mark.parametrize("asked", FORMATS, ids=lambda asked: asked[0] + asked[1])
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
+def test_not_a_bit_differs(config: ModelConfig, asked: tuple[str, str]) -> None:
+    model = decoder(config, asked)
+    pool = pool_of(config.num_kv_heads, config.head_dim, 16, torch.float32, 700, CPU, config.num_layers)
+    kernels, attention = NumbaKernels(config, pool), NumbaAttention(pool)
+    program = program_of(model, kernels, attention)
+    if linear_on_cpu(*asked).name == "int8" and program is None:
+        pytest.skip("this CPU has no instruction for products of 8 bits")
+    assert program is not None
+    for count in (5, 1, 40):  # one program, whatever a step before has left in it
+        batch = drawing(contexts(count))
+        for layer in range(config.num_layers):
+            fill(pool, batch, layer)
+        batch.tokens[:] = torch.arange(count)
+        before = pool.tensor.clone()
+        wanted = model.logits(model.forward(batch, kernels.begin(batch), attention.plan(batch)))
+        stored = pool.tensor.clone()
+        pool.tensor.copy_(before)
+        assert program.takes(batch)
+        found = program.logits(batch)
+        assert torch.equal(found, wanted)
+        assert found.isfinite().all()
+        assert torch.equal(pool.tensor.nan_to_num(), stored.nan_to_num())
+        assert not torch.equal(before.nan_to_num(), stored.nan_to_num())
+
+
+def test_only_decodes_that_draw_are_taken() -> None:
+    model = decoder(LLAMA, ("float32", "none"))
+    pool = pool_of(2, PANEL, 16, torch.float32, 700, CPU, 3)
+    program = program_of(model, NumbaKernels(LLAMA, pool), NumbaAttention(pool))
+    assert isinstance(program, Program)
+    decodes = drawing(contexts(3))
+    assert program.takes(decodes)
+    assert program.takes(drawing([(4, 5)] * MAX_ROWS))
+    assert not program.takes(drawing([(4, 5)] * (MAX_ROWS + 1)))
+    assert not program.takes(drawing([*contexts(3), (0, 7)]))
+    assert not program.takes(replace(decodes, sampled=[0, 2], logit_rows=decodes.logit_rows[[0, 2]]))
+    assert not program.takes(replace(decodes, sampled=[0, 2]))  # one of them is scored instead
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": 2 * PANEL + 4}, {"intermediate_size": PANEL + 2}])
+def test_widths_that_leave_a_panel_half_empty_go_kernel_by_kernel(change: dict[str, int]) -> None:
+    config = replace(LLAMA, **change)
+    pool = pool_of(2, PANEL, 16, torch.float32, 8, CPU, 3)
+    model = decoder(config, ("float32", "none"))
+    assert program_of(model, NumbaKernels(config, pool), NumbaAttention(pool)) is None

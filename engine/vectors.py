@@ -6,12 +6,12 @@ serves all three; arithmetic is float32.
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from inspect import Parameter, Signature
 from typing import Any
 
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.extending import intrinsic, lower_builtin, models, register_model, type_callable
 
 from engine.jit import cpu_features, inlined
@@ -130,6 +130,27 @@ def emit_prefetch(builder: Any, address: Any) -> Any:
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, _INT, _INT, _INT])
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
     return builder.call(function, [pointer, *(ir.Constant(_INT, value) for value in (0, 2, 1))])  # read, level 2, data
+
+
+def emit_fetch(builder: Any, ahead: Any, index: Any, lines: Any) -> None:
+    """The `lines` cache lines that are due in round `index` of a loop, of those from `ahead` on."""
+    first = builder.mul(index, lines)
+    with cgutils.for_range(builder, lines, intp=_LONG) as loop:
+        offset = builder.shl(builder.add(first, loop.index), ir.Constant(_LONG, 6))
+        emit_prefetch(builder, builder.add(ahead, offset))
+
+
+def row_counts(builder: Any, rows: Any, most: int) -> Iterator[int]:
+    """From 1 to `most`: a branch for each number of rows, in which the loop over this writes. Others do nothing."""
+    after = builder.append_basic_block("after")
+    switch = builder.switch(builder.trunc(rows, _INT), after)
+    for count in range(1, most + 1):
+        block = builder.append_basic_block(f"rows{count}")
+        switch.add_case(ir.Constant(_INT, count), block)
+        builder.position_at_end(block)
+        yield count
+        builder.branch(after)
+    builder.position_at_end(after)
 
 
 def _power_of_two(builder: Any, shifted: Any) -> Any:

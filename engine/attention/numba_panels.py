@@ -14,11 +14,12 @@ from engine.vectors import (
     LANES,
     PANEL_ROWS,
     PANEL_VECTORS,
+    emit_fetch,
     emit_load,
     emit_multiply_add,
     emit_pointer,
-    emit_prefetch,
     emit_splat,
+    row_counts,
     written,
 )
 
@@ -62,21 +63,13 @@ def _transpose(builder: Any, rows: Any, offset: Any, target: Any, stride: Any) -
         builder.store(vector, _vector_at(builder, target, builder.mul(stride, ir.Constant(_LONG, row))), align=4)
 
 
-def _fetch_next(builder: Any, ahead: Any, index: Any, lines: Any) -> None:
-    """The `lines` cache lines that are due in round `index` of a loop, of those from `ahead` on."""
-    first = builder.mul(index, lines)
-    with cgutils.for_range(builder, lines, intp=_LONG) as loop:
-        offset = builder.shl(builder.add(first, loop.index), ir.Constant(_LONG, 6))
-        emit_prefetch(builder, builder.add(ahead, offset))
-
-
 def _dot(builder: Any, code: int, rows: Any, query: Any, size: Any, target: Any, ahead: Any, lines: Any) -> None:
     starts = _addresses(builder, rows)
     sums = [cgutils.alloca_once(builder, _VECTOR) for _ in starts]
     for one in sums:
         builder.store(ir.Constant(_VECTOR, [0.0] * LANES), one)
     with cgutils.for_range(builder, builder.sdiv(size, ir.Constant(_LONG, LANES)), intp=_LONG) as loop:
-        _fetch_next(builder, ahead, loop.index, lines)
+        emit_fetch(builder, ahead, loop.index, lines)
         factor = builder.load(_vector_at(builder, query, _bytes_of(builder, loop.index, FLOAT32)), align=4)
         offset = _bytes_of(builder, loop.index, code)
         for start, one in zip(starts, sums, strict=True):
@@ -116,15 +109,8 @@ def _panel(vectors: int, code: int, fetches: bool) -> Any:
 
     def emit(builder: Any, a: Any, a_stride: Any, b: Any, column: Any, c: Any, c_stride: Any, *sizes: Any) -> None:
         rows, depth, adds, *fetched = sizes
-        after = builder.append_basic_block("after")
-        switch = builder.switch(builder.trunc(rows, _INT), after)
-        for count in range(1, PANEL_ROWS + 1):
-            block = builder.append_basic_block(f"rows{count}")
-            switch.add_case(ir.Constant(_INT, count), block)
-            builder.position_at_end(block)
+        for count in row_counts(builder, rows, PANEL_ROWS):
             _product(builder, count, vectors, (a, a_stride), (b, column), (c, c_stride), depth, adds, code, fetched)
-            builder.branch(after)
-        builder.position_at_end(after)
 
     return written(types.void, (types.int64,) * (11 if fetches else 9), emit)
 
@@ -154,7 +140,7 @@ def _product(
                 builder.store(ir.Constant(_VECTOR, [0.0] * LANES), one)
     with cgutils.for_range(builder, depth, intp=_LONG) as loop:
         if fetched:
-            _fetch_next(builder, fetched[0], loop.index, fetched[1])
+            emit_fetch(builder, fetched[0], loop.index, fetched[1])
         at = builder.load(
             emit_pointer(builder, builder.add(b[0], builder.mul(loop.index, ir.Constant(_LONG, 8))), _LONG)
         )

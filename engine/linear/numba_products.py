@@ -9,7 +9,6 @@ that a product waits for memory or for arithmetic, whichever takes longer, and n
 Every sum is one chain in the order of the depth: a row's result does not depend, to the bit, on the rows beside it.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import llvmlite.binding
@@ -25,11 +24,12 @@ from engine.vectors import (
     LANES,
     PANEL_ROWS,
     PANEL_VECTORS,
+    emit_fetch,
     emit_load,
     emit_multiply_add,
     emit_pointer,
-    emit_prefetch,
     emit_splat,
+    row_counts,
     written,
 )
 
@@ -56,24 +56,11 @@ def _size(code: int) -> int:
     return LANES * (2 if code in (BFLOAT16, FLOAT16) else 4)
 
 
-def _row_counts(builder: Any, rows: Any) -> Iterable[int]:
-    """A branch of its own for each number of rows, in which the loop's body writes."""
-    after = builder.append_basic_block("after")
-    switch = builder.switch(builder.trunc(rows, _INT), after)
-    for count in range(1, TILE_ROWS + 1):
-        block = builder.append_basic_block(f"rows{count}")
-        switch.add_case(ir.Constant(_INT, count), block)
-        builder.position_at_end(block)
-        yield count
-        builder.branch(after)
-    builder.position_at_end(after)
-
-
 def _tile(code: int) -> Any:
     """A tile's product: the sums begin with what lies at `start` (`start_stride` 0: the same for all rows)."""
 
     def emit(builder: Any, *given: Any) -> None:
-        for rows in _row_counts(builder, given[-1]):
+        for rows in row_counts(builder, given[-1], TILE_ROWS):
             _emit_tile(builder, code, rows, *given[:-1])
 
     return written(types.void, (types.int64,) * 12, emit)
@@ -106,7 +93,7 @@ def _emit_tile(
         builder.store(builder.load(emit_pointer(builder, cell_at(start, start_stride, *cell), kind), align=4), one)
     x_rows = [builder.add(x, builder.mul(x_stride, _number(row))) for row in range(rows)]
     with cgutils.for_range(builder, steps, intp=_LONG) as loop:
-        _emit_fetch(builder, ahead, loop.index, lines)
+        emit_fetch(builder, ahead, loop.index, lines)
         at = builder.add(weights, builder.mul(loop.index, _number(_size(code) * PANEL_VECTORS)))
         columns = [
             _emit_weights(builder, code, builder.add(at, _number(_size(code) * v))) for v in range(PANEL_VECTORS)
@@ -120,12 +107,6 @@ def _emit_tile(
         if code == INT8:
             value = _emit_scaled(builder, value, start, row_scales, row, vector)
         builder.store(value, emit_pointer(builder, cell_at(result, result_stride, row, vector), _FLOATS), align=4)
-
-
-def _emit_fetch(builder: Any, ahead: Any, index: Any, lines: Any) -> None:
-    first = builder.mul(index, lines)
-    with cgutils.for_range(builder, lines, intp=_LONG) as loop:
-        emit_prefetch(builder, builder.add(ahead, builder.mul(builder.add(first, loop.index), _number(LINE))))
 
 
 def _emit_weights(builder: Any, code: int, at: Any) -> Any:

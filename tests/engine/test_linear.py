@@ -80,11 +80,11 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(linear: LinearFormat) -> No
 @pytest.mark.parametrize("linear", [*PANELS, *EIGHT_BITS[1:]], ids=lambda linear: linear.name)
 def test_in_panels_not_a_bit_of_a_row_depends_on_the_rows_beside_it(linear: LinearFormat, threads: int) -> None:
     """Nor on the number of threads: all sums are taken in the order of the depth."""
-    made, rows = linear.make(matrix(3 * PANEL + 5, 2100), matrix(1, 3 * PANEL + 5, 3)[0]), matrix(900, 2100, 2, 1.0)
+    made, rows = linear.make(matrix(3 * PANEL + 5, 1100), matrix(1, 3 * PANEL + 5, 3)[0]), matrix(400, 1100, 2, 1.0)
     torch.set_num_threads(1)
     alone = torch.cat([made(row[None]) for row in rows])
     torch.set_num_threads(threads)
-    for count in (*range(2, 3 * TILE_ROWS), 64 * TILE_ROWS, 64 * TILE_ROWS + 1, 900):
+    for count in (*range(2, 3 * TILE_ROWS), 64 * TILE_ROWS, 64 * TILE_ROWS + 1, 400):
         assert torch.equal(made(rows[-count:]), alone[-count:])
     torch.set_num_threads(1)
 

@@ -37,6 +37,8 @@ class BudgetedConnection(H2Connection):
     """HTTP/2 with a budget for frames that carry next to nothing. Over it, the connection ends with GOAWAY
     ENHANCE_YOUR_CALM."""
 
+    MAX_CLOSED_STREAMS = 1024  # remembered, 64 times fewer than h2 would: one is added with each handoff
+
     def __init__(self, config: H2Configuration | None = None) -> None:
         super().__init__(config=config)
         self._frames_left = float(FRAMES_AT_ONCE)

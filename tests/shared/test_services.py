@@ -1,6 +1,7 @@
 """RPCs against peers that send too much, send garbage, are gone or never leave."""
 
 import asyncio
+import gc
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from grpclib.client import Channel
 from grpclib.const import Status
 
 from shared.codec import MAX_MESSAGE_BYTES
+from shared.grpc_limits import BudgetedConnection
 from shared.messages import Answer, Command, JoinReply, NodeInfo, Report, Reserved, Stop
 from shared.serve import until
 from shared.services import ATTACH, JOIN, STOP, PeerError, Rpc, RpcServer, connect, unary
@@ -214,3 +216,15 @@ async def test_a_server_closes_although_clients_stay_and_cancels_what_it_does_fo
         again = RpcServer({JOIN: hold})
         assert await again.start("127.0.0.1", port) == port, "the port is free again"
         await again.close()
+
+
+async def test_a_connection_does_not_grow_with_the_calls_it_carried(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert BudgetedConnection.MAX_CLOSED_STREAMS <= 1024
+    monkeypatch.setattr(BudgetedConnection, "MAX_CLOSED_STREAMS", 20)
+    taker = Taker()
+    async with serving(taker.handlers(STOP)) as address, dialled(address) as channel:
+        for _ in range(60):
+            await STOP.call(channel, Stop(b""), 30.0)
+        remembered = [len(one._closed_streams) for one in gc.get_objects() if isinstance(one, BudgetedConnection)]
+    assert len(taker.heard) == 60
+    assert max(remembered) == 20

@@ -106,8 +106,7 @@ class Parts:
     @torch.inference_mode()
     def _logits(self, batch: Batch) -> Tensor:
         runner = self.runner
-        hidden = runner._model.forward(batch, runner._kernels.begin(batch), runner._backend.plan(batch))
-        return runner._model.logits(hidden)
+        return runner._computed(batch)[0]
 
 
 class Timeline(Tell):

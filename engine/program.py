@@ -43,10 +43,12 @@ class Program:
             "attended": heads * config.head_dim,
             "gate_up": 2 * inner,
             "product": inner,
-            "scratch": max(linear.row_scratch for linear in _panels(model)),
         }
         # Not filled with zeros: that would give this thread a team of OpenMP threads beside that of the engine's.
         self._memory = {name: torch.empty(MAX_ROWS, size) for name, size in sizes.items()}
+        self._memory["scratch"] = torch.empty(
+            MAX_ROWS, max(linear.row_scratch for linear in _panels(model)), dtype=torch.uint8
+        )
         self._at = {name: tensor.data_ptr() for name, tensor in self._memory.items()}
         self._calls: list[tuple[Kernel, list[int]]] = []
         self._windows: dict[int, list[int]] = {}  # the numbers of the calls that attend; each is followed by its merge

@@ -167,18 +167,20 @@ class TorchRunner(Runner):
         if not outputs:
             return outputs
         self._carry(batch)
-        if self._whole_pass is not None and self._whole_pass.takes(batch):
-            logits, scored = self._whole_pass.logits(batch), None
-        else:
-            hidden = self._model.forward(batch, self._kernels.begin(batch), self._backend.plan(batch))
-            logits, scored = self._model.logits(hidden[: len(batch.sampled)]), hidden[len(batch.sampled) :]
+        logits, scored = self._computed(batch)
         draws = sample(logits, [row_of(step.slices[index]) for index in batch.sampled])
         for index, draw in zip(batch.sampled, draws, strict=True):
             outputs[index] = Output(draw.token, draw.logprobs, error=draw.error)
-        if scored is not None:
-            self._score(step, batch, scored, outputs)
+        self._score(step, batch, scored, outputs)
         self._draws = draws
         return outputs
+
+    def _computed(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits of the slices that draw, and the hidden state of each row of `batch.scored`."""
+        if self._whole_pass is not None and self._whole_pass.takes(batch):
+            return self._whole_pass.logits(batch), torch.empty(0)
+        hidden = self._model.forward(batch, self._kernels.begin(batch), self._backend.plan(batch))
+        return self._model.logits(hidden[: len(batch.sampled)]), hidden[len(batch.sampled) :]
 
     def _carry(self, batch: Batch) -> None:
         """The draws of the step before become this one's tokens. Where a draw failed, its request is over."""

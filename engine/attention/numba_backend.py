@@ -108,7 +108,6 @@ class NumbaAttention:
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
-        self.layer_bytes = pool.layout.block_bytes // (pool.layout.kv_heads * pool.layout.layers)
         self._memory: dict[tuple[int, int], Memory] = {}
 
     def plan(self, batch: Batch) -> "NumbaPlan":
@@ -116,7 +115,7 @@ class NumbaAttention:
 
     def layer_address(self, layer: int) -> int:
         """Of its keys and values in the first block."""
-        return self.pool.tensor.data_ptr() + layer * self.layer_bytes
+        return self.pool.tensor.data_ptr() + layer * self.pool.layout.layer_bytes
 
     def memory(self, threads: int, group: int) -> Memory:
         key = (threads, max(MAX_ROWS, group))
@@ -132,7 +131,7 @@ class NumbaPlan:
         self._threads = torch.get_num_threads()
         self._prepared: dict[int, Prepared] = {}  # by window
         layout = backend.pool.layout
-        self._strides = (layout.block_bytes, layout.layers * backend.layer_bytes, layout.block_tokens)
+        self._strides = (layout.block_bytes, layout.layers * layout.layer_bytes, layout.block_tokens)
 
     def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
         if q.dtype != torch.float32:

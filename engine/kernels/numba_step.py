@@ -25,8 +25,7 @@ class NumbaKernels:
         self.pool = pool
         self.frequencies = inverse_frequencies(config.rope, config.head_dim)
         self.epsilon = np.array([config.rms_norm_eps], np.float32)
-        self.layer_bytes = layout.block_bytes // (layout.kv_heads * layout.layers)
-        strides = (layout.block_bytes, layout.layers * self.layer_bytes, layout.block_tokens)
+        strides = (layout.block_bytes, layout.layers * layout.layer_bytes, layout.block_tokens)
         self.epsilon_at = self.epsilon.ctypes.data
         self.pool_shape = (*strides, CODES[layout.dtype], self.epsilon_at)
 
@@ -87,7 +86,7 @@ class NumbaStep:
             config.head_dim,
             0 if q_norm is None else q_norm.data_ptr(),
             0 if k_norm is None else k_norm.data_ptr(),
-            self._pool + layer * kernels.layer_bytes,
+            self._pool + layer * kernels.pool.layout.layer_bytes,
             *kernels.pool_shape,
         )
         return q

@@ -41,6 +41,11 @@ class KVLayout:
         """Size of one block of all layers: one row of the pool."""
         return prod(self.shape[1:]) * BYTES_OF[self.dtype]
 
+    @property
+    def layer_bytes(self) -> int:
+        """Of one head's keys and values of one layer in a block: one contiguous piece."""
+        return self.block_bytes // (self.kv_heads * self.layers)
+
     def describe(self) -> str:
         """What two peers must have in common to exchange blocks; the number of blocks is each one's own."""
         return (

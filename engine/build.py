@@ -93,6 +93,17 @@ def build(options: BuildOptions, borrowed: Borrower | None = None) -> Computer:
         computer = build_on_cuda(replace(options, max_model_len=max_model_len), config, path, gpu)
         check_holds(computer.layout, options.max_model_len)
         return computer
+    return _build_on_cpu(options, config, path, max_model_len, emulation, borrowed)
+
+
+def _build_on_cpu(
+    options: BuildOptions,
+    config: ModelConfig,
+    path: Path,
+    max_model_len: int,
+    emulation: Emulation | None,
+    borrowed: Borrower | None,
+) -> Computer:
     if options.dtype not in {"auto", "float32"}:
         raise ValueError(
             f"dtype {options.dtype!r}: on the CPU activations are float32; use --dtype float32, and --weight-dtype "
@@ -117,20 +128,27 @@ def build(options: BuildOptions, borrowed: Borrower | None = None) -> Computer:
     elif options.runner == "hash":
         runner = HashRunner(memory.rows, layout.block_tokens, HASH_LAYERS, config.vocab_size)
     else:
-        pool = KVPool(layout, memory)
-        # On a thread that ends: its team of OpenMP threads goes with it. A second team in the process makes more
-        # threads than cores, and libgomp then lets every team sleep between two products, at 50 us for each.
-        with ThreadPoolExecutor(1) as loading:
-            linear, model = loading.submit(_load_on_cpu, options, path).result()
-        give_back()
-        keep_large_blocks()
-        attention = attention_on_cpu(options.attention_backend, pool)
-        kernels = kernels_on_cpu(config, pool)
-        runner = TorchRunner(model, pool, attention, kernels, torch.device("cpu"))
-        facts |= {"attention": attention.name, "kernels": kernels.name, "weights": linear.name}
+        runner, its_facts = _torch_runner(options, config, path, KVPool(layout, memory))
+        facts |= its_facts
     print_ = exchange_fingerprint(name, path, layout, memory.sums)
     facts |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
     return Computer(runner, memory, layout, max_model_len, config.vocab_size, print_, facts, emulation)
+
+
+def _torch_runner(
+    options: BuildOptions, config: ModelConfig, path: Path, pool: KVPool
+) -> tuple[TorchRunner, dict[str, str]]:
+    """The runner, and which parts it was made of."""
+    # On a thread that ends: its team of OpenMP threads goes with it. A second team in the process makes more
+    # threads than cores, and libgomp then lets every team sleep between two products, at 50 us for each.
+    with ThreadPoolExecutor(1) as loading:
+        linear, model = loading.submit(_load_on_cpu, options, path).result()
+    give_back()
+    keep_large_blocks()
+    attention = attention_on_cpu(options.attention_backend, pool)
+    kernels = kernels_on_cpu(config, pool)
+    runner = TorchRunner(model, pool, attention, kernels, torch.device("cpu"))
+    return runner, {"attention": attention.name, "kernels": kernels.name, "weights": linear.name}
 
 
 def _load_on_cpu(options: BuildOptions, path: Path) -> tuple[LinearFormat, Decoder]:

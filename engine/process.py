@@ -3,23 +3,20 @@
 import asyncio
 import logging
 import os
-import platform
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import fields, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from engine.build import BuildOptions, Computer, build, on_gpu
 from engine.cuda.memory import DeviceMemory
 from engine.emulated_link import EmulatedLink
 from engine.node import Node
+from engine.node_info import advertised, describe
 from engine.runner import Runner, set_ahead
 from engine.sides import RoleChange, Sides
 from engine.watchdog import Watchdog, Watched
@@ -37,10 +34,9 @@ from shared.kv.pool import NAME as POOL
 from shared.kv.pool import Borrower, Lender, card_file
 from shared.kv.shm import ShmChannel
 from shared.kv.tcp import TcpChannel
-from shared.messages import NodeInfo
-from shared.registry import announcer
+from shared.registry import Announcer, announcer
 from shared.serve import Lifetime, run, settle_memory
-from shared.services import ATTACH, SET_ROLE, RpcServer, host_and_port, unary
+from shared.services import ATTACH, SET_ROLE, RpcServer, unary
 
 log = logging.getLogger("baton.node")
 EXIT_ENGINE_DIED = 70
@@ -63,7 +59,7 @@ def main(settings: NodeSettings, role: Role) -> int:
         borrowed = _borrowed(settings, boot) if role is PREFILL and settings.kv_channel == POOL else None
         computer = build(_options(settings), borrowed)
         set_ahead(computer.runner, settings.async_scheduling)
-        settings = settings.model_copy(update={"advertise": _advertised(settings)})
+        settings = settings.model_copy(update={"advertise": advertised(settings)})
     except (ValueError, OSError) as error:
         print(f"{role.name}: {error}", file=sys.stderr)
         return 2
@@ -108,48 +104,13 @@ def _borrowed(settings: NodeSettings, boot: str) -> Borrower:
 async def _serve(
     lifetime: Lifetime, settings: NodeSettings, role: Role, computer: Computer, boot: str, borrowed: Borrower | None
 ) -> int:
-    budget = _budget(settings)
-    scheduler = _scheduler(settings, computer, budget, borrowed)
-    info = replace(_info(settings, role, computer, budget), boot=boot, pool_of=borrowed.lender if borrowed else "")
-    node = Node(
-        info,
-        role,
-        scheduler,
-        computer.runner,
-        settings.heartbeat_s,
-        computer.vocab_size,
-        settings.enable_prefix_caching,
-        in_place=settings.kv_channel == POOL,
-        stuck_s=settings.stuck_s,
-    )
+    node = _node(settings, role, computer, boot, borrowed)
     async with AsyncExitStack() as cleanup:
-        channels: list[KVChannel] = []
-        sides = Sides(node, computer.memory, channels, settings.reserve_timeout_s)
-        if borrowed is not None:
-            channels.append(borrowed)
-            borrowed.watch(lambda: _lender_lost(lifetime, node))
-        else:
-            try:
-                channels += await _channels(settings, computer, boot, sides.writer_lost)
-            except (ValueError, OSError) as error:
-                print(f"{role.name}: {error}", file=sys.stderr)
-                return 2
-        for channel in channels:
-            cleanup.push_async_callback(channel.close)
-        if borrowed is not None:
-            cleanup.callback(_leave_borrowed, node)
-        sides.use(role)
-        cleanup.push_async_callback(sides.close)
-        registry = announcer(settings.registry, settings.cluster, settings.heartbeat_s)
-        change = RoleChange(node, sides, registry, lifetime.draining)
-        server = RpcServer({ATTACH: node.attach, SET_ROLE: unary(change.set_role), **sides.handlers()})
         try:
-            port = await server.start(settings.host, settings.port)
-        except OSError as error:
-            print(f"{role.name}: cannot listen on {settings.host}:{settings.port}: {error.strerror}", file=sys.stderr)
+            registry = await _open(cleanup, lifetime, settings, node, computer, borrowed)
+        except (ValueError, OSError) as error:
+            print(f"{role.name}: {error}", file=sys.stderr)
             return 2
-        cleanup.push_async_callback(server.close)
-        node.info = replace(info, address=f"{settings.advertise}:{port}")
         node.start()
         cleanup.push_async_callback(node.close)
         await _warmed_up(node, computer.runner)
@@ -158,21 +119,75 @@ async def _serve(
         cleanup.callback(watchdog.stop)
         settle_memory()
         await registry.start(node.info)
-        log.info(
-            "%s at %s: %d blocks of %d tokens", node.info.id, node.info.address, info.num_blocks - 1, info.block_tokens
-        )
-        died = await _until_ended(lifetime, node)
-        if died is None:
-            await registry.update(replace(node.info, state="draining"))
-            drained = asyncio.ensure_future(_drained(node, settings.drain_timeout_s))
-            ends: tuple[asyncio.Future[Any], ...] = (drained, node.died_with)
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            died = node.died_with.result() if node.died_with.done() else None
+        info = node.info
+        log.info("%s at %s: %d blocks of %d tokens", info.id, info.address, info.num_blocks - 1, info.block_tokens)
+        if (died := await _until_ended(lifetime, node)) is None:
+            died = await _until_drained(node, registry, settings.drain_timeout_s)
         if died is not None:
             log.error("the engine died: %s", died)
             os._exit(EXIT_ENGINE_DIED)  # at once, so that all notice; its thread may hang in the device
         await registry.close()
     return 0
+
+
+def _node(settings: NodeSettings, role: Role, computer: Computer, boot: str, borrowed: Borrower | None) -> Node:
+    budget = _budget(settings)
+    return Node(
+        describe(settings, role, computer, budget, boot, borrowed.lender if borrowed else ""),
+        role,
+        _scheduler(settings, computer, budget, borrowed),
+        computer.runner,
+        settings.heartbeat_s,
+        computer.vocab_size,
+        settings.enable_prefix_caching,
+        in_place=settings.kv_channel == POOL,
+        stuck_s=settings.stuck_s,
+    )
+
+
+async def _open(
+    cleanup: AsyncExitStack,
+    lifetime: Lifetime,
+    settings: NodeSettings,
+    node: Node,
+    computer: Computer,
+    borrowed: Borrower | None,
+) -> Announcer:
+    """The channels for KV and the server of RPCs; the node has its address then. Returns the registry to announce it
+    in. Raises ValueError or OSError, with the fix in the message, when one of them cannot be had."""
+    channels: list[KVChannel] = []
+    sides = Sides(node, computer.memory, channels, settings.reserve_timeout_s)
+    if borrowed is None:
+        channels += await _channels(settings, computer, node.info.boot, sides.writer_lost)
+    else:
+        channels.append(borrowed)
+        borrowed.watch(lambda: _lender_lost(lifetime, node))
+    for channel in channels:
+        cleanup.push_async_callback(channel.close)
+    if borrowed is not None:
+        cleanup.callback(_leave_borrowed, node)
+    sides.use(node.role)
+    cleanup.push_async_callback(sides.close)
+    registry = announcer(settings.registry, settings.cluster, settings.heartbeat_s)
+    change = RoleChange(node, sides, registry, lifetime.draining)
+    server = RpcServer({ATTACH: node.attach, SET_ROLE: unary(change.set_role), **sides.handlers()})
+    try:
+        port = await server.start(settings.host, settings.port)
+    except OSError as error:
+        where = f"{settings.host}:{settings.port}"
+        raise OSError(f"cannot listen on {where}: {error.strerror or error}; choose another --port") from None
+    cleanup.push_async_callback(server.close)
+    node.info = replace(node.info, address=f"{settings.advertise}:{port}")
+    return registry
+
+
+async def _until_drained(node: Node, registry: Announcer, timeout_s: float) -> BaseException | None:
+    """Returns when no request is left, or with what the engine died of meanwhile."""
+    await registry.update(replace(node.info, state="draining"))
+    drained = asyncio.ensure_future(_drained(node, timeout_s))
+    ends: tuple[asyncio.Future[Any], ...] = (drained, node.died_with)
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    return node.died_with.result() if node.died_with.done() else None
 
 
 async def _drained(node: Node, timeout_s: float) -> None:
@@ -263,69 +278,3 @@ async def _channels(
     if computer.emulation is not None:
         return [EmulatedLink(channel, computer.emulation, computer.layout.block_tokens) for channel in channels]
     return channels
-
-
-def _advertised(settings: NodeSettings) -> str:
-    """Where others reach this node. Listening on every address, it is the one towards the registry, of the kind that
-    is listened on. Raises ValueError where there is none."""
-    if settings.advertise or settings.host not in EVERY_ADDRESS:
-        return settings.advertise or settings.host
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    if "://" in settings.registry:
-        registry = urlsplit(settings.registry)
-        host, port = registry.hostname or "localhost", registry.port or 6379
-    else:
-        host, port = host_and_port(settings.registry)
-    try:
-        place = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)[0][4]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        other = "0.0.0.0" if family is socket.AF_INET6 else "::"
-        raise ValueError(
-            f"--host {settings.host}: no way leads from there to --registry {host} ({error.strerror}): say with "
-            f"--advertise where others reach this node, or try --host {other}"
-        ) from None
-
-
-def _info(settings: NodeSettings, role: Role, computer: Computer, budget: Budget) -> NodeInfo:
-    layout = computer.layout
-    return NodeInfo(
-        id=settings.id or f"{role.name}-{socket.gethostname()}-{os.getpid()}",
-        boot="",
-        role=role.name,
-        address="",
-        model=settings.model,
-        fingerprint=computer.fingerprint,
-        block_tokens=layout.block_tokens,
-        block_bytes=layout.block_bytes,
-        num_blocks=layout.num_blocks,
-        max_model_len=computer.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        version=_version(),
-        facts=_facts(settings, computer, budget),
-    )
-
-
-def _facts(settings: NodeSettings, computer: Computer, budget: Budget) -> dict[str, str]:
-    """What else must be equal for two nodes to be compared, and what placement reckons with."""
-    return computer.facts | {
-        "policy": settings.policy,
-        "cpus": str(len(os.sched_getaffinity(0))),
-        "max_num_batched_tokens": str(settings.max_num_batched_tokens),
-        "max_step_tokens": str(budget.ceiling),
-        "max_num_seqs": str(settings.max_num_seqs),
-        "tbt_slo_ms": f"{settings.tbt_slo_ms:g}",
-        "long_prefill_token_threshold": str(settings.long_prefill_token_threshold),
-        "max_num_partial_prefills": str(settings.max_num_partial_prefills),
-        "prefix_caching": str(settings.enable_prefix_caching).lower(),
-        "python": platform.python_version(),
-    }
-
-
-def _version() -> str:
-    try:
-        return version("baton-serve")
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return ""

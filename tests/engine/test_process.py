@@ -10,6 +10,7 @@ import pytest
 from engine import process
 from engine.hash_model import KV_BYTES, HashRunner
 from engine.node import Node
+from engine.node_info import advertised
 from engine.runner import Output
 from scheduler.request import Request, Step
 from scheduler.role import PREFILL
@@ -77,9 +78,9 @@ def test_a_node_that_listens_everywhere_tells_the_address_towards_its_registry(
 ) -> None:
     if ":" in address and not Path("/proc/net/if_inet6").exists():
         pytest.skip("this machine has no IPv6")
-    assert process._advertised(NodeSettings(model="m", host=host, registry=registry)) == address
+    assert advertised(NodeSettings(model="m", host=host, registry=registry)) == address
 
 
 def test_a_registry_of_the_other_kind_of_address_is_one_line() -> None:
     with pytest.raises(ValueError, match=r"--host 0\.0\.0\.0: .* --registry ::1 .* --advertise .* --host ::$"):
-        process._advertised(NodeSettings(model="m", host="0.0.0.0", registry="redis://[::1]:6379"))
+        advertised(NodeSettings(model="m", host="0.0.0.0", registry="redis://[::1]:6379"))

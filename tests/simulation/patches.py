@@ -17,6 +17,7 @@ from unittest import mock
 import grpclib.server
 
 import engine.node
+import engine.node_info
 import engine.process
 import shared.clock
 import shared.registry
@@ -65,7 +66,7 @@ def simulated(world: Any) -> Iterator[None]:
             (engine.process, "Watchdog", SimWatchdog),
             (engine.process, "settle_memory", lambda: None),
             (time, "sleep", lambda _: None),
-            (engine.process, "_version", lambda: "simulated"),
+            (engine.node_info, "_version", lambda: "simulated"),
             (shared.registry, "_client", lambda *_, **__: FakeRedis(world.store)),
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from engine.attention.numba_backend import NumbaAttention, NumbaPlan
 from engine.attention.numba_kernels import attend, merge
@@ -70,7 +69,7 @@ class Program:
     def logits(self, batch: Batch) -> Tensor:
         """float32 [S, vocab_size] of a batch that it takes; the KV of all tokens is stored."""
         rows, values = len(batch.tokens), self._values
-        self._memory["hidden"][:rows] = embedding(batch.tokens, self._model.embedding)
+        self._memory["hidden"][:rows] = self._model.embed(batch.tokens)
         step, plan = self._kernels.begin(batch), self._attention.plan(batch)
         values[self._of_rows, 0] = rows
         values[self._rotations, 3:6] = (step.cosine.data_ptr(), step.sine.data_ptr(), step.slots.data_ptr())

@@ -4,17 +4,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from engine.linear.interface import Lookup
 from engine.linear.numba_products import INT8, PANEL, product
 from engine.vectors import CODES, LANES
 
 
 class PanelLinear:
     """`panels` [panels, steps, PANEL, ...], the weights as the kernel's `code` has them; `columns` [panels, ..., PANEL]
-    float32, the bias and whatever else `code` wants. The result has `width` columns, of a matrix of depth `depth`."""
+    float32, the bias and whatever else `code` wants. The result has `width` columns, of a matrix of depth `depth`.
+    `is_exact`: a step is one weight, as it was given."""
 
-    def __init__(self, code: int, depth: int, width: int, panels: Tensor, columns: Tensor) -> None:
+    def __init__(
+        self, code: int, depth: int, width: int, panels: Tensor, columns: Tensor, *, is_exact: bool = False
+    ) -> None:
         self.panels, self.columns = panels, columns  # kept, as the kernel gets their addresses
         self.width = width
+        self.is_exact = is_exact
         self.padded = len(panels) * PANEL
         steps, column_bytes = panels.shape[1], 4 * columns.stride(0)
         # The last of the kernel's values, and of each row the work and the bytes of scratch memory.
@@ -40,11 +45,16 @@ class PanelLinear:
         )
         return result if self.width == self.padded else result[:, : self.width].contiguous()
 
+    def lookup(self) -> Lookup | None:
+        rows = self.panels.flatten(2).transpose(1, 2)  # [panels, PANEL, depth]
+        return (lambda indices: rows[indices // PANEL, indices % PANEL]) if self.is_exact else None
+
 
 def in_panels(weight: Tensor, in_step: int) -> Tensor:
     """[out, in] -> [panels, in / in_step, PANEL, in_step], zeros where it ends."""
     out, depth = weight.shape
-    padded = pad(weight, (0, -depth % in_step, 0, -out % PANEL))
+    missing = (0, -depth % in_step, 0, -out % PANEL)
+    padded = pad(weight, missing) if any(missing) else weight  # which would copy it all the same
     return padded.view(-1, PANEL, padded.shape[1] // in_step, in_step).transpose(1, 2).contiguous()
 
 
@@ -70,4 +80,6 @@ class Panels:
             raise ValueError(f"a weight is too large for {self.name}, or not finite; use --weight-dtype float32")
         offsets = torch.zeros(len(weight)) if bias is None else bias.float()
         code, (width, depth) = CODES[f"{self._held_in}".removeprefix("torch.")], weight.shape
-        return PanelLinear(code, depth, width, in_panels(held, 1), in_columns(offsets).contiguous())
+        panels, columns = in_panels(held, 1), in_columns(offsets).contiguous()
+        is_exact = held.dtype in {weight.dtype, torch.float32}
+        return PanelLinear(code, depth, width, panels, columns, is_exact=is_exact)

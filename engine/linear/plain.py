@@ -1,9 +1,12 @@
 """torch's own product over weights as they are: on CUDA what cuBLAS makes of it, and the reference everywhere."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, dtype
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
+
+from engine.linear.interface import Lookup
 
 
 @dataclass(slots=True)
@@ -13,6 +16,9 @@ class PlainLinear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         return linear(rows, self.weight, self.bias)
+
+    def lookup(self) -> Lookup:
+        return partial(embedding, weight=self.weight)
 
 
 class Plain:

@@ -1,6 +1,7 @@
 """The decoder of the Llama family, once for all of them: a model is its config and its weights."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from torch.nn.functional import embedding
 from engine.attention.interface import AttentionPlan
 from engine.batch import Batch
 from engine.kernels.interface import StepKernels
-from engine.linear.interface import Linear, LinearFormat
+from engine.linear.interface import Linear, LinearFormat, Lookup
 from engine.linear.plain import Plain
 from engine.models.config import ModelConfig
 from engine.weights import Checkpoint
@@ -31,13 +32,13 @@ class Layer:
 
 
 class Decoder:
-    """`dtype` is that of activations, whatever the weights are held in."""
+    """`dtype` is that of activations, whatever the weights are held in. `embed`: tokens [T] to their vectors."""
 
-    def __init__(self, config: ModelConfig, embedding: Tensor, layers: list[Layer], norm: Tensor, head: Linear) -> None:
+    def __init__(self, config: ModelConfig, embed: Lookup, layers: list[Layer], norm: Tensor, head: Linear) -> None:
         self.config = config
-        self.device = embedding.device
+        self.device = norm.device
         self.dtype = norm.dtype
-        self.embedding = embedding
+        self.embed = embed
         self.layers = layers
         self.norm = norm
         self.head = head
@@ -50,7 +51,7 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: Batch, kernels: StepKernels, attention: AttentionPlan) -> Tensor:
         """Stores the KV of all T tokens; returns the hidden state of the batch's logit rows, [R, hidden_size]."""
-        hidden = embedding(batch.tokens, self.embedding).to(self.dtype)
+        hidden = self.embed(batch.tokens).to(self.dtype)
         normed = kernels.norm(hidden, self.layers[0].attention_norm)
         for index, layer in enumerate(self.layers):
             q = kernels.rotate_and_store(index, layer.qkv(normed), layer.q_norm, layer.k_norm)
@@ -89,17 +90,22 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
 
 def assemble(checkpoint: Tensors, config: ModelConfig, dtype: torch.dtype, linear: LinearFormat) -> Decoder:
     """A decoder of the tensors that `checkpoint` holds, which must be all of them, in Hugging Face's names."""
-    hidden, vocab = config.hidden_size, config.vocab_size
-    embedded = checkpoint.take("model.embed_tokens.weight", vocab, hidden)
+    embed, head = _load_vocabulary(checkpoint, config, linear)  # first: what a tied one is made of is gone then
     layers = [_load_layer(checkpoint, config, index, dtype, linear) for index in range(config.num_layers)]
-    norm = checkpoint.take("model.norm.weight", hidden).to(dtype)
+    norm = checkpoint.take("model.norm.weight", config.hidden_size).to(dtype)
+    checkpoint.finish()
+    return Decoder(config, embed, layers, norm, head)
+
+
+def _load_vocabulary(checkpoint: Tensors, config: ModelConfig, linear: LinearFormat) -> tuple[Lookup, Linear]:
+    """From tokens, and to them."""
+    shape = config.vocab_size, config.hidden_size
+    embedded = checkpoint.take("model.embed_tokens.weight", *shape)
     if config.tie_word_embeddings:
         checkpoint.skip("lm_head.weight")  # some files hold the tied tensor twice
         head = linear.make(embedded, None)
-    else:
-        head = linear.make(checkpoint.take("lm_head.weight", vocab, hidden), None)
-    checkpoint.finish()
-    return Decoder(config, embedded, layers, norm, head)
+        return head.lookup() or partial(embedding, weight=embedded), head
+    return partial(embedding, weight=embedded), linear.make(checkpoint.take("lm_head.weight", *shape), None)
 
 
 def _load_layer(

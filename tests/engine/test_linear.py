@@ -107,6 +107,18 @@ def test_bfloat16_keeps_its_range(size: float) -> None:
     assert error(found, rows.double() @ weight.bfloat16().double().T) < 1e-6
 
 
+@pytest.mark.parametrize("given", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("linear", [*FLOATS, *EIGHT_BITS], ids=lambda linear: linear.name)
+def test_weights_are_looked_up_as_they_were_given_or_not_at_all(linear: LinearFormat, given: torch.dtype) -> None:
+    weight = matrix(150, 37).to(given)
+    lookup = linear.make(weight.clone(), None).lookup()
+    keeps = linear.name.split()[0] in {"float32", str(given).removeprefix("torch.")}
+    assert (lookup is not None) == keeps
+    if lookup is not None:
+        indices = torch.tensor([149, 0, 63, 64, 64, 127, 128])
+        assert torch.equal(lookup(indices).double(), weight[indices].double())
+
+
 def test_a_matrix_of_zeros_gives_zeros() -> None:
     for linear in (*PANELS, *EIGHT_BITS):
         assert torch.equal(linear.make(torch.zeros(8, 16), None)(matrix(3, 16)), torch.zeros(3, 8))

@@ -6,6 +6,7 @@ bent away from it, NUL included (schemathesis).
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -105,4 +106,5 @@ def _command(file: Path, base: str, cases: int, num_operations: int) -> list[str
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the cluster's processes end with us
     sys.exit(main())

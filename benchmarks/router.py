@@ -29,6 +29,7 @@ from router.text import Tokenizer
 from shared.registry import StreamAnnouncer
 
 NUM_NODES, NUM_STREAMS, NUM_IDLE = 16, 256, 2000
+ENOUGH = 25_000  # tokens a second, for a core
 MAX_TOKENS = 8000  # what the demo model allows, for whose tokenizer it is here
 NOTE = (
     "Delay: from a node's message to the client's socket. Clients and nodes share the other core; where that one is "
@@ -215,7 +216,8 @@ def row_of(runs: list[dict[str, float]]) -> list[Any]:
     cpu_us, busy, p50_ms = shown["router_cpu_us_per_token"], shown["router_busy"], shown["delay_p50_ms"]
     on_time = p50_ms <= 1 if busy < 0.5 else None
     offered, served = shown["offered_tokens_per_s"], shown["tokens_per_s"]
-    return [offered, served, cpu_us, cpu_us <= 40, busy, p50_ms, shown["delay_p99_ms"], on_time]
+    is_quick = cpu_us <= 40 if offered >= ENOUGH else None
+    return [offered, served, cpu_us, is_quick, busy, p50_ms, shown["delay_p99_ms"], on_time]
 
 
 def main() -> None:
@@ -227,7 +229,10 @@ def main() -> None:
     rows = [row_of([run for run in runs["streaming"] if run["offered_tokens_per_s"] == rate]) for rate in args.rates]
     kib = runs["memory"][0]["kib_per_stream"]
     columns = ["offered/s", "tokens/s", "CPU µs/token", "≤ 40 µs", "router busy", "delay p50, ms", "p99", "p50 ≤ 1 ms"]
-    note = "Router busy: of one core. The goal for the delay is one below half of the router's load. " + NOTE
+    note = (
+        "Router busy: of one core. The goal for the CPU time is 25,000 tokens a second and more on one core; at fewer, "
+        "more of it is waking up. That for the delay is one below half of the router's load. " + NOTE
+    )
     Result(
         "router",
         "A router on a core of its own, 256 streams of detokenized text from 16 nodes that compute nothing.",

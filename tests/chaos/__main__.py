@@ -1,4 +1,5 @@
-"""`python -m tests.chaos`: the fault matrix on loopback; `cancels`, `soak`, `wire`: see `--help` of each.
+"""`python -m tests.chaos`: the fault matrix on loopback; `cancels`, `soak`, `wire`, `routers`, `figures`: see their
+`--help`.
 
 Each row is a cluster of its own: a router, two prefill and two decode nodes that run the hash model, 8 clients. Prints
 the table, writes benchmarks/results/chaos.json (and docs/fault-tolerance.md is written from that by `python -m
@@ -10,14 +11,20 @@ import signal
 import sys
 
 from benchmarks.result import Cell, Result, Table
-from tests.chaos import cancels, soak, two_routers, wire
+from tests.chaos import cancels, figures, soak, two_routers, wire
 from tests.chaos.drive import Report, drive
 from tests.chaos.matrix import ROWS
 
 COLUMNS = ["fault", "in TRUST.md", "requests", "lost", "unequal", "moved", "faults", "restarts", "detected ms",
            "longest gap ms", "made of (ms)", "blocks balance"]  # fmt: skip
 COLUMNS_APART = ["fault", "in TRUST.md", "requests", "lost or unequal", "longest gap ms", "blocks balance"]
-COMMANDS = {"cancels": cancels.main, "soak": soak.main, "wire": wire.main, "routers": two_routers.main}
+COMMANDS = {
+    "cancels": cancels.main,
+    "soak": soak.main,
+    "wire": wire.main,
+    "routers": two_routers.main,
+    "figures": figures.main,
+}
 
 
 def main(arguments: list[str]) -> int:

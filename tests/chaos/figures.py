@@ -1,0 +1,304 @@
+"""`python -m tests.chaos figures`: what is promised beside the matrix, measured: restarts, Redis, slow readers, cancels,
+bad input, checksums, tenants, start. Writes benchmarks/results/figures.json.
+
+Nodes are emulated where tokens are timed, with steps of 8 ms and more, so that this measures what is done to a cluster
+and not how fast two cores compute; the others run the hash model, or, for tenants and the start, the demo model.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from benchmarks.result import Cell, Result, Table, median
+from shared.kv.checksum import checksums
+from shared.security import Secret
+from tests.chaos.drive import all_back
+from tests.chaos.listening import Heard, heard_during, percentile
+from tests.cluster.harness import DEMO, ROOT, Cluster, cluster, completion, free_port, wait_for
+from tests.cluster.test_failure import redis_server
+from tests.router import test_bad_input as bad
+
+Row = list[Cell]
+EMULATION = {
+    "cost": {"overhead": 0.008, "per_token": 1e-5},
+    "kv_bytes_per_token": 4096,
+    "kv_tokens": 2_000_000,
+    "link": "local",
+    "links": {"local": {"latency_s": 1e-4, "bytes_per_s": 1e10}},
+}
+SLOW_CLIENTS, SLOW_TOKENS = 200, 4000
+
+
+@contextlib.contextmanager
+def emulated(prefill: int, decode: int, registry: str = "", **settings: object) -> Iterator[Cluster]:
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(EMULATION, file)
+        file.flush()
+        settings |= {"emulate": file.name, "num_blocks": 0, "max_num_seqs": 256}
+        with cluster(prefill, decode, registry, **settings) as running:
+            yield running
+
+
+# ---- while clients listen -------------------------------------------------------------------------------------------
+
+
+def rolling_restart(seconds: float) -> list[Row]:
+    """Every node ends by SIGTERM and is started again, one after the other."""
+
+    def restart_each() -> None:
+        for name in sorted(set(running.processes) - set(running.urls)):
+            running.send_signal(name, signal.SIGTERM)
+            running.processes[name].wait(60)
+            running.start(name)
+            wait_for(lambda: all_back(running), f"{name} back", 60)
+
+    with emulated(2, 2) as running:
+        calm, restarting = heard_during(running, lambda: time.sleep(seconds)), heard_during(running, restart_each)
+    return _compared("every node restarted under load", calm, restarting, 1.5)
+
+
+def redis_outage(seconds: float) -> list[Row]:
+    """Redis, which holds the registry, is killed, and comes back empty."""
+    with tempfile.TemporaryDirectory() as directory, redis_server(Path(directory)) as (url, start):
+        server = start()
+        with emulated(2, 2, url) as running:
+            calm = heard_during(running, lambda: time.sleep(seconds / 2))
+            server.kill()
+            server.wait()
+            without = heard_during(running, lambda: time.sleep(seconds))
+            start()
+            wait_for(lambda: running.status()["registry"]["state"] == "ok", "Redis is found again", 30)
+    return _compared(f"Redis dead for {seconds:g} s", calm, without, 1.1)
+
+
+def _compared(what: str, calm: Heard, heard: Heard, goal: float) -> list[Row]:
+    p99s = [percentile(each.gaps_s, 0.99) for each in (calm, heard)]
+    text = f"{1000 * p99s[1]:.1f} ms of {1000 * p99s[0]:.1f}, {p99s[1] / p99s[0]:.2f} times"
+    return [
+        [f"{what}: requests failed", f"{len(heard.failed)} of {heard.num_answers}", "0", not heard.failed],
+        [f"{what}: p99 between tokens", text, f"≤ {goal:g} times", p99s[1] <= goal * p99s[0]],
+    ]
+
+
+def slow_clients(seconds: float) -> list[Row]:
+    """They ask for long answers and read a byte a second; measured once the router has taken them off the nodes."""
+    with emulated(1, 1) as running:
+        router = psutil.Process(running.processes["router"].pid)
+        calm = heard_during(running, lambda: time.sleep(seconds))
+        before = router.memory_info().rss
+        with contextlib.ExitStack() as cleanup:
+            sockets = [cleanup.enter_context(_slow(running)) for _ in range(SLOW_CLIENTS)]
+            wait_for(lambda: _is_waited_for(running), "slow readers are off the nodes", 120)
+            grown = router.memory_info().rss - before
+            heard = heard_during(running, lambda: _read_slowly(sockets, seconds))
+    each_kib = grown / SLOW_CLIENTS / 1024
+    rows = _compared(f"{SLOW_CLIENTS} clients who read a byte a second", calm, heard, 1.1)
+    return [*rows, ["memory of the router for each of them", f"{each_kib:.0f} KiB", "≤ 256 KiB", each_kib <= 256]]
+
+
+def _slow(running: Cluster) -> socket.socket:
+    """Has asked, with room for little of the answer."""
+    body = json.dumps(completion(running.model, [5] * 20, SLOW_TOKENS, stream=True))
+    asked = socket.socket()
+    asked.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    asked.connect(("127.0.0.1", running.port))
+    head = "POST /v1/completions HTTP/1.1\r\nhost: b\r\ncontent-type: application/json\r\ncontent-length: "
+    asked.sendall(f"{head}{len(body)}\r\n\r\n{body}".encode())
+    return asked
+
+
+def _is_waited_for(running: Cluster) -> bool:
+    time.sleep(0.2)
+    return not any(node["running"] or node["waiting"] for node in running.status()["nodes"])
+
+
+def _read_slowly(sockets: Sequence[socket.socket], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for each in sockets:
+            each.recv(1, socket.MSG_DONTWAIT)
+        time.sleep(1.0)
+
+
+# ---- one after the other --------------------------------------------------------------------------------------------
+
+
+def cancels(count: int) -> list[Row]:
+    """From a client's hanging up until the router knows of both nodes that they hold nothing of it."""
+    rng, took_s = random.Random(1), []
+    with emulated(1, 1, heartbeat_s=0.05) as running:
+        for _ in range(count):
+            with _slow(running):
+                time.sleep(rng.uniform(0.0, 0.3))
+            began = time.monotonic()
+            while any(node["blocks"]["owned"] + node["blocks"]["reserved"] for node in running.status()["nodes"]):
+                time.sleep(0.002)
+            took_s.append(time.monotonic() - began)
+    p99_ms = 1000 * percentile(took_s, 0.99)
+    text = f"{1000 * median(took_s):.0f} ms; p99 {p99_ms:.0f} ms of {count}"
+    return [["from a cancel until all blocks are free, as the router knows it", text, "≤ 100 ms", p99_ms <= 100]]
+
+
+def bad_inputs() -> list[Row]:
+    """The table of the tests, each row on a connection of its own."""
+    rows = bad.JSON_ROWS + bad.HTTP_ROWS + bad.KEY_ROWS + bad.FIELD_ROWS
+    took_s, statuses = [], []
+    with _with_keys(dict.fromkeys((bad.ACME, bad.OTHER), "who"), max_connections=bad.MAX_CONNECTIONS) as running:
+        for row in rows:
+            with bad.Client(running.port) as client:
+                began = time.monotonic()
+                client.send(row.data)
+                statuses.append(client.answer(head=row.method == "HEAD").status)
+                took_s.append(time.monotonic() - began)
+        ended = [name for name, process in running.processes.items() if process.poll() is not None]
+    text = f"{1000 * median(took_s):.1f} ms; p99 {1000 * percentile(took_s, 0.99):.1f} ms; the longest {1000 * max(took_s):.0f} ms"
+    num_broken = sum(status >= 500 for status in statuses)
+    return [
+        [f"{len(rows)} bad inputs: time to the answer", text, "≤ 50 ms", max(took_s) <= 0.05],
+        ["of these, answers of 5xx; processes ended", f"{num_broken}; {len(ended)}", "0; 0", not (num_broken or ended)],
+    ]
+
+
+def tenants(count: int) -> list[Row]:
+    """How well the time to the first token tells prompts that a tenant had sent from others: of another, and of one's
+    own. The area under the curve: 0.5 is a guess, 1 is certainty."""
+    rng = random.Random(1)
+    keys = {"one": "sk-one-" + "1" * 20, "other": "sk-other-" + "2" * 20}
+    with _with_keys({key: name for name, key in keys.items()}, runner="torch", num_blocks=20_000) as running:
+        prompts = [[rng.randrange(3, 2048) for _ in range(400)] for _ in range(2 * count)]
+        known = set(rng.sample(range(2 * count), count))
+        for index in sorted(known):
+            _first_token_s(running, keys["one"], prompts[index])
+        told: dict[str, list[tuple[bool, float]]] = {"other": [], "one": []}
+        for name, of_tenant in told.items():
+            for index in rng.sample(range(2 * count), 2 * count):
+                of_tenant.append((index in known, _first_token_s(running, keys[name], prompts[index])))
+    across, within = (_area(told[name]) for name in ("other", "one"))
+    return [
+        [f"another tenant's prompts, told by their time ({2 * count})", f"AUC {across:.3f}", "0.45 to 0.55", 0.45 <= across <= 0.55],
+        ["one's own", f"AUC {within:.3f}", "> 0.9", within > 0.9],
+    ]  # fmt: skip
+
+
+def _area(told: Sequence[tuple[bool, float]]) -> float:
+    """Of pairs of a known and an unknown prompt, how many have the known one sooner."""
+    known, others = ([took_s for is_known, took_s in told if is_known is wanted] for wanted in (True, False))
+    return float(np.mean(np.array(known)[:, None] < np.array(others)[None, :]))
+
+
+def _first_token_s(running: Cluster, key: str, prompt: list[int]) -> float:
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+    body = json.dumps(completion(running.model, prompt, 1)).encode()
+    began = time.monotonic()
+    with urllib.request.urlopen(urllib.request.Request(running.url + "/v1/completions", body, headers)) as answer:
+        answer.read()
+    return time.monotonic() - began
+
+
+@contextlib.contextmanager
+def _with_keys(tenants_of: dict[str, str], **settings: object) -> Iterator[Cluster]:
+    """One co-located node, behind a router that asks for one of these keys, or the admin's."""
+    lines = [f"{name}:{sha256(key.encode()).hexdigest()}" for key, name in tenants_of.items()]
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write("\n".join([*lines, f"ops:{sha256(bad.ADMIN.encode()).hexdigest()}:admin"]))
+        file.flush()
+        settings |= {"mode": "colocated", "api_keys_file": file.name, "api_key": bad.ADMIN}
+        with cluster(0, 1, **settings) as running:
+            yield running
+
+
+def start(count: int) -> list[Row]:
+    """`baton up` with the demo model, its kernels compiled before, until the first token."""
+    took_s = [_started_s() for _ in range(count + 1)][1:]
+    return [["`baton up`, a prefill and a decode node: until the first token", f"{median(took_s):.1f} s", "≤ 5 s", median(took_s) <= 5]]  # fmt: skip
+
+
+def _started_s() -> float:
+    port = free_port()
+    command = [sys.executable, "-m", "cluster", "up", "--model", str(DEMO), "--prefill", "1", "--decode", "1", "--port"]
+    began = time.monotonic()
+    with subprocess.Popen([*command, str(port)], cwd=ROOT, stdout=subprocess.DEVNULL, env=os.environ) as process:
+        try:
+            body = json.dumps(completion(DEMO.name, "Once", 1)).encode()
+            asked = urllib.request.Request(
+                f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"}
+            )
+            while True:
+                with contextlib.suppress(OSError), urllib.request.urlopen(asked, timeout=30) as answer:
+                    answer.read()
+                    return time.monotonic() - began
+                time.sleep(0.02)
+        finally:
+            process.terminate()
+
+
+def checks(count: int) -> list[Row]:
+    """Bits flipped in rows of KV, and what checksums and proofs cost."""
+    rng = np.random.default_rng(1)
+    rows = rng.integers(0, 256, (64, 64 << 10), dtype=np.uint8)
+    sums = [checksums(rows, [index]) for index in range(len(rows))]
+    found = 0
+    for row, byte, bit in zip(*(rng.integers(0, top, count) for top in (*rows.shape, 8)), strict=True):
+        rows[row, byte] ^= 1 << bit
+        found += checksums(rows, [row]) != sums[row]
+        rows[row, byte] ^= 1 << bit
+    many = np.resize(rows, (4096, rows.shape[1]))  # 256 MiB: not what caches hold
+    sum_s = _seconds_of(lambda: checksums(many, range(len(many))), 3)
+    secret, header = Secret((b"k" * 32,)), bytes(200)
+    sign_us = 1e6 * _seconds_of(lambda: secret.sign("kv caller", header), 20_000)
+    return [
+        ["bits flipped in rows of 64 KiB: found", f"{found:,} of {count:,}", "all", found == count],
+        ["checksums of KV, one core", f"{many.nbytes / sum_s / 1e9:.1f} GB/s", "", None],
+        ["a proof over 200 bytes", f"{sign_us:.1f} µs", "≤ 5 µs", sign_us <= 5],
+    ]
+
+
+def _seconds_of(call: Callable[[], object], count: int) -> float:
+    began = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - began) / count
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos figures", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0, help="that Redis is dead; the others are a part of it")
+    parser.add_argument("--no-write", action="store_true", help="write no results file")
+    chosen = parser.parse_args(arguments)
+    parts: list[Callable[[], list[Row]]] = [
+        lambda: rolling_restart(chosen.seconds / 3),
+        lambda: redis_outage(chosen.seconds),
+        lambda: slow_clients(chosen.seconds / 5),
+        lambda: cancels(200),
+        bad_inputs,
+        lambda: tenants(200),
+        lambda: start(3),
+        lambda: checks(100_000),
+    ]
+    rows: list[Row] = []
+    for part in parts:
+        rows += (found := part())
+        print(*found, sep="\n", flush=True)
+    result = Result(
+        "figures",
+        "Emulated nodes with steps of 8 ms and more where tokens are timed, 8 clients; else the hash or the demo model.",
+        [Table("Promises beside the matrix", ["what", "measured", "goal", "met"], rows)],
+        command="python -m tests.chaos figures",
+    )
+    print(result.tables[0].markdown()) if chosen.no_write else result.finish()
+    return 0

@@ -1,0 +1,75 @@
+"""Clients that stream one answer after the other and note when each token comes, while something is done."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from tests.cluster.harness import DEMO_VOCABULARY, Cluster, completion
+
+PROMPT_TOKENS, ANSWER_TOKENS = 200, 64
+
+
+@dataclass(slots=True)
+class Heard:
+    """By all clients together. Seconds: until first tokens, and between the others."""
+
+    first_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    num_answers: int = 0
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[int(share * (len(values) - 1))]
+
+
+def heard_during(running: Cluster, work: Callable[[], object], clients: int = 8) -> Heard:
+    """What they hear from when `work` begins, on a thread, until their last answers after it has ended."""
+    heard = Heard()
+    asyncio.run(_listen(running, work, clients, heard))
+    return heard
+
+
+async def _listen(running: Cluster, work: Callable[[], object], clients: int, heard: Heard) -> None:
+    over = asyncio.Event()
+    async with aiohttp.ClientSession(running.url, headers=running.headers) as session, asyncio.TaskGroup() as group:
+        for number in range(clients):
+            group.create_task(_client(session, running.model, random.Random(number), heard, over))
+        try:
+            await asyncio.to_thread(work)
+        finally:
+            over.set()
+
+
+async def _client(
+    session: aiohttp.ClientSession, model: str, rng: random.Random, heard: Heard, over: asyncio.Event
+) -> None:
+    while not over.is_set():
+        prompt = [rng.randrange(3, DEMO_VOCABULARY) for _ in range(PROMPT_TOKENS)]
+        try:
+            await _answer(session, completion(model, prompt, ANSWER_TOKENS, stream=True), heard)
+            heard.num_answers += 1
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            heard.failed.append(f"{type(error).__name__}: {error}")
+
+
+async def _answer(session: aiohttp.ClientSession, body: dict[str, object], heard: Heard) -> None:
+    told, times = time.monotonic(), heard.first_s
+    async with session.post("/v1/completions", json=body) as answer:
+        if answer.status != 200:
+            raise ValueError(f"status {answer.status}: {await answer.text()}")
+        async for line in answer.content:
+            if line == b"data: [DONE]\n":
+                return
+            if not line.startswith(b"data: "):
+                continue
+            if line.startswith(b'data: {"error"'):
+                raise ValueError(line.decode())
+            now = time.monotonic()
+            times.append(now - told)
+            told, times = now, heard.gaps_s
+    raise ValueError("the stream ended without [DONE]")

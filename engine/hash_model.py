@@ -5,7 +5,6 @@ changes its output; so a right answer proves the transport, the scheduler and th
 """
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.runner import Output, Runner
-from scheduler.request import Request, Slice, Step, cdiv
+from scheduler.request import Request, Slice, State, Step, cdiv
 
 KV_BYTES = 8  # of one position and layer; a KVLayout of 1 head, head_dim 1 and float32 has the same size
-MAX_PREFIXES = 512  # requests whose running hash is kept
 
 
 @dataclass(slots=True)
@@ -43,9 +41,10 @@ class HashRunner(Runner):
         self._block_tokens = block_tokens
         self._layers = layers
         self._vocab_size = vocab_size
-        self._prefixes: OrderedDict[str, Prefix] = OrderedDict()
+        self._prefixes: dict[str, Prefix] = {}
 
     def run(self, step: Step) -> list[Output]:
+        self._prefixes = {id: kept for id, kept in self._prefixes.items() if kept.request.state is not State.DONE}
         return [self._run_slice(piece) for piece in step.slices]
 
     def _run_slice(self, piece: Slice) -> Output:
@@ -78,9 +77,6 @@ class HashRunner(Runner):
         if kept is None or kept.request is not request or kept.end != piece.start:
             kept = Prefix(request, piece.start, _state_after(request.tokens[: piece.start], request.salt))
             self._prefixes[request.id] = kept
-        self._prefixes.move_to_end(request.id)
-        if len(self._prefixes) > MAX_PREFIXES:
-            self._prefixes.popitem(last=False)
         return kept
 
 

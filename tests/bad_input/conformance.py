@@ -79,7 +79,8 @@ def main() -> int:
     """The command line's own run, for all its phases. Returns its status: 0 when nothing was amiss."""
     options = argparse.ArgumentParser(description=str(__doc__).split("\n\n", maxsplit=1)[0])
     options.add_argument("--cases", type=int, default=1000, help="of all operations of a document together")
-    cases = options.parse_args().cases
+    options.add_argument("--seed", type=int, default=1, help="another one makes other cases")
+    chosen = options.parse_args()
     documents = {"ours": openapi()} | ({"OpenAI's": openai_document()} if OPENAI.is_file() else {})
     worst = 0
     # Hash nodes know no logprobs. Answers are short: some cases ask for as many tokens as there is room for.
@@ -90,17 +91,17 @@ def main() -> int:
             file.write_text(json.dumps(asking_for(running.model, document)))
             base = running.url + ("" if name == "ours" else "/v1")
             print(f"---- {name}", flush=True)
-            ended = subprocess.run([*_command(file, base, cases, len(document["paths"]))], check=False)
+            ended = subprocess.run([*_command(file, base, chosen.cases, chosen.seed, len(document["paths"]))], check=False)
             worst = max(worst, ended.returncode)
             running.idle()
     return worst
 
 
-def _command(file: Path, base: str, cases: int, num_operations: int) -> list[str]:
+def _command(file: Path, base: str, cases: int, number: int, num_operations: int) -> list[str]:
     names = ",".join(check.__name__ for check in CHECKS)
     flags = ["--url", base, "--checks", names, "--mode", "all", "--phases", "examples,coverage,fuzzing"]
     flags += ["--max-examples", str(-(-cases // num_operations)), "--generation-allow-x00", "true", "--no-shrink"]
-    flags += ["--suppress-health-check", "all", "--continue-on-failure", "--seed", "1", "--request-timeout", "60"]
+    flags += ["--suppress-health-check", "all", "--continue-on-failure", "--seed", str(number), "--request-timeout", "60"]
     flags += ["--output-sanitize", "false"]
     return [sys.executable, "-m", "schemathesis.cli", "run", str(file), *flags]
 

@@ -91,18 +91,19 @@ def main() -> int:
             file.write_text(json.dumps(asking_for(running.model, document)))
             base = running.url + ("" if name == "ours" else "/v1")
             print(f"---- {name}", flush=True)
-            ended = subprocess.run([*_command(file, base, chosen.cases, chosen.seed, len(document["paths"]))], check=False)
+            each = -(-chosen.cases // len(document["paths"]))
+            ended = subprocess.run(_command(file, base, each, chosen.seed), check=False)
             worst = max(worst, ended.returncode)
             running.idle()
     return worst
 
 
-def _command(file: Path, base: str, cases: int, number: int, num_operations: int) -> list[str]:
+def _command(file: Path, base: str, cases: int, number: int) -> list[str]:
     names = ",".join(check.__name__ for check in CHECKS)
     flags = ["--url", base, "--checks", names, "--mode", "all", "--phases", "examples,coverage,fuzzing"]
-    flags += ["--max-examples", str(-(-cases // num_operations)), "--generation-allow-x00", "true", "--no-shrink"]
-    flags += ["--suppress-health-check", "all", "--continue-on-failure", "--seed", str(number), "--request-timeout", "60"]
-    flags += ["--output-sanitize", "false"]
+    flags += ["--max-examples", str(cases), "--generation-allow-x00", "true", "--no-shrink"]
+    flags += ["--suppress-health-check", "all", "--continue-on-failure", "--seed", str(number)]
+    flags += ["--request-timeout", "60", "--output-sanitize", "false"]
     return [sys.executable, "-m", "schemathesis.cli", "run", str(file), *flags]
 
 

@@ -15,9 +15,8 @@ PROMPT_TOKENS, ANSWER_TOKENS = 200, 64
 
 @dataclass(slots=True)
 class Heard:
-    """By all clients together. Seconds: until first tokens, and between the others."""
+    """By all clients together. Seconds between tokens."""
 
-    first_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     num_answers: int = 0
@@ -58,7 +57,7 @@ async def _client(
 
 
 async def _answer(session: aiohttp.ClientSession, body: dict[str, object], heard: Heard) -> None:
-    told, times = time.monotonic(), heard.first_s
+    told: float | None = None
     async with session.post("/v1/completions", json=body) as answer:
         if answer.status != 200:
             raise ValueError(f"status {answer.status}: {await answer.text()}")
@@ -70,6 +69,7 @@ async def _answer(session: aiohttp.ClientSession, body: dict[str, object], heard
             if line.startswith(b'data: {"error"'):
                 raise ValueError(line.decode())
             now = time.monotonic()
-            times.append(now - told)
-            told, times = now, heard.gaps_s
+            if told is not None:
+                heard.gaps_s.append(now - told)
+            told = now
     raise ValueError("the stream ended without [DONE]")

@@ -11,11 +11,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from grpclib.client import Channel
-
 from engine.node import Node
 from prefill_node.breaker import Breaker
 from shared import messages
+from shared.grpc_connection import GuardedChannel
 from shared.kv.channel import ChannelError, KVChannel
 from shared.serve import Tasks
 from shared.services import RENEW, STOP, PeerError, connect
@@ -24,7 +23,7 @@ log = logging.getLogger("baton.handoff")
 RENEW_S = 0.5
 CALL_S = 2.5  # for what is answered at once: with a renewal before it, a peer cut off is found in 3 s
 INSIST_S = 2.0
-MAX_IDLE_PEERS = 64  # decode nodes come and go, each life at another address
+GONE_S = 60.0  # without a handoff, until a decode node that hung up is forgotten: its next life has another address
 # Long calls waiting for room share their connection with commits; HTTP/2 allows 100 calls on it.
 MAX_ASKING = 64
 STOP_TRIES = 30  # spread over a minute: a decode node that hears of no stop then is gone, or as good as
@@ -43,7 +42,7 @@ class Peer:
     """A decode node as seen from here."""
 
     address: str
-    rpc: Channel
+    rpc: GuardedChannel
     asking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_ASKING))
     channel: KVChannel | None = None  # the last one chosen, and the cards that it was chosen from
     cards: dict[str, bytes] = field(default_factory=dict)
@@ -51,10 +50,14 @@ class Peer:
     tickets: dict[bytes, None] = field(default_factory=dict)
     breaker: Breaker = field(default_factory=Breaker)
     num_waiting: int = 0  # handoffs that have asked for room
+    asked_at: float = field(default_factory=time.monotonic)  # when a handoff began last
 
     @property
     def is_idle(self) -> bool:
         return not self.tickets and not self.num_waiting
+
+    def is_gone(self, now: float) -> bool:
+        return self.is_idle and not self.rpc.is_connected and now - self.asked_at > GONE_S
 
     def check_breaker(self) -> None:
         """Raises RefusedError while the peer is left alone."""
@@ -93,17 +96,15 @@ class Peers:
         """Raises ValueError where that is no address."""
         peer = self._peers.get(address)
         if peer is None:
-            self._forget_idle()
             peer = self._peers[address] = Peer(address, connect(address))
+        peer.asked_at = time.monotonic()
         return peer
 
-    def _forget_idle(self) -> None:
-        if len(self._peers) < MAX_IDLE_PEERS:
-            return
-        for address, peer in list(self._peers.items()):
-            if peer.is_idle:
-                self._peers.pop(address).rpc.close()
-                self._node.ticker.channels.pop(address, None)
+    def _forget_gone(self) -> None:
+        now = time.monotonic()
+        for address in [peer.address for peer in self._peers.values() if peer.is_gone(now)]:
+            self._peers.pop(address).rpc.close()
+            self._node.ticker.channels.pop(address, None)
 
     def choose_channel(self, peer: Peer, cards: Mapping[str, bytes]) -> KVChannel:
         """The first that both sides can do. Falling to a later one is logged and counted. Raises ChannelError."""
@@ -151,6 +152,7 @@ class Peers:
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(RENEW_S)
+            self._forget_gone()
             await asyncio.gather(*(self._renew_at(peer) for peer in self._peers.values() if not peer.is_idle))
 
     async def _renew_at(self, peer: Peer) -> None:

@@ -276,6 +276,10 @@ class GuardedChannel(grpclib.client.Channel):
         super().__init__(host, port, **options)
         self._secret = secret
 
+    @property
+    def is_connected(self) -> bool:
+        return self._connected
+
     def _protocol_factory(self) -> H2Protocol:
         return ClientConnection(grpclib.client.Handler(), self._config, self._h2_config, self._secret)
 

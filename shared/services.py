@@ -147,7 +147,7 @@ class RpcServer:
             return
 
 
-def connect(address: str, secret: security.Secret | None = None) -> grpclib.client.Channel:
+def connect(address: str, secret: security.Secret | None = None) -> GuardedChannel:
     """A channel to `host:port`; it connects at the first call, and only to who proves `secret`, by default this
     process's, if any. Must be closed."""
     host, port = host_and_port(address)

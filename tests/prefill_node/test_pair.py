@@ -244,3 +244,25 @@ async def test_pools_of_two_prompts_serve_a_burst_without_anybody_waiting_for_ea
         for sent in here.sent.values():
             assert (sent.errors, sent.row()) == ([], expected(sent.prompt, sent.max_tokens))
         await here.empty()
+
+
+async def test_a_decode_node_that_is_gone_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its lives has another address: what is known of the one before would stay for ever."""
+    monkeypatch.setattr(peers_module, "GONE_S", 0.3)
+    async with pair("tcp", tmp_path) as here:
+        known = here.courier._peers._peers
+
+        async def hand_off(name: str) -> None:
+            sent = here.submit(name, [3, 4, 5, 6, 7], 2)
+            assert await until(lambda: sent.is_over, 5.0)
+            await here.empty()
+            assert sent.row() == expected(sent.prompt, 2)
+
+        await hand_off("first")
+        await asyncio.sleep(2 * peers_module.RENEW_S)
+        assert list(known) == [here.address], "it lives, though nothing goes there"
+        connection: Any = known[here.address].rpc._protocol
+        connection.connection.close()  # as its process's end does
+        assert await until(lambda: not known, 5.0)
+        await hand_off("second")
+        assert list(known) == [here.address]

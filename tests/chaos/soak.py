@@ -1,7 +1,9 @@
 """`python -m tests.chaos soak --minutes 30`: half load, one fault a minute, and whether anything grows.
 
-Memory, descriptors and threads of every process, each ten seconds. Slopes are least squares over what comes after the
-warm-up, of all lives of a process together, each with its own height; with the standard error of the fit. A process that
+Memory, descriptors and threads of every process, each ten seconds. Before it, a warm-up of ten minutes with a fault
+each 15 seconds: the most that is in use at once, which allocators keep, is a record of the worst pile-ups, and records
+come quickly at first. Slopes are least squares over what comes after the warm-up, of all lives of a process together,
+each with its own height; with the standard error of the fit. A process that
 lived all the time grows if a slope, less twice its error, is over a hundredth of its memory in an hour, or a tenth of
 what is counted. The router's history is short (`tests.chaos.small_memory`), or that would be all that is seen.
 """
@@ -24,6 +26,7 @@ from tests.chaos.traffic import Load
 from tests.cluster.harness import Cluster, cluster, wait_for
 
 SAMPLE_S = 10.0
+WARM_FAULT_S = 15.0
 LIFE_WARM_S = 60.0  # of a process that was started anew: its memory grows until it has seen everything once
 SHARE = 0.5  # of the time that a client asks
 SHARE_AN_HOUR = {"memory": 0.01, "descriptors": 0.1, "threads": 0.1}  # of what a process has: less is flat
@@ -54,20 +57,15 @@ class Sample:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument(
-        "--warm-up",
-        type=float,
-        default=0.0,
-        help="minutes that are left out; 0: a third",
-    )
+    parser.add_argument("--warm-up", type=float, default=10.0, help="minutes before these, which are left out")
     parser.add_argument("--fault-every-s", type=float, default=60.0)
     parser.add_argument("--no-write", action="store_true", help="write no results file")
     chosen = parser.parse_args(arguments)
     prefixes = {"router": [sys.executable, "-m", "tests.chaos.small_memory"]}
     with cluster(2, 2, prefixes=prefixes, heartbeat_s=0.5, log_format="json") as running:
-        soaked = Soak(running, chosen.minutes * 60, chosen.fault_every_s)
+        soaked = Soak(running, chosen.warm_up * 60, chosen.minutes * 60, chosen.fault_every_s)
         bad = soaked.run()
-        rows = slopes(soaked.samples, 60 * (chosen.warm_up or chosen.minutes / 3))
+        rows = slopes(soaked.samples, chosen.warm_up * 60)
     bad += [f"{row[0]} grows: {row[-1]}" for row in rows if row[-1]]
     table = Table(
         "Slopes after the warm-up", ["process", "lives", "samples", "MiB at the end", "MiB an hour", "±", "descriptors an hour",
@@ -85,7 +83,8 @@ def main(arguments: list[str]) -> int:
     result = Result(
         "soak",
         f"{chosen.minutes:g} minutes: {CLIENTS} clients ask half of the time, one fault each {chosen.fault_every_s:g} "
-        "s (kill, end or freeze a node). The router's history is short, so that it is full when the slopes begin.",
+        f"s (kill, end or freeze a node); before them {chosen.warm_up:g} minutes with one each {WARM_FAULT_S:g} s, which "
+        "the counts have too. The router's history is short, so that it is full when the slopes begin.",
         [Table("Soak", ["what", "number"], counts), table],
         [[s.name, round(s.at_s), s.count.pid, s.count.rss_mib, s.count.num_descriptors, s.count.threads]
          for s in soaked.samples],
@@ -96,11 +95,12 @@ def main(arguments: list[str]) -> int:
 
 
 class Soak:
-    def __init__(self, running: Cluster, seconds: float, fault_every_s: float) -> None:
+    def __init__(self, running: Cluster, warm_s: float, seconds: float, fault_every_s: float) -> None:
         self.samples: list[Sample] = []
         self.num_faults = self.num_restarts = 0
         self._running = running
-        self._seconds = seconds
+        self._warm_s = warm_s
+        self._seconds = warm_s + seconds
         self._every_s = fault_every_s
         self._load = Load(running.url, running.model, CLIENTS, SHARE)
         self.outcomes = self._load.outcomes
@@ -127,14 +127,14 @@ class Soak:
         return held + alone + ([f"{more} files in /dev/shm"] if more > 0 else [])
 
     def _harm(self) -> None:
-        next_sample, next_fault = 0.0, self._every_s
+        next_sample, next_fault = 0.0, WARM_FAULT_S
         while (now := time.monotonic() - self._began) < self._seconds:
             if now >= next_sample:
                 self._sample(now)
                 next_sample += SAMPLE_S
             if now >= next_fault and all_back(self._running):
                 self._fault()
-                next_fault += self._every_s
+                next_fault = now + (WARM_FAULT_S if now < self._warm_s else self._every_s)
             time.sleep(0.1)
 
     def _fault(self) -> None:

@@ -15,7 +15,7 @@ import grpclib.server
 from grpclib.exceptions import StreamTerminatedError
 from grpclib.protocol import H2Protocol
 from h2.config import H2Configuration
-from h2.events import DataReceived
+from h2.events import DataReceived, PingAckReceived
 
 from shared.grpc_limits import CarefulHandler
 from shared.security import CHALLENGE, MAGIC, OPENING, PROOF_BYTES, Called, Caller, NotTrustedError, Secret, complaints
@@ -23,6 +23,9 @@ from shared.security import CHALLENGE, MAGIC, OPENING, PROOF_BYTES, Called, Call
 PURPOSE = "rpc"
 PREFACE_S = 4.0  # for a connection to introduce itself
 CONNECT_S = 5.0  # to reach a peer, and for its proof
+# A peer that is frozen or cut off sends no reset. It is found after 2.0 to 2.6 s.
+PING_S = 0.65
+ANSWER_S = 1.9
 MAX_CONNECTIONS_PER_ADDRESS = 1024  # `baton up` may have 512 nodes on one
 MAX_UNPROVED = 128  # of a server, from everywhere; it takes milliseconds to prove the secret
 
@@ -54,6 +57,7 @@ class Guarded(H2Protocol):
         self._secret = secret
         self._said = b""  # by the other side, before HTTP/2 began
         self._has_begun = False
+        self._pinged_at: float | None = None  # the ping that is not answered
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -110,6 +114,8 @@ class Guarded(H2Protocol):
         for event in events:
             if type(event) is DataReceived and not event.flow_controlled_length:
                 continue  # grpclib takes an empty frame in the middle for the end
+            if type(event) is PingAckReceived:
+                self._pinged_at = None
             try:
                 self.processor.process(event)
             except NotImplementedError:  # a frame of some extension
@@ -212,7 +218,10 @@ class ClientConnection(Guarded):
     def __init__(self, handler: Any, config: Any, h2_config: H2Configuration, secret: Secret | None) -> None:
         super().__init__(handler, config, h2_config, secret)
         self._caller = Caller(secret, PURPOSE) if secret is not None else None
-        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[None] = self._loop.create_future()
+        self._watch: asyncio.TimerHandle | None = None
+        self._watched_at = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -224,12 +233,35 @@ class ClientConnection(Guarded):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._fail(exc or ConnectionResetError("it hung up at the introduction"))
+        if self._watch is not None:
+            self._watch.cancel()
         super().connection_lost(exc)
 
     def abort(self) -> None:
         """Hang up before it is ready."""
         self.ready.cancel()
         self._transport.abort()
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._watched_at = self._loop.time()
+        self._watch = self._loop.call_later(PING_S, self._ping)
+
+    def _ping(self) -> None:
+        now, connection = self._loop.time(), self.connection
+        if connection.is_closing():
+            return
+        if self._pinged_at is None:
+            self._pinged_at = now
+            cast(Any, connection)._connection.ping(bytes(8))
+            connection.flush()
+        elif now - self._watched_at > 2 * PING_S:  # it was us who stood still: the answer may lie here unread
+            self._pinged_at = now
+        elif now - self._pinged_at > ANSWER_S:
+            self.processor.close("it does not answer")
+            return
+        self._watched_at = now
+        self._watch = self._loop.call_later(PING_S, self._ping)
 
     def _introduced(self) -> bytes:
         assert self._caller is not None

@@ -127,7 +127,15 @@ class RpcServer:
     ) -> None:
         self._routes = {rpc.path: rpc.serve(handle) for rpc, handle in handlers.items()}
         secret = secret or security.own()
-        self._server = GuardedServer([self], secret=secret, codec=CODEC, config=_configuration())
+        # Callers that are gone without a word are let go of; it is their side that has to notice soon.
+        keepalive = Configuration(
+            _keepalive_time=5.0,
+            _keepalive_timeout=3.0,
+            _keepalive_permit_without_calls=True,
+            _http2_max_pings_without_data=0,
+            _http2_min_sent_ping_interval_without_data=5.0,
+        )
+        self._server = GuardedServer([self], secret=secret, codec=CODEC, config=keepalive)
 
     def __mapping__(self) -> Mapping[str, Handler]:
         return self._routes
@@ -151,24 +159,13 @@ def connect(address: str, secret: security.Secret | None = None) -> GuardedChann
     """A channel to `host:port`; it connects at the first call, and only to who proves `secret`, by default this
     process's, if any. Must be closed."""
     host, port = host_and_port(address)
-    return GuardedChannel(host, port, secret=secret or security.own(), codec=CODEC, config=_configuration())
+    return GuardedChannel(host, port, secret=secret or security.own(), codec=CODEC)
 
 
 def host_and_port(address: str) -> tuple[str, int]:
     """Of `host:port`, where the host of IPv6 may stand in brackets, as in a URL."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def _configuration() -> Configuration:
-    # A peer that is frozen or cut off sends no reset: pings find it in about 5 + 3 s.
-    return Configuration(
-        _keepalive_time=5.0,
-        _keepalive_timeout=3.0,
-        _keepalive_permit_without_calls=True,
-        _http2_max_pings_without_data=0,
-        _http2_min_sent_ping_interval_without_data=5.0,
-    )
 
 
 async def _receive_capped(stream: Any, codec: CodecBase, message_type: Any) -> Any:

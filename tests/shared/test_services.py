@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import struct
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,10 +12,11 @@ import h2.config
 import h2.connection
 import h2.events
 import pytest
-from grpclib.client import Channel
 from grpclib.const import Status
 
+from shared import grpc_connection
 from shared.codec import MAX_MESSAGE_BYTES
+from shared.grpc_connection import GuardedChannel
 from shared.grpc_limits import BudgetedConnection
 from shared.messages import Answer, Command, JoinReply, NodeInfo, Report, Reserved, Stop
 from shared.serve import until
@@ -34,7 +36,7 @@ async def serving(handlers: Handlers) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def dialled(address: str) -> AsyncIterator[Channel]:
+async def dialled(address: str) -> AsyncIterator[GuardedChannel]:
     channel = connect(address)
     try:
         yield channel
@@ -159,6 +161,48 @@ async def test_a_peer_whose_connection_ends_in_the_middle_of_a_call_is_a_peer_er
     async with server, dialled(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as channel:
         with pytest.raises(PeerError, match=STOP.path):
             await STOP.call(channel, Stop(b"ticket"), 30.0)
+
+
+async def test_a_peer_whom_nothing_reaches_is_hung_up_on_but_not_for_a_pause_of_our_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it sends still comes; only that it answers shows that it hears us."""
+    monkeypatch.setattr(grpc_connection, "PING_S", 0.05)
+    monkeypatch.setattr(grpc_connection, "ANSWER_S", 0.15)
+    reaches = asyncio.Event()
+    reaches.set()
+
+    async def carry(source: asyncio.StreamReader, target: asyncio.StreamWriter, gate: asyncio.Event) -> None:
+        while data := await source.read(4096):
+            await gate.wait()
+            target.write(data)
+        target.close()
+
+    always = asyncio.Event()
+    always.set()
+    async with serving(Taker().handlers(STOP)) as address, asyncio.TaskGroup() as group:
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            there, back = await asyncio.open_connection(*address.split(":"))
+            group.create_task(carry(there, writer, always))
+            await carry(reader, back, reaches)
+
+        between = await asyncio.start_server(relay, "127.0.0.1", 0)
+        async with dialled(f"127.0.0.1:{between.sockets[0].getsockname()[1]}") as channel:
+            assert (await STOP.call(channel, Stop(b"", ""), 2.0)).error == "Stop"
+            reaches.clear()
+            await asyncio.sleep(0.07)
+            time.sleep(0.5)  # noqa: ASYNC251 - a ping is on its way, and now we stand still
+            reaches.set()
+            await asyncio.sleep(0.3)
+            assert channel.is_connected
+            reaches.clear()
+            with pytest.raises(PeerError):
+                async with asyncio.timeout(2.0):  # before the other side finds out
+                    await STOP.call(channel, Stop(b"", ""), 20.0)
+            assert not channel.is_connected
+            reaches.set()
+        between.close()
 
 
 async def test_a_standing_stream_carries_both_ways_and_its_end_is_seen_on_the_other_side() -> None:

@@ -16,7 +16,7 @@ from tests.chaos.drive import Report, drive
 from tests.chaos.matrix import ROWS
 
 COLUMNS = ["fault", "in TRUST.md", "requests", "lost", "unequal", "moved", "faults", "restarts", "detected ms",
-           "longest gap ms", "made of (ms)", "blocks balance"]  # fmt: skip
+           "longest gap ms", "less detection and prefill", "made of (ms)", "blocks balance"]  # fmt: skip
 COLUMNS_APART = ["fault", "in TRUST.md", "requests", "lost or unequal", "longest gap ms", "blocks balance"]
 COMMANDS = {
     "cancels": cancels.main,
@@ -72,7 +72,8 @@ def main(arguments: list[str]) -> int:
 
 
 def cells(report: Report) -> list[Cell]:
-    row, gap = report.row, report.gap
+    row, gap, detected_s = report.row, report.gap, report.detected_s
+    own_s = None if gap is None or detected_s is None else gap.whole_s - detected_s - gap.parts_s.get("prefill", 0.0)
     harms = ", ".join(f"{count} {what}" for what, count in report.harms.items() if count)
     return [
         row.what + (f" ({harms})" if harms else ""),
@@ -83,8 +84,9 @@ def cells(report: Report) -> list[Cell]:
         report.status["requests"]["moved"],
         len(report.faults),
         len(report.restarts),
-        None if report.detected_s is None else round(report.detected_s * 1000),
+        None if detected_s is None else round(detected_s * 1000),
         None if gap is None else round(gap.whole_s * 1000),
+        None if own_s is None else max(0, round(own_s * 1000)),
         None if gap is None else gap.shown(),
         "; ".join(report.unbalanced) or "yes",
     ]

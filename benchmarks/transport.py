@@ -34,8 +34,9 @@ GOALS = {"shm": "≥ 0.8 of memcpy (rows ≥ 256 KiB)", "tcp": "≥ 1 GB/s, ≤ 
 NOTE = (
     "Goals: "
     + "; ".join(f"{kind} {goal}" for kind, goal in GOALS.items())
-    + ". Late: the receiver's event loop at its "
-    "worst during a push, which may be as late as it was before the push where the machine is busy."
+    + ". Checksums: what both ends take for those of the rows, on threads beside the next chunk's computing, as a share "
+    "of the push's time. Late: the receiver's event loop at its worst during a push, which may be as late as it was "
+    "before the push where the machine is busy."
 )
 SWITCH_S = 0.0005  # as a node's (shared.serve)
 
@@ -115,11 +116,15 @@ async def pushes(kind: str, row_bytes: int, count: int) -> list[dict[str, float]
             await channel.push(card, ticket, source, target)
             pushed_s, cpu_s = time.monotonic() - started, time.process_time() - cpu_s
             there_s, late_s = there.say("used")
+            started = time.monotonic()
+            ours.checksums(source)
+            summed_s = time.monotonic() - started
             found.append(
                 {
                     "gb_per_s": PUSH_BYTES / pushed_s / 1e9,
                     "of_memcpy": copied_s / pushed_s,
                     "cpu_s_per_gb": (cpu_s + there_s) / PUSH_BYTES * 1e9,
+                    "sums": 2 * summed_s / pushed_s,
                     "late_ms": late_s * 1000,
                     "idle_late_ms": idle_late_s * 1000,
                 }
@@ -150,6 +155,7 @@ def main() -> None:
         "GB/s",
         "of memcpy",
         "CPU s/GB",
+        "checksums",
         "loop late, ms",
         "idle, ms",
         "goal",

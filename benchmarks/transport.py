@@ -34,9 +34,9 @@ GOALS = {"shm": "≥ 0.8 of memcpy (rows ≥ 256 KiB)", "tcp": "≥ 1 GB/s, ≤ 
 NOTE = (
     "Goals: "
     + "; ".join(f"{kind} {goal}" for kind, goal in GOALS.items())
-    + ". Checksums: what both ends take for the rows', on threads beside the next chunk's computing, as a share of the "
-    "push's time. Late: the receiver's event loop at its worst during a push, which may be as late as it was before the "
-    "push where the machine is busy."
+    + ". Checksums: what they take at both ends, on threads beside the next chunk's computing, as a share of the push. "
+    "Late: the receiver's event loop at its worst during a push, which may be as late as it was before the push where "
+    "the machine is busy."
 )
 SWITCH_S = 0.0005  # as a node's (shared.serve)
 

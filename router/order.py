@@ -120,6 +120,8 @@ async def _encoded(
     texts: list[str] = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
+            if (least := tokenizer.least_tokens(prompt)) >= model.max_model_len:
+                raise _too_long(f"at least {least}", model, "prompt")
             ids = await encode(tokenizer, prompt, body.add_special_tokens)
             if not ids:
                 raise Rejected("A prompt has no tokens.", "prompt")
@@ -138,11 +140,7 @@ def _room(body: GenerateBody, num_prompt: int, model: Model) -> int:
     """How many tokens may be generated. Raises Rejected with both numbers when they do not fit."""
     context, param = model.max_model_len, "messages" if isinstance(body, ChatBody) else "prompt"
     if num_prompt >= context:
-        raise Rejected(
-            f"The prompt has {num_prompt} tokens; this model's context is {context} tokens, answer included.",
-            param,
-            "context_length_exceeded",
-        )
+        raise _too_long(str(num_prompt), model, param)
     rest, limit = context - num_prompt, body.token_limit
     if limit is None:
         limit = rest if isinstance(body, ChatBody) else min(rest, max(COMPLETION_TOKENS, body.min_tokens))
@@ -154,6 +152,14 @@ def _room(body: GenerateBody, num_prompt: int, model: Model) -> int:
             "context_length_exceeded",
         )
     return limit
+
+
+def _too_long(num_tokens: str, model: Model, param: str) -> Rejected:
+    return Rejected(
+        f"The prompt has {num_tokens} tokens; this model's context is {model.max_model_len} tokens, answer included.",
+        param,
+        "context_length_exceeded",
+    )
 
 
 def _sampling(body: CompletionBody | ChatBody) -> Sampling:

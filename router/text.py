@@ -51,6 +51,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
+        written = json.loads(tokenizer.to_str())
         self.size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.special = frozenset(
             number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special
@@ -58,13 +59,14 @@ class Vocabulary:
         self._replacements: list[tuple[str, str]] = []
         self.byte_level = False
         self.strip_start = 0  # how many leading spaces a whole text loses
-        self._read_decoder()
+        self._read_decoder(written["decoder"])
+        self.most_bytes = _most_bytes(written)
         self._bytes: dict[int, bytes] = {}
         self._pieces: dict[int, str | int | None] = {}
 
-    def _read_decoder(self) -> None:
+    def _read_decoder(self, decoder: dict[str, Any] | None) -> None:
         """Takes over the two families of decoders that language models use, and refuses any other by name."""
-        decoder = json.loads(self._tokenizer.to_str())["decoder"] or {"type": None}
+        decoder = decoder or {"type": None}
         steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         kinds = [step["type"] for step in steps]
         if kinds == ["ByteLevel"]:
@@ -105,6 +107,21 @@ class Vocabulary:
             else:
                 self._bytes[token] = piece.encode()
         return self._bytes[token]
+
+
+def _most_bytes(written: dict[str, Any]) -> int:
+    """Of a text's UTF-8 that one token can stand for; 0 where that may be any number: where text is dropped or
+    rewritten before it is cut, or a token takes the spaces beside it too. `written`: tokenizer.json."""
+    cutter, model, added = written["pre_tokenizer"] or {}, written["model"], written["added_tokens"]
+    shrinks = {None: 1, "NFC": 3}.get((written["normalizer"] or {"type": None})["type"])  # Unicode's bound for UTF-8
+    keeps_all = all(
+        step.get("type") == "ByteLevel" or (step.get("type") == "Split" and step["behavior"] != "Removed")
+        for step in cutter.get("pretokenizers", [cutter])
+    )
+    knows_all = model.get("type") == "BPE" and BYTE_ALPHABET.keys() <= model["vocab"].keys()
+    if shrinks is None or not keeps_all or not knows_all or any(token["lstrip"] or token["rstrip"] for token in added):
+        return 0
+    return shrinks * max([*map(len, model["vocab"]), *(len(token["content"].encode()) for token in added)])
 
 
 class ByteLevelDetokenizer:
@@ -270,6 +287,11 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         return self.vocabulary.size
+
+    def least_tokens(self, text: str) -> int:
+        """No more than `encode` gives, told at once; 0 where only encoding tells."""
+        most = self.vocabulary.most_bytes
+        return len(text.encode(errors="replace")) // most if most else 0
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; names of special tokens in it become those tokens, as everywhere in this field.

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from router.template import ChatTemplate
 from router.text import HELD_BYTES, REPLACEMENT, StopStrings, Tokenizer
 from shared.errors import ConfigError, Rejected
+from tests.router.conftest import byte_level_tokenizer
 
 SETTINGS = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 STORIES = Path(__file__).parents[3] / "shared" / "data" / "models" / "stories260K"
@@ -172,6 +173,33 @@ def test_a_beginning_token_that_the_config_asks_for_is_added_once(fallback):
     assert fallback.encode("ab")[0] == 1
     assert fallback.encode("<s>ab").count(1) == 1
     assert 1 not in fallback.encode("ab", add_special_tokens=False)
+
+
+@SETTINGS
+@given(
+    text=st.text(
+        st.one_of(st.sampled_from("Onc e\u0301α\u0313\u0301\u0345ᄀ\u1161\u11a8👩‍"), st.characters()), max_size=400
+    ),
+    composes=st.booleans(),
+)
+def test_a_text_has_no_fewer_tokens_than_is_told_before_it_is_encoded(text, composes):
+    library = byte_level_tokenizer()
+    if composes:
+        library.normalizer = tokenizers.normalizers.NFC()
+    tokenizer = Tokenizer(library, {})
+    assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+    assert tokenizer.least_tokens("x" * 30_000) > 400
+
+
+def test_nothing_is_told_where_a_token_may_stand_for_any_length(fallback):
+    assert fallback.least_tokens("a" * 100_000) == 0  # its spaces are rewritten before they are cut
+    greedy, drops, shrinks = (byte_level_tokenizer() for _ in range(3))
+    greedy.add_special_tokens([tokenizers.AddedToken("<|pad|>", rstrip=True)])
+    drops.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.Split(" ", "removed"), tokenizers.pre_tokenizers.ByteLevel()]
+    )
+    shrinks.normalizer = tokenizers.normalizers.Strip()
+    assert [Tokenizer(library, {}).least_tokens(" " * 100_000) for library in (greedy, drops, shrinks)] == [0, 0, 0]
 
 
 def test_loading_reads_the_directory(tmp_path, byte_level):

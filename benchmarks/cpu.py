@@ -124,15 +124,16 @@ def measure_mixed(fleet: Fleet, repeats: int) -> Runs:
     return {key: {arm: [run[key] for run in values] for arm, values in runs.items()} for key in runs["stall_free"][0]}
 
 
-def measure_memory(fleet: Fleet) -> Runs:
+def measure_memory(fleet: Fleet, repeats: int) -> Runs:
     """Bytes that a new process had at most, loading included, after a long prompt and a large batch."""
     peaks: dict[str, list[float]] = {}
-    for arm in (FP32, VLLM_FP32):
-        fleet.close()
-        if (worker := fleet.get(arm)) is not None:
-            worker.call("prefill", tokens=2048)
-            worker.call("decode", batch=32, context=CONTEXT, steps=STEPS[32])
-            peaks[arm] = [float(worker.peak_bytes)]
+    for _ in range(repeats):
+        for arm in (FP32, VLLM_FP32):
+            fleet.close()
+            if (worker := fleet.get(arm)) is not None:
+                worker.call("prefill", tokens=2048)
+                worker.call("decode", batch=32, context=CONTEXT, steps=STEPS[32])
+                peaks.setdefault(arm, []).append(float(worker.peak_bytes))
     fleet.close()
     return {"memory": peaks}
 
@@ -156,7 +157,7 @@ def measure(group: str, fleet: Fleet, repeats: int) -> dict[str, Any]:
     if group in SPEEDS:
         runs = measure_speeds(SPEEDS[group], fleet, repeats)
     elif group == "memory":
-        runs = measure_memory(fleet)
+        runs = measure_memory(fleet, repeats)
     else:
         runs = {"chunked": measure_chunked, "mixed": measure_mixed}[group](fleet, repeats)
     return {

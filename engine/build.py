@@ -13,7 +13,7 @@ from engine.cuda.memory import DeviceMemory
 from engine.emulated import EMULATED_HEAD_DIM, EmulatedRunner
 from engine.emulation import Emulation, load_emulation
 from engine.hash_model import HashRunner
-from engine.heap import give_back, keep_large_blocks, share_one
+from engine.heap import give_back, keep_large_blocks, map_large_blocks, share_one
 from engine.kernels.choose import kernels_on_cpu
 from engine.kv_pool import KVPool, blocks_for, check_holds
 from engine.linear.choose import linear_on_cpu
@@ -139,6 +139,7 @@ def _torch_runner(
     options: BuildOptions, config: ModelConfig, path: Path, pool: KVPool
 ) -> tuple[TorchRunner, dict[str, str]]:
     """The runner, and which parts it was made of."""
+    map_large_blocks()
     # On a thread that ends: its team of OpenMP threads goes with it. A second team in the process makes more
     # threads than cores, and libgomp then lets every team sleep between two products, at 50 us for each.
     with ThreadPoolExecutor(1) as loading:

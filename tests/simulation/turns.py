@@ -190,7 +190,7 @@ class SimRunner(HashRunner):
         if shadow is None or shadow.tokens is not request.tokens:
             shadow = SimpleNamespace(id=request.id, tokens=request.tokens, salt=request.salt, blocks=[])
             self._shadows[request.id] = shadow
-        shadow.blocks = blocks
+        shadow.blocks, shadow.state = blocks, request.state
         return Slice(shadow, piece.start, piece.count, piece.samples, piece.epoch)
 
 

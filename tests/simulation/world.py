@@ -91,6 +91,7 @@ class World:
         self.note("all is well from here on")
         await asyncio.gather(*coming)
         await self._within(ANSWER_S, lambda: [c.wish.id for c in self.clients if not c.outcome], "has no answer")
+        await asyncio.sleep(0.1)  # who has heard enough hangs up by then
         await self._within(REST_S, lambda: unbalanced(self), "is still held")
         await self._within(START_S, self._missing, "is not there again")
         for text in at_the_end(self):

@@ -1,7 +1,7 @@
 """Every RPC of Baton, one line each; server mapping and client call both derive from that line.
 
-Also what grpclib lacks: a cap on message sizes, keepalive that notices a frozen peer, and a close that ends; and what
-`shared.grpc_connection` and `shared.grpc_limits` have against strangers.
+Also what grpclib lacks: a cap on message sizes and a close that ends; and what `shared.grpc_connection` and
+`shared.grpc_limits` have against strangers and against peers that fall silent.
 """
 
 import asyncio

@@ -6,11 +6,17 @@ such as the engine's, has a heap of its own, in pieces of 64 MiB given back like
 """
 
 import ctypes
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
 
 M_TRIM_THRESHOLD = -1  # <malloc.h>
 M_MMAP_THRESHOLD = -3
 M_ARENA_MAX = -8
 LARGEST = 2**31 - 1  # what an int holds
+LINE = 64  # bytes
 
 
 def share_one() -> bool:
@@ -28,6 +34,18 @@ def map_large_blocks() -> bool:
 def keep_large_blocks() -> bool:
     """For the whole process, from now on. False where the C library is not glibc: nothing is changed there."""
     return _set(M_MMAP_THRESHOLD, 1 << 30) and _set(M_TRIM_THRESHOLD, LARGEST)
+
+
+def empty(*shape: int) -> Tensor:
+    """float32, with nothing in it, from a line of the cache on: for what a long step makes and frees in each layer.
+
+    torch asks for aligned memory, for which glibc looks for a hole that is larger by the alignment: it never finds the
+    one that the same tensor of the layer before has left, and a step's part of the heap grows to twice what it uses.
+    """
+    size = 4 * math.prod(shape)
+    memory = np.empty(size + LINE, np.uint8)
+    skipped = -memory.ctypes.data % LINE
+    return torch.from_numpy(memory[skipped : skipped + size].view(np.float32).reshape(shape))
 
 
 def _set(option: int, value: int) -> bool:

@@ -19,7 +19,8 @@ OUR_KV_GIB, VLLM_KV_GIB = 0.5, 1  # our default; vLLM takes whole ones, and touc
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Interpreters of the peers, "" where one is not installed; `directory` holds the models."""
+    """Interpreters of the peers, "" where one is not installed; `directory` holds the models.
+    Weights in 16 bits, the KV's dtype and its GiB are of our arms."""
 
     shape: str
     threads: int
@@ -28,6 +29,7 @@ class Options:
     vllm: str = ""
     weight_dtype: str = "bfloat16"
     kv_cache_dtype: str = "auto"
+    kv_gib: float = OUR_KV_GIB
 
 
 @dataclass(slots=True)
@@ -64,7 +66,7 @@ class Fleet:
         options = self.options
         model = checkpoint(options.shape, directory=options.directory)
         common: dict[str, Any] = {"model": str(model), "threads": options.threads}
-        ours: dict[str, Any] = common | {"kv_gib": OUR_KV_GIB, "kv_cache_dtype": options.kv_cache_dtype}
+        ours: dict[str, Any] = common | {"kv_gib": options.kv_gib, "kv_cache_dtype": options.kv_cache_dtype}
         if arm == FP32:
             return Worker(sys.executable, "baton", ours)
         if arm == BITS16:

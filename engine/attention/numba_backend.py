@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.attention.numba_kernels import AREAS, attend, merge
 from engine.attention.numba_tiles import FIELDS, TILE
 from engine.batch import Batch
+from engine.heap import empty
 from engine.kv_pool import KVPool
 from engine.vectors import CODES, LANES
 
@@ -138,7 +139,7 @@ class NumbaPlan:
             raise ValueError(f"numba attention computes in float32, the queries are {q.dtype}")
         q = q.contiguous()
         prepared = self.prepared(q.shape[1], window)
-        out = torch.empty_like(q)
+        out = empty(*q.shape)
         rest = (self._backend.layer_address(layer), *prepared.rest)
         memory = self._backend.memory(torch.get_num_threads(), prepared.group)  # as many as the kernel will run on
         attend(prepared.operations, 0, *prepared.units, q.data_ptr(), out.data_ptr(), *rest, memory.address)

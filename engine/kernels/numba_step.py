@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.heap import empty
 from engine.kernels import numba_kernels
 from engine.kv_pool import KVPool
 from engine.models.config import ModelConfig
@@ -42,7 +43,7 @@ class NumbaStep:
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         rows = _checked(rows)
-        normed = torch.empty_like(rows)
+        normed = empty(*rows.shape)
         size = rows.shape[-1]
         numba_kernels.norm(
             2 * rows.numel(),
@@ -57,7 +58,7 @@ class NumbaStep:
 
     def add_norm(self, hidden: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         hidden, update = _checked(hidden), _checked(update)
-        normed = torch.empty_like(hidden)
+        normed = empty(*hidden.shape)
         numba_kernels.add_norm(
             3 * hidden.numel(),
             len(hidden),
@@ -72,7 +73,7 @@ class NumbaStep:
 
     def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
         kernels, config, qkv = self._kernels, self._kernels.config, _checked(qkv)
-        q = torch.empty(len(qkv), config.num_heads, config.head_dim)
+        q = empty(len(qkv), config.num_heads, config.head_dim)
         numba_kernels.rotate_and_store(
             2 * qkv.numel(),
             len(qkv),
@@ -94,7 +95,7 @@ class NumbaStep:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate_up = _checked(gate_up)
         rows, size = len(gate_up), gate_up.shape[1] // 2
-        product = torch.empty(rows, size)
+        product = empty(rows, size)
         numba_kernels.silu_mul(SILU_WORK * product.numel(), rows, size, gate_up.data_ptr(), product.data_ptr())
         return product
 

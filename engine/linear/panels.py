@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from engine.heap import empty
 from engine.linear.interface import Lookup
 from engine.linear.numba_products import INT8, PANEL, product
 from engine.vectors import CODES, LANES
@@ -31,7 +32,7 @@ class PanelLinear:
         assert rows.dtype == torch.float32, f"panels are multiplied by float32, the activations are {rows.dtype}"
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         count = len(rows)
-        result = torch.empty(count, self.padded)
+        result = empty(count, self.padded)
         scratch = torch.empty(count * self.row_scratch, dtype=torch.uint8) if self.row_scratch else result
         product(
             count * self.row_work,

@@ -134,6 +134,12 @@ def test_logits_equal_transformers_in_any_chunking(name: str, tmp_path: Path) ->
         assert largest_difference(reference_model, model, seed, block_tokens) <= 1e-4
 
 
+def test_a_long_step_goes_through_an_mlp_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.models.decoder.MLP_ROWS", 3)
+    reference_model = save(CONFIGS["llama, biases"], tmp_path)
+    assert largest_difference(reference_model, load_model(tmp_path, torch.float32, CPU)) <= 1e-4
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_files_are_read_exactly(dtype: torch.dtype, tmp_path: Path) -> None:
     reference_model = save(CONFIGS["llama, grouped, tied"], tmp_path, dtype)

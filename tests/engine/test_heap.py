@@ -1,0 +1,29 @@
+"""What a long step makes and frees again and again finds its own holes in the heap."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+# A tensor is made and freed in each layer, and something small that stays is put behind it.
+LAYERS = """
+import torch
+from engine.heap import empty, keep_large_blocks
+
+keep_large_blocks()
+found, kept = set(), []
+for layer in range(12):
+    tensor = empty(2048, 768)
+    found.add(tensor.data_ptr())
+    assert tensor.shape == (2048, 768) and tensor.dtype == torch.float32 and tensor.data_ptr() % 64 == 0
+    kept.append(bytearray(100_000))
+    del tensor
+print(len(found))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_a_tensor_lies_where_that_of_the_layer_before_lay() -> None:
+    found = subprocess.run([sys.executable, "-c", LAYERS], capture_output=True, text=True, check=True, timeout=60)
+    assert int(found.stdout) <= 2

@@ -5,6 +5,7 @@ of the whole prefix within one tenant (the scheme of vLLM's prefix caching; BLAK
 """
 
 import hashlib
+import struct
 from array import array
 from collections.abc import Sequence
 
@@ -23,9 +24,9 @@ def extend_hashes(hashes: list[bytes], tokens: Sequence[int], block_tokens: int,
     ids = memoryview(tokens)[first:end] if isinstance(tokens, array) else memoryview(array("i", tokens[first:end]))
     row, size = ids.cast("B"), ids.itemsize * block_tokens
     parent = hashes[-1] if hashes else root_hash(salt)
-    for start in range(0, len(row), size):
+    for (block,) in struct.iter_unpack(f"{size}s", row):
         # As a salt, which is mixed into the initial state: as a key it would be one more block to hash.
-        parent = hashlib.blake2b(row[start : start + size], digest_size=DIGEST_BYTES, salt=parent).digest()
+        parent = hashlib.blake2b(block, digest_size=DIGEST_BYTES, salt=parent).digest()
         hashes.append(parent)
 
 

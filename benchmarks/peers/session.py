@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +101,6 @@ class Worker:
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
-
-
-def close_all(workers: Iterable[Worker]) -> None:
-    for worker in workers:
-        worker.close()
 
 
 def _group(leader: int) -> list[Path]:

@@ -189,7 +189,7 @@ def table(shape: str, groups: dict[str, dict[str, Any]]) -> Table:
             rows += _mixed_rows(runs, absolute=shape == "110m")
         if group == "memory" and runs:
             in_gb = {arm: [value / 1e9 for value in values] for arm, values in runs["memory"].items()}
-            rows.append(_compared("peak memory, GB", in_gb, FP32, 0.5, lower=True))
+            rows.append(_compared(f"peak memory with {WORK_KV_GIB} GiB of KV, GB", in_gb, FP32, 0.5, lower=True))
     columns = ["tokens/s unless it says otherwise", "ours", "theirs", "ours / the better of theirs", "goal", ""]
     return Table(f"{shape}: on a CPU, {CONTEXT} tokens of context", columns, rows, _note(groups))
 

@@ -32,8 +32,9 @@ def map_large_blocks() -> bool:
 
 
 def keep_large_blocks() -> bool:
-    """For the whole process, from now on. False where the C library is not glibc: nothing is changed there."""
-    return _set(M_MMAP_THRESHOLD, 1 << 30) and _set(M_TRIM_THRESHOLD, LARGEST)
+    """For the whole process, from now on. glibc before 2.35 takes no more than 32 MiB. False where the C library is not
+    glibc: nothing is changed there."""
+    return any(_set(M_MMAP_THRESHOLD, size) for size in (1 << 30, 1 << 25)) and _set(M_TRIM_THRESHOLD, LARGEST)
 
 
 def empty(*shape: int) -> Tensor:

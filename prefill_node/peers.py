@@ -23,7 +23,7 @@ log = logging.getLogger("baton.handoff")
 RENEW_S = 0.5
 CALL_S = 2.5  # for what is answered at once: with a renewal before it, a peer cut off is found in 3 s
 INSIST_S = 2.0
-GONE_S = 60.0  # without a handoff, until a decode node that hung up is forgotten: its next life has another address
+GONE_S = 60.0  # with nothing to ask, until a decode node that hung up is forgotten: its next life has another address
 # Long calls waiting for room share their connection with commits; HTTP/2 allows 100 calls on it.
 MAX_ASKING = 64
 STOP_TRIES = 30  # spread over a minute: a decode node that hears of no stop then is gone, or as good as
@@ -50,7 +50,7 @@ class Peer:
     tickets: dict[bytes, None] = field(default_factory=dict)
     breaker: Breaker = field(default_factory=Breaker)
     num_waiting: int = 0  # handoffs that have asked for room
-    asked_at: float = field(default_factory=time.monotonic)  # when a handoff began last
+    asked_at: float = field(default_factory=time.monotonic)  # when a handoff began last, or a stop was to be said
 
     @property
     def is_idle(self) -> bool:
@@ -142,6 +142,7 @@ class Peers:
         log.warning("%s never heard that a handoff stopped: it keeps its blocks while we live", peer.address)
 
     async def _heard(self, peer: Peer, stop: messages.Stop) -> bool:
+        peer.asked_at = time.monotonic()
         try:
             await STOP.call(peer.rpc, stop, CALL_S)
         except PeerError as error:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from router.records import Records
 from scheduler.cost import MOST, CostModel
 from scheduler.disaggregate import NodeView
+from shared.grpc_connection import ANSWER_S, PING_S
 from shared.messages import Command, Delta, Load, NodeInfo, Report, Submit
 from shared.services import ATTACH, PEER_FAILURES, STREAM_ENDED, connect
 
@@ -177,7 +178,7 @@ class Link:
 
     async def _hold(self) -> bool:
         """One stream, from its start to its end. True when the node was alive on it."""
-        channel = connect(self.info.address)
+        channel = connect(self.info.address, answer_s=max(ANSWER_S, self._timeout_s - PING_S))
         self._command = Command(self._router)
         self._wake.clear()
         self._silent_moments = 0
@@ -193,6 +194,8 @@ class Link:
                     writer.cancel()
                 return self.alive
         finally:
+            if channel.fell_silent:
+                self._silent_moments = MOMENTS
             channel.close()
 
     @asynccontextmanager

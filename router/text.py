@@ -113,11 +113,13 @@ def _most_bytes(written: dict[str, Any]) -> int:
     """Of a text's UTF-8 that one token can stand for; 0 where that may be any number: where text is dropped or
     rewritten before it is cut, or a token takes the spaces beside it too. `written`: tokenizer.json."""
     cutter, model, added = written["pre_tokenizer"] or {}, written["model"], written["added_tokens"]
-    shrinks = {None: 1, "NFC": 3}.get((written["normalizer"] or {"type": None})["type"])  # Unicode's bound for UTF-8
+    # NFC makes 2 bytes of 7 at most: of U+1FBE U+0308 U+0301.
+    shrinks = {None: 1, "NFC": 4}.get((written["normalizer"] or {"type": None})["type"])
+    steps = cutter.get("pretokenizers", [cutter])
     keeps_all = all(
         step.get("type") == "ByteLevel" or (step.get("type") == "Split" and step["behavior"] != "Removed")
-        for step in cutter.get("pretokenizers", [cutter])
-    )
+        for step in steps
+    ) and any(step.get("type") == "ByteLevel" for step in steps)
     knows_all = model.get("type") == "BPE" and BYTE_ALPHABET.keys() <= model["vocab"].keys()
     if shrinks is None or not keeps_all or not knows_all or any(token["lstrip"] or token["rstrip"] for token in added):
         return 0

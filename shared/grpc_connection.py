@@ -23,15 +23,17 @@ from shared.security import CHALLENGE, MAGIC, OPENING, PROOF_BYTES, Called, Call
 PURPOSE = "rpc"
 PREFACE_S = 4.0  # for a connection to introduce itself
 CONNECT_S = 5.0  # to reach a peer, and for its proof
-# A peer that is frozen or cut off sends no reset. It is found after 2.0 to 2.6 s.
+# A peer that is frozen or cut off sends no reset. It is found after 2.0 to 2.6 s, where a channel is not more patient.
 PING_S = 0.65
 ANSWER_S = 1.9
+FLUSH_S = 1.0  # for what is unsent when a connection is closed
 MAX_CONNECTIONS_PER_ADDRESS = 1024  # `baton up` may have 512 nodes on one
 MAX_UNPROVED = 128  # of a server, from everywhere; it takes milliseconds to prove the secret
 
 
 class Outgoing:
-    """A transport which says that it has ended as grpclib does: uvloop's RuntimeError could mean anything."""
+    """A transport which says that it has ended as grpclib does: uvloop's RuntimeError could mean anything, and asyncio
+    says nothing. And which does end."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -40,10 +42,22 @@ class Outgoing:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
+        if self._transport.is_closing():
+            raise StreamTerminatedError("Connection lost")
         try:
             self._transport.write(data)
         except RuntimeError as error:
             raise StreamTerminatedError("Connection lost") from error
+
+    def close(self) -> None:
+        """What is unsent may go yet, but to who takes no bytes it never would, and the connection would never end."""
+        self._transport.close()
+        if self._transport.get_write_buffer_size():
+            asyncio.get_running_loop().call_later(FLUSH_S, self._abort)
+
+    def _abort(self) -> None:
+        if self._transport.get_write_buffer_size():
+            self._transport.abort()
 
 
 class Guarded(H2Protocol):
@@ -78,6 +92,7 @@ class Guarded(H2Protocol):
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._has_begun:
             super().connection_lost(exc)
+            self.connection.write_ready.set()  # who waits to write is to find out, and not to wait for ever
         else:
             self.handler.close()
 
@@ -215,9 +230,10 @@ class ServerConnection(Guarded):
 class ClientConnection(Guarded):
     """The side that connected. `ready` is set once the other side has proved the secret, and fails if it does not."""
 
-    def __init__(self, handler: Any, config: Any, h2_config: H2Configuration, secret: Secret | None) -> None:
-        super().__init__(handler, config, h2_config, secret)
-        self._caller = Caller(secret, PURPOSE) if secret is not None else None
+    def __init__(self, handler: Any, config: Any, h2_config: H2Configuration, channel: "GuardedChannel") -> None:
+        super().__init__(handler, config, h2_config, channel.secret)
+        self._channel = channel
+        self._caller = Caller(channel.secret, PURPOSE) if channel.secret is not None else None
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self._watch: asyncio.TimerHandle | None = None
@@ -255,11 +271,13 @@ class ClientConnection(Guarded):
             self._pinged_at = now
             cast(Any, connection)._connection.ping(bytes(8))
             connection.flush()
-        elif now - self._watched_at > 2 * PING_S:  # it was us who stood still: the answer may lie here unread
-            self._pinged_at = now
-        elif now - self._pinged_at > ANSWER_S:
-            self.processor.close("it does not answer")
-            return
+        else:
+            self._pinged_at += max(0.0, now - self._watched_at - PING_S)  # as long as it was us who stood still
+            if now - self._pinged_at > self._channel.answer_s:
+                self._channel.fell_silent = True
+                self.processor.close("it does not answer")
+                self._transport.abort()
+                return
         self._watched_at = now
         self._watch = self._loop.call_later(PING_S, self._ping)
 
@@ -302,18 +320,23 @@ class GuardedServer(grpclib.server.Server):
 
 
 class GuardedChannel(grpclib.client.Channel):
-    """grpclib's, which gives up on a peer that does not answer, or does not prove `secret`, if there is one."""
+    """grpclib's, which gives up on a peer that does not prove `secret`, if there is one, or does not answer a ping for
+    `answer_s`. `fell_silent`: it did so once for the latter."""
 
-    def __init__(self, host: str, port: int, *, secret: Secret | None, **options: Any) -> None:
+    def __init__(
+        self, host: str, port: int, *, secret: Secret | None, answer_s: float = ANSWER_S, **options: Any
+    ) -> None:
         super().__init__(host, port, **options)
-        self._secret = secret
+        self.secret = secret
+        self.answer_s = answer_s
+        self.fell_silent = False
 
     @property
     def is_connected(self) -> bool:
         return self._connected
 
     def _protocol_factory(self) -> H2Protocol:
-        return ClientConnection(grpclib.client.Handler(), self._config, self._h2_config, self._secret)
+        return ClientConnection(grpclib.client.Handler(), self._config, self._h2_config, self)
 
     async def _create_connection(self) -> H2Protocol:
         """Raises OSError, NotTrustedError among them, or TimeoutError."""

@@ -21,7 +21,7 @@ from h2.exceptions import StreamClosedError
 
 from shared import security
 from shared.codec import MAX_MESSAGE_BYTES, Malformed, MessageCodec
-from shared.grpc_connection import GuardedChannel, GuardedServer
+from shared.grpc_connection import ANSWER_S, GuardedChannel, GuardedServer
 from shared.messages import (
     Answer,
     Command,
@@ -155,11 +155,11 @@ class RpcServer:
             return
 
 
-def connect(address: str, secret: security.Secret | None = None) -> GuardedChannel:
+def connect(address: str, secret: security.Secret | None = None, answer_s: float = ANSWER_S) -> GuardedChannel:
     """A channel to `host:port`; it connects at the first call, and only to who proves `secret`, by default this
-    process's, if any. Must be closed."""
+    process's, if any. `answer_s`: how long a ping may go unanswered. Must be closed."""
     host, port = host_and_port(address)
-    return GuardedChannel(host, port, secret=secret or security.own(), codec=CODEC)
+    return GuardedChannel(host, port, secret=secret or security.own(), answer_s=answer_s, codec=CODEC)
 
 
 def host_and_port(address: str) -> tuple[str, int]:

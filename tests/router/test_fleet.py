@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
+import router.link as link_of_router
 from router.admin import Admin
 from router.dispatch import Dispatch, Rules
 from router.fleet import Fleet
@@ -18,10 +19,12 @@ from router.generation import Generation
 from router.link import Link
 from router.records import Records
 from scheduler.cost import CostModel
+from shared import grpc_connection
 from shared.errors import Rejected, Unavailable
 from shared.messages import Command, Delta, Load, NodeInfo, Report, Sampling, Submit
 from shared.serve import until
 from shared.services import ATTACH, RpcServer
+from tests.chaos.proxy import PARTITION, Relays
 
 PATIENCE_S = 0.4
 
@@ -176,6 +179,24 @@ async def test_a_silent_node_is_lost_after_the_timeout_and_comes_back_when_it_sp
         here.nodes["d0"].is_silent = False
         await here.alive("p0", "d0")
         assert here.fleet.link("d0") is link
+
+
+async def test_a_node_that_answers_no_ping_fell_silent_and_did_not_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ping may find out sooner than the link's own patience; who was cut off is to blame for nothing."""
+    monkeypatch.setattr(grpc_connection, "PING_S", 0.05)
+    monkeypatch.setattr(link_of_router, "ANSWER_S", 0.15)
+    monkeypatch.setattr(link_of_router, "PING_S", 30.0)  # so that answers are awaited for no longer
+    with Relays() as relays:
+        async with stage("p0 d0") as here:
+            port = int(here.fleet.link("d0").info.address.split(":")[1])
+            relay = relays.between("127.0.0.2", port)
+            here.listing.put(replace(here.fleet.link("d0").info, id="d1", address=f"127.0.0.2:{port}"))
+            await here.alive("p0", "d0", "d1")
+            link, listener = here.fleet.link("d1"), Heard()
+            link.submit(submit("r"), listener)
+            relay.harm = PARTITION
+            assert await until(lambda: listener.losses == [link], 5.0)
+            assert not link.has_crashed
 
 
 async def test_a_router_that_stood_still_itself_loses_nobody_for_it() -> None:

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from router.template import ChatTemplate
-from router.text import HELD_BYTES, REPLACEMENT, StopStrings, Tokenizer
+from router.text import BYTE_ALPHABET, HELD_BYTES, REPLACEMENT, StopStrings, Tokenizer
 from shared.errors import ConfigError, Rejected
 from tests.router.conftest import byte_level_tokenizer
 
@@ -188,18 +188,36 @@ def test_a_text_has_no_fewer_tokens_than_is_told_before_it_is_encoded(text, comp
         library.normalizer = tokenizers.normalizers.NFC()
     tokenizer = Tokenizer(library, {})
     assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
-    assert tokenizer.least_tokens("x" * 30_000) > 400
+    assert tokenizer.least_tokens("x" * 30_000) > 300
+
+
+def test_what_seven_bytes_become_two_of_is_not_taken_for_more():
+    composed, of = "\u0390", "\u1fbe\u0308\u0301"
+    first, second = (
+        character for byte in composed.encode() for character, value in BYTE_ALPHABET.items() if value == byte
+    )
+    vocabulary = {character: number for number, character in enumerate(sorted(BYTE_ALPHABET))}
+    library = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocabulary | {first + second: len(vocabulary)}, [(first, second)])
+    )
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    library.normalizer = tokenizers.normalizers.NFC()
+    tokenizer = Tokenizer(library, {})
+    assert tokenizer.least_tokens(100 * of) <= len(tokenizer.encode(100 * of, add_special_tokens=False)) == 100
 
 
 def test_nothing_is_told_where_a_token_may_stand_for_any_length(fallback):
     assert fallback.least_tokens("a" * 100_000) == 0  # its spaces are rewritten before they are cut
-    greedy, drops, shrinks = (byte_level_tokenizer() for _ in range(3))
+    greedy, drops, shrinks, unknown = (byte_level_tokenizer() for _ in range(4))
     greedy.add_special_tokens([tokenizers.AddedToken("<|pad|>", rstrip=True)])
     drops.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [tokenizers.pre_tokenizers.Split(" ", "removed"), tokenizers.pre_tokenizers.ByteLevel()]
     )
     shrinks.normalizer = tokenizers.normalizers.Strip()
-    assert [Tokenizer(library, {}).least_tokens(" " * 100_000) for library in (greedy, drops, shrinks)] == [0, 0, 0]
+    unknown.pre_tokenizer = tokenizers.pre_tokenizers.Split(" ", "isolated")  # characters, not bytes: some are dropped
+    told = [Tokenizer(library, {}).least_tokens(" " * 100_000) for library in (greedy, drops, shrinks, unknown)]
+    assert told == [0, 0, 0, 0]
 
 
 def test_loading_reads_the_directory(tmp_path, byte_level):

@@ -5,22 +5,25 @@ import gc
 import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from socket import SO_SNDBUF, SOL_SOCKET
 from typing import Any
 
 import h2.config
 import h2.connection
 import h2.events
 import pytest
+from grpclib.config import Configuration
 from grpclib.const import Status
 
-from shared import grpc_connection
+from shared import grpc_connection, services
 from shared.codec import MAX_MESSAGE_BYTES
-from shared.grpc_connection import GuardedChannel
+from shared.grpc_connection import ANSWER_S, ClientConnection, GuardedChannel
 from shared.grpc_limits import BudgetedConnection
-from shared.messages import Answer, Command, JoinReply, NodeInfo, Report, Reserved, Stop
+from shared.messages import Answer, Command, JoinReply, Load, NodeInfo, Report, Reserved, Stop
 from shared.serve import until
-from shared.services import ATTACH, JOIN, STOP, PeerError, Rpc, RpcServer, connect, unary
+from shared.services import ATTACH, JOIN, STOP, STREAM_ENDED, PeerError, Rpc, RpcServer, connect, unary
+from tests.chaos.proxy import NONE, PARTITION, Harm, Proxy, Relays
 
 Handlers = dict[Rpc[Any, Any], Callable[[Any], Awaitable[None]]]
 
@@ -36,8 +39,8 @@ async def serving(handlers: Handlers) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def dialled(address: str) -> AsyncIterator[GuardedChannel]:
-    channel = connect(address)
+async def dialled(address: str, answer_s: float = ANSWER_S) -> AsyncIterator[GuardedChannel]:
+    channel = connect(address, answer_s=answer_s)
     try:
         yield channel
     finally:
@@ -56,6 +59,17 @@ class Taker:
 
     def handlers(self, *rpcs: Rpc[Any, Any]) -> Handlers:
         return {rpc: unary(self.take) for rpc in rpcs}
+
+
+@asynccontextmanager
+async def over_a_relay() -> AsyncIterator[tuple[Proxy, GuardedChannel]]:
+    """To a server of STOP that was called once."""
+    with Relays() as relays:
+        async with serving(Taker().handlers(STOP)) as address:
+            relay = relays.between("127.0.0.2", int(address.split(":")[1]))
+            async with dialled(address.replace("127.0.0.1", "127.0.0.2"), answer_s=0.15) as channel:
+                assert (await STOP.call(channel, Stop(b"", ""), 2.0)).error == "Stop"
+                yield relay, channel
 
 
 async def raw_call(address: str, path: str, data: bytes, *, end: bool = False) -> dict[str, str]:
@@ -168,41 +182,89 @@ async def test_a_peer_whom_nothing_reaches_is_hung_up_on_but_not_for_a_pause_of_
 ) -> None:
     """What it sends still comes; only that it answers shows that it hears us."""
     monkeypatch.setattr(grpc_connection, "PING_S", 0.05)
-    monkeypatch.setattr(grpc_connection, "ANSWER_S", 0.15)
-    reaches = asyncio.Event()
-    reaches.set()
+    async with over_a_relay() as (relay, channel):
+        relay.harm = Harm(silent=frozenset({"up"}))
+        await asyncio.sleep(0.07)
+        time.sleep(0.5)  # noqa: ASYNC251 - a ping is on its way, and now we stand still
+        relay.harm = NONE
+        await asyncio.sleep(0.3)
+        assert channel.is_connected
+        assert not channel.fell_silent
+        relay.harm = Harm(silent=frozenset({"up"}))
+        with pytest.raises(PeerError):
+            async with asyncio.timeout(2.0):  # before the other side finds out
+                await STOP.call(channel, Stop(b"", ""), 20.0)
+        assert not channel.is_connected
+        assert channel.fell_silent
 
-    async def carry(source: asyncio.StreamReader, target: asyncio.StreamWriter, gate: asyncio.Event) -> None:
-        while data := await source.read(4096):
-            await gate.wait()
-            target.write(data)
-        target.close()
 
-    always = asyncio.Event()
-    always.set()
-    async with serving(Taker().handlers(STOP)) as address, asyncio.TaskGroup() as group:
+async def test_who_stands_still_now_and_then_finds_out_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_connection, "PING_S", 0.05)
+    async with over_a_relay() as (relay, channel):
+        relay.harm = Harm(silent=frozenset({"up"}))
+        for _ in range(40):
+            await asyncio.sleep(0.06)
+            time.sleep(0.12)  # noqa: ASYNC251 - over twice the time between two looks
+            if channel.fell_silent:
+                return
+        pytest.fail("it was not found out in 40 pauses")
 
-        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            there, back = await asyncio.open_connection(*address.split(":"))
-            group.create_task(carry(there, writer, always))
-            await carry(reader, back, reaches)
 
-        between = await asyncio.start_server(relay, "127.0.0.1", 0)
-        async with dialled(f"127.0.0.1:{between.sockets[0].getsockname()[1]}") as channel:
-            assert (await STOP.call(channel, Stop(b"", ""), 2.0)).error == "Stop"
-            reaches.clear()
-            await asyncio.sleep(0.07)
-            time.sleep(0.5)  # noqa: ASYNC251 - a ping is on its way, and now we stand still
-            reaches.set()
-            await asyncio.sleep(0.3)
-            assert channel.is_connected
-            reaches.clear()
-            with pytest.raises(PeerError):
-                async with asyncio.timeout(2.0):  # before the other side finds out
-                    await STOP.call(channel, Stop(b"", ""), 20.0)
-            assert not channel.is_connected
-            reaches.set()
-        between.close()
+async def test_a_call_that_waits_to_write_hears_that_the_peer_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_connection, "PING_S", 0.05)
+    async with over_a_relay() as (relay, channel):
+        connection = channel._protocol
+        assert isinstance(connection, ClientConnection)
+        socket = connection._transport.get_extra_info("socket")
+        socket.setsockopt(SOL_SOCKET, SO_SNDBUF, 16_384)
+        relay.harm = Harm(silent=frozenset({"up"}))
+        large, small = (STOP.call(channel, Stop(bytes(size), ""), 20.0) for size in (1_000_000, 10))
+        writing = asyncio.create_task(large)
+        assert await until(lambda: not connection.connection.write_ready.is_set(), 0.1)
+        async with asyncio.timeout(5.0):
+            found = await asyncio.gather(writing, small, return_exceptions=True)
+        assert [type(error) for error in found] == [PeerError, PeerError]
+        assert await until(lambda: socket.fileno() == -1, 5.0), "its descriptor is given back"
+
+
+async def test_a_caller_who_takes_nothing_more_is_let_go_of_though_bytes_for_him_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    soon = {"_keepalive_time": 0.2, "_keepalive_timeout": 0.2, "_http2_min_sent_ping_interval_without_data": 0.2}
+    monkeypatch.setattr(services, "Configuration", lambda **options: Configuration(**options | soon))
+    monkeypatch.setattr(grpc_connection, "FLUSH_S", 0.2)
+    has_begun, has_ended = asyncio.Event(), asyncio.Event()
+
+    async def flood(stream: Any) -> None:
+        try:
+            await stream.recv_message()
+            while True:
+                await stream.send_message(Report([], Load("b" * 3000)))
+                await asyncio.sleep(0)
+        finally:
+            has_ended.set()
+
+    async def attach(channel: GuardedChannel) -> None:
+        with suppress(*STREAM_ENDED):
+            async with ATTACH.open(channel) as stream:
+                await stream.send_message(Command("router"))
+                while await stream.recv_message() is not None:
+                    has_begun.set()
+
+    server = RpcServer({ATTACH: flood})
+    port = await server.start("127.0.0.1", 0)
+    listener: Any = server._server._server
+    listener.sockets[0].setsockopt(SOL_SOCKET, SO_SNDBUF, 16_384)
+    with Relays() as relays:
+        relay = relays.between("127.0.0.2", port)
+        async with dialled(f"127.0.0.2:{port}") as channel:
+            caller = asyncio.create_task(attach(channel))
+            await has_begun.wait()
+            relay.harm = PARTITION
+            async with asyncio.timeout(20.0):
+                await has_ended.wait()
+            caller.cancel()
+    await server.close()
 
 
 async def test_a_standing_stream_carries_both_ways_and_its_end_is_seen_on_the_other_side() -> None:

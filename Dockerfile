@@ -2,6 +2,10 @@
 # builds have different hashes, so it alone is not in requirements.lock, which has those of all other libraries.
 FROM python:3.11-slim
 ARG TORCH=torch==2.13.0
+# Of Debian: what compiles while it runs needs a compiler (docker-compose.gpu.yml).
+ARG PACKAGES=
+RUN test -z "$PACKAGES" || (apt-get update && apt-get install -y --no-install-recommends $PACKAGES \
+ && rm -rf /var/lib/apt/lists/*)
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /baton
 # Dependencies in layers of their own: an empty package is installed first, the sources come after. What torch needs

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from benchmarks.gpu_scene import CALLS, Flat, Scene, Section, attention_s, fits
+from benchmarks.gpu_scene import CALLS, Flat, Scene, Section, attention_s, fits, one_of_many, told
 from benchmarks.result import Cell, Table
 from engine.attention.choose import BLOCK_TOKENS, flash_attn_here
 from engine.attention.flash_backend import FLASH_2, FlashAttention
@@ -87,15 +87,17 @@ def decode(scene: Scene) -> Section:
     work += [(Variant(tile=tile), point) for tile in tiles for point in KEY_POINTS]
     work = work[:: 1 + len(work) // 12] if scene.toy else work
     rates: dict[tuple[int, int], dict[str, float]] = {point: {} for point in POINTS}
+    failed: list[str] = []
     left_out = 0
     for variant, point in [*_flash_decodes(scene), *work]:
         if not scene.has_left(MOST_S):
             left_out += 1
             continue
-        _measure_decode(scene, flat, variant, point, rates[point])
+        with one_of_many(f"{variant if isinstance(variant, str) else variant.name} at {point}", failed):
+            _measure_decode(scene, flat, variant, point, rates[point])
     columns = ["sequences", "context", "ours, TB/s", "FA3 published", "ours / FA3", "LBNHC", "best", "which"]
     rows = [_decode_row(point, found) for point, found in rates.items() if found]
-    note = f"One layer; KV read over time. Variants left out for want of time: {left_out}."
+    note = f"One layer; KV read over time. Variants left out for want of time: {left_out}.{told(failed)}"
     shown = {f"{batch} x {context}": found for (batch, context), found in rates.items()}
     return Section([Table("Attention of decodes", columns, rows, note)], shown)
 
@@ -145,18 +147,20 @@ def prefill(scene: Scene) -> Section:
     spans = [(0, scene.tokens(length)) for length in reversed(lengths)]  # the goal is a long one's
     spans.insert(2, (scene.tokens(30720), scene.tokens(32768)))
     rates: dict[tuple[int, int], dict[str, float]] = {span: {} for span in spans}
+    failed: list[str] = []
     left_out = 0
     for name, variant in arms:
         for span in spans:
             if not scene.has_left(MOST_S):
                 left_out += 1
                 continue
-            pool = _pool_for(flat, variant)
-            backend = FlashAttention(pool, variant) if isinstance(variant, str) else variant.backend(pool)
-            rates[span][name] = flops(scene, *span) / attention_s(scene, pool, backend, [span]) / 1e12
+            with one_of_many(f"{name} from {span[0]} to {span[1]}", failed):
+                pool = _pool_for(flat, variant)
+                backend = FlashAttention(pool, variant) if isinstance(variant, str) else variant.backend(pool)
+                rates[span][name] = flops(scene, *span) / attention_s(scene, pool, backend, [span]) / 1e12
     rows = [_prefill_row(span, found) for span, found in sorted(rates.items()) if found]
     columns = ["from", "to", "ours, TF/s", "FA3 published", "ours / FA3", "best", "which", "goal"]
-    note = f"One layer, causal. {_verdict(rates.get((0, PREFILL_GOAL_AT), {}))} Left out: {left_out}."
+    note = f"One layer, causal. {_verdict(rates.get((0, PREFILL_GOAL_AT), {}))} Left out: {left_out}.{told(failed)}"
     shown = {f"{start} to {end}": found for (start, end), found in rates.items()}
     return Section([Table("Attention of prompts", columns, rows, note)], shown)
 

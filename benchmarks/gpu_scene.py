@@ -5,7 +5,8 @@ tried on the day a GPU is at hand.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from random import Random
 from statistics import median
@@ -40,6 +41,20 @@ class Section:
 
     tables: list[Table] = field(default_factory=list)
     runs: object = None
+
+
+@contextmanager
+def one_of_many(what: str, failed: list[str]) -> Iterator[None]:
+    """A figure that cannot be had costs no other: it is named in `failed`."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - a tile too large, memory, a kernel's fault: the others are measured
+        failed.append(f"{what}: {type(error).__name__} {error}")
+
+
+def told(failed: list[str]) -> str:
+    """The end of a table's note."""
+    return f" Failed: {'; '.join(failed)}." if failed else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """What building for a GPU asks of it, in one place, so that the rest is tested without one."""
 
 import importlib.util
+import logging
+import subprocess
 from collections.abc import Callable
 from typing import Protocol
 
@@ -10,6 +12,8 @@ from engine.cuda.graphs import CudaGraphPool, GraphPool
 from engine.cuda.memory import DeviceMemory
 from shared.kv.memory import HostMemory
 from shared.kv.pool import Borrower
+
+log = logging.getLogger("baton.engine")
 
 
 class Accelerator(Protocol):
@@ -67,4 +71,13 @@ class Gpu:
         return CudaGraphPool(self.device)
 
     def has_triton(self) -> bool:
-        return importlib.util.find_spec("triton") is not None
+        """Also that it can build its launchers, for which it needs a C compiler and a directory for code."""
+        if importlib.util.find_spec("triton") is None:
+            return False
+        try:
+            from triton.runtime import driver
+
+            return driver.active.utils is not None
+        except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+            log.warning("no Triton kernels, but torch's, which are slower: %s", error)
+            return False

@@ -4,6 +4,7 @@ A pass that is broken at attention into pieces (SGLang PR #19102, vLLM's breakab
 ends, the call is remembered, capture begins again.
 """
 
+import gc
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -68,10 +69,17 @@ class CudaGraphPool:
         self.capture(work)
 
     def capture(self, work: Callable[[], T]) -> T:
-        """On a stream of its own: the default stream cannot be captured."""
+        """On a stream of its own: the default stream cannot be captured. Without Python's collector, which might end an
+        older graph meanwhile: that ends the capture too."""
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            result = work()
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.stream(self._stream):
+                result = work()
+        finally:
+            if collects:
+                gc.enable()
         torch.cuda.current_stream().wait_stream(self._stream)
         return result
 

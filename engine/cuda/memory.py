@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from typing import ClassVar
 
 import torch
@@ -39,18 +39,21 @@ class DeviceMemory:
         self.device = device
         self.rows = _tensor(region, device, num_rows * row_bytes).view(num_rows, row_bytes)
         self._weights = _weights(row_bytes // WORD_BYTES, device)
-        self._beside: AbstractContextManager[object] = nullcontext()
+        self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             # A stream of its own, for which no step waits; the weights are there before its first use.
             torch.cuda.synchronize(device)
-            self._beside = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def checksums(self, rows: Sequence[int]) -> bytes:
         """8 bytes of each row, little-endian: the sum modulo 2^64 of its 64-bit words, each times an odd number of its
         place (multilinear hashing). One word that differs always shows. Computed on the device, on a stream of its own;
         waits for it."""
         words = self.rows.view(torch.int64)
-        with torch.inference_mode(), self._beside:
+        with torch.inference_mode(), ExitStack() as beside:
+            if self._stream is not None:  # the device first: a thread's own is the first one, and would be woken for it
+                beside.enter_context(torch.cuda.device(self.device))
+                beside.enter_context(torch.cuda.stream(self._stream))
             sums = [self._sums(words[first:last]) for first, last in _runs(rows, max(1, PIECE_BYTES // self.row_bytes))]
             return torch.cat(sums).cpu().numpy().astype("<i8").tobytes() if sums else b""
 

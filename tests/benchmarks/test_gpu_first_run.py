@@ -16,7 +16,7 @@ from benchmarks import gpu_first_run as script
 from benchmarks.document import written
 from benchmarks.gpu_handoff import ARMS, SHOWN, Job, Receiver, compared
 from benchmarks.gpu_kernels import FA3_DECODE_TBS, FA3_PREFILL_TFS, LENGTHS, POINTS, Variant, _verdict, flops, products
-from benchmarks.gpu_scene import Flat, LayerMajorPool, Scene, Section
+from benchmarks.gpu_scene import Flat, LayerMajorPool, Scene, Section, one_of_many, told
 from engine.models.config import ModelConfig
 from tests.compare.reports import report_of
 
@@ -103,6 +103,17 @@ def test_a_section_that_fails_leaves_its_traceback_and_the_others(tmp_path: Path
     again = script.Record(tmp_path / "out.json", "a gpu")
     again.add("gemm", Section(), 1.0)
     assert json.loads((tmp_path / "out.json").read_text())["runs"].keys() == {"gemm", "decode"}
+
+
+def test_a_figure_that_fails_costs_no_other() -> None:
+    failed: list[str] = []
+    measured = []
+    for tile in (64, 512, 128):
+        with one_of_many(f"tile {tile}", failed):
+            measured.append(tile if tile < 512 else 1 // 0)
+    assert (measured, failed) == ([64, 128], ["tile 512: ZeroDivisionError integer division or modulo by zero"])
+    assert told(failed).endswith("by zero.")
+    assert told([]) == ""
 
 
 def test_a_module_that_cannot_be_imported_fails_its_section_alone() -> None:

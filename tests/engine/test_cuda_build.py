@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.build import BuildOptions, build
 from engine.cuda.build import CONTEXT_BYTES, GIB, GRAPH_BYTES, build_on_cuda
+from engine.cuda.device import Gpu
 from engine.cuda.fake_graph import FakeGraphPool
 from engine.models.config import ModelConfig
 from scheduler.request import Request
@@ -106,6 +108,13 @@ def test_what_cannot_be_is_one_clear_line(gpu: HostGpu, options: dict[str, objec
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton finds what it needs")
+def test_where_triton_cannot_launch_torchs_kernels_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("triton")
+    assert not Gpu.has_triton(cast(Gpu, None))
+    assert "no Triton kernels" in caplog.text
+
+
 def test_without_a_gpu_asking_for_one_is_refused() -> None:
     with pytest.raises(ValueError, match="finds no CUDA device; use --device cpu"):
         build(OPTIONS)

@@ -32,6 +32,15 @@ def test_mixed_batches_in_any_order(dtype: torch.dtype, window: int, page: int, 
     check_attention(TritonAttention(pool), pool, batch, 2 * group, dtype, window, pad=3)
 
 
+def test_long_chunks_of_many_heads_in_the_largest_tile() -> None:
+    """A prompt's main kernel, which is chosen where there is work for all processors."""
+    from engine.attention.triton_backend import TritonAttention
+
+    pool = pool_of(8, 128, 64, torch.bfloat16, NUM_BLOCKS, DEVICE)
+    batch = batch_of([(0, 2048), (1000, 1600)], 64, NUM_BLOCKS, DEVICE)
+    check_attention(TritonAttention(pool), pool, batch, 32, torch.bfloat16)
+
+
 @pytest.mark.parametrize("held", [torch.float16, torch.bfloat16])
 def test_a_pool_of_16_bits_serves_float32_queries(held: torch.dtype) -> None:
     from engine.attention.triton_backend import TritonAttention

@@ -213,9 +213,17 @@ def _is_link(act: Signals | Link) -> bool:
 
 def _proxied(relays: Relays, own: dict[str, dict[str, object]], name: str) -> dict[str, Proxy]:
     """Puts a node behind relays: others know it under another address."""
-    ports = {"rpc": free_port(), "kv": free_port()}
-    own[name] = own.get(name, {}) | {"port": ports["rpc"], "kv_port": ports["kv"], "advertise": PROXY_HOST}
-    return {kind: relays.between(PROXY_HOST, port) for kind, port in ports.items()}
+    (rpc_port, rpc), (kv_port, kv) = _relay(relays), _relay(relays)
+    own[name] = own.get(name, {}) | {"port": rpc_port, "kv_port": kv_port, "advertise": PROXY_HOST}
+    return {"rpc": rpc, "kv": kv}
+
+
+def _relay(relays: Relays) -> tuple[int, Proxy]:
+    """On a port that is free on both hosts."""
+    while True:
+        port = free_port()
+        with contextlib.suppress(OSError):
+            return port, relays.between(PROXY_HOST, port)
 
 
 def _play(

@@ -71,7 +71,11 @@ def passes_of(page: Any, node: str) -> int:
 def colours_in(page: Any, lane: int) -> set[str]:
     """Of the pixels of a lane, those that the strip draws with."""
     script = """canvas => {
-        const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height), seen = new Set();
+        const copy = document.createElement('canvas'), seen = new Set();  // one that may be read again and again
+        [copy.width, copy.height] = [canvas.width, canvas.height];
+        const context = copy.getContext('2d', {willReadFrequently: true});
+        context.drawImage(canvas, 0, 0);
+        const {data} = context.getImageData(0, 0, canvas.width, canvas.height);
         for (let i = 0; i < data.length; i += 4) if (data[i + 3] === 255) seen.add(`${data[i]},${data[i+1]},${data[i+2]}`);
         return [...seen];
     }"""

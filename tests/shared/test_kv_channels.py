@@ -797,7 +797,7 @@ def changed_greeting(raw: socket.socket, greeting: bytes, _card: Card) -> None:
     caller = Caller(OURS, "kv")
     raw.sendall(caller.opening)
     proof = caller.answer(receive_exactly(raw, CHALLENGE.size, PATIENCE_S), greeting)
-    raw.sendall(proof + greeting[:-1] + b"0")
+    raw.sendall(proof + greeting[:-1] + (b"1" if greeting.endswith(b"0") else b"0"))
 
 
 def proof_for_rpcs(raw: socket.socket, greeting: bytes, _card: Card) -> None:

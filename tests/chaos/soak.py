@@ -4,7 +4,8 @@ Memory, descriptors and threads of every process, each ten seconds. Before it, a
 each 15 seconds: the most that is in use at once, which allocators keep, is a record of the worst pile-ups, and records
 come quickly at first. Slopes are least squares over what comes after the warm-up, of all lives of a process together,
 each with its own height; with the standard error of the fit. A process that lived all the time grows if a slope, less
-twice its error, is over a hundredth of its memory in an hour, or a tenth of what is counted. The router's history is short (`tests.chaos.small_memory`), or that would be all that is seen.
+twice its error, is over a hundredth of its memory in an hour, or a tenth of what is counted. The router's history is
+short (`tests.chaos.small_memory`), or that would be all that is seen.
 """
 
 import argparse

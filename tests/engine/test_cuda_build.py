@@ -109,7 +109,6 @@ def test_what_cannot_be_is_one_clear_line(gpu: HostGpu, options: dict[str, objec
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton finds what it needs")
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton has wheels for Linux only")
 def test_where_triton_cannot_launch_torchs_kernels_are_taken() -> None:
     asked = "from engine.cuda.device import Gpu; print(Gpu.has_triton(None))"
@@ -120,6 +119,7 @@ def test_where_triton_cannot_launch_torchs_kernels_are_taken() -> None:
     assert "no Triton kernels" in told.stderr
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_asking_for_one_is_refused() -> None:
     with pytest.raises(ValueError, match="finds no CUDA device; use --device cpu"):
         build(OPTIONS)

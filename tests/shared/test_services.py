@@ -220,7 +220,7 @@ async def test_a_call_that_waits_to_write_hears_that_the_peer_is_silent(monkeypa
         relay.harm = Harm(silent=frozenset({"up"}))
         large, small = (STOP.call(channel, Stop(bytes(size), ""), 20.0) for size in (1_000_000, 10))
         writing = asyncio.create_task(large)
-        assert await until(lambda: not connection.connection.write_ready.is_set(), 0.1)
+        assert await until(lambda: not connection.connection.write_ready.is_set(), 1.0)
         async with asyncio.timeout(5.0):
             found = await asyncio.gather(writing, small, return_exceptions=True)
         assert [type(error) for error in found] == [PeerError, PeerError]

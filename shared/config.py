@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeVar, cast, get_args, get_origin
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -89,13 +89,13 @@ def _check_registry(value: str) -> str:
     """`host:port` of a router, or a Redis URL."""
     if "://" not in value:
         host, _, port = value.rpartition(":")
-        if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
+        if not host or not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
             raise ValueError("must be host:port of the router's registry, as in 127.0.0.1:8001, or redis://host:port")
         return value
-    parts = urlsplit(value)
     try:
+        parts = urlsplit(value)
         valid = parts.scheme in {"redis", "rediss", "unix"} and (parts.port or 0) >= 0 and (parts.netloc or parts.path)
-    except ValueError:  # urlsplit finds out about a bad port late
+    except ValueError:  # its words repeat the URL, with the password
         valid = False
     if not valid:
         raise ValueError("must be redis://host:port/database, rediss:// or unix:// for a URL")
@@ -397,12 +397,6 @@ def allowed(field: FieldInfo) -> str:
 
 
 def hide_password(text: str) -> str:
-    """Without the password of a URL."""
-    try:
-        parts = urlsplit(text)
-        password = parts.password
-    except ValueError:
-        return text
-    if not password:
-        return text
-    return urlunsplit(parts._replace(netloc=parts.netloc.replace(f":{password}@", ":***@", 1)))
+    """Without the password of a URL, or of what is none but may be meant as one: a wrong one is shown in an error."""
+    hidden = re.sub(r"(://[^:@]*:).+@", r"\1***@", text, flags=re.DOTALL)
+    return re.sub(r"([?&]password=)[^&#]+", r"\1***", hidden)

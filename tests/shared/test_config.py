@@ -196,10 +196,28 @@ def test_print_config_says_where_each_value_comes_from(
     assert len(lines) == len(NodeSettings.model_fields)
 
 
-def test_a_password_is_in_no_error() -> None:
-    with pytest.raises(ConfigError) as refused:
-        resolve(NodeSettings, {"registry": "redis://user:secret@h:99999"}, {})
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://user:secret@h:99999",
+        "redis://user:sec/secret@h:1",
+        "redis://:secret@[::1",
+        "redis://u:secret@[not an address]:1",
+        "http://u:p@secret@h",
+        "http://h:1?db=1&password=secret&protocol=3",
+    ],
+)
+def test_a_password_is_in_no_error(url: str) -> None:
+    with pytest.raises(ConfigError, match="must be redis://") as refused:
+        resolve(NodeSettings, {"registry": url}, {})
     assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("value", ["redis://[" + 9000 * "9" + "]", "h:" + 9000 * "9"])
+def test_an_error_does_not_repeat_a_long_value(value: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolve(NodeSettings, {"registry": value}, {})
+    assert len(str(refused.value)) < 300
 
 
 @pytest.mark.parametrize("text", ["", "127.0.0.1:8001", "redis://h:1/0", "http://[::1", "redis://user@h:1"])

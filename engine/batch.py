@@ -47,6 +47,27 @@ class Batch:
     def counts(self) -> list[int]:
         return [end - start for start, end in zip(self.starts, self.kv_lens, strict=True)]
 
+    def drawing(self) -> "Batch | None":
+        """Of each slice that draws its last token alone: the rows of `logit_rows`, in their order. None where these
+        are all tokens, or more of them are asked for."""
+        if self.scored or len(self.sampled) == len(self.tokens):
+            return None
+        rows, kv_lens = self.logit_rows, [self.kv_lens[index] for index in self.sampled]
+        slices = torch.tensor(self.sampled, dtype=torch.int64, device=rows.device)
+        return Batch(
+            tokens=self.tokens[rows],
+            positions=self.positions[rows],
+            slots=self.slots[rows],
+            cu_q=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
+            kv_len=self.kv_len[slices],
+            block_table=self.block_table[slices],
+            logit_rows=torch.arange(len(rows), device=rows.device),
+            starts=[end - 1 for end in kv_lens],
+            kv_lens=kv_lens,
+            sampled=list(range(len(rows))),
+            scored=[],
+        )
+
 
 def num_scored(piece: Slice) -> int:
     """How many rows of a slice are followed by a prompt token whose logprob is wanted."""

@@ -51,25 +51,40 @@ class Decoder:
         return [*inner, self.head]
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, kernels: StepKernels, attention: AttentionPlan) -> Tensor:
-        """Stores the KV of all T tokens; returns the hidden state of the batch's logit rows, [R, hidden_size]."""
+    def forward(
+        self, batch: Batch, kernels: StepKernels, attention: AttentionPlan, drawing: AttentionPlan | None = None
+    ) -> Tensor:
+        """Stores the KV of all T tokens; returns the hidden state of the batch's logit rows, [R, hidden_size].
+
+        `drawing`, the plan of `Batch.drawing`, spares the last layer the attention of all rows that nobody asks for.
+        """
         hidden = self.embed(batch.tokens).to(self.dtype)
         normed = kernels.norm(hidden, self.layers[0].attention_norm)
         for index, layer in enumerate(self.layers):
-            attended = self._attend(index, layer, normed, kernels, attention)
             is_last = index + 1 == len(self.layers)
-            if is_last:  # the KV is stored: only rows that are asked for go on
-                hidden, attended = hidden[batch.logit_rows], attended[batch.logit_rows]
+            if is_last and drawing is not None:
+                attended = self._attend(index, layer, normed, kernels, drawing, batch.logit_rows)
+            else:
+                attended = self._attend(index, layer, normed, kernels, attention)
+                attended = attended[batch.logit_rows] if is_last else attended
+            hidden = hidden[batch.logit_rows] if is_last else hidden  # the KV is stored: only these rows go on
             hidden, normed = kernels.add_norm(hidden, layer.output(attended), layer.mlp_norm)
             following = self.norm if is_last else self.layers[index + 1].attention_norm
             hidden, normed = kernels.add_norm(hidden, self._mlp(layer, normed, kernels), following)
         return normed
 
     @staticmethod
-    def _attend(index: int, layer: Layer, rows: Tensor, kernels: StepKernels, attention: AttentionPlan) -> Tensor:
-        """[T, num_heads * head_dim]"""
+    def _attend(
+        index: int,
+        layer: Layer,
+        rows: Tensor,
+        kernels: StepKernels,
+        attention: AttentionPlan,
+        asked: Tensor | None = None,
+    ) -> Tensor:
+        """[T, num_heads * head_dim], or of the rows `asked` for alone, which `attention` was planned for."""
         q = kernels.rotate_and_store(index, layer.qkv(rows), layer.q_norm, layer.k_norm)
-        return attention.attend(index, q, layer.window).flatten(1)
+        return attention.attend(index, q if asked is None else q[asked], layer.window).flatten(1)
 
     def _mlp(self, layer: Layer, rows: Tensor, kernels: StepKernels) -> Tensor:
         """Overwrites `rows` [T, hidden_size] where they are many."""

@@ -134,6 +134,48 @@ def test_logits_equal_transformers_in_any_chunking(name: str, tmp_path: Path) ->
         assert largest_difference(reference_model, model, seed, block_tokens) <= 1e-4
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["llama, biases", "mistral, window 7", "qwen2, windows"])
+def test_the_last_layer_attends_for_those_who_draw(name: str, tmp_path: Path) -> None:
+    save(CONFIGS[name], tmp_path)
+    model = load_model(tmp_path, torch.float32, CPU)
+    pools = []
+    for spares in (False, True):
+        layout = layout_of(model, 96, 4)
+        pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
+        pool.tensor.zero_()
+        (backend, kernels), blocks = device_code(model, pool), Blocks(96, 4)
+        whole, half, short = (blocks.request(list(range(count)), max_tokens=4) for count in (41, 30, 9))
+        found = []
+        for sizes in (
+            {half: 13},  # nobody draws
+            {whole: 41, half: 6, short: 9},  # the one between them does not
+            {half: 11},
+        ):
+            slices = [piece(request, size) for request, size in sizes.items()]
+            batch = build(slices, 4, CPU)
+            drawing = batch.drawing()
+            assert drawing is not None
+            assert drawing.counts == [1] * len(batch.sampled)
+            plan = backend.plan(drawing) if spares else None
+            hidden = model.forward(batch, kernels.begin(batch), backend.plan(batch), plan)
+            found.append(model.logits(hidden))
+            for one in slices:
+                one.request.num_computed = one.end
+        assert [len(rows) for rows in found] == [0, 2, 1]
+        pools.append((torch.cat(found), pool.tensor.clone()))
+    (logits, stored), (spared, same) = pools
+    torch.testing.assert_close(spared, logits, atol=1e-5, rtol=1e-5)
+    assert torch.equal(stored, same)
+
+
+def test_a_batch_of_decodes_or_with_prompt_logprobs_has_no_other() -> None:
+    blocks = Blocks(96, 4)
+    decode, scored = blocks.request([1]), blocks.request([1, 2, 3], every_logit=True)
+    assert build([piece(decode, 1)], 4, CPU).drawing() is None
+    assert build([piece(scored, 3)], 4, CPU).drawing() is None
+
+
 def test_a_long_step_goes_through_an_mlp_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.models.decoder.MLP_ROWS", 3)
     reference_model = save(CONFIGS["llama, biases"], tmp_path)

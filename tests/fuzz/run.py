@@ -80,7 +80,9 @@ def _under_atheris(name: str, runs: int, seed: int) -> int:
             shutil.rmtree(corpus, ignore_errors=True)
             shutil.rmtree(scratch(), ignore_errors=True)
 
-    atheris.Setup([sys.argv[0], f"-runs={runs}", f"-seed={seed}", "-max_len=65536", "-verbosity=0", str(corpus)], one)
+    # Without reload=0 it looks each second for what others put into the corpus, which is gone at the end.
+    flags = [f"-runs={runs}", f"-seed={seed}", "-max_len=65536", "-verbosity=0", "-reload=0"]
+    atheris.Setup([sys.argv[0], *flags, str(corpus)], one)
     atheris.Fuzz()
     return 0
 

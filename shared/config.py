@@ -24,6 +24,7 @@ PREFIX = "BATON_"
 CLIENTS = ("url", "api_key")  # of the commands that ask a router
 MAX_CPU = 4095
 SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,6})?) ?(?:([KMGT])(I?))?B?", re.IGNORECASE | re.ASCII)
+MAX_SIZE = 10**18  # as many digits as are read: what one process is told it hands on to others in bytes
 SIZE_FORMS = "bytes, or a number with KiB, MiB, GiB, TiB, kB, MB, GB or TB, as in 512MiB"
 EVERY_ADDRESS = ("0.0.0.0", "::")
 
@@ -39,8 +40,8 @@ def parse_size(value: int | str) -> int:
         raise ValueError(f"must be {SIZE_FORMS}")
     exponent = " KMGT".index(match[2].upper()) if match[2] else 0
     size = Fraction(match[1]) * (1024 if match[3] else 1000) ** exponent
-    if 0 < size < 1:
-        raise ValueError(f"must be whole bytes: {SIZE_FORMS}")
+    if 0 < size < 1 or size >= MAX_SIZE:
+        raise ValueError(f"must be whole bytes, and fewer than an exabyte: {SIZE_FORMS}")
     return int(size)
 
 

@@ -260,13 +260,13 @@ def test_sizes(text: int | str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "-1", "1e9", "2G", "1Mi", "1 M iB", "0.1", "1PiB", "9" * 40, "\u0661"])
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1e9", "2G", "1Mi", "1 M iB", "0.1", "1PiB", "9" * 40, "\u0661", "1000000TB"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="must be"):
         parse_size(text)
 
 
-@given(st.integers(1, 2**50))
+@given(st.integers(1, 10**18 - 1))
 def test_a_size_is_printed_as_it_is_read(size: int) -> None:
     field = NodeSettings.model_fields["kv_cache_memory"]
     assert parse_size(format_value(size, field)) == size

@@ -260,7 +260,9 @@ def test_sizes(text: int | str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "-1", "1e9", "2G", "1Mi", "1 M iB", "0.1", "1PiB", "9" * 40, "\u0661", "1000000TB"])
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "-1", "1e9", "2G", "1Mi", "1 M iB", "0.1", "1PiB", "9" * 40, "\u0661", "1000000TB"]
+)
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="must be"):
         parse_size(text)

@@ -11,8 +11,11 @@ from typing import Any
 
 import tokenizers
 
-# An escape, with its braces; a quantifier without bound; one with a bound; or any one character.
-PIECE = re.compile(r"\\[pPxuo]\{[^}]{0,64}\}|\\.|(?P<endless>[*+]|\{\d+,\})[?+]?|\{\d*,?\d+\}[?+]?|.", re.DOTALL)
+# An escape, with its braces; a quantifier without bound; one with a bound; or any one character. Each in one way only:
+# this must not take for ever itself.
+PIECE = re.compile(
+    r"\\[pPxuo]\{[^}]{0,64}\}|\\.|(?P<endless>[*+]|\{\d+,\})[?+]?|\{(?:\d+,)?\d+\}[?+]?|\{,\d+\}[?+]?|.", re.DOTALL
+)
 
 
 def check_patterns(tokenizer: tokenizers.Tokenizer) -> None:

@@ -179,9 +179,9 @@ class TorchRunner(Runner):
         """Logits of the slices that draw, and the hidden state of each row of `batch.scored`."""
         if self._whole_pass is not None and self._whole_pass.takes(batch):
             return self._whole_pass.logits(batch), torch.empty(0)
-        plan, drawing = self._backend.plan(batch), batch.drawing()
-        drawn = self._backend.plan(drawing) if drawing is not None else None
-        hidden = self._model.forward(batch, self._kernels.begin(batch), plan, drawn)
+        attention, drawing = self._backend.plan(batch), batch.drawing()
+        last = self._backend.plan(drawing) if drawing is not None else None
+        hidden = self._model.forward(batch, self._kernels.begin(batch), attention, last)
         return self._model.logits(hidden[: len(batch.sampled)]), hidden[len(batch.sampled) :]
 
     def _carry(self, batch: Batch) -> None:

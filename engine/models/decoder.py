@@ -52,18 +52,18 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, batch: Batch, kernels: StepKernels, attention: AttentionPlan, drawing: AttentionPlan | None = None
+        self, batch: Batch, kernels: StepKernels, attention: AttentionPlan, last: AttentionPlan | None = None
     ) -> Tensor:
         """Stores the KV of all T tokens; returns the hidden state of the batch's logit rows, [R, hidden_size].
 
-        `drawing`, the plan of `Batch.drawing`, spares the last layer the attention of all rows that nobody asks for.
+        `last`, the plan of `Batch.drawing`, spares the last layer the attention of all rows that nobody asks for.
         """
         hidden = self.embed(batch.tokens).to(self.dtype)
         normed = kernels.norm(hidden, self.layers[0].attention_norm)
         for index, layer in enumerate(self.layers):
             is_last = index + 1 == len(self.layers)
-            if is_last and drawing is not None:
-                attended = self._attend(index, layer, normed, kernels, drawing, batch.logit_rows)
+            if is_last and last is not None:
+                attended = self._attend(index, layer, normed, kernels, last, batch.logit_rows)
             else:
                 attended = self._attend(index, layer, normed, kernels, attention)
                 attended = attended[batch.logit_rows] if is_last else attended

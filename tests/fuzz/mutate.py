@@ -67,16 +67,15 @@ def _bend(data: bytearray, target: Target, draw: random.Random) -> None:
 def run_one(name: str, data: bytes, *, weigh: bool) -> None:
     """Raises Finding."""
     target = TARGETS[name]
-    if weigh:
-        tracemalloc.start()
+    peak = 0
     began = time.thread_time()
     try:
-        target.fuzzed(data)
+        if weigh:
+            peak = _weighed(target, data)
+        else:
+            target.fuzzed(data)
     except Exception as error:
         raise Finding(name, data, f"{type(error).__name__}: {error}"[:300]) from error
-    finally:
-        peak = tracemalloc.get_traced_memory()[1] if weigh else 0
-        tracemalloc.stop()
     took_s = time.thread_time() - began
     allowed = SPARE_BYTES + target.bytes_per_byte * len(data)
     if peak > allowed and (again := _weighed(target, data)) > allowed:

@@ -298,3 +298,18 @@ def exponential(x: Any) -> Any:
     series = multiply_add(series, rest * rest, rest + splat(1.0))
     # Multiplied, not added to the exponent's bits: that makes a number of a NaN.
     return where_less(x, least, splat(0.0), series * _power_of_two_of(shifted))
+
+
+@inlined
+def two_to_the(x: Any) -> Any:
+    """2 to the x of at most 0, to 1e-7 of it; 0 below -126.5. Cephes' exp2f: a polynomial on +-1 / 2."""
+    least, shift = splat(-127.0), splat(12582912.0)  # which makes the exponent's bits 0; and as in `exponential`
+    clamped = where_less(x, least, least, x)
+    shifted = clamped + shift
+    rest = clamped - (shifted - shift)
+    series = multiply_add(splat(1.535336188e-4), rest, splat(1.339887440e-3))
+    series = multiply_add(series, rest, splat(9.618437357e-3))
+    series = multiply_add(series, rest, splat(5.550332471e-2))
+    series = multiply_add(series, rest, splat(2.402264791e-1))
+    series = multiply_add(series, rest, splat(6.931472028e-1))
+    return multiply_add(series, rest, splat(1.0)) * _power_of_two_of(shifted)

@@ -8,35 +8,38 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.numba_kernels import AREAS, attend, merge
-from engine.attention.numba_tiles import FIELDS, TILE
+from engine.attention.numba_tiles import FEW_ROWS, FIELDS, TILE
 from engine.batch import Batch
 from engine.heap import empty
 from engine.kv_pool import KVPool
 from engine.vectors import CODES, LANES
 
-MAX_ROWS = 96  # queries times heads of a group that are computed together: their sums stay in the level 2 cache
-MIN_PART = 4 * TILE  # tokens of a context that pay for being merged with other parts
+# Queries times heads of a group that are computed together: whole panels of a product's columns, whose sums stay in the
+# level 2 cache.
+MAX_ROWS = 128
+MIN_PART = 256  # tokens of a context that pay for being merged with other parts
 PARTS_PER_THREAD = 2  # so many pieces of work a thread, where contexts are few: one may be delayed
 
 IntArray = NDArray[np.int32]
 
 
 class Memory:
-    """What each thread computes in: queries, scores, sums, their maxima and totals, lists of three tiles' tokens,
-    transposed keys, their addresses, and a widened tile."""
+    """What each thread computes in: queries of a decode, scores, sums, their maxima and totals, lists of three tiles'
+    tokens and of LANES rows, queries of a chunk as columns, how far they see, and a widened tile."""
 
     def __init__(self, threads: int, rows: int, head_dim: int) -> None:
         padded = -(-head_dim // LANES) * LANES
-        # Floats each; the row of zeros that fills up a tile of keys lies before the transposed ones.
+        width = rows + 2 * LANES  # whole vectors, and one more, so that rows begin in different sets of the cache
+        # Floats each; the row of zeros that fills up a decode's tile of keys lies before the turned queries.
         sizes = [
-            rows * padded,
-            rows * TILE,
-            rows * padded,
-            rows,
-            rows,
-            6 * TILE,
-            padded * TILE,
-            2 * padded,
+            FEW_ROWS * padded,
+            TILE * width,
+            width * padded,
+            width,
+            width,
+            6 * TILE + 2 * LANES,
+            padded * width,
+            width,
             2 * TILE * padded,
         ]
         assert len(sizes) == AREAS
@@ -50,9 +53,6 @@ class Memory:
                 self.areas[thread, index] = address
                 address += -(-size // 16) * 64
             self.areas[thread, 6] += 4 * padded
-            at = int(self.areas[thread, 7] - self._floats.data_ptr()) // 4
-            flipped = self.areas[thread, 6] + 4 * TILE * np.arange(padded)
-            self._floats.view(-1)[at : at + 2 * padded].view(torch.int64).copy_(torch.from_numpy(flipped))
 
 
 class Work:

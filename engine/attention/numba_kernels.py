@@ -8,7 +8,8 @@ contexts may be cut in pieces that are merged afterwards (Flash-Decoding).
 import math
 from typing import Any
 
-from engine.attention.numba_panels import add_product, dots, multiply, transpose_block
+from engine.attention.numba_panels import add_product, dots, multiply, multiply_listed, transpose_block
+from engine.attention.numba_softmax import UNSEEN, weigh, weigh_columns
 from engine.attention.numba_tiles import (
     FEW_ROWS,
     FIELDS,
@@ -20,7 +21,6 @@ from engine.attention.numba_tiles import (
     locate,
     shares,
     tile_of,
-    touch,
     widen,
 )
 from engine.jit import kernel, part, thread_number
@@ -28,95 +28,66 @@ from engine.vectors import (
     FLOAT32,
     LANES,
     address_at,
-    exponential,
     index_at,
-    keep_range,
     larger,
-    largest,
     load,
     load_some,
     multiply_add,
     number_at,
+    put_address,
     put_number,
     splat,
     store,
     store_some,
     take_next,
-    total,
+    two_to_the,
 )
 
-UNSEEN = -1e30  # the running maximum before anything was seen: finite, so that differences are numbers
 AREAS = 9  # of a thread's working memory: see `numba_backend.Memory`
 
 
 @part
-def softmax(scores: int, low: int, high: int, columns: int, most_at: int, sum_at: int, sums: int, padded: int) -> None:
-    """One row of scores, of which columns low <= i < high are seen: turns them into weights relative to the largest
-    seen so far, and what was summed before with the smaller one is scaled down."""
-    before = number_at(most_at)
-    top = splat(before)
-    hidden = splat(-math.inf)
-    for at in range(0, columns, LANES):
-        x = load(scores + 4 * at)
-        if at < low or at + LANES > high:
-            x = keep_range(x, low - at, high - at, hidden)
-            store(x, scores + 4 * at)
-        top = larger(x, top)
-    most = largest(top)
-    added = splat(0.0)
-    for at in range(0, columns, LANES):
-        weight = exponential(load(scores + 4 * at) - splat(most))
-        added = added + weight
-        store(weight, scores + 4 * at)
-    so_far = number_at(sum_at)
-    if most > before:
-        scale = exponential(splat(before - most))
-        so_far *= largest(scale)
-        for at in range(0, padded, LANES):
-            store(load(sums + 4 * at) * scale, sums + 4 * at)
-        put_number(most, most_at)
-    put_number(so_far + total(added), sum_at)
-
-
-@part
-def prepare(q: int, to: int, most: int, summed: int, sums: int, shape: tuple[int, int, int, int, int, int]) -> None:
-    """Copies the queries of an item for one key head, scaled and filled up with zeros; nothing was seen yet."""
+def copy_queries(q: int, to: int, shape: tuple[int, int, int, int, int, int]) -> None:
+    """Those of an item for one key head, filled up with zeros, and scaled, for a softmax to the base of 2."""
     row, rows, head, kv_heads, group, head_dim = shape
     padded = (head_dim + LANES - 1) // LANES * LANES
-    scale = splat(1.0 / math.sqrt(head_dim))
+    scale = splat(math.log2(math.e) / math.sqrt(head_dim))
     for r in range(rows):
         source = q + 4 * head_dim * (((row + r // group) * kv_heads + head) * group + r % group)
         for at in range(0, head_dim, LANES):
             x = load_some(source + 4 * at, head_dim - at, FLOAT32)
             store(x * scale, to + 4 * (r * padded + at))
-            store(splat(0.0), sums + 4 * (r * padded + at))
-        put_number(UNSEEN, most + 4 * r)
-        put_number(0.0, summed + 4 * r)
 
 
 @part
-def weigh(
-    scores: int, rows: int, group: int, start: int, tokens: int, columns: int, window: int, most: int, summed: int,
-    sums: int, padded: int,
-) -> None:  # fmt: skip
-    """`softmax` of every row of a tile; `start` is where the first query is, counted from the tile's first token."""
-    for r in range(rows):
-        end = start + r // group + 1
-        softmax(
-            scores + 4 * TILE * r, max(0, end - window) if window else 0, min(tokens, end), columns,
-            most + 4 * r, summed + 4 * r, sums + 4 * padded * r, padded,
-        )  # fmt: skip
-
-
-@part
-def score_many(
-    rows_q: int, rows: int, keys: int, columns: int, padded: int, scores: int, flipped: int, flipped_rows: int
-) -> None:
-    """Products of the rows of a chunk with a tile's keys, in float32."""
-    for token in range(0, columns, LANES):
+def turn(rows_q: int, rows: int, group: int, padded: int, to: int, stride: int, listed: int, ends: int) -> None:
+    """A chunk's queries as columns, filled up to whole vectors with the last one, so that no tile of keys has to be
+    turned; and how many tokens, from the first query's on, each of them sees."""
+    for row in range(0, rows, LANES):
+        for lane in range(LANES):
+            r = min(row + lane, rows - 1)
+            put_address(rows_q + 4 * padded * r, listed + 8 * lane)
+            put_number(float(r // group + 1), ends + 4 * (row + lane))
         for at in range(0, padded, LANES):
-            transpose_block(keys + 8 * token, 4 * at, flipped + 4 * (at * TILE + token), 4 * TILE)
-    multiply(rows_q, 4 * padded, flipped_rows, 0, scores, 4 * TILE, rows, padded, columns, 0)
+            transpose_block(listed, 4 * at, to + at * stride + 4 * row, stride)
+
+
+@part
+def begin(
+    q: int, few: bool, rows_q: int, turned: int, stride: int, listed: int, ends: int, most: int, summed: int, sums: int,
+    shape: tuple[int, int, int, int, int, int],
+) -> None:  # fmt: skip
+    """Queries of an item for one key head, as rows of a decode or columns of a chunk; nothing was seen yet."""
+    _, rows, _, _, group, head_dim = shape
+    padded = (head_dim + LANES - 1) // LANES * LANES
+    copy_queries(q, rows_q if few else sums, shape)
+    if not few:
+        turn(sums, rows, group, padded, turned, stride, listed, ends)
+    for r in range(0, rows, LANES):
+        store(splat(UNSEEN), most + 4 * r)
+        store(splat(0.0), summed + 4 * r)
+    for at in range(0, rows * padded, LANES):
+        store(splat(0.0), sums + 4 * at)
 
 
 @part
@@ -124,7 +95,7 @@ def score(
     rows_q: int, rows: int, keys: int, code: int, columns: int, padded: int, scores: int, ahead: int,
     tokens_ahead: int, lines: int,
 ) -> None:  # fmt: skip
-    """Products of the few rows of a decode with a tile's keys: turning the keys round would take longer than this."""
+    """Products of the few rows of a decode with a tile's keys."""
     for token in range(0, columns, LANES):
         beside = lines if token < tokens_ahead else 0
         fetched = address_at(ahead + 8 * token)
@@ -179,11 +150,11 @@ def attend(values: Any) -> None:
         values[11], values[12], values[13], values[14], values[15], values[16]
     )  # fmt: skip
     area = values[17] + 8 * AREAS * thread_number()
-    rows_q, scores, sums, most, summed, found, flipped, flipped_rows, wide = (
+    rows_q, scores, sums, most, summed, found, turned, ends, wide = (
         address_at(area), address_at(area + 8), address_at(area + 16), address_at(area + 24), address_at(area + 32),
         address_at(area + 40), address_at(area + 48), address_at(area + 56), address_at(area + 64),
     )  # fmt: skip
-    ahead, widened = found + 8 * TILE, found + 16 * TILE
+    ahead, widened, listed = found + 8 * TILE, found + 16 * TILE, found + 24 * TILE
     sizes = (block_bytes, 2 * head_dim * (4 if code == FLOAT32 else 2), block_tokens, code, head_dim)
     padded = (head_dim + LANES - 1) // LANES * LANES
     unit = take_next(values)
@@ -197,7 +168,9 @@ def attend(values: Any) -> None:
         low, high, place = index_at(item + 16), index_at(item + 20), index_at(item + 24)
         rows, tile, few = count * group, tile_of(count * group), count * group <= FEW_ROWS
         shape = (row, rows, head, kv_heads, group, head_dim)
-        prepare(q, rows_q, most, summed, sums, shape)
+        width = (rows + LANES - 1) // LANES * LANES
+        stride = 4 * (width + LANES)  # bytes
+        begin(q, few, rows_q, turned, stride, listed, ends, most, summed, sums, shape)
         blocks, base = table + 4 * slice_ * table_width, pool + head * head_bytes
         while low < high:
             found, ahead, tokens = ahead, found, tokens_ahead
@@ -212,22 +185,24 @@ def attend(values: Any) -> None:
             if padded != head_dim or (code != FLOAT32 and not few):
                 widen(found, tokens, sizes, wide, widened)
                 keys, kind, value_from = widened, FLOAT32, 4 * padded
-            fill_up(keys, tokens, columns, flipped - 4 * padded)
-            by_keys, by_values = shares(rows, padded, sizes[1])
             if few:
+                by_keys, by_values = shares(rows, padded, sizes[1])
+                fill_up(keys, tokens, columns, turned - 4 * padded)
                 score(rows_q, rows, keys, kind, columns, padded, scores, ahead, tokens_ahead, by_keys)
                 fetch(ahead + 8 * columns, tokens_ahead - columns, sizes[1])
-            else:
-                touch(ahead, tokens_ahead)
-                score_many(rows_q, rows, keys, columns, padded, scores, flipped, flipped_rows)
-            weigh(scores, rows, group, start - low, tokens, columns, window, most, summed, sums, padded)
-            if few:
+                weigh(scores, rows, group, start - low, tokens, columns, window, most, summed, sums, padded)
                 add_values(
                     scores, rows, keys, kind, value_from, tokens, sums, padded, ahead, tokens_ahead, by_values,
                     LINE * by_keys * rows * padded // LANES,
                 )  # fmt: skip
             else:
-                multiply(scores, 4 * TILE, keys, value_from, sums, 4 * padded, rows, tokens, padded, 1)
+                multiply_listed(
+                    keys, turned, stride, scores, stride, tokens, padded, width, ahead, tokens_ahead, sizes[1]
+                )
+                weigh_columns(
+                    scores, stride, rows, start - low, tokens, window, ends, most, summed, sums, padded, listed
+                )
+                multiply(scores, 4, stride, keys, value_from, sums, 4 * padded, rows, tokens, padded)
             low += tile
         target = out if place < 0 else parts + (place + head * rows) * (4 * head_dim + 8)
         finish(sums, summed, most, target, shape, place >= 0)
@@ -254,13 +229,13 @@ def merge(values: Any) -> None:
                 most = larger(splat(number_at(source + index * step + 4 * head_dim)), most)
             summed = splat(0.0)
             for index in range(num_parts):
-                scale = exponential(splat(number_at(source + index * step + 4 * head_dim)) - most)
+                scale = two_to_the(splat(number_at(source + index * step + 4 * head_dim)) - most)
                 summed = multiply_add(scale, splat(number_at(source + index * step + 4 * head_dim + 4)), summed)
             target = out + (((row + r // group) * kv_heads + head) * group + r % group) * 4 * head_dim
             for at in range(0, head_dim, LANES):
                 x = splat(0.0)
                 for index in range(num_parts):
-                    scale = exponential(splat(number_at(source + index * step + 4 * head_dim)) - most)
+                    scale = two_to_the(splat(number_at(source + index * step + 4 * head_dim)) - most)
                     x = multiply_add(scale, load_some(source + index * step + 4 * at, head_dim - at, FLOAT32), x)
                 store_some(x / summed, target + 4 * at, head_dim - at, FLOAT32)
         unit = take_next(values)

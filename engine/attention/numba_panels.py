@@ -6,6 +6,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
+from engine.attention.numba_tiles import fetch
 from engine.jit import part
 from engine.vectors import (
     BFLOAT16,
@@ -104,21 +105,47 @@ def dots(rows: int, code: int, query: int, size: int, target: int, ahead: int, l
 
 
 def _panel(vectors: int, code: int, fetches: bool) -> Any:
-    """Of at most PANEL_ROWS rows and exactly `vectors` vectors of columns: c = a b, or c += a b. The rows of b are
-    given as a list of addresses, so they may lie anywhere; `column` is where in them to start, in bytes."""
+    """Of at most PANEL_ROWS rows and exactly `vectors` vectors of columns: c += a b. The rows of b are given as a list
+    of addresses, so they may lie anywhere; `column` is where in them to start, in bytes."""
 
-    def emit(builder: Any, a: Any, a_stride: Any, b: Any, column: Any, c: Any, c_stride: Any, *sizes: Any) -> None:
-        rows, depth, adds, *fetched = sizes
+    def emit(builder: Any, a: Any, a_stride: Any, a_step: Any, b: Any, column: Any, c: Any, *rest: Any) -> None:
+        c_stride, rows, depth, *fetched = rest
+
+        def row_of_b(index: Any) -> Any:
+            return builder.add(_listed(builder, b, index), column)
+
         for count in row_counts(builder, rows, PANEL_ROWS):
-            _product(builder, count, vectors, (a, a_stride), (b, column), (c, c_stride), depth, adds, code, fetched)
+            a_rows = [builder.add(a, builder.mul(a_stride, ir.Constant(_LONG, row))) for row in range(count)]
+            _product(builder, vectors, (a_rows, a_step), row_of_b, (c, c_stride), depth, True, code, fetched)
 
     return written(types.void, (types.int64,) * (11 if fetches else 9), emit)
 
 
+def _panel_of_listed(vectors: int) -> Any:
+    """As `_panel`, but c = a b, and it is the rows of a that are listed."""
+
+    def emit(builder: Any, a: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, rows: Any, depth: Any) -> None:
+        def row_of_b(index: Any) -> Any:
+            return builder.add(b, builder.mul(index, b_stride))
+
+        for count in row_counts(builder, rows, PANEL_ROWS):
+            a_rows = [_listed(builder, a, ir.Constant(_LONG, row)) for row in range(count)]
+            _product(
+                builder, vectors, (a_rows, ir.Constant(_LONG, 4)), row_of_b, (c, c_stride), depth, False, FLOAT32, []
+            )
+
+    return written(types.void, (types.int64,) * 7, emit)
+
+
+def _listed(builder: Any, rows: Any, index: Any) -> Any:
+    return builder.load(emit_pointer(builder, builder.add(rows, builder.mul(index, ir.Constant(_LONG, 8))), _LONG))
+
+
 def _product(
-    builder: Any, rows: int, vectors: int, a: Any, b: Any, c: Any, depth: Any, adds: Any, code: int, fetched: Any
+    builder: Any, vectors: int, a: Any, row_of_b: Any, c: Any, depth: Any, adds: bool, code: int, fetched: Any
 ) -> None:  # all sums stay in registers
-    a_rows = [builder.add(a[0], builder.mul(a[1], ir.Constant(_LONG, row))) for row in range(rows)]
+    a_rows, a_step = a
+    rows = len(a_rows)
     places = [
         emit_pointer(
             builder,
@@ -131,27 +158,19 @@ def _product(
         for v in range(vectors)
     ]
     sums = [cgutils.alloca_once(builder, _VECTOR) for _ in places]
-    with builder.if_else(builder.icmp_signed("!=", adds, ir.Constant(_LONG, 0))) as (then, otherwise):
-        with then:
-            for one, place in zip(sums, places, strict=True):
-                builder.store(builder.load(place, align=4), one)
-        with otherwise:
-            for one in sums:
-                builder.store(ir.Constant(_VECTOR, [0.0] * LANES), one)
+    for one, place in zip(sums, places, strict=True):
+        builder.store(builder.load(place, align=4) if adds else ir.Constant(_VECTOR, [0.0] * LANES), one)
     with cgutils.for_range(builder, depth, intp=_LONG) as loop:
         if fetched:
             emit_fetch(builder, fetched[0], loop.index, fetched[1])
-        at = builder.load(
-            emit_pointer(builder, builder.add(b[0], builder.mul(loop.index, ir.Constant(_LONG, 8))), _LONG)
-        )
-        at = builder.add(at, b[1])
+        at = row_of_b(loop.index)
         columns = [
             emit_load(builder, builder.add(at, _bytes_of(builder, ir.Constant(_LONG, v), code)), LANES, code)
             for v in range(vectors)
         ]
-        step = builder.mul(loop.index, ir.Constant(_LONG, 4))
-        for row in range(rows):
-            factor = emit_splat(builder, builder.load(emit_pointer(builder, builder.add(a_rows[row], step), _FLOAT)))
+        step = builder.mul(loop.index, a_step)
+        for row, start in enumerate(a_rows):
+            factor = emit_splat(builder, builder.load(emit_pointer(builder, builder.add(start, step), _FLOAT)))
             for v in range(vectors):
                 one = sums[row * vectors + v]
                 builder.store(emit_multiply_add(builder, factor, columns[v], builder.load(one)), one)
@@ -159,6 +178,7 @@ def _product(
         builder.store(builder.load(one), place, align=4)
 
 
+_wide_listed, _narrow_listed = (_panel_of_listed(vectors) for vectors in (PANEL_VECTORS, 1))
 _wide, _narrow = (_panel(vectors, FLOAT32, False) for vectors in (PANEL_VECTORS, 1))
 _adding = {
     (vectors, code): _panel(vectors, code, True)
@@ -169,12 +189,35 @@ _wide_float32, _wide_bfloat16, _wide_float16, _narrow_float32, _narrow_bfloat16,
 
 
 @part
+def multiply_listed(
+    a: int, b: int, b_stride: int, c: int, c_stride: int, rows: int, depth: int, columns: int, ahead: int,
+    rows_ahead: int, row_bytes: int,
+) -> None:  # fmt: skip
+    """c [rows, columns] = a [rows, depth] b [depth, columns]; `a` is a list of the addresses of its rows, `columns` a
+    multiple of LANES. Every element is one chain of multiply-adds in the order of `depth`, so it does not depend on how
+    many rows there are. Meanwhile `rows_ahead` rows of `row_bytes`, listed from `ahead` on, are fetched."""
+    wide = 4 * LANES * PANEL_VECTORS
+    column = 0
+    while column < 4 * columns:
+        is_wide = column + wide <= 4 * columns
+        for row in range(0, rows, PANEL_ROWS):
+            left = min(PANEL_ROWS, rows - row)
+            one, at, place = a + 8 * row, b + column, c + row * c_stride + column
+            if column == 0:
+                fetch(ahead + 8 * row, min(PANEL_ROWS, rows_ahead - row), row_bytes)
+            if is_wide:
+                _wide_listed(one, at, b_stride, place, c_stride, left, depth)
+            else:
+                _narrow_listed(one, at, b_stride, place, c_stride, left, depth)
+        column += wide if is_wide else 4 * LANES
+
+
+@part
 def multiply(
-    a: int, a_stride: int, b: int, b_from: int, c: int, c_stride: int, rows: int, depth: int, columns: int, adds: int
+    a: int, a_stride: int, a_step: int, b: int, b_from: int, c: int, c_stride: int, rows: int, depth: int, columns: int
 ) -> None:
-    """c [rows, columns] = a [rows, depth] b [depth, columns], added to what c holds if `adds`; `b` is a list of the
-    addresses of its rows, `columns` a multiple of LANES. Every element is one chain of multiply-adds in the order of
-    `depth`, so it does not depend on how many rows there are."""
+    """c [rows, columns] += a [rows, depth] b [depth, columns], like `multiply_listed`, but it is the rows of b that are
+    listed; the elements of a row of a are `a_step` bytes apart."""
     wide = 4 * LANES * PANEL_VECTORS
     column = 0
     while column < 4 * columns:
@@ -183,9 +226,9 @@ def multiply(
             left = min(PANEL_ROWS, rows - row)
             one, place = a + row * a_stride, c + row * c_stride + column
             if is_wide:
-                _wide(one, a_stride, b, b_from + column, place, c_stride, left, depth, adds)
+                _wide(one, a_stride, a_step, b, b_from + column, place, c_stride, left, depth)
             else:
-                _narrow(one, a_stride, b, b_from + column, place, c_stride, left, depth, adds)
+                _narrow(one, a_stride, a_step, b, b_from + column, place, c_stride, left, depth)
         column += wide if is_wide else 4 * LANES
 
 
@@ -204,16 +247,16 @@ def add_product(
             left = min(PANEL_ROWS, rows - row)
             one, at, place = a + row * a_stride, b_from + item * column, c + row * c_stride + 4 * column
             if is_wide and code == FLOAT32:
-                _wide_float32(one, a_stride, b, at, place, c_stride, left, depth, 1, ahead, lines)
+                _wide_float32(one, a_stride, 4, b, at, place, c_stride, left, depth, ahead, lines)
             elif is_wide and code == BFLOAT16:
-                _wide_bfloat16(one, a_stride, b, at, place, c_stride, left, depth, 1, ahead, lines)
+                _wide_bfloat16(one, a_stride, 4, b, at, place, c_stride, left, depth, ahead, lines)
             elif is_wide:
-                _wide_float16(one, a_stride, b, at, place, c_stride, left, depth, 1, ahead, lines)
+                _wide_float16(one, a_stride, 4, b, at, place, c_stride, left, depth, ahead, lines)
             elif code == FLOAT32:
-                _narrow_float32(one, a_stride, b, at, place, c_stride, left, depth, 1, ahead, lines)
+                _narrow_float32(one, a_stride, 4, b, at, place, c_stride, left, depth, ahead, lines)
             elif code == BFLOAT16:
-                _narrow_bfloat16(one, a_stride, b, at, place, c_stride, left, depth, 1, ahead, lines)
+                _narrow_bfloat16(one, a_stride, 4, b, at, place, c_stride, left, depth, ahead, lines)
             else:
-                _narrow_float16(one, a_stride, b, at, place, c_stride, left, depth, 1, ahead, lines)
+                _narrow_float16(one, a_stride, 4, b, at, place, c_stride, left, depth, ahead, lines)
             lines = 0
         column += LANES * PANEL_VECTORS if is_wide else LANES

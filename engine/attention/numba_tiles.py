@@ -13,7 +13,7 @@ from engine.vectors import (
     store,
 )
 
-TILE = 64  # tokens
+TILE = 96  # tokens: whole panels of a product's rows
 FEW_ROWS = 8  # of a decode: as many query heads as share a key head
 FEW_TILE = 32  # tokens of a decode's tile: this one and the next, being fetched, stay in the caches close by
 LINE = 64  # bytes of a cache line
@@ -51,13 +51,6 @@ def fetch(rows: int, tokens: int, token_bytes: int) -> None:
         row = address_at(rows + 8 * token)
         for at in range(0, token_bytes, LINE):
             prefetch(row + at)
-
-
-@part
-def touch(rows: int, tokens: int) -> None:
-    """Asks for the start of each token of a list: enough where there is much to compute, the CPU finds the rest."""
-    for token in range(tokens):
-        prefetch(address_at(rows + 8 * token))
 
 
 @part

@@ -28,7 +28,7 @@ if importlib.util.find_spec("numba") is None:
 
 from engine.attention.numba_backend import NumbaAttention, Work
 from engine.jit import PARALLEL_WORK, Kernel, kernel
-from engine.vectors import FLOAT32, LANES, exponential, load_some, store_some
+from engine.vectors import FLOAT32, LANES, exponential, load_some, store_some, two_to_the
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -139,6 +139,13 @@ def exponentials(values: Any) -> None:
         store_some(x, target + (4 if code == FLOAT32 else 2) * at, count - at, code)
 
 
+@kernel
+def powers_of_two(values: Any) -> None:
+    source, target, count = values[0], values[1], values[2]
+    for at in range(0, count, LANES):
+        store_some(two_to_the(load_some(source + 4 * at, count - at, FLOAT32)), target + 4 * at, count - at, FLOAT32)
+
+
 def computed(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     out = torch.empty_like(x, dtype=dtype)
     exponentials(0, x.data_ptr(), out.data_ptr(), len(x), DTYPES.index(dtype))
@@ -159,6 +166,15 @@ def test_the_exponential_is_exact_to_its_last_bits_and_lets_nan_through() -> Non
         .isnan()
         .all()
     )
+
+
+def test_a_power_of_two_is_exact_to_its_last_bits_and_lets_nan_through() -> None:
+    x = torch.cat((torch.linspace(-126, 0, 100_003), torch.tensor([-torch.inf, -1e30, -127.0, torch.nan, -8.0])))
+    out = torch.empty_like(x)
+    powers_of_two(0, x.data_ptr(), out.data_ptr(), len(x))
+    expected = x[:-5].double().exp2()
+    assert ((out[:-5].double() - expected) / expected).abs().max() < 2e-7
+    assert out[-5:].nan_to_num(5.0).tolist() == [0.0, 0.0, 0.0, 5.0, 2**-8]
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])

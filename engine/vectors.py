@@ -302,8 +302,9 @@ def exponential(x: Any) -> Any:
 
 @inlined
 def two_to_the(x: Any) -> Any:
-    """2 to the x of at most 0, to 1e-7 of it; 0 below -126.5. Cephes' exp2f: a polynomial on +-1 / 2."""
-    least, shift = splat(-127.0), splat(12582912.0)  # which makes the exponent's bits 0; and as in `exponential`
+    """2 to the x of at most 0, to 2e-7 of it down to -126; 0 below -126.5. Cephes' exp2f: a polynomial on +-1 / 2."""
+    least = splat(-127.0)  # of whose power the exponent's bits are 0
+    shift = splat(12582912.0)  # leaves the rounded integer in the low bits, as in `exponential`
     clamped = where_less(x, least, least, x)
     shifted = clamped + shift
     rest = clamped - (shifted - shift)

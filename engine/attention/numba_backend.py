@@ -14,8 +14,8 @@ from engine.heap import empty
 from engine.kv_pool import KVPool
 from engine.vectors import CODES, LANES
 
-# Queries times heads of a group that are computed together: whole panels of a product's columns, whose sums stay in the
-# level 2 cache.
+# Queries times heads of a group that are computed together, at most: whole panels of a product's columns, whose sums
+# stay in the level 2 cache.
 MAX_ROWS = 128
 MIN_PART = 256  # tokens of a context that pay for being merged with other parts
 PARTS_PER_THREAD = 2  # so many pieces of work a thread, where contexts are few: one may be delayed
@@ -24,22 +24,23 @@ IntArray = NDArray[np.int32]
 
 
 class Memory:
-    """What each thread computes in: queries of a decode, scores, sums, their maxima and totals, lists of three tiles'
-    tokens and of LANES rows, queries of a chunk as columns, how far they see, and a widened tile."""
+    """What each thread computes in: queries of a decode, scores, sums (before them a chunk's queries), their maxima and
+    totals, lists of three tiles' tokens and of LANES rows (then scales), a chunk's queries as columns, how far they
+    see, and a widened tile."""
 
     def __init__(self, threads: int, rows: int, head_dim: int) -> None:
         padded = -(-head_dim // LANES) * LANES
-        width = rows + 2 * LANES  # whole vectors, and one more, so that rows begin in different sets of the cache
+        stride = rows + 2 * LANES  # at most: an odd number of vectors
         # Floats each; the row of zeros that fills up a decode's tile of keys lies before the turned queries.
         sizes = [
             FEW_ROWS * padded,
-            TILE * width,
-            width * padded,
-            width,
-            width,
+            TILE * stride,
+            stride * padded,
+            stride,
+            stride,
             6 * TILE + 2 * LANES,
-            padded * width,
-            width,
+            padded * stride,
+            stride,
             2 * TILE * padded,
         ]
         assert len(sizes) == AREAS

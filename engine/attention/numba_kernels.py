@@ -1,14 +1,15 @@
 """Attention over the paged pool as machine code for this CPU. Importing it compiles, or loads what was compiled before.
 
 Flash attention (Dao et al.): keys and values are taken a tile at a time with an online softmax, the query heads that
-share a key head folded into rows (so a key is read once for all of them), a decode being a tile with one query. Long
-contexts may be cut in pieces that are merged afterwards (Flash-Decoding).
+share a key head folded together (so a key is read once for all of them). Of a decode they are rows; of a chunk they are
+the columns of the product with the keys, which therefore need not be turned. Long contexts may be cut in pieces that
+are merged afterwards (Flash-Decoding).
 """
 
 import math
 from typing import Any
 
-from engine.attention.numba_panels import add_product, dots, multiply, multiply_listed, transpose_block
+from engine.attention.numba_panels import add_product, add_times_listed, dots, listed_times, transpose_block
 from engine.attention.numba_softmax import UNSEEN, weigh, weigh_columns
 from engine.attention.numba_tiles import (
     FEW_ROWS,
@@ -48,7 +49,7 @@ AREAS = 9  # of a thread's working memory: see `numba_backend.Memory`
 
 @part
 def copy_queries(q: int, to: int, shape: tuple[int, int, int, int, int, int]) -> None:
-    """Those of an item for one key head, filled up with zeros, and scaled, for a softmax to the base of 2."""
+    """Copies the queries of an item for one key head, filled up with zeros, scaled for a softmax to the base of 2."""
     row, rows, head, kv_heads, group, head_dim = shape
     padded = (head_dim + LANES - 1) // LANES * LANES
     scale = splat(math.log2(math.e) / math.sqrt(head_dim))
@@ -80,7 +81,7 @@ def begin(
     """Queries of an item for one key head, as rows of a decode or columns of a chunk; nothing was seen yet."""
     _, rows, _, _, group, head_dim = shape
     padded = (head_dim + LANES - 1) // LANES * LANES
-    copy_queries(q, rows_q if few else sums, shape)
+    copy_queries(q, rows_q if few else sums, shape)  # the sums are free until then
     if not few:
         turn(sums, rows, group, padded, turned, stride, listed, ends)
     for r in range(0, rows, LANES):
@@ -169,12 +170,13 @@ def attend(values: Any) -> None:
         rows, tile, few = count * group, tile_of(count * group), count * group <= FEW_ROWS
         shape = (row, rows, head, kv_heads, group, head_dim)
         width = (rows + LANES - 1) // LANES * LANES
-        stride = 4 * (width + LANES)  # bytes
+        stride = (
+            4 * LANES * (width // LANES | 1)
+        )  # bytes: not a power of 2, so that rows begin in all sets of the cache
         begin(q, few, rows_q, turned, stride, listed, ends, most, summed, sums, shape)
         blocks, base = table + 4 * slice_ * table_width, pool + head * head_bytes
         while low < high:
             found, ahead, tokens = ahead, found, tokens_ahead
-            columns = (tokens + LANES - 1) // LANES * LANES
             if low + tile < high:
                 tokens_ahead = locate(blocks, low + tile, min(high, low + 2 * tile), base, sizes, ahead)
             else:
@@ -186,6 +188,7 @@ def attend(values: Any) -> None:
                 widen(found, tokens, sizes, wide, widened)
                 keys, kind, value_from = widened, FLOAT32, 4 * padded
             if few:
+                columns = (tokens + LANES - 1) // LANES * LANES
                 by_keys, by_values = shares(rows, padded, sizes[1])
                 fill_up(keys, tokens, columns, turned - 4 * padded)
                 score(rows_q, rows, keys, kind, columns, padded, scores, ahead, tokens_ahead, by_keys)
@@ -196,13 +199,11 @@ def attend(values: Any) -> None:
                     LINE * by_keys * rows * padded // LANES,
                 )  # fmt: skip
             else:
-                multiply_listed(
-                    keys, turned, stride, scores, stride, tokens, padded, width, ahead, tokens_ahead, sizes[1]
-                )
+                listed_times(keys, turned, stride, scores, stride, tokens, padded, width, ahead, tokens_ahead, sizes[1])
                 weigh_columns(
                     scores, stride, rows, start - low, tokens, window, ends, most, summed, sums, padded, listed
                 )
-                multiply(scores, 4, stride, keys, value_from, sums, 4 * padded, rows, tokens, padded)
+                add_times_listed(scores, 4, stride, keys, value_from, sums, 4 * padded, rows, tokens, padded)
             low += tile
         target = out if place < 0 else parts + (place + head * rows) * (4 * head_dim + 8)
         finish(sums, summed, most, target, shape, place >= 0)

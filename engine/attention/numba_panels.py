@@ -1,5 +1,5 @@
-"""The two pieces of attention that numba cannot express: a register-blocked matrix product and a transpose, both as
-LLVM instructions over `engine.vectors`. All elements are float32, all strides are bytes."""
+"""The pieces of attention that numba cannot express: register-blocked matrix products, dot products and a transpose, as
+LLVM instructions over `engine.vectors`. Elements are float32 where no code says otherwise, all strides are bytes."""
 
 from typing import Any
 
@@ -46,14 +46,17 @@ def _bytes_of(builder: Any, vectors: Any, code: int) -> Any:
     return builder.mul(vectors, ir.Constant(_LONG, (4 if code == FLOAT32 else 2) * LANES))
 
 
-def _addresses(builder: Any, rows: Any) -> list[Any]:
-    """Of the LANES rows in a list."""
-    places = [builder.add(rows, ir.Constant(_LONG, 8 * row)) for row in range(LANES)]
-    return [builder.load(emit_pointer(builder, place, _LONG)) for place in places]
+def _listed(builder: Any, rows: Any, index: Any) -> Any:
+    """The address that a list of them has at `index`."""
+    return builder.load(emit_pointer(builder, builder.add(rows, builder.mul(index, ir.Constant(_LONG, 8))), _LONG))
+
+
+def _first_listed(builder: Any, rows: Any, count: int) -> list[Any]:
+    return [_listed(builder, rows, ir.Constant(_LONG, row)) for row in range(count)]
 
 
 def _transpose(builder: Any, rows: Any, offset: Any, target: Any, stride: Any) -> None:
-    starts = _addresses(builder, rows)
+    starts = _first_listed(builder, rows, LANES)
     vectors = [builder.load(_vector_at(builder, start, offset), align=4) for start in starts]
     bit = LANES // 2
     while bit:
@@ -65,7 +68,7 @@ def _transpose(builder: Any, rows: Any, offset: Any, target: Any, stride: Any) -
 
 
 def _dot(builder: Any, code: int, rows: Any, query: Any, size: Any, target: Any, ahead: Any, lines: Any) -> None:
-    starts = _addresses(builder, rows)
+    starts = _first_listed(builder, rows, LANES)
     sums = [cgutils.alloca_once(builder, _VECTOR) for _ in starts]
     for one in sums:
         builder.store(ir.Constant(_VECTOR, [0.0] * LANES), one)
@@ -129,21 +132,16 @@ def _panel_of_listed(vectors: int) -> Any:
             return builder.add(b, builder.mul(index, b_stride))
 
         for count in row_counts(builder, rows, PANEL_ROWS):
-            a_rows = [_listed(builder, a, ir.Constant(_LONG, row)) for row in range(count)]
-            _product(
-                builder, vectors, (a_rows, ir.Constant(_LONG, 4)), row_of_b, (c, c_stride), depth, False, FLOAT32, []
-            )
+            a_rows = (_first_listed(builder, a, count), ir.Constant(_LONG, 4))
+            _product(builder, vectors, a_rows, row_of_b, (c, c_stride), depth, False, FLOAT32, [])
 
     return written(types.void, (types.int64,) * 7, emit)
 
 
-def _listed(builder: Any, rows: Any, index: Any) -> Any:
-    return builder.load(emit_pointer(builder, builder.add(rows, builder.mul(index, ir.Constant(_LONG, 8))), _LONG))
-
-
 def _product(
     builder: Any, vectors: int, a: Any, row_of_b: Any, c: Any, depth: Any, adds: bool, code: int, fetched: Any
-) -> None:  # all sums stay in registers
+) -> None:
+    """All sums stay in registers. `a`: the addresses of its rows, and how far apart their elements lie."""
     a_rows, a_step = a
     rows = len(a_rows)
     places = [
@@ -189,7 +187,7 @@ _wide_float32, _wide_bfloat16, _wide_float16, _narrow_float32, _narrow_bfloat16,
 
 
 @part
-def multiply_listed(
+def listed_times(
     a: int, b: int, b_stride: int, c: int, c_stride: int, rows: int, depth: int, columns: int, ahead: int,
     rows_ahead: int, row_bytes: int,
 ) -> None:  # fmt: skip
@@ -201,10 +199,10 @@ def multiply_listed(
     while column < 4 * columns:
         is_wide = column + wide <= 4 * columns
         for row in range(0, rows, PANEL_ROWS):
-            left = min(PANEL_ROWS, rows - row)
+            left, left_ahead = min(PANEL_ROWS, rows - row), rows_ahead - row
             one, at, place = a + 8 * row, b + column, c + row * c_stride + column
-            if column == 0:
-                fetch(ahead + 8 * row, min(PANEL_ROWS, rows_ahead - row), row_bytes)
+            if column == 0:  # and beside the last rows whatever is left
+                fetch(ahead + 8 * row, min(left, left_ahead) if left < rows - row else left_ahead, row_bytes)
             if is_wide:
                 _wide_listed(one, at, b_stride, place, c_stride, left, depth)
             else:
@@ -213,10 +211,10 @@ def multiply_listed(
 
 
 @part
-def multiply(
+def add_times_listed(
     a: int, a_stride: int, a_step: int, b: int, b_from: int, c: int, c_stride: int, rows: int, depth: int, columns: int
 ) -> None:
-    """c [rows, columns] += a [rows, depth] b [depth, columns], like `multiply_listed`, but it is the rows of b that are
+    """c [rows, columns] += a [rows, depth] b [depth, columns], like `listed_times`, but it is the rows of b that are
     listed; the elements of a row of a are `a_step` bytes apart."""
     wide = 4 * LANES * PANEL_VECTORS
     column = 0
@@ -237,7 +235,7 @@ def add_product(
     a: int, a_stride: int, b: int, code: int, b_from: int, c: int, c_stride: int, rows: int, depth: int, columns: int,
     ahead: int, lines: int,
 ) -> None:  # fmt: skip
-    """`multiply`, added to c, with rows of b of elements `code`; beside the first vectors of each of them `lines` cache
+    """`add_times_listed` with rows of b of elements `code`; beside the first vectors of each of them `lines` cache
     lines are fetched, one after another from `ahead` on."""
     item = 4 if code == FLOAT32 else 2
     column = 0

@@ -93,7 +93,7 @@ def weigh_columns(
             store(weight, column + token * stride)
         scale = two_to_the(before - top)
         store(load(summed + 4 * row) * scale + added, summed + 4 * row)
-        if largest(top - before) > 0.0:
+        if largest(where_less(before, top, splat(1.0), splat(0.0))) > 0.0:
             store(top, most + 4 * row)
             store(scale, scales)
             scale_down(sums + 4 * row * padded, min(LANES, rows - row), padded, scales)
@@ -101,7 +101,7 @@ def weigh_columns(
 
 @part
 def hide(column: int, stride: int, tokens: int, ends: int, start: int, window: int) -> None:
-    """Of LANES rows the scores of tokens that they do not see."""
+    """Makes -inf of the scores of tokens that a row does not see, for LANES rows."""
     end, hidden = load(ends) + splat(start), splat(-math.inf)
     low = end - splat(float(window) if window else math.inf)
     for token in range(tokens):
@@ -112,6 +112,7 @@ def hide(column: int, stride: int, tokens: int, ends: int, start: int, window: i
 
 @part
 def scale_down(sums: int, rows: int, padded: int, scales: int) -> None:
+    """Each row's sums times its scale, which is 1 for most."""
     for r in range(rows):
         scale = number_at(scales + 4 * r)
         if scale != 1.0:

@@ -58,11 +58,19 @@ def spans(rng: Random) -> list[tuple[int, int]]:
 def test_attention_equals_its_definition(name: str, dtype: torch.dtype, head_dim: int) -> None:
     rng = Random(head_dim)
     for block_tokens in (1, 4, 16, 64):
-        for group in (1, 3, 4, 7):
+        for group in (1, 3, 7, 12):
             kv_heads, window = rng.choice([1, 2]), rng.choice([0, 0, 1, 7, 100])
             batch = batch_of(spans(rng), block_tokens, 1300 // block_tokens + 7, CPU)
             pool = pool_of(kv_heads, head_dim, block_tokens, dtype, 1300 // block_tokens + 7, CPU)
             check_attention(attention_on_cpu(name, pool), pool, batch, kv_heads * group, torch.float32, window)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("group", [28, 150])
+def test_many_heads_may_share_a_key(name: str, group: int) -> None:
+    """More than are computed at once, and, with 28, so many that a row of scores is a power of 2 of bytes."""
+    batch, pool = batch_of([(0, 130), (200, 201), (77, 80)], 16, 40, CPU), pool_of(2, 16, 16, torch.float32, 40, CPU)
+    check_attention(attention_on_cpu(name, pool), pool, batch, 2 * group, torch.float32, 50)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -94,14 +102,17 @@ def _whole(work: Work) -> set[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_broken_context_spoils_only_its_own_request(name: str) -> None:
-    batch = batch_of([(59, 60), (10, 50), (79, 80)], 16, 20, CPU)
+@pytest.mark.parametrize("broken", [1, 2])
+def test_a_broken_context_spoils_only_its_own_request(name: str, broken: int) -> None:
+    batch = batch_of([(59, 60), (10, 50), (79, 80), (0, 30)], 16, 20, CPU)
     pool = pool_of(2, 64, 16, torch.float32, 20, CPU)
     fill(pool, batch, 0)
-    pool.tensor[batch.block_table[2, 1], :, 0, 3] = torch.nan
-    out = attention_on_cpu(name, pool).plan(batch).attend(0, random((42, 6, 64), torch.float32, CPU, 0), 0)
-    assert out[:41].isfinite().all()
-    assert out[41].isnan().all()
+    pool.tensor[batch.block_table[broken, 0], :, 0, 3] = torch.nan
+    out = attention_on_cpu(name, pool).plan(batch).attend(0, random((72, 6, 64), torch.float32, CPU, 0), 0)
+    spoilt = torch.zeros(72, dtype=torch.bool)
+    spoilt[slice(1, 41) if broken == 1 else 41] = True
+    assert out[~spoilt].isfinite().all()
+    assert out[spoilt].isnan().all()
 
 
 @pytest.mark.parametrize("name", BACKENDS)

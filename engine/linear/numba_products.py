@@ -3,8 +3,8 @@ compiled before.
 
 A panel is PANEL columns of the result: for each step along the depth their weights lie together, so that a product
 reads its weights once and in order. A tile of up to TILE_ROWS rows by a panel stays in registers over all steps (Goto
-and van de Geijn's scheme, as in BLIS). While one panel is multiplied the next is fetched, a few cache lines a step, so
-that a product waits for memory or for arithmetic, whichever takes longer, and not for one after the other.
+and van de Geijn's scheme, as in BLIS). While one panel is multiplied the next is fetched, a few cache lines every few
+steps, so that a product waits for memory or for arithmetic, whichever takes longer, and not for one after the other.
 
 Every sum is one chain in the order of the depth: a row's result does not depend, to the bit, on the rows beside it.
 """
@@ -38,7 +38,10 @@ PANEL = LANES * PANEL_VECTORS
 INT8 = 3  # beside the codes of floats: four weights of a column lie together, a step of the depth
 HAS_INT8 = LANES == 16 and "avx512vnni" in cpu_features()
 CACHED_STEPS = 1024  # of float weights, so many steps of a panel stay in the core's second-level cache
-FETCHED_AHEAD = 4096  # bytes, of a panel that is passed over once
+FETCHED_AHEAD = 1024  # bytes, of a panel that is passed over once
+# A panel is asked for every 2^PACE steps of all its tiles: more often, the asking itself takes time; in the first tiles
+# only, they wait for memory. Two tiles, which wait for memory all the time, want it more evenly.
+PACE = 2
 # Rows that a thread takes at a time: more of them leave the first-level caches, fewer threads find work.
 BLOCK_ROWS = 64 * TILE_ROWS
 LINE = 64
@@ -57,13 +60,14 @@ def _size(code: int) -> int:
 
 
 def _tile(code: int) -> Any:
-    """A tile's product: the sums begin with what lies at `start` (`start_stride` 0: the same for all rows)."""
+    """A tile's product: the sums begin with what lies at `start` (`start_stride` 0: the same for all rows). Every
+    2^pace steps of it `lines` cache lines are fetched, one after another from `ahead` on."""
 
     def emit(builder: Any, *given: Any) -> None:
         for rows in row_counts(builder, given[-1], TILE_ROWS):
             _emit_tile(builder, code, rows, *given[:-1])
 
-    return written(types.void, (types.int64,) * 12, emit)
+    return written(types.void, (types.int64,) * 13, emit)
 
 
 def _emit_tile(
@@ -80,6 +84,7 @@ def _emit_tile(
     result_stride: Any,
     row_scales: Any,
     ahead: Any,
+    pace: Any,
     lines: Any,
 ) -> None:
     kind = _INTS if code == INT8 else _FLOATS
@@ -93,7 +98,9 @@ def _emit_tile(
         builder.store(builder.load(emit_pointer(builder, cell_at(start, start_stride, *cell), kind), align=4), one)
     x_rows = [builder.add(x, builder.mul(x_stride, _number(row))) for row in range(rows)]
     with cgutils.for_range(builder, steps, intp=_LONG) as loop:
-        emit_fetch(builder, ahead, loop.index, lines)
+        due = builder.and_(loop.index, builder.sub(builder.shl(_number(1), pace), _number(1)))
+        with builder.if_then(builder.icmp_signed("==", due, _number(0))):
+            emit_fetch(builder, ahead, builder.lshr(loop.index, pace), lines)
         at = builder.add(weights, builder.mul(loop.index, _number(_size(code) * PANEL_VECTORS)))
         columns = [
             _emit_weights(builder, code, builder.add(at, _number(_size(code) * v))) for v in range(PANEL_VECTORS)
@@ -159,10 +166,13 @@ def _multiply(
     result_stride: int,
     row_scales: int,
     ahead: int,
+    pace: int,
     lines: int,
     rows: int,
 ) -> None:
-    given = (x, x_stride, weights, steps, start, start_stride, result, result_stride, row_scales, ahead, lines, rows)
+    given = (
+        x, x_stride, weights, steps, start, start_stride, result, result_stride, row_scales, ahead, pace, lines, rows,
+    )  # fmt: skip
     if code == FLOAT32:
         _float32(*given)
     elif code == BFLOAT16:
@@ -196,7 +206,8 @@ def product(values: Any) -> None:
         block, panel = item // panels, item % panels
         first, last = rows * block // blocks, rows * (block + 1) // blocks
         tiles = (last - first + TILE_ROWS - 1) // TILE_ROWS
-        lines = (step_bytes // LINE + tiles - 1) // tiles
+        pace = 0 if tiles == 2 else PACE
+        lines = ((step_bytes << pace) // LINE + tiles - 1) // tiles
         start = columns + panel * column_bytes
         for step in range(0, steps, cached):
             depth = min(cached, steps - step)
@@ -204,8 +215,9 @@ def product(values: Any) -> None:
             for tile in range(tiles):
                 row = first + (last - first) * tile // tiles
                 count = first + (last - first) * (tile + 1) // tiles - row
-                ahead = here + (FETCHED_AHEAD if tiles == 1 else depth * (step_bytes + tile * lines * LINE))
-                due = lines if tile * lines * LINE < step_bytes else 0
+                fetches = (depth + (1 << pace) - 1) >> pace
+                ahead = here + (FETCHED_AHEAD if tiles == 1 else depth * step_bytes + tile * fetches * lines * LINE)
+                due = lines if tile * lines * LINE < step_bytes << pace else 0
                 target = result + row * stride + panel * 4 * PANEL
                 begin, begin_stride = (start, 0) if step == 0 else (target, stride)
                 _multiply(
@@ -220,6 +232,7 @@ def product(values: Any) -> None:
                     stride,
                     row_scales + 4 * row,
                     ahead,
+                    pace,
                     due,
                     count,
                 )

@@ -4,7 +4,7 @@ BIN := .venv/bin
 # A CPU wheel of torch where pip finds one (`pip config`, PIP_FIND_LINKS), else the registry's.
 TORCH ?= $(shell $(PYTHON) -c 'import platform; print("torch==2.13.0" if platform.system() == "Linux" else "torch")')
 
-.PHONY: serve test check lint types imports unit chaos soak simulate fuzz schemathesis lock sbom clean
+.PHONY: serve test check lint types imports unit clocked unclocked chaos soak simulate fuzz schemathesis lock sbom clean
 
 serve: .venv/installed
 	$(BIN)/baton up $(ARGS)
@@ -23,8 +23,17 @@ types:
 imports:
 	$(BIN)/lint-imports --no-cache
 
+# What compiles, interprets and simulates asks no clock: it runs at low priority in the time that clusters spend waiting.
+UNCLOCKED := tests/benchmarks tests/engine tests/gpu_less tests/simulation
 unit:
-	$(BIN)/python -m pytest -q $(PYTEST)
+	@$(MAKE) --no-print-directory -j2 clocked unclocked
+
+clocked:
+	$(BIN)/python -m pytest -q $(UNCLOCKED:%=--ignore=%)
+
+unclocked:
+	nice -n 19 $(BIN)/python -m pytest -q -o timeout=400 $(UNCLOCKED) > .venv/unclocked.log 2>&1; \
+	  status=$$?; cat .venv/unclocked.log; exit $$status
 
 # The fault matrix with real processes; the same for long, at half load. `--help` of `python -m tests.chaos` says more.
 chaos: .venv/tested

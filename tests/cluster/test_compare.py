@@ -101,7 +101,7 @@ def test_two_arms_and_a_control_are_measured_alike(tmp_path: Path):
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("what", ["interrupt", "router"])
 def test_a_run_that_is_broken_off_keeps_what_there_is_and_leaves_nothing_running(tmp_path: Path, what: str):
-    process = start(tmp_path, "--arms", "colocated:1", "disaggregated:1p1d", "--unequal", *SMALL, "--duration", "30")
+    process = start(tmp_path, "--arms", "colocated:1", "disaggregated:1p1d", "--unequal", *SMALL, "--duration", "8")
     try:
         until(process, "1/12 colocated:1")
         started = pids(tmp_path)

@@ -18,6 +18,7 @@ from h2.config import H2Configuration
 from h2.events import DataReceived, PingAckReceived
 
 from shared.grpc_limits import CarefulHandler
+from shared.grpc_wakes import take_back_cancellations
 from shared.security import CHALLENGE, MAGIC, OPENING, PROOF_BYTES, Called, Caller, NotTrustedError, Secret, complaints
 
 PURPOSE = "rpc"
@@ -29,6 +30,8 @@ ANSWER_S = 1.9
 FLUSH_S = 1.0  # for what is unsent when a connection is closed
 MAX_CONNECTIONS_PER_ADDRESS = 1024  # `baton up` may have 512 nodes on one
 MAX_UNPROVED = 128  # of a server, from everywhere; it takes milliseconds to prove the secret
+
+take_back_cancellations()
 
 
 class Outgoing:

@@ -92,13 +92,20 @@ class Outcome:
 
 def run(url: str, model: str, asked: Ask) -> Outcome:
     """Sends a request and reads its stream to the end. Never raises: whatever goes wrong is in the outcome."""
-    outcome = Outcome(asked, began_ns=now_ns(), prompt=asked.prompt)
+    outcome = Outcome(asked)
+    run_into(outcome, url, model)
+    return outcome
+
+
+def run_into(outcome: Outcome, url: str, model: str) -> None:
+    """As `run`, for who looks on as the tokens come."""
+    asked = outcome.ask
+    outcome.began_ns, outcome.prompt = now_ns(), asked.prompt
     try:
         _stream(url, asked.body(model), outcome)
     except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
         outcome.lost = f"{type(error).__name__}: {error}"
     outcome.ended_ns = now_ns()
-    return outcome
 
 
 def _stream(url: str, body: dict[str, Any], outcome: Outcome) -> None:

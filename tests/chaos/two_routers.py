@@ -3,17 +3,19 @@
 import argparse
 import signal
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos.drive import CLIENTS
 from tests.chaos.evidence import at_rest
-from tests.chaos.traffic import Load
+from tests.chaos.traffic import Ask, Load, Outcome, run_into
 from tests.cluster.harness import cluster, wait_for
 from tests.cluster.test_failure import redis_server
 
 BEFORE_S = 2.0  # of load, before the kill
+TALK = Ask(0, (5, 6, 7), 4000)  # under way at the kill, whatever the others are at
 
 
 @dataclass(slots=True)
@@ -51,10 +53,15 @@ def kill_one(requests: int, nodes: int = 2) -> Halves:
             dies.start()
             time.sleep(BEFORE_S)
             wait_for(lambda: len(dies.outcomes) >= CLIENTS, "requests through the second router", 60)
+            talk = Outcome(TALK)
+            talking = threading.Thread(target=run_into, args=(talk, running.urls["router-1"], running.model))
+            talking.start()
+            wait_for(lambda: bool(talk.tokens), "a token of the stream that is to break", 60)
             num_before = len(lives.outcomes)
             running.send_signal("router-1", signal.SIGKILL)
             wait_for(lambda: len(lives.outcomes) > num_before + CLIENTS, "the first router serves on", 60)
-            of_killed, of_living = dies.finish(0), lives.finish(requests)
+            talking.join()
+            of_killed, of_living = [*dies.finish(0), talk], lives.finish(requests)
             _, held = at_rest(running)
     wrong = [f"{o.ask.index}: {o.lost or 'unequal'}" for o in of_living if o.lost or o.is_unequal]
     wrong += [f"{o.ask.index} of the killed: unequal" for o in of_killed if o.is_unequal]

@@ -177,6 +177,39 @@ async def test_a_peer_whose_connection_ends_in_the_middle_of_a_call_is_a_peer_er
             await STOP.call(channel, Stop(b"ticket"), 30.0)
 
 
+async def test_who_was_woken_by_a_streams_end_counts_as_cancelled_no_more() -> None:
+    """Else a timeout later in the same task would end the task, on Python before 3.11.3; a real cancellation stays."""
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"ticket")
+        writer.close()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def call_and_wait() -> int:
+        async with dialled(address) as channel:
+            with pytest.raises(PeerError, match=STOP.path):
+                await STOP.call(channel, Stop(b"ticket"), 30.0)
+        task = asyncio.current_task()
+        assert task is not None
+        cancelling = task.cancelling()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await asyncio.sleep(10)
+        return cancelling
+
+    async with server:
+        assert await asyncio.ensure_future(call_and_wait()) == 0
+        async with serving({STOP: unary(lambda _: asyncio.sleep(10))}) as address, dialled(address) as channel:
+            calling = asyncio.ensure_future(STOP.call(channel, Stop(b""), 30.0))
+            await asyncio.sleep(0.05)
+            calling.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await calling
+            assert calling.cancelled()
+
+
 async def test_a_peer_whom_nothing_reaches_is_hung_up_on_but_not_for_a_pause_of_our_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

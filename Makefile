@@ -24,7 +24,7 @@ imports:
 	$(BIN)/lint-imports --no-cache
 
 # What compiles, interprets and simulates asks no clock: it runs at low priority in the time that clusters spend waiting.
-UNCLOCKED := tests/benchmarks tests/engine tests/gpu_less tests/simulation
+UNCLOCKED := tests/benchmarks tests/engine tests/gpu_less tests/scheduler tests/simulation
 unit:
 	@$(MAKE) --no-print-directory -j2 clocked unclocked
 

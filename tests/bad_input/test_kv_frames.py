@@ -41,7 +41,7 @@ openings = st.dictionaries(st.integers(0, 1), st.lists(st.integers(0, ROWS - 1),
 turns = st.lists(st.tuples(openings, st.lists(frames, max_size=6), endings), min_size=1, max_size=3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(turns=turns)
 def test_only_rows_of_an_open_ticket_change_whatever_is_pushed(
     receiver: PlayedReceiver, turns: list[tuple[dict[int, list[int]], list[Frame], bytes]]

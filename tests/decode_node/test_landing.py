@@ -93,7 +93,7 @@ class Landings(RuleBasedStateMachine):
 
 
 TestLandings = Landings.TestCase
-TestLandings.settings = settings(max_examples=150, deadline=None)
+TestLandings.settings = settings(max_examples=150)
 
 
 def test_a_lease_ends_unless_the_writer_itself_renews_it() -> None:

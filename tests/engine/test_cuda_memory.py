@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cuda.memory import DeviceMemory, _weights
@@ -38,7 +38,6 @@ def test_a_pool_sees_what_the_driver_copies_into_its_memory() -> None:
         ours.close()
 
 
-@settings(deadline=None)
 @given(
     rows=st.lists(st.integers(0, 5), max_size=9),
     word=st.integers(0, 127),

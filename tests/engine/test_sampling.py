@@ -139,7 +139,7 @@ CHOICES = [
 
 
 @given(st.permutations(range(12)), st.integers(1, 12))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_draw_does_not_depend_on_its_company(order: list[int], size: int) -> None:
     logits = random_logits(12, 50)
     rows = [

@@ -111,7 +111,7 @@ def run_together(rows: Sequence[Request], here: Node, there: Node | None) -> lis
     return answers(rows)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     budget=st.integers(4, 64),
     block_tokens=st.sampled_from([1, 4, 16]),

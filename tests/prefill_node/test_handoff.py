@@ -22,7 +22,7 @@ class Peer:
         self.stops: list[str] = []
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     num_prompt=st.integers(1, 40),
     block_tokens=st.integers(1, 8),

@@ -2,7 +2,7 @@ import contextlib
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_json, read_body
@@ -52,7 +52,6 @@ def test_pairs_of_surrogates_and_nul_are_text():
     assert parse_json(b'{"a":"\\ud83d\\ude00\\u0000"}') == {"a": "😀\0"}
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
 def test_no_bytes_do_more_than_reject(raw):
     with contextlib.suppress(Rejected):

@@ -54,7 +54,7 @@ reports = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(reports, max_size=5))
 def test_nothing_that_a_node_says_breaks_the_records_or_what_is_made_of_them(said: list[Report]) -> None:
     records = Records()

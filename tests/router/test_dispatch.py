@@ -40,7 +40,7 @@ __all__ = ["no_pauses"]  # a fixture: of every test here
 # ---- one attempt ------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_words_of_both_nodes_in_any_order_doubled_or_late_give_the_tokens_in_order(data: st.DataObject) -> None:
     async def play() -> None:
@@ -170,7 +170,7 @@ class Play:
             assert self.here.attempt(self.number)[0] is p, "it has the prompt's KV"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(script=st.lists(st.tuples(st.sampled_from(PROGRESS), st.sampled_from(FAULTS)), min_size=1, max_size=8))
 @example(script=[("token land", "p_lost"), ("token", "d_lost")])
 @example(script=[("", "d_lost"), ("", "d_lost"), *[("", "p_handoff")] * 5])

@@ -161,7 +161,7 @@ async def test_who_only_waits_for_room_on_a_node_that_dies_is_not_its_cause() ->
 # ---- the retry budget ------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(acts=st.lists(st.tuples(st.sampled_from(["request", "retry", "retry"]), st.floats(0, 2)), max_size=200))
 def test_retries_are_never_more_than_a_tenth_of_the_requests_and_three_a_second(acts: list[tuple[str, float]]) -> None:
     budget, now, num_requests = RetryBudget(), 0.0, 0

@@ -78,7 +78,7 @@ ACTS = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(acts=st.lists(ACTS, max_size=60))
 def test_what_is_held_and_waits_adds_up_and_everybody_gets_a_turn(acts: list[tuple[Any, ...]]) -> None:
     it = Model()
@@ -115,7 +115,7 @@ def test_what_is_held_and_waits_adds_up_and_everybody_gets_a_turn(acts: list[tup
     assert (it.admission.held_tokens, it.admission.owed_tokens, it.admission._levels) == (0, 0, {})
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(sizes=st.lists(st.integers(1, 60), min_size=30, max_size=60))
 def test_tenants_who_both_wait_get_the_same_tokens_whatever_the_size_of_their_requests(sizes: list[int]) -> None:
     """S2: one asks for ten times as much, in requests of any size, and gets half."""
@@ -514,7 +514,7 @@ def test_what_is_held_for_a_client_counts_its_logprobs() -> None:
 ENDINGS = ("finish", "close", "cancel", "reject", "internal", "kill", "bug", "late", "leave")
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(endings=st.lists(st.tuples(st.sampled_from(ENDINGS), st.integers(1, 3)), min_size=1, max_size=8))
 def test_every_request_is_counted_once_however_it_ends(endings: list[tuple[str, int]]) -> None:
     async def play() -> None:

@@ -12,7 +12,7 @@ from router.text import BYTE_ALPHABET, HELD_BYTES, REPLACEMENT, StopStrings, Tok
 from shared.errors import ConfigError, Rejected
 from tests.router.conftest import byte_level_tokenizer
 
-SETTINGS = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 STORIES = Path(__file__).parents[3] / "shared" / "data" / "models" / "stories260K"
 
 

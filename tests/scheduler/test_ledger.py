@@ -12,7 +12,7 @@ from tests.scheduler.drive import Driver, request
 from tests.scheduler.test_scheduler import traffic
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(given_traffic=traffic())
 def test_every_block_is_in_one_place_and_counted_after_every_turn(
     given_traffic: tuple[Scheduler, list[tuple[int, Request]], int],

@@ -15,7 +15,7 @@ from scheduler.scheduler import Limits, Scheduler
 from tests.scheduler.drive import Driver, request
 
 BUDGET = 24
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=60)
 seeds = given(st.integers(0, 2**32))
 
 

@@ -133,7 +133,7 @@ def test_malformed_bytes_are_refused(data: bytes) -> None:
         decode(data, Answer)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=200), st.sampled_from([type(message) for message, _ in EXAMPLES]))
 def test_random_bytes_decode_or_are_refused(data: bytes, kind: type) -> None:
     try:

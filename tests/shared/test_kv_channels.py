@@ -166,7 +166,7 @@ async def test_rows_arrive_where_told_and_nowhere_else(kind: str, where: str, di
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(moves=st.lists(st.tuples(st.integers(0, 31), st.integers(0, 31)), max_size=40, unique_by=lambda m: m[1]))
 async def test_any_list_of_rows_is_copied_as_numpy_would(kind: str, moves: list[tuple[int, int]]) -> None:
     source, target = [move[0] for move in moves], [move[1] for move in moves]
@@ -650,7 +650,7 @@ async def test_a_strange_frame_ends_that_connection_alone(words: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(words=st.lists(st.binary(max_size=300), max_size=4), introduced=st.booleans())
 async def test_no_bytes_at_all_harm_a_receiver(kind: str, words: list[bytes], introduced: bool) -> None:
     async with peers(kind) as (writer, receiver):
@@ -882,7 +882,7 @@ async def test_a_receiver_that_has_no_secret_is_found_out_at_once(
 
 
 @pytest.mark.parametrize("kind", ["tcp", "shm"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(pushes=st.lists(st.tuples(st.integers(0, 6), st.floats(0, 0.004)), min_size=1, max_size=8))
 async def test_after_cancels_at_any_moment_every_push_is_answered_for_itself(
     kind: str, pushes: list[tuple[int, float]]

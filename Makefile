@@ -29,10 +29,10 @@ unit:
 	@$(MAKE) --no-print-directory -j2 clocked unclocked
 
 clocked:
-	$(BIN)/python -m pytest -q $(UNCLOCKED:%=--ignore=%)
+	$(BIN)/python -m pytest -q $(UNCLOCKED:%=--ignore=%) $(PYTEST)
 
 unclocked:
-	nice -n 19 $(BIN)/python -m pytest -q -o timeout=400 $(UNCLOCKED) > .venv/unclocked.log 2>&1; \
+	nice -n 19 $(BIN)/python -m pytest -q -o timeout=400 $(UNCLOCKED) $(PYTEST) > .venv/unclocked.log 2>&1; \
 	  status=$$?; cat .venv/unclocked.log; exit $$status
 
 # The fault matrix with real processes; the same for long, at half load. `--help` of `python -m tests.chaos` says more.

@@ -5,7 +5,8 @@ import re
 import shutil
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -33,7 +34,14 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def opened(browser: Any) -> Iterator[Any]:
+def serve() -> Iterator[Callable[[Feed], str]]:
+    """Serves a feed until the pages are closed: one that outlives its router says that it misses it."""
+    with ExitStack() as served:
+        yield lambda made: served.enter_context(serving(made))
+
+
+@pytest.fixture
+def opened(browser: Any, serve: Callable[[Feed], str]) -> Iterator[Any]:
     """Opens a page; in the end nothing may have been logged as an error."""
     contexts, problems = [], []
 
@@ -55,10 +63,9 @@ def opened(browser: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-def feed() -> Iterator[tuple[Feed, str]]:
+def feed(serve: Callable[[Feed], str]) -> tuple[Feed, str]:
     made = Feed()
-    with serving(made) as url:
-        yield made, url
+    return made, serve(made)
 
 
 def passes_of(page: Any, node: str) -> int:
@@ -109,14 +116,13 @@ def test_the_strip_moves_and_colours_passes_by_what_they_were(opened: Any, feed:
     wait_for(lambda: colours_in(page, 2) == {"prefill", "decode", "over"}, "mixed passes over the SLO")
 
 
-def test_a_page_that_is_opened_late_shows_what_was_before(opened: Any) -> None:
+def test_a_page_that_is_opened_late_shows_what_was_before(opened: Any, serve: Callable[[Feed], str]) -> None:
     made = Feed()
     for name in made.ends:
         made.numbers[name], made.ends[name] = 1, made.began_ms + 1e9  # nothing new comes
-    with serving(made) as url:
-        page = opened(url)
-        wait_for(lambda: passes_of(page, "decode-0") > 50, "passes of before")
-        assert passes_of(page, "decode-0") <= 101
+    page = opened(serve(made))
+    wait_for(lambda: passes_of(page, "decode-0") > 50, "passes of before")
+    assert passes_of(page, "decode-0") <= 101
 
 
 def test_a_pass_shows_its_members_by_mouse_and_by_key_and_stops_the_strip(opened: Any, feed: tuple[Feed, str]) -> None:
@@ -254,16 +260,15 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_memory_is_bounded_when_passes_are_many(opened: Any) -> None:
+def test_memory_is_bounded_when_passes_are_many(opened: Any, serve: Callable[[Feed], str]) -> None:
     made = Feed(steps_per_s=1000.0)
     for name in made.ends:
         made.ends[name] -= 40_000.0  # as after a long silence: 40,000 passes at once
-    with serving(made) as url:
-        page = opened(url)
-        page.select_option("#window", "60000")
-        wait_for(lambda: passes_of(page, "decode-0") > 10_000, "passes in view")
-        assert passes_of(page, "decode-0") <= 25_000
-        page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    page = opened(serve(made))
+    page.select_option("#window", "60000")
+    wait_for(lambda: passes_of(page, "decode-0") > 10_000, "passes in view")
+    assert passes_of(page, "decode-0") <= 25_000
+    page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
 # ---- over a cluster ----------------------------------------------------------------------------------------------------

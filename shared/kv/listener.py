@@ -19,7 +19,7 @@ from shared.kv.channel import Card, CardError, PeerLostError, is_boot
 from shared.security import CHALLENGE, OPENING, PROOF_BYTES, Called, Caller, NotTrustedError, Secret, complaints
 
 MAGIC = b"BTKV"
-VERSION = 1
+VERSION = 2
 PURPOSE = "kv"
 HELLO = struct.Struct("<4sHxxI32s32s")  # magic, version, row bytes, the writer's boot, the boot it wants to reach
 ANSWER = struct.Struct("<4sHH")  # magic, version, Verdict

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Self
+from zlib import crc32
 
 from shared.kv.channel import Card, PeerLostError, TicketRefusedError, check_boot, check_open
 from shared.kv.listener import (
@@ -29,7 +30,9 @@ from shared.kv.peers import Peers
 from shared.kv.staging import KVMemory, Staging
 
 # A push is some frames and one without rows; then the receiver answers with an ACK.
-FRAME = struct.Struct("<4sHH16sI")  # magic, version, number of rows, ticket, bytes of a row; then u32 rows, then bytes
+# A frame's head: magic, version, number of rows, ticket, bytes of a row; and a CRC-32 of it, as rows that a flipped bit
+# adds to their number would be waited for in vain. Then u32 rows, then their bytes, which a commit has checksums of.
+FRAME, FRAME_CHECK = struct.Struct("<4sHH16sI"), struct.Struct("<I")
 ACK = struct.Struct("<4sHxxII")  # magic, version, rows accepted, rows refused
 PATIENCE_S = 2.0
 LEAST_BYTES_PER_S = 256 << 10  # of a frame: who sends a byte now and then holds blocks and a thread all the same
@@ -143,12 +146,11 @@ class TcpChannel:
             self._receive(_Wire(connection, self._patience_s), connection, staging)
 
     def _receive(self, wire: "_Wire", connection: socket.socket, staging: Staging) -> None:
-        header, indices = memoryview(bytearray(FRAME.size)), memoryview(bytearray(4 * MAX_FRAME_ROWS))
+        indices = memoryview(bytearray(4 * MAX_FRAME_ROWS))
         accepted = refused = 0
         pushing = False
         while True:
-            wire.fill(header, may_idle=not pushing)
-            magic, version, count, ticket, row_bytes = FRAME.unpack(header)
+            magic, version, count, ticket, row_bytes = FRAME.unpack(wire.head(may_idle=not pushing))
             known = (magic, version, row_bytes) == (MAGIC, VERSION, self._card.row_bytes)
             if not known or count > MAX_FRAME_ROWS:
                 raise MalformedError
@@ -196,6 +198,7 @@ class _Wire:
         self._connection = connection
         self._patience_s = patience_s
         self._until = 0.0
+        self._head = memoryview(bytearray(FRAME.size + FRAME_CHECK.size))
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
@@ -218,6 +221,14 @@ class _Wire:
         left_s = min(self._patience_s, max(0.0, self._until - time.monotonic()))
         if not self._poll.poll(None if for_ever else left_s * 1000):
             raise TimeoutError
+
+    def head(self, may_idle: bool) -> memoryview:
+        """A frame's, without its checksum; valid until the next one. Raises MalformedError when it came damaged."""
+        self.fill(self._head, may_idle)
+        head = self._head[: FRAME.size]
+        if FRAME_CHECK.unpack(self._head[FRAME.size :]) != (crc32(head),):
+            raise MalformedError
+        return head
 
     def fill(self, buffer: memoryview, may_idle: bool = False) -> None:
         """Receive all of `buffer`; with `may_idle` the first byte may be waited for without end."""
@@ -259,11 +270,11 @@ class _Connection:
         sent = 0
         while sent < len(source) and not stopped():
             rows = source[sent : sent + per_frame]
-            head = FRAME.pack(MAGIC, VERSION, len(rows), ticket, row_bytes)
+            head = checked(FRAME.pack(MAGIC, VERSION, len(rows), ticket, row_bytes))
             indices = struct.pack(f"<{len(rows)}I", *target[sent : sent + per_frame])
             self._send([memoryview(head + indices), *self._staging.read(rows)])
             sent += len(rows)
-        self._send([memoryview(FRAME.pack(MAGIC, VERSION, 0, ticket, row_bytes))])
+        self._send([memoryview(checked(FRAME.pack(MAGIC, VERSION, 0, ticket, row_bytes)))])
         self._check_ack(sent)
 
     def interrupt(self) -> None:
@@ -293,6 +304,11 @@ class _Connection:
             raise PeerLostError("its answer makes no sense")
         if refused:
             raise TicketRefusedError(f"the peer refused {refused} of {num_rows} rows: the ticket is not open for them")
+
+
+def checked(head: bytes) -> bytes:
+    """A frame's head with its checksum."""
+    return head + FRAME_CHECK.pack(crc32(head))
 
 
 def _none_left() -> Staging:

@@ -4,13 +4,14 @@ import asyncio
 from typing import Any
 
 from shared.kv.memory import HostMemory
-from shared.kv.tcp import TcpChannel
+from shared.kv.tcp import FRAME, TcpChannel
 
 BOOT = "0" * 32
 
 
 class PlayedWire:
-    """What a connection and its receiving end are to the channel; `answers` are what it sends back."""
+    """What a connection and its receiving end are to the channel; `answers` are what it sends back. `data` has no
+    checksums of heads, which would keep nearly all that is drawn from being read any further."""
 
     def __init__(self, data: bytes) -> None:
         self.answers: list[bytes] = []
@@ -33,7 +34,12 @@ class PlayedWire:
             raise EOFError
         return self._at - begun
 
-    def fill(self, buffer: memoryview, may_idle: bool = False) -> None:
+    def head(self, may_idle: bool) -> memoryview:
+        head = memoryview(bytearray(FRAME.size))
+        self.fill(head)
+        return head
+
+    def fill(self, buffer: memoryview) -> None:
         done = 0
         while done < len(buffer):
             done += self.receive([buffer[done:]])

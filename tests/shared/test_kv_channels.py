@@ -41,7 +41,7 @@ from shared.kv.local import host_id
 from shared.kv.memory import HostMemory
 from shared.kv.peers import Peers
 from shared.kv.shm import ShmChannel, runs
-from shared.kv.tcp import ACK, FRAME, MAX_FRAME_ROWS, TcpChannel
+from shared.kv.tcp import ACK, FRAME, MAX_FRAME_ROWS, TcpChannel, checked
 from shared.security import CHALLENGE, OPENING, Called, Caller, NotTrustedError, Secret
 from tests.shared.kv_peer import Peer
 
@@ -575,11 +575,15 @@ def raw_writer(receiver: Peer, boot: str = "f" * 32) -> socket.socket:
 
 
 def frame_head(ticket: bytes, rows: list[int]) -> bytes:
-    return FRAME.pack(MAGIC, VERSION, len(rows), ticket, ROW_BYTES) + struct.pack(f"<{len(rows)}I", *rows)
+    return checked(FRAME.pack(MAGIC, VERSION, len(rows), ticket, ROW_BYTES)) + struct.pack(f"<{len(rows)}I", *rows)
 
 
 def end_of_push(ticket: bytes) -> bytes:
-    return FRAME.pack(MAGIC, VERSION, 0, ticket, ROW_BYTES)
+    return checked(FRAME.pack(MAGIC, VERSION, 0, ticket, ROW_BYTES))
+
+
+def damaged(frame: bytes, at: int) -> bytes:
+    return frame[:at] + bytes([frame[at] ^ 2]) + frame[at + 1 :]
 
 
 def receive_ack(raw: socket.socket) -> tuple[int, int]:
@@ -622,16 +626,23 @@ async def test_a_strange_introduction_ends_that_connection_alone(pair: tuple[Pee
     assert receiver.lost == []
 
 
+def strange_head(magic: bytes = MAGIC, version: int = VERSION, rows: int = 1, row_bytes: int = ROW_BYTES) -> bytes:
+    return checked(FRAME.pack(magic, version, rows, bytes(16), row_bytes))
+
+
 STRANGE_FRAMES = {
-    "wrong magic": FRAME.pack(b"NOPE", VERSION, 1, bytes(16), ROW_BYTES),
-    "version 0": FRAME.pack(MAGIC, 0, 1, bytes(16), ROW_BYTES),
-    "version 255": FRAME.pack(MAGIC, 255, 1, bytes(16), ROW_BYTES),
-    "row bytes 0": FRAME.pack(MAGIC, VERSION, 1, bytes(16), 0),
-    "one byte more": FRAME.pack(MAGIC, VERSION, 1, bytes(16), ROW_BYTES + 1),
-    "4 GiB rows": FRAME.pack(MAGIC, VERSION, 1, bytes(16), 2**32 - 1),
-    "too many rows": FRAME.pack(MAGIC, VERSION, MAX_FRAME_ROWS + 1, bytes(16), ROW_BYTES),
-    "65,535 rows": FRAME.pack(MAGIC, VERSION, 65_535, bytes(16), ROW_BYTES),
+    "wrong magic": strange_head(magic=b"NOPE"),
+    "version 0": strange_head(version=0),
+    "version 255": strange_head(version=255),
+    "row bytes 0": strange_head(row_bytes=0),
+    "one byte more": strange_head(row_bytes=ROW_BYTES + 1),
+    "4 GiB rows": strange_head(row_bytes=2**32 - 1),
+    "too many rows": strange_head(rows=MAX_FRAME_ROWS + 1),
+    "65,535 rows": strange_head(rows=65_535),
     "a row too long": frame_head(bytes(16), [0]) + bytes(ROW_BYTES + 1) + end_of_push(bytes(16)),
+    "one more row than is sent": damaged(frame_head(bytes(16), [0]), at=6) + bytes(ROW_BYTES) + end_of_push(bytes(16)),
+    "an end that is none": damaged(end_of_push(bytes(16)), at=6),
+    "another ticket": damaged(end_of_push(bytes(16)), at=8),
     "garbage": bytes(range(256)) * 4,
 }
 

@@ -178,7 +178,8 @@ def test_a_beginning_token_that_the_config_asks_for_is_added_once(fallback):
 @SETTINGS
 @given(
     text=st.text(
-        st.one_of(st.sampled_from("Onc e\u0301α\u0313\u0301\u0345ᄀ\u1161\u11a8👩‍"), st.characters()), max_size=400
+        st.one_of(st.sampled_from("Onc e\u0301α\u0313\u0301\u0345ᄀ\u1161\u11a8👩‍"), st.characters(codec="utf-8")),
+        max_size=400,
     ),
     composes=st.booleans(),
 )

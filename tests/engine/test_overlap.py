@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -195,7 +195,7 @@ def expected_of(model: Decoder, seed: int) -> list[tuple[list[int], str | None]]
     return answers(rows)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10_000), tight=st.booleans(), aborts=st.booleans())
 def test_tokens_are_the_same_with_and_without_overlap(model: Decoder, seed: int, tight: bool, aborts: bool) -> None:
     """A tight pool holds one request and a half, so that running ones are preempted with a step in flight."""

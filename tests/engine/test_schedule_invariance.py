@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -111,7 +111,7 @@ def run_together(rows: Sequence[Request], here: Node, there: Node | None) -> lis
     return answers(rows)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(
     budget=st.integers(4, 64),
     block_tokens=st.sampled_from([1, 4, 16]),

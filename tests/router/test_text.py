@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.template import ChatTemplate
@@ -12,7 +12,7 @@ from router.text import BYTE_ALPHABET, HELD_BYTES, REPLACEMENT, StopStrings, Tok
 from shared.errors import ConfigError, Rejected
 from tests.router.conftest import byte_level_tokenizer
 
-SETTINGS = settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=120)
 STORIES = Path(__file__).parents[3] / "shared" / "data" / "models" / "stories260K"
 
 

@@ -101,7 +101,8 @@ async def _serve(
     )
     apps = [app.state.api, app.state.admin] if settings.admin_port else [app]
     room = room_for(settings.max_connections)
-    servers = [_server(one, room, settings.drain_timeout_s) for one in apps]
+    waiting = [Waiting() for _ in apps]
+    servers = [_server(*each, room, settings.drain_timeout_s) for each in zip(apps, waiting, strict=True)]
     async with AsyncExitStack() as cleanup:
         try:
             await fleet.start()
@@ -123,17 +124,17 @@ async def _serve(
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         draining.cancel()
         app.state.feed.close()
-        for server in servers:
-            server.should_exit = True
+        for server, connections in zip(servers, waiting, strict=True):
+            connections.is_draining = server.should_exit = True
         await serving
     return 0
 
 
-def _server(app: Starlette, max_connections: int, drain_timeout_s: float) -> uvicorn.Server:
+def _server(app: Starlette, waiting: Waiting, max_connections: int, drain_timeout_s: float) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             app,
-            http=cast(type[asyncio.Protocol], partial(Connection, limits=Limits(max_connections), waiting=Waiting())),
+            http=cast(type[asyncio.Protocol], partial(Connection, limits=Limits(max_connections), waiting=waiting)),
             ws="none",
             loop="none",
             lifespan="off",

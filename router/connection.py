@@ -165,6 +165,7 @@ class Connection(HttpToolsProtocol):
             raise Rejected("HTTP/1.1 is needed.", code="invalid_http")
         super().on_headers_complete()
         self._in_head, self._in_body, self._num_framing_bytes = False, True, 0
+        self.cycle.keep_alive = self.cycle.keep_alive and not self._waiting.is_draining
         self.cycle.transport = cast(asyncio.Transport, self)
         self._under_way.append(self.cycle)
         self._watch()
@@ -218,6 +219,16 @@ class Connection(HttpToolsProtocol):
         if self._unparsed:
             self.loop.call_soon(self._parse)
 
+    def shutdown(self) -> None:
+        """The server drains. What was asked, or has begun to come, is answered, and so is what a client asks that has
+        only just connected: on a connection that ended at once, its request would have failed."""
+        if self._under_way:
+            self._under_way[-1].keep_alive = False
+        elif self._was_answered and not (self._in_head or self._in_body):
+            self.transport.close()
+        elif self._is_new:
+            self._watch()
+
     # ---- time and refusals ------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
@@ -236,6 +247,8 @@ class Connection(HttpToolsProtocol):
             left_s = limits.rest_s
         else:
             left_s = limits.head_s if self._in_head or self._is_new else limits.idle_s
+            if self._waiting.is_draining and not self._in_head:
+                left_s = limits.drain_s
         self.timeout_keep_alive_task = self.loop.call_later(left_s, self.timeout_keep_alive_handler)
 
     def timeout_keep_alive_handler(self) -> None:

@@ -11,19 +11,21 @@ SPARE_FILES = 256  # for everything but clients' connections
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Of connections and times in seconds: for a request's head, for the rest of a request that is answered already,
-    and without a request."""
+    without a request, and without the first one while the server drains."""
 
     connections: int = 10_000
     head_s: float = 10.0
     rest_s: float = 2.0
     idle_s: float = 75.0
+    drain_s: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Waiting:
     """The connections of one server whose clients owe it a request, oldest first. When there are too many connections,
     these give way; first those that were never answered anything."""
 
+    is_draining: bool = False  # the server: an answer is its connection's last
     silent: dict[HttpToolsProtocol, None] = field(default_factory=dict)
     idle: dict[HttpToolsProtocol, None] = field(default_factory=dict)
 

@@ -539,6 +539,7 @@ async def impatient(byte_level: Any, **limits: float) -> AsyncIterator[tuple[int
         listener.close()
 
 
+ASKED = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{JSON}\r\ncontent-length: 14\r\n\r\n".encode() + b'{"prompt":"x"}'
 RESET = b"<reset>"
 
 
@@ -640,11 +641,7 @@ async def test_who_is_refused_while_it_sends_still_reads_why(byte_level: Any) ->
 async def test_what_is_no_http_behind_a_request_is_no_answer_to_it(byte_level: Any) -> None:
     async with impatient(byte_level) as (port, dispatcher, _):
         dispatcher.hangs_after = 0
-        raw = b'{"prompt":"x"}'
-        asked = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{JSON}\r\ncontent-length: {len(raw)}\r\n\r\n".encode() + raw
-        )
-        assert await ended(port, asked, b"garbage\r\n\r\n", gap_s=0.1) == b""
+        assert await ended(port, ASKED, b"garbage\r\n\r\n", gap_s=0.1) == b""
         async with asyncio.timeout(20):
             await dispatcher.answers[0].gone.wait()
 
@@ -653,16 +650,12 @@ async def test_what_is_no_http_behind_a_request_is_no_answer_to_it(byte_level: A
 async def test_what_waits_on_a_connection_is_bounded(byte_level: Any, hangs: bool) -> None:
     """Behind a request at work there may be many others: some are parsed, some are bytes, the rest is not read."""
     async with impatient(byte_level) as (port, dispatcher, server):
-        raw = b'{"prompt":"x"}'
-        asked = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{JSON}\r\ncontent-length: {len(raw)}\r\n\r\n".encode() + raw
-        )
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         if hangs:
             dispatcher.hangs_after = 0
-            writer.write(asked * (1 + MAX_PIPELINED))  # all that are parsed ahead, and no more
+            writer.write(ASKED * (1 + MAX_PIPELINED))  # all that are parsed ahead, and no more
             await dispatcher.hanging.acquire()
-        writer.write(asked * 200_000)
+        writer.write(ASKED * 200_000)
         for _ in range(0 if hangs else 50):
             await asyncio.wait_for(reader.readuntil(b'"cached_tokens":0}}}'), 20)
         (connection,) = server.server_state.connections
@@ -673,3 +666,32 @@ async def test_what_waits_on_a_connection_is_bounded(byte_level: Any, hangs: boo
         assert writer.transport.get_write_buffer_size() > 2**20, "it reads on"
         writer.transport.abort()
         connection.transport.abort()
+
+
+async def test_a_server_that_drains_answers_whoever_has_come(byte_level: Any) -> None:
+    async with impatient(byte_level, head_s=20.0, idle_s=20.0, drain_s=20.0) as (port, _, server):
+        (idle, begun, new) = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        idle[1].write(ASKED)
+        await asyncio.wait_for(idle[0].readuntil(b'"cached_tokens":0}}}'), 20)
+        begun[1].write(ASKED[:30])
+        assert await until(lambda: sum(each._in_head for each in server.server_state.connections) == 1, 20)
+        drain(server)
+        assert await asyncio.wait_for(idle[0].read(), 20) == b"", "it was answered, and asks nothing"
+        for (reader, writer), rest in ((new, ASKED), (begun, ASKED[30:])):
+            writer.write(rest)
+            assert (await asyncio.wait_for(reader.read(), 20)).startswith(b"HTTP/1.1 200 OK")
+        for _, writer in (idle, begun, new):
+            writer.close()
+
+
+async def test_a_server_that_drains_waits_for_nobody_who_asks_nothing(byte_level: Any) -> None:
+    async with impatient(byte_level, head_s=60.0, drain_s=0.1) as (port, _, server):
+        silent = asyncio.create_task(ended(port))
+        assert await until(lambda: len(server.server_state.connections) == 1, 20)
+        drain(server)
+        assert await asyncio.wait_for(silent, 20) in {b"", RESET}
+
+
+def drain(server: Any) -> None:
+    """As the router's process does."""
+    server.config.http.keywords["waiting"].is_draining = server.should_exit = True

@@ -9,7 +9,8 @@ TORCH ?= $(shell $(PYTHON) -c 'import platform; print("torch==2.13.0" if platfor
 serve: .venv/installed
 	$(BIN)/baton up $(ARGS)
 
-test: .venv/tested lint types imports unit
+test: .venv/tested lint imports
+	@$(MAKE) --no-print-directory -j3 types clocked unclocked
 
 check: test
 
@@ -18,12 +19,12 @@ lint:
 	$(BIN)/ruff format --check .
 
 types:
-	$(BIN)/mypy
+	nice -n 19 $(BIN)/mypy
 
 imports:
 	$(BIN)/lint-imports --no-cache
 
-# What compiles, interprets and simulates asks no clock: it runs at low priority in the time that clusters spend waiting.
+# What compiles, interprets and simulates asks no clock: as types, it is at low priority in the time that clusters wait.
 UNCLOCKED := tests/benchmarks tests/engine tests/gpu_less tests/scheduler tests/simulation
 unit:
 	@$(MAKE) --no-print-directory -j2 clocked unclocked

@@ -114,11 +114,7 @@ async def _serve(
         serving = asyncio.gather(
             *(server._serve([listener]) for server, listener in zip(servers, listeners, strict=True))
         )
-        for listener, what in zip(listeners, ("", ", the admin surface"), strict=False):
-            host, port = listener.getsockname()[:2]
-            log.info("listening on http://%s:%d%s", host, port, what)
-            if keys is None and not ip_address(host).is_loopback:
-                log.warning("whoever reaches %s:%d may use it: give --api-keys-file (see `baton key`)", host, port)
+        _tell_where(listeners, keys is None)
         draining = asyncio.ensure_future(lifetime.draining.wait())
         ends: set[asyncio.Future[Any]] = {serving, draining}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -173,6 +169,14 @@ def _listener(host: str, port: int, flag: str) -> socket.socket:
         listener.close()
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {flag}") from None
     return listener
+
+
+def _tell_where(listeners: list[socket.socket], is_open: bool) -> None:
+    for listener, what in zip(listeners, ("", ", the admin surface"), strict=False):
+        host, port = listener.getsockname()[:2]
+        log.info("listening on http://%s:%d%s", host, port, what)
+        if is_open and not ip_address(host).is_loopback:
+            log.warning("whoever reaches %s:%d may use it: give --api-keys-file (see `baton key`)", host, port)
 
 
 def _registry(settings: RouterSettings, identity: str) -> Registry:

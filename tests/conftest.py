@@ -2,6 +2,6 @@
 
 from hypothesis import HealthCheck, settings
 
-WELL = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]  # what a fixture gives here, no example changes
-settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=WELL)
+UNCHECKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]  # what a fixture gives, no example changes
+settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=UNCHECKED)
 settings.load_profile("untimed")

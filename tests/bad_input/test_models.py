@@ -21,8 +21,7 @@ from safetensors.torch import load_file, save_file
 from engine.weights import INDEX, check_finite
 from node.process import main as node_main
 from router.__main__ import main as router_main
-from router.text import renderer
-from router.text.chat_template import ChatTemplate
+from router.text.chat_template import RENDER_S, ChatTemplate
 from router.text.regex_safety import may_take_for_ever
 from scheduler.role import DECODE
 from shared.config.settings import NodeSettings, RouterSettings
@@ -256,7 +255,7 @@ WILD = {
     "a list of lists": (
         "{% set ns = namespace(x=[0]) %}{% for i in range(64) %}{% set ns.x = ns.x + ns.x %}{% endfor %}", "memory"
     ),
-    "too long": ("{% for i in range(99999) %}{{ 'xxxxxxxxxx' * 1000 }}{% endfor %}", "too much of it"),
+    "too long": ("{% for i in range(99999) %}{{ 'xxxxxxxxxx' * 1000 }}{% endfor %}", "too long"),
     "a macro for ever": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "cannot render"),
 }  # fmt: skip
 
@@ -273,7 +272,7 @@ def test_after_a_template_that_did_not_end_the_next_conversation_is_written() ->
     began = time.monotonic()
     with pytest.raises(RequestError, match="too long"):
         template.render([{"role": "user", "content": "loop"}], add_generation_prompt=True, continue_final_message=False)
-    assert time.monotonic() - began < renderer.RENDER_S + 20, "on a busy machine"
+    assert time.monotonic() - began < RENDER_S + 20, "on a busy machine"
     assert rendered(template) == "<hello>"
 
 

@@ -156,7 +156,7 @@ def test_a_final_message_can_be_continued(byte_level):
         ("{{ raise_exception('alternate roles, please') }}", "alternate roles"),
         (
             "{% for i in range(99999) %}{% for j in range(99999) %}{{ 'xxxxxxxxxx' * 10000 }}{% endfor %}{% endfor %}",
-            "much",
+            "too long",
         ),
         ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "cannot render"),
         ("{{ messages[0].content.nothing.at_all }}", "cannot render"),

@@ -198,7 +198,7 @@ def _compile(source: str) -> jinja2.Template:
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": lambda form: datetime.now().strftime(form),
+        "strftime_now": lambda form: datetime.now().strftime(str(form)),
     }
     return environment.from_string(source)
 

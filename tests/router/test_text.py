@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.text.chat_template import ChatTemplate
-from router.text.tokenizer import BYTE_ALPHABET, HELD_BYTES, REPLACEMENT, StopStrings, Tokenizer
+from router.text.detokenizer import BYTE_ALPHABET, HELD_BYTES, REPLACEMENT, StopStrings
+from router.text.tokenizer import Tokenizer
 from shared.errors import ConfigError, RequestError
 from tests.router.conftest import byte_level_tokenizer
 

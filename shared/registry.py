@@ -61,7 +61,7 @@ def check_node(info: NodeInfo) -> None:
         *info.attributes.values(),
     )
     if len(info.attributes) > MAX_FACTS or max(map(len, texts)) > MAX_TEXT:
-        raise DecodeError(f"NodeInfo: at most {MAX_FACTS} facts, and texts of {MAX_TEXT} characters")
+        raise DecodeError(f"NodeInfo: at most {MAX_FACTS} attributes, and texts of {MAX_TEXT} characters")
 
 
 class Registry(Protocol):

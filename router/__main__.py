@@ -144,7 +144,7 @@ def _server(app: Starlette, waiting: IdleConnections, max_connections: int, drai
             log_level="warning",
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # anybody may write them, and addresses are what wrong keys are counted by
+            proxy_headers=False,  # clients could forge the addresses that the log shows
             timeout_graceful_shutdown=int(drain_timeout_s),
         )
     )

@@ -27,13 +27,12 @@ from router.http.asgi import ClientDisconnected, ResponseWriter, deadline_of, de
 from router.http.asgi import read_body as read_bytes
 from router.http.auth import AuthMiddleware
 from router.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
-from router.http.keys import ApiKeys, WrongKeys
+from router.http.keys import ApiKeys
 from router.http.openapi import openapi_route
 from router.http.parsing import check_ids, encode, parse_request, run_in_thread
 from router.http.responses import ResponseFormatter
 from router.http.session import RequestSession
 from router.metrics.request_metrics import Collected, RequestMetrics, SloTargets
-from router.metrics.tenants import TenantMetrics, TenantUsage
 from router.nodes.status import whole_status
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError, UnavailableError
@@ -65,11 +64,9 @@ def build_app(
     """
     registry = CollectorRegistry() if registry is None else registry
     records = RequestHistory() if records is None else records
-    metrics, wrong_keys = RequestMetrics(model.name, slo), WrongKeys()
-    tenants = TenantMetrics(model.name, wrong_keys)
+    metrics = RequestMetrics(model.name, slo)
     registry.register(metrics)
-    registry.register(tenants)
-    rim = ApiHandlers(dispatcher, tokenizer, model, registry, records, metrics, tenants)
+    rim = ApiHandlers(dispatcher, tokenizer, model, registry, records, metrics)
     post = partial(JsonEndpoint, rim, RequestLimits(max_concurrent_requests, request_timeout_s, body_timeout_s))
     feed = EventStream(records, rim.whole_status)
     api = [
@@ -89,7 +86,7 @@ def build_app(
         *more_routes,
         *page_routes(),
     ]
-    guarded = partial(_guarded, guard=Middleware(AuthMiddleware, keys=keys, tenants_routes=api, wrong_keys=wrong_keys))
+    guarded = partial(_guarded, guard=Middleware(AuthMiddleware, keys=keys, tenants_routes=api, metrics=metrics))
     app = guarded([*api, *health, *admin])
     app.state.api, app.state.admin, app.state.feed = guarded([*api, *health]), guarded([*admin, *health]), feed
     return app
@@ -131,7 +128,6 @@ class ApiHandlers:
         registry: CollectorRegistry,
         records: RequestHistory,
         metrics: RequestMetrics,
-        tenants: TenantMetrics,
     ) -> None:
         self.model = model
         self.max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * model.max_model_len
@@ -141,7 +137,6 @@ class ApiHandlers:
         self._registry = registry
         self._records = records
         self._request_metrics = metrics
-        self._tenants = tenants
 
     async def generate(self, body: Body, reply: ResponseWriter) -> None:
         """POST /v1/completions and /v1/chat/completions."""
@@ -169,8 +164,8 @@ class ApiHandlers:
                     else:
                         form.collect(sample, said)
         finally:
-            used = TenantUsage(1, exchange.num_prompt_tokens, exchange.num_cached, exchange.num_generated)
-            self._tenants.count(reply.identity.tenant, used)
+            used = (exchange.num_prompt_tokens, exchange.num_cached, exchange.num_generated)
+            self._request_metrics.used(reply.identity.tenant, *used)
         if body.stream:
             await reply.events(form.ending())
             await reply.end()

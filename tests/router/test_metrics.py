@@ -15,12 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.history.history import RequestHistory
 from router.http.asgi import ResponseWriter
-from router.http.keys import ANONYMOUS, SCOPE_KEY, WrongKeys
+from router.http.keys import ANONYMOUS, SCOPE_KEY
 from router.metrics.handoff_queues import BOOTSTRAP, INFLIGHT, PREALLOC, TRANSFER, HandoffQueues
 from router.metrics.histogram import Histogram, SlidingPercentiles, SlidingWindow
 from router.metrics.node_metrics import NodeMetrics
 from router.metrics.request_metrics import RequestMetrics, SloTargets
-from router.metrics.tenants import TenantMetrics, TenantUsage
 from router.nodes.status import node_status, promised, whole_status
 from scheduler.cost import CostModel
 from shared.clock import now_ns
@@ -249,7 +248,7 @@ class Nodes:
         self.rows = [(info("p0", "prefill"), NodeStats(blocks_owned=25, blocks_total=100), True)]
         self.rows += [(info("d0", "decode"), NodeStats(records_dropped=3), True)]
         self.records = RequestHistory()
-        self.requests = RequestMetrics("tiny")
+        self.requests = RequestMetrics("tiny", lambda: SloTargets(1.0, 1.0))
         self.status = {"nodes": [], "placements": {"long": 2}, "requests": {"moved": 1, "refused": 4}}
         self.registry = CollectorRegistry()
         self.registry.register(self.requests)
@@ -401,11 +400,8 @@ def exported() -> set[str]:
     nodes = Nodes()
     nodes.told(nodes.rows[0][0], StepRecord(1, now_ns(), 1000))
     metrics = nodes.requests
-    metrics._slo = lambda: SloTargets(1.0, 1.0)
     metrics.ended(metrics.pace(0.0), "error", 0.5)
-    tenants = TenantMetrics("tiny", WrongKeys())
-    tenants.count("acme", TenantUsage(1))
-    nodes.registry.register(tenants)
+    metrics.used("acme", 1, 1, 1)
     return {key[0] for key in samples_of(nodes.registry)}
 
 

@@ -89,7 +89,9 @@ async def _serve(
     )
     dispatch = Dispatcher(fleet, model.name, rules, records)
     metrics = CollectorRegistry()
-    metrics.register(NodeMetrics(fleet.nodes, model.name, records, dispatch.status))
+    node_metrics = NodeMetrics(fleet.nodes, model.name, records, dispatch.status)
+    records.subscribe(node_metrics)
+    metrics.register(node_metrics)
     app = build_app(
         dispatch,
         tokenizer,

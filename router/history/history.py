@@ -61,7 +61,7 @@ class NodeActivity(NamedTuple):
 
 class RequestHistory:
     def __init__(self, now: Callable[[], int] = now_ns) -> None:
-        self.observers: list[RecordObserver] = []
+        self._observers: list[RecordObserver] = []
         self.num_malformed = 0
         self._now = now
         self._nodes: dict[str, NodeHistory] = {}
@@ -71,6 +71,10 @@ class RequestHistory:
         self._num_rows = 0  # of all journeys
         self._changed: dict[str, None] = {}
         self._watched = False
+
+    def subscribe(self, observer: RecordObserver) -> None:
+        """Pass all further records to `observer` as well."""
+        self._observers.append(observer)
 
     # ---- from the nodes -----------------------------------------------------------------------------------------
 
@@ -87,7 +91,7 @@ class RequestHistory:
                 continue
             event.at_ns += node.offset_ns
             self._event(info.id, node, event)
-            for observer in self.observers:
+            for observer in self._observers:
                 observer.event(info, event)
         for record in report.steps:
             record.start_ns += node.offset_ns
@@ -96,12 +100,12 @@ class RequestHistory:
             except ValueError:
                 self.num_malformed += 1
                 continue
-            for observer in self.observers:
+            for observer in self._observers:
                 observer.step(info, record)
 
     def lost(self, node: str) -> None:
         """The node's stream ended."""
-        for observer in self.observers:
+        for observer in self._observers:
             observer.lost(node)
 
     def _node_history(self, info: NodeInfo) -> NodeHistory:

@@ -13,8 +13,7 @@ from router.history import node_history as node_memory
 from router.history.chrome_trace import trace_events
 from router.history.history import RequestHistory
 from router.history.step_ring import MEMBERS_BYTES
-from router.metrics.handoff_queues import HandoffQueues
-from router.metrics.node_metrics import NodeMetrics
+from router.metrics.node_metrics import HandoffQueues, NodeMetrics
 from router.metrics.request_metrics import RequestMetrics
 from router.nodes.status import node_status, whole_status
 from scheduler.cost import CostModel
@@ -50,7 +49,7 @@ loads = st.builds(
     steps=whole,
 )
 reports = st.builds(
-    NodeUpdate, load=st.none() | loads, steps=st.lists(steps, max_size=4), events=st.lists(events, max_size=4)
+    NodeUpdate, stats=st.none() | loads, steps=st.lists(steps, max_size=4), events=st.lists(events, max_size=4)
 )
 
 
@@ -62,7 +61,9 @@ def test_nothing_that_a_node_says_breaks_the_records_or_what_is_made_of_them(sai
     rows: list[Any] = [(node, NodeStats(), True)]
     status: dict[str, Any] = {"nodes": [node_status(node, NodeStats(), True)], "placements": {}, "requests": {}}
     metrics = CollectorRegistry()
-    metrics.register(NodeMetrics(lambda: rows, "m", records, lambda: status))
+    node_metrics = NodeMetrics(lambda: rows, "m", records, lambda: status)
+    records.subscribe(node_metrics)
+    metrics.register(node_metrics)
     records.accepted("cmpl-a", 4, 1)
     records.placed("cmpl-a-0.0.0", None, "decode-0", "r")
     for report in said:
@@ -133,19 +134,25 @@ def serve(records: RequestHistory, number: int, num_chunks: int = 2) -> None:
     records.ended(name, 0, "stop")
 
 
+class QueueObserver(HandoffQueues):
+    def step(self, info: NodeInfo, record: StepRecord) -> None:
+        pass
+
+
 def test_records_are_as_large_after_many_requests_as_after_some(monkeypatch: Any) -> None:
     for name, value in {"MAX_REQUESTS": 50, "MAX_TRANSFERS": 40, "MAX_ROWS": 10_000}.items():
         monkeypatch.setattr(records_module, name, value)
     monkeypatch.setattr(node_memory, "MAX_SERIALS", 60)
     records = RequestHistory()
-    observer = NodeMetrics(list, "m", records, dict)
+    queues = QueueObserver()
+    records.subscribe(queues)
     for number in range(300):
         serve(records, number)
     some = sizes(records)
     for number in range(300, 900):
         serve(records, number)
     assert sizes(records) == some
-    assert not observer._queues._open
+    assert queues.num_open == 0
 
 
 def test_requests_of_many_chunks_are_remembered_in_smaller_number(monkeypatch: Any) -> None:
@@ -207,7 +214,7 @@ def test_nobody_stands_in_a_queue_of_a_life_that_is_over() -> None:
     queues.lost("p0")  # and comes back under its name
     queues.event(D, event("ended"))
     assert queues.counts() == {}
-    assert not queues._open
+    assert queues.num_open == 0
 
 
 def test_a_node_that_has_changed_its_role_still_ends_what_it_had() -> None:
@@ -216,7 +223,7 @@ def test_a_node_that_has_changed_its_role_still_ends_what_it_had() -> None:
     queues.event(P, event("admitted"))
     queues.event(info("p0", role="decode"), event("ended"))
     assert queues.counts() == {}
-    assert not queues._open
+    assert queues.num_open == 0
 
 
 def test_gauges_of_a_lost_node_are_not_shown_and_its_counters_are() -> None:

@@ -19,10 +19,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from router.dispatch.requests import GenerationBackend, ModelCard
-from router.history.dashboard import page_routes
+from router.history.dashboard import history_routes
 from router.history.events import EventStream
 from router.history.history import RequestHistory
-from router.history.routes import observe_routes
 from router.http.asgi import ClientDisconnected, ResponseWriter, deadline_of, described, label_of, while_connected
 from router.http.asgi import read_body as read_bytes
 from router.http.auth import AuthMiddleware
@@ -82,9 +81,8 @@ def build_app(
     admin = [
         Route("/v1/status", rim.status),
         Route("/metrics", rim.metrics),
-        *observe_routes(records, feed),
+        *history_routes(records, feed),
         *more_routes,
-        *page_routes(),
     ]
     guarded = partial(_guarded, guard=Middleware(AuthMiddleware, keys=keys, tenants_routes=api, metrics=metrics))
     app = guarded([*api, *health, *admin])

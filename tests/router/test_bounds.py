@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from router.history import history as records_module
-from router.history import node_history as node_memory
 from router.history.chrome_trace import trace_events
-from router.history.history import RequestHistory
+from router.history.history import HistoryLimits, RequestHistory
 from router.history.step_ring import MEMBERS_BYTES
 from router.metrics.node_metrics import HandoffQueues, NodeMetrics
 from router.metrics.request_metrics import RequestMetrics
@@ -139,11 +137,8 @@ class QueueObserver(HandoffQueues):
         pass
 
 
-def test_records_are_as_large_after_many_requests_as_after_some(monkeypatch: Any) -> None:
-    for name, value in {"MAX_REQUESTS": 50, "MAX_TRANSFERS": 40, "MAX_ROWS": 10_000}.items():
-        monkeypatch.setattr(records_module, name, value)
-    monkeypatch.setattr(node_memory, "MAX_SERIALS", 60)
-    records = RequestHistory()
+def test_records_are_as_large_after_many_requests_as_after_some() -> None:
+    records = RequestHistory(limits=HistoryLimits(requests=50, transfers=40, rows=10_000, serials=60))
     queues = QueueObserver()
     records.subscribe(queues)
     for number in range(300):
@@ -155,12 +150,11 @@ def test_records_are_as_large_after_many_requests_as_after_some(monkeypatch: Any
     assert queues.num_open == 0
 
 
-def test_requests_of_many_chunks_are_remembered_in_smaller_number(monkeypatch: Any) -> None:
-    monkeypatch.setattr(records_module, "MAX_ROWS", 1000)
-    records = RequestHistory()
+def test_requests_of_many_chunks_are_remembered_in_smaller_number() -> None:
+    records = RequestHistory(limits=HistoryLimits(rows=1000))
     for number in range(200):
         serve(records, number, num_chunks=20)
-    kept = [journey.id for journey in records.traces()]
+    kept = [trace.id for trace in records.traces()]
     assert 15 <= len(kept) <= 25, "about 45 rows each"
     assert kept == [f"cmpl-{199 - index}" for index in range(len(kept))], "the latest"
 

@@ -570,7 +570,7 @@ HOOKS = [
     (kind, name) for kind in KINDS for name, each in vars(kind).items() if isinstance(each, FunctionType | property)
 ]
 AFTERWARDS = {
-    "facts",
+    "log_fields",
     "placed_on",
     "ttft_s",
     "num_cached",

@@ -9,9 +9,11 @@ import logging
 import random
 import time
 from array import array
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
+from typing import TypeVar
 
 from router.attempt import HANDOFF, Attempt, Lost, Paused, Sample
 from router.failover import Failover, RetryBudget
@@ -28,10 +30,11 @@ from shared.messages import Submit, pack_ids
 
 log = logging.getLogger("baton.dispatch")
 WAIT_NEW_S = 1.0  # for a node, before a new request is turned away
-WAIT_UNDER_WAY_S = 30.0  # for a node, before a request that already runs is given up
+WAIT_UNDER_WAY_S = 30.0  # for a node, before a request that was accepted is given up
 RETRY_PAUSE_S = 0.05  # times the attempts so far, more or less by half
 NEWS_S = 0.2  # within so long after a failed handoff it is mostly known which end died
 SEED_STEP = 0x9E3779B97F4A7C15  # spreads the seeds of samples (the golden ratio, as in splitmix64)
+Found = TypeVar("Found")
 
 
 @dataclass(slots=True)
@@ -77,7 +80,7 @@ class Dispatch:
         late_s = inf if generation.deadline is None else generation.deadline - time.monotonic()
         if late_s <= 0:
             raise too_late()
-        await self._some_node(min(WAIT_NEW_S, late_s))
+        await self._wait_for(lambda: self.ready() or None, min(WAIT_NEW_S, late_s))
         self._counts.total += generation.n
         try:
             ticket = self._turns.take(generation)
@@ -103,13 +106,17 @@ class Dispatch:
             "queue": self._turns.status(),
         }
 
-    async def _some_node(self, wait_s: float) -> None:
-        if self.ready():
-            return
+    async def _wait_for(self, find: Callable[[], Found | None], wait_s: float) -> Found:
+        """Return what `find` returns, called again after each change of the fleet while it returns None. Raise
+        Unavailable after `wait_s`."""
+        if (found := find()) is not None:
+            return found
         try:
             async with asyncio.timeout(wait_s):
-                while not self.ready():
+                while found is None:
                     await self._fleet.change()
+                    found = find()
+                return found
         except TimeoutError:
             raise Unavailable(
                 "No node of this cluster takes requests right now.", retry_after_s=2.0, code="node_lost"
@@ -131,7 +138,6 @@ class Dispatch:
         await self._turns.come(run.ticket, run.generation.deadline)
         failover = Failover(self._rules.max_attempts)
         for number in itertools.count():
-            await self._some_node(WAIT_UNDER_WAY_S)
             attempt = Attempt(
                 sample, f"{run.generation.id}.{sample.index}.{number}", is_new=number == 0 and sample.index == 0
             )
@@ -146,13 +152,12 @@ class Dispatch:
                     await run.until_read()
 
     async def _attempt(self, run: Run, attempt: Attempt, failover: Failover) -> None:
-        run.attempts[attempt.sample.index] = attempt
         try:
-            self._start(run, attempt, failover)
+            await self._start(run, attempt, failover)
             await attempt.over
             self._fleet.served(*filter(None, (attempt.prefill, attempt.decode)))
         finally:
-            del run.attempts[attempt.sample.index]
+            run.attempts.pop(attempt.sample.index, None)
             self._end(attempt)
 
     async def _go_on(self, attempt: Attempt, lost: Lost, failover: Failover, number: int) -> None:
@@ -161,7 +166,7 @@ class Dispatch:
         self._records.moved(attempt.id, lost.reason)
         log.warning("request %s goes on elsewhere: %s", attempt.id, lost)
         pause_s = RETRY_PAUSE_S * min(number, self._rules.max_attempts) * random.uniform(0.5, 1.5)
-        if lost.node and not lost.is_gone:
+        if not lost.is_gone:
             pause_s = max(pause_s, await self._given_up(attempt, lost))
         failover.lost(attempt, lost, (link.info.id for link in self._fleet.usable()[1]))
         await asyncio.sleep(pause_s)
@@ -181,13 +186,15 @@ class Dispatch:
         self._counts.retried += 1
         return self._budget.take(time.monotonic())
 
-    def _start(self, run: Run, attempt: Attempt, failover: Failover) -> None:
-        """Places the attempt and sends it. Sent to P, it names D; sent to D alone, it names nobody."""
+    async def _start(self, run: Run, attempt: Attempt, failover: Failover) -> None:
+        """Place the attempt, as soon as a node can take it, and send it. Sent to P, it names D; sent to D alone, it
+        names no node. The wait does not count as an attempt. Raise Unavailable when it is too long."""
         generation, sample = run.generation, attempt.sample
         tokens = generation.prompt + sample.tokens
         row = array("i", tokens)  # as it is hashed, and as it is sent
-        prefill, decode = self._place(run, attempt, row, failover)
+        prefill, decode = await self._wait_for(lambda: self._place(run, attempt, row, failover), WAIT_UNDER_WAY_S)
         attempt.prefill, attempt.decode = prefill, decode
+        run.attempts[sample.index] = attempt
         submit = Submit(
             attempt.id,
             self._fleet.router,
@@ -213,7 +220,10 @@ class Dispatch:
         else:
             decode.submit(submit, attempt)
 
-    def _place(self, run: Run, attempt: Attempt, row: "array[int]", failover: Failover) -> tuple[Link | None, Link]:
+    def _place(
+        self, run: Run, attempt: Attempt, row: "array[int]", failover: Failover
+    ) -> tuple[Link | None, Link] | None:
+        """Return the nodes of the attempt, None while no node can take it."""
         sibling, avoid = run.home, failover.avoid
         if attempt.sample.index and sibling in self._fleet.usable()[1] and sibling.info.id not in avoid:
             self._note(attempt, Placement(None, sibling.info.id, "sibling"))
@@ -222,7 +232,7 @@ class Dispatch:
             attempt.id, row, run.generation.salt, avoid, self._rules.disaggregate, failover.holder
         )
         if proposal is None:
-            raise Lost("no node is left", "")
+            return None
         found = proposal.placement
         if attempt.is_new:
             self._admit(found)

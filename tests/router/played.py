@@ -64,6 +64,9 @@ class Played(Link):
     def die(self) -> None:
         self._end()
 
+    def fall_silent(self) -> None:
+        self._end(is_silent=True)
+
     def revive(self) -> None:
         self.alive = True
         self._changed(self)

@@ -17,7 +17,9 @@ from decode_node.receiver import Receiver
 from engine.routers import Routers
 from prefill_node.handoff import Handoff, Push
 from prefill_node.peers import Peers
-from router.attempt import Attempt
+from router.attempt import Attempt, Lost
+from router.dispatch import WAIT_UNDER_WAY_S, Dispatch
+from router.fleet import Fleet
 from router.link import Link
 from scheduler.blocks import BlockPool
 from scheduler.prefix import extend_hashes
@@ -107,6 +109,21 @@ def _landed_too_far(original: Any, self: Scheduler, request: Request, token: int
         request.blocks[0], request.blocks[-1] = request.blocks[-1], request.blocks[0]
 
 
+async def _not_waited_for(original: Any, self: Dispatch, find: Callable[[], Any], wait_s: float) -> Any:
+    if wait_s < WAIT_UNDER_WAY_S:  # a new request
+        return await original(self, find, wait_s)
+    if (found := find()) is None:
+        raise Lost("no node is left", "", is_gone=True)
+    return found
+
+
+def _avoided_for_good(role: str, original: Any, self: Fleet, *given: Any) -> Any:
+    _, _, _, avoid, *_ = given
+    prefill, decode = self.usable()
+    is_only = {"prefill": not decode, "decode": not prefill}[role]
+    return None if is_only and all(link.info.id in avoid for link in prefill + decode) else original(self, *given)
+
+
 @contextmanager
 def _both(*broken: AbstractContextManager[Any]) -> Iterator[None]:
     with ExitStack() as stack:
@@ -138,6 +155,9 @@ MUTATIONS: dict[str, Broken] = {
     "blocks of a landing mixed up": _around(Scheduler, "land", _landed_too_far),
     "what was generated counts as prompt": _around(Link, "submit", _miscounted),
     "a node's death is not told": _in_place_of(Attempt, "lost", lambda self, link: None),
+    "no node left counts as an attempt": _around(Dispatch, "_wait_for", _not_waited_for),
+    "avoided prefill nodes stay avoided": _around(Fleet, "place", partial(_avoided_for_good, "prefill")),
+    "avoided decode nodes stay avoided": _around(Fleet, "place", partial(_avoided_for_good, "decode")),
     "who is lost is not dialled again": _in_place_of(router.link, "REDIAL_S", (1000.0,)),
     "orphans are kept": _in_place_of(Routers, "_forget", lambda self, router: self.outboxes.pop(router)),
     "stops are not said": _in_place_of(Peers, "stop", _nothing),

@@ -10,17 +10,17 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import router.link
+import router.nodes.connection
 import scheduler.scheduler
-from decode_node.landing import Ending, LandingTable, Phase
-from decode_node.receiver import Receiver
-from engine.routers import Routers
-from prefill_node.handoff import Handoff, Push
-from prefill_node.peers import Peers
-from router.attempt import Attempt, Lost
-from router.dispatch import WAIT_UNDER_WAY_S, Dispatch
-from router.fleet import Fleet
-from router.link import Link
+from decode_node.receiver import HandoffReceiver
+from decode_node.reservations import ReservationEnd, ReservationPhase, ReservationTable
+from node.router_sessions import RouterSessions
+from prefill_node.decode_peers import DecodePeers
+from prefill_node.handoff import Handoff, PushAction
+from router.dispatch.attempt import Attempt, AttemptFailed
+from router.dispatch.dispatcher import WAIT_UNDER_WAY_S, Dispatcher
+from router.nodes.connection import NodeConnection
+from router.nodes.pool import NodePool
 from scheduler.blocks import BlockPool
 from scheduler.prefix import extend_hashes
 from scheduler.request import Request, cdiv
@@ -45,17 +45,17 @@ def _around(owner: Any, name: str, wrapper: Callable[..., Any]) -> Broken:
     return _in_place_of(owner, name, broken)
 
 
-def _quarantine_skipped(self: LandingTable, request_id: str) -> Ending | None:
+def _quarantine_skipped(self: ReservationTable, request_id: str) -> ReservationEnd | None:
     landing = self._by_request.get(request_id)
-    return None if landing is None or landing.phase is Phase.QUARANTINED else self._close(landing)
+    return None if landing is None or landing.phase is ReservationPhase.QUARANTINED else self._close(landing)
 
 
-async def _not_compared(self: Receiver, landing: Any, sums: bytes) -> str:
+async def _not_compared(self: HandoffReceiver, landing: Any, sums: bytes) -> str:
     landing.num_checked = min(len(landing.blocks), landing.num_checked + len(sums) // CHECKSUM_BYTES)
     return ""
 
 
-def _positions_ignored(original: Any, self: Attempt, link: Link, delta: Any) -> None:
+def _positions_ignored(original: Any, self: Attempt, link: NodeConnection, delta: Any) -> None:
     original(self, link, replace(delta, position=len(self.sample.tokens)))
 
 
@@ -70,15 +70,17 @@ def _half_blocks(original: Any, self: Handoff) -> Any:
 
 def _shifted(original: Any, self: Handoff) -> Any:
     action = original(self)
-    return replace(action, targets=action.targets[1:] + action.targets[:1]) if isinstance(action, Push) else action
+    return (
+        replace(action, targets=action.targets[1:] + action.targets[:1]) if isinstance(action, PushAction) else action
+    )
 
 
-def _miscounted(original: Any, self: Link, submit: Any, listener: Any) -> None:
+def _miscounted(original: Any, self: NodeConnection, submit: Any, listener: Any) -> None:
     submit.num_prompt = len(submit.tokens) // 4
     original(self, submit, listener)
 
 
-def _some_lost(original: Any, self: Routers, router: str, *deltas: Any) -> None:
+def _some_lost(original: Any, self: RouterSessions, router: str, *deltas: Any) -> None:
     original(self, router, *(delta for delta in deltas if delta.position != 3))
 
 
@@ -109,17 +111,17 @@ def _landed_too_far(original: Any, self: Scheduler, request: Request, token: int
         request.blocks[0], request.blocks[-1] = request.blocks[-1], request.blocks[0]
 
 
-async def _not_waited_for(original: Any, self: Dispatch, find: Callable[[], Any], wait_s: float) -> Any:
+async def _not_waited_for(original: Any, self: Dispatcher, find: Callable[[], Any], wait_s: float) -> Any:
     if wait_s < WAIT_UNDER_WAY_S:  # a new request
         return await original(self, find, wait_s)
     if (found := find()) is None:
-        raise Lost("no node is left", "", is_gone=True)
+        raise AttemptFailed("no node is left", "", is_gone=True)
     return found
 
 
-def _avoided_for_good(role: str, original: Any, self: Fleet, *given: Any) -> Any:
+def _avoided_for_good(role: str, original: Any, self: NodePool, *given: Any) -> Any:
     _, _, _, avoid, *_ = given
-    prefill, decode = self.usable()
+    prefill, decode = self.routable()
     is_only = {"prefill": not decode, "decode": not prefill}[role]
     return None if is_only and all(link.info.id in avoid for link in prefill + decode) else original(self, *given)
 
@@ -137,30 +139,30 @@ async def _nothing(*_: Any) -> None:
 
 
 MUTATIONS: dict[str, Broken] = {
-    "tickets stay open": _in_place_of(SimChannel, "shut", lambda self, ticket: None),
+    "tickets stay open": _in_place_of(SimChannel, "revoke", lambda self, ticket: None),
     "a release is forgotten": _around(BlockPool, "release", lambda original, self, blocks: original(self, blocks[1:])),
-    "leases are ignored": _in_place_of(LandingTable, "expired", lambda *_: []),
-    "a barred writer is let in": _in_place_of(Receiver, "_can_write", lambda self, writer: False),
-    "quarantine is skipped": _in_place_of(LandingTable, "abort", _quarantine_skipped),
-    "checksums are not compared": _in_place_of(Receiver, "_check", _not_compared),
+    "leases are ignored": _in_place_of(ReservationTable, "expired", lambda *_: []),
+    "a barred writer is let in": _in_place_of(HandoffReceiver, "_can_write", lambda self, writer: False),
+    "quarantine is skipped": _in_place_of(ReservationTable, "abort", _quarantine_skipped),
+    "checksums are not compared": _in_place_of(HandoffReceiver, "_check", _not_compared),
     "prefixes without salt": _in_place_of(
         scheduler.scheduler, "extend_hashes", lambda hashes, tokens, size, _: extend_hashes(hashes, tokens, size, b"")
     ),
-    "positions are ignored": _around(Attempt, "delta", _positions_ignored),
-    "a delta is lost": _around(Routers, "send", _some_lost),
+    "positions are ignored": _around(Attempt, "on_delta", _positions_ignored),
+    "a delta is lost": _around(RouterSessions, "send", _some_lost),
     "half blocks are pushed": _around(Handoff, "_action", _half_blocks),
     "rows to the wrong places, unchecked": lambda: _both(
-        mock.patch.object(Receiver, "_check", _not_compared), _around(Handoff, "_action", _shifted)()
+        mock.patch.object(HandoffReceiver, "_check", _not_compared), _around(Handoff, "_action", _shifted)()
     ),
-    "blocks of a landing mixed up": _around(Scheduler, "land", _landed_too_far),
-    "what was generated counts as prompt": _around(Link, "submit", _miscounted),
-    "a node's death is not told": _in_place_of(Attempt, "lost", lambda self, link: None),
-    "no node left counts as an attempt": _around(Dispatch, "_wait_for", _not_waited_for),
-    "avoided prefill nodes stay avoided": _around(Fleet, "place", partial(_avoided_for_good, "prefill")),
-    "avoided decode nodes stay avoided": _around(Fleet, "place", partial(_avoided_for_good, "decode")),
-    "who is lost is not dialled again": _in_place_of(router.link, "REDIAL_S", (1000.0,)),
-    "orphans are kept": _in_place_of(Routers, "_forget", lambda self, router: self.outboxes.pop(router)),
-    "stops are not said": _in_place_of(Peers, "stop", _nothing),
+    "blocks of a landing mixed up": _around(Scheduler, "kv_received", _landed_too_far),
+    "what was generated counts as prompt": _around(NodeConnection, "submit", _miscounted),
+    "a node's death is not told": _in_place_of(Attempt, "on_node_lost", lambda self, link: None),
+    "no node left counts as an attempt": _around(Dispatcher, "_wait_for", _not_waited_for),
+    "avoided prefill nodes stay avoided": _around(NodePool, "place", partial(_avoided_for_good, "prefill")),
+    "avoided decode nodes stay avoided": _around(NodePool, "place", partial(_avoided_for_good, "decode")),
+    "who is lost is not dialled again": _in_place_of(router.nodes.connection, "REDIAL_S", (1000.0,)),
+    "orphans are kept": _in_place_of(RouterSessions, "_forget", lambda self, router: self.streams.pop(router)),
+    "stops are not said": _in_place_of(DecodePeers, "stop", _nothing),
     "a preempted row resumes too far on": _around(Scheduler, "_hold", _block_too_far),
     "blocks freed under a step": _around(Scheduler, "_free", _freed_under_a_step),
     "epochs are not compared": _around(Scheduler, "update", _any_epoch),

@@ -146,7 +146,7 @@ def _freeze_all(scenario: Scenario) -> None:
     scenario.num_prefill, scenario.num_decode, scenario.kv_faults = *random.choices((1, 2), (3, 1), k=2), 0
     blocks = sum(wish.n * -(-(len(wish.prompt) + wish.max_tokens) // scenario.block_tokens) for wish in scenario.wishes)
     scenario.num_blocks = {"prefill": 2 + 2 * blocks, "decode": 2 + 2 * blocks}
-    at_s = random.choice(scenario.wishes).arrives_s + 0.1 * random.random()
+    at_s = random.choice(scenario.wishes).arrives_s + 0.02 * random.random()
     first, second = random.sample(sorted(OUTAGE), 2)
     first_s = 3.0 + 5.0 * random.random()
     second_s = first_s + random.choice((1.0, 40.0, 40.0))

@@ -28,7 +28,7 @@ from router.http.limits import ConnectionLimits, IdleConnections
 from router.http.parsing import cache_namespace
 from shared.lifecycle import wait_until
 from tests.cluster.harness import DEMO_VOCABULARY, Cluster, cluster
-from tests.router.test_api import MODEL, ScriptedDispatcher
+from tests.router.scripted import MODEL, ScriptedDispatcher
 
 ACME, OTHER, ADMIN = "key-of-acme", "key-of-other", "key-of-admin"
 MAX_CONNECTIONS = 200

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.testclient import TestClient
 
 from router.history.chrome_trace import trace_events
@@ -15,7 +17,7 @@ from router.history.dashboard import ROWS_AT_ONCE, history_routes
 from router.history.events import MAX_WAITING_BYTES, EventStream, Subscriber
 from router.history.history import RequestHistory
 from router.history.step_ring import FIELDS
-from router.http.app import _tell
+from router.http.asgi import described
 from shared.clock import now_ns
 from shared.errors import RequestError
 from shared.lifecycle import wait_until
@@ -114,9 +116,14 @@ def test_a_trace_begins_where_it_was_asked_to_and_has_whole_arrows_only() -> Non
 # ---- routes ------------------------------------------------------------------------------------------------------
 
 
+def error_response(_request: Request, error: Exception) -> Response:
+    status, value, headers = described(error, "label")
+    return JSONResponse(value, status, headers)
+
+
 def client(records: RequestHistory, rows_at_once: int = ROWS_AT_ONCE) -> TestClient:
     routes = history_routes(records, EventStream(records, dict), rows_at_once)
-    return TestClient(Starlette(routes=routes, exception_handlers={RequestError: _tell}))
+    return TestClient(Starlette(routes=routes, exception_handlers={RequestError: error_response}))
 
 
 def test_requests_steps_and_their_members_are_shown() -> None:

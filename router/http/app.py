@@ -152,7 +152,7 @@ class ApiHandlers:
             reply.deadline,
         )
         exchange = RequestSession(order, self._tokenizer, self._request_metrics, self._records, reply.arrived)
-        reply.log_fields = exchange.log_fields
+        reply.add_log_fields(exchange.log_fields)
         form = ResponseFormatter(exchange, self._tokenizer, self.model.name)
         try:
             async with aclosing(exchange.deltas(self._dispatcher)) as said_by_samples:

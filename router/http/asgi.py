@@ -152,7 +152,7 @@ class ResponseWriter:
         self.traceparent = traceparent_of(Headers(scope=scope).getlist("traceparent"))
         self.arrived = time.monotonic()
         self.deadline: float | None = None  # on the same clock
-        self.log_fields: Callable[[], Mapping[str, object]] = dict  # further fields of the access log line
+        self._log_fields: Callable[[], Mapping[str, object]] = dict
         self._status = CLIENT_GONE
         self._outcome = "client_gone"
         self._streams = False
@@ -168,6 +168,10 @@ class ResponseWriter:
         self._name = identity
         about(identity, self.traceparent)
 
+    def add_log_fields(self, fields: Callable[[], Mapping[str, object]]) -> None:
+        """Add the fields that `fields` returns at the end of the request to its line of the access log."""
+        self._log_fields = fields
+
     def log(self) -> None:
         """Write the request's line of the access log, at its end."""
         if not access.isEnabledFor(logging.INFO):
@@ -180,7 +184,7 @@ class ResponseWriter:
 
     def _logged(self) -> Mapping[str, object]:
         try:
-            return self.log_fields()
+            return self._log_fields()
         except Exception:  # the request is answered, so a bug here must not fail it
             log.exception("request %s: the fields of its access log line failed", self._name)
             return {}

@@ -46,11 +46,7 @@ GAUGES: tuple[tuple[str, str, Callable[[NodeStats], float]], ...] = (
         "KV blocks withheld because a peer may still write to them.",
         lambda load: load.blocks_quarantined,
     ),
-    (
-        "baton_kv_ledger_broken",
-        "1 if the block ledger is inconsistent; restart the node.",
-        lambda load: bool(load.ledger_error),
-    ),
+    ("baton_kv_ledger_broken", "1 if the block ledger is inconsistent.", lambda load: bool(load.ledger_error)),
 )
 COUNTERS: tuple[tuple[str, str, Callable[[NodeStats], float]], ...] = (
     ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda load: load.cache_queries),
@@ -90,29 +86,18 @@ HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
         ERRORS,
     ),
 )
-# Counts of the dispatcher's status: the key, the help text, the name, and its alias of the last release.
-STATUS_COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    (
-        "moved",
-        "Attempts that were migrated to another node.",
-        ("baton_request_migrations", "baton_requests_moved"),
-    ),
+# Counts of the dispatcher's status: the key, the name, the deprecated alias of one release, and the help text.
+STATUS_COUNTERS = (
+    ("moved", "baton_request_migrations", "baton_requests_moved", "Attempts migrated to another node."),
     (
         "refused",
-        "Requests rejected because their predicted wait was too long.",
-        ("baton_requests_rejected", "baton_requests_refused"),
+        "baton_requests_rejected",
+        "baton_requests_refused",
+        "Requests rejected for a too long predicted wait.",
     ),
-    ("retried", "Attempts retried without the loss of a node.", ("baton_requests_retried",)),
-    (
-        "paused",
-        "Attempts ended because the client did not read its stream.",
-        ("baton_client_backpressure", "baton_requests_paused"),
-    ),
-    (
-        "malformed",
-        "Malformed records of nodes, which the router dropped.",
-        ("baton_node_records_dropped", "baton_records_malformed"),
-    ),
+    ("retried", "baton_requests_retried", "", "Attempts retried without the loss of a node."),
+    ("paused", "baton_client_backpressure", "baton_requests_paused", "Attempts ended because a client did not read."),
+    ("malformed", "baton_node_records_dropped", "baton_records_malformed", "Malformed records of nodes."),
 )
 STEP, PUSH_S, PUSH_BYTES, ADMISSION, ERROR = range(len(HISTOGRAMS))
 
@@ -358,12 +343,12 @@ class NodeMetrics(Collector):
             placements.add_metric([self._model_name, reason], count)
         yield placements
         counts: dict[str, int] = dict(status["requests"]) | {"malformed": self._history.num_malformed}
-        for key, text, names in STATUS_COUNTERS:
-            for place, name in enumerate(names):
-                shown = f"Deprecated alias of {names[0]}_total." if place else text
-                counter = CounterMetricFamily(name, shown, labels=["model_name"])
-                counter.add_metric([self._model_name], counts.get(key, 0))
-                yield counter
+        for key, name, alias, text in STATUS_COUNTERS:
+            for each, shown in ((name, text), (alias, f"Deprecated alias of {name}_total.")):
+                if each:
+                    counter = CounterMetricFamily(each, shown, labels=["model_name"])
+                    counter.add_metric([self._model_name], counts.get(key, 0))
+                    yield counter
         queue: Mapping[str, int] = status.get("queue", {})
         for what, text in (("requests", "Samples"), ("tokens", "Prompt and answer tokens")):
             gauge = GaugeMetricFamily(f"baton_queue_{what}", f"{text} queued in the router.", labels=["model_name"])

@@ -29,52 +29,29 @@ FINISHED = ("stop", "length")
 FINISHES = (*FINISHED, "abort", "error")
 AFTER_FIRST = ("transfer_exposed", "decode_queue", "decode", "interference")  # a request's phases after its first token
 
-# The help text, the buckets and all names of each histogram. vLLM's published board asks for the second name of the
-# gap between tokens. The `gen_ai_` names are deprecated aliases, to be removed after one release.
-HISTOGRAMS: dict[str, tuple[str, tuple[float, ...], tuple[str, ...]]] = {
-    "ttft": (
-        "Time from arrival to the first token.",
-        TTFT_S,
-        ("vllm:time_to_first_token_seconds", "gen_ai_server_time_to_first_token_seconds"),
-    ),
-    "tbt": (
-        "Time between two tokens of a sample.",
-        ITL_S,
-        ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
-    ),
-    "tpot": (
-        "Mean time between the tokens of a sample.",
-        ITL_S,
-        ("vllm:request_time_per_output_token_seconds", "gen_ai_server_time_per_output_token_seconds"),
-    ),
-    "e2e": (
-        "Time from arrival to the last token.",
-        E2E_S,
-        ("vllm:e2e_request_latency_seconds", "gen_ai_server_request_duration_seconds"),
-    ),
-    "ttst": (
-        "Time from the first token to the second, which includes the handoff.",
-        ITL_S,
-        ("baton_second_token_latency_seconds",),
-    ),
-    "prompt": ("Tokens per prompt.", TOKENS, ("vllm:request_prompt_tokens",)),
-    "generation": ("Tokens per sample.", TOKENS, ("vllm:request_generation_tokens",)),
-    "max_tokens": (
-        "Maximum number of tokens requested per prompt.",
-        TOKENS,
-        ("vllm:request_max_num_generation_tokens",),
-    ),
-    "queue": ("Time until the first chunk of the prompt ran.", E2E_S, ("vllm:request_queue_time_seconds",)),
-    "prefill": ("Time from the first chunk to the first token.", E2E_S, ("vllm:request_prefill_time_seconds",)),
-    "decode": ("Time from the first token to the last.", E2E_S, ("vllm:request_decode_time_seconds",)),
-    "inference": ("Time from the first chunk to the last token.", E2E_S, ("vllm:request_inference_time_seconds",)),
-    "busy": ("Time in which blocks of a handoff were transferred.", ITL_S, ("baton_kv_transfer_busy_seconds",)),
-    "hidden": ("Transfer time of a handoff that overlapped the prefill.", ITL_S, ("baton_kv_transfer_hidden_seconds",)),
-    "exposed": (
-        "Time from the end of the prefill until the last block of a handoff had arrived.",
-        ITL_S,
-        ("baton_kv_transfer_exposed_seconds",),
-    ),
+HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
+    "ttft": ("vllm:time_to_first_token_seconds", "Time from arrival to the first token.", TTFT_S),
+    "tbt": ("vllm:inter_token_latency_seconds", "Time between two tokens of a sample.", ITL_S),
+    "tpot": ("vllm:request_time_per_output_token_seconds", "Mean time between the tokens of a sample.", ITL_S),
+    "e2e": ("vllm:e2e_request_latency_seconds", "Time from arrival to the last token.", E2E_S),
+    "ttst": ("baton_second_token_latency_seconds", "Time from the first token to the second.", ITL_S),
+    "prompt": ("vllm:request_prompt_tokens", "Tokens per prompt.", TOKENS),
+    "generation": ("vllm:request_generation_tokens", "Tokens per sample.", TOKENS),
+    "max_tokens": ("vllm:request_max_num_generation_tokens", "Maximum number of tokens requested.", TOKENS),
+    "queue": ("vllm:request_queue_time_seconds", "Time until the first chunk of the prompt ran.", E2E_S),
+    "prefill": ("vllm:request_prefill_time_seconds", "Time from the first chunk to the first token.", E2E_S),
+    "decode": ("vllm:request_decode_time_seconds", "Time from the first token to the last.", E2E_S),
+    "inference": ("vllm:request_inference_time_seconds", "Time from the first chunk to the last token.", E2E_S),
+    "busy": ("baton_kv_transfer_busy_seconds", "Time in which blocks of a handoff moved.", ITL_S),
+    "hidden": ("baton_kv_transfer_hidden_seconds", "Transfer time that overlapped the prefill.", ITL_S),
+    "exposed": ("baton_kv_transfer_exposed_seconds", "Time from the end of the prefill to the last block.", ITL_S),
+}
+# Second names of histograms. vLLM's published dashboard asks for that of "tbt"; the others are deprecated.
+ALIASES = {
+    "ttft": "gen_ai_server_time_to_first_token_seconds",
+    "tbt": "vllm:time_per_output_token_seconds",
+    "tpot": "gen_ai_server_time_per_output_token_seconds",
+    "e2e": "gen_ai_server_request_duration_seconds",
 }
 
 
@@ -142,7 +119,7 @@ class RequestMetrics(Collector):
         """`slo` returns the targets of requests that arrive now."""
         self._model_name = model_name
         self._slo = slo
-        self._seen = {what: Histogram(bounds) for what, (_, bounds, _) in HISTOGRAMS.items()}
+        self._seen = {what: Histogram(bounds) for what, (_, _, bounds) in HISTOGRAMS.items()}
         self._window = {what: SlidingPercentiles(WINDOW_S, clock) for what in ("ttft", "tbt", "ttst")}
         self._kept = SlidingWindow(2, WINDOW_S, clock=clock)  # samples that missed and met their SLO
         self._num_slo = [0, 0]
@@ -242,10 +219,10 @@ class RequestMetrics(Collector):
         return met / (missed + met) if missed + met else None
 
     def collect(self) -> Iterable[Metric]:
-        for what, (text, _, names) in HISTOGRAMS.items():
-            for name in names:
-                label = "gen_ai_request_model" if name.startswith("gen_ai") else "model_name"
-                family = HistogramMetricFamily(name, text, labels=[label])
+        for what, (name, text, _) in HISTOGRAMS.items():
+            for each in (name, *filter(None, [ALIASES.get(what)])):
+                label = "gen_ai_request_model" if each.startswith("gen_ai") else "model_name"
+                family = HistogramMetricFamily(each, text if each == name else f"Alias of {name}.", labels=[label])
                 self._seen[what].add_to(family, [self._model_name])
                 yield family
         yield self._counter("vllm:prompt_tokens", "Prompt tokens accepted.", {"": self._num_prompt})

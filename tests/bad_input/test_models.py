@@ -1,6 +1,6 @@
-"""Model directories that were broken, cut or made to harm (M1 to M4): one line and status 2, in the router and in nodes.
+"""Broken, truncated and hostile model directories: routers and nodes exit with one line and status 2.
 
-What single tensors and keys of config.json may be is in tests/engine/test_weights.py; here is what whole processes do.
+The tests of single tensors and of keys of config.json are in tests/engine/test_weights.py.
 """
 
 import gc

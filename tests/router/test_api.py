@@ -505,7 +505,7 @@ def failing(kind: type, name: str, at: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(("kind", "name"), HOOKS, ids=lambda value: getattr(value, "__name__", value))
 async def test_a_bug_in_any_hook_fails_its_own_request_alone(dispatcher, byte_level, monkeypatch, caplog, kind, name):
-    """R8: others get the same answer, and what both began is ended."""
+    """Other requests get the same answer, and all work of both requests is ended."""
     caplog.set_level(logging.INFO, "baton.access")
     app = build_app(dispatcher, byte_level, MODEL, max_concurrent_requests=2)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)

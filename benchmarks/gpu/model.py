@@ -1,6 +1,6 @@
-"""A whole model on a GPU: Llama-3.1-8B's shape with random weights, through the runner that nodes use.
+"""Benchmark a whole model on a GPU: Llama-3.1-8B's shape with random weights, through the runner that nodes use.
 
-Times are the host's, over `launch` and `wait` as the engine calls them, one step ahead.
+Times are measured on the host, over `launch` and `wait` as the engine calls them, one step ahead.
 """
 
 import time
@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.gpu_scene import Scene, Section, one_of_many, told
+from benchmarks.gpu.scene import GpuScene, GpuSection, failure_note, one_of_many
 from benchmarks.result import Cell, Table
 from engine.attention.choose import BLOCK_TOKENS, attention_on_cuda
 from engine.cuda.device import Gpu
@@ -31,16 +31,16 @@ from shared.messages import Sampling
 CONTEXT, STEPS, SETTLE = 1024, 40, 4
 DECODE_GOALS_MS = {1: 5.3, 64: 8.3, 256: 16.8}
 CHUNK, CHUNK_GOAL_MS, CHUNKS = 2048, 48.5, 6
-MIXED = (64, 448)  # decodes, and tokens of a prompt beside them
+MIXED = (64, 448)  # decodes, and tokens of a prompt in the same step
 LONGEST = 32_768  # tokens of one request
 GREEDY, NUCLEUS = Sampling(temperature=0.0), Sampling(seed=1, top_p=0.9)
 NUMBERS = count()
 
 
-class Bench:
-    """The model, its pool, and one runner that replays graphs and one that does not, over the same memory."""
+class ModelBench:
+    """The model, its pool, and two runners over the same memory: one replays graphs, one is eager."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: GpuScene) -> None:
         self.scene = scene
         self.most = 3 if scene.toy else max(DECODE_GOALS_MS)
         self.model = random_decoder(scene.config, scene.dtype, scene.device)
@@ -72,7 +72,7 @@ class Bench:
         return CudaRunner(self.model, self.pool, attention, kernels, device, capacity, sampler)
 
     def capture(self) -> tuple[float, float, float]:
-        """Seconds and GiB that the graphs take, and seconds of the warm-up behind them."""
+        """Capture the graphs. Return their seconds and GiB, and the seconds of the warm-up after them."""
         began, before = time.monotonic(), self._free()
         self.runner.capture(
             FakeGraphPool() if self.scene.device.type == "cpu" else Gpu(str(self.scene.device)).graphs()
@@ -85,7 +85,7 @@ class Bench:
         return 0 if self.scene.device.type == "cpu" else Gpu(str(self.scene.device)).memory()[0]
 
     def requests(self, number: int, sampling: Sampling = GREEDY) -> list[Request]:
-        """Whose prompts are computed already, as if they had landed; their KV is random."""
+        """Return requests whose prompts count as computed; their KV is random."""
         blocks = list(range(1, self.pool.layout.num_blocks))
         Random(0).shuffle(blocks)
         context, held = self.scene.tokens(CONTEXT), cdiv(self.scene.tokens(CONTEXT) + STEPS + SETTLE, self.block_tokens)
@@ -98,14 +98,14 @@ class Bench:
         return made
 
     def prompt(self, tokens: int) -> Request:
-        """In the last blocks of the pool; what decodes keep there is random anyway."""
+        """Return a request in the last blocks of the pool, whose content is random anyway."""
         request = Request(f"p{next(NUMBERS)}", [7] * tokens, tokens, 1, payload=GREEDY)
         last = self.pool.layout.num_blocks
         request.blocks = list(range(last - cdiv(tokens, self.block_tokens), last))
         return request
 
 
-def _sampler(scene: Scene) -> Sampler | None:
+def _sampler(scene: GpuScene) -> Sampler | None:
     if scene.device.type == "cpu":
         return None
     from engine.cuda.triton_sampling import draw
@@ -114,7 +114,7 @@ def _sampler(scene: Scene) -> Sampler | None:
 
 
 def driven(runner: CudaRunner, next_slices: Callable[[], list[Slice]], steps: int, ahead: bool) -> tuple[float, float]:
-    """Seconds of a step from end to end, and those that the host takes to launch it."""
+    """Return the seconds of a step from end to end, and those of its launch on the host."""
     ends: list[float] = []
     launches: list[float] = []
     pending: tuple[Step, Pending] | None = None
@@ -124,18 +124,18 @@ def driven(runner: CudaRunner, next_slices: Callable[[], list[Slice]], steps: in
         launched = runner.launch(step, pending[0] if pending is not None else None)
         launches.append(time.perf_counter() - began)
         if pending is not None:
-            _tell(*pending)
+            _apply(*pending)
         pending = step, launched
         if not ahead:
-            _tell(*pending)
+            _apply(*pending)
             pending = None
         ends.append(time.perf_counter())
     if pending is not None:
-        _tell(*pending)
+        _apply(*pending)
     return (ends[-1] - ends[SETTLE - 1]) / steps, median(launches[SETTLE:])
 
 
-def _tell(step: Step, pending: Pending) -> None:
+def _apply(step: Step, pending: Pending) -> None:
     for piece, output in zip(step.slices, pending.wait(), strict=True):
         if output.token is None:
             raise RuntimeError(f"{piece.request.id} got no token: {output.error}")
@@ -144,7 +144,7 @@ def _tell(step: Step, pending: Pending) -> None:
 
 
 def decodes_of(requests: Sequence[Request]) -> list[Slice]:
-    """The next token of each."""
+    """Return slices for the next token of each request."""
     slices = []
     for request in requests:
         slices.append(Slice(request, request.num_scheduled, 1, True, 0))
@@ -154,29 +154,29 @@ def decodes_of(requests: Sequence[Request]) -> list[Slice]:
 
 
 def chunk_of(request: Request) -> list[Slice]:
-    """All of a prompt."""
+    """Return one slice for all of a prompt."""
     request.num_sampling += 1
     return [Slice(request, 0, len(request.tokens), True, 0)]
 
 
-def model(scene: Scene) -> Section:
-    bench = Bench(scene)
+def model(scene: GpuScene) -> GpuSection:
+    bench = ModelBench(scene)
     try:
         return _model(scene, bench)
-    finally:  # the driver's memory is given back by nobody else
+    finally:  # torch does not free memory that the driver allocated
         if scene.device.type == "cuda":
             torch.cuda.synchronize(scene.device)
         bench.memory.close()
 
 
-def _model(scene: Scene, bench: Bench) -> Section:
+def _model(scene: GpuScene, bench: ModelBench) -> GpuSection:
     capture_s, graphs_gib, warm_s = bench.capture()
     steps = 2 if scene.toy else STEPS
     rows: list[list[Cell]] = []
     failed: list[str] = []
 
     def add(what: str, goal_ms: float | None, fresh: Callable[[], Callable[[], list[Slice]]], steps: int) -> None:
-        """`fresh` begins the same work anew, for each way of doing it."""
+        """Measure one row. `fresh` starts the same work again for each mode."""
         with one_of_many(what, failed):
             ahead_s, host_s = driven(bench.runner, fresh(), steps, ahead=True)
             waiting_s, _ = driven(bench.runner, fresh(), steps, ahead=False)
@@ -192,14 +192,14 @@ def _model(scene: Scene, bench: Bench) -> Section:
         add(drawn, None, lambda n=number: partial(decodes_of, bench.requests(n, NUCLEUS)), steps)  # type: ignore[misc]
     chunk = scene.tokens(CHUNK)
     add(f"a chunk of {CHUNK}", CHUNK_GOAL_MS, lambda: lambda: chunk_of(bench.prompt(chunk)), 1 if scene.toy else CHUNKS)
-    mixed, beside = min(MIXED[0], bench.most - 1), scene.tokens(MIXED[1])
+    mixed, part = min(MIXED[0], bench.most - 1), scene.tokens(MIXED[1])
 
     def both() -> Callable[[], list[Slice]]:
         requests = bench.requests(mixed)
-        return lambda: decodes_of(requests) + chunk_of(bench.prompt(beside))
+        return lambda: decodes_of(requests) + chunk_of(bench.prompt(part))
 
     add(f"{MIXED[0]} decodes and {MIXED[1]} tokens of a prompt", None, both, steps)
     columns = ["step", "ms", "host, ms", "not ahead, ms", "eager, ms", "eager host, ms", "goal, ms", ""]
     facts = bench.runner.facts()
-    note = f"{facts}. Graphs: {capture_s:.1f} s, {graphs_gib:.2f} GiB; warm-up {warm_s:.1f} s.{told(failed)}"
-    return Section([Table("Llama-3.1-8B's shape, bfloat16, random weights", columns, rows, note)], {"rows": rows})
+    note = f"{facts}. Graphs: {capture_s:.1f} s, {graphs_gib:.2f} GiB; warm-up {warm_s:.1f} s.{failure_note(failed)}"
+    return GpuSection([Table("Llama-3.1-8B's shape, bfloat16, random weights", columns, rows, note)], {"rows": rows})

@@ -1,6 +1,6 @@
-"""Handing KV over between two processes on one GPU: copies through `cuda_ipc`, and a pool that both compute in.
+"""Benchmark KV handoff between two processes on one GPU: copies through `cuda_ipc`, and a shared pool.
 
-The second process is this module itself (`python -m benchmarks.gpu_handoff`): it owns the memory that is written.
+The second process is this module itself (`python -m benchmarks.gpu.handoff`); it owns the memory that is written.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu_kernels import token_bytes
-from benchmarks.gpu_scene import Scene, Section
+from benchmarks.gpu.kernels import token_bytes
+from benchmarks.gpu.scene import GpuScene, GpuSection
 from benchmarks.models import checkpoint
 from benchmarks.result import Cell, Table
 from engine.attention.choose import BLOCK_TOKENS
@@ -37,28 +37,28 @@ from shared.kv.shm import ShmChannel
 
 PROMPT, REPEATS = 8192, 7
 COPY_GOAL, POOL_GOAL_MS = 0.7, 1.0
-CHUNKS, PREFILL_MS = 4, 189  # of such a prompt: budgets of 2048; Llama-3.1-8B's kernels on an H200
+CHUNKS, PREFILL_MS = 4, 189  # of such a prompt with a budget of 2048; published time of Llama-3.1-8B on an H200
 PATIENCE_S, ANSWER_S = 5.0, 60.0
 CLUSTER = "A cluster on one GPU"
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ARMS = ("colocated:1", "disaggregated:1p1d@kv_channel=pool")
-# One node on the GPU, or two that share it: by the number of blocks that each has, too.
-ARMS_DIFFER = ("--unequal", "--treatment", "num_blocks", "--set", "max_num_seqs=32")  # fewer graphs, a sooner start
+# One node on the GPU, or two that share it, with different numbers of blocks.
+ARMS_DIFFER = ("--unequal", "--treatment", "num_blocks", "--set", "max_num_seqs=32")  # fewer graphs, so a faster start
 TRAFFIC = ("--preset", "chat", "--rate", "8", "--duration", "5", "--seeds", "2")
-VERDICT_OR_NONE = (0, 1)  # what `baton compare` ends with when it has written its report
+VERDICT_OR_NONE = (0, 1)  # exit statuses of `baton compare` when it has written its report
 SHOWN = ("ttft_p50_ms", "ttft_p99_ms", "tbt_p50_ms", "tbt_p99_ms", "attainment", "exposed_transfer_p50_ms")
 
 
-class Legacy(Gpu):
-    """Whose memory is shared by the old handles, whatever the device can do."""
+class LegacyIpcGpu(Gpu):
+    """A GPU whose memory is shared by legacy IPC handles, even if the device supports descriptors."""
 
     def can_share_by_descriptor(self) -> bool:
         return False
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What the second process is to be: `kind` is "host", "vmm" or "legacy"; it lends its pool, or is written to."""
+class PeerJob:
+    """The second process: `kind` is "host", "vmm" or "legacy"; `lends`: it shares its pool."""
 
     directory: str
     kind: str
@@ -69,7 +69,7 @@ class Job:
     def memory(self) -> "HostMemory | DeviceMemory":
         if self.kind == "host":
             return HostMemory(self.num_rows, self.row_bytes)
-        gpu = (Legacy if self.kind == "legacy" else Gpu)(0)
+        gpu = (LegacyIpcGpu if self.kind == "legacy" else Gpu)(0)
         region = Region.allocate(gpu, self.num_rows * self.row_bytes)
         return DeviceMemory(torch.device("cuda", 0), self.num_rows, self.row_bytes, region)
 
@@ -84,8 +84,8 @@ class Job:
 # ---- the second process -----------------------------------------------------------------------------------------
 
 
-async def receive(job: Job) -> None:
-    """Says its card, then the checksums of the rows that each line asks for, until there is no further line."""
+async def receive(job: PeerJob) -> None:
+    """Print the channel's descriptor, then the checksums of the rows that each input line names, until end of input."""
     memory = job.memory()
     channel = await job.channel(memory, secrets.token_hex(16))
     owner = Lender(channel, card_file(job.directory, job.gpu())) if job.lends else channel
@@ -97,11 +97,13 @@ async def receive(job: Job) -> None:
     memory.close()
 
 
-class Receiver:
-    def __init__(self, job: Job) -> None:
-        command = [sys.executable, "-m", "benchmarks.gpu_handoff", json.dumps(asdict(job))]
+class GpuPeer:
+    """The second process, killed after ANSWER_S so that a hung GPU does not block the other sections."""
+
+    def __init__(self, job: PeerJob) -> None:
+        command = [sys.executable, "-m", "benchmarks.gpu.handoff", json.dumps(asdict(job))]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        self._watchdog = threading.Timer(ANSWER_S, self._process.kill)  # a GPU that hangs must not hold all sections up
+        self._watchdog = threading.Timer(ANSWER_S, self._process.kill)
         self._watchdog.start()
         try:
             self.card = bytes.fromhex(self._line())
@@ -130,23 +132,23 @@ class Receiver:
         assert self._process.stdout is not None
         line = self._process.stdout.readline().strip()
         if not line:
-            raise RuntimeError("the second process ended; what it said stands above")
+            raise RuntimeError("the second process ended; its output is above")
         return line
 
 
 @contextlib.contextmanager
-def receiver(job: Job) -> Iterator[Receiver]:
-    started = Receiver(job)
+def receiver(job: PeerJob) -> Iterator[GpuPeer]:
+    started = GpuPeer(job)
     try:
         yield started
     finally:
         started.close()
 
 
-# ---- this one ---------------------------------------------------------------------------------------------------
+# ---- this process ---------------------------------------------------------------------------------------------------
 
 
-def handoff(scene: Scene) -> Section:
+def handoff(scene: GpuScene) -> GpuSection:
     rows: list[list[Cell]] = []
     row_bytes = token_bytes(scene) * BLOCK_TOKENS
     count = max(2, scene.tokens(PROMPT) // BLOCK_TOKENS)
@@ -157,32 +159,32 @@ def handoff(scene: Scene) -> Section:
     host = scene.device.type == "cpu"
     with tempfile.TemporaryDirectory(prefix="kv") as directory:
         for kind, batches in [("host", True)] if host else [("vmm", True), ("vmm", False), ("legacy", True)]:
-            job = Job(directory, kind, num_rows, row_bytes)
+            job = PeerJob(directory, kind, num_rows, row_bytes)
             took = median(asyncio.run(_pushed_s(job, count, batches)))
             share = copied_s / took
             name = f"{'shm' if host else 'cuda_ipc'}, {kind}{'' if batches else ', a copy a block'}"
             rows.append([name, 1e3 * took, count * row_bytes / took / 1e9, share, share >= COPY_GOAL])
-        lends = Job(directory, "host" if host else "vmm", num_rows, row_bytes, lends=True)
+        lends = PeerJob(directory, "host" if host else "vmm", num_rows, row_bytes, lends=True)
         took = median(asyncio.run(_handed_s(lends, count)))
     rows.append(["pool", 1e3 * took, None, None, 1e3 * took < POOL_GOAL_MS])
     columns = ["handoff", "ms", "GB/s", "of the copy", "goal"]
     note = (
         f"{count} blocks of {row_bytes / 2**20:.1f} MiB, a prompt of {scene.tokens(PROMPT)} tokens, to another process "
-        f"on the same device. Goals: {COPY_GOAL:.0%} of the copy's speed; {POOL_GOAL_MS:g} ms in one pool. Of a prompt "
-        f"in {CHUNKS} chunks only the last one's part shows: 1 % of its prefill ({PREFILL_MS} ms, published) would be "
+        f"on the same device. Goals: {COPY_GOAL:.0%} of the copy's speed; {POOL_GOAL_MS:g} ms in one pool. Only the "
+        f"last of a prompt's {CHUNKS} chunks is exposed: 1 % of its prefill ({PREFILL_MS} ms, published) is "
         f"{CHUNKS * PREFILL_MS / 100:.1f} ms in this table."
     )
-    return Section([Table("Handing a prompt's KV over on one GPU", columns, rows, note)], rows)
+    return GpuSection([Table("Handing a prompt's KV over on one GPU", columns, rows, note)], rows)
 
 
-def _copy_s(scene: Scene, size: int) -> float:
+def _copy_s(scene: GpuScene, size: int) -> float:
     source, target = (torch.ones(size, dtype=torch.uint8, device=scene.device) for _ in range(2))
     target.copy_(source)
     return median(scene.elapsed_s(lambda: target.copy_(source)) for _ in range(REPEATS))
 
 
-async def _pushed_s(job: Job, count: int, batches: bool) -> list[float]:
-    """Seconds of pushes of `count` rows in random order, their bytes compared. `batches`: one call copies many."""
+async def _pushed_s(job: PeerJob, count: int, batches: bool) -> list[float]:
+    """Return the seconds of pushes of `count` rows in random order. `batches`: one call copies many."""
     memory = job.memory()
     _fill(memory)
     source, target = Random(1).sample(range(job.num_rows), count), Random(2).sample(range(job.num_rows), count)
@@ -199,17 +201,17 @@ async def _pushed_s(job: Job, count: int, batches: bool) -> list[float]:
                 await channel.push(other.card, secrets.token_bytes(16), source, target)
                 took.append(time.perf_counter() - began)
             if other.sums(target) != memory.checksums(source):
-                raise RuntimeError("what arrived is not what was sent")
+                raise RuntimeError("the received rows differ from the sent rows")
             await channel.close()
     finally:
         if driver is not None:
             driver.copies_batches = can
         memory.close()
-    return took[1:]  # the first maps the peer's memory
+    return took[1:]  # the first push maps the peer's memory
 
 
-async def _handed_s(job: Job, count: int) -> list[float]:
-    """Seconds of handoffs of blocks that were written where they are to be read."""
+async def _handed_s(job: PeerJob, count: int) -> list[float]:
+    """Return the seconds of handoffs of blocks in a shared pool, which need no copy."""
     with receiver(job) as other:
         borrower = Borrower.attach(job.directory, job.gpu(), secrets.token_hex(16), PATIENCE_S, PATIENCE_S)
         memory: HostMemory | DeviceMemory | Borrower = borrower
@@ -239,16 +241,16 @@ def _fill(memory: "HostMemory | DeviceMemory | Borrower") -> None:
 
 
 def lacking() -> str:
-    """Why no cluster can run on this machine; empty when one can."""
-    command = [sys.executable, "-c", "import cluster.cli, compare.command, router.api, engine.process"]
+    """Return why no cluster can run on this machine; empty if one can."""
+    command = [sys.executable, "-c", "import cluster.cli, compare.cli, router.api, engine.process"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=ANSWER_S, check=False)
     return run.stderr.strip().rpartition("\n")[2] if run.returncode else ""
 
 
-def cluster(scene: Scene) -> Section:
-    """`baton compare`: a co-located node against a prefill and a decode node, all on one GPU."""
+def cluster(scene: GpuScene) -> GpuSection:
+    """Run `baton compare`: a co-located node against a prefill and a decode node, all on one GPU."""
     if why := lacking():
-        return Section([Table(CLUSTER, ["not run"], [[f"on this machine: {why}"]])])
+        return GpuSection([Table(CLUSTER, ["not run"], [[f"on this machine: {why}"]])])
     with tempfile.TemporaryDirectory(prefix="kv") as directory:
         report = Path(directory) / "report"
         command = [sys.executable, "-m", "cluster", "compare", "--arms", *ARMS, *ARMS_DIFFER, *TRAFFIC]
@@ -260,8 +262,8 @@ def cluster(scene: Scene) -> Section:
         return compared(json.loads((report / "report.json").read_text()))
 
 
-def compared(report: dict[str, object]) -> Section:
-    """The means of every arm, and the verdict."""
+def compared(report: dict[str, object]) -> GpuSection:
+    """Return a table of every arm's means, with the verdict as its note."""
     summary, verdict = report["summary"], report["verdict"]
     assert isinstance(summary, dict)
     assert isinstance(verdict, dict)
@@ -274,8 +276,8 @@ def compared(report: dict[str, object]) -> Section:
     note = (
         f"{verdict['sentence']} Answers: {answers}, of {tokens['compared']}. Problems: {report['problems'] or 'none'}."
     )
-    return Section([Table(CLUSTER, ["arm", *SHOWN], rows, note)], {"summary": summary})
+    return GpuSection([Table(CLUSTER, ["arm", *SHOWN], rows, note)], {"summary": summary})
 
 
 if __name__ == "__main__":
-    asyncio.run(receive(Job(**json.loads(sys.argv[1]))))
+    asyncio.run(receive(PeerJob(**json.loads(sys.argv[1]))))

@@ -1,7 +1,7 @@
-"""What the GPU benchmarks stand on: a device and its clock, a model's shape, KV in any layout over one piece of memory.
+"""The base of the GPU benchmarks: a device and its clock, a model's shape, KV in any layout over one allocation.
 
-On a CPU, at toy size, all of it runs under Triton's interpreter: not to be timed, but so that nothing here is first
-tried on the day a GPU is at hand.
+On a CPU, at toy size, everything runs under Triton's interpreter. Those times mean nothing; the tests use it to check
+that the code runs.
 """
 
 import time
@@ -22,8 +22,8 @@ from engine.models.config import ModelConfig, Rope
 from scheduler.request import Request, Slice, cdiv
 from shared.kv.layout import KVLayout
 
-FILL_NUMBERS = 2**28  # random numbers made at once
-CALLS = 32  # that one timing holds, each of them in another layer: what a call reads is in no cache
+FILL_NUMBERS = 2**28  # random numbers generated at a time
+CALLS = 32  # per timing, each in another layer, so that no call reads cached data
 TOY_SCALE = 64  # lengths are divided by it
 LLAMA_8B = ModelConfig(
     "LlamaForCausalLM", 4096, 14336, 32, 32, 8, 128, 128_256, 1e-5, Rope(500_000.0), False, False, False, False, False,
@@ -36,8 +36,8 @@ TOY = replace(
 
 
 @dataclass(slots=True)
-class Section:
-    """What one part of the run found."""
+class GpuSection:
+    """The result of one section."""
 
     tables: list[Table] = field(default_factory=list)
     runs: object = None
@@ -45,21 +45,21 @@ class Section:
 
 @contextmanager
 def one_of_many(what: str, failed: list[str]) -> Iterator[None]:
-    """A figure that cannot be had costs no other: it is named in `failed`."""
+    """Catch a failure, so that the other figures are still measured, and add it to `failed`."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - a tile too large, memory, a kernel's fault: the others are measured
+    except Exception as error:  # noqa: BLE001 - for example a tile too large, out of memory, a bug in a kernel
         failed.append(f"{what}: {type(error).__name__} {error}")
 
 
-def told(failed: list[str]) -> str:
-    """The end of a table's note."""
+def failure_note(failed: list[str]) -> str:
+    """Return the end of a table's note."""
     return f" Failed: {'; '.join(failed)}." if failed else ""
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
-    """`until`: when a section has to come to an end, by `time.monotonic`."""
+class GpuScene:
+    """The device and sizes of a run. `until`: when the section must end, by `time.monotonic`."""
 
     device: torch.device
     toy: bool
@@ -71,18 +71,18 @@ class Scene:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float16 if self.toy else torch.bfloat16  # numpy, and so the interpreter, has no bfloat16
+        return torch.float16 if self.toy else torch.bfloat16  # numpy, and therefore the interpreter, has no bfloat16
 
     def tokens(self, count: int) -> int:
-        """A length, as long as it is here."""
+        """Return `count`, scaled down at toy size."""
         return max(2, count // TOY_SCALE) if self.toy else count
 
     def has_left(self, seconds: float) -> bool:
         return time.monotonic() + seconds < self.until
 
     def seconds(self, work: Callable[[int], object], calls: int = CALLS, repeats: int = 5) -> float:
-        """Of one call on the device. `calls` of them, numbered, are one CUDA graph: no launch is waited for. The
-        median of its replays."""
+        """Return the seconds of one call on the device: the median over replays of a CUDA graph of `calls` calls, which
+        excludes launch time. `work` gets the number of the call."""
         if self.device.type == "cpu":
             start = time.perf_counter()
             work(0)
@@ -98,7 +98,7 @@ class Scene:
         return median(self.elapsed_s(graph.replay) for _ in range(repeats)) / calls
 
     def elapsed_s(self, work: Callable[[], object]) -> float:
-        """On the device, from the first to the last that `work` issues."""
+        """Return the seconds on the device from the first to the last operation that `work` issues."""
         if self.device.type == "cpu":
             start = time.perf_counter()
             work()
@@ -111,10 +111,10 @@ class Scene:
         return float(begin.elapsed_time(end)) / 1e3
 
 
-class Flat:
-    """Random KV: one piece of memory that is seen as pools of any layout and block size."""
+class RandomKV:
+    """Random KV: one allocation, viewed as a pool of any layout and block size."""
 
-    def __init__(self, scene: Scene, most_bytes: int) -> None:
+    def __init__(self, scene: GpuScene, most_bytes: int) -> None:
         self.scene = scene
         numbers = torch.empty(most_bytes // scene.dtype.itemsize, dtype=scene.dtype, device=scene.device)
         for first in range(0, len(numbers), FILL_NUMBERS):
@@ -130,16 +130,18 @@ class Flat:
     def pool(self, block_tokens: int, layer_major: bool = False) -> KVPool:
         layout = self.layout(block_tokens)
         rows = self.bytes[: layout.num_blocks * layout.block_bytes].view(layout.num_blocks, -1)
-        return (LayerMajorPool if layer_major else KVPool)(layout, Rows(rows))
+        return (LayerMajorPool if layer_major else KVPool)(layout, RowMemory(rows))
 
 
 @dataclass(slots=True)
-class Rows:
+class RowMemory:
+    """Memory of a pool, as rows of one block each."""
+
     rows: Tensor
 
 
 class LayerMajorPool(KVPool):
-    """vLLM's LBNHC, the order of most engines, for comparison: the kernels see nothing but other strides."""
+    """LBNHC, the layout of vLLM and most engines, for comparison: the kernels only see other strides."""
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         layout = self.layout
@@ -148,8 +150,8 @@ class LayerMajorPool(KVPool):
         return both[..., 0, :], both[..., 1, :]
 
 
-def batch_of(scene: Scene, pool: KVPool, spans: Sequence[tuple[int, int]]) -> Batch:
-    """Slices from start to end, each a request's, over blocks in random order."""
+def batch_of(scene: GpuScene, pool: KVPool, spans: Sequence[tuple[int, int]]) -> Batch:
+    """Return a batch of one slice per request, from start to end, over blocks in random order."""
     size = pool.layout.block_tokens
     free = list(range(1, pool.layout.num_blocks))
     Random(0).shuffle(free)
@@ -165,8 +167,8 @@ def fits(pool: KVPool, spans: Sequence[tuple[int, int]]) -> bool:
     return sum(cdiv(end, pool.layout.block_tokens) for _, end in spans) < pool.layout.num_blocks
 
 
-def attention_s(scene: Scene, pool: KVPool, backend: AttentionBackend, spans: Sequence[tuple[int, int]]) -> float:
-    """Seconds of one layer's attention, the step's plan not included."""
+def attention_s(scene: GpuScene, pool: KVPool, backend: AttentionBackend, spans: Sequence[tuple[int, int]]) -> float:
+    """Return the seconds of one layer's attention, excluding the step's plan."""
     config = scene.config
     batch = batch_of(scene, pool, spans)
     q = torch.randn(len(batch.tokens), config.num_heads, config.head_dim, device=scene.device).to(scene.dtype)

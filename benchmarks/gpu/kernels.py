@@ -1,5 +1,5 @@
-"""Kernels of the GPU run: paged attention of decodes and of prompts over tiles, splits, layouts and block sizes, and
-cuBLAS at Llama-3.1-8B's sizes; each against figures that were published for an H200.
+"""Benchmark GPU kernels against figures published for an H200: paged attention of decodes and of prompts over tiles,
+splits, layouts and block sizes, and cuBLAS at Llama-3.1-8B's sizes.
 
 Published: NVIDIA aiconfigurator's data of an H200 (vLLM, FlashAttention 3 and cuBLAS; 32 and 8 heads of 128, bfloat16).
 """
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from benchmarks.gpu_scene import CALLS, Flat, Scene, Section, attention_s, fits, one_of_many, told
+from benchmarks.gpu.scene import CALLS, GpuScene, GpuSection, RandomKV, attention_s, failure_note, fits, one_of_many
 from benchmarks.result import Cell, Table
 from engine.attention.choose import BLOCK_TOKENS, flash_attn_here
 from engine.attention.flash_backend import FLASH_2, FlashAttention
@@ -29,16 +29,16 @@ CHUNK_TILES = [(128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 2
                (64, 128, 4, 3), (128, 128, 8, 3), (128, 32, 8, 4), (64, 64, 4, 4)]  # fmt: skip
 TOY_TILES = [(16, 16, 4, 2)]
 ROWS = (1, 16, 64, 256, 512, 2048)
-BANDWIDTH_TBS, PRODUCT_TFS = 4.3, 790.0  # of an H200, measured
-WEIGHT_BYTES = 512 << 20  # of copies of one matrix, so that none is in the cache when its turn comes
-KV_SHARE = 0.6  # of the memory that is free
-MOST_S = 4.0  # that one figure takes, its kernels compiled
+BANDWIDTH_TBS, PRODUCT_TFS = 4.3, 790.0  # measured on an H200
+WEIGHT_BYTES = 512 << 20  # total of the copies of one matrix, so that none stays in the cache
+KV_SHARE = 0.6  # of free memory
+MOST_S = 4.0  # for one figure, excluding compilation
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
-    """How our kernels are set up; the defaults are the product's. `programs` a processor; `tile` of decodes or chunks,
-    as benchmarked."""
+class KernelVariant:
+    """A configuration of our kernels; the defaults are the product's. `programs` is per processor; `tile` is that of
+    decodes or chunks, whichever is measured."""
 
     block_tokens: int = BLOCK_TOKENS
     layer_major: bool = False
@@ -63,28 +63,35 @@ class Variant:
         return backend
 
 
-def spans_of(scene: Scene, point: tuple[int, int]) -> list[tuple[int, int]]:
+def spans_of(scene: GpuScene, point: tuple[int, int]) -> list[tuple[int, int]]:
     batch, context = (2 if scene.toy else point[0]), scene.tokens(point[1])
     return [(context - 1, context)] * batch
 
 
-def kv_bytes(scene: Scene) -> int:
+def kv_bytes(scene: GpuScene) -> int:
     return 1 << 20 if scene.toy else int(torch.cuda.mem_get_info(scene.device)[0] * KV_SHARE)
 
 
 # ---- attention of decodes ---------------------------------------------------------------------------------------
 
 
-def decode(scene: Scene) -> Section:
-    """Terabytes of KV read a second. The product's variant at every point first, then what it is compared with, the
-    likeliest to matter first, as far as time goes."""
-    flat = Flat(scene, kv_bytes(scene))
+def decode(scene: GpuScene) -> GpuSection:
+    """Measure the terabytes of KV read per second: the product's variant at every point first, then the others, most
+    important first, until the time is used up."""
+    flat = RandomKV(scene, kv_bytes(scene))
     tiles = TOY_TILES if scene.toy else DECODE_TILES
-    work = [(Variant(), point) for point in POINTS] + [(Variant(layer_major=True), point) for point in POINTS]
-    others = [Variant(block_tokens=16), Variant(block_tokens=128), Variant(programs=1), Variant(programs=4)]
-    others += [Variant(split_tokens=128), Variant(split_tokens=512)]
+    work = [(KernelVariant(), point) for point in POINTS] + [
+        (KernelVariant(layer_major=True), point) for point in POINTS
+    ]
+    others = [
+        KernelVariant(block_tokens=16),
+        KernelVariant(block_tokens=128),
+        KernelVariant(programs=1),
+        KernelVariant(programs=4),
+    ]
+    others += [KernelVariant(split_tokens=128), KernelVariant(split_tokens=512)]
     work += [(variant, point) for variant in others for point in KEY_POINTS]
-    work += [(Variant(tile=tile), point) for tile in tiles for point in KEY_POINTS]
+    work += [(KernelVariant(tile=tile), point) for tile in tiles for point in KEY_POINTS]
     work = work[:: 1 + len(work) // 12] if scene.toy else work
     rates: dict[tuple[int, int], dict[str, float]] = {point: {} for point in POINTS}
     failed: list[str] = []
@@ -97,17 +104,17 @@ def decode(scene: Scene) -> Section:
             _measure_decode(scene, flat, variant, point, rates[point])
     columns = ["sequences", "context", "ours, TB/s", "FA3 published", "ours / FA3", "LBNHC", "best", "which"]
     rows = [_decode_row(point, found) for point, found in rates.items() if found]
-    note = f"One layer; KV read over time. Variants left out for want of time: {left_out}.{told(failed)}"
+    note = f"One layer; KV read over time. Variants left out for lack of time: {left_out}.{failure_note(failed)}"
     shown = {f"{batch} x {context}": found for (batch, context), found in rates.items()}
-    return Section([Table("Attention of decodes", columns, rows, note)], shown)
+    return GpuSection([Table("Attention of decodes", columns, rows, note)], shown)
 
 
-def _flash_decodes(scene: Scene) -> list[tuple["Variant | str", tuple[int, int]]]:
+def _flash_decodes(scene: GpuScene) -> list[tuple["KernelVariant | str", tuple[int, int]]]:
     return [(name, point) for name in flash_attn_here(scene.device) for point in KEY_POINTS if not scene.toy]
 
 
 def _measure_decode(
-    scene: Scene, flat: Flat, variant: "Variant | str", point: tuple[int, int], rates: dict[str, float]
+    scene: GpuScene, flat: RandomKV, variant: "KernelVariant | str", point: tuple[int, int], rates: dict[str, float]
 ) -> None:
     config, spans = scene.config, spans_of(scene, point)
     name = variant if isinstance(variant, str) else variant.name
@@ -119,32 +126,32 @@ def _measure_decode(
     rates[name] = read / attention_s(scene, pool, backend, spans) / 1e12
 
 
-def _pool_for(flat: Flat, variant: "Variant | str") -> KVPool:
+def _pool_for(flat: RandomKV, variant: "KernelVariant | str") -> KVPool:
     if isinstance(variant, str):
         return flat.pool(256 if variant == FLASH_2 else BLOCK_TOKENS)
     return flat.pool(variant.block_tokens, variant.layer_major)
 
 
 def _decode_row(point: tuple[int, int], found: dict[str, float]) -> list[Cell]:
-    ours, published = found.get(Variant().name), FA3_DECODE_TBS.get(point)
+    ours, published = found.get(KernelVariant().name), FA3_DECODE_TBS.get(point)
     best = max(found, key=lambda name: found[name])
     share = ours / published if ours and published else None
-    return [*point, ours, published, share, found.get(Variant(layer_major=True).name), found[best], best]
+    return [*point, ours, published, share, found.get(KernelVariant(layer_major=True).name), found[best], best]
 
 
 # ---- attention of prompts ---------------------------------------------------------------------------------------
 
 
-def prefill(scene: Scene) -> Section:
-    """Teraflops of one prompt computed whole, and of a chunk of 2048 tokens behind 30k."""
+def prefill(scene: GpuScene) -> GpuSection:
+    """Measure the TFLOP/s of whole prompts, and of a chunk of 2048 tokens after 30k."""
     lengths = LENGTHS[:1] if scene.toy else LENGTHS
     longest = max(scene.tokens(32768), 64)
-    flat = Flat(scene, (longest + 1024) * token_bytes(scene))
+    flat = RandomKV(scene, (longest + 1024) * token_bytes(scene))
     tiles = TOY_TILES if scene.toy else CHUNK_TILES
-    ours: list[tuple[str, Any]] = [("as chosen", Variant())]
-    ours += [(Variant(tile=tile).name, Variant(tile=tile)) for tile in tiles]
+    ours: list[tuple[str, Any]] = [("as chosen", KernelVariant())]
+    ours += [(KernelVariant(tile=tile).name, KernelVariant(tile=tile)) for tile in tiles]
     arms = [*ours, *((name, name) for name in flash_attn_here(scene.device) if not scene.toy)]
-    spans = [(0, scene.tokens(length)) for length in reversed(lengths)]  # the goal is a long one's
+    spans = [(0, scene.tokens(length)) for length in reversed(lengths)]  # the goal is for a long prompt
     spans.insert(2, (scene.tokens(30720), scene.tokens(32768)))
     rates: dict[tuple[int, int], dict[str, float]] = {span: {} for span in spans}
     failed: list[str] = []
@@ -160,13 +167,14 @@ def prefill(scene: Scene) -> Section:
                 rates[span][name] = flops(scene, *span) / attention_s(scene, pool, backend, [span]) / 1e12
     rows = [_prefill_row(span, found) for span, found in sorted(rates.items()) if found]
     columns = ["from", "to", "ours, TF/s", "FA3 published", "ours / FA3", "best", "which", "goal"]
-    note = f"One layer, causal. {_verdict(rates.get((0, PREFILL_GOAL_AT), {}))} Left out: {left_out}.{told(failed)}"
+    verdict = default_kernel(rates.get((0, PREFILL_GOAL_AT), {}))
+    note = f"One layer, causal. {verdict} Left out: {left_out}.{failure_note(failed)}"
     shown = {f"{start} to {end}": found for (start, end), found in rates.items()}
-    return Section([Table("Attention of prompts", columns, rows, note)], shown)
+    return GpuSection([Table("Attention of prompts", columns, rows, note)], shown)
 
 
-def _verdict(found: dict[str, float]) -> str:
-    """What prompts should be computed with by default."""
+def default_kernel(found: dict[str, float]) -> str:
+    """Return which kernel should be the default for prompts."""
     goal = f"The goal is {PREFILL_GOAL_TFS} TF/s at {PREFILL_GOAL_AT} tokens"
     if "as chosen" not in found:
         return f"{goal}: not measured."
@@ -176,13 +184,13 @@ def _verdict(found: dict[str, float]) -> str:
     return f"{goal}: missed. The default should be {best}, at {found[best]:.0f} TF/s."
 
 
-def token_bytes(scene: Scene) -> int:
+def token_bytes(scene: GpuScene) -> int:
     config = scene.config
     return config.num_layers * config.num_kv_heads * 2 * config.head_dim * scene.dtype.itemsize
 
 
-def flops(scene: Scene, start: int, end: int) -> float:
-    """Of one layer: two products of a multiply and an add for every query and key that it sees."""
+def flops(scene: GpuScene, start: int, end: int) -> float:
+    """Return the FLOPs of one layer: two products of a multiply and an add per visible query and key."""
     seen = (end * (end + 1) - start * (start + 1)) / 2
     return 4.0 * scene.config.num_heads * scene.config.head_dim * seen
 
@@ -199,8 +207,8 @@ def _prefill_row(span: tuple[int, int], found: dict[str, float]) -> list[Cell]:
 # ---- matrix products --------------------------------------------------------------------------------------------
 
 
-def products(scene: Scene) -> list[tuple[str, int, int]]:
-    """Name, outputs and inputs of each matrix of the model."""
+def products(scene: GpuScene) -> list[tuple[str, int, int]]:
+    """Return the name, outputs and inputs of each matrix of the model."""
     config = scene.config
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -213,8 +221,8 @@ def products(scene: Scene) -> list[tuple[str, int, int]]:
     ]
 
 
-def gemm(scene: Scene) -> Section:
-    """Time of torch's products, and what share of the time that memory or tensor cores need for them."""
+def gemm(scene: GpuScene) -> GpuSection:
+    """Measure torch's matrix products against the floor that memory and tensor cores set."""
     rows: list[list[Cell]] = []
     per_layer: dict[int, float] = dict.fromkeys(ROWS, 0.0)
     for name, outputs, inputs in products(scene):
@@ -234,7 +242,7 @@ def gemm(scene: Scene) -> Section:
     note = f"Floor: {BANDWIDTH_TBS} TB/s or {PRODUCT_TFS:.0f} TF/s, the slower. The whole model: " + ", ".join(
         f"{took * 1e3:.2f} ms at {count}" for count, took in per_layer.items()
     )
-    return Section([Table("Matrix products, bfloat16", columns, rows, note)], {"model_s": per_layer, "rows": rows})
+    return GpuSection([Table("Matrix products, bfloat16", columns, rows, note)], {"model_s": per_layer, "rows": rows})
 
 
 def _floor_s(rows: int, outputs: int, inputs: int) -> float:

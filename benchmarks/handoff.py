@@ -21,8 +21,8 @@ import httpx
 
 from benchmarks.models import checkpoint
 from benchmarks.result import Result, Table, free_port, median, parser, ratio, versions
-from cluster.plan import DEMO_MODEL
 from router.model import read_model
+from shared.model_files import DEMO_MODEL
 
 ARMS = {
     "disaggregated": ("--prefill", "1", "--decode", "1", "--disaggregate", "always"),

@@ -23,10 +23,10 @@ from typing import Any
 import uvloop
 
 from benchmarks.result import Result, Table, free_port, median, parser, versions
-from cluster.plan import DEMO_MODEL
 from engine.outbox import Outbox
 from router.text import Tokenizer
 from shared.messages import Command, Delta, Load, NodeInfo, Submit, pack_ids
+from shared.model_files import DEMO_MODEL
 from shared.registry import StreamAnnouncer
 from shared.services import ATTACH, RpcServer
 

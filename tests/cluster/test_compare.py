@@ -134,7 +134,7 @@ def test_a_full_disk_in_mid_run_is_told_and_ends_it(tmp_path: Path):
     process = start(tmp_path, "--arms", "colocated:1", "colocated:1@prefill_first", *SMALL, "--duration", "1")
     said, _ = process.communicate(timeout=110)
     assert process.returncode == 1, said
-    assert "cannot keep what was measured: No space left on device" in said
+    assert "cannot write what was measured: No space left on device" in said
     assert not report_in(tmp_path)["valid"]
     assert not [pid for pid in pids(tmp_path) if is_alive(pid)]
 

@@ -9,30 +9,30 @@ from pathlib import Path
 
 import pytest
 
-from compare.client import Spec, problems_of
-from compare.drive import ROOT, drive, write_arrivals
-from compare.outcome import Outcome, Recording, Slo, load_recording, outcome_line
-from compare.stream import Listener, body_of
-from compare.traffic import Arrival
+from compare.load.client import LoadSpec, problems_of
+from compare.load.driver import ROOT, drive, write_arrivals
+from compare.load.outcome import LatencySlo, LoadRecording, Outcome, load_recording, outcome_line
+from compare.load.stream import CompletionReader, body_of
+from compare.load.traffic import Arrival
 from tests.compare.fake_server import serving
 
 
-def spec_for(directory: Path, url: str, model: str = "plain", **settings: object) -> Spec:
+def spec_for(directory: Path, url: str, model: str = "plain", **settings: object) -> LoadSpec:
     arrivals, outcomes = directory / "arrivals.jsonl", directory / "outcomes.jsonl"
-    return Spec(url, model, str(arrivals), str(outcomes), **settings)
+    return LoadSpec(url, model, str(arrivals), str(outcomes), **settings)
 
 
 def num_lines(path: str) -> int:
     return len(Path(path).read_text().splitlines()) if Path(path).exists() else 0
 
 
-async def run(directory: Path, model: str, arrivals: list[Arrival], **settings: object) -> Recording:
+async def run(directory: Path, model: str, arrivals: list[Arrival], **settings: object) -> LoadRecording:
     async with serving() as (url, _):
         return await drive(spec_for(directory, url, model, **settings), arrivals)
 
 
 async def test_every_token_has_a_time_and_the_requests_are_what_was_asked(tmp_path: Path) -> None:
-    arrivals = [Arrival(0.02 * index, (5, 6, 7 + index), 4, slo=Slo(9.0)) for index in range(5)]
+    arrivals = [Arrival(0.02 * index, (5, 6, 7 + index), 4, slo=LatencySlo(9.0)) for index in range(5)]
     said: list[tuple[int, int, int]] = []
     async with serving() as (url, bodies):
         spec = spec_for(tmp_path, url, salt="run 1")
@@ -43,7 +43,7 @@ async def test_every_token_has_a_time_and_the_requests_are_what_was_asked(tmp_pa
         assert outcome.tokens == [0, 1, 2, 3]
         assert outcome.id == "cmpl-1"
         assert outcome.prompt_tokens == 3
-        assert outcome.slo == Slo(9.0)
+        assert outcome.slo == LatencySlo(9.0)
         times = [outcome.scheduled_s, outcome.sent_s, outcome.first_byte_s, *outcome.token_s, outcome.ended_s]
         assert times == sorted(times)
         assert outcome.scheduled_s == arrival.at_s
@@ -89,7 +89,7 @@ async def test_logprobs_count_tokens_where_there_are_no_ids(tmp_path: Path) -> N
         ("full", "HTTP 429: too many requests"),
         ("short", "2 tokens came of 3 asked for"),
         ("hangs", "timeout"),
-        ("garbled", "the answer is no stream of completions: 'list' object has no attribute 'get'"),
+        ("garbled", "the answer is not a stream of completions: 'list' object has no attribute 'get'"),
     ],
 )
 async def test_a_failure_is_an_outcome_that_says_why(tmp_path: Path, model: str, error: str) -> None:
@@ -129,9 +129,9 @@ async def test_a_server_that_is_gone_fails_every_request_and_the_run(tmp_path: P
 def test_a_connection_that_breaks_now_and_then_is_a_miss_and_no_way_out_of_the_comparison() -> None:
     outcomes = [Outcome(index, "", float(index), sent_s=float(index), finish="length") for index in range(9)]
     outcomes[4] = Outcome(4, "", 4.0, sent_s=4.0, error="ServerDisconnectedError: Server disconnected")
-    assert problems_of(outcomes, Slo()) == []
+    assert problems_of(outcomes, LatencySlo()) == []
     outcomes[8].error = outcomes[4].error
-    assert "went away, in 2 of 9 requests" in problems_of(outcomes, Slo())[0]
+    assert "went away, in 2 of 9 requests" in problems_of(outcomes, LatencySlo())[0]
 
 
 async def test_a_load_generator_that_is_ended_leaves_an_outcome_for_every_arrival(tmp_path: Path) -> None:
@@ -156,11 +156,11 @@ async def test_a_load_generator_that_fails_loses_all_and_says_why(tmp_path: Path
 
 async def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
     async with serving() as (url, _):
-        spec = Spec(url, "plain", str(tmp_path / "arrivals.jsonl"), "/dev/full")
+        spec = LoadSpec(url, "plain", str(tmp_path / "arrivals.jsonl"), "/dev/full")
         write_arrivals(Path(spec.arrivals), [Arrival(0.0, (1,), 2)])
         path = tmp_path / "spec.json"
         path.write_text(json.dumps(asdict(spec)))
-        command = [sys.executable, "-m", "compare.client", str(path)]
+        command = [sys.executable, "-m", "compare.load.client", str(path)]
         ended = await asyncio.to_thread(
             subprocess.run, command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=30
         )
@@ -188,30 +188,30 @@ def test_outcomes_that_break_off_are_read_as_far_as_they_go(tmp_path: Path) -> N
 def test_a_client_that_sends_late_invalidates_its_run(lag_s: float, slo_ms: float, honest: bool) -> None:
     """Allowed: the larger of 2 ms and 2 % of the TTFT SLO."""
     outcomes = [Outcome(index, "", float(index), sent_s=index + lag_s, finish="length") for index in range(200)]
-    assert (not problems_of(outcomes, Slo(slo_ms))) == honest
+    assert (not problems_of(outcomes, LatencySlo(slo_ms))) == honest
 
 
 def test_the_running_usage_counts_where_nothing_else_does() -> None:
     outcome = Outcome(0, "", 0.0, max_tokens=3)
-    listener = Listener(outcome, exact=True)
+    reader = CompletionReader(outcome, exact=True)
     for told, at_s in ((2, 1.0), (3, 2.0)):
         event = {"id": "x", "choices": [{"text": " w"}], "usage": {"completion_tokens": told, "prompt_tokens": 7}}
-        listener.hear(b"data: " + json.dumps(event).encode() + b"\r\n\r\n", at_s)
-    listener.hear(b'data: {"choices":[{"text":"","finish_reason":"length"}]}\n\ndata: [DONE]\n\n', 3.0)
-    listener.close()
+        reader.feed(b"data: " + json.dumps(event).encode() + b"\r\n\r\n", at_s)
+    reader.feed(b'data: {"choices":[{"text":"","finish_reason":"length"}]}\n\ndata: [DONE]\n\n', 3.0)
+    reader.close()
     assert outcome.token_s == [1.0, 1.0, 2.0]
-    assert listener.counted == "usage"
+    assert reader.counted == "usage"
     assert outcome.finished
 
 
-def heard(*events: dict[str, object], exact: bool = True, max_tokens: int = 3) -> tuple[Outcome, Listener]:
+def heard(*events: dict[str, object], exact: bool = True, max_tokens: int = 3) -> tuple[Outcome, CompletionReader]:
     """A second from each event to the next."""
     outcome = Outcome(0, "", 0.0, max_tokens=max_tokens)
-    listener = Listener(outcome, exact=exact)
+    reader = CompletionReader(outcome, exact=exact)
     for at_s, event in enumerate(events, 1):
-        listener.hear(b"data: " + json.dumps(event).encode() + b"\n\n", float(at_s))
-    listener.close()
-    return outcome, listener
+        reader.feed(b"data: " + json.dumps(event).encode() + b"\n\n", float(at_s))
+    reader.close()
+    return outcome, reader
 
 
 def said(text: str, finish: str | None = None, **more: object) -> dict[str, object]:
@@ -244,11 +244,11 @@ def test_a_stream_that_never_ends_is_given_up_after_the_tokens_asked_for(usage: 
 
 
 def test_a_line_without_end_is_given_up() -> None:
-    listener = Listener(Outcome(0, "", 0.0), exact=True)
+    reader = CompletionReader(Outcome(0, "", 0.0), exact=True)
     for _ in range(16):
-        listener.hear(b"x" * (1 << 20), 1.0)
+        reader.feed(b"x" * (1 << 20), 1.0)
     with pytest.raises(ValueError, match="a line of over"):
-        listener.hear(b"x", 1.0)
+        reader.feed(b"x", 1.0)
 
 
 @pytest.mark.parametrize("model", ["stays", "leaves"])
@@ -274,20 +274,20 @@ def test_text_of_two_salts_shares_no_prefix_and_of_one_salt_shares_what_the_ids_
 
 def test_a_client_that_reads_late_invalidates_its_run() -> None:
     """It would tell its own lateness as the time between the server's tokens."""
-    assert problems_of([], Slo(), 0.0015) == []
-    assert "read 1 % of what came over 3.0 ms late" in problems_of([], Slo(), 0.003)[0]
-    assert problems_of([], Slo(1000.0), 0.003) == []
+    assert problems_of([], LatencySlo(), 0.0015) == []
+    assert "read 1 % of the answers over 3.0 ms late" in problems_of([], LatencySlo(), 0.003)[0]
+    assert problems_of([], LatencySlo(1000.0), 0.003) == []
 
 
 def test_an_outcome_is_kept_whole() -> None:
-    outcome = Outcome(3, "x", 0.5, 0.6, 0.7, [0.7, 0.8], [5, 6], "length", "", 4, 2, 0.9, Slo(9.0, 4.0, "max"))
+    outcome = Outcome(3, "x", 0.5, 0.6, 0.7, [0.7, 0.8], [5, 6], "length", "", 4, 2, 0.9, LatencySlo(9.0, 4.0, "max"))
     assert json.loads(outcome_line(outcome)) == asdict(outcome)
 
 
 def test_an_error_in_the_stream_is_the_outcome() -> None:
     outcome = Outcome(0, "", 0.0, max_tokens=3)
-    listener = Listener(outcome, exact=True)
-    listener.hear(b'data: {"error":{"message":"the node was lost"}}\n\n', 1.0)
-    listener.close()
+    reader = CompletionReader(outcome, exact=True)
+    reader.feed(b'data: {"error":{"message":"the node was lost"}}\n\n', 1.0)
+    reader.close()
     assert outcome.error == "the node was lost"
     assert not outcome.finished

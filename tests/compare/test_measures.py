@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from compare.causes import miss_cause, miss_causes, phases_ms, phases_of
-from compare.measures import (
+from compare.load.outcome import LatencySlo, Outcome
+from compare.stats.causes import busy_shares, miss_cause, miss_causes, phases_ms, phases_of
+from compare.stats.measures import (
     ecdf,
     fluidity,
     gaps_s,
@@ -18,11 +19,9 @@ from compare.measures import (
     ttst_s,
     values_ms,
 )
-from compare.outcome import Outcome, Slo
-from compare.passes import busy
 from scheduler.cost import CostModel
 
-STRICT = Slo(ttft_ms=500, tbt_ms=50)
+STRICT = LatencySlo(ttft_ms=500, tbt_ms=50)
 
 
 def request(scheduled_s: float, token_s: list[float], **fields: object) -> Outcome:
@@ -81,7 +80,7 @@ def test_fluidity_counts_deadlines_kept_and_tokens_that_never_came_as_late() -> 
     # Due at 0.5, 0.55, 0.6, 0.65: the second is late, the third has caught up.
     assert fluidity(request(0.0, [0.4, 0.58, 0.59, 0.65]), STRICT) == (3, 4)
     assert fluidity(failed(0.0, [0.4], max_tokens=4), STRICT) == (1, 4)
-    assert fluidity(request(0.0, [0.4, 9.0]), Slo(ttft_ms=500)) == (2, 2)
+    assert fluidity(request(0.0, [0.4, 9.0]), LatencySlo(ttft_ms=500)) == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +92,7 @@ def test_fluidity_counts_deadlines_kept_and_tokens_that_never_came_as_late() -> 
         (request(0.0, [0.6, 0.7]), ["ttft", "tbt"]),
         (request(0.0, [0.4]), []),
         (failed(0.0, [0.4, 0.41]), ["failed"]),
-        (request(0.0, [0.6, 0.7], slo=Slo(ttft_ms=700, tbt_ms=200)), []),
+        (request(0.0, [0.6, 0.7], slo=LatencySlo(ttft_ms=700, tbt_ms=200)), []),
     ],
 )
 def test_a_good_request_finished_and_kept_every_slo(outcome: Outcome, missed: list[str]) -> None:
@@ -105,7 +104,7 @@ def test_what_of_the_gaps_is_held_against_the_slo(tbt_of: str, missed: list[str]
     """One stall in 200 gaps is no p99."""
     times = [0.1 + 0.01 * index for index in range(200)]
     outcome = request(0.0, [*times, times[-1] + 0.2])
-    assert misses(outcome, Slo(500, 50, tbt_of)) == missed
+    assert misses(outcome, LatencySlo(500, 50, tbt_of)) == missed
 
 
 # ---- one run -------------------------------------------------------------------------------------------------------
@@ -241,7 +240,7 @@ def step(start_ms: float, duration_ms: float, prefill: int, decodes: int, **more
 
 def test_shares_of_a_device_sum_to_1_and_overlaps_count_once() -> None:
     passes = [step(0, 20, 10, 0), step(10, 20, 0, 4, waiting=3), step(40, 20, 5, 15), step(90, 20, 0, 1)]
-    shares = busy(passes, (0.0, 100.0), None)
+    shares = busy_shares(passes, (0.0, 100.0), None)
     assert shares["busy"] == pytest.approx(0.6)
     assert shares["prefill"] == pytest.approx(0.2 + 0.05)
     assert shares["decode"] == pytest.approx(0.1 + 0.15 + 0.1)
@@ -249,7 +248,7 @@ def test_shares_of_a_device_sum_to_1_and_overlaps_count_once() -> None:
     assert shares["idle_empty"] == pytest.approx(0.3)
     model = CostModel(overhead=0.01, per_token=0.001, per_context=0.0001)
     mixed = step(0, 40, 10, 10, decode_context=200)  # 10 ms of prompts; 10 + 20 ms of decodes; 10 ms of neither
-    assert busy([mixed], (0.0, 40.0), model)["prefill"] == pytest.approx(0.25)
+    assert busy_shares([mixed], (0.0, 40.0), model)["prefill"] == pytest.approx(0.25)
 
 
 def test_phases_and_client_lag_and_residual_sum_to_the_whole_time() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from compare.report.page import write_report
-from tests.compare.reports import HOSTILE, report_of
-from tests.compare.test_report import bare, hostile
+from tests.compare.reports import HOSTILE, bare, hostile, report_of
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the report's page is tested with playwright")
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")

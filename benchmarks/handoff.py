@@ -21,7 +21,7 @@ import httpx
 
 from benchmarks.models import checkpoint
 from benchmarks.result import Result, Table, free_port, median, parser, ratio, versions
-from router.model import read_model
+from router.text.model_files import read_model
 from shared.model_files import DEMO_MODEL
 
 ARMS = {

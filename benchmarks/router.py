@@ -23,12 +23,12 @@ from typing import Any
 import uvloop
 
 from benchmarks.result import Result, Table, free_port, median, parser, versions
-from engine.outbox import Outbox
-from router.text import Tokenizer
-from shared.messages import Command, Delta, Load, NodeInfo, Submit, pack_ids
+from node.router_stream import RouterStream
+from router.text.tokenizer import Tokenizer
 from shared.model_files import DEMO_MODEL
 from shared.registry import StreamAnnouncer
-from shared.services import ATTACH, RpcServer
+from shared.rpc.messages import NodeInfo, NodeStats, RouterCommand, SubmitRequest, TokenDelta, pack_ids
+from shared.rpc.methods import ATTACH, RpcServer
 
 NUM_NODES, NUM_STREAMS, NUM_IDLE = 16, 256, 2000
 ENOUGH = 25_000  # tokens per second per core
@@ -47,7 +47,7 @@ HEARTBEAT_S = 0.5
 class PacedRequest:
     """One request, at the node and at its client. Times are monotonic."""
 
-    submit: Submit
+    submit: SubmitRequest
     sent: list[float] = field(default_factory=list)
     num_received: int = 0
 
@@ -60,7 +60,7 @@ class PacedNode:
         self._name = name
         self._all_rows = rows
         self._rows: list[PacedRequest] = []
-        self._outbox = Outbox()
+        self._stream = RouterStream()
         self._packed = [pack_ids([token]) for token in token_ids]
         self._server = RpcServer({ATTACH: self._attach})
         self._steps = 0
@@ -75,11 +75,11 @@ class PacedNode:
         return announcer
 
     async def _attach(self, stream: Any) -> None:
-        hello: Command = await stream.recv_message()
+        hello: RouterCommand = await stream.recv_message()
         assert hello.router
-        self._outbox = Outbox(load=Load())
-        self._outbox.wake.set()
-        tasks = [asyncio.ensure_future(work) for work in (self._outbox.write(stream), self._beat())]
+        self._stream = RouterStream(stats=NodeStats())
+        self._stream.wake.set()
+        tasks = [asyncio.ensure_future(work) for work in (self._stream.write(stream), self._beat())]
         try:
             async for command in stream:
                 for submit in command.submits:
@@ -94,18 +94,18 @@ class PacedNode:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            self._outbox.load = Load(steps=self._steps, running=len(self._rows))
-            self._outbox.wake.set()
+            self._stream.stats = NodeStats(steps=self._steps, running=len(self._rows))
+            self._stream.wake.set()
 
     def turn(self) -> None:
         """The next token of every request whose client keeps up."""
-        now, deltas = time.monotonic(), self._outbox.deltas
+        now, deltas = time.monotonic(), self._stream.deltas
         for row in self._rows:
             if (position := len(row.sent)) - row.num_received < WINDOW and position < row.submit.max_tokens:
                 row.sent.append(now)
-                deltas.append(Delta(row.submit.id, position, self._packed[position % len(self._packed)]))
+                deltas.append(TokenDelta(row.submit.id, position, self._packed[position % len(self._packed)]))
         self._steps += 1
-        self._outbox.wake.set()
+        self._stream.wake.set()
 
 
 class StreamingClient(asyncio.Protocol):

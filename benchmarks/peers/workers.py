@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import checkpoint
-from shared.serve import dies_with
+from shared.lifecycle import set_parent_death_signal
 
 ROOT = Path(__file__).resolve().parents[2]
 FP32, BITS16, INT8 = "Baton fp32", "Baton 16-bit weights", "Baton int8"
@@ -46,7 +46,7 @@ class PeerWorker:
                 env=os.environ | {"OMP_NUM_THREADS": str(options["threads"])} | dict(env or {}),
                 text=True,
                 start_new_session=True,
-                preexec_fn=dies_with(os.getpid()),  # noqa: PLW1509 - this process has no other thread yet
+                preexec_fn=set_parent_death_signal(os.getpid()),  # noqa: PLW1509 - this process has no other thread yet
             )
         except OSError as error:
             self._log.close()

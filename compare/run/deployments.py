@@ -16,11 +16,11 @@ from pathlib import Path
 
 from compare.arms import Arm
 from compare.endpoint import Endpoint, EndpointError
-from shared.config import PREFIX, parse_size
+from shared.config.settings import PREFIX, parse_size
 from shared.errors import ConfigError
-from shared.kv.cuda_driver import CudaError, Driver
 from shared.kv.layout import HOST_KV_BYTES
-from shared.serve import dies_with
+from shared.kv_gpu.cuda_driver import CudaError, Driver
+from shared.lifecycle import set_parent_death_signal
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVING_AT = re.compile(r"serving at (http://\S+)")
@@ -204,10 +204,10 @@ def environment() -> dict[str, str]:
 
 def _child_setup(parent: int) -> Callable[[], None]:
     """Return what the child runs before it executes its program."""
-    set_parent_death_signal = dies_with(parent)
+    die_with_parent = set_parent_death_signal(parent)
 
     def setup() -> None:
         os.nice(NICENESS)
-        set_parent_death_signal()
+        die_with_parent()
 
     return setup

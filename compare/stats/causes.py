@@ -8,7 +8,7 @@ import numpy as np
 
 from compare.load.outcome import TIMEOUT, LatencySlo, Outcome
 from compare.stats.measures import Summaries, Summary, e2e_s, gaps_s, misses
-from scheduler.cost import CostModel, Work
+from scheduler.cost import CostModel, StepWork
 
 PHASES = (
     "client_lag",
@@ -136,8 +136,8 @@ def _prompt_share(step: StepRow, model: CostModel | None) -> float:
     if model is None:
         return float(step["prefill_tokens"] / (step["prefill_tokens"] + step["num_decodes"]))
     idle_s = model.overhead + model.per_token * model.knee_tokens
-    decodes = Work(num_decodes=step["num_decodes"], decode_context=step["decode_context"])
-    total = Work(step["num_prefills"], step["prefill_tokens"], 0, step["num_decodes"], step["decode_context"])
+    decodes = StepWork(num_decodes=step["num_decodes"], decode_context=step["decode_context"])
+    total = StepWork(step["num_prefills"], step["prefill_tokens"], 0, step["num_decodes"], step["decode_context"])
     prompts_s = model.seconds(total) - model.seconds(decodes)
     decodes_s = max(0.0, model.seconds(decodes) - idle_s)
     return prompts_s / (prompts_s + decodes_s) if prompts_s + decodes_s else 0.5

@@ -11,7 +11,7 @@ import torch
 from engine.cuda.graphs import CudaGraphPool, GraphPool
 from engine.cuda.memory import DeviceMemory
 from shared.kv.memory import HostMemory
-from shared.kv.pool import Borrower
+from shared.kv_gpu.pool import PoolClient
 
 log = logging.getLogger("baton.engine")
 
@@ -37,10 +37,10 @@ class Accelerator(Protocol):
     def has_triton(self) -> bool: ...
 
 
-class Gpu:
+class CudaAccelerator:
     """`borrowed`: KV memory of another process to use. Raises ValueError when torch sees no such device."""
 
-    def __init__(self, name: str, borrowed: Borrower | None = None) -> None:
+    def __init__(self, name: str, borrowed: PoolClient | None = None) -> None:
         self._borrowed = borrowed
         if not torch.cuda.is_available():
             raise ValueError(f"--device {name}: torch {torch.__version__} finds no CUDA device; use --device cpu")

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-PRODUCT = ("router", "prefill_node", "decode_node", "shared", "scheduler", "engine", "compare", "cluster")
+PRODUCT = ("router", "prefill_node", "decode_node", "node", "shared", "scheduler", "engine", "compare", "cluster")
 TREES = (*PRODUCT, "benchmarks", "demo", "tests")
 
 # R1: what runs, or can be made to run, the bytes that it reads.

@@ -16,9 +16,9 @@ from compare.report.schema import problems_of
 _SCRIPTS = (
     "parts.js",
     "charts.js",
-    "passes.js",
-    "told.js",
-    "drawn.js",
+    "steps.js",
+    "tables.js",
+    "figures.js",
     "report.js",
 )  # one module: each file may use those before it
 _UPLOT = "history/page/vendor/uplot-1.6.32/"

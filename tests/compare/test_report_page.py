@@ -134,7 +134,7 @@ def test_a_report_that_is_not_comparable_names_the_facts_and_gives_no_reasons(op
         equal=False, values={"colocated:2": "float32", "disaggregated:1p1d": "bfloat16"}
     )
     page = opened(report)
-    assert "Not comparable They differ in more than was asked: dtype." in page.locator(".banner").inner_text()
+    assert "Not comparable The arms differ in undeclared facts: dtype." in page.locator(".banner").inner_text()
     assert page.locator(".sentence").count() == 0
     assert "Why" not in page.locator("#verdict").inner_text()
 
@@ -211,7 +211,7 @@ def test_what_is_not_drawn_or_not_counted_is_said(opened: Callable[..., Any]) ->
     assert report["notes"][0] in page.locator("#verdict").inner_text()
     phases = page.locator("#phases").inner_text()
     assert "mean of the 2,350 finished of 2,400" in phases
-    assert "mean of 7 of them that missed" in phases
+    assert "mean of the 7 that missed" in phases
     assert page.locator("#arms tr", has_text="Capacity").locator("td").first.inner_text() == "≥ 12"
 
 

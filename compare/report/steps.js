@@ -1,12 +1,12 @@
-/* The strip: every pass of each arm on one time axis, and under it the requests that were under way. */
+/* The strip: every step of each arm on one time axis, and below it the running requests. */
 
 const GANTT_ROWS = 12, NARROW_PX = 560, SHORTEST_MS = 20;
 const labelWidth = () => (innerWidth < NARROW_PX ? 64 : 112);
 
-/* Chunks over transfers, so that of a transfer the part is seen that no computing hides. */
+/* Chunks are painted over transfers, so that the exposed part of a transfer stays visible. */
 const LAYERS = ["transfer", "queued", "wait", "decode", "chunk"];
 
-/* The part of a request's spans between two moments, in the order in which they are painted. */
+/* Return the parts of a request's spans between two times, in the order of painting. */
 function clipped(spans, from, to) {
   return spans
     .filter((span) => span.end_ms > from && span.start_ms < to)
@@ -14,7 +14,7 @@ function clipped(spans, from, to) {
     .sort((a, b) => LAYERS.indexOf(a.kind) - LAYERS.indexOf(b.kind));
 }
 
-/* One request's spans, a row per place. */
+/* Draw one request's spans, one row per node. */
 function gantt(spans) {
   const canvas = h("canvas", { class: "gantt", role: "img", "aria-label": "Timeline of this request" });
   const from = Math.min(...spans.map((span) => span.start_ms)), to = Math.max(...spans.map((span) => span.end_ms));
@@ -22,7 +22,7 @@ function gantt(spans) {
   return canvas;
 }
 
-/* What part of the period is in view. All that moves it calls `moved` and then repaints what is in `painters`. */
+/* The part of the period in view. Every change calls `moved` and then repaints what is in `painters`. */
 function windowOf(since, until, moved) {
   const view = { from: since, to: until, painters: [] };
   const show = (from, wanted) => {
@@ -43,18 +43,18 @@ function windowOf(since, until, moved) {
   });
 }
 
-/* One node's passes. A click or the arrow keys pick one: left and right the next, up and down the next over the SLO. */
-function lane(node, passes, sloMs, view, most, told) {
-  const label = `Passes of ${node}: ${passes.length}. The arrow keys walk through them.`;
+/* One node's steps. A click or the arrow keys select one: left and right the next, up and down the next over the SLO. */
+function lane(node, steps, sloMs, view, most, onPick) {
+  const label = `Steps of ${node}: ${steps.length}. Use the arrow keys to move between them.`;
   const canvas = h("canvas", { class: "lane", tabindex: "0", role: "img", "aria-label": label });
-  const own = { passes, sloMs, maxTokens: most, selected: -1 };
+  const own = { passes: steps, sloMs, maxTokens: most, selected: -1 };
   const draw = () => Strip.draw(canvas, Object.assign(own, { from: view.from, to: view.to }));
   const pick = (index) => {
-    const pass = passes[index];
-    if (!pass) return;
+    const step = steps[index];
+    if (!step) return;
     own.selected = index;
-    told(node, pass);
-    if (pass[0] < view.from || pass[0] + pass[1] > view.to) view.centre(pass[0] + pass[1] / 2);
+    onPick(node, step);
+    if (step[0] < view.from || step[0] + step[1] > view.to) view.centre(step[0] + step[1] / 2);
     else draw();
   };
   canvas.addEventListener("click", (event) => pick(Strip.passAt(own, event.offsetX, canvas.clientWidth)));
@@ -63,9 +63,9 @@ function lane(node, passes, sloMs, view, most, told) {
     if (!way) return;
     event.preventDefault();
     const late = /Up|Down/.test(event.key);
-    let index = own.selected < 0 ? Strip.firstAfter(passes, view.from) - (way > 0 ? 1 : 0) : own.selected;
+    let index = own.selected < 0 ? Strip.firstAfter(steps, view.from) - (way > 0 ? 1 : 0) : own.selected;
     do index += way;
-    while (late && passes[index] && !Strip.isOver(passes[index], sloMs));
+    while (late && steps[index] && !Strip.isOver(steps[index], sloMs));
     pick(index);
   });
   view.painters.push(draw);
@@ -80,8 +80,8 @@ function requestsUnderWay(requests, view) {
     const rows = requests.map((each) => ({ label: "…" + each.id.slice(-6), spans: clipped(each.spans, from, to) }));
     const seen = rows.filter((row) => row.spans.length), more = seen.length - GANTT_ROWS;
     Strip.gantt(canvas, { rows: seen.slice(0, GANTT_ROWS), from, to, labelWidth: labelWidth() });
-    const told = `${plural(more, "more request")} with a timeline not drawn here: look at less time`;
-    left.textContent = more > 0 ? told : "";
+    const hidden = `${plural(more, "more request")} with a timeline not drawn here: zoom in to see them`;
+    left.textContent = more > 0 ? hidden : "";
   });
   return [canvas, left];
 }
@@ -89,13 +89,13 @@ function requestsUnderWay(requests, view) {
 function strip() {
   const { since_ms: since, until_ms: until, whole_ms: all } = report.strip_period;
   const shown = names.filter((name) => Object.values(get(report.strip, name)?.nodes ?? {}).some((rows) => rows.length));
-  if (!shown.length) return none("No passes: the router kept no step records, or they were not fetched in time.");
+  if (!shown.length) return none("No steps: the router kept no step records, or they were not fetched in time.");
   const rows = shown.flatMap((name) => Object.values(report.strip[name].nodes).flat()), sloMs = report.slo.tbt_ms;
   const most = rows.reduce((max, row) => Math.max(max, row[2] + row[3]), 8);
   const late = rows.filter((row) => Strip.isOver(row, sloMs)).reduce((a, b) => (a && a[1] >= b[1] ? a : b), null);
-  const hint = "Click a pass, or walk with the arrow keys: up and down stop only at passes over the SLO.";
+  const hint = "Click a step, or use the arrow keys: up and down stop only at steps over the SLO.";
   const readout = h("p", { class: "readout", role: "status" }, hint), range = h("output", {});
-  const slider = h("input", { type: "range", min: "0", max: "1000", "aria-label": "Where in the period to look" });
+  const slider = h("input", { type: "range", min: "0", max: "1000", "aria-label": "Position in the period" });
   const view = windowOf(since, until, () => {
     slider.value = 1000 * view.place();
     range.textContent = `${figure(view.from / 1000, 4)} s to ${figure(view.to / 1000, 4)} s`;
@@ -106,7 +106,7 @@ function strip() {
   after.push(() => goToWorst(Math.max(2000, 40 * sloMs)));
   const button = (sign, label, onclick) =>
     h("button", { type: "button", "aria-label": label, title: label, onclick }, sign);
-  const told = (node, [start, duration, prompt, decodes, predicted]) => {
+  const onPick = (node, [start, duration, prompt, decodes, predicted]) => {
     const over = Strip.isOver([start, duration, prompt, decodes], sloMs) ? "; over the TBT SLO" : "";
     const guess = predicted === null || predicted === undefined ? "" : `, predicted ${figure(predicted)} ms`;
     const work = `${plural(prompt, "prompt token")}, ${plural(decodes, "decode")}`;
@@ -114,7 +114,7 @@ function strip() {
   };
   const one = (name) => {
     const { nodes, requests, seed, num_requests: numKnown } = report.strip[name];
-    const lanes = nodesIn(nodes).map(([node, passes]) => lane(node, passes, sloMs, view, most, told));
+    const lanes = nodesIn(nodes).map(([node, steps]) => lane(node, steps, sloMs, view, most, onPick));
     const of = requests.length < numKnown ? `${whole(requests.length)} of ` : "";
     const known = `seed ${seed}, ${of}${plural(numKnown, "request")} with a timeline`;
     const title = h("h3", {}, armName(name), h("small", {}, known));
@@ -125,16 +125,16 @@ function strip() {
       button("←", "Earlier", () => view.move(-0.5)), button("→", "Later", () => view.move(0.5)),
       button("−", "Show a longer time", () => view.zoom(2)), button("+", "Show a shorter time", () => view.zoom(0.5)),
       button("All", "Show the whole period", () => view.show(since, until - since)),
-      late ? button("Worst", "Go to the longest pass that decodes waited for", () => goToWorst()) : null,
+      late ? button("Worst", "Go to the longest step that decodes waited for", () => goToWorst()) : null,
       slider, range),
     readout,
     shown.map(one),
-    key([["prefill", "prompt tokens"], ["decode", "decodes"], ["over", "decodes in a pass over the TBT SLO"],
+    key([["prefill", "prompt tokens"], ["decode", "decodes"], ["over", "decodes in a step over the TBT SLO"],
       ["transfer", "KV transfer, not hidden"], ["queue", "waiting"]]),
     h("p", { class: "note" },
       until - since < all ? `Shown: ${figure(since / 1000)} s to ${figure(until / 1000)} s of ${figure(all / 1000)} s,
-        where decodes waited longest; report.json has every pass. ` : "",
-      `Time counts from each run's own beginning, so the same traffic stands at the same place in every arm. Height is
-        tokens, on a logarithmic scale. The axis under the requests counts from the left edge.`),
+        where decodes waited longest; report.json has every step. ` : "",
+      `Time is since each run's start, so the same traffic is at the same position in every arm. Height is tokens, on a
+        logarithmic scale. The axis below the requests starts at the left edge.`),
   ];
 }

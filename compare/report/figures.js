@@ -1,35 +1,35 @@
-/* The sections that are drawn as curves and bars. One without data says why. */
+/* Sections of curves and bars. A section without data says why. */
 
 const KINDS = [
   ["ttft_ms", "Time to first token"], ["ttst_ms", "Time from first to second token"], ["tbt_ms", "Time between tokens"],
 ];
 
-/* The arms that `table` has a curve of, each with its place among all arms, which is its colour. */
+/* Return the arms that have a curve in `table`, each with its index among all arms, which selects its colour. */
 const curvesIn = (table, key) =>
   names.map((name, index) => ({ index, name, ...get(table, name) })).filter((each) => each[key]?.length);
 
-/* A chart that `draw` fills once the page is laid out, and under it a line that tells the values pointed at. */
+/* Return a chart that `draw` fills after layout, and a line below it with the values under the pointer. */
 function chart(label, hint, curves, unit, draw) {
   const host = h("div", { class: "chart", role: "img", "aria-label": label });
   const readout = h("p", { class: "readout", "aria-hidden": "true" }, hint);
-  const told = (x, values) => {
+  const pointed = (x, values) => {
     const each = () => curves.map((curve, i) => `${curve.name} ${percent(values[i])}`).join(", ");
     readout.textContent = x === null ? hint : `${unit(x)}: ${each()}`;
   };
-  after.push(() => draw(host, told));
+  after.push(() => draw(host, pointed));
   return [host, readout];
 }
 
 function attainment() {
   const found = curvesIn(report.curves.attainment, "rate");
   if (!found.length)
-    return none("Measured at one rate only. --find-capacity finds attainment against rate, and what each arm carries.");
-  const label = "Share of requests within the SLO against rate, a line an arm; its figures are in the table below";
-  const hint = "Shaded: from the lowest to the highest seed. Dashed: the share asked for.";
+    return none("Measured at one rate only. --find-capacity measures attainment against rate, and each arm's capacity.");
+  const label = "Share of requests within the SLO against rate, one line per arm; the figures are in the table below";
+  const hint = "Shaded: from the lowest to the highest seed. Dashed: the target.";
   const rows = found.flatMap(({ name, rate, share, low, high }) =>
     rate.map((_, i) =>
       [armName(name), figure(rate[i]), percent(share[i]), `${percent(low[i])} to ${percent(high[i])}`]));
-  const draw = (host, told) => against(host, found, report.slo.attainment, told);
+  const draw = (host, pointed) => against(host, found, report.slo.attainment, pointed);
   return [
     legend("line"),
     chart(label, hint, found, (x) => `At ${figure(x)}/s`, draw),
@@ -40,10 +40,10 @@ function attainment() {
 function curves() {
   const one = ([metric, title]) => {
     const found = curvesIn(get(report.curves.ecdf, metric), "x"), caption = h("figcaption", {}, title);
-    if (!found.length) return h("figure", {}, caption, none("No valid run gave any such interval."));
-    const label = `${title}: cumulative share, a line an arm; its percentiles are in the table of arms`;
-    const hint = "Share of intervals no longer than this. Point at the curves for figures.";
-    const draw = (host, told) => ecdf(host, found, report.slo[metric] || null, told);
+    if (!found.length) return h("figure", {}, caption, none("No valid run has such an interval."));
+    const label = `${title}: cumulative share, one line per arm; the percentiles are in the table of arms`;
+    const hint = "Share of intervals up to this length. Point at the curves for figures.";
+    const draw = (host, pointed) => ecdf(host, found, report.slo[metric] || null, pointed);
     return h("figure", {}, caption, chart(label, hint, found, (x) => `≤ ${figure(x)} ms`, draw));
   };
   return [legend("line"), h("div", { class: "charts" }, KINDS.map(one))];
@@ -64,16 +64,16 @@ function phases() {
   if (!found.length) return none("No phases: no request finished, or the router's records were not fetched.");
   const row = (name, which) => ({ name, which, parts: partsOf(report.phases[name][which]) });
   const rows = found.flatMap((name) => [row(name, "mean"), row(name, "missed")]);
-  const longest = Math.max(...rows.map((row) => sum(row.parts))), told = (value) => figure(value) + " ms";
+  const longest = Math.max(...rows.map((row) => sum(row.parts))), inMs = (value) => figure(value) + " ms";
   const used = PHASES.filter((_, i) => rows.some((row) => row.parts[i][2] > 0));
   const counted = ({ name, which }) => {
     const of = report.phases[name].requests;
-    if (which === "missed") return of ? `mean of ${whole(of.missed)} of them that missed` : "mean of those that missed";
+    if (which === "missed") return of ? `mean of the ${whole(of.missed)} that missed` : "mean of those that missed";
     return of ? `mean of the ${whole(of.mean)} finished of ${whole(of.arrived)}` : "mean of the finished";
   };
   const line = ({ name, which, parts }) => [
     barName(which === "mean" ? name : null, counted({ name, which })),
-    sum(parts) ? bar(parts, longest, told) : none("no request missed its SLO"),
+    sum(parts) ? bar(parts, longest, inMs) : none("no request missed its SLO"),
   ];
   const figures = PHASES.map(([, label], i) => [label, ...rows.map((row) => figure(row.parts[i][2]))]);
   const total = ({ parts }) => figure(sum(parts));
@@ -83,8 +83,8 @@ function phases() {
     key(used),
     h("div", { class: "bars" }, rows.map(line)),
     more("Figures", table("Mean milliseconds per request", heads, [...figures, ["sum", ...rows.map(total)]])),
-    h("p", { class: "note" }, `The phases of a request sum to its end-to-end time; one that failed has none, and is in
-        no mean. What they leave unexplained: `,
+    h("p", { class: "note" }, `The phases of a request sum to its end-to-end time. Failed requests have none and are in
+        no mean. Residual: `,
       found.map((name) => `${name} ${left(report.phases[name].residual_ms)}`).join("; "), "."),
     causes(),
   ];

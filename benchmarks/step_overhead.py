@@ -3,8 +3,8 @@
    python -m benchmarks step_overhead
 
 The parts run one after the other on one thread, through a node's own objects, on the 110M shape with random weights.
-`pass` is the model with its head; `draw` is greedy, `sampled` draws the same rows at temperature 1 instead; `tell` is
-the work of the engine's thread and the event loop until a router's message is encoded.
+`pass` is the model with its head; `draw` is greedy, `sampled` draws the same rows at temperature 1 instead; `publish`
+is the work of the engine's thread and the event loop until a router's message is encoded.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from shared.rpc.messages import NodeInfo, NodeUpdate, SamplingParams
 
 T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0.0)
-HOST = ("schedule", "build", "draw", "update", "tell", "records")
+HOST = ("schedule", "build", "draw", "update", "publish", "records")
 PARTS = ("pass", *HOST, "sampled")
 SWITCH_S = 0.0005  # thread switch interval of every Baton process
 GOAL = 0.05
@@ -88,7 +88,7 @@ class StepParts:
         await asyncio.sleep(0)
         deltas, self.outbox.deltas = self.outbox.deltas, []
         encode(NodeUpdate(deltas))
-        self.taken["tell"].append(1e6 * (time.perf_counter() - began))
+        self.taken["publish"].append(1e6 * (time.perf_counter() - began))
         self.timed("records", lambda: self._record(step))
 
     def timed(self, part: str, function: Callable[[], T]) -> T:

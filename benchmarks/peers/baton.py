@@ -37,7 +37,7 @@ class Stopwatch(EngineListener):
         self._write = write
         self.times: dict[str, list[float]] = {}
         self.steps: list[tuple[float, int]] = []  # (end, tokens)
-        self.told: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()  # one entry per step
+        self.finished: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()  # one entry per step
         self.engine: Engine | None = None
         self.logprobs: Logprobs | None = None  # of the last token that had them
 
@@ -63,18 +63,18 @@ class Stopwatch(EngineListener):
             self.times.setdefault(event.request.id, []).append(now_s)
         self.steps.append((now_s, len(tokens)))
         self.logprobs = next((output.logprobs for output in outputs if output.logprobs is not None), self.logprobs)
-        self.told.put(None)
+        self.finished.put(None)
 
     def on_ran(self, ran: StepTiming) -> None:
         pass
 
     def on_failure(self, error: BaseException) -> None:
-        self.told.put(error)
+        self.finished.put(error)
 
     def until(self, ready: Callable[[], bool]) -> None:
         """Wait for a step after which `ready()` holds. Raises RuntimeError or queue.Empty (timeout)."""
         while not ready():
-            if (error := self.told.get(timeout=TIMEOUT_S)) is not None:
+            if (error := self.finished.get(timeout=TIMEOUT_S)) is not None:
                 raise RuntimeError(f"the engine died: {error}")
 
 

@@ -51,7 +51,7 @@ class Figures:
 
     @cached_property
     def metrics(self) -> dict[int, RunMetrics]:
-        """By the trial's position."""
+        """Metrics of every period, by the position of its trial."""
         return {
             period.trial.position: self._measure(period, own)
             for period, own in zip(self.findings.periods, self._windows, strict=True)
@@ -110,7 +110,7 @@ class Figures:
 
     @cached_property
     def _kept_limits(self) -> dict[str, list[NDArray[np.float64]]]:
-        """By arm and period, for each request the tightest limits (TTFT, TBT) that it keeps."""
+        """The tightest limits (TTFT, TBT) that each request keeps, by arm and period."""
         rows = {
             arm: [[self._kept_limit(outcome) for outcome in self.population(period)] for period in self.periods_of(arm)]
             for arm in self.compared

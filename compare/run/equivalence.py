@@ -10,7 +10,7 @@ from compare.load.outcome import LoadRecording, Outcome
 
 ANSWER_TOKENS = 12
 LEAST_SHARE = 0.01  # of the tokens generated: the tolerated difference of answers that end by themselves
-UNKNOWN = "not told"  # value of a fact that an arm does not publish
+UNKNOWN = "unknown"  # value of a fact that an arm does not publish
 # Settings that determine a fact of a node, where their names differ.
 SETTINGS_OF = {
     "prefix_caching": ("enable_prefix_caching",),

@@ -1,4 +1,4 @@
-"""The types of a comparison: the experiment, its trials, what a run of it finds, and whom it reports to."""
+"""The types of a comparison: the experiment, its trials, the findings of a session, and its collaborators."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

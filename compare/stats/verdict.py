@@ -18,7 +18,7 @@ from compare.stats.statistics import (
     holm,
 )
 
-CEILING = 0.99  # of attainment: above it, arms cannot be told apart
+CEILING = 0.99  # of attainment: above it, arms cannot be distinguished
 STEPS_AROUND = 6  # of half an octave each: SLOs from an eighth to eight times the given one
 LEAST_STEPS = 2  # in a row that an arm must win; a single one is not a range
 LATENCIES = {
@@ -130,7 +130,7 @@ def leading_cause(ranking: Ranking | None, miss_causes: Mapping[str, Mapping[str
         return f"{counts[top] / total:.0%} of the {total} misses of {ranking.beaten[-1].arm} are {top}"
     means = [_mean(row) for row in ranking.runs.values()]
     if not ranking.beaten and ranking.leading is ATTAINMENT and all(mean is None or mean >= CEILING for mean in means):
-        return "every arm meets the SLO nearly always: give a higher --rate or a tighter SLO to tell them apart"
+        return "every arm meets the SLO nearly always: give a higher --rate or a tighter SLO to distinguish them"
     return None
 
 

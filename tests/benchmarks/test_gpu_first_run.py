@@ -145,7 +145,7 @@ def test_an_unknown_section_is_refused() -> None:
         (["--only", "x"], "choose from"),
     ],
 )
-def test_flags_that_make_no_sense_are_refused(
+def test_invalid_flags_are_refused(
     flags: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu_first_run", *flags])

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +70,10 @@ def test_two_arms_and_a_control_are_measured_alike(tmp_path: Path):
     assert [arm["name"] for arm in report["arms"]] == [*arms, "colocated:2 (control)"]
     assert report["parity"]["equal"]
 
-    runs = [run for run in report["runs"] if run["valid"]]
-    order = [(run["seed"], run["arm"]) for run in runs]
+    order = [(run["seed"], run["arm"]) for run in report["runs"]]  # on a busy machine a spare seed may follow
     assert order[:3] == [(1, name) for name in [*arms, "colocated:2 (control)"]]
-    assert order[3:] == [(2, name) for name in reversed([*arms, "colocated:2 (control)"])]
+    assert order[3:6] == [(2, name) for name in reversed([*arms, "colocated:2 (control)"])]
+    runs = [run for run in report["runs"] if run["valid"]]
     assert len({run["arrived"] for run in runs if run["seed"] == 1}) == 1
     assert all(run["finished"] == run["arrived"] > 0 for run in runs)
 
@@ -105,7 +104,8 @@ def test_a_run_that_is_broken_off_keeps_what_there_is_and_leaves_nothing_running
     try:
         until(process, "1/12 colocated:1")
         started = pids(tmp_path)
-        time.sleep(2.0)  # some requests are sent
+        outcomes = tmp_path / "report" / "outcomes.jsonl"
+        wait_for(lambda: outcomes.exists() and outcomes.read_text().count("\n") > 2, "some requests have ended", 30)
         if what == "interrupt":
             process.send_signal(signal.SIGINT)
         else:

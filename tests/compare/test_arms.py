@@ -12,7 +12,7 @@ def test_an_arm_is_read_from_its_words():
     assert arm.settings == {"disaggregate": "always", "policy": "prefill_first", "max_num_seqs": "8"}
 
 
-def test_a_disaggregated_arm_is_what_it_says_unless_told_otherwise():
+def test_a_disaggregated_arm_disaggregates_unless_its_settings_differ():
     assert parse_arm("disaggregated:1p1d").settings["disaggregate"] == "always"
     assert parse_arm("disaggregated:1p1d@disaggregate=auto").settings["disaggregate"] == "auto"
     assert "disaggregate" not in parse_arm("colocated:2").settings
@@ -43,7 +43,7 @@ def test_an_arms_own_settings_are_over_the_common_ones():
         (["colocated:2", "disaggregated:1p2d"], "give all arms the same number, or add --unequal"),
     ],
 )
-def test_what_is_no_arm_is_refused_with_one_line(arms: list[str], complaint: str):
+def test_an_invalid_arm_is_refused_with_one_line(arms: list[str], complaint: str):
     with pytest.raises(ConfigError) as caught:
         parse_arms(arms)
     assert str(caught.value).startswith("--arms")
@@ -72,7 +72,7 @@ def test_fewer_cores_than_devices_are_refused():
         cores_of(parse_arms(["colocated:2", "disaggregated:1p1d"]), [5])
 
 
-def test_the_command_line_of_an_arm_says_all_of_it():
+def test_the_command_line_of_an_arm_is_complete():
     arm = parse_arm("disaggregated:1p2d@prefill_first,enable_prefix_caching=false")
     command = LaunchOptions("/models/m", (0, 1, 2), "fast").command(arm)
     assert command[3:5] == ["cluster", "up"]

@@ -55,7 +55,11 @@ def test_the_fit_never_rises_and_pools_what_does() -> None:
         ([1.0, 2.0], [1.0, 0.95], CapacityEstimate(2.0, None, None, "above")),
         ([1.0, 2.0], [0.8, 0.5], CapacityEstimate(1.0, None, None, "below")),
         ([1.0, 2.0, 2.1], [1.0, 0.99, 0.2], CapacityEstimate(2.0, None, None, cliff=True)),
-        ([1.0, 2.0, 4.0], [1.0, 1.0, 0.2], CapacityEstimate(2.25, None, None)),  # steep, but nobody looked between
+        (
+            [1.0, 2.0, 4.0],
+            [1.0, 1.0, 0.2],
+            CapacityEstimate(2.25, None, None),
+        ),  # steep, but no rate between was measured
     ],
 )
 def test_the_crossing_of_a_curve(rates: list[float], shares: list[float], found: CapacityEstimate) -> None:
@@ -84,7 +88,7 @@ def test_the_interval_over_seeds_covers_the_capacity() -> None:
 
 
 def test_an_interval_is_open_where_seeds_cross_beyond_the_rates_that_were_measured() -> None:
-    """Seeds that are up to 36 % apart, measured within 8 %: most crossings are near because nobody looked further."""
+    """Seeds that are up to 36 % apart, measured within 8 %: most crossings are near only because no other rate was measured."""
     points = [
         CapacityPoint(rate, seed, attainment(rate, capacity))
         for seed, capacity in enumerate((8.2, 9.1, 10.0, 10.9, 11.8))
@@ -107,7 +111,7 @@ async def test_a_search_finds_the_capacity_from_above_and_below(capacity: float,
     assert len({point.seed for point in search.points}) >= 4
 
 
-async def test_a_search_stops_when_it_is_sure_and_goes_on_when_it_is_not() -> None:
+async def test_a_search_continues_until_the_interval_is_narrow() -> None:
     sure = CapacitySearch(measuring(10.0, 0.002, np.random.default_rng(1)), ALPHA, max_runs=200, min_seeds=4)
     unsure = CapacitySearch(measuring(10.0, 0.08, np.random.default_rng(1)), ALPHA, max_runs=200, min_seeds=4)
     narrow = await sure.run(4.0)
@@ -116,7 +120,7 @@ async def test_a_search_stops_when_it_is_sure_and_goes_on_when_it_is_not() -> No
     assert len(sure.points) < len(unsure.points)
 
 
-async def test_a_search_ends_with_its_budget_and_tells_what_it_has() -> None:
+async def test_a_search_ends_with_its_budget_and_returns_an_estimate() -> None:
     search = CapacitySearch(measuring(10.0, 0.01, np.random.default_rng(1)), ALPHA, max_runs=5)
     found = await search.run(4.0)
     assert len(search.points) == 5
@@ -125,7 +129,7 @@ async def test_a_search_ends_with_its_budget_and_tells_what_it_has() -> None:
 
 
 @pytest.mark.parametrize(("share", "bounded"), [(1.0, "above"), (0.0, "below")])
-async def test_what_holds_or_fails_at_every_rate_is_told_as_a_bound(share: float, bounded: str) -> None:
+async def test_an_arm_that_holds_or_fails_at_every_rate_has_a_bound(share: float, bounded: str) -> None:
     async def measure(_rate: float, _seed: int) -> float:
         return share
 

@@ -28,8 +28,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports are made where one stands."""
+def in_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports are written to the working directory."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -54,7 +54,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--scale-tokens", "9"], "requests are over the model's 8192 tokens"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_compared_is_refused(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]):
+def test_invalid_options_are_refused(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]):
     few = ["--duration", "60", "--seeds", "1"] if "--scale-tokens" in arguments else []
     assert complaint in refused([*arguments, *few], capsys)
     assert not list(Path().iterdir())
@@ -65,14 +65,14 @@ def test_a_bad_line_of_a_trace_is_named(capsys: pytest.CaptureFixture[str]):
     assert "t.csv, line 3" in refused(["--trace", "t.csv"], capsys)
 
 
-def test_a_trace_of_no_known_form_is_refused(capsys: pytest.CaptureFixture[str]):
+def test_a_trace_of_an_unknown_format_is_refused(capsys: pytest.CaptureFixture[str]):
     Path("t.csv").write_text("when,what\n1,2\n")
     assert "is of no known trace" in refused(["--trace", "t.csv"], capsys)
     Path("t.csv").write_text(TRACE)
     assert "excel is not a trace format" in refused(["--trace", "t.csv", "--trace-format", "excel"], capsys)
 
 
-def test_an_out_that_is_no_directory_is_refused(capsys: pytest.CaptureFixture[str]):
+def test_an_out_below_a_file_is_refused(capsys: pytest.CaptureFixture[str]):
     Path("file").write_text("")
     assert "--out file/report" in refused(["--out", "file/report"], capsys)
 
@@ -102,7 +102,7 @@ def test_the_table_has_a_row_for_each_arm():
     assert row[4] == "12.3"
     assert row[7] == "-"
     assert row[-2:] == ["30/40", "TTFT: prefill queue (75%)"]
-    assert row_of(json.loads(json.dumps(report)), "nobody")[1:] == ["-"] * 9 + ["-/-", "-"]
+    assert row_of(json.loads(json.dumps(report)), "absent")[1:] == ["-"] * 9 + ["-/-", "-"]
 
 
 def ready(out: Path) -> PreparedSession:
@@ -133,12 +133,12 @@ def test_a_report_that_does_not_fit_its_schema_is_not_lost(tmp_path: Path, capsy
     assert "the report does not fit its schema (arms.0.devices: " in said.err
     kept = tmp_path / "report-unfit.json"
     assert str(kept) in said.err
-    told = json.loads(kept.read_text())
-    assert [fault.partition(":")[0] for fault in told["faults"]] == ["arms.0.devices", "verdict.sentence"]
-    assert told["runs"] == report["runs"]
+    saved = json.loads(kept.read_text())
+    assert [fault.partition(":")[0] for fault in saved["faults"]] == ["arms.0.devices", "verdict.sentence"]
+    assert saved["runs"] == report["runs"]
 
 
-def test_what_is_left_out_is_told_beside_the_verdict(capsys: pytest.CaptureFixture[str]):
+def test_notes_are_printed_with_the_verdict(capsys: pytest.CaptureFixture[str]):
     report = report_of() | {"notes": ["2 of 6 periods of colocated:2 are invalid and in no figure"]}
     show(report)
     assert "note: 2 of 6 periods of colocated:2 are invalid" in capsys.readouterr().out

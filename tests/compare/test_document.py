@@ -107,7 +107,7 @@ def test_the_figures_are_those_of_the_periods():
 
 
 def test_the_verdict_flips_where_the_gaps_are_within_the_slo():
-    """At 100 ms between tokens nobody misses; the winner then is nobody, so nothing flips to another arm."""
+    """At 100 ms between tokens no request misses and no arm wins, so nothing flips."""
     made = experiment()
     flips = report_of(made, findings(made), "live", "x")["verdict"]["flips"]
     assert flips is not None
@@ -193,7 +193,7 @@ def test_a_run_that_measured_nothing_still_makes_a_report():
     assert report["verdict"]["sentence"] == "no verdict: not comparable: num_blocks differs"
 
 
-def test_an_arm_held_against_itself_alone_is_told_so():
+def test_a_comparison_of_an_arm_with_itself_alone():
     made = experiment()
     alone = Experiment(
         (ARMS[0],), CONTROL, made.traffic, made.seeds, made.slo, 0.9, None, ((1,),), (), "ids", 5.0, Path()
@@ -243,7 +243,7 @@ def searched(made: Experiment, shares: dict[str, list[list[float]]]) -> Findings
     return found
 
 
-def test_a_capacity_beyond_the_highest_rate_is_a_bound_and_no_figure():
+def test_a_capacity_beyond_the_highest_rate_is_a_bound():
     """Its seeds would all count as 11.5 req/s, without any doubt."""
     made = experiment(first_rate=10.0)
     found = searched(made, {"colocated:2": [[0.99, 0.9, 0.5]] * 4, "disaggregated:1p1d": [[1.0, 0.99, 0.95]] * 4})
@@ -270,14 +270,14 @@ def test_a_seed_that_never_crosses_does_not_count_as_the_last_rate():
     assert 11.5 > row[3] > max(row[:3])
 
 
-def test_a_capacity_that_hangs_on_one_seed_has_no_verdict():
+def test_a_capacity_that_depends_on_one_seed_has_no_verdict():
     made = experiment(first_rate=10.0)
     rows = [[0.99, 0.99, 0.92], [0.99, 0.99, 0.93], [0.99, 0.98, 0.91], [0.9, 0.5, 0.2]]
     report = report_of(made, searched(made, {"colocated:2": rows, "disaggregated:1p1d": rows}), "live", "x")
     assert "depends on a single seed" in report["verdict"]["sentence"]
 
 
-# ---- what has to be known beside a verdict -------------------------------------------------------------------------
+# ---- caveats -------------------------------------------------------------------------
 
 
 def swamp(one: Period) -> None:
@@ -317,7 +317,7 @@ def test_an_arm_that_was_always_overloaded_has_no_latency():
     assert report["notes"][0].endswith("phases are left out")
 
 
-def test_invalid_periods_are_told_by_arm_with_their_reason():
+def test_invalid_periods_are_noted_by_arm_with_their_reason():
     made = experiment()
     found = findings(made)
     found.periods[0].problems.append("the load generator was late")
@@ -328,7 +328,7 @@ def test_invalid_periods_are_told_by_arm_with_their_reason():
 
 
 @pytest.mark.parametrize(("loser", "is_valid"), [("disaggregated:1p1d", False), ("colocated:2", True)])
-def test_an_arm_does_not_lead_by_what_only_it_lost(loser: str, is_valid: bool):
+def test_an_arm_cannot_lead_if_only_its_periods_were_invalid(loser: str, is_valid: bool):
     """What its load made invalid may have been its worst; an arm that is behind in spite of that is behind."""
     made = experiment(num_seeds=8)
     found = findings(made)
@@ -361,7 +361,7 @@ def test_phases_say_of_how_many_requests_they_are():
     assert report["phases"]["colocated:2"]["requests"] == {"mean": arrived - 4, "missed": 42, "arrived": arrived}
 
 
-def test_where_all_keep_the_slo_the_verdict_goes_on_to_the_latencies():
+def test_if_all_keep_the_slo_the_verdict_compares_latencies():
     made = replace(experiment(num_seeds=8), slo=LatencySlo(100, 200))
     report = report_of(made, findings(made), "live", "x")
     assert "too close to call" in report["verdict"]["sentence"]

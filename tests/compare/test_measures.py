@@ -100,7 +100,7 @@ def test_a_good_request_finished_and_kept_every_slo(outcome: Outcome, missed: li
 
 
 @pytest.mark.parametrize(("tbt_of", "missed"), [("p99", []), ("max", ["tbt"]), ("mean", [])])
-def test_what_of_the_gaps_is_held_against_the_slo(tbt_of: str, missed: list[str]) -> None:
+def test_the_figure_of_the_gaps_that_the_slo_limits(tbt_of: str, missed: list[str]) -> None:
     """One stall in 200 gaps is no p99."""
     times = [0.1 + 0.01 * index for index in range(200)]
     outcome = request(0.0, [*times, times[-1] + 0.2])
@@ -195,7 +195,7 @@ def test_latency_percentiles_of_known_values() -> None:
     assert percentile([], 50) is None
 
 
-def test_a_window_in_which_nobody_arrived_has_no_attainment() -> None:
+def test_a_window_without_arrivals_has_no_attainment() -> None:
     found = measure([request(5.0, [5.1])], STRICT, {}, WINDOW, overloaded=False)
     assert found.arrived == 0
     assert found.metrics["attainment"] is None
@@ -204,7 +204,7 @@ def test_a_window_in_which_nobody_arrived_has_no_attainment() -> None:
 # ---- with the router's records -------------------------------------------------------------------------------------
 
 
-def test_transfers_are_told_hidden_and_exposed_and_bandwidth_is_over_busy_time() -> None:
+def test_transfers_are_hidden_and_exposed_and_bandwidth_is_over_busy_time() -> None:
     outcomes = [request(10.0, [10.2, 10.3], id="a"), request(11.0, [11.2, 11.3], id="b"), request(12.0, [12.1], id="c")]
     transfers = [
         {"bytes": 3_000_000, "busy_ms": 2.0, "hidden_ms": 1.5, "exposed_ms": 0.5, "channel": "shm"},
@@ -223,7 +223,7 @@ def test_transfers_are_told_hidden_and_exposed_and_bandwidth_is_over_busy_time()
     assert metrics["ttft_server_p50_ms"] == pytest.approx(100)
 
 
-def test_ttft_at_the_server_does_not_leave_out_who_never_got_a_token() -> None:
+def test_ttft_at_the_server_includes_requests_without_a_token() -> None:
     """Survivors only, its median would be 100 ms: of five requests, three had no first token."""
     outcomes = [request(10.0, [10.2], id="a"), request(10.0, [10.2], id="b")]
     outcomes += [failed(10.0, []), failed(10.0, []), failed(10.0, [])]
@@ -296,6 +296,6 @@ def test_every_miss_has_one_cause(outcome: Outcome, phases: dict[str, float], ca
     assert miss_cause(outcome, summary(**phases), STRICT) == cause
 
 
-def test_causes_are_counted_and_a_miss_without_records_is_told_too() -> None:
+def test_causes_are_counted_including_misses_without_records() -> None:
     outcomes = [request(0.0, [0.9]), request(0.0, [0.9]), failed(0.0, []), request(0.0, [0.1])]
     assert miss_causes(outcomes, {}, STRICT) == {"TTFT: unknown": 2, "failed: timeout": 1}

@@ -14,7 +14,7 @@ from compare.report.schema import problems_of
 from tests.compare.reports import HOSTILE, bare, hostile, report_of
 
 
-def test_a_whole_report_has_no_problems() -> None:
+def test_a_complete_report_has_no_problems() -> None:
     assert problems_of(report_of()) == []
     assert problems_of(report_of(capacity=True)) == []
 
@@ -93,7 +93,7 @@ def test_a_normal_page_is_self_contained_and_under_a_megabyte() -> None:
     assert "{{" not in page, "a placeholder was left"
 
 
-def test_a_page_stays_small_however_much_there_is_to_tell() -> None:
+def test_the_page_of_a_long_session_stays_small() -> None:
     report = report_of(seconds=400.0)
     report["tokens"] = {"compared": 9000, "different": [{"seed": 1, "index": n} for n in range(9000)], "equal": False}
     for strip in report["strip"].values():
@@ -109,9 +109,9 @@ def test_text_of_others_never_becomes_markup() -> None:
     page = page_of(report)
     assert "<img" not in page
     assert page.count("</script>") == 4
-    told = re.search(r'id="data">(.*?)</script>', page, re.S)
-    assert told
-    assert json.loads(told[1])["arms"][0]["name"] == HOSTILE
+    data = re.search(r'id="data">(.*?)</script>', page, re.S)
+    assert data
+    assert json.loads(data[1])["arms"][0]["name"] == HOSTILE
 
 
 def test_a_long_strip_is_cut_to_the_period_with_the_longest_wait() -> None:
@@ -134,11 +134,11 @@ def test_a_short_strip_is_whole_and_begins_at_zero_in_every_arm() -> None:
     report = report_of()
     page = thinned(report)
     for arm, strip in report["strip"].items():
-        told = page["strip"][arm]
-        assert {node: len(rows) for node, rows in told["nodes"].items()} == {
+        data = page["strip"][arm]
+        assert {node: len(rows) for node, rows in data["nodes"].items()} == {
             n: len(r) for n, r in strip["nodes"].items()
         }
-        assert min(rows[0][0] for rows in told["nodes"].values()) == pytest.approx(0, abs=0.01)
+        assert min(rows[0][0] for rows in data["nodes"].values()) == pytest.approx(0, abs=0.01)
 
 
 def test_a_thinned_curve_keeps_its_ends_and_its_shape() -> None:
@@ -154,7 +154,7 @@ def test_a_thinned_curve_keeps_its_ends_and_its_shape() -> None:
         assert y == pytest.approx((math.log(x) / math.log(1.001) + 1) / 20_000, abs=0.001)
 
 
-def test_a_request_of_many_spans_keeps_the_longest_and_says_how_many_are_gone() -> None:
+def test_a_request_of_many_spans_keeps_the_longest_and_counts_the_others() -> None:
     report = report_of()
     spans = [
         {"kind": "decode", "node": "decode-0", "start_ms": 10.0 * n, "end_ms": 10.0 * n + 1 + n % 7} for n in range(900)

@@ -40,15 +40,15 @@ def experiment(out: Path, *, control: bool = False) -> Experiment:
 
 
 def test_arms_take_turns_forwards_and_backwards():
-    order = [turn for number, seed in enumerate((1, 2, 3)) for turn in trials_of(["a", "b", "c"], seed, number)]
-    assert "".join(turn.arm for turn in order) == "abccbaabc"
-    assert [turn.seed for turn in order] == [1] * 3 + [2] * 3 + [3] * 3
-    assert [turn.position for turn in order] == list(range(9))
+    order = [trial for number, seed in enumerate((1, 2, 3)) for trial in trials_of(["a", "b", "c"], seed, number)]
+    assert "".join(trial.arm for trial in order) == "abccbaabc"
+    assert [trial.seed for trial in order] == [1] * 3 + [2] * 3 + [3] * 3
+    assert [trial.position for trial in order] == list(range(9))
 
 
 def test_drift_over_the_run_meets_two_arms_alike():
-    order = [turn for number in range(6) for turn in trials_of(["a", "b"], number, number)]
-    mean = {arm: sum(turn.position for turn in order if turn.arm == arm) / 6 for arm in "ab"}
+    order = [trial for number in range(6) for trial in trials_of(["a", "b"], number, number)]
+    mean = {arm: sum(trial.position for trial in order if trial.arm == arm) / 6 for arm in "ab"}
     assert mean["a"] == mean["b"]
 
 
@@ -102,7 +102,7 @@ def test_handed_off_blocks_and_bytes_agree():
         (status(node("n"), moved=2), None, "2 attempts failed and were retried on another node"),
     ],
 )
-def test_what_a_period_may_not_contain_makes_it_invalid(after: dict[str, Any], splits: bool | None, problem: str):
+def test_events_that_distort_a_period_make_it_invalid(after: dict[str, Any], splits: bool | None, problem: str):
     _, problems = check_counts(status(node("n")), after, splits=splits)
     assert len(problems) == 1
     assert problem in problems[0]
@@ -118,26 +118,26 @@ def test_an_arm_that_decides_for_each_request_may_hand_off_or_not():
 # ---- the session -----------------------------------------------------------------------------------------------------
 
 
-def test_as_text_every_server_is_asked_in_words_that_it_has_not_seen(tmp_path: Path):
+def test_as_text_every_server_gets_words_that_it_has_not_seen(tmp_path: Path):
     """The same words in all arms, others for each seed and rate, and others for the copy of a stack that runs."""
     arms = (Arm("http://a", 0, 0, {}, "http://a"), Arm("http://b", 0, 0, {}, "http://b"))
     made = replace(experiment(tmp_path), arms=arms, control=copy_of(arms[0]), send="text")
-    course = Session(made, Nowhere(), Quiet(), Findings())
+    session = Session(made, UnreachableDeployments(), SilentReporter(), Findings())
 
     def salt(arm: str, seed: int = 1, rate: float | None = None) -> str:
-        return course.spec(Endpoint("http://x"), Trial(arm, seed, 0, rate)).salt
+        return session.spec(Endpoint("http://x"), Trial(arm, seed, 0, rate)).salt
 
     assert salt("http://a")
     assert salt("http://a") == salt("http://b")
     assert len({salt("http://a"), salt("http://a (control)"), salt("http://a", 2), salt("http://a", 1, 3.0)}) == 4
 
 
-def test_servers_that_take_ids_are_not_sent_what_only_baton_knows(tmp_path: Path):
-    course = Session(experiment(tmp_path), Nowhere(), Quiet(), Findings())
+def test_other_servers_that_take_ids_get_no_salt(tmp_path: Path):
+    session = Session(experiment(tmp_path), UnreachableDeployments(), SilentReporter(), Findings())
     endpoint = Endpoint("http://x")
-    assert course.spec(endpoint, Trial("colocated:2", 1, 0)).salt == ""
+    assert session.spec(endpoint, Trial("colocated:2", 1, 0)).salt == ""
     endpoint.is_baton = True
-    salts = {course.spec(endpoint, Trial(arm.name, 1, 0)).salt for arm in experiment(tmp_path, control=True).everyone}
+    salts = {session.spec(endpoint, Trial(arm.name, 1, 0)).salt for arm in experiment(tmp_path, control=True).everyone}
     assert len(salts) == 1
     assert salts != {""}
 
@@ -158,7 +158,7 @@ class Forgetful(Endpoint):
         return {"id": identity, "spans": []}
 
 
-async def test_requests_that_the_router_has_forgotten_are_told():
+async def test_requests_without_a_record_at_the_router_are_noted():
     period = Period(Trial("a", 1, 0), recording([1], [2], [3]))
     watch = RouterWatch(Forgetful("http://x"), None)
     await watch.begin(period)
@@ -168,7 +168,7 @@ async def test_requests_that_the_router_has_forgotten_are_told():
     assert period.notes[0].startswith("the router kept no record of 2 of 3 requests (it keeps 4000 at most)")
 
 
-def test_the_worst_request_is_the_furthest_over_its_slo():
+def test_the_worst_request_exceeds_its_slo_most():
     slo = LatencySlo(100, 10)
     assert slo_excess(Outcome(0, "", 0.0, token_s=[0.05, 0.08], finish="length"), slo) == pytest.approx(3.0)
     assert slo_excess(Outcome(0, "", 0.0, token_s=[0.4], finish="length"), slo) == pytest.approx(4.0)
@@ -199,7 +199,7 @@ def test_traces_of_arms_do_not_overwrite_each_other(tmp_path: Path):
     assert names == ["trace.json", "trace-2.json", "trace-3.json"]
 
 
-def test_a_full_disk_is_an_error_and_no_silence():
+def test_a_full_disk_raises_an_error():
     with pytest.raises(OSError, match="No space left"):
         keep_requests(Path("/dev/full"), Period(Trial("a", 1, 0), recording([1])))
 
@@ -233,7 +233,7 @@ async def test_arms_stay_up_together_or_one_at_a_time(keeps_all: bool):
     assert not other.is_up
 
 
-def test_arms_of_gpus_do_not_stay_up_together(tmp_path: Path):
+def test_arms_on_gpus_do_not_stay_up_together(tmp_path: Path):
     cuda = parse_arms(["colocated:2", "disaggregated:1p1d"], ["device=cuda"])
     assert not fit_together(cuda, str(tmp_path))
     cpu = parse_arms(["colocated:2", "disaggregated:1p1d"], ["device=cpu", "kv_cache_memory=1MiB"])
@@ -243,8 +243,8 @@ def test_arms_of_gpus_do_not_stay_up_together(tmp_path: Path):
     )
 
 
-class Nowhere:
-    """Arms that nobody can reach."""
+class UnreachableDeployments:
+    """Deployments whose arms never answer."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -256,20 +256,20 @@ class Nowhere:
         self.ended = True
 
 
-class Quiet:
+class SilentReporter:
     def say(self, line: str) -> None: ...
-    def begin(self, turn: Trial, num_trials: int, num_requests: int) -> None: ...
+    def begin(self, trial: Trial, num_trials: int, num_requests: int) -> None: ...
     def progress(self, sent: int, finished: int, failed: int) -> None: ...
 
 
 async def test_an_arm_that_does_not_start_ends_the_run_and_all_other_arms(tmp_path: Path):
-    places = Nowhere()
+    deployments = UnreachableDeployments()
     with pytest.raises(EndpointError, match="nothing answers for colocated:2"):
-        await run_session(experiment(tmp_path), places, Quiet())
-    assert places.ended
+        await run_session(experiment(tmp_path), deployments, SilentReporter())
+    assert deployments.ended
 
 
-def test_findings_begin_without_a_verdict_or_a_problem():
+def test_new_findings_have_no_problem_and_no_parity():
     findings = Findings()
     assert findings.problems == []
     assert not findings.parity.equal

@@ -68,7 +68,7 @@ def test_a_difference_is_called_when_it_is_sure_and_large(metric: str, ours: lis
     assert compare(metric, ("ours", ours), ("theirs", [100.0] * 4)).says == says
 
 
-def test_equal_differences_of_a_few_seeds_are_no_certainty() -> None:
+def test_equal_differences_of_a_few_seeds_are_not_certain() -> None:
     """19 of 20 requests in one arm and 20 in the other, in both seeds: chance does that one time in two."""
     ours, theirs = [1.0, 0.95], [0.95, 0.90]  # equal but for rounding
     found = compare("attainment", ("ours", ours), ("theirs", theirs))

@@ -112,7 +112,7 @@ def test_a_trace_that_cannot_be_read_is_refused_by_its_line(
     assert "\n" not in str(refused.value)
 
 
-def test_dos_line_ends_a_byte_order_mark_and_blank_lines_are_no_matter(tmp_path: Path) -> None:
+def test_dos_line_ends_a_byte_order_mark_and_blank_lines_are_accepted(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join([own(), "", own(t=1), "", ""]).encode())
     assert [row.at_s for row in read_trace(path)] == [0.0, 1.0]
@@ -197,7 +197,7 @@ def test_a_seed_always_draws_the_same_and_two_seeds_do_not() -> None:
     assert not {arrival.prompt for arrival in one} & {arrival.prompt for arrival in two}
 
 
-def test_prompts_hold_no_excluded_id_and_every_other() -> None:
+def test_prompts_contain_every_id_except_the_excluded() -> None:
     drawn = set(PromptVocabulary(40, {3, 39}).draw(1, "text", 2000))
     assert drawn == set(range(40)) - {3, 39}
     assert VOCABULARY.draw(1, "text", 30) == VOCABULARY.draw(1, "text", 100)[:30]
@@ -227,7 +227,7 @@ def test_own_rows_share_a_prefix_keep_their_session_and_their_slo(tmp_path: Path
     assert arrivals[3].prompt == (12,)
 
 
-def test_what_was_sent_can_be_read_as_a_trace(tmp_path: Path) -> None:
+def test_sent_traffic_can_be_read_as_a_trace(tmp_path: Path) -> None:
     traffic = draw(plan_of("agentic", 2.0, rate=5.0, scale_tokens=0.001))
     write_arrivals(tmp_path / "sent.jsonl", traffic.arrivals)
     again = draw(plan_of(tmp_path / "sent.jsonl"), 2)
@@ -249,7 +249,7 @@ def test_presets_draw_plausible_lengths(name: str) -> None:
         assert notes["prompt_tokens"]["p50"] == pytest.approx(medians[name], rel=0.25)
 
 
-def test_an_agentic_session_goes_on_with_all_that_was_said() -> None:
+def test_an_agentic_session_continues_with_its_whole_history() -> None:
     plan = plan_of("agentic", 12.0, rate=5.0, scale_tokens=0.01)
     sessions: dict[str, tuple[int, ...]] = {}
     continued = 0

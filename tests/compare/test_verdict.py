@@ -61,7 +61,7 @@ def test_the_cause_is_the_most_common_of_the_arm_that_is_furthest_behind():
     )
 
 
-def test_nothing_is_blamed_where_nobody_is_behind():
+def test_there_is_no_cause_if_no_arm_is_behind():
     assert leading_cause(found(a=GOOD, b=GOOD), {"a": {"failed": 3}}) is None
     everyone_perfect = leading_cause(found(a=[1.0] * 6, b=[1.0] * 6), {})
     assert everyone_perfect is not None
@@ -86,7 +86,7 @@ def test_flips_are_where_another_arm_wins_at_every_look():
     ]
 
 
-def test_a_single_look_is_no_range():
+def test_a_single_slo_is_not_a_range():
     text = flips(lambda _, tbt_ms: ahead("b" if 110 < tbt_ms < 115 else "a"), 450, 40)
     assert text[0].startswith("no other arm wins clearly")
 
@@ -100,12 +100,12 @@ def test_a_win_that_is_sure_for_one_look_is_not_for_one_of_many():
     assert strong == ["b wins with a TBT SLO of 113 to 320 ms"]
 
 
-def test_a_verdict_that_does_not_flip_says_where_it_was_looked():
+def test_a_verdict_that_does_not_flip_names_the_range():
     text = flips(lambda *_: ahead("a"), 400, 40)
     assert text == ["no other arm wins clearly with a TBT SLO of 5 to 320 ms or a TTFT SLO of 50 to 3,200 ms"]
 
 
-def test_what_is_too_close_here_may_be_clear_elsewhere():
+def test_arms_too_close_at_one_slo_may_differ_at_another():
     text = flips(lambda _, tbt_ms: ahead("a" if tbt_ms < 20 else None), 400, 40)
     assert text == ["a wins with a TBT SLO of 5 to 14.1 ms"]
 
@@ -157,7 +157,7 @@ FAST = [30.0, 31.0, 29.0, 30.5, 30.0, 29.5]
 SLOW = [43.0, 45.0, 44.0, 43.5, 44.0, 42.5]
 
 
-def test_arms_that_keep_the_slo_are_told_apart_by_their_latencies():
+def test_arms_that_keep_the_slo_are_compared_by_their_latencies():
     text = latency_differences(
         found(a=[1.0] * 6, b=[1.0] * 6),
         {
@@ -172,7 +172,7 @@ def test_arms_that_keep_the_slo_are_told_apart_by_their_latencies():
     assert "E2E" not in text
 
 
-def test_a_latency_that_may_be_chance_is_not_told():
+def test_a_latency_difference_that_may_be_chance_is_left_out():
     """One that would be called alone, of five metrics."""
     marginal = {"a": [1.0, 1.0, 1.1, 1.1, 1.2, 1.0], "b": [1.1, 1.3, 1.2, 1.3, 1.25, 1.5]}
     even = {"a": FAST, "b": list(reversed(FAST))}
@@ -184,7 +184,7 @@ def test_a_latency_that_may_be_chance_is_not_told():
     )
 
 
-def test_of_several_close_arms_the_other_one_is_named_and_who_is_behind_is_left_out():
+def test_of_several_close_arms_the_other_is_named_and_beaten_arms_are_left_out():
     text = latency_differences(
         found(a=GOOD, b=list(reversed(GOOD)), c=POOR), {"tbt_p99_ms": {"a": SLOW, "b": FAST, "c": [1.0] * 6}}
     )
@@ -196,14 +196,14 @@ def test_of_several_close_arms_the_other_one_is_named_and_who_is_behind_is_left_
     assert str(latency_differences(found(a=perfect, b=perfect, c=perfect), three)).endswith("] than a")
 
 
-def test_latencies_are_not_told_where_attainment_decides_or_runs_were_overloaded():
+def test_latencies_are_left_out_if_attainment_decides_or_runs_were_overloaded():
     figures = {"tbt_p99_ms": {"a": SLOW, "b": FAST}}
     assert latency_differences(found(a=GOOD, b=POOR), figures) is None
     assert latency_differences(found(a=GOOD, b=GOOD), {"tbt_p99_ms": {"a": [None] * 6, "b": FAST}}) is None
     assert latency_differences(None, figures) is None
 
 
-def test_a_control_without_a_difference_says_so():
+def test_a_control_without_a_difference():
     _, says = compare_control("copy", "a", {"attainment": {"copy": GOOD, "a": list(reversed(GOOD))}})
     assert says == "no difference"
 
@@ -225,7 +225,7 @@ def test_a_control_is_corrected_for_the_number_of_metrics():
     assert compare_control("copy", "a", figures)[1] == "no difference"
 
 
-def test_a_capacity_is_told_in_requests_per_second():
+def test_a_capacity_is_in_requests_per_second():
     result = rank(CAPACITY, {"a": [10.0, 11.0, 10.5], "b": [5.0, 5.5, 5.2]})
     assert result is not None
     assert "a leads: 10.5 req/s within the SLO, b 5.2 req/s (+5.3 req/s [" in sentence(result)[0]

@@ -79,6 +79,11 @@ class Stopwatch(EngineListener):
 
 
 class BatonEngine:
+    """One engine with its model and KV pool, driven as a node drives it; each call runs a new scheduler over them.
+
+    Called on the worker's main thread; steps run on the engine's own thread.
+    """
+
     def __init__(self, model: str, threads: int, kv_gib: float = 0.5, **options: Any) -> None:
         """Build the engine; `options` are fields of BuildOptions."""
         self._computer = build(

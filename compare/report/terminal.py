@@ -45,7 +45,8 @@ class TerminalReporter:
         self._console.print(line)
 
     def begin(self, trial: Trial, num_trials: int, num_requests: int) -> None:
-        about = f"{trial.position + 1}/{num_trials} {trial.arm}, seed {trial.seed}: {num_requests} requests"
+        place = f"{trial.position + 1}/{num_trials}" if trial.position < num_trials else "spare"
+        about = f"{place} {trial.arm}, seed {trial.seed}: {num_requests} requests"
         if self._bar is None:
             self.say(about)
             return

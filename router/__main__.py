@@ -6,7 +6,8 @@ import secrets
 import socket
 import sys
 import time
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -115,7 +116,7 @@ async def _serve(
         cleanup.push_async_callback(fleet.close)
         freeze_gc()
         serving = asyncio.gather(
-            *(server._serve([listener]) for server, listener in zip(servers, listeners, strict=True))
+            *(server.serve([listener]) for server, listener in zip(servers, listeners, strict=True))
         )
         _tell_where(listeners, keys is None)
         draining = asyncio.ensure_future(lifetime.draining.wait())
@@ -129,8 +130,16 @@ async def _serve(
     return 0
 
 
-def _server(app: Starlette, waiting: IdleConnections, max_connections: int, drain_timeout_s: float) -> uvicorn.Server:
-    return uvicorn.Server(
+class HttpServer(uvicorn.Server):
+    """Leaves signals to the process, which drains all its servers together."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _server(app: Starlette, waiting: IdleConnections, max_connections: int, drain_timeout_s: float) -> HttpServer:
+    return HttpServer(
         uvicorn.Config(
             app,
             http=cast(

@@ -1,9 +1,9 @@
 """Places for clients' connections: how many there are, for how long one is kept, and who gives way to a newcomer."""
 
+import asyncio
 import resource
 from dataclasses import dataclass, field
-
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from typing import Protocol
 
 SPARE_FILES = 256  # for everything but clients' connections
 
@@ -20,19 +20,23 @@ class ConnectionLimits:
     drain_s: float = 1.0
 
 
+class IdleConnection(Protocol):
+    transport: asyncio.Transport
+
+
 @dataclass(slots=True)
 class IdleConnections:
     """The connections of one server whose clients owe it a request, oldest first. When there are too many connections,
     these give way; first those that were never answered anything."""
 
     is_draining: bool = False  # the server: an answer is its connection's last
-    silent: dict[HttpToolsProtocol, None] = field(default_factory=dict)
-    idle: dict[HttpToolsProtocol, None] = field(default_factory=dict)
+    silent: dict[IdleConnection, None] = field(default_factory=dict)
+    idle: dict[IdleConnection, None] = field(default_factory=dict)
 
-    def oldest(self) -> HttpToolsProtocol | None:
+    def oldest(self) -> IdleConnection | None:
         return next(iter(self.silent or self.idle), None)
 
-    def drop(self, connection: HttpToolsProtocol) -> None:
+    def drop(self, connection: IdleConnection) -> None:
         self.silent.pop(connection, None)
         self.idle.pop(connection, None)
 

@@ -28,6 +28,9 @@ QUICK = (
     "blocks of a landing mixed up",
     "prefixes without salt",
     "quarantine is skipped",
+    "no node left counts as an attempt",
+    "avoided prefill nodes stay avoided",
+    "avoided decode nodes stay avoided",
 )
 
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from node.router_stream import RouterStream
+from node.router_sessions import RouterStream
 from shared.registry import StreamAnnouncer
 from shared.rpc.messages import NodeInfo, NodeStats, RouterCommand, SubmitRequest, TokenDelta, pack_ids
 from shared.rpc.methods import ATTACH, RpcServer

@@ -15,13 +15,15 @@ from typing import NamedTuple
 
 import uvloop
 
+from decode_node.receiver import HandoffReceiver
 from engine.engine import StepTiming
 from engine.runner import Runner, SliceOutput
-from node.node import Node
+from node.active_requests import RequestRules
+from node.node import Node, NodeServices
 from node.recorder import SchedulerSnapshot, StepRecorder
 from scheduler.request import Step
-from scheduler.role import DECODE
 from scheduler.scheduler import Scheduler, StepLimits
+from shared.kv.memory import HostMemory
 from shared.lifecycle import wait_until
 from shared.rpc.codec import encode
 from shared.rpc.messages import (
@@ -50,13 +52,13 @@ class NoDevice(Runner):
 class Silent(StepRecorder):
     """Records nothing."""
 
-    def event(self, identity: str, kind: str, at_ns: int | None = None, **fields: object) -> None:
+    def event(self, request_id: str, kind: str, at_ns: int | None = None, **fields: object) -> None:
         pass
 
-    def ran(self, ran: StepTiming) -> None:
+    def ran(self, timing: StepTiming) -> None:
         pass
 
-    def turned(self, seen: SchedulerSnapshot) -> None:
+    def turned(self, snapshot: SchedulerSnapshot) -> None:
         pass
 
     def take(self) -> tuple[list[StepRecord], list[RequestEvent]]:
@@ -101,8 +103,8 @@ async def run(recorder: StepRecorder, num_requests: int, num_tokens: int) -> tup
     num_blocks = 2 + num_requests * (len(PROMPT) + num_tokens + BLOCK_TOKENS) // BLOCK_TOKENS
     scheduler = Scheduler(StepLimits(max(512, num_requests), num_requests), num_blocks, BLOCK_TOKENS)
     info = NodeInfo("d", "b" * 32, "decode", "", "m", "f", BLOCK_TOKENS, 64, num_blocks, 1 << 20, num_requests)
-    node, router = Node(info, DECODE, scheduler, NoDevice(), 0.5, 100), Router()
-    node.recorder = recorder
+    services = NodeServices.build(info, scheduler, NoDevice(), RequestRules(vocab_size=100), recorder=recorder)
+    node, router = Node(HandoffReceiver(services, HostMemory(2, 64), [], 1.0), services, 0.5), Router()
     node.start()
     router.commands.put_nowait(RouterCommand("router"))
     attached = asyncio.ensure_future(node.attach(router))
@@ -115,7 +117,7 @@ async def run(recorder: StepRecorder, num_requests: int, num_tokens: int) -> tup
     began, began_cpu = time.perf_counter(), time.process_time()
     router.commands.put_nowait(RouterCommand("router", submits))
     await asyncio.sleep(0.01)
-    await wait_until(lambda: not any(node.owns(submit.id) for submit in submits), 600.0, 0.005)
+    await wait_until(lambda: not any(submit.id in node.requests for submit in submits), 600.0, 0.005)
     seconds = time.perf_counter() - began
     await asyncio.sleep(0.25)  # the last records are told
     cpu = time.process_time() - began_cpu

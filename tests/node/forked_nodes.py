@@ -1,6 +1,6 @@
 """Decode nodes as real processes, forked from one that has imported everything: a start costs no import.
 
-`python -m tests.engine.forked_nodes SETTINGS DIRECTORY`, settings as JSON {name: {variable: value}}. Prints a line
+`python -m tests.node.forked_nodes SETTINGS DIRECTORY`, settings as JSON {name: {variable: value}}. Prints a line
 {name: pid} at once, and {name: exit status} when all have ended; a log each is in DIRECTORY.
 """
 

@@ -18,8 +18,8 @@ HANDOFF = ("handoff: ", "landing: ")  # how the prefill and the decode node begi
 
 
 class AttemptFailed(Exception):
-    """The attempt cannot go on; another may. `node` is who said so or is gone, "" if none; `is_suspect`: it died in
-    the middle of computing this request."""
+    """The attempt cannot go on; another may. `node` reported it or is gone; `is_suspect`: it died in the middle
+    of computing this request."""
 
     def __init__(self, reason: str, node: str, *, is_gone: bool = False, is_suspect: bool = False) -> None:
         super().__init__(reason)

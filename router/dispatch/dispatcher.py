@@ -9,9 +9,11 @@ import logging
 import random
 import time
 from array import array
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
+from typing import TypeVar
 
 from router.dispatch.attempt import HANDOFF, Attempt, AttemptFailed, ClientBackpressure, SampleState
 from router.dispatch.failover import Failover, RetryBudget
@@ -28,10 +30,11 @@ from shared.rpc.messages import SubmitRequest, pack_ids
 
 log = logging.getLogger("baton.dispatch")
 WAIT_NEW_S = 1.0  # for a node, before a new request is turned away
-WAIT_UNDER_WAY_S = 30.0  # for a node, before a request that already runs is given up
+WAIT_UNDER_WAY_S = 30.0  # for a node, before a request that was accepted is given up
 RETRY_PAUSE_S = 0.05  # times the attempts so far, more or less by half
 NEWS_S = 0.2  # within so long after a failed handoff it is mostly known which end died
 SEED_STEP = 0x9E3779B97F4A7C15  # spreads the seeds of samples (the golden ratio, as in splitmix64)
+Found = TypeVar("Found")
 
 
 @dataclass(slots=True)
@@ -77,7 +80,7 @@ class Dispatcher:
         late_s = inf if generation.deadline is None else generation.deadline - time.monotonic()
         if late_s <= 0:
             raise deadline_error()
-        await self._wait_for_node(min(WAIT_NEW_S, late_s))
+        await self._wait_for(lambda: self.ready() or None, min(WAIT_NEW_S, late_s))
         self._counts.total += generation.n
         try:
             ticket = self._queue.enqueue(generation)
@@ -103,13 +106,17 @@ class Dispatcher:
             "queue": self._queue.status(),
         }
 
-    async def _wait_for_node(self, wait_s: float) -> None:
-        if self.ready():
-            return
+    async def _wait_for(self, find: Callable[[], Found | None], wait_s: float) -> Found:
+        """Return what `find` returns, called again after each change of the pool while it returns None. Raise
+        UnavailableError after `wait_s`."""
+        if (found := find()) is not None:
+            return found
         try:
             async with asyncio.timeout(wait_s):
-                while not self.ready():
+                while found is None:
                     await self._pool.change()
+                    found = find()
+                return found
         except TimeoutError:
             raise UnavailableError(
                 "No node of this cluster takes requests right now.", retry_after_s=2.0, code="node_lost"
@@ -131,7 +138,6 @@ class Dispatcher:
         await self._queue.wait_for_slot(run.ticket, run.generation.deadline)
         failover = Failover(self._rules.max_attempts)
         for number in itertools.count():
-            await self._wait_for_node(WAIT_UNDER_WAY_S)
             attempt = Attempt(
                 sample, f"{run.generation.id}.{sample.index}.{number}", is_new=number == 0 and sample.index == 0
             )
@@ -146,13 +152,12 @@ class Dispatcher:
                     await run.until_read()
 
     async def _attempt(self, run: GenerationRun, attempt: Attempt, failover: Failover) -> None:
-        run.attempts[attempt.sample.index] = attempt
         try:
-            self._start(run, attempt, failover)
+            await self._start(run, attempt, failover)
             await attempt.done
             self._pool.served(*filter(None, (attempt.prefill, attempt.decode)))
         finally:
-            del run.attempts[attempt.sample.index]
+            run.attempts.pop(attempt.sample.index, None)
             self._end(attempt)
 
     async def _retry_or_raise(self, attempt: Attempt, lost: AttemptFailed, failover: Failover, number: int) -> None:
@@ -161,7 +166,7 @@ class Dispatcher:
         self._history.migrated(attempt.id, lost.reason)
         log.warning("request %s goes on elsewhere: %s", attempt.id, lost)
         pause_s = RETRY_PAUSE_S * min(number, self._rules.max_attempts) * random.uniform(0.5, 1.5)
-        if lost.node and not lost.is_gone:
+        if not lost.is_gone:
             pause_s = max(pause_s, await self._retry_wait_s(attempt, lost))
         failover.record_failure(attempt, lost, (link.info.id for link in self._pool.routable()[1]))
         await asyncio.sleep(pause_s)
@@ -181,13 +186,15 @@ class Dispatcher:
         self._counts.retried += 1
         return self._retry_budget.take(time.monotonic())
 
-    def _start(self, run: GenerationRun, attempt: Attempt, failover: Failover) -> None:
-        """Places the attempt and sends it. Sent to P, it names D; sent to D alone, it names nobody."""
+    async def _start(self, run: GenerationRun, attempt: Attempt, failover: Failover) -> None:
+        """Place the attempt, as soon as a node can take it, and send it. Sent to P, it names D; sent to D alone, it
+        names no node. The wait does not count as an attempt. Raise UnavailableError when it is too long."""
         generation, sample = run.generation, attempt.sample
         tokens = generation.prompt + sample.tokens
         row = array("i", tokens)  # as it is hashed, and as it is sent
-        prefill, decode = self._place(run, attempt, row, failover)
+        prefill, decode = await self._wait_for(lambda: self._place(run, attempt, row, failover), WAIT_UNDER_WAY_S)
         attempt.prefill, attempt.decode = prefill, decode
+        run.attempts[sample.index] = attempt
         submit = SubmitRequest(
             attempt.id,
             self._pool.router,
@@ -215,7 +222,8 @@ class Dispatcher:
 
     def _place(
         self, run: GenerationRun, attempt: Attempt, row: "array[int]", failover: Failover
-    ) -> tuple[NodeConnection | None, NodeConnection]:
+    ) -> tuple[NodeConnection | None, NodeConnection] | None:
+        """Return the nodes of the attempt, None while no node can take it."""
         sibling, avoid = run.kv_node, failover.avoid
         if attempt.sample.index and sibling in self._pool.routable()[1] and sibling.info.id not in avoid:
             self._record_placement(attempt, Placement(None, sibling.info.id, "sibling"))
@@ -224,7 +232,7 @@ class Dispatcher:
             attempt.id, row, run.generation.salt, avoid, self._rules.disaggregate, failover.prefix_node
         )
         if proposal is None:
-            raise AttemptFailed("no node is left", "")
+            return None
         found = proposal.placement
         if attempt.is_new:
             self._check_slo(found)

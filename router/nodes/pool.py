@@ -150,12 +150,13 @@ class NodePool:
         disaggregate: str,
         holder: str = "",
     ) -> PlacementCandidate | None:
-        """Who should take these tokens; None: nobody may be placed on. Nodes to `avoid` are taken where only they could
-        generate; of prefill nodes the `holder` alone where it is usable, as it has the KV. Looks at a few nodes,
-        however many there are."""
+        """Return the nodes that should take these tokens, None only if no node is routable. Nodes to `avoid` are taken
+        where only they can generate; of prefill nodes the `holder` alone where it is routable, as it has the KV. Looks
+        at a few nodes, however many there are."""
         prefill, decode = self.routable()
         if avoid:
-            prefill = [link for link in prefill if link.info.id not in avoid]  # none left: the decode node alone
+            preferred = [link for link in prefill if link.info.id not in avoid]
+            prefill = preferred if decode else preferred or prefill  # a decode node generates without a prefill node
             decode = [link for link in decode if link.info.id not in avoid] or decode
         if time.monotonic() < self._ramps_until:
             prefill, decode = _with_room(prefill), _with_room(decode)

@@ -27,6 +27,10 @@ def _link(kind: str, harm: Harm, for_s: float, name: str = D) -> list[Link]:
     return [Link(name, kind, BEGIN_S, harm, for_s)]
 
 
+def _frozen(name: str, for_s: float) -> list[Signals]:
+    return [Signals(name, BEGIN_S, ((0.0, STOP),)), Signals(name, BEGIN_S + for_s, ((0.0, CONT),))]
+
+
 ROWS: Final[list[Row]] = [
     Row("none", "", "no fault"),
     # ---- crashes, phase by phase ----
@@ -73,6 +77,24 @@ ROWS: Final[list[Row]] = [
     ),
     Row("decode freeze 1 s", "F9", "decode node frozen for 1 s at a token", {D: ["decode.token:500=stop"]}),
     Row("decode freeze", "F9", "decode node frozen for 10 s at a token", {D: ["decode.token:500=stop"]}, thaw_s=10.0),
+    Row(
+        "all frozen prefill first",
+        "F5 F9",
+        "both nodes frozen, the prefill node for 6 s and the decode node for 45 s",
+        script=[*_frozen(D, 45.0), *_frozen(P, 6.0)],
+        thaw_s=100.0,
+        prefill=1,
+        decode=1,
+    ),
+    Row(
+        "all frozen decode first",
+        "F5 F9",
+        "both nodes frozen, the decode node for 6 s and the prefill node for 45 s",
+        script=[*_frozen(P, 45.0), *_frozen(D, 6.0)],
+        thaw_s=100.0,
+        prefill=1,
+        decode=1,
+    ),
     Row("hang", "F10", "prefill node's step loop hangs", {P: ["engine.step:100=hang"]}),
     Row("decode hang", "F10", "decode node's step loop hangs", {D: ["engine.step:500=hang"]}),
     Row("engine", "F11", "exception on the prefill engine's thread", {P: ["engine.step:100=raise"]}),

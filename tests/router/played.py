@@ -64,6 +64,9 @@ class Played(NodeConnection):
     def die(self) -> None:
         self._end()
 
+    def fall_silent(self) -> None:
+        self._end(is_silent=True)
+
     def revive(self) -> None:
         self.is_alive = True
         self._on_change(self)

@@ -4,6 +4,7 @@ The fleet is the real one; only its nodes are played, without streams.
 """
 
 import asyncio
+import time
 from array import array
 from dataclasses import dataclass, field, replace
 
@@ -288,6 +289,34 @@ async def test_a_request_under_way_does_not_wait_for_a_node_for_ever(monkeypatch
     with pytest.raises(UnavailableError, match="No node"):
         await collect(run)
     assert here.counts()["failed"] == 1
+    here.check_over()
+
+
+async def test_while_no_node_can_take_a_request_nothing_counts_as_an_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = stage("p0 d0", max_attempts=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(here.fleet, "place", lambda *_: None)
+        run = await here.submit()
+        for _ in range(3):
+            for change in (here.d0.fall_silent, here.d0.revive):
+                change()
+                await turns()
+    assert here.sent() == []
+    here.p0.fall_silent()
+    await turns()
+    here.d0.say(*generated("r.0.0"))
+    assert tokens_of(await collect(run)) == ANSWER
+    assert here.counts()["moved"] == 0
+    here.check_over()
+
+
+async def test_a_deadline_ends_the_wait_for_a_node() -> None:
+    here = stage("d0")
+    run = await here.submit(deadline=time.monotonic() + 0.1)
+    here.d0.fall_silent()
+    with pytest.raises(UnavailableError, match="time was over") as caught:
+        await collect(run)
+    assert (caught.value.status, len(here.sent())) == (504, 1)
     here.check_over()
 
 

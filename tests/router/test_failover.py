@@ -90,6 +90,26 @@ async def test_a_handoff_that_fails_between_two_living_nodes_is_tried_with_anoth
     here.check_over()
 
 
+@pytest.mark.parametrize("lost", ["p0 d0", "d0 p0"])
+@pytest.mark.parametrize("back", ["p0", "d0"])
+async def test_when_every_node_is_lost_the_first_that_is_back_takes_the_request(lost: str, back: str) -> None:
+    here = stage("p0 d0", max_attempts=3)
+    run = await here.submit()
+    for name in lost.split():
+        here.nodes[name].fall_silent()
+        await turns()
+    assert len(here.sent()) == 2, "the node that was left got it too"
+    node = here.nodes[back]
+    node.revive()
+    await turns()
+    computes, generates, submit = here.attempt(2)
+    assert (computes, generates) == (node, node)
+    node.say(*generated(submit.id))
+    assert tokens_of(await collect(run)) == ANSWER
+    assert here.counts()["moved"] == 2
+    here.check_over()
+
+
 # ---- a request that kills ---------------------------------------------------------------------------------------------
 
 
@@ -125,7 +145,7 @@ async def test_a_request_under_which_two_nodes_died_is_not_tried_again(said: lis
         ([0, 1], lambda d: d.die()),
         ([0, 0], lambda d: (d.die(), d.revive())),
         ([0, 0], lambda d: d._end(is_silent=True)),
-        ([0, 0], lambda d: (setattr(d.load, "state", "draining"), d.die())),
+        ([0, 0], lambda d: (setattr(d.stats, "state", "draining"), d.die())),
     ],
     ids=[
         "the first had told of it",

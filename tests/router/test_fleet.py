@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -345,6 +346,29 @@ async def test_a_node_that_works_for_nobody_is_told_to_stop() -> None:
         await node.say(TokenDelta("r", 0, b"\1\0\0\0"))
         assert await wait_until(lambda: node.heard[-1] == RouterCommand("router", aborts=["r"]), 5.0)
         assert node.heard[1] == RouterCommand("router")
+
+
+async def test_avoided_nodes_are_placed_on_when_no_other_node_can_generate() -> None:
+    async with stage("p0 p1 d0") as here:
+
+        def placed(*avoid: str) -> tuple[str | None, str] | None:
+            proposal = here.fleet.place("r", array("i", range(9)), b"", avoid, "always")
+            return None if proposal is None else (proposal.placement.prefill, proposal.placement.decode)
+
+        async def lose(name: str) -> None:
+            here.listing.take_out(name)
+            here.nodes[name].end_stream()
+            assert await wait_until(lambda: here.fleet.find(name) is None, 5.0)
+
+        assert placed("p0", "d0") == ("p1", "d0")
+        assert placed("p0", "p1", "d0") == (None, "d0"), "a decode node generates alone rather than with an avoided one"
+        await lose("d0")
+        assert placed("p0") == (None, "p1")
+        assert placed("p0", "p1", "d0") in {(None, "p0"), (None, "p1")}
+        await lose("p1")
+        assert placed("p0", "p1", "d0") == (None, "p0")
+        await lose("p0")
+        assert placed() is None
 
 
 async def test_a_change_wakes_who_waits_for_a_node() -> None:

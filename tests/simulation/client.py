@@ -27,6 +27,7 @@ class Client:
         self._heard: dict[int, list[int]] = {index: [] for index in range(wish.n)}
         self._finished: set[int] = set()
         self._pieces = 0
+        self._is_accepted = False
 
     def has_heard(self, index: int) -> bool:
         return bool(self._heard[index])
@@ -53,6 +54,7 @@ class Client:
             assert self.host is not None
             assert self.host.dispatch is not None
             run = await self.host.dispatch.submit(generation)
+            self._is_accepted = True
             try:
                 async with asyncio.timeout(wish.cancels_after_s):
                     await self._read(run)
@@ -108,6 +110,8 @@ class Client:
             self.world.violate(f"{self.wish.id}: status {error.status}: {error.message}")
         elif error.status in {429, 504} and self.wish.deadline_s is not None:  # or it would not be done by then
             self.world.reached("client: deadline")
+        elif scenario.is_outage and not self._is_accepted:
+            self.world.reached("client: turned away in an outage")
         elif scenario.is_lossless and not scenario.raises:
             self.world.violate(f"{self.wish.id} failed though a way was left: {error.message}")
 

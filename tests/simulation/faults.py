@@ -8,7 +8,7 @@ from shared.rpc.messages import SetRoleRequest
 from shared.rpc.methods import SET_ROLE, PeerError, connect
 from tests.simulation.hosts import Host, NodeHost
 from tests.simulation.loop import CURRENT, Died
-from tests.simulation.scenario import Fault
+from tests.simulation.scenario import OUTAGE, Fault
 
 RESTART_S = (0.1, 0.5, 2.0)
 AT_SITE = {"kill at site", "vanish at site", "freeze at site", "raise"}
@@ -61,6 +61,10 @@ class Faults:
                 self.kill(world.router)
             case "freeze":
                 random.choice(up).process.thaws_at = now + fault.for_s
+            case kind if kind in OUTAGE.values():
+                for node in nodes:
+                    if OUTAGE[node.role] == kind:
+                        node.process.thaws_at = now + fault.for_s
             case "hang":
                 self._hang(host, now + fault.for_s)
             case "slow":

@@ -18,8 +18,10 @@ from node.active_requests import ActiveRequests
 from node.router_sessions import RouterSessions
 from prefill_node.decode_peers import DecodePeers
 from prefill_node.handoff import Handoff, PushAction
-from router.dispatch.attempt import Attempt
+from router.dispatch.attempt import Attempt, AttemptFailed
+from router.dispatch.dispatcher import WAIT_UNDER_WAY_S, Dispatcher
 from router.nodes.connection import NodeConnection
+from router.nodes.pool import NodePool
 from scheduler.blocks import BlockPool
 from scheduler.prefix import extend_hashes
 from scheduler.request import Request, cdiv
@@ -113,6 +115,21 @@ def _blocks_swapped(original: Any, self: Scheduler, request: Request, token: int
         request.blocks[0], request.blocks[-1] = request.blocks[-1], request.blocks[0]
 
 
+async def _not_waited_for(original: Any, self: Dispatcher, find: Callable[[], Any], wait_s: float) -> Any:
+    if wait_s < WAIT_UNDER_WAY_S:  # a new request
+        return await original(self, find, wait_s)
+    if (found := find()) is None:
+        raise AttemptFailed("no node is left", "", is_gone=True)
+    return found
+
+
+def _avoided_for_good(role: str, original: Any, self: NodePool, *given: Any) -> Any:
+    _, _, _, avoid, *_ = given
+    prefill, decode = self.routable()
+    is_only = {"prefill": not decode, "decode": not prefill}[role]
+    return None if is_only and all(link.info.id in avoid for link in prefill + decode) else original(self, *given)
+
+
 @contextmanager
 def _both(*broken: AbstractContextManager[Any]) -> Iterator[None]:
     with ExitStack() as stack:
@@ -144,6 +161,9 @@ MUTATIONS: dict[str, Broken] = {
     "received blocks are mixed up": _around(Scheduler, "kv_received", _blocks_swapped),
     "what was generated counts as prompt": _around(NodeConnection, "submit", _miscounted),
     "a node's death is not told": _in_place_of(Attempt, "on_node_lost", lambda self, link: None),
+    "no node left counts as an attempt": _around(Dispatcher, "_wait_for", _not_waited_for),
+    "avoided prefill nodes stay avoided": _around(NodePool, "place", partial(_avoided_for_good, "prefill")),
+    "avoided decode nodes stay avoided": _around(NodePool, "place", partial(_avoided_for_good, "decode")),
     "who is lost is not dialled again": _in_place_of(router.nodes.connection, "REDIAL_S", (1000.0,)),
     "orphans are kept": _in_place_of(ActiveRequests, "abort_router", lambda *_: None),
     "stops are not said": _in_place_of(DecodePeers, "stop", _nothing),

@@ -28,6 +28,8 @@ NODE_FAULTS = (
     "raise",
 )
 FLEET_FAULTS = ("registry down", "registry hangs", "registry flushed", "registry lies", "clock jumps", "reset")
+OUTAGE = {"prefill": "freeze all prefill nodes", "decode": "freeze all decode nodes"}  # both at once
+OUTAGE_EVERY = 10  # seeds: one of them has an outage and no other fault
 HARMLESS = {"slow", "clock jumps", "registry down", "registry hangs", "registry flushed", "registry lies"}
 
 
@@ -80,8 +82,15 @@ class Scenario:
     faults: list[Fault] = field(default_factory=list)
 
     @property
+    def is_outage(self) -> bool:
+        return any(fault.kind in OUTAGE.values() for fault in self.faults)
+
+    @property
     def is_lossless(self) -> bool:
-        """Whether these faults leave a way for every request: one node at a time is disturbed, and others are left."""
+        """Whether these faults leave a way for every request: one node at a time is disturbed, and others are left; or
+        all nodes are frozen, and some come back before the router gives up waiting for one."""
+        if self.is_outage:
+            return True
         harm = [fault for fault in self.faults if fault.kind not in HARMLESS]
         return len(harm) <= 1 and self.kv_faults <= 2 and self.num_decode >= 2 and not self.kills_router
 
@@ -124,7 +133,24 @@ def draw(seed: int) -> Scenario:
         wishes,
     )
     scenario.faults = _faults(random)
+    if seed % OUTAGE_EVERY == OUTAGE_EVERY - 1:
+        _freeze_all(scenario)
     return scenario
+
+
+def _freeze_all(scenario: Scenario) -> None:
+    """The nodes of one role are back long before the router gives up waiting, those of the other soon after them or
+    only when it would have given up. Drawn apart, so that other seeds stay as they are. Each pool holds every request
+    twice, as blocks that a frozen node may still write into stay in quarantine until it is back."""
+    random = Random(f"outage {scenario.seed}")
+    scenario.num_prefill, scenario.num_decode, scenario.kv_faults = *random.choices((1, 2), (3, 1), k=2), 0
+    blocks = sum(wish.n * -(-(len(wish.prompt) + wish.max_tokens) // scenario.block_tokens) for wish in scenario.wishes)
+    scenario.num_blocks = {"prefill": 2 + 2 * blocks, "decode": 2 + 2 * blocks}
+    at_s = random.choice(scenario.wishes).arrives_s + 0.02 * random.random()
+    first, second = random.sample(sorted(OUTAGE), 2)
+    first_s = 3.0 + 5.0 * random.random()
+    second_s = first_s + random.choice((1.0, 40.0, 40.0))
+    scenario.faults = [Fault(OUTAGE[first], at_s, first_s), Fault(OUTAGE[second], at_s, second_s)]
 
 
 def _wishes(random: Random, block_tokens: int) -> list[Wish]:

@@ -28,6 +28,9 @@ QUICK = (
     "received blocks are mixed up",
     "prefixes without salt",
     "quarantine is skipped",
+    "no node left counts as an attempt",
+    "avoided prefill nodes stay avoided",
+    "avoided decode nodes stay avoided",
 )
 
 

@@ -47,7 +47,7 @@ class RequestRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ActiveRequest:
     """One request in progress. `num_tokens` is its size when it was submitted."""
 
     request: Request
@@ -74,7 +74,7 @@ class ActiveRequests:
         rules: RequestRules,
     ) -> None:
         self.num_tokens = 0  # of all entries
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, ActiveRequest] = {}
         self._state = state
         self._engine = engine
         self._sessions = sessions
@@ -135,7 +135,7 @@ class ActiveRequests:
             needs_prompt_logprobs=submit.sampling.prompt_logprobs is not None,
             sampling=submit.sampling,
         )
-        self._entries[request.id] = Entry(request, router, len(tokens), owner)
+        self._entries[request.id] = ActiveRequest(request, router, len(tokens), owner)
         self.num_tokens += len(tokens)
         try:
             failpoints.reach("node.taken", request.id)
@@ -261,7 +261,7 @@ class ActiveRequests:
         self._engine.post(lambda scheduler: publisher.release(scheduler, request, done))
         return done
 
-    def _pop(self, request_id: str) -> Entry | None:
+    def _pop(self, request_id: str) -> ActiveRequest | None:
         entry = self._entries.pop(request_id, None)
         if entry is not None:
             self.num_tokens -= entry.num_tokens

@@ -64,7 +64,7 @@ class TransferTimeModel:
     def seconds(self) -> list[float]:
         """Return [seconds of any push, seconds of each byte]; empty before the first push.
 
-        If all pushes have one size, the two cannot be told apart, and all time is attributed to the bytes.
+        If all pushes have one size, the two cannot be separated, and all time is attributed to the bytes.
         """
         return self._seconds
 

@@ -42,15 +42,15 @@ def model_fixture(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 class Ahead(TorchRunner):
-    """Notes which steps were launched behind a pending one; fails as it is told to."""
+    """Counts the steps launched behind a pending one; fails where the test says so."""
 
     def __init__(self, *given: object) -> None:
         super().__init__(*given)
         self.ahead = True
         self.carried = self.behind = self.passes = 0
-        self.fails_at: set[int] = set()  # passes over several slices, once
+        self.fails_at: set[int] = set()  # passes over several slices that fail once
         self.dies_after = 10**9  # passes
-        self.poison = ""  # a request with which no pass succeeds
+        self.poison = ""  # a request that fails every pass
 
     def launch(self, step: Step, before: Step | None = None) -> PendingStep:
         self.behind += before is not None
@@ -68,10 +68,11 @@ class Ahead(TorchRunner):
 
 
 class Drive(EngineListener):
-    """An engine that is fed by its own steps: what comes when is a matter of their number, not of time."""
+    """An engine whose commands are posted at given step numbers, so that a run does not depend on time."""
 
     def __init__(self, scheduler: Scheduler, runner: TorchRunner, todo: dict[int, list[tuple[str, Request]]]) -> None:
         self.engine = Engine(scheduler, runner, self)
+        self.runner = runner
         self.scheduler = scheduler
         self.todo = dict(sorted(todo.items()))
         self.steps = 0
@@ -83,12 +84,12 @@ class Drive(EngineListener):
 
     def run(self) -> None:
         self.engine.start()
-        assert self.over.wait(120), "it hangs"
+        assert self.over.wait(120), "the engine hangs"
         self.engine.stop()
-        assert not self.engine._thread.is_alive()
+        assert not self.engine.is_running
 
     def _feed(self) -> None:
-        """What is due; with nobody here, what comes next."""
+        """Post what is due at this step, or, if no request is active, what comes next."""
         idle = not self.scheduler.requests
         while self.todo and (idle or next(iter(self.todo)) <= self.steps):
             idle = False
@@ -146,14 +147,14 @@ def workload(seed: int) -> list[Request]:
                 min_tokens=rng.choice([0, 0, 4]),
                 stop_tokens=frozenset(rng.sample(range(VOCABULARY), rng.choice([0, 8]))),
                 needs_prompt_logprobs=rng.random() < 0.1,
-                sampling=SAMPLINGS[rng.randrange(5 if seed % 2 else 3)],  # every other load has nobody with penalties
+                sampling=SAMPLINGS[rng.randrange(5 if seed % 2 else 3)],  # loads with an even seed have no penalties
             )
         )
     return rows
 
 
 def driven(model: Decoder, rows: list[Request], seed: int, num_blocks: int, *, ahead: bool, aborts: bool) -> Drive:
-    """Arrivals and aborts at steps that the seed says."""
+    """Run the requests, with arrivals and aborts at steps that the seed determines."""
     rng = Random(seed)
     todo: dict[int, list[tuple[str, Request]]] = {}
     for row in rows:
@@ -162,7 +163,7 @@ def driven(model: Decoder, rows: list[Request], seed: int, num_blocks: int, *, a
         if aborts and rng.random() < 0.4:
             todo.setdefault(at + rng.randrange(1, 12), []).append(("abort", row))
     drive = Drive(scheduler_of(num_blocks, rng.choice([6, 16, 64])), runner_of(model, num_blocks), todo)
-    drive.engine._runner.ahead = ahead
+    drive.runner.ahead = ahead
     drive.run()
     assert drive.death is None
     ledger = drive.scheduler.ledger()

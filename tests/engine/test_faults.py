@@ -39,20 +39,20 @@ def step_of(tokens: int, predicted_s: float = 0.0) -> Step:
     return Step(0, [], [], work=StepWork(1, tokens), predicted_s=predicted_s)
 
 
-def test_a_step_may_take_as_long_as_what_was_seen_says_and_never_less_than_the_least() -> None:
-    patience = StepDeadline(5.0)
-    assert patience.seconds(step_of(512)) == FIRST_S, "nothing is known"
-    patience.observe(1, 0.08)  # a decode on a laptop
-    assert patience.seconds(step_of(1)) == 5.0
-    assert patience.seconds(step_of(512)) == pytest.approx(10 * 512 * 0.08), "its first chunk takes 20 s, perhaps"
-    patience.observe(512, 15.0)
-    assert patience.seconds(step_of(512)) == pytest.approx(150.0)
-    patience.observe(64, 0.01)
-    assert patience.seconds(step_of(512)) == 5.0
-    assert patience.seconds(step_of(512, predicted_s=2.0)) == 20.0, "what the step-time model knows counts too"
+def test_the_deadline_of_a_step_follows_earlier_steps_and_has_a_minimum() -> None:
+    deadline = StepDeadline(5.0)
+    assert deadline.seconds(step_of(512)) == FIRST_S, "no step was observed"
+    deadline.observe(1, 0.08)  # a decode on a laptop
+    assert deadline.seconds(step_of(1)) == 5.0
+    assert deadline.seconds(step_of(512)) == pytest.approx(10 * 512 * 0.08), "its first chunk may take 20 s"
+    deadline.observe(512, 15.0)
+    assert deadline.seconds(step_of(512)) == pytest.approx(150.0)
+    deadline.observe(64, 0.01)
+    assert deadline.seconds(step_of(512)) == 5.0
+    assert deadline.seconds(step_of(512, predicted_s=2.0)) == 20.0, "the step-time model counts, too"
 
 
-def test_an_idle_engine_shows_signs_of_life_more_often_than_a_stuck_one_may() -> None:
+def test_an_idle_engine_makes_progress_more_often_than_its_deadline() -> None:
     idle = Engine(scheduler_of(8), cast(Any, None), MagicMock(), stuck_s=0.4)
     idle.start()
     before = idle.progress
@@ -76,7 +76,7 @@ def raising_for(function: Callable[..., Any], is_victims: Callable[..., bool]) -
 
 
 def marked(sampling: SamplingParams) -> SamplingParams:
-    """Of the victim: its draws take every way there is."""
+    """Return sampling parameters of the victim, whose draws run every branch."""
     return SamplingParams(
         seed=77,
         temperature=0.9,
@@ -103,7 +103,7 @@ HOOKS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_request_whose_own_code_raises_fails_alone(
+def test_a_request_whose_code_raises_fails_alone(
     model: Decoder,
     hook: str,
     ahead: bool,
@@ -126,7 +126,7 @@ def test_a_request_whose_own_code_raises_fails_alone(
         drive.run()
     assert drive.death is None
     assert victim.finish == "error"
-    assert answers(rows[:4] + rows[5:]) == expected[:4] + expected[5:], "mates' tokens are unchanged"
+    assert answers(rows[:4] + rows[5:]) == expected[:4] + expected[5:], "the others' tokens are unchanged"
     assert drive.scheduler.audit() == ""
     ledger = drive.scheduler.ledger()
     assert ledger.free + ledger.cached == ledger.total
@@ -138,7 +138,7 @@ def expected_once(model: Decoder) -> list[tuple[list[int], str | None]]:
 
 
 class Broken(Ahead):
-    """The victim's logits are not numbers."""
+    """Makes the victim's logits NaN."""
 
     def _pass(self, step: Step, batch: Any) -> list[SliceOutput]:
         places = [at for at, index in enumerate(batch.sampled) if step.slices[index].request.id == VICTIM]
@@ -161,7 +161,7 @@ class _WithNan:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_logits_that_are_no_numbers_end_their_request_alone(model: Decoder, ahead: bool) -> None:
+def test_nan_logits_end_their_request_alone(model: Decoder, ahead: bool) -> None:
     expected = expected_once(model)
     rows = workload(8)
     plain, pool, _ = torch_runner(model, 200, BLOCK_TOKENS)

@@ -16,7 +16,6 @@ from scheduler.request import Request, RequestState, Slice, Step
 from tests.engine.build import CPU, GREEDY, Blocks, torch_runner
 from tests.engine.drive import (
     SAMPLINGS,
-    Ahead,
     Drive,
     answers,
     driven,
@@ -49,8 +48,7 @@ def test_tokens_are_the_same_with_and_without_overlap(model: Decoder, seed: int,
 def test_steps_are_launched_behind_pending_ones_and_their_tokens_carried(model: Decoder) -> None:
     rows = [Request(f"r{index}", [index, 2, 3], 3, 12, sampling=GREEDY) for index in range(3)]
     drive = driven(model, rows, 1, 200, ahead=True, aborts=False)
-    runner = drive.engine._runner
-    assert isinstance(runner, Ahead)
+    runner = drive.runner
     assert runner.behind > 10
     assert runner.carried > 25
     assert drive.scheduler.counters.generated_tokens == 36
@@ -67,8 +65,7 @@ def test_a_tight_pool_really_preempts_with_a_step_in_flight(model: Decoder) -> N
 def test_a_step_with_penalties_leads_no_other(model: Decoder) -> None:
     rows = [Request("r", [1, 2, 3], 3, 12, sampling=SAMPLINGS[3])]
     drive = driven(model, rows, 1, 200, ahead=True, aborts=False)
-    runner = drive.engine._runner
-    assert isinstance(runner, Ahead)
+    runner = drive.runner
     assert runner.behind == 0
     request = rows[0]
     assert leads(Step(0, [Slice(request, 0, 2, False, 0)], []))
@@ -77,7 +74,7 @@ def test_a_step_with_penalties_leads_no_other(model: Decoder) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("fails_at", [{1}, {7}, {8, 9}, {5, 12, 20}])
-def test_a_step_that_fails_once_costs_nobody_anything(model: Decoder, ahead: bool, fails_at: set[int]) -> None:
+def test_a_step_that_fails_once_changes_no_request(model: Decoder, ahead: bool, fails_at: set[int]) -> None:
     expected = expected_of(model, 6)
     rows = workload(6)
     runner = runner_of(model, 18)
@@ -104,7 +101,7 @@ def test_a_request_that_fails_every_pass_fails_alone(model: Decoder, ahead: bool
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_device_on_which_every_pass_fails_is_the_engines_death(
+def test_a_device_on_which_every_pass_fails_ends_the_engine(
     model: Decoder, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
@@ -114,10 +111,10 @@ def test_a_device_on_which_every_pass_fails_is_the_engines_death(
     drive = Drive(scheduler_of(200), runner, {2 * at: [("add", row)] for at, row in enumerate(rows)})
     drive.run()
     assert "the device fails with any work" in str(drive.death)
-    assert not drive.errors, "nobody is told to have failed: all go on elsewhere"
+    assert not drive.errors, "no request is blamed: all are retried on other nodes"
 
 
-def test_a_request_that_leaves_is_not_scheduled_beyond_its_first_token(model: Decoder) -> None:
+def test_a_request_that_sends_kv_is_not_scheduled_beyond_its_first_token(model: Decoder) -> None:
     rows = [Request(f"r{index}", [index, 2, 3], 3, 12, sampling=GREEDY) for index in range(2)]
     rows[0].send_kv = True
     runner = runner_of(model, 200)
@@ -128,7 +125,7 @@ def test_a_request_that_leaves_is_not_scheduled_beyond_its_first_token(model: De
     assert (rows[0].num_scheduled, rows[0].num_generated) == (3, 1)
 
 
-def test_a_batch_says_which_draws_of_the_pending_step_its_tokens_are() -> None:
+def test_a_batch_names_the_draws_of_the_pending_step_that_are_its_tokens() -> None:
     blocks = Blocks(64, 4)
     first, second, chunk = (blocks.request([5, 6, 7, index], GREEDY) for index in range(3))
     before = [Slice(chunk, 0, 2, False, 0), Slice(first, 3, 1, True, 0), Slice(second, 3, 1, True, 0)]
@@ -141,7 +138,7 @@ def test_a_batch_says_which_draws_of_the_pending_step_its_tokens_are() -> None:
         build(after, 4, CPU, before[:2])
 
 
-def test_async_scheduling_is_as_the_user_says_where_the_runner_can(model: Decoder) -> None:
+def test_async_scheduling_follows_the_setting_where_the_runner_can(model: Decoder) -> None:
     runner, _, _ = torch_runner(model)
     for mode, ahead in (("on", True), ("auto", True), ("off", False), ("auto", False)):
         set_ahead(runner, mode)

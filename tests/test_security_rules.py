@@ -29,8 +29,6 @@ EXCEPTIONS = {
         "imports pickle",
     ): "the error that numba raises for a damaged file; nothing is unpickled by us",
     ("tests/simulation/", "imports multiprocessing"): "seeds in children of its own",
-    ("benchmarks/__main__.py", "imports a module whose name it computes"): "one of the benchmarks in its table",
-    ("benchmarks/gpu_first_run.py", "imports a module whose name it computes"): "one of the parts in its table",
 }
 
 

@@ -6,6 +6,7 @@ import os
 import secrets
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import fields, replace
@@ -19,6 +20,7 @@ from engine.node import Node
 from engine.node_info import advertised, describe
 from engine.runner import Runner, set_ahead
 from engine.sides import RoleChange, Sides
+from engine.startup import stage
 from engine.watchdog import Watchdog, Watched
 from scheduler.budget import Budget, budget_of
 from scheduler.policy import POLICIES
@@ -46,7 +48,8 @@ NO_BLOCKS = 2  # what a scheduler has at least, for a node that has no pool of i
 
 
 def main(settings: NodeSettings, role: Role) -> int:
-    """Runs the node until SIGTERM. Returns the process's exit status: 2 when the settings cannot be served."""
+    """Run the node until SIGTERM. Return the process's exit status: 2 when it cannot start, after one line on stderr,
+    which with --log-level debug follows a traceback."""
     if settings.cpus:
         for thread in Path("/proc/self/task").iterdir():  # importing numpy has started some already
             os.sched_setaffinity(int(thread.name), settings.cpus)
@@ -61,6 +64,8 @@ def main(settings: NodeSettings, role: Role) -> int:
         set_ahead(computer.runner, settings.async_scheduling)
         settings = settings.model_copy(update={"advertise": advertised(settings)})
     except (ValueError, OSError) as error:
+        if settings.log_level == "debug":
+            traceback.print_exception(error)
         print(f"{role.name}: {error}", file=sys.stderr)
         return 2
     name = settings.id or role.name
@@ -113,7 +118,11 @@ async def _serve(
             return 2
         node.start()
         cleanup.push_async_callback(node.close)
-        await _warmed_up(node, computer.runner)
+        try:
+            await _warmed_up(node, computer.runner)
+        except ValueError as error:
+            print(f"{role.name}: {error}", file=sys.stderr)
+            return 2
         watchdog = _watchdog(node, settings)
         watchdog.start()
         cleanup.callback(watchdog.stop)
@@ -219,16 +228,24 @@ def _watchdog(node: Node, settings: NodeSettings) -> Watchdog:
 
 
 async def _warmed_up(node: Node, runner: Runner) -> None:
-    """On the engine's thread, whose own some of it is; a failure is the engine's death."""
+    """Run the first steps on the engine's thread, to which some of their state belongs. Raises ValueError, in one
+    line, when they fail."""
     loop = asyncio.get_running_loop()
-    warm = loop.create_future()
+    warm: asyncio.Future[Exception | None] = loop.create_future()
 
     def command(_: Scheduler) -> None:
-        runner.warm_up()
-        loop.call_soon_threadsafe(warm.set_result, None)
+        failed = None
+        try:
+            runner.warm_up()
+        except Exception as error:  # noqa: BLE001 - raised again by the coroutine that waits
+            failed = error
+        loop.call_soon_threadsafe(warm.set_result, failed)
 
     node.engine.post(command)
     await asyncio.wait((warm, node.died_with), return_when=asyncio.FIRST_COMPLETED)
+    with stage("the first steps", "leave more memory free: lower --gpu-memory-utilization or --num-blocks"):
+        if warm.done() and (failed := warm.result()) is not None:
+            raise failed
 
 
 def _lender_lost(lifetime: Lifetime, node: Node) -> None:

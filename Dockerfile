@@ -14,13 +14,14 @@ COPY requirements.lock ./
 RUN pip install --no-cache-dir --no-deps --require-hashes -r requirements.lock
 RUN pip install --no-cache-dir "$TORCH"
 COPY pyproject.toml README.md LICENSE ./
-RUN mkdir router prefill_node decode_node shared scheduler engine compare cluster \
+RUN mkdir router prefill_node decode_node shared scheduler node engine compare cluster \
  && pip install --no-cache-dir --no-deps --no-build-isolation -e .
 COPY router router
 COPY prefill_node prefill_node
 COPY decode_node decode_node
 COPY shared shared
 COPY scheduler scheduler
+COPY node node
 COPY engine engine
 COPY compare compare
 COPY cluster cluster

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.result import Cell, Result, Table, in_turn, parser
-from engine.attention.choose import attention_on_cpu
+from engine.attention.selection import attention_on_cpu
 from engine.batch import Batch, build
-from engine.kernels.choose import kernels_on_cpu
 from engine.kernels.interface import StepKernels
+from engine.kernels.selection import kernels_on_cpu
 from engine.kernels.torch_kernels import TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.config import ModelConfig, Rope

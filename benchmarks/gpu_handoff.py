@@ -26,14 +26,14 @@ from benchmarks.gpu_kernels import token_bytes
 from benchmarks.gpu_scene import Scene, Section
 from benchmarks.models import checkpoint
 from benchmarks.result import Cell, Table
-from engine.attention.choose import BLOCK_TOKENS
+from engine.attention.selection import BLOCK_TOKENS
 from engine.cuda.memory import DeviceMemory
-from shared.kv.cuda_driver import Driver, Gpu, Region
-from shared.kv.cuda_ipc import CudaIpcChannel
 from shared.kv.local import LocalChannel
 from shared.kv.memory import HostMemory
-from shared.kv.pool import Borrower, Lender, card_file
 from shared.kv.shm import ShmChannel
+from shared.kv_gpu.cuda_driver import CudaDevice, CudaRegion, Driver
+from shared.kv_gpu.cuda_ipc import CudaIpcChannel
+from shared.kv_gpu.pool import PoolClient, PoolOwner, descriptor_file
 
 PROMPT, REPEATS = 8192, 7
 COPY_GOAL, POOL_GOAL_MS = 0.7, 1.0
@@ -49,7 +49,7 @@ VERDICT_OR_NONE = (0, 1)  # what `baton compare` ends with when it has written i
 SHOWN = ("ttft_p50_ms", "ttft_p99_ms", "tbt_p50_ms", "tbt_p99_ms", "attainment", "exposed_transfer_p50_ms")
 
 
-class Legacy(Gpu):
+class Legacy(CudaDevice):
     """Whose memory is shared by the old handles, whatever the device can do."""
 
     def can_share_by_descriptor(self) -> bool:
@@ -69,12 +69,12 @@ class Job:
     def memory(self) -> "HostMemory | DeviceMemory":
         if self.kind == "host":
             return HostMemory(self.num_rows, self.row_bytes)
-        gpu = (Legacy if self.kind == "legacy" else Gpu)(0)
-        region = Region.allocate(gpu, self.num_rows * self.row_bytes)
+        gpu = (Legacy if self.kind == "legacy" else CudaDevice)(0)
+        region = CudaRegion.allocate(gpu, self.num_rows * self.row_bytes)
         return DeviceMemory(torch.device("cuda", 0), self.num_rows, self.row_bytes, region)
 
-    def gpu(self) -> Gpu | None:
-        return None if self.kind == "host" else Gpu(0)
+    def gpu(self) -> CudaDevice | None:
+        return None if self.kind == "host" else CudaDevice(0)
 
     async def channel(self, memory: "HostMemory | DeviceMemory", boot: str) -> LocalChannel[Any]:
         kind = ShmChannel if self.kind == "host" else CudaIpcChannel
@@ -88,8 +88,8 @@ async def receive(job: Job) -> None:
     """Says its card, then the checksums of the rows that each line asks for, until there is no further line."""
     memory = job.memory()
     channel = await job.channel(memory, secrets.token_hex(16))
-    owner = Lender(channel, card_file(job.directory, job.gpu())) if job.lends else channel
-    print(owner.card().hex(), flush=True)
+    owner = PoolOwner(channel, descriptor_file(job.directory, job.gpu())) if job.lends else channel
+    print(owner.descriptor().hex(), flush=True)
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         print(memory.checksums(json.loads(line)).hex(), flush=True)
@@ -211,8 +211,8 @@ async def _pushed_s(job: Job, count: int, batches: bool) -> list[float]:
 async def _handed_s(job: Job, count: int) -> list[float]:
     """Seconds of handoffs of blocks that were written where they are to be read."""
     with receiver(job) as other:
-        borrower = Borrower.attach(job.directory, job.gpu(), secrets.token_hex(16), PATIENCE_S, PATIENCE_S)
-        memory: HostMemory | DeviceMemory | Borrower = borrower
+        borrower = PoolClient.attach(job.directory, job.gpu(), secrets.token_hex(16), PATIENCE_S, PATIENCE_S)
+        memory: HostMemory | DeviceMemory | PoolClient = borrower
         if borrower.region is not None:
             memory = DeviceMemory(torch.device("cuda", 0), job.num_rows, job.row_bytes, borrower.region)
         _fill(memory)
@@ -227,7 +227,7 @@ async def _handed_s(job: Job, count: int) -> list[float]:
     return took
 
 
-def _fill(memory: "HostMemory | DeviceMemory | Borrower") -> None:
+def _fill(memory: "HostMemory | DeviceMemory | PoolClient") -> None:
     if isinstance(memory, DeviceMemory):
         memory.rows.random_(0, 256)
         torch.cuda.synchronize(memory.device)
@@ -240,7 +240,7 @@ def _fill(memory: "HostMemory | DeviceMemory | Borrower") -> None:
 
 def lacking() -> str:
     """Why no cluster can run on this machine; empty when one can."""
-    command = [sys.executable, "-c", "import cluster.cli, compare.command, router.api, engine.process"]
+    command = [sys.executable, "-c", "import cluster.cli, compare.command, router.http.app, node.process"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=ANSWER_S, check=False)
     return run.stderr.strip().rpartition("\n")[2] if run.returncode else ""
 

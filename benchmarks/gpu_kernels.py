@@ -12,9 +12,9 @@ from torch.nn.functional import linear
 
 from benchmarks.gpu_scene import CALLS, Flat, Scene, Section, attention_s, fits, one_of_many, told
 from benchmarks.result import Cell, Table
-from engine.attention.choose import BLOCK_TOKENS, flash_attn_here
-from engine.attention.flash_backend import FLASH_2, FlashAttention
 from engine.attention.interface import AttentionBackend
+from engine.attention.selection import BLOCK_TOKENS, flash_attn_here
+from engine.cuda.flash_attention import FLASH_2, FlashAttention
 from engine.kv_pool import KVPool
 
 POINTS = [(batch, context) for context in (1024, 8192, 32768) for batch in (1, 8, 64, 256)]
@@ -55,7 +55,7 @@ class Variant:
         return ", ".join([f"{layout} of {self.block_tokens}", *changed])
 
     def backend(self, pool: KVPool) -> AttentionBackend:
-        from engine.attention.triton_backend import PROGRAMS_A_PROCESSOR, Tile, TritonAttention
+        from engine.cuda.attention import PROGRAMS_A_PROCESSOR, Tile, TritonAttention
 
         tile = Tile(*self.tile) if self.tile else None
         backend = TritonAttention(pool, self.split_tokens, decode=tile, chunk=tile)

@@ -14,26 +14,26 @@ import torch
 
 from benchmarks.gpu_scene import Scene, Section, one_of_many, told
 from benchmarks.result import Cell, Table
-from engine.attention.choose import BLOCK_TOKENS, attention_on_cuda
-from engine.cuda.device import Gpu
+from engine.attention.selection import BLOCK_TOKENS, attention_on_cuda
+from engine.cuda.device import CudaAccelerator
 from engine.cuda.fake_graph import FakeGraphPool
 from engine.cuda.runner import CudaRunner, Sampler
-from engine.cuda.staging import Capacity
-from engine.kernels.choose import kernels_on_cuda
+from engine.cuda.staging import StepCapacity
+from engine.kernels.selection import kernels_on_cuda
 from engine.kv_pool import KVPool
 from engine.models.random import random_decoder
-from engine.runner import Pending
+from engine.runner import PendingStep
 from scheduler.request import Request, Slice, Step, cdiv
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
-from shared.messages import Sampling
+from shared.rpc.messages import SamplingParams
 
 CONTEXT, STEPS, SETTLE = 1024, 40, 4
 DECODE_GOALS_MS = {1: 5.3, 64: 8.3, 256: 16.8}
 CHUNK, CHUNK_GOAL_MS, CHUNKS = 2048, 48.5, 6
 MIXED = (64, 448)  # decodes, and tokens of a prompt beside them
 LONGEST = 32_768  # tokens of one request
-GREEDY, NUCLEUS = Sampling(temperature=0.0), Sampling(seed=1, top_p=0.9)
+GREEDY, NUCLEUS = SamplingParams(temperature=0.0), SamplingParams(seed=1, top_p=0.9)
 NUMBERS = count()
 
 
@@ -55,7 +55,7 @@ class Bench:
         dtype = str(self.scene.dtype).removeprefix("torch.")
         layout = KVLayout(blocks, config.num_kv_heads, config.num_layers, self.block_tokens, config.head_dim, dtype)
         host = self.scene.device.type == "cpu"
-        allocate = HostMemory if host else Gpu(str(self.scene.device)).allocate
+        allocate = HostMemory if host else CudaAccelerator(str(self.scene.device)).allocate
         self.memory = allocate(layout.num_blocks, layout.block_bytes)
         pool = KVPool(layout, self.memory)
         for block in pool.tensor:
@@ -68,30 +68,30 @@ class Bench:
         attention = attention_on_cuda("auto", self.pool, triton, self.scene.dtype)
         kernels = kernels_on_cuda(self.scene.config, self.pool, triton)
         tokens, longest = self.scene.tokens(CHUNK), self.scene.tokens(LONGEST)
-        capacity = Capacity(self.most, tokens, cdiv(longest, self.block_tokens), self.block_tokens)
+        capacity = StepCapacity(self.most, tokens, cdiv(longest, self.block_tokens), self.block_tokens)
         return CudaRunner(self.model, self.pool, attention, kernels, device, capacity, sampler)
 
     def capture(self) -> tuple[float, float, float]:
         """Seconds and GiB that the graphs take, and seconds of the warm-up behind them."""
         began, before = time.monotonic(), self._free()
         self.runner.capture(
-            FakeGraphPool() if self.scene.device.type == "cpu" else Gpu(str(self.scene.device)).graphs()
+            FakeGraphPool() if self.scene.device.type == "cpu" else CudaAccelerator(str(self.scene.device)).graphs()
         )
         captured, after = time.monotonic(), self._free()
         self.runner.warm_up()
         return captured - began, (before - after) / 2**30, time.monotonic() - captured
 
     def _free(self) -> int:
-        return 0 if self.scene.device.type == "cpu" else Gpu(str(self.scene.device)).memory()[0]
+        return 0 if self.scene.device.type == "cpu" else CudaAccelerator(str(self.scene.device)).memory()[0]
 
-    def requests(self, number: int, sampling: Sampling = GREEDY) -> list[Request]:
+    def requests(self, number: int, sampling: SamplingParams = GREEDY) -> list[Request]:
         """Whose prompts are computed already, as if they had landed; their KV is random."""
         blocks = list(range(1, self.pool.layout.num_blocks))
         Random(0).shuffle(blocks)
         context, held = self.scene.tokens(CONTEXT), cdiv(self.scene.tokens(CONTEXT) + STEPS + SETTLE, self.block_tokens)
         made = []
         for _ in range(number):
-            request = Request(f"r{next(NUMBERS)}", [7] * context, context, STEPS + SETTLE, payload=sampling)
+            request = Request(f"r{next(NUMBERS)}", [7] * context, context, STEPS + SETTLE, sampling=sampling)
             request.blocks = [blocks.pop() for _ in range(held)]
             request.num_scheduled = context - 1
             made.append(request)
@@ -99,7 +99,7 @@ class Bench:
 
     def prompt(self, tokens: int) -> Request:
         """In the last blocks of the pool; what decodes keep there is random anyway."""
-        request = Request(f"p{next(NUMBERS)}", [7] * tokens, tokens, 1, payload=GREEDY)
+        request = Request(f"p{next(NUMBERS)}", [7] * tokens, tokens, 1, sampling=GREEDY)
         last = self.pool.layout.num_blocks
         request.blocks = list(range(last - cdiv(tokens, self.block_tokens), last))
         return request
@@ -108,7 +108,7 @@ class Bench:
 def _sampler(scene: Scene) -> Sampler | None:
     if scene.device.type == "cpu":
         return None
-    from engine.cuda.triton_sampling import draw
+    from engine.cuda.draw import draw
 
     return draw
 
@@ -117,7 +117,7 @@ def driven(runner: CudaRunner, next_slices: Callable[[], list[Slice]], steps: in
     """Seconds of a step from end to end, and those that the host takes to launch it."""
     ends: list[float] = []
     launches: list[float] = []
-    pending: tuple[Step, Pending] | None = None
+    pending: tuple[Step, PendingStep] | None = None
     for _ in range(SETTLE + steps):
         step = Step(next(NUMBERS), next_slices(), [])
         began = time.perf_counter()
@@ -135,7 +135,7 @@ def driven(runner: CudaRunner, next_slices: Callable[[], list[Slice]], steps: in
     return (ends[-1] - ends[SETTLE - 1]) / steps, median(launches[SETTLE:])
 
 
-def _tell(step: Step, pending: Pending) -> None:
+def _tell(step: Step, pending: PendingStep) -> None:
     for piece, output in zip(step.slices, pending.wait(), strict=True):
         if output.token is None:
             raise RuntimeError(f"{piece.request.id} got no token: {output.error}")

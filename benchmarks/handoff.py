@@ -21,7 +21,7 @@ from benchmarks.result import Result, Table, median, parser, ratio, versions
 from benchmarks.router import free_port
 from benchmarks.stalls import cluster
 from cluster.plan import DEMO_MODEL
-from router.model import read_model
+from router.text.model_files import read_model
 
 ARMS = {
     "disaggregated": ("--prefill", "1", "--decode", "1", "--disaggregate", "always"),

@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.models import SHAPES, tensor_shapes
 from benchmarks.result import Cell, Result, Table, in_turn, parser
-from engine.linear.choose import linear_on_cpu
 from engine.linear.interface import Linear, LinearFormat
 from engine.linear.plain import Plain
+from engine.linear.selection import linear_on_cpu
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
 ASKED = {"float32": ("float32", "none"), "bfloat16": ("bfloat16", "none"), "int8": ("auto", "int8")}

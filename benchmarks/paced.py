@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.outbox import Outbox
-from shared.messages import Command, Delta, Load, NodeInfo, Submit, pack_ids
+from node.router_stream import RouterStream
 from shared.registry import StreamAnnouncer
-from shared.services import ATTACH, RpcServer
+from shared.rpc.messages import NodeInfo, NodeStats, RouterCommand, SubmitRequest, TokenDelta, pack_ids
+from shared.rpc.methods import ATTACH, RpcServer
 
 WINDOW = 16  # tokens of a stream on their way, at most: a rate that is too high becomes the highest possible
 HEARTBEAT_S = 0.5
@@ -19,7 +19,7 @@ HEARTBEAT_S = 0.5
 class Row:
     """One request, at the node and at its client. Times are monotonic."""
 
-    submit: Submit
+    submit: SubmitRequest
     sent: list[float] = field(default_factory=list)
     num_received: int = 0
 
@@ -32,7 +32,7 @@ class PacedNode:
         self._name = name
         self._all_rows = rows
         self._rows: list[Row] = []
-        self._outbox = Outbox()
+        self._outbox = RouterStream()
         self._packed = [pack_ids([token]) for token in token_ids]
         self._server = RpcServer({ATTACH: self._attach})
         self._steps = 0
@@ -47,9 +47,9 @@ class PacedNode:
         return announcer
 
     async def _attach(self, stream: Any) -> None:
-        hello: Command = await stream.recv_message()
+        hello: RouterCommand = await stream.recv_message()
         assert hello.router
-        self._outbox = Outbox(load=Load())
+        self._outbox = RouterStream(stats=NodeStats())
         self._outbox.wake.set()
         tasks = [asyncio.ensure_future(work) for work in (self._outbox.write(stream), self._beat())]
         try:
@@ -66,7 +66,7 @@ class PacedNode:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            self._outbox.load = Load(steps=self._steps, running=len(self._rows))
+            self._outbox.stats = NodeStats(steps=self._steps, running=len(self._rows))
             self._outbox.wake.set()
 
     def turn(self) -> None:
@@ -75,6 +75,6 @@ class PacedNode:
         for row in self._rows:
             if (position := len(row.sent)) - row.num_received < WINDOW and position < row.submit.max_tokens:
                 row.sent.append(now)
-                deltas.append(Delta(row.submit.id, position, self._packed[position % len(self._packed)]))
+                deltas.append(TokenDelta(row.submit.id, position, self._packed[position % len(self._packed)]))
         self._steps += 1
         self._outbox.wake.set()

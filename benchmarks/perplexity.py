@@ -16,25 +16,25 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.result import Cell, Result, Table, parser
-from engine.attention.choose import attention_on_cpu
-from engine.kernels.choose import kernels_on_cpu
+from engine.attention.selection import attention_on_cpu
+from engine.kernels.selection import kernels_on_cpu
 from engine.kv_pool import KVPool
-from engine.linear.choose import linear_on_cpu
 from engine.linear.interface import Linear, LinearFormat
+from engine.linear.selection import linear_on_cpu
 from engine.models.config import ModelConfig
 from engine.models.decoder import load_model
 from engine.runner import TorchRunner
 from scheduler.request import Request, Slice, Step
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
-from shared.messages import Sampling
+from shared.rpc.messages import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = ROOT.parent / "shared" / "data" / "text"
 HELD_OUT, GOAL = 0.05, 0.01
 BLOCK_TOKENS = 16
 CPU = torch.device("cpu")
-SCORED = Sampling(temperature=0.0, prompt_logprobs=0)
+SCORED = SamplingParams(temperature=0.0, prompt_logprobs=0)
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ def loss(model: Path, linear: LinearFormat, pieces: list[list[int]]) -> float:
     runner = TorchRunner(decoder, pool, attention_on_cpu("auto", pool), kernels_on_cpu(config, pool), CPU)
     total, count = 0.0, 0
     for number, tokens in enumerate(pieces):
-        request = Request(f"window {number}", tokens, len(tokens), 1, payload=SCORED, every_logit=True)
+        request = Request(f"window {number}", tokens, len(tokens), 1, sampling=SCORED, needs_prompt_logprobs=True)
         request.blocks = list(range(1, num_blocks))
         [output] = runner.run(Step(number, [Slice(request, 0, len(tokens), True, 0)], []))
         total -= sum(entry.logprob for entry in output.prompt_logprobs)

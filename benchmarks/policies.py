@@ -12,7 +12,7 @@ from pathlib import Path
 from scheduler.cost import CostModel
 from scheduler.policy import POLICIES, Policy
 from scheduler.request import Request, Step
-from scheduler.scheduler import Limits, Scheduler
+from scheduler.scheduler import Scheduler, StepLimits
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "policies.md"
@@ -54,7 +54,7 @@ def arrivals() -> list[tuple[float, Request]]:
 
 def serve(policy: Policy) -> Run:
     """Requests come in between two steps, as in the engine's loop."""
-    limits = Limits(BUDGET_TOKENS if policy.chunked else WHOLE_BUDGET_TOKENS, max_num_seqs=32)
+    limits = StepLimits(BUDGET_TOKENS if policy.chunked else WHOLE_BUDGET_TOKENS, max_num_seqs=32)
     scheduler = Scheduler(limits, num_blocks=4000, block_tokens=16, policy=policy)
     run, now_s = Run(), 0.0
     last_token: dict[str, float] = {}

@@ -15,15 +15,25 @@ from typing import NamedTuple
 
 import uvloop
 
-from engine.node import Node
-from engine.records import Ran, Recorder, Seen
-from engine.runner import Output, Runner
+from engine.engine import StepTiming
+from engine.runner import Runner, SliceOutput
+from node.node import Node
+from node.recorder import SchedulerSnapshot, StepRecorder
 from scheduler.request import Step
 from scheduler.role import DECODE
-from scheduler.scheduler import Limits, Scheduler
-from shared.codec import encode
-from shared.messages import Command, NodeInfo, Report, RequestEvent, Sampling, StepRecord, Submit, pack_ids
-from shared.serve import until
+from scheduler.scheduler import Scheduler, StepLimits
+from shared.lifecycle import wait_until
+from shared.rpc.codec import encode
+from shared.rpc.messages import (
+    NodeInfo,
+    NodeUpdate,
+    RequestEvent,
+    RouterCommand,
+    SamplingParams,
+    StepRecord,
+    SubmitRequest,
+    pack_ids,
+)
 
 BLOCK_TOKENS = 16
 PROMPT = list(range(3, 67))
@@ -33,20 +43,20 @@ SWITCH_S = 0.0005  # between threads, as every process of Baton has it
 class NoDevice(Runner):
     """Every token is 5, at once."""
 
-    def run(self, step: Step) -> list[Output]:
-        return [Output(5 if piece.samples else None) for piece in step.slices]
+    def run(self, step: Step) -> list[SliceOutput]:
+        return [SliceOutput(5 if piece.samples else None) for piece in step.slices]
 
 
-class Silent(Recorder):
+class Silent(StepRecorder):
     """Records nothing."""
 
     def event(self, identity: str, kind: str, at_ns: int | None = None, **fields: object) -> None:
         pass
 
-    def ran(self, ran: Ran) -> None:
+    def ran(self, ran: StepTiming) -> None:
         pass
 
-    def turned(self, seen: Seen) -> None:
+    def turned(self, seen: SchedulerSnapshot) -> None:
         pass
 
     def take(self) -> tuple[list[StepRecord], list[RequestEvent]]:
@@ -57,22 +67,22 @@ class Router:
     """The other end of the standing stream: reports are encoded, as for the wire, and counted."""
 
     def __init__(self) -> None:
-        self.commands: asyncio.Queue[Command | None] = asyncio.Queue()
+        self.commands: asyncio.Queue[RouterCommand | None] = asyncio.Queue()
         self.num_steps = self.num_bytes = 0
 
-    async def recv_message(self) -> Command | None:
+    async def recv_message(self) -> RouterCommand | None:
         return await self.commands.get()
 
     def __aiter__(self) -> "Router":
         return self
 
-    async def __anext__(self) -> Command:
+    async def __anext__(self) -> RouterCommand:
         command = await self.commands.get()
         if command is None:
             raise StopAsyncIteration
         return command
 
-    async def send_message(self, report: Report) -> None:
+    async def send_message(self, report: NodeUpdate) -> None:
         data = encode(report)
         if report.steps:
             self.num_steps += len(report.steps)
@@ -86,24 +96,26 @@ class Cost(NamedTuple):
     cpu: float
 
 
-async def run(recorder: Recorder, num_requests: int, num_tokens: int) -> tuple[Cost, Router]:
+async def run(recorder: StepRecorder, num_requests: int, num_tokens: int) -> tuple[Cost, Router]:
     """A step's cost, and what the router heard."""
     num_blocks = 2 + num_requests * (len(PROMPT) + num_tokens + BLOCK_TOKENS) // BLOCK_TOKENS
-    scheduler = Scheduler(Limits(max(512, num_requests), num_requests), num_blocks, BLOCK_TOKENS)
+    scheduler = Scheduler(StepLimits(max(512, num_requests), num_requests), num_blocks, BLOCK_TOKENS)
     info = NodeInfo("d", "b" * 32, "decode", "", "m", "f", BLOCK_TOKENS, 64, num_blocks, 1 << 20, num_requests)
     node, router = Node(info, DECODE, scheduler, NoDevice(), 0.5, 100), Router()
     node.recorder = recorder
     node.start()
-    router.commands.put_nowait(Command("router"))
+    router.commands.put_nowait(RouterCommand("router"))
     attached = asyncio.ensure_future(node.attach(router))
     submits = [
-        Submit(f"r{number}", "router", pack_ids(PROMPT), len(PROMPT), num_tokens, Sampling(temperature=0.0))
+        SubmitRequest(
+            f"r{number}", "router", pack_ids(PROMPT), len(PROMPT), num_tokens, SamplingParams(temperature=0.0)
+        )
         for number in range(num_requests)
     ]
     began, began_cpu = time.perf_counter(), time.process_time()
-    router.commands.put_nowait(Command("router", submits))
+    router.commands.put_nowait(RouterCommand("router", submits))
     await asyncio.sleep(0.01)
-    await until(lambda: not any(node.has(submit.id) for submit in submits), 600.0, 0.005)
+    await wait_until(lambda: not any(node.owns(submit.id) for submit in submits), 600.0, 0.005)
     seconds = time.perf_counter() - began
     await asyncio.sleep(0.25)  # the last records are told
     cpu = time.process_time() - began_cpu
@@ -120,7 +132,7 @@ async def compare(num_requests: int, num_tokens: int, repeats: int) -> tuple[Cos
     router = Router()
     for _ in range(repeats):
         off.append((await run(Silent(), num_requests, num_tokens))[0])
-        cost, router = await run(Recorder(), num_requests, num_tokens)
+        cost, router = await run(StepRecorder(), num_requests, num_tokens)
         on.append(cost)
     return _median(off), _median(on), router
 

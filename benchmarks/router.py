@@ -3,7 +3,7 @@
     python -m benchmarks router
 
 The router runs alone on the first processor. On the second, one process is both the clients and 16 nodes, which take
-turns to answer each of their requests with a token, by a node's own messages (`engine.outbox`), and compute nothing.
+turns to answer each of their requests with a token, by a node's own messages (`node.router_stream`), without computing.
 So it knows when each token left its node and when its client had it. Processor time is the kernel's for the router.
 """
 
@@ -25,7 +25,7 @@ import uvloop
 from benchmarks.paced import PacedNode, Row
 from benchmarks.result import Result, Table, median, parser, versions
 from cluster.plan import DEMO_MODEL
-from router.text import Tokenizer
+from router.text.tokenizer import Tokenizer
 from shared.registry import StreamAnnouncer
 
 NUM_NODES, NUM_STREAMS, NUM_IDLE = 16, 256, 2000

@@ -14,14 +14,14 @@ from functools import partial
 from typing import Any
 
 from benchmarks.result import Cell, Result, Table, in_turn, median, parser
-from router.fleet import Fleet
-from router.link import Link
-from router.records import Records
+from router.history.history import RequestHistory
+from router.nodes.connection import NodeConnection
+from router.nodes.pool import NodePool
 from scheduler.cost import CostModel
 from scheduler.request import Request
-from scheduler.scheduler import Limits, Scheduler
-from shared.messages import Load, NodeInfo, Report
+from scheduler.scheduler import Scheduler, StepLimits
 from shared.registry import EmbeddedRegistry
+from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate
 
 RUNNING = (32, 256, 512, 1024)
 FLEETS = (16, 100, 1000)
@@ -42,7 +42,7 @@ def seconds_of(work: Callable[[], object], times: int) -> float:
 
 def decode_us(num_running: int) -> float:
     """`schedule` and `update` together, a decode, when all of them decode."""
-    scheduler = Scheduler(Limits(8192, num_running), num_running * 40 + 2, 16)
+    scheduler = Scheduler(StepLimits(8192, num_running), num_running * 40 + 2, 16)
     for number in range(num_running):
         scheduler.add(Request(f"r{number}", list(range(64)), 64, NUM_STEPS + 50))
 
@@ -61,16 +61,16 @@ def decode_us(num_running: int) -> float:
     return taken_s / num_running * 1e6
 
 
-def fleet_of(num_nodes: int) -> Fleet:
+def fleet_of(num_nodes: int) -> NodePool:
     """Half of the nodes compute prompts; all are busy and have told a step-time model."""
-    fleet = Fleet("router", EmbeddedRegistry("router", "127.0.0.1", 0), "disaggregated", 1.0, Records())
+    fleet = NodePool("router", EmbeddedRegistry("router", "127.0.0.1", 0), "disaggregated", 1.0, RequestHistory())
     for number in range(num_nodes):
         role = ("prefill", "decode")[number % 2]
         sizes = (LONG_BLOCK, 1 << 20, 1 << 14, 1 << 18, 256)
         info = NodeInfo(f"n{number}", "boot", role, "127.0.0.1:1", "m", "print", *sizes)
-        link = Link("router", info, 1.0, lambda _: None, Records())
-        link._take(Report(load=Load(running=8, prompt_tokens=1 << 20, cost=COST.packed())))
-        fleet._links[info.id] = link
+        link = NodeConnection("router", info, 1.0, lambda _: None, RequestHistory())
+        link._process(NodeUpdate(stats=NodeStats(running=8, prompt_tokens=1 << 20, cost=COST.packed())))
+        fleet._connections[info.id] = link
     return fleet
 
 
@@ -102,7 +102,7 @@ def placing_us(num_nodes: int, prompt: list[int], converts: bool = False) -> dic
 
 def adding_ms(prompt: list[int]) -> float:
     """A node takes a prompt in: it hashes it again, as it trusts no router's hashes."""
-    scheduler = Scheduler(Limits(8192, 64), 2 * len(prompt) // LONG_BLOCK + 2, LONG_BLOCK)
+    scheduler = Scheduler(StepLimits(8192, 64), 2 * len(prompt) // LONG_BLOCK + 2, LONG_BLOCK)
     numbers = itertools.count()
     return 1000 * seconds_of(lambda: scheduler.add(Request(f"r{next(numbers)}", prompt, len(prompt), 16)), 20)
 

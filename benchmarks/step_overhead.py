@@ -24,22 +24,21 @@ from torch import Tensor
 from benchmarks.models import checkpoint
 from benchmarks.result import Cell, Result, Table, in_turn, median, parser
 from engine.batch import Batch
-from engine.build import BuildOptions, build
-from engine.engine import Engine, Tell
-from engine.node import Node
-from engine.outbox import Outbox
-from engine.records import Ran
-from engine.runner import Output, Runner, TorchRunner, row_of
+from engine.components import BuildOptions, build
+from engine.engine import Engine, EngineListener, StepTiming
+from engine.runner import Runner, SliceOutput, TorchRunner, row_of
 from engine.sampling import sample
+from node.node import Node
+from node.router_stream import RouterStream
 from scheduler.request import Request, Step
 from scheduler.role import DECODE
-from scheduler.scheduler import Event, Limits, Scheduler
-from shared.codec import encode
-from shared.messages import NodeInfo, Report, Sampling
-from shared.serve import settle_memory
+from scheduler.scheduler import Scheduler, StepLimits, StepOutput
+from shared.lifecycle import freeze_gc
+from shared.rpc.codec import encode
+from shared.rpc.messages import NodeInfo, NodeUpdate, SamplingParams
 
 T = TypeVar("T")
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 HOST = ("schedule", "build", "draw", "update", "tell", "records")
 PARTS = ("pass", *HOST, "sampled")
 SWITCH_S = 0.0005  # between threads, as every process of Baton has it
@@ -53,7 +52,7 @@ def decode(scheduler: Scheduler, count: int, context: int, steps: int) -> None:
     rows = []
     for index in range(count):
         tokens = [(7 * index + at) % 8000 for at in range(context)]
-        rows.append(Request(f"router-{index}", tokens, context, steps + 2 * count, payload=GREEDY))
+        rows.append(Request(f"router-{index}", tokens, context, steps + 2 * count, sampling=GREEDY))
         scheduler.add(rows[-1])
     while any(row.num_generated == 0 for row in rows):
         step = scheduler.schedule()
@@ -67,9 +66,9 @@ class Parts:
 
     def __init__(self, runner: TorchRunner, scheduler: Scheduler, count: int) -> None:
         info = NodeInfo("d", "b" * 32, "decode", "", "m", "f", scheduler.block_tokens, 64, 2, 1 << 20, count)
-        self.node, self.outbox = Node(info, DECODE, scheduler, runner, 0.5, 8192), Outbox()
-        self.node.routers.outboxes["router"] = self.outbox
-        self.node.roster.router_of.update(dict.fromkeys(scheduler.requests, "router"))
+        self.node, self.outbox = Node(info, DECODE, scheduler, runner, 0.5, 8192), RouterStream()
+        self.node.sessions.streams["router"] = self.outbox
+        self.node.active.router_of.update(dict.fromkeys(scheduler.requests, "router"))
         self.runner, self.scheduler = runner, scheduler
         self.taken: dict[str, list[float]] = {part: [] for part in PARTS}
 
@@ -78,17 +77,17 @@ class Parts:
         batch = self.timed("build", lambda: self.runner._build(step))
         logits = self.timed("pass", lambda: self._logits(batch))
         draws = self.timed("draw", lambda: sample(logits, [row_of(piece) for piece in step.slices]))
-        warm = [replace(row_of(piece), sampling=Sampling(seed=at)) for at, piece in enumerate(step.slices)]
+        warm = [replace(row_of(piece), sampling=SamplingParams(seed=at)) for at, piece in enumerate(step.slices)]
         self.timed("sampled", lambda: sample(logits, warm))
-        outputs = [Output(draw.token, draw.logprobs, error=draw.error) for draw in draws]
+        outputs = [SliceOutput(draw.token, draw.logprobs, error=draw.error) for draw in draws]
         failed = [bool(output.error) for output in outputs]
         tokens = [output.token for output in outputs]
         events = self.timed("update", lambda: self.scheduler.update(step, tokens, failed))
         began = time.perf_counter()
-        self.node.teller.step(step, events, outputs)
+        self.node.publisher.on_step(step, events, outputs)
         await asyncio.sleep(0)
         deltas, self.outbox.deltas = self.outbox.deltas, []
-        encode(Report(deltas))
+        encode(NodeUpdate(deltas))
         self.taken["tell"].append(1e6 * (time.perf_counter() - began))
         self.timed("records", lambda: self._record(step))
 
@@ -99,9 +98,9 @@ class Parts:
         return found
 
     def _record(self, step: Step) -> None:
-        self.node.teller.scheduled(step)
-        self.node.teller.ran(Ran(step, 1, 1000, 1000))
-        self.node.teller.turn(self.scheduler)
+        self.node.publisher.on_scheduled(step)
+        self.node.publisher.on_ran(StepTiming(step, 1, 1000, 1000))
+        self.node.publisher.on_turn(self.scheduler)
 
     @torch.inference_mode()
     def _logits(self, batch: Batch) -> Tensor:
@@ -109,7 +108,7 @@ class Parts:
         return runner._computed(batch)[0]
 
 
-class Timeline(Tell):
+class Timeline(EngineListener):
     """When each step was told, and when each request's first token was."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
@@ -118,24 +117,24 @@ class Timeline(Tell):
         self.first: dict[str, float] = {}
         self.ended = threading.Event()
 
-    def turn(self, scheduler: Scheduler) -> None:
+    def on_turn(self, scheduler: Scheduler) -> None:
         if self.turns and not scheduler.requests:
             self.ended.set()
 
-    def landings(self, requests: list[Request]) -> None: ...
+    def on_receiving(self, requests: list[Request]) -> None: ...
 
-    def scheduled(self, step: Step) -> None: ...
+    def on_scheduled(self, step: Step) -> None: ...
 
-    def step(self, step: Step, events: list[Event], outputs: list[Output]) -> None:
+    def on_step(self, step: Step, events: list[StepOutput], outputs: list[SliceOutput]) -> None:
         now = time.perf_counter()
         self.turns.append(now)
         for event in events:
             if event.token is not None:
                 self.first.setdefault(event.request.id, now)
 
-    def ran(self, ran: Ran) -> None: ...
+    def on_ran(self, ran: StepTiming) -> None: ...
 
-    def died(self, error: BaseException) -> None:
+    def on_failure(self, error: BaseException) -> None:
         self.ended.set()
 
 
@@ -149,7 +148,7 @@ def engine_run(runner: TorchRunner, count: int, context: int, steps: int, *, ahe
     waited = []
     for index in range(8):
         time.sleep(0.0421)  # in any phase of a step
-        late = Request(f"late-{index}", [index] * 32, 32, 1, payload=GREEDY)
+        late = Request(f"late-{index}", [index] * 32, 32, 1, sampling=GREEDY)
         began = time.perf_counter()
         timeline.engine.post(lambda scheduler, late=late: scheduler.add(late))  # type: ignore[misc]
         while late.id not in timeline.first and not timeline.ended.is_set():
@@ -169,7 +168,7 @@ def _blocks(count: int, tokens: int) -> int:
 
 
 def _scheduler(count: int, tokens: int) -> Scheduler:
-    return Scheduler(Limits(max(512, count), count), _blocks(count, tokens), BLOCK_TOKENS)
+    return Scheduler(StepLimits(max(512, count), count), _blocks(count, tokens), BLOCK_TOKENS)
 
 
 async def measure_parts(runner: TorchRunner, counts: Sequence[int], context: int, steps: int) -> list[dict[str, Any]]:
@@ -178,7 +177,7 @@ async def measure_parts(runner: TorchRunner, counts: Sequence[int], context: int
         scheduler = _scheduler(count, context + steps)
         decode(scheduler, count, context, steps + 1)
         parts = Parts(runner, scheduler, count)
-        settle_memory()
+        freeze_gc()
         for _ in range(steps):
             await parts.step()
         gc.unfreeze()

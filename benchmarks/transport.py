@@ -59,11 +59,11 @@ async def receive(kind: str, row_bytes: int, directory: str) -> None:
             late_s[0] = max(late_s[0], time.monotonic() - due)
 
     ticking = asyncio.ensure_future(tick())
-    print(json.dumps(channel.card().hex()), flush=True)
+    print(json.dumps(channel.descriptor().hex()), flush=True)
     used_s = time.process_time()
     while line := await asyncio.to_thread(sys.stdin.readline):
         if line.startswith("open"):
-            channel.open(bytes.fromhex(line.split()[1]), range(len(memory.rows)))
+            channel.grant(bytes.fromhex(line.split()[1]), range(len(memory.rows)))
         print(json.dumps([time.process_time() - used_s, late_s[0]]), flush=True)
         used_s, late_s[0] = time.process_time(), 0.0
     ticking.cancel()

@@ -21,7 +21,7 @@ class ChatError(Exception):
 
 
 @dataclass(slots=True)
-class Answer:
+class ChatReply:
     """What came back, and when: seconds from the request to its first and to its last text."""
 
     text: str = ""
@@ -48,7 +48,7 @@ class Conversation:
     def forget(self) -> None:
         self.messages = []
 
-    def ask(self, prompt: str, answer: Answer) -> Iterator[str]:
+    def ask(self, prompt: str, answer: ChatReply) -> Iterator[str]:
         """Yields the answer's text as it comes, and fills `answer`. Raises ChatError."""
         question = {"role": "user", "content": prompt}
         started = time.monotonic()
@@ -150,7 +150,7 @@ def _prompts(interactive: bool) -> Iterator[str]:
 
 
 def _answered(conversation: Conversation, prompt: str) -> bool:
-    answer = Answer()
+    answer = ChatReply()
     try:
         for text in conversation.ask(prompt, answer):
             print(text, end="", flush=True)

@@ -11,8 +11,8 @@ import typer
 
 from cluster.plan import ROOT, DoctorSettings, LocalSettings
 from compare.command import compare
-from shared.command_line import command_of, markup_mode, run_app
-from shared.config import NodeSettings, RouterSettings
+from shared.config.command_line import command_of, markup_mode, run_app
+from shared.config.settings import NodeSettings, RouterSettings
 
 Url = Annotated[str, typer.Option("--url", envvar="BATON_URL", help="The router's URL.")]
 ApiKey = Annotated[

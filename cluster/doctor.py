@@ -7,14 +7,14 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from cluster.installation import Doubt, Finding, examine, installation
+from cluster.installation import CheckFailedError, Finding, examine, installation
 from cluster.plan import DEMO_MODEL, DoctorSettings
 from cluster.status import size_text
 from compare.arms import Arm
 from compare.endpoint import Document, Endpoint, Unreachable
 from compare.preflight import different_answers, fits, greedy_answers
 from compare.stack import Launch, Stack, fit_together, num_gpus
-from shared.config import ComputingSettings, format_value
+from shared.config.settings import ComputingSettings, format_value
 from shared.errors import ConfigError
 
 PROMPT_TOKENS = (1, 16, 33, 130, 700)  # at, beside and over the edges of blocks and chunks
@@ -123,7 +123,9 @@ def _channels(nodes: Sequence[Document]) -> str:
     used = sorted({channel for node in nodes for channel in node["channels"].values()})
     fallen = [f"{node['id']} {node['channel_fallbacks']} times" for node in nodes if node["channel_fallbacks"]]
     if fallen:
-        raise Doubt(f"{', '.join(fallen)} fell back to a slower one (in use: {', '.join(used)}): its log says why")
+        raise CheckFailedError(
+            f"{', '.join(fallen)} fell back to a slower one (in use: {', '.join(used)}): its log says why"
+        )
     return ", ".join(used) or "none was needed yet"
 
 
@@ -131,13 +133,17 @@ def _clocks(nodes: Sequence[Document]) -> str:
     off = {node["id"]: node["clock_offset_ms"] for node in nodes}
     late = [f"{name} by {-offset:+.0f} ms" for name, offset in off.items() if abs(offset) > 1000 * CLOCK_S]
     if late:
-        raise Doubt(f"{', '.join(late)} against the router's: traces allow for it, logs do not; keep clocks by NTP")
+        raise CheckFailedError(
+            f"{', '.join(late)} against the router's: traces allow for it, logs do not; keep clocks by NTP"
+        )
     return f"at most {max(map(abs, off.values()), default=0):.0f} ms apart"
 
 
 def _membership(registry: Document) -> str:
     if registry["state"] != "ok":
-        raise Doubt(f"{registry['kind']} does not answer: the last list is kept, and nobody can join: bring it back")
+        raise CheckFailedError(
+            f"{registry['kind']} does not answer: the last list is kept, and nobody can join: bring it back"
+        )
     return str(registry["kind"])
 
 

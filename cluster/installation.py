@@ -16,21 +16,21 @@ from typing import Literal, NamedTuple
 
 from cluster.plan import DEMO_MODEL, ROOT, DoctorSettings, checked
 from compare.stack import PROCESS_BYTES, memory_available
-from engine.build import on_gpu
-from engine.compiled import why_not_compiled
+from engine.components import on_gpu
+from engine.cpu.numba_support import why_not_compiled
 from engine.models.config import ModelConfig
 from engine.weights import check_finite, fingerprint, weight_files
-from router.keys import Keys
-from router.model import read_model
-from router.text import Tokenizer
-from shared import security
-from shared.config import flag_of
+from router.http.keys import ApiKeys
+from router.text.model_files import read_model
+from router.text.tokenizer import Tokenizer
+from shared.config.settings import flag_of
 from shared.kv.layout import HOST_KV_BYTES
 from shared.kv.local import private
 from shared.kv.memory import HostMemory
+from shared.lifecycle import wait_until
 from shared.model_files import resolve
 from shared.registry import RedisRegistry
-from shared.serve import until
+from shared.rpc import security
 
 FLOOR = re.compile(r"([\w.-]+)>=([\d.]+)")  # of a requirement without an extra
 OTHER_FILES = 256  # that a process has open beside its clients: nodes, libraries, logs
@@ -45,7 +45,7 @@ class Finding(NamedTuple):
     text: str
 
 
-class Doubt(Exception):
+class CheckFailedError(Exception):
     """Baton will run, and not well; the message says why, and what to do."""
 
 
@@ -53,7 +53,7 @@ def examine(name: str, check: Callable[[], str]) -> Finding:
     """A check returns what it found, or raises Doubt, or what a process of Baton would end with at its start."""
     try:
         return Finding(name, "ok", check())
-    except Doubt as doubt:
+    except CheckFailedError as doubt:
         return Finding(name, "warning", str(doubt))
     except (ValueError, OSError, ImportError) as error:
         return Finding(name, "failed", str(error) or type(error).__name__)
@@ -117,7 +117,7 @@ def computing(settings: DoctorSettings) -> str:
             raise ValueError(f"--device {settings.device}: torch {torch.__version__} sees no GPU here")
         return ", ".join(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
     if reason := why_not_compiled():
-        raise Doubt(f"kernels cannot be compiled ({reason}): torch computes instead, several times slower")
+        raise CheckFailedError(f"kernels cannot be compiled ({reason}): torch computes instead, several times slower")
     return f"{len(os.sched_getaffinity(0))} CPUs, kernels can be compiled"
 
 
@@ -144,7 +144,7 @@ def memory(settings: DoctorSettings) -> str:
     each = weights + PROCESS_BYTES + (settings.kv_cache_memory or HOST_KV_BYTES)
     nodes = sum(settings.num_nodes())
     if nodes * each > available:
-        raise Doubt(
+        raise CheckFailedError(
             f"{nodes} nodes want {nodes * each >> 20} MiB and {available >> 20} MiB are available: lower "
             "--kv-cache-memory or the number of nodes"
         )
@@ -167,7 +167,9 @@ def open_files(settings: DoctorSettings) -> str:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = settings.max_concurrent_requests + OTHER_FILES
     if limit < wanted:
-        raise Doubt(f"{limit} are allowed, and {settings.max_concurrent_requests} clients want {wanted}: `ulimit -n`")
+        raise CheckFailedError(
+            f"{limit} are allowed, and {settings.max_concurrent_requests} clients want {wanted}: `ulimit -n`"
+        )
     return f"{limit} are allowed"
 
 
@@ -175,9 +177,9 @@ def secret_files(settings: DoctorSettings) -> str:
     """Those that are given; from here on this process is one of their cluster."""
     security.configure(settings.cluster_secret_file, {"--registry-host": settings.registry_host})
     if settings.api_keys_file or settings.api_keys:
-        Keys(settings.api_keys_file, settings.api_keys)
+        ApiKeys(settings.api_keys_file, settings.api_keys)
     elif not security.is_loopback(settings.host):
-        raise Doubt(
+        raise CheckFailedError(
             f"--host {settings.host} is open to everybody who reaches it: give --api-keys-file, see `baton key`"
         )
     given = [name for name in ("cluster_secret_file", "api_keys_file") if getattr(settings, name)]
@@ -194,7 +196,7 @@ async def _ask_redis(settings: DoctorSettings) -> str:
     found = RedisRegistry(settings.registry, settings.cluster)
     await found.start(lambda: None)
     try:
-        if not await until(lambda: found.state == "ok", REDIS_S):
+        if not await wait_until(lambda: found.state == "ok", REDIS_S):
             raise OSError(f"--registry: no Redis answers there within {REDIS_S:g} s; see the line above")
         return f"Redis answers, and knows {len(found.nodes)} nodes of cluster {settings.cluster}"
     finally:

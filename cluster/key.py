@@ -4,7 +4,7 @@ import sys
 from hashlib import sha256
 from secrets import token_urlsafe
 
-from router.keys import LINE
+from router.http.keys import LINE
 
 KEY_BYTES = 32
 

@@ -16,8 +16,8 @@ from cluster.key import new_key
 from cluster.plan import ROUTER, Child, LocalSettings, checked, inherited, plan
 from cluster.secret import own_secret
 from compare.endpoint import bearer
-from shared.config import EVERY_ADDRESS
-from shared.serve import dies_with
+from shared.config.settings import EVERY_ADDRESS
+from shared.lifecycle import set_parent_death_signal
 
 Say = Callable[[str, str], None]  # name of a process, a line
 
@@ -244,7 +244,7 @@ class LocalCluster:
             stderr=STDOUT,
             env=inherited(os.environ) | child.environment,
             start_new_session=True,  # a Ctrl-C at the terminal is ours to pass on
-            preexec_fn=dies_with(os.getpid()),
+            preexec_fn=set_parent_death_signal(os.getpid()),
         )
         self._processes[child.name] = process
         if self._ending.is_set():

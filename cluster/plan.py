@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from shared.config import (
+from shared.config.settings import (
     EVERY_ADDRESS,
     ComputingSettings,
     Host,

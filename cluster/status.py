@@ -12,7 +12,7 @@ TIMEOUT_S = 5.0
 COLUMNS = ("node", "role", "state", "running", "waiting", "KV blocks", "steps", "handoffs", "moved", "channels")
 
 
-class Unreachable(Exception):
+class RouterUnreachableError(Exception):
     """Nothing that speaks as a Baton router answers at the URL; the message says so in one line."""
 
 
@@ -20,7 +20,7 @@ def show_status(url: str, api_key: str, *, as_json: bool) -> int:
     """Returns the exit status: 1, after one line on stderr, when no router answers."""
     try:
         status = fetch_status(url, api_key)
-    except Unreachable as error:
+    except RouterUnreachableError as error:
         print(f"baton status: {error}", file=sys.stderr)
         return 1
     if as_json:
@@ -44,13 +44,13 @@ def fetch_status(url: str, api_key: str = "") -> dict[str, Any]:
         answer.raise_for_status()
         status = answer.json()
     except httpx.HTTPStatusError as error:
-        raise Unreachable(refusal(url, error.response.status_code)) from None
+        raise RouterUnreachableError(refusal(url, error.response.status_code)) from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise Unreachable(f"no router at {url}: {error or type(error).__name__}") from None
+        raise RouterUnreachableError(f"no router at {url}: {error or type(error).__name__}") from None
     except ValueError:
-        raise Unreachable(f"{url} did not answer with JSON; is it a router?") from None
+        raise RouterUnreachableError(f"{url} did not answer with JSON; is it a router?") from None
     if not isinstance(status, dict) or not isinstance(status.get("nodes"), list):
-        raise Unreachable(f"{url} answered with something else than a status; is it a router?")
+        raise RouterUnreachableError(f"{url} answered with something else than a status; is it a router?")
     return status
 
 

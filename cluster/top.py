@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cluster.status import Unreachable, refusal
+from cluster.status import RouterUnreachableError, refusal
 from compare.endpoint import bearer
 
 COLUMNS = ("NODE", "ROLE", "STATE", "BATCH", "KV", "QUEUE", "IT/S", "BUSY")
@@ -36,7 +36,7 @@ STYLES = {"prefill": "yellow", "decode": "blue", "over": "bold red"}
 START, DURATION, PREFILL_TOKENS, NUM_DECODES = 1, 2, 8, 9
 
 
-class View:
+class TopView:
     """What the stream has said so far. The reading thread writes it, the drawing one reads it."""
 
     def __init__(self) -> None:
@@ -57,14 +57,14 @@ class View:
 
 def run_top(url: str, api_key: str = "") -> int:
     """Returns the exit status: 1, after one line on stderr, when no router answers at first."""
-    view, events = View(), read_events(url, api_key)
+    view, events = TopView(), read_events(url, api_key)
     try:
         while view.status is None:
             view.hear(*next(events))
     except (KeyError, TypeError, IndexError):
         print(f"baton top: {url} {STRANGE}", file=sys.stderr)
         return 1
-    except Unreachable as error:
+    except RouterUnreachableError as error:
         print(f"baton top: {error}", file=sys.stderr)
         return 1
     except StopIteration:
@@ -95,14 +95,14 @@ def read_events(url: str, api_key: str = "") -> Iterator[tuple[str, dict[str, An
                 elif field == "data":
                     yield kind, json.loads(value)
     except httpx.HTTPStatusError as error:
-        raise Unreachable(refusal(url, error.response.status_code)) from None
+        raise RouterUnreachableError(refusal(url, error.response.status_code)) from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise Unreachable(f"no router at {url}: {error or type(error).__name__}") from None
+        raise RouterUnreachableError(f"no router at {url}: {error or type(error).__name__}") from None
     except ValueError:
-        raise Unreachable(f"{url} sent an event that is not JSON; is it a router?") from None
+        raise RouterUnreachableError(f"{url} sent an event that is not JSON; is it a router?") from None
 
 
-def _keep_reading(url: str, api_key: str, view: View, events: Iterator[tuple[str, dict[str, Any]]]) -> None:
+def _keep_reading(url: str, api_key: str, view: TopView, events: Iterator[tuple[str, dict[str, Any]]]) -> None:
     """Reads on, and anew whenever the stream breaks, until the process ends."""
     while True:
         try:
@@ -110,7 +110,7 @@ def _keep_reading(url: str, api_key: str, view: View, events: Iterator[tuple[str
                 view.hear(kind, data)
                 view.problem = ""
             view.problem = "the router ended the stream; trying again"
-        except Unreachable as error:
+        except RouterUnreachableError as error:
             view.problem = f"{error}; trying again"
         except (KeyError, TypeError, IndexError):
             view.problem = f"{url} {STRANGE}; trying again"
@@ -118,7 +118,7 @@ def _keep_reading(url: str, api_key: str, view: View, events: Iterator[tuple[str
         events = read_events(url, api_key)
 
 
-def _show(view: View) -> None:
+def _show(view: TopView) -> None:
     """Draws until q or Ctrl-C."""
     console = Console()
     with _keys(sys.stdin) as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
@@ -164,14 +164,14 @@ def _order(node: dict[str, Any]) -> tuple[bool, int, str]:
 # ---- what is shown ---------------------------------------------------------------------------------------------------
 
 
-def plain_lines(view: View) -> list[str]:
+def plain_lines(view: TopView) -> list[str]:
     """The same without colours and strip, cells parted by tabs."""
     status = view.status or {}
     rows = [row_of(node) for node in status["nodes"]]
     return [_summary(status), latency_line(status), *("\t".join(row) for row in [COLUMNS, *rows])]
 
 
-def screen_of(view: View, width: int) -> Group:
+def screen_of(view: TopView, width: int) -> Group:
     status = view.status or {"nodes": []}
     table = Table(box=None, padding=(0, 2, 0, 0))
     for index, name in enumerate(COLUMNS):

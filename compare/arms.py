@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from shared.config import ComputingSettings, ServingSettings, resolve
+from shared.config.settings import ComputingSettings, ServingSettings, resolve
 from shared.errors import ConfigError
 
 GRAMMAR = "colocated:N or disaggregated:XpYd, with @policy,setting=value after it"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scheduler.cost import CostModel, Work
+from scheduler.cost import CostModel, StepWork
 
 Pass = Mapping[str, Any]  # one row of /v1/steps, by its columns
 
@@ -30,8 +30,8 @@ def busy(passes: Sequence[Pass], window_ms: tuple[float, float], model: CostMode
     return {"busy": shares["prefill"] + shares["decode"]} | shares
 
 
-def _decodes(each: Pass) -> Work:
-    return Work(num_decodes=each["num_decodes"], decode_context=each["decode_context"])
+def _decodes(each: Pass) -> StepWork:
+    return StepWork(num_decodes=each["num_decodes"], decode_context=each["decode_context"])
 
 
 def _prompt_share(each: Pass, model: CostModel | None) -> float:
@@ -40,7 +40,7 @@ def _prompt_share(each: Pass, model: CostModel | None) -> float:
     if model is None:
         return float(each["prefill_tokens"] / (each["prefill_tokens"] + each["num_decodes"]))
     idle_s = model.overhead + model.per_token * model.knee_tokens
-    total = Work(each["num_prefills"], each["prefill_tokens"], 0, each["num_decodes"], each["decode_context"])
+    total = StepWork(each["num_prefills"], each["prefill_tokens"], 0, each["num_decodes"], each["decode_context"])
     prompts_s = model.seconds(total) - model.seconds(_decodes(each))
     decodes_s = max(0.0, model.seconds(_decodes(each)) - idle_s)
     return prompts_s / (prompts_s + decodes_s) if prompts_s + decodes_s else 0.5

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from compare.arms import Arm
 from compare.endpoint import Endpoint, Unreachable
-from shared.config import PREFIX, parse_size
+from shared.config.settings import PREFIX, parse_size
 from shared.errors import ConfigError
-from shared.kv.cuda_driver import CudaError, Driver
 from shared.kv.layout import HOST_KV_BYTES
-from shared.serve import dies_with
+from shared.kv_gpu.cuda_driver import CudaError, Driver
+from shared.lifecycle import set_parent_death_signal
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVING_AT = re.compile(r"serving at (http://\S+)")
@@ -183,7 +183,7 @@ def environment() -> dict[str, str]:
 
 def before_it_runs(parent: int) -> Callable[[], None]:
     """Run in the child before it becomes its program."""
-    ask = dies_with(parent)
+    ask = set_parent_death_signal(parent)
 
     def prepare() -> None:
         os.nice(BEHIND_CLIENT)

@@ -7,16 +7,26 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from decode_node.landing import Ending, Landing, LandingTable
-from engine.node import Node
+from decode_node.reservations import Reservation, ReservationEnd, ReservationTable
+from node.node import Node
 from scheduler.request import Request
 from shared import failpoints
-from shared.kv.channel import TICKET_BYTES, KVChannel, is_boot
+from shared.kv.channel import RESERVATION_ID_BYTES, KVChannel, is_incarnation_id
 from shared.kv.checksum import CHECKSUM_BYTES
 from shared.kv.staging import KVMemory
 from shared.logs import about, fields
-from shared.messages import Answer, Commit, Delta, Pushed, Renew, Reserve, Reserved, Stop, pack_ids
-from shared.services import COMMIT, PUSHED, RENEW, RESERVE, STOP, Rpc, unary
+from shared.rpc.messages import (
+    Ack,
+    CommitRequest,
+    PushedNotice,
+    RenewRequest,
+    ReserveReply,
+    ReserveRequest,
+    StopRequest,
+    TokenDelta,
+    pack_ids,
+)
+from shared.rpc.methods import COMMIT, PUSHED, RENEW, RESERVE, STOP, Rpc, unary
 
 log = logging.getLogger("baton.landing")
 TICK_S = 0.5
@@ -24,16 +34,16 @@ MAX_TICKETS = 1 << 14  # that one writer may renew at once: far more than a pool
 CORRUPT = "checksums differ"
 
 
-class Receiver:
+class HandoffReceiver:
     def __init__(self, node: Node, memory: KVMemory, channels: Sequence[KVChannel], timeout_s: float) -> None:
         self._node = node
         self._memory = memory
         self._channels = channels
         self._timeout_s = timeout_s  # how long a writer may wait for room
-        self._table = LandingTable(fenced=all(channel.fenced for channel in channels))
+        self._table = ReservationTable(fenced=all(channel.fenced for channel in channels))
         self._waiting: dict[str, asyncio.Future[Request]] = {}
-        node.on_landing = self.room_found
-        node.on_abort = self.abort
+        node.on_room_found = self.on_room_found
+        node.on_abort = self.on_abort
 
     def handlers(self) -> dict[Rpc[Any, Any], Callable[[Any], Awaitable[None]]]:
         return {
@@ -52,18 +62,20 @@ class Receiver:
 
     # ---- what writers ask ---------------------------------------------------------------------------------------
 
-    async def reserve(self, message: Reserve) -> Reserved:
+    async def reserve(self, message: ReserveRequest) -> ReserveReply:
         node, submit = self._node, message.request
         about(submit.id, submit.traceparent)
         if message.fingerprint != node.info.fingerprint:
-            return Reserved(error=f"this node has {node.info.fingerprint}, the prefill node {message.fingerprint}")
-        if not is_boot(message.writer):
-            return Reserved(error=f"writer is {message.writer!r:.40}: it must be a boot id of 32 hexadecimal digits")
+            return ReserveReply(error=f"this node has {node.info.fingerprint}, the prefill node {message.fingerprint}")
+        if not is_incarnation_id(message.writer):
+            return ReserveReply(
+                error=f"writer is {message.writer!r:.40}: it must be a boot id of 32 hexadecimal digits"
+            )
         waiting = asyncio.get_running_loop().create_future()
         try:
-            request = node.take(submit.router, submit, lands=True)
+            request = node.register(submit.router, submit, lands=True)
         except ValueError as error:
-            return Reserved(error=str(error))
+            return ReserveReply(error=str(error))
         self._waiting[request.id] = waiting
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -73,11 +85,11 @@ class Receiver:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise  # the writer is gone; else the request was aborted, or it is too late
-            return Reserved(error=f"no room within {self._timeout_s:g} s")
+            return ReserveReply(error=f"no room within {self._timeout_s:g} s")
         finally:
             del self._waiting[request.id]
-        if not node.has(request.id):  # aborted after room was found, before this line ran: the blocks are gone
-            return Reserved(error="the request was aborted")
+        if not node.owns(request.id):  # aborted after room was found, before this line ran: the blocks are gone
+            return ReserveReply(error="the request was aborted")
         try:
             failpoints.reach("decode.reserved", request.id)
             return self._grant(message, request)
@@ -85,26 +97,26 @@ class Receiver:
             node.abort(request.id)
             raise
 
-    def _grant(self, message: Reserve, request: Request) -> Reserved:
+    def _grant(self, message: ReserveRequest, request: Request) -> ReserveReply:
         num_held = request.num_computed // self._node.info.block_tokens
         blocks = request.blocks[num_held:]
-        ticket = secrets.token_bytes(TICKET_BYTES)
-        landing = self._table.expect(ticket, request, message.writer, blocks, time.monotonic())
-        if request.in_place:
+        ticket = secrets.token_bytes(RESERVATION_ID_BYTES)
+        landing = self._table.add(ticket, request, message.writer, blocks, time.monotonic())
+        if request.shared_pool:
             landing.num_checked = len(blocks)  # nothing is sent that could differ
         for channel in self._channels:
-            channel.open(ticket, blocks)
-        cards = {channel.name: channel.card() for channel in self._channels}
-        return Reserved(ticket, num_held, pack_ids(blocks), cards, held=pack_ids(request.blocks[:num_held]))
+            channel.grant(ticket, blocks)
+        cards = {channel.name: channel.descriptor() for channel in self._channels}
+        return ReserveReply(ticket, num_held, pack_ids(blocks), cards, held=pack_ids(request.blocks[:num_held]))
 
-    async def pushed(self, message: Pushed) -> Answer:
-        landing = self._table.open(message.ticket)
+    async def pushed(self, message: PushedNotice) -> Ack:
+        landing = self._table.open(message.reservation_id)
         if landing is None:
-            return Answer("the ticket is void")
+            return Ack("the ticket is void")
         error = await self._check(landing, message.checksums)
-        return Answer(error, again=error == CORRUPT)
+        return Ack(error, again=error == CORRUPT)
 
-    async def _check(self, landing: Landing, sums: bytes) -> str:
+    async def _check(self, landing: Reservation, sums: bytes) -> str:
         """Compares the next rows with their checksums, on a thread. Returns what is wrong; the rows stay unchecked."""
         first = landing.num_checked
         last = first + len(sums) // CHECKSUM_BYTES
@@ -115,82 +127,82 @@ class Receiver:
             return "rows were told twice"
         if found != sums:
             starts = range(0, len(sums), CHECKSUM_BYTES)
-            self._node.ticker.rows_corrupt += sum(
+            self._node.handoff_counters.rows_corrupt += sum(
                 found[at : at + CHECKSUM_BYTES] != sums[at : at + CHECKSUM_BYTES] for at in starts
             )
             return CORRUPT
         landing.num_checked = last
         return ""
 
-    async def commit(self, message: Commit) -> Answer:
-        landing = self._table.commit(message.ticket)
+    async def commit(self, message: CommitRequest) -> Ack:
+        landing = self._table.commit(message.reservation_id)
         if landing is None:
-            return Answer("the ticket is void")
+            return Ack("the ticket is void")
         request = landing.request
         for channel in self._channels:
-            channel.shut(message.ticket)
+            channel.revoke(message.reservation_id)
         try:
             failpoints.reach("decode.before_check", request.id)
             error = await self._check(landing, message.checksums)
         except BaseException:
-            if not self._table.is_over(landing):
+            if not self._table.is_closed(landing):
                 self._end(self._table.reject(landing), "the commit was cut off")
             raise
-        if self._table.is_over(landing):
-            return Answer("the request was aborted")
+        if self._table.is_closed(landing):
+            return Ack("the request was aborted")
         if error == CORRUPT and self._table.reopen(landing):
             for channel in self._channels:
-                channel.open(landing.ticket, landing.blocks[landing.num_checked :])
-            return Answer(error, again=True)
+                channel.grant(landing.reservation_id, landing.blocks[landing.num_checked :])
+            return Ack(error, again=True)
         if error := error or self._flaw(landing, message):
             self._end(self._table.reject(landing), f"the rows are not what the prefill node sent: {error}")
-            return Answer(error)
-        self._table.landed(landing)
+            return Ack(error)
+        self._table.accept(landing)
         self._node.recorder.event(request.id, "landed")
-        self._node.send_for(request.id, Delta(request.id, landed=True))
-        self._node.post_for(request, lambda scheduler: scheduler.land(request, message.first_token))
+        self._node.send_for(request.id, TokenDelta(request.id, handed_off=True))
+        self._node.post_for(request, lambda scheduler: scheduler.kv_received(request, message.first_token))
         failpoints.reach("decode.landed", request.id)
-        return Answer()
+        return Ack()
 
-    def _flaw(self, landing: Landing, message: Commit) -> str:
+    def _flaw(self, landing: Reservation, message: CommitRequest) -> str:
         if landing.num_checked < len(landing.blocks):
             return f"{len(landing.blocks) - landing.num_checked} rows were never told"
         if not 0 <= message.first_token < self._node.vocab_size:
             return f"token id {message.first_token} is not in the vocabulary of {self._node.vocab_size}"
         return ""
 
-    async def stop(self, message: Stop) -> Answer:
+    async def stop(self, message: StopRequest) -> Ack:
         if message.request in self._waiting:
             self._node.abort(message.request)
-        ticket = message.ticket or self._table.ticket_of(message.request)
+        ticket = message.reservation_id or self._table.id_of(message.request)
         self._end(self._table.stop(ticket), f"the prefill node stopped: {message.reason[:200]}")
-        return Answer()
+        return Ack()
 
-    async def renew(self, message: Renew) -> Answer:
-        data = message.tickets
-        if len(data) > MAX_TICKETS * TICKET_BYTES or len(data) % TICKET_BYTES:
-            return Answer(f"{len(data)} bytes are not up to {MAX_TICKETS} tickets")
-        tickets = [data[at : at + TICKET_BYTES] for at in range(0, len(data), TICKET_BYTES)]
+    async def renew(self, message: RenewRequest) -> Ack:
+        data = message.reservation_ids
+        if len(data) > MAX_TICKETS * RESERVATION_ID_BYTES or len(data) % RESERVATION_ID_BYTES:
+            return Ack(f"{len(data)} bytes are not up to {MAX_TICKETS} tickets")
+        tickets = [data[at : at + RESERVATION_ID_BYTES] for at in range(0, len(data), RESERVATION_ID_BYTES)]
         self._table.renew(message.writer, tickets, time.monotonic())
-        return Answer()
+        return Ack()
 
     # ---- what the node tells ------------------------------------------------------------------------------------
 
-    def room_found(self, request: Request) -> None:
+    def on_room_found(self, request: Request) -> None:
         waiting = self._waiting.get(request.id)
         if waiting is not None and not waiting.done():
             waiting.set_result(request)
 
-    def abort(self, identity: str) -> bool:
+    def on_abort(self, identity: str) -> bool:
         if (waiting := self._waiting.get(identity)) is not None:
             waiting.cancel()
         ending = self._table.abort(identity)
         if ending is None:
             return False
-        self._give_back(ending)
+        self._release(ending)
         return True
 
-    def writer_lost(self, writer: str) -> None:
+    def on_writer_lost(self, writer: str) -> None:
         """The channel's news that a writer's process ended, or closed its mapping of this pool."""
         if not self._table.has(writer) or self._can_write(writer):
             return
@@ -206,24 +218,24 @@ class Receiver:
     def _can_write(self, writer: str) -> bool:
         """Whether a writer that is taken for dead could still write. If not, it never can again: it may only have
         been frozen, and would go on with rows that are somebody else's by then."""
-        return not all(channel.fenced or channel.bar(writer) for channel in self._channels)
+        return not all(channel.fenced or channel.fence_writer(writer) for channel in self._channels)
 
     # ---- endings ------------------------------------------------------------------------------------------------
 
-    def _end(self, ending: Ending | None, reason: str) -> None:
+    def _end(self, ending: ReservationEnd | None, reason: str) -> None:
         if ending is None:
             return
-        identity = ending.landing.request.id
+        identity = ending.reservation.request.id
         if not ending.quarantined:
             log.warning("landing of %s ended: %s", identity, reason, extra=fields(request=identity))
-            self._node.send_for(identity, Delta(identity, error=f"landing: {reason}", retry=True))
-            self._node.forget(identity, f"landing: {reason}")
-        self._give_back(ending)
+            self._node.send_for(identity, TokenDelta(identity, error=f"landing: {reason}", retry=True))
+            self._node.finish(identity, f"landing: {reason}")
+        self._release(ending)
 
-    def _give_back(self, ending: Ending) -> None:
-        landing = ending.landing
+    def _release(self, ending: ReservationEnd) -> None:
+        landing = ending.reservation
         for channel in self._channels:
-            channel.shut(landing.ticket)
+            channel.revoke(landing.reservation_id)
         post = self._node.engine.post
         if ending.quarantined:
             post(lambda scheduler: scheduler.pool.clear(landing.blocks))

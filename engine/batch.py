@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kv_pool import DUMMY_BLOCK
-from scheduler.request import Request, Slice, State, tokens_of
+from scheduler.request import Request, RequestState, Slice, tokens_of
 
 IntArray = NDArray[np.int32]
 KEPT_ROWS = 1024  # block rows of ended requests are let go of beyond this
@@ -72,7 +72,7 @@ class Batch:
 def num_scored(piece: Slice) -> int:
     """How many rows of a slice are followed by a prompt token whose logprob is wanted."""
     request = piece.request
-    return max(0, min(piece.end, request.num_prompt - 1) - piece.start) if request.every_logit else 0
+    return max(0, min(piece.end, request.num_prompt - 1) - piece.start) if request.needs_prompt_logprobs else 0
 
 
 class BlockRows:
@@ -88,7 +88,7 @@ class BlockRows:
         for index, (piece, count) in enumerate(zip(slices, counts, strict=True)):
             table[index, :count] = self._row(piece.request, count)[:count]
         if len(self._rows) > KEPT_ROWS + 2 * len(slices):
-            self._rows = {name: row for name, row in self._rows.items() if row[0].state is not State.DONE}
+            self._rows = {name: row for name, row in self._rows.items() if row[0].state is not RequestState.DONE}
         return table
 
     def _row(self, request: Request, count: int) -> IntArray:

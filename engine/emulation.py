@@ -16,7 +16,7 @@ MOST = 1e15  # of any number here: beyond all devices
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkSpeed:
     """A push of KV lasts `latency_s`, and one second for each `bytes_per_s`."""
 
     latency_s: float
@@ -31,7 +31,7 @@ class Emulation:
     cost: CostModel
     kv_bytes_per_token: int
     kv_tokens: int
-    link: Link
+    link: LinkSpeed
 
 
 def load_emulation(name: str) -> Emulation:
@@ -69,7 +69,7 @@ def _emulation(data: Any, name: str, link: str) -> Emulation:
         model,
         int(_number(data, "kv_bytes_per_token", least=1)),
         int(_number(data, "kv_tokens", least=1024)),
-        Link(
+        LinkSpeed(
             _number(links[chosen], "latency_s", f"links.{chosen}."),
             _number(links[chosen], "bytes_per_s", f"links.{chosen}.", least=1),
         ),

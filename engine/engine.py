@@ -18,14 +18,13 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from engine.records import Ran
-from engine.runner import Output, Pending, Runner, leads
-from engine.watchdog import Patience
-from scheduler.fit import CostFit
-from scheduler.request import Request, Slice, State, Step
-from scheduler.scheduler import Event, Scheduler
+from engine.runner import PendingStep, Runner, SliceOutput, leads
+from engine.step_deadline import StepDeadline
+from engine.step_time_fit import CostFit
+from scheduler.request import Request, RequestState, Slice, Step
+from scheduler.scheduler import Scheduler, StepOutput
 from shared import failpoints
 from shared.clock import now_ns
 
@@ -36,45 +35,54 @@ IDLE_S = 1.0
 STUCK_S = 5.0
 
 
-class Tell(Protocol):
+class StepTiming(NamedTuple):
+    """A step that was run: when its pass began, how long that took, and the rest of its turn of the engine's loop."""
+
+    step: Step
+    start_ns: int
+    device_ns: int
+    host_ns: int
+
+
+class EngineListener(Protocol):
     """Whom the engine tells, on its own thread: the state at each turn, for which landings room was found, what a
     step will do and what it did, how long that took, how the engine died."""
 
-    def turn(self, scheduler: Scheduler) -> None: ...
+    def on_turn(self, scheduler: Scheduler) -> None: ...
 
-    def landings(self, requests: list[Request]) -> None: ...
+    def on_receiving(self, requests: list[Request]) -> None: ...
 
-    def scheduled(self, step: Step) -> None: ...
+    def on_scheduled(self, step: Step) -> None: ...
 
-    def step(self, step: Step, events: list[Event], outputs: list[Output]) -> None: ...
+    def on_step(self, step: Step, events: list[StepOutput], outputs: list[SliceOutput]) -> None: ...
 
-    def ran(self, ran: Ran) -> None: ...
+    def on_ran(self, ran: StepTiming) -> None: ...
 
-    def died(self, error: BaseException) -> None: ...
+    def on_failure(self, error: BaseException) -> None: ...
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlightStep:
     """A step that was launched and not told yet. `pending` None: it failed to start, or failed with the one before."""
 
     step: Step
-    pending: Pending | None
+    pending: PendingStep | None
     launched_ns: int
     leads: bool  # the next step may be decided and launched before this one is told
 
 
 class Engine:
-    def __init__(self, scheduler: Scheduler, runner: Runner, tell: Tell, stuck_s: float = STUCK_S) -> None:
-        """`stuck_s`: see `engine.watchdog.Patience`."""
+    def __init__(self, scheduler: Scheduler, runner: Runner, tell: EngineListener, stuck_s: float = STUCK_S) -> None:
+        """`stuck_s`: see `node.watchdog.StepDeadline`."""
         self._scheduler = scheduler
         self._runner = runner
-        self._tell = tell
+        self._listener = tell
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._fit = CostFit()
-        self._flight: Flight | None = None  # between two turns, only with a runner that runs ahead
+        self._flight: InFlightStep | None = None  # between two turns, only with a runner that runs ahead
         self._turn_began_ns = self._pass_ended_ns = now_ns()
-        self._patience = Patience(stuck_s)
+        self._patience = StepDeadline(stuck_s)
         self._idle_s = min(IDLE_S, stuck_s / 4)  # an idle engine must not look like a stuck one
         self._is_audited = True  # nobody came since the blocks were last looked at one by one
         self.progress = 0  # another number at every turn of the loop, at least once a second where nothing runs
@@ -104,7 +112,7 @@ class Engine:
             self._land()
         except BaseException as error:
             log.exception("the engine died")
-            self._tell.died(error)
+            self._listener.on_failure(error)
             raise
 
     def _take_commands(self) -> bool:
@@ -112,7 +120,7 @@ class Engine:
         wait = waited = not self._scheduler.has_work and self._flight is None
         while True:
             self.progress += 1
-            self._tell.turn(self._scheduler)
+            self._listener.on_turn(self._scheduler)
             try:
                 command = self._inbox.get(timeout=self._idle_s) if wait else self._inbox.get_nowait()
             except queue.Empty:
@@ -141,8 +149,8 @@ class Engine:
             self._land()
             return
         step = self._scheduler.schedule()
-        if step.landings:
-            self._tell.landings(step.landings)
+        if step.receiving:
+            self._listener.on_receiving(step.receiving)
         self._flight = self._launch(step, before) if step.slices else None
         if before is not None:
             self._finish(before)
@@ -157,8 +165,8 @@ class Engine:
             self._flight = None
             self._finish(flight)
 
-    def _launch(self, step: Step, before: Flight | None) -> Flight:
-        self._tell.scheduled(step)
+    def _launch(self, step: Step, before: InFlightStep | None) -> InFlightStep:
+        self._listener.on_scheduled(step)
         patience = self._patience.seconds
         self.allowed_s = max(patience(step), patience(before.step) if before is not None else 0.0)
         failpoints.reach("engine.step")
@@ -168,17 +176,17 @@ class Engine:
             pending = self._runner.launch(step, before.step if before is not None else None)
         except Exception:
             log.exception("step %d failed", step.number)
-            return Flight(step, None, began_ns, leads=False)
-        return Flight(step, pending, began_ns, self._runner.ahead and leads(step))
+            return InFlightStep(step, None, began_ns, leads=False)
+        return InFlightStep(step, pending, began_ns, self._runner.ahead and leads(step))
 
-    def _finish(self, flight: Flight) -> None:
+    def _finish(self, flight: InFlightStep) -> None:
         step, outputs = flight.step, self._outputs(flight)
         ended_ns = now_ns()
         # The device begins a step when it is done with the one before.
         began_ns, self._pass_ended_ns = max(flight.launched_ns, self._pass_ended_ns), ended_ns
         tokens = [output.token for output in outputs]
         events = self._scheduler.update(step, tokens, [bool(output.error) for output in outputs])
-        self._tell.step(step, events, outputs)
+        self._listener.on_step(step, events, outputs)
         if not any(output.error for output in outputs):  # what failed may have taken no time
             self._patience.observe(step.work.tokens, (ended_ns - began_ns) / 1e9)
         self._ran(step, began_ns, ended_ns - began_ns)
@@ -188,11 +196,11 @@ class Engine:
         turn_ns, self._turn_began_ns = ended_ns - self._turn_began_ns, ended_ns
         self._fit.observe(step.work, turn_ns / 1e9)
         self._scheduler.cost = self._fit.model()
-        self._tell.ran(Ran(step, began_ns, pass_ns, max(0, turn_ns - pass_ns)))
+        self._listener.on_ran(StepTiming(step, began_ns, pass_ns, max(0, turn_ns - pass_ns)))
 
     def _wait_for_room(self, step: Step) -> None:
         """Whoever waits, waits for blocks that a landing or leaving request holds: a command will say so."""
-        if step.landings or not self._scheduler.has_work:
+        if step.receiving or not self._scheduler.has_work:
             return
         try:
             command = self._inbox.get(timeout=self._idle_s)
@@ -205,7 +213,7 @@ class Engine:
         else:
             command(self._scheduler)
 
-    def _outputs(self, flight: Flight) -> list[Output]:
+    def _outputs(self, flight: InFlightStep) -> list[SliceOutput]:
         """Of a step, and when it raised, of each of its slices alone, so that only the culprit fails."""
         if flight.pending is not None:
             try:
@@ -226,10 +234,11 @@ class Engine:
                 behind.pending.wait()
         behind.pending, behind.leads = None, False
 
-    def _run_each(self, step: Step) -> list[Output]:
+    def _run_each(self, step: Step) -> list[SliceOutput]:
         live = [_is_live(piece) for piece in step.slices]
         outputs = [
-            self._run_alone(step, piece) if lives else Output() for piece, lives in zip(step.slices, live, strict=True)
+            self._run_alone(step, piece) if lives else SliceOutput()
+            for piece, lives in zip(step.slices, live, strict=True)
         ]
         if any(output.error == INTERNAL for output in outputs):
             self._prove_device()
@@ -244,14 +253,14 @@ class Engine:
         except Exception as error:
             raise RuntimeError("the device fails with any work") from error
 
-    def _run_alone(self, step: Step, piece: Slice) -> Output:
+    def _run_alone(self, step: Step, piece: Slice) -> SliceOutput:
         self.progress += 1
         try:
             _pass_slices([piece])
             return self._runner.run(Step(step.number, [piece], []))[0]
         except Exception:
             log.exception("request %s failed", piece.request.id)
-            return Output(error=INTERNAL)
+            return SliceOutput(error=INTERNAL)
 
 
 def _pass_slices(slices: list[Slice]) -> None:
@@ -262,4 +271,4 @@ def _pass_slices(slices: list[Slice]) -> None:
 
 def _is_live(piece: Slice) -> bool:
     """It still has its tokens and blocks: neither ended nor preempted since it was decided."""
-    return piece.request.state is State.RUNNING and piece.epoch == piece.request.epoch
+    return piece.request.state is RequestState.RUNNING and piece.epoch == piece.request.epoch

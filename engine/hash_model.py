@@ -12,14 +12,14 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.runner import Output, Runner
-from scheduler.request import Request, Slice, State, Step, cdiv
+from engine.runner import Runner, SliceOutput
+from scheduler.request import Request, RequestState, Slice, Step, cdiv
 
 KV_BYTES = 8  # of one position and layer; a KVLayout of 1 head, head_dim 1 and float32 has the same size
 
 
 @dataclass(slots=True)
-class Prefix:
+class HashedPrefix:
     """The running hash of a request's first `end` tokens."""
 
     request: Request
@@ -41,20 +41,22 @@ class HashRunner(Runner):
         self._block_tokens = block_tokens
         self._layers = layers
         self._vocab_size = vocab_size
-        self._prefixes: dict[str, Prefix] = {}
+        self._prefixes: dict[str, HashedPrefix] = {}
 
-    def run(self, step: Step) -> list[Output]:
-        self._prefixes = {id: kept for id, kept in self._prefixes.items() if kept.request.state is not State.DONE}
+    def run(self, step: Step) -> list[SliceOutput]:
+        self._prefixes = {
+            id: kept for id, kept in self._prefixes.items() if kept.request.state is not RequestState.DONE
+        }
         return [self._run_slice(piece) for piece in step.slices]
 
-    def _run_slice(self, piece: Slice) -> Output:
+    def _run_slice(self, piece: Slice) -> SliceOutput:
         self._store(piece)
         if not piece.samples:
-            return Output()
+            return SliceOutput()
         blocks = piece.request.blocks[: cdiv(piece.end, self._block_tokens)]
         read = self._rows[blocks].reshape(-1)[: piece.end * self._layers * KV_BYTES]
         digest = hashlib.blake2b(read.data, digest_size=8).digest()
-        return Output(_token(digest, self._vocab_size))
+        return SliceOutput(_token(digest, self._vocab_size))
 
     def _store(self, piece: Slice) -> None:
         prefix = self._prefix(piece)
@@ -70,12 +72,12 @@ class HashRunner(Runner):
             row = self._rows[piece.request.blocks[start // size]].reshape(size, -1)
             row[start % size : start % size + end - start] = new[start - piece.start : end - piece.start]
 
-    def _prefix(self, piece: Slice) -> Prefix:
+    def _prefix(self, piece: Slice) -> HashedPrefix:
         """The running hash up to the slice: kept from the slice before, else computed from the tokens."""
         request = piece.request
         kept = self._prefixes.get(request.id)
         if kept is None or kept.request is not request or kept.end != piece.start:
-            kept = Prefix(request, piece.start, _state_after(request.tokens[: piece.start], request.salt))
+            kept = HashedPrefix(request, piece.start, _state_after(request.tokens[: piece.start], request.salt))
             self._prefixes[request.id] = kept
         return kept
 

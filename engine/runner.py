@@ -13,16 +13,16 @@ from engine.kernels.interface import Kernels
 from engine.kv_pool import DUMMY_BLOCK, KVPool
 from engine.logprobs import describe
 from engine.models.decoder import Decoder
-from engine.sampling import NUMERICAL, Draw, Row, is_penalized, sample
+from engine.sampling import NUMERICAL, DrawResult, SamplingRow, is_penalized, sample
 from scheduler.request import Request, Slice, Step, cdiv
-from shared.messages import Logprobs, Sampling
+from shared.rpc.messages import Logprobs, SamplingParams
 
 MAX_SCORED_LOGITS = 2**24  # of prompt logprobs at once: 64 MiB, where a whole chunk of a large vocabulary takes GiBs
 WARM_TOKENS = 128  # of the first pass: enough that all kernels are made, and over in a moment
 
 
 @dataclass(slots=True)
-class Output:
+class SliceOutput:
     """Of one slice. `error` is not empty when the request must end: "numerical" or "no_token"."""
 
     token: int | None = None
@@ -31,21 +31,21 @@ class Output:
     error: str = ""
 
 
-class Pending(Protocol):
+class PendingStep(Protocol):
     """A step that was launched."""
 
-    def wait(self) -> list[Output]:
+    def wait(self) -> list[SliceOutput]:
         """Blocks until the step is done: one output a slice, in order. Raises what the step raised."""
         ...
 
 
 @dataclass(slots=True)
-class Finished:
+class FinishedStep:
     """Of a runner that is done with a step when `launch` returns."""
 
-    outputs: list[Output]
+    outputs: list[SliceOutput]
 
-    def wait(self) -> list[Output]:
+    def wait(self) -> list[SliceOutput]:
         return self.outputs
 
 
@@ -61,18 +61,18 @@ class Runner(Protocol):
     can_run_ahead: bool = False
     ahead: bool = False
 
-    def run(self, step: Step) -> list[Output]:
+    def run(self, step: Step) -> list[SliceOutput]:
         """`launch` and `wait` in one, with nothing pending."""
         ...
 
-    def launch(self, step: Step, before: Step | None = None) -> Pending:
+    def launch(self, step: Step, before: Step | None = None) -> PendingStep:
         """Starts a step; what it reads of the requests (tokens, blocks) is read before this returns.
 
         `before`: the step that is pending, if one is. Where a slice's last token is still being sampled there,
         `engine.batch.build(..., before=before.slices)` says in `Batch.carried` which draw it is, and the runner puts
         it into `Batch.tokens` where it runs. When `before` fails, so does this step: its `wait` raises.
         """
-        return Finished(self.run(step))
+        return FinishedStep(self.run(step))
 
     def warm_up(self) -> None:
         """Runs a little, in no request's blocks, so that none waits for what only the first pass does."""
@@ -100,21 +100,21 @@ def set_ahead(runner: Runner, mode: str) -> None:
 def leads(step: Step) -> bool:
     """Whether the next step may be built before this one's tokens are known: not where the next draw of one of its
     requests depends on all tokens before it, as penalties do."""
-    return not any(piece.samples and is_penalized(piece.request.payload) for piece in step.slices)
+    return not any(piece.samples and is_penalized(piece.request.sampling) for piece in step.slices)
 
 
 @dataclass(slots=True)
-class Working:
+class RunningStep:
     """A step on the runner's worker thread."""
 
-    outputs: "Future[list[Output]]"
+    outputs: "Future[list[SliceOutput]]"
 
-    def wait(self) -> list[Output]:
+    def wait(self) -> list[SliceOutput]:
         return self.outputs.result()
 
 
 class TorchRunner(Runner):
-    """Runs a decoder over the paged pool. A request's payload is its `shared.messages.Sampling`.
+    """Runs a decoder over the paged pool. A request's payload is its `shared.rpc.messages.SamplingParams`.
 
     Running ahead, the passes have a thread of their own, which plays the device: torch lets go of the interpreter
     inside its kernels. The batch is still built by the caller.
@@ -137,22 +137,22 @@ class TorchRunner(Runner):
         self._whole_pass = _whole_pass(model, kernels, backend)
         self._block_rows = BlockRows()
         self._worker: ThreadPoolExecutor | None = None
-        self._draws: list[Draw] | None = None  # of the step that ran last; None: it failed
+        self._draws: list[DrawResult] | None = None  # of the step that ran last; None: it failed
 
-    def run(self, step: Step) -> list[Output]:
+    def run(self, step: Step) -> list[SliceOutput]:
         return self._pass(step, self._build(step))
 
-    def launch(self, step: Step, before: Step | None = None) -> Pending:
+    def launch(self, step: Step, before: Step | None = None) -> PendingStep:
         if not self.ahead:
-            return Finished(self.run(step))
+            return FinishedStep(self.run(step))
         batch = self._build(step, before)
         self._worker = self._worker or ThreadPoolExecutor(1, "device")
-        return Working(self._worker.submit(self._pass, step, batch))
+        return RunningStep(self._worker.submit(self._pass, step, batch))
 
     def warm_up(self) -> None:
         """A chunk and a decode, on the thread that computes; their KV goes to the dummy block."""
         count = min(WARM_TOKENS, self._model.config.max_position_embeddings)
-        request = Request("warm-up", [0] * count, count, 1, payload=Sampling(seed=0))
+        request = Request("warm-up", [0] * count, count, 1, sampling=SamplingParams(seed=0))
         request.blocks = [DUMMY_BLOCK] * cdiv(count, self._block_tokens)
         for start in (0, count - 1):
             self.launch(Step(0, [Slice(request, start, count - start, True, 0)], [])).wait()
@@ -162,15 +162,15 @@ class TorchRunner(Runner):
         return build(step.slices, self._block_tokens, self._device, slices, self._block_rows)
 
     @torch.inference_mode()
-    def _pass(self, step: Step, batch: Batch) -> list[Output]:
-        outputs = [Output() for _ in step.slices]
+    def _pass(self, step: Step, batch: Batch) -> list[SliceOutput]:
+        outputs = [SliceOutput() for _ in step.slices]
         if not outputs:
             return outputs
         self._carry(batch)
         logits, scored = self._computed(batch)
         draws = sample(logits, [row_of(step.slices[index]) for index in batch.sampled])
         for index, draw in zip(batch.sampled, draws, strict=True):
-            outputs[index] = Output(draw.token, draw.logprobs, error=draw.error)
+            outputs[index] = SliceOutput(draw.token, draw.logprobs, error=draw.error)
         self._score(step, batch, scored, outputs)
         self._draws = draws
         return outputs
@@ -192,7 +192,7 @@ class TorchRunner(Runner):
         for at, index in batch.carried:
             batch.tokens[at] = (draws or [])[index].token or 0
 
-    def _score(self, step: Step, batch: Batch, hidden: Tensor, outputs: list[Output]) -> None:
+    def _score(self, step: Step, batch: Batch, hidden: Tensor, outputs: list[SliceOutput]) -> None:
         at_once = max(1, MAX_SCORED_LOGITS // self._model.config.vocab_size)
         row = 0
         for index, count in batch.scored:
@@ -201,7 +201,7 @@ class TorchRunner(Runner):
                 self._score_rows(step.slices[index], start, rows, outputs[index])
             row += count
 
-    def _score_rows(self, piece: Slice, start: int, hidden: Tensor, output: Output) -> None:
+    def _score_rows(self, piece: Slice, start: int, hidden: Tensor, output: SliceOutput) -> None:
         """Appends the logprobs of the prompt tokens that follow the slice's tokens from `start` on."""
         logits = self._model.logits(hidden)
         if not bool(logits.sum(dim=1).isfinite().all()):
@@ -209,7 +209,7 @@ class TorchRunner(Runner):
             return
         first = piece.start + start + 1
         following = piece.request.tokens[first : first + len(hidden)]
-        num_top = piece.request.payload.prompt_logprobs or 0
+        num_top = piece.request.sampling.prompt_logprobs or 0
         output.prompt_logprobs += describe(logits, following, [num_top] * len(hidden))
 
 
@@ -217,11 +217,13 @@ def _whole_pass(model: Decoder, kernels: Kernels, backend: AttentionBackend) -> 
     """Where everything of a pass is our own kernels for a CPU."""
     if (kernels.name, backend.name) != ("numba", "numba"):
         return None
-    from engine.program import program_of
+    from engine.cpu.fused_decode import fused_decode_of
 
-    return program_of(model, kernels, backend)
+    return fused_decode_of(model, kernels, backend)
 
 
-def row_of(piece: Slice) -> Row:
+def row_of(piece: Slice) -> SamplingRow:
     request = piece.request
-    return Row(request.payload, request.tokens, request.num_prompt, piece.end, request.stop_tokens, request.min_tokens)
+    return SamplingRow(
+        request.sampling, request.tokens, request.num_prompt, piece.end, request.stop_tokens, request.min_tokens
+    )

@@ -1,8 +1,8 @@
 """Draws the next token of many rows at once. A draw depends on its row's logits, seed and position: nothing else.
 
 Meanings and order are vLLM's: min_tokens and bias, penalties, temperature, min_p, top_k, top_p. The draw is a
-Gumbel-max over counter-based noise (`engine.noise`), so neither the batch, nor chunking, nor the node that draws can
-change it.
+Gumbel-max over counter-based noise (`engine.counter_rng`), so neither the batch, nor chunking, nor the
+node that draws can change it.
 """
 
 import math
@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.compiled import why_not_compiled
+from engine.counter_rng import gumbel, key_of
+from engine.cpu.numba_support import why_not_compiled
 from engine.logprobs import describe
-from engine.noise import gumbel, key_of
-from shared.messages import Logprobs, Sampling
+from shared.rpc.messages import Logprobs, SamplingParams
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -31,10 +31,10 @@ NO_TOKEN = "no_token"
 
 
 @dataclass(slots=True)
-class Row:
+class SamplingRow:
     """What one drawn token depends on beside its logits. `tokens` may go on beyond `position`: that is not read."""
 
-    sampling: Sampling
+    sampling: SamplingParams
     tokens: Sequence[int]  # prompt, and what was generated
     num_prompt: int
     position: int  # index in the row of the token to draw
@@ -54,13 +54,13 @@ class Row:
         return is_penalized(self.sampling)
 
 
-def is_penalized(sampling: Sampling) -> bool:
+def is_penalized(sampling: SamplingParams) -> bool:
     """Whether a draw depends on the tokens before it."""
     return sampling.repetition_penalty != 1.0 or bool(sampling.presence_penalty or sampling.frequency_penalty)
 
 
 @dataclass(slots=True)
-class Draw:
+class DrawResult:
     """`error` is "numerical" (the row's logits are not finite) or "no_token" (every token is banned), or empty."""
 
     token: int | None = None
@@ -69,7 +69,7 @@ class Draw:
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawResult]:
     """One draw a row of `logits`, float32 [R, vocab]; left unchanged. No row's fault touches another row."""
     if not rows:
         return []
@@ -84,12 +84,12 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
     return draws
 
 
-def draw(logits: Tensor, adjusted: Tensor, rows: Sequence[Row]) -> list[int]:
+def draw(logits: Tensor, adjusted: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """Of each row a token, `BROKEN` or `NOTHING_ALLOWED`: what every faster form of the draw must come to.
 
     A row's logits must be finite. Greedy rows take the first of the most likely tokens. Others divide the adjusted
     logits by the temperature (float32), keep the tokens that `restrict` leaves, and take the one whose score is the
-    largest after adding `engine.noise.gumbel` of its id and of `key_of(seed, position)`, in float64.
+    largest after adding `engine.counter_rng.gumbel` of its id and of `key_of(seed, position)`, in float64.
     """
     finite = logits.sum(dim=1).isfinite()
     best, chosen = adjusted.max(dim=1)
@@ -108,12 +108,12 @@ def _compiled_draw() -> Callable[[Tensor, Tensor, Tensor], list[int]] | None:
     """None on a machine that cannot compile."""
     if why_not_compiled():
         return None
-    from engine.kernels.numba_draw import draw as compiled
+    from engine.cpu.draw import draw as compiled
 
     return compiled
 
 
-def parameters_of(rows: Sequence[Row]) -> IntArray:
+def parameters_of(rows: Sequence[SamplingRow]) -> IntArray:
     """int64 [R, WORDS], what a compiled draw reads of a row: temperature, top_p and min_p as the bits of float64,
     top_k, and the noise's key (0 for greedy rows)."""
     packed = np.empty((len(rows), WORDS), np.int64)
@@ -122,11 +122,11 @@ def parameters_of(rows: Sequence[Row]) -> IntArray:
     return packed
 
 
-def _draw_of(token: int) -> Draw:
-    return Draw(token) if token >= 0 else Draw(error=NUMERICAL if token == BROKEN else NO_TOKEN)
+def _draw_of(token: int) -> DrawResult:
+    return DrawResult(token) if token >= 0 else DrawResult(error=NUMERICAL if token == BROKEN else NO_TOKEN)
 
 
-def _describe(logits: Tensor, rows: Sequence[Row], draws: list[Draw]) -> None:
+def _describe(logits: Tensor, rows: Sequence[SamplingRow], draws: list[DrawResult]) -> None:
     wanted = [
         (index, draw.token, row.sampling.logprobs)
         for index, (row, draw) in enumerate(zip(rows, draws, strict=True))
@@ -142,7 +142,7 @@ def _describe(logits: Tensor, rows: Sequence[Row], draws: list[Draw]) -> None:
 # ---- what shifts logits ----------------------------------------------------------------------------------------
 
 
-def adjust(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """`logits` with bans, bias and penalties; the same tensor when no row has any."""
     shifts = [
         (index, token, amount)
@@ -163,12 +163,12 @@ def adjust(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     return adjusted
 
 
-def _shifts(row: Row) -> dict[int, float]:
+def _shifts(row: SamplingRow) -> dict[int, float]:
     banned = dict.fromkeys(row.stop_tokens, -math.inf) if row.forbids_stop else {}
     return {**row.sampling.logit_bias, **banned}
 
 
-def _penalize(logits: Tensor, rows: list[tuple[int, Row]]) -> None:
+def _penalize(logits: Tensor, rows: list[tuple[int, SamplingRow]]) -> None:
     """Repetition counts prompt and generated tokens, presence and frequency the generated ones only."""
     columns: list[tuple[IntArray, IntArray, FloatArray, FloatArray]] = []
     for index, row in rows:
@@ -188,7 +188,7 @@ def _penalize(logits: Tensor, rows: list[tuple[int, Row]]) -> None:
 # ---- the draw --------------------------------------------------------------------------------------------------
 
 
-def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """int64 [R]: a token of each row, drawn from what temperature, min_p, top_k and top_p leave."""
     device, sampling = logits.device, [row.sampling for row in rows]
     scores = logits / torch.tensor([one.temperature for one in sampling], device=device)[:, None]
@@ -200,7 +200,7 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     return (scores.double() + gumbel(keys, torch.arange(scores.shape[1], device=device))).argmax(dim=1)
 
 
-def restrict(scores: Tensor, sampling: Sequence[Sampling]) -> Tensor:
+def restrict(scores: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     """-inf for what the filters drop. Tokens as likely as the least one kept are kept too: no order decides."""
     device, vocab = scores.device, scores.shape[1]
     min_p = torch.tensor([one.min_p for one in sampling], device=device)[:, None]

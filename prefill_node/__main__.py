@@ -2,10 +2,10 @@
 
 import sys
 
-from engine.process import main as run_node
+from node.process import main as run_node
 from scheduler.role import PREFILL
-from shared.command_line import settings_from_command_line
-from shared.config import NodeSettings
+from shared.config.command_line import settings_from_command_line
+from shared.config.settings import NodeSettings
 
 
 def main(settings: NodeSettings) -> int:

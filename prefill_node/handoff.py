@@ -9,7 +9,7 @@ from enum import Enum
 from scheduler.request import cdiv
 
 
-class Phase(Enum):
+class HandoffPhase(Enum):
     ASKING = "asking"  # the decode node was asked for room
     MOVING = "moving"  # room is there; blocks are pushed as they become whole
     COMMITTING = "committing"  # every block is there; the decode node checks them, and may want the last ones again
@@ -17,17 +17,17 @@ class Phase(Enum):
     DONE = "done"
 
 
-LEGAL: dict[Phase, frozenset[Phase]] = {
-    Phase.ASKING: frozenset({Phase.MOVING, Phase.STOPPING}),
-    Phase.MOVING: frozenset({Phase.COMMITTING, Phase.STOPPING}),
-    Phase.COMMITTING: frozenset({Phase.DONE, Phase.MOVING, Phase.STOPPING}),
-    Phase.STOPPING: frozenset({Phase.DONE}),
-    Phase.DONE: frozenset(),
+LEGAL: dict[HandoffPhase, frozenset[HandoffPhase]] = {
+    HandoffPhase.ASKING: frozenset({HandoffPhase.MOVING, HandoffPhase.STOPPING}),
+    HandoffPhase.MOVING: frozenset({HandoffPhase.COMMITTING, HandoffPhase.STOPPING}),
+    HandoffPhase.COMMITTING: frozenset({HandoffPhase.DONE, HandoffPhase.MOVING, HandoffPhase.STOPPING}),
+    HandoffPhase.STOPPING: frozenset({HandoffPhase.DONE}),
+    HandoffPhase.DONE: frozenset(),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Push:
+class PushAction:
     """Logical blocks [first, last) of the prompt, into the target blocks of the same places."""
 
     first: int
@@ -36,23 +36,23 @@ class Push:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class CommitAction:
     first_token: int
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopAction:
     reason: str
 
 
-Action = Push | Commit | Stop
+Action = PushAction | CommitAction | StopAction
 
 
 class Handoff:
     def __init__(self, num_prompt: int, block_tokens: int) -> None:
-        self.phase = Phase.ASKING
+        self.phase = HandoffPhase.ASKING
         self.num_blocks = cdiv(num_prompt, block_tokens)
-        self.ticket: bytes | None = None
+        self.reservation_id: bytes | None = None
         self.num_held = 0
         self.num_pushed = 0  # logical blocks that are at the decode node, held ones included
         self.committed = False
@@ -70,13 +70,13 @@ class Handoff:
 
     def granted(self, ticket: bytes, num_held: int, targets: tuple[int, ...]) -> None:
         """The decode node holds the first `num_held` blocks and reserved `targets` for the others."""
-        self.ticket = ticket
+        self.reservation_id = ticket
         if num_held < 0 or num_held + len(targets) != self.num_blocks:
-            self.give_up(f"{num_held} held and {len(targets)} reserved blocks are not the prompt's {self.num_blocks}")
-        if self.phase is Phase.ASKING:
+            self.cancel(f"{num_held} held and {len(targets)} reserved blocks are not the prompt's {self.num_blocks}")
+        if self.phase is HandoffPhase.ASKING:
             self.num_held = self.num_pushed = num_held
             self._targets = targets
-            self._move_to(Phase.MOVING)
+            self._move_to(HandoffPhase.MOVING)
 
     def computed(self, num_tokens: int) -> None:
         """KV of the first `num_tokens` prompt tokens is there; never goes back, as what was pushed stays pushed."""
@@ -89,14 +89,14 @@ class Handoff:
         """The action under way succeeded."""
         action, self._doing = self._doing, None
         match action:
-            case Push():
+            case PushAction():
                 self.num_pushed, self._first_of_last = action.last, action.first
-            case Commit():
+            case CommitAction():
                 self.committed = True
-                if self.phase is Phase.COMMITTING:
-                    self._move_to(Phase.DONE)
-            case Stop():
-                self._move_to(Phase.DONE)
+                if self.phase is HandoffPhase.COMMITTING:
+                    self._move_to(HandoffPhase.DONE)
+            case StopAction():
+                self._move_to(HandoffPhase.DONE)
             case None:
                 raise AssertionError("no action was under way")
 
@@ -107,23 +107,23 @@ class Handoff:
             self.failed(reason)
             return
         self.is_repeated, action, self._doing = True, self._doing, None
-        if isinstance(action, Commit):
+        if isinstance(action, CommitAction):
             self.num_pushed = self._first_of_last
-        if self.phase is Phase.COMMITTING:
-            self._move_to(Phase.MOVING)
+        if self.phase is HandoffPhase.COMMITTING:
+            self._move_to(HandoffPhase.MOVING)
 
     def failed(self, reason: str) -> None:
         """The asking, or the push or commit under way, failed: nothing of it goes on."""
-        assert not isinstance(self._doing, Stop), "a stop that nobody hears is over all the same"
+        assert not isinstance(self._doing, StopAction), "a stop that nobody hears is over all the same"
         self._doing = None
-        self.give_up(reason)
+        self.cancel(reason)
 
-    def give_up(self, reason: str) -> None:
+    def cancel(self, reason: str) -> None:
         """From any phase, also in the middle of an action, which is waited for before the peer hears of it."""
-        if self.phase in {Phase.STOPPING, Phase.DONE}:
+        if self.phase in {HandoffPhase.STOPPING, HandoffPhase.DONE}:
             return
         self.reason = reason
-        self._move_to(Phase.STOPPING)
+        self._move_to(HandoffPhase.STOPPING)
 
     # ---- what to do ---------------------------------------------------------------------------------------------
 
@@ -135,20 +135,20 @@ class Handoff:
         return None
 
     def _action(self) -> Action | None:
-        if self.phase is Phase.STOPPING:
-            return Stop(self.reason)
-        if self.phase is not Phase.MOVING:
+        if self.phase is HandoffPhase.STOPPING:
+            return StopAction(self.reason)
+        if self.phase is not HandoffPhase.MOVING:
             return None
         is_whole = self._num_computed == self._num_prompt
         ready = self.num_blocks if is_whole else self._num_computed // self._block_tokens
         if ready > self.num_pushed:
             first = self.num_pushed
-            return Push(first, ready, self._targets[first - self.num_held : ready - self.num_held])
+            return PushAction(first, ready, self._targets[first - self.num_held : ready - self.num_held])
         if is_whole and self._first_token is not None:
-            self._move_to(Phase.COMMITTING)
-            return Commit(self._first_token)
+            self._move_to(HandoffPhase.COMMITTING)
+            return CommitAction(self._first_token)
         return None
 
-    def _move_to(self, phase: Phase) -> None:
+    def _move_to(self, phase: HandoffPhase) -> None:
         assert phase in LEGAL[self.phase], f"handoff: {self.phase} -> {phase} is not a legal transition"
         self.phase = phase

@@ -16,27 +16,28 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
-from router.admin import admin_routes
-from router.api import build_app
-from router.connection import Connection
-from router.dispatch import Dispatch, Rules
-from router.fleet import Fleet
-from router.fleet_status import promised
-from router.generation import Model
-from router.keys import Keys
-from router.model import read_model
-from router.node_metrics import NodeMetrics
-from router.places import Limits, Waiting, room_for
-from router.records import Records
-from router.run import SLOW_S
-from router.text import Tokenizer
-from shared import failpoints, security
-from shared.command_line import settings_from_command_line
-from shared.config import RouterSettings
+from router.dispatch.dispatcher import Dispatcher, DispatchRules
+from router.dispatch.requests import ModelCard
+from router.dispatch.run import SLOW_S
+from router.history.history import RequestHistory
+from router.http.admin import admin_routes
+from router.http.app import build_app
+from router.http.connection import HttpConnection
+from router.http.keys import ApiKeys
+from router.http.limits import ConnectionLimits, IdleConnections, raise_fd_limit
+from router.metrics.node_metrics import NodeMetrics
+from router.nodes.pool import NodePool
+from router.nodes.status import promised
+from router.text.model_files import read_model
+from router.text.tokenizer import Tokenizer
+from shared import failpoints
+from shared.config.command_line import settings_from_command_line
+from shared.config.settings import RouterSettings
 from shared.errors import ConfigError
+from shared.lifecycle import ProcessLifetime, freeze_gc, run
 from shared.model_files import resolve
 from shared.registry import EmbeddedRegistry, RedisRegistry, Registry
-from shared.serve import Lifetime, run, settle_memory
+from shared.rpc import security
 
 log = logging.getLogger("baton.router")
 
@@ -53,7 +54,9 @@ def main(settings: RouterSettings) -> int:
         name = settings.served_model_name or (directory.resolve().name if is_local else settings.model)
         model = read_model(directory, name, settings.max_model_len, int(time.time()))
         tokenizer = Tokenizer.load(directory, model.vocab_size)
-        keys = Keys(settings.api_keys_file, settings.api_keys) if settings.api_keys_file or settings.api_keys else None
+        keys = (
+            ApiKeys(settings.api_keys_file, settings.api_keys) if settings.api_keys_file or settings.api_keys else None
+        )
         listeners = _listeners(settings)
     except (ConfigError, OSError, ValueError) as error:
         print(f"router: {error}", file=sys.stderr)
@@ -67,24 +70,24 @@ def main(settings: RouterSettings) -> int:
 
 
 async def _serve(
-    lifetime: Lifetime,
+    lifetime: ProcessLifetime,
     settings: RouterSettings,
-    model: Model,
+    model: ModelCard,
     tokenizer: Tokenizer,
-    keys: Keys | None,
+    keys: ApiKeys | None,
     listeners: list[socket.socket],
 ) -> int:
     identity = f"router-{secrets.token_hex(8)}"
-    records = Records()
-    fleet = Fleet(identity, _registry(settings, identity), settings.mode, settings.node_timeout_s, records)
-    rules = Rules(
+    records = RequestHistory()
+    fleet = NodePool(identity, _registry(settings, identity), settings.mode, settings.node_timeout_s, records)
+    rules = DispatchRules(
         settings.max_attempts,
         settings.disaggregate,
         settings.ttft_slo_ms / 1000,
         settings.max_queue_s,
         settings.max_queued_tokens,
     )
-    dispatch = Dispatch(fleet, model.name, rules, records)
+    dispatch = Dispatcher(fleet, model.name, rules, records)
     metrics = CollectorRegistry()
     metrics.register(NodeMetrics(fleet.nodes, model.name, records, dispatch.status))
     app = build_app(
@@ -100,8 +103,8 @@ async def _serve(
         request_timeout_s=settings.request_timeout_s,
     )
     apps = [app.state.api, app.state.admin] if settings.admin_port else [app]
-    room = room_for(settings.max_connections)
-    waiting = [Waiting() for _ in apps]
+    room = raise_fd_limit(settings.max_connections)
+    waiting = [IdleConnections() for _ in apps]
     servers = [_server(*each, room, settings.drain_timeout_s) for each in zip(apps, waiting, strict=True)]
     async with AsyncExitStack() as cleanup:
         try:
@@ -110,7 +113,7 @@ async def _serve(
             print(f"router: cannot listen on registry port {settings.registry_port}: {error}", file=sys.stderr)
             return 2
         cleanup.push_async_callback(fleet.close)
-        settle_memory()
+        freeze_gc()
         serving = asyncio.gather(
             *(server._serve([listener]) for server, listener in zip(servers, listeners, strict=True))
         )
@@ -126,11 +129,14 @@ async def _serve(
     return 0
 
 
-def _server(app: Starlette, waiting: Waiting, max_connections: int, drain_timeout_s: float) -> uvicorn.Server:
+def _server(app: Starlette, waiting: IdleConnections, max_connections: int, drain_timeout_s: float) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             app,
-            http=cast(type[asyncio.Protocol], partial(Connection, limits=Limits(max_connections), waiting=waiting)),
+            http=cast(
+                type[asyncio.Protocol],
+                partial(HttpConnection, limits=ConnectionLimits(max_connections), waiting=waiting),
+            ),
             ws="none",
             loop="none",
             lifespan="off",

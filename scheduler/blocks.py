@@ -56,7 +56,7 @@ class BlockPool:
 
     # ---- what does not depend on the counts being right ----------------------------------------------------------
 
-    def breach(self, num_held: int | None = None) -> str:
+    def ledger_error(self, num_held: int | None = None) -> str:
         """What is wrong with the ledger as far as its sums show it, "" when nothing is. `num_held`: blocks of all
         owners together, as the owners count them; None: they were not asked."""
         ledger = self.ledger()

@@ -6,7 +6,7 @@ Nothing here reads a clock: the model of how long a step takes is an input, so t
 from math import inf, sqrt
 from typing import Protocol
 
-from scheduler.cost import CostModel, Work
+from scheduler.cost import CostModel, StepWork
 
 CEILING_TOKENS = 8192  # with an SLO: a step that nobody waits for; vLLM's default on large devices
 UNWATCHED_S = 2.0  # how long it may last: who comes meanwhile waits, and a node that makes no turn counts as stuck
@@ -31,11 +31,11 @@ class Budget(Protocol):
         """A step is being decided; `watched`: somebody waits for its next token while the step runs."""
         ...
 
-    def room(self, work: Work, start: int) -> int:
+    def room(self, work: StepWork, start: int) -> int:
         """Tokens, from position `start` of some prompt on, that the step may take beside the `work` it has already."""
         ...
 
-    def end(self, work: Work) -> tuple[int, str]:
+    def end(self, work: StepWork) -> tuple[int, str]:
         """The step's work is decided. Returns how many tokens it was allowed, and why so many."""
         ...
 
@@ -49,10 +49,10 @@ class FixedBudget:
     def begin(self, cost: CostModel | None, watched: bool) -> None:
         pass
 
-    def room(self, work: Work, start: int) -> int:
+    def room(self, work: StepWork, start: int) -> int:
         return max(0, self.ceiling - work.tokens)
 
-    def end(self, work: Work) -> tuple[int, str]:
+    def end(self, work: StepWork) -> tuple[int, str]:
         return self.ceiling, "fixed"
 
 
@@ -86,27 +86,27 @@ class SloBudget:
         self._watched = watched
         self._grant = None
 
-    def room(self, work: Work, start: int) -> int:
+    def room(self, work: StepWork, start: int) -> int:
         granted, reason = self._grant_for(work, start)
         if self._grant is None or granted > self._grant[0]:  # a prompt with less context may get more
             self._grant = granted, reason
         return max(0, min(granted - work.prefill_tokens, self.ceiling - work.tokens))
 
-    def end(self, work: Work) -> tuple[int, str]:
+    def end(self, work: StepWork) -> tuple[int, str]:
         granted, reason = self._grant or self._grant_for(work, 0)
         self._largest = max(self._largest, work.prefill_tokens)
         if self._grant is not None and self._watched:
             self._granted = granted
         return min(self.ceiling, work.num_decodes + granted), reason
 
-    def _grant_for(self, work: Work, start: int) -> tuple[int, str]:
+    def _grant_for(self, work: StepWork, start: int) -> tuple[int, str]:
         """Prompt tokens of the whole step, those that `work` holds included."""
         if not self._watched:
             return self._unwatched(work, start), "no decodes"
         if self._cost is None:
             return self._first, "no model yet"
         limit_s = self.target_s / (1 + self._cost.margin)
-        alone_s = self._cost.seconds(Work(num_decodes=work.num_decodes, decode_context=work.decode_context))
+        alone_s = self._cost.seconds(StepWork(num_decodes=work.num_decodes, decode_context=work.decode_context))
         is_missed = alone_s > limit_s
         fits = self._fits(FLOOR_GROWTH * alone_s if is_missed else limit_s, work, start)
         # There is no slack to be wrong in: each model has to see what the one before it allowed.
@@ -118,17 +118,17 @@ class SloBudget:
             return self.ceiling, "ceiling"
         return (tried, "slo growing") if fits > tried else (int(fits), "slo")
 
-    def _unwatched(self, work: Work, start: int) -> int:
+    def _unwatched(self, work: StepWork, start: int) -> int:
         tried = max(self._trusted, UNWATCHED_TOKENS)
         fits = inf if self._cost is None else self._fits(max(UNWATCHED_S, self.target_s), work, start)
         return max(self._floor, int(min(fits, tried, self.ceiling)))
 
-    def _fits(self, seconds: float, work: Work, start: int) -> float:
+    def _fits(self, seconds: float, work: StepWork, start: int) -> float:
         assert self._cost is not None
         return work.prefill_tokens + tokens_within(self._cost, seconds, work, start)
 
 
-def tokens_within(cost: CostModel, seconds: float, work: Work, start: int) -> float:
+def tokens_within(cost: CostModel, seconds: float, work: StepWork, start: int) -> float:
     """The largest chunk from position `start` on that `work` may have in addition and still be predicted to last
     `seconds`; 0 when it lasts longer without any.
 

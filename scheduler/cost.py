@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Work:
+class StepWork:
     """What a step asks of a device, in the terms its duration depends on.
 
     A slice that only computes the last token of its row is a decode; every other is a chunk of a prompt (also where
@@ -46,8 +46,8 @@ def pairs_of(start: int, count: int) -> int:
     return count * start + count * (count + 1) // 2
 
 
-def work_of(step: "Step") -> Work:
-    work = Work()
+def work_of(step: "Step") -> StepWork:
+    work = StepWork()
     for piece in step.slices:
         work.add(piece)
     return work
@@ -76,7 +76,7 @@ class CostModel:
     per_decode: float = 0.0
     margin: float = 0.0
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StepWork) -> float:
         return (
             self.overhead
             + self.per_token * max(self.knee_tokens, work.tokens)

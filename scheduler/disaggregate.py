@@ -11,7 +11,7 @@ from functools import partial
 from math import ceil
 
 from scheduler.budget import FLOOR_TOKENS, tokens_within
-from scheduler.cost import CostModel, Work, pairs_of
+from scheduler.cost import CostModel, StepWork, pairs_of
 
 
 @dataclass(slots=True)
@@ -31,22 +31,22 @@ class NodeView:
     budget_tokens: int = 512  # of a step, at most
     tbt_slo_s: float = 0.0  # longest time between two tokens that it promises; 0: none
     cost: CostModel | None = None
-    knows_prompts: bool = True  # it has computed enough of them for its model to tell what they cost
+    cost_is_learnt: bool = True  # it has computed enough of them for its model to tell what they cost
     push_s: float = 0.0  # seconds a push of KV blocks takes, whatever its size
     byte_s: float = 0.0  # and for each byte of it
     token_bytes: int = 0  # KV of one token
-    arriving: int = 0  # of those running: whose prompt is not computed yet, here or elsewhere
-    boot: str = ""
-    pool_of: str = ""  # boot of the only decode node that a prefill node can hand prompts to; "": to any
+    prefilling: int = 0  # of those running: whose prompt is not computed yet, here or elsewhere
+    incarnation_id: str = ""
+    shared_pool_owner: str = ""  # boot of the only decode node that a prefill node can hand prompts to; "": to any
     stale: bool = False  # it ran nothing for so long that its model may not hold any more
 
     @property
     def num_decodes(self) -> int:
-        return max(0, self.running - self.arriving)
+        return max(0, self.running - self.prefilling)
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class LatencyEstimate:
     """Predicted seconds of one prompt on one placement. The wait for room in a KV pool is not in it."""
 
     wait_s: float  # for the prompts before it
@@ -71,7 +71,7 @@ class Estimate:
         return self.ready_s + self.harm_s
 
 
-def remote_estimate(node: NodeView, num_tokens: int, cached: int, cached_at_decode: int) -> Estimate | None:
+def remote_estimate(node: NodeView, num_tokens: int, cached: int, cached_at_decode: int) -> LatencyEstimate | None:
     """Of a prompt computed on a prefill node; None as long as its steps have no model.
 
     All but the last chunk's blocks travel while the next chunk is computed, as far as the link is fast enough.
@@ -93,22 +93,22 @@ def remote_estimate(node: NodeView, num_tokens: int, cached: int, cached_at_deco
     byte_s = node.byte_s * node.token_bytes
     exposed_s = node.push_s + byte_s * (min(moved, last) if chunks > 1 else moved)
     unhidden_s = chunks * node.push_s + byte_s * moved - (compute_s - last_s)
-    return Estimate(wait_s, compute_s, max(exposed_s, unhidden_s))
+    return LatencyEstimate(wait_s, compute_s, max(exposed_s, unhidden_s))
 
 
-def local_estimate(node: NodeView, teacher: CostModel | None, num_tokens: int, cached: int) -> Estimate | None:
+def local_estimate(node: NodeView, teacher: CostModel | None, num_tokens: int, cached: int) -> LatencyEstimate | None:
     """Of a prompt computed on a decode node, in the room that its decodes leave in each step; None without a model.
 
     What prompts cost, a decode node learns only by computing some; until then it is taken from the prefill node's
     model, `teacher`. Both agree where a node's own model knows all: decodes and chunk add up to the model's step.
     """
-    prompts = node.cost if node.knows_prompts or teacher is None else teacher
+    prompts = node.cost if node.cost_is_learnt or teacher is None else teacher
     if node.cost is None or prompts is None:
         return None
     own = max(1, num_tokens - cached)
     pairs = pairs_of(num_tokens - own, own)
     num_decodes = node.num_decodes
-    decodes = Work(num_decodes=num_decodes, decode_context=node.decode_context)
+    decodes = StepWork(num_decodes=num_decodes, decode_context=node.decode_context)
     alone_s = node.cost.seconds(decodes) if num_decodes else 0.0
     fits = _room(node, alone_s, prompts, decodes, num_tokens - own // 2)
     room = max(fits, FLOOR_TOKENS) if node.tbt_slo_s else fits  # which an SLO grants prompts whatever it costs
@@ -119,8 +119,8 @@ def local_estimate(node: NodeView, teacher: CostModel | None, num_tokens: int, c
     wait_s = prompt_seconds(step_seconds, node.outstanding_tokens, room) + prompts.per_pair * node.outstanding_pairs
     compute_s = prompt_seconds(step_seconds, own, room) + prompts.per_pair * pairs
     if node.tbt_slo_s:  # slower tokens are what the SLO allows
-        return Estimate(wait_s, compute_s, keeps_tbt=fits >= min(own, FLOOR_TOKENS))
-    return Estimate(wait_s, compute_s, harm_s=num_decodes * (compute_s - ceil(own / room) * alone_s))
+        return LatencyEstimate(wait_s, compute_s, keeps_tbt=fits >= min(own, FLOOR_TOKENS))
+    return LatencyEstimate(wait_s, compute_s, harm_s=num_decodes * (compute_s - ceil(own / room) * alone_s))
 
 
 def prompt_seconds(step_seconds: Callable[[int], float], tokens: int, room: int) -> float:
@@ -136,7 +136,7 @@ def chunk_seconds(cost: CostModel, tokens: int, beside: int = 0) -> float:
     return cost.per_token * (max(cost.knee_tokens, tokens) - max(cost.knee_tokens, beside))
 
 
-def _room(node: NodeView, alone_s: float, cost: CostModel, decodes: Work, start: int) -> int:
+def _room(node: NodeView, alone_s: float, cost: CostModel, decodes: StepWork, start: int) -> int:
     """Prompt tokens, from position `start` on, that fit into a step beside the decodes."""
     room = max(1, node.budget_tokens - decodes.num_decodes)
     if not node.tbt_slo_s or not decodes.num_decodes:
@@ -145,7 +145,7 @@ def _room(node: NodeView, alone_s: float, cost: CostModel, decodes: Work, start:
     return int(min(room, tokens_within(cost, cost.seconds(decodes) + spare_s, decodes, start)))
 
 
-def choose(remote: Estimate | None, local: Estimate | None) -> tuple[bool, str]:
+def choose(remote: LatencyEstimate | None, local: LatencyEstimate | None) -> tuple[bool, str]:
     """Whether the prompt is computed by the decode node itself, and why (a word that is counted and shown).
 
     With a TBT SLO, local wins when it keeps it and is sooner. Without one, the delay that its chunks add to each

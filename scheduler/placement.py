@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TypeVar
 
-from scheduler.disaggregate import Estimate, NodeView, choose, local_estimate, remote_estimate
+from scheduler.disaggregate import LatencyEstimate, NodeView, choose, local_estimate, remote_estimate
 
 # Above this many nodes a decision looks at two of them and at the best prefix match (power of two choices,
 # Mitzenmacher 2001), so that its cost does not grow with the cluster.
@@ -22,11 +22,11 @@ class Placement:
     prefill: str | None
     decode: str
     reason: str
-    local: Estimate | None = None  # where step-time models are known
-    remote: Estimate | None = None
+    local: LatencyEstimate | None = None  # where step-time models are known
+    remote: LatencyEstimate | None = None
 
     @property
-    def estimate(self) -> Estimate | None:
+    def estimate(self) -> LatencyEstimate | None:
         """Of the way that was chosen."""
         return self.local if self.prefill is None else self.remote
 
@@ -110,7 +110,7 @@ def place(
     if not generating:
         return None
     decode = min(generating, key=lambda node: _decode_load(node, num_tokens, cached_tokens))
-    prefill_nodes = [node for node in prefill_nodes if node.pool_of in {"", decode.boot}]
+    prefill_nodes = [node for node in prefill_nodes if node.shared_pool_owner in {"", decode.incarnation_id}]
     if not decode_nodes or not prefill_nodes or disaggregate == "never":
         reason = "no_decode_node" if not decode_nodes else "never" if prefill_nodes else "no_prefill_node"
         return Placement(None, decode.id, reason, _local(decode, None, num_tokens, cached_tokens))
@@ -132,12 +132,12 @@ def place(
 
 def _local(
     node: NodeView, teacher: NodeView | None, num_tokens: int, cached_tokens: Mapping[str, int]
-) -> Estimate | None:
+) -> LatencyEstimate | None:
     cost = teacher.cost if teacher is not None else None
     return local_estimate(node, cost, num_tokens, cached_tokens.get(node.id, 0))
 
 
-def _total(estimate: Estimate | None) -> float:
+def _total(estimate: LatencyEstimate | None) -> float:
     return estimate.total_s if estimate is not None else inf
 
 

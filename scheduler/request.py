@@ -5,25 +5,25 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from scheduler.cost import Work
+from scheduler.cost import StepWork
 
 
-class State(Enum):
+class RequestState(Enum):
     """Where a request stands on this node."""
 
     WAITING = "waiting"  # holds no blocks; wants to be admitted
-    LANDING = "landing"  # its blocks are reserved, a peer is writing them
+    RECEIVING_KV = "landing"  # its blocks are reserved, a peer is writing them
     RUNNING = "running"  # holds blocks; its cursor moves
-    LEAVING = "leaving"  # its prompt is computed here; its blocks are held until a peer has them
+    SENDING_KV = "leaving"  # its prompt is computed here; its blocks are held until a peer has them
     DONE = "done"  # holds nothing
 
 
-LEGAL: dict[State, frozenset[State]] = {
-    State.WAITING: frozenset({State.RUNNING, State.LANDING, State.DONE}),
-    State.LANDING: frozenset({State.RUNNING, State.DONE}),
-    State.RUNNING: frozenset({State.WAITING, State.LEAVING, State.DONE}),
-    State.LEAVING: frozenset({State.DONE}),
-    State.DONE: frozenset(),
+LEGAL: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.RECEIVING_KV, RequestState.DONE}),
+    RequestState.RECEIVING_KV: frozenset({RequestState.RUNNING, RequestState.DONE}),
+    RequestState.RUNNING: frozenset({RequestState.WAITING, RequestState.SENDING_KV, RequestState.DONE}),
+    RequestState.SENDING_KV: frozenset({RequestState.DONE}),
+    RequestState.DONE: frozenset(),
 }
 
 
@@ -44,14 +44,14 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     salt: bytes = b""  # requests share cached blocks only within one salt
     priority: int = 0  # smaller runs first
-    lands: bool = False  # the prompt's KV comes from a peer
-    leaves: bool = False  # ends here at its first token, and is handed to a peer
-    in_place: bool = False  # one node computes its prompt in another one's blocks
-    every_logit: bool = False  # logits of all prompt positions are wanted, so no position may be skipped
-    payload: Any = None  # for the runner and the node; never read here
+    receive_kv: bool = False  # the prompt's KV comes from a peer
+    send_kv: bool = False  # ends here at its first token, and is handed to a peer
+    shared_pool: bool = False  # one node computes its prompt in another one's blocks
+    needs_prompt_logprobs: bool = False  # logits of all prompt positions are wanted, so no position may be skipped
+    sampling: Any = None  # for the runner and the node; never read here
 
     arrival: int = -1  # order of arrival on this node
-    state: State = State.WAITING
+    state: RequestState = RequestState.WAITING
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)  # of the full blocks of `tokens`, as far as computed
     num_computed: int = 0
@@ -63,9 +63,9 @@ class Request:
     finish: str | None = None
 
     @property
-    def is_guest(self) -> bool:
+    def borrows_blocks(self) -> bool:
         """Its blocks, and the KV that they hold already, are another node's: given with it, and never this pool's."""
-        return self.in_place and self.leaves
+        return self.shared_pool and self.send_kv
 
     @property
     def num_tokens(self) -> int:
@@ -81,7 +81,7 @@ class Request:
         """How many more tokens this request may still generate."""
         return max(0, self.max_tokens - (self.num_tokens - self.num_prompt))
 
-    def move_to(self, state: State) -> None:
+    def move_to(self, state: RequestState) -> None:
         assert state in LEGAL[self.state], f"request {self.id}: {self.state} -> {state} is not a legal transition"
         self.state = state
 
@@ -122,9 +122,9 @@ class Step:
 
     number: int
     slices: list[Slice]
-    landings: list[Request]
+    receiving: list[Request]
     num_preempted: int = 0
-    work: Work = field(default_factory=Work)
+    work: StepWork = field(default_factory=StepWork)
     budget: int = 0
     reason: str = ""
     predicted_s: float = 0.0

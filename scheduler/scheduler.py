@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 from scheduler.blocks import BlockPool, Ledger
 from scheduler.budget import Budget, FixedBudget
+from scheduler.capacity import blocks_missing, choose_preemption_victim, growth_of, growth_of_all
 from scheduler.cost import CostModel
 from scheduler.policy import STALL_FREE, Policy
 from scheduler.prefix import extend_hashes
-from scheduler.request import Request, Slice, State, Step, cdiv
-from scheduler.room import blocks_missing, growth_of, growth_of_all, victim_for
+from scheduler.request import Request, RequestState, Slice, Step, cdiv
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class StepLimits:
     """Tokens a step, requests at once, and how long prompts share a step; names are vLLM's."""
 
     max_num_batched_tokens: int = 512
@@ -35,7 +35,7 @@ class Limits:
 AUDIT_STEPS = 64  # between two checks that walk all requests; the cheapest one is made after every step
 
 
-class Event(NamedTuple):
+class StepOutput(NamedTuple):
     """What one slice of a step did: `token` what it sampled, `fault` what was raised over it: it failed alone."""
 
     request: Request
@@ -46,7 +46,7 @@ class Event(NamedTuple):
 
 
 @dataclass(slots=True)
-class Counters:
+class SchedulerCounters:
     steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -62,7 +62,7 @@ def _turn(request: Request) -> tuple[int, int]:
 class Scheduler:
     def __init__(
         self,
-        limits: Limits,
+        limits: StepLimits,
         num_blocks: int,
         block_tokens: int,
         policy: Policy = STALL_FREE,
@@ -77,9 +77,9 @@ class Scheduler:
         self.pool = BlockPool(num_blocks)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # by turn
-        self.num_landing = 0
-        self.counters = Counters()
-        self.breach = ""  # of the block ledger: the first one that was found, for good
+        self.num_receiving = 0
+        self.counters = SchedulerCounters()
+        self.ledger_error = ""  # of the block ledger: the first one that was found, for good
         self._waiting: list[tuple[int, int, Request]] = []  # a heap by turn; entries no longer WAITING are skipped
         self._num_waiting = 0
         self._arrivals = 0
@@ -94,7 +94,7 @@ class Scheduler:
         """Takes a request in. Raises ValueError when it could never fit, or its id is taken."""
         if request.id in self.requests:
             raise ValueError(f"request {request.id} is already here")
-        if not request.is_guest:
+        if not request.borrows_blocks:
             self._check_fits(request)
         request.arrival = self._arrivals
         self._arrivals += 1
@@ -102,23 +102,23 @@ class Scheduler:
         self.requests[request.id] = request
         self._wait(request)
 
-    def land(self, request: Request, token: int) -> None:
+    def kv_received(self, request: Request, token: int) -> None:
         """The peer has written the whole prompt's KV and sampled `token`: the request runs on from there. Nothing
         happens when it was aborted meanwhile."""
-        if request.state is not State.LANDING:
+        if request.state is not RequestState.RECEIVING_KV:
             return
         num_held = request.num_computed // self.block_tokens
         self.pool.settle(request.blocks[num_held:])
         self._advance(request, len(request.tokens))
         request.tokens.append(token)
-        self.num_landing -= 1
-        request.lands = False  # from here on it is as any other: preempted, it computes its prompt itself
-        request.move_to(State.RUNNING)
+        self.num_receiving -= 1
+        request.receive_kv = False  # from here on it is as any other: preempted, it computes its prompt itself
+        request.move_to(RequestState.RUNNING)
         insort(self.running, request, key=_turn)
 
     def release(self, request: Request) -> None:
         """A peer has this leaving request's KV: its blocks stay as prefix cache only."""
-        assert request.state is State.LEAVING
+        assert request.state is RequestState.SENDING_KV
         self._end(request)
 
     def abort(self, request: Request, writer_stopped: bool = True) -> list[int]:
@@ -126,14 +126,14 @@ class Scheduler:
         went to quarantine, for `pool.clear` later."""
         if self.requests.get(request.id) is not request:
             return []
-        if request.state is not State.LANDING:
+        if request.state is not RequestState.RECEIVING_KV:
             self._end(request)
             return []
         num_held = request.num_computed // self.block_tokens
         reserved = request.blocks[num_held:]
         self.pool.give_up(reserved, writer_stopped)
         request.blocks = request.blocks[:num_held]
-        self.num_landing -= 1
+        self.num_receiving -= 1
         self._end(request)
         return [] if writer_stopped else reserved
 
@@ -146,7 +146,7 @@ class Scheduler:
     @property
     def waiting_tokens(self) -> int:
         """Prompt tokens that wait for their computation, started or not. Walks all requests."""
-        behind = (r.num_tokens - r.num_computed - 1 for r in self.requests.values() if not r.lands)
+        behind = (r.num_tokens - r.num_computed - 1 for r in self.requests.values() if not r.receive_kv)
         return sum(count for count in behind if count > 0)
 
     @property
@@ -158,12 +158,12 @@ class Scheduler:
 
     def audit(self) -> str:
         """Compares the ledger, block by block, with who holds what. Returns the breach, "" if there never was one."""
-        self.breach = self.breach or self.pool.audit(self._held())
-        return self.breach
+        self.ledger_error = self.ledger_error or self.pool.audit(self._held())
+        return self.ledger_error
 
     def _held(self) -> list[list[int]]:
         """The blocks of each owner."""
-        rows = [request.blocks for request in self.requests.values() if not request.is_guest]
+        rows = [request.blocks for request in self.requests.values() if not request.borrows_blocks]
         return rows + [blocks for _, blocks in self._parked]
 
     # ---- deciding -------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Scheduler:
     def schedule(self) -> Step:
         """The next step; without slices when nothing can run now."""
         step = Step(self._steps, [], [])
-        self.budget.begin(self.cost, self.num_landing > 0 or any(map(self._decodes, self.running)))
+        self.budget.begin(self.cost, self.num_receiving > 0 or any(map(self._decodes, self.running)))
         if not self.policy.prompts_first:
             self._schedule_decodes(step)
         self._schedule_prompts(step)
@@ -184,15 +184,17 @@ class Scheduler:
             self._steps += 1
         return step
 
-    def update(self, step: Step, tokens: Sequence[int | None], failed: Sequence[bool] | None = None) -> list[Event]:
+    def update(
+        self, step: Step, tokens: Sequence[int | None], failed: Sequence[bool] | None = None
+    ) -> list[StepOutput]:
         """Tells what a step did: `tokens[i]` was sampled by slice i; where `failed[i]`, its request ends with finish
         "error", as it does where telling it raises. Steps are told in the order in which they were scheduled."""
-        events: list[Event] = []
+        events: list[StepOutput] = []
         for index, piece in enumerate(step.slices):
             request, fault = piece.request, None
             request.num_in_flight -= 1
             request.num_sampling -= piece.samples
-            if request.state is State.DONE:
+            if request.state is RequestState.DONE:
                 continue
             if failed is None or not failed[index]:
                 try:
@@ -200,13 +202,13 @@ class Scheduler:
                         self._advance(request, piece.end)
                     token = tokens[index] if piece.samples else None
                     finish = None if token is None else self._append(request, token)
-                    events.append(Event(request, index, token, finish))
+                    events.append(StepOutput(request, index, token, finish))
                     continue
                 except Exception as error:  # noqa: BLE001 - the driver logs it
                     fault = error
             request.finish = "error"
             self._end(request)
-            events.append(Event(request, index, None, "error", fault))
+            events.append(StepOutput(request, index, None, "error", fault))
         while self._parked and self._parked[0][0] <= step.number:
             self.pool.release(self._parked.popleft()[1])
         self.counters.steps += 1
@@ -216,7 +218,7 @@ class Scheduler:
     def _check_ledger(self) -> None:
         """A breach ends nothing: what the node serves goes on, and the driver tells those who watch it."""
         is_due = self.counters.steps % AUDIT_STEPS == 0
-        self.breach = self.breach or self.pool.breach(sum(map(len, self._held())) if is_due else None)
+        self.ledger_error = self.ledger_error or self.pool.ledger_error(sum(map(len, self._held())) if is_due else None)
 
     # ---- decodes --------------------------------------------------------------------------------------------
 
@@ -226,7 +228,7 @@ class Scheduler:
             if left == 0:
                 break
             # A request that an older one preempted in this very loop is not RUNNING any more.
-            if not self._decodes(request) or request.state is not State.RUNNING:
+            if not self._decodes(request) or request.state is not RequestState.RUNNING:
                 continue
             if self._make_room(request, 1, step) == 1:
                 self._take_slice(step, request, 1)
@@ -237,7 +239,7 @@ class Scheduler:
         """Its next token is what it lacks, and the steps in flight do not bring its last one here."""
         if request.num_tokens - request.num_scheduled != 1:
             return False
-        return request.num_sampling == 0 or not (request.leaves or request.remaining_tokens == 0)
+        return request.num_sampling == 0 or not (request.send_kv or request.remaining_tokens == 0)
 
     # ---- prompts --------------------------------------------------------------------------------------------
 
@@ -246,13 +248,13 @@ class Scheduler:
         partial = 0
         for request in tuple(self.running) if may_compute else ():
             behind = request.num_tokens - request.num_scheduled
-            if behind <= 1 or request.state is not State.RUNNING:
+            if behind <= 1 or request.state is not RequestState.RUNNING:
                 continue
             count = self._make_room(request, self._chunk(request, request.num_scheduled, step), step)
             if count:
                 self._take_slice(step, request, count)
             partial += count < behind
-        if not self.policy.together or not (self.running or self.num_landing):
+        if not self.policy.together or not (self.running or self.num_receiving):
             self._admit(step, partial, may_compute)
 
     def _admit(self, step: Step, partial: int, may_compute: bool) -> None:
@@ -260,28 +262,28 @@ class Scheduler:
         compute nothing, so they come in also where prompts may not be computed."""
         growth = None
         while (request := self._next_waiting()) is not None:
-            if len(self.running) + self.num_landing >= self._max_running or request.num_in_flight:
+            if len(self.running) + self.num_receiving >= self._max_running or request.num_in_flight:
                 break
             held = self._cached_prefix(request)
-            start = request.num_computed if request.is_guest else len(held) * self.block_tokens
-            count = self._chunk(request, start, step) if may_compute and not request.lands else 0
+            start = request.num_computed if request.borrows_blocks else len(held) * self.block_tokens
+            count = self._chunk(request, start, step) if may_compute and not request.receive_kv else 0
             is_partial = count < request.num_tokens - start
-            if not (request.lands or self._may_start(count, is_partial, partial)):
+            if not (request.receive_kv or self._may_start(count, is_partial, partial)):
                 break
             growth = growth_of_all(self.running, self.block_tokens) if growth is None else growth
             needed = cdiv(request.num_tokens, self.block_tokens) - len(held) + self.pool.count_unowned(held)
             own_growth = growth_of(request, self.block_tokens)
-            alone = not self.running and not self.num_landing
-            if not request.is_guest and needed + (0 if alone else growth + own_growth) > self.pool.available:
+            alone = not self.running and not self.num_receiving
+            if not request.borrows_blocks and needed + (0 if alone else growth + own_growth) > self.pool.available:
                 break
             heapq.heappop(self._waiting)
             self._num_waiting -= 1
             available = self.pool.available
             self._hold(request, held)
-            if request.lands:
+            if request.receive_kv:
                 self._reserve(request, step)
             else:
-                request.move_to(State.RUNNING)
+                request.move_to(RequestState.RUNNING)
                 insort(self.running, request, key=_turn)
                 self._allot(request, count)
                 if count:
@@ -297,7 +299,7 @@ class Scheduler:
         return count > 0 and (may_stay_partial or not is_partial)
 
     def _next_waiting(self) -> Request | None:
-        while self._waiting and self._waiting[0][2].state is not State.WAITING:
+        while self._waiting and self._waiting[0][2].state is not RequestState.WAITING:
             heapq.heappop(self._waiting)
         return self._waiting[0][2] if self._waiting else None
 
@@ -321,13 +323,13 @@ class Scheduler:
 
     def _cached_prefix(self, request: Request) -> list[int]:
         """Blocks that already hold a prefix; the last token is always computed, for its logits."""
-        if request.every_logit or request.is_guest:
+        if request.needs_prompt_logprobs or request.borrows_blocks:
             return []
-        useful = len(request.tokens) if request.lands and not request.in_place else len(request.tokens) - 1
+        useful = len(request.tokens) if request.receive_kv and not request.shared_pool else len(request.tokens) - 1
         return self.pool.match(request.hashes[: useful // self.block_tokens])
 
     def _hold(self, request: Request, held: list[int]) -> None:
-        if not request.is_guest:
+        if not request.borrows_blocks:
             self.pool.share(held)
             request.blocks = list(held)
             request.num_computed = len(held) * self.block_tokens
@@ -340,9 +342,9 @@ class Scheduler:
     def _reserve(self, request: Request, step: Step) -> None:
         missing = cdiv(len(request.tokens), self.block_tokens) - len(request.blocks)
         request.blocks += self.pool.reserve(missing)
-        self.num_landing += 1
-        request.move_to(State.LANDING)
-        step.landings.append(request)
+        self.num_receiving += 1
+        request.move_to(RequestState.RECEIVING_KV)
+        step.receiving.append(request)
 
     # ---- blocks ---------------------------------------------------------------------------------------------
 
@@ -352,7 +354,7 @@ class Scheduler:
         if request.num_scheduled + count <= len(request.blocks) * self.block_tokens:  # as most decodes do
             return count
         while blocks_missing(request, count, self.block_tokens) > self.pool.available:
-            victim = victim_for(request, self.running, step)
+            victim = choose_preemption_victim(request, self.running, step)
             if victim is None:
                 break
             self._preempt(victim, step)
@@ -374,7 +376,7 @@ class Scheduler:
         self._free(request)
         request.num_computed = request.num_scheduled = 0
         request.epoch += 1
-        request.move_to(State.WAITING)
+        request.move_to(RequestState.WAITING)
         self._wait(request)
         self.counters.preemptions += 1
         step.num_preempted += 1
@@ -384,7 +386,7 @@ class Scheduler:
         self._num_waiting += 1
 
     def _free(self, request: Request) -> None:
-        if request.is_guest:
+        if request.borrows_blocks:
             return
         if request.num_in_flight:
             self._parked.append((self._steps - 1, request.blocks))
@@ -414,7 +416,7 @@ class Scheduler:
         request.num_computed = end
         request.num_scheduled = max(request.num_scheduled, end)
         full = end // self.block_tokens
-        if full > first and not request.is_guest:
+        if full > first and not request.borrows_blocks:
             extend_hashes(request.hashes, request.tokens, self.block_tokens, request.salt)
             for index in range(first, full):
                 self.pool.remember(request.blocks[index], request.hashes[index])
@@ -425,23 +427,23 @@ class Scheduler:
         request.finish = request.finish_reason()
         if request.finish is not None:
             self._end(request)
-        elif request.leaves:
-            assert request.state is State.RUNNING, "a request that leaves is never preempted"
+        elif request.send_kv:
+            assert request.state is RequestState.RUNNING, "a request that leaves is never preempted"
             self.running.remove(request)
-            request.move_to(State.LEAVING)
+            request.move_to(RequestState.SENDING_KV)
         return request.finish
 
     def _end(self, request: Request) -> None:
-        if request.state is State.RUNNING:
+        if request.state is RequestState.RUNNING:
             self.running.remove(request)
-        elif request.state is State.WAITING:
+        elif request.state is RequestState.WAITING:
             self._num_waiting -= 1
         self._free(request)
-        request.move_to(State.DONE)
+        request.move_to(RequestState.DONE)
         del self.requests[request.id]
 
     def _check_fits(self, request: Request) -> None:
-        tokens = len(request.tokens) if request.leaves else len(request.tokens) + request.remaining_tokens
+        tokens = len(request.tokens) if request.send_kv else len(request.tokens) + request.remaining_tokens
         needed = cdiv(tokens, self.block_tokens)
         if needed > self.pool.total:
             raise ValueError(

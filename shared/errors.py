@@ -1,10 +1,10 @@
-"""Errors by culprit: the client's (`Rejected`) and ours of the moment (`Unavailable`). Anything else is a bug.
+"""Errors by culprit: the client's (`RequestError`) and ours of the moment (`UnavailableError`). Anything else is a bug.
 
 Both carry only text that a client may read, and are mapped to a protocol's form once, at that protocol's rim.
 """
 
 
-class Rejected(Exception):
+class RequestError(Exception):
     """The request is wrong and stays wrong. `param` names the culprit; `status` is its HTTP status."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
@@ -15,7 +15,7 @@ class Rejected(Exception):
         self.status = status
 
 
-class Unavailable(Exception):
+class UnavailableError(Exception):
     """The request is fine; somewhere else, or `retry_after_s` seconds later, it may work."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0, status: int = 503, code: str | None = None) -> None:

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from shared import security
-from shared.codec import Malformed, decode, encode
-from shared.messages import JoinReply, NodeInfo
-from shared.security import Secret, complaints
-from shared.serve import Tasks
-from shared.services import JOIN, PEER_FAILURES, RpcServer, connect
+from shared.lifecycle import TaskGroup
+from shared.rpc import security
+from shared.rpc.codec import DecodeError, decode, encode
+from shared.rpc.messages import JoinReply, NodeInfo
+from shared.rpc.methods import JOIN, PEER_FAILURES, RpcServer, connect
+from shared.rpc.security import Secret, complaints
 
 log = logging.getLogger("baton.registry")
 REDIS_TIMEOUT_S = 0.5
@@ -42,18 +42,26 @@ def check_node(info: NodeInfo) -> None:
     """Raises Malformed naming the field in which no node can be as `info` says. What it says is proved by its own
     stream alone."""
     address = ADDRESS.fullmatch(info.address)
-    if not NAME.fullmatch(info.id) or not NAME.fullmatch(info.boot):
-        raise Malformed("NodeInfo.id and .boot must be 1 to 64 letters, digits and . _ -")
+    if not NAME.fullmatch(info.id) or not NAME.fullmatch(info.incarnation_id):
+        raise DecodeError("NodeInfo.id and .boot must be 1 to 64 letters, digits and . _ -")
     if info.role not in {"prefill", "decode"}:
-        raise Malformed("NodeInfo.role must be prefill or decode")
+        raise DecodeError("NodeInfo.role must be prefill or decode")
     if address is None or not 1 <= int(address[1]) <= 65_535:
-        raise Malformed("NodeInfo.address must be host:port")
+        raise DecodeError("NodeInfo.address must be host:port")
     for name in ("block_tokens", "block_bytes", "num_blocks", "max_model_len", "max_num_seqs"):
         if not 1 <= getattr(info, name) < 2**40:
-            raise Malformed(f"NodeInfo.{name} must be from 1 to 2**40")
-    texts = (info.model, info.fingerprint, info.version, info.state, info.pool_of, *info.facts, *info.facts.values())
-    if len(info.facts) > MAX_FACTS or max(map(len, texts)) > MAX_TEXT:
-        raise Malformed(f"NodeInfo: at most {MAX_FACTS} facts, and texts of {MAX_TEXT} characters")
+            raise DecodeError(f"NodeInfo.{name} must be from 1 to 2**40")
+    texts = (
+        info.model,
+        info.fingerprint,
+        info.version,
+        info.state,
+        info.shared_pool_owner,
+        *info.attributes,
+        *info.attributes.values(),
+    )
+    if len(info.attributes) > MAX_FACTS or max(map(len, texts)) > MAX_TEXT:
+        raise DecodeError(f"NodeInfo: at most {MAX_FACTS} facts, and texts of {MAX_TEXT} characters")
 
 
 class Registry(Protocol):
@@ -109,9 +117,9 @@ class EmbeddedRegistry:
             async for message in stream:
                 check_node(message)
                 if info is not None and message.id != info.id:
-                    raise Malformed("NodeInfo.id: a stream is one node's")
+                    raise DecodeError("NodeInfo.id: a stream is one node's")
                 if message.id not in self.nodes and len(self.nodes) >= MAX_NODES:
-                    raise Malformed(f"NodeInfo.id: {MAX_NODES} nodes have joined; no more are taken")
+                    raise DecodeError(f"NodeInfo.id: {MAX_NODES} nodes have joined; no more are taken")
                 if message != info:
                     info = message
                     self.nodes[message.id] = message
@@ -131,7 +139,7 @@ class StreamAnnouncer:
         self._heartbeat_s = heartbeat_s
         self._info: NodeInfo | None = None
         self._wake = asyncio.Event()
-        self._tasks = Tasks()
+        self._tasks = TaskGroup()
 
     async def start(self, info: NodeInfo) -> None:
         self._info = info
@@ -199,7 +207,7 @@ def unseal(value: bytes, key: str, secret: Secret | None) -> NodeInfo:
     if secret is not None:
         sealed = decode(value, Sealed)
         if not secret.is_signed(sealed.proof, "registry", key.encode(), sealed.info):
-            raise Malformed("it was not signed with the cluster's secret")
+            raise DecodeError("it was not signed with the cluster's secret")
         value = sealed.info
     return decode(value, NodeInfo)
 
@@ -214,7 +222,7 @@ class RedisAnnouncer:
         self._heartbeat_s = heartbeat_s
         self._info: NodeInfo | None = None
         self._wake = asyncio.Event()
-        self._tasks = Tasks()
+        self._tasks = TaskGroup()
 
     async def start(self, info: NodeInfo) -> None:
         self._info = info
@@ -269,7 +277,7 @@ class RedisRegistry:
         self._absent_since: dict[str, float] = {}
         self._gone_since: dict[bytes, float] = {}  # names in Redis' index that have no key
         self._changed: Callable[[], None] = lambda: None
-        self._tasks = Tasks()
+        self._tasks = TaskGroup()
 
     async def start(self, changed: Callable[[], None]) -> None:
         self._changed = changed
@@ -312,9 +320,9 @@ class RedisRegistry:
             try:
                 info = unseal(value, self._prefix + name, self._secret)
                 check_node(info)
-            except Malformed as error:
+            except DecodeError as error:
                 self.skipped += 1
-                complaints.tell(self._prefix, f"an entry in Redis is skipped: {error}")
+                complaints.warn(self._prefix, f"an entry in Redis is skipped: {error}")
                 continue
             if info.id == name:
                 found[name] = info

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import pytest
 
-from decode_node import landing
+from decode_node import reservations as landing
 from prefill_node import handoff
 from scheduler import request
 

@@ -24,8 +24,11 @@ CALLS |= {"subprocess.getoutput", "subprocess.getstatusoutput", "pty.spawn", "os
 SWITCHES = {"shell", "allow_pickle", "trust_remote_code"}  # never true, nor anything that a test could not see
 # Only these (a file, or all of a folder), for these reasons.
 EXCEPTIONS = {
-    ("engine/jit.py", "imports pickle"): "the error that numba raises for a damaged file; nothing is unpickled by us",
-    ("engine/sides.py", "imports a module whose name it computes"): "one of the two in the table above it",
+    (
+        "engine/cpu/jit.py",
+        "imports pickle",
+    ): "the error that numba raises for a damaged file; nothing is unpickled by us",
+    ("node/roles.py", "imports a module whose name it computes"): "one of the two in the table above it",
     ("tests/simulation/", "imports multiprocessing"): "seeds in children of its own",
     ("benchmarks/__main__.py", "imports a module whose name it computes"): "one of the benchmarks in its table",
     ("benchmarks/gpu_first_run.py", "imports a module whose name it computes"): "one of the parts in its table",

@@ -13,25 +13,25 @@ import numpy as np
 import torch
 
 from benchmarks.peers.worker import serve
-from engine.build import BuildOptions, build
-from engine.engine import Engine, Tell
-from engine.records import Ran
-from engine.runner import Output
+from engine.components import BuildOptions, build
+from engine.engine import Engine, EngineListener
+from engine.runner import SliceOutput
+from node.recorder import StepTiming
 from scheduler.budget import budget_of
 from scheduler.policy import POLICIES
 from scheduler.request import Request, Step
-from scheduler.scheduler import Event, Limits, Scheduler
-from shared.messages import Logprobs, Sampling
+from scheduler.scheduler import Scheduler, StepLimits, StepOutput
+from shared.rpc.messages import Logprobs, SamplingParams
 
 MAX_NUM_SEQS = 64
 BUDGET_TOKENS = 2048  # of a step, unless the call says otherwise; the peers have the same
 TIMEOUT_S = 600.0
 NUM_STREAMS, STREAM_CONTEXT, SETTLE_TOKENS = 8, 16, 20
 TOKEN = 7
-GREEDY = Sampling(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 
 
-class Stopwatch(Tell):
+class Stopwatch(EngineListener):
     """When each request got each of its tokens. Whoever is to land does so at once: `write` fills its blocks."""
 
     def __init__(self, write: Callable[[list[int]], None]) -> None:
@@ -42,22 +42,22 @@ class Stopwatch(Tell):
         self.engine: Engine | None = None
         self.logprobs: Logprobs | None = None  # of the last token that came with some
 
-    def turn(self, scheduler: Scheduler) -> None:
+    def on_turn(self, scheduler: Scheduler) -> None:
         pass
 
-    def landings(self, requests: list[Request]) -> None:
+    def on_receiving(self, requests: list[Request]) -> None:
         def land(scheduler: Scheduler) -> None:
             for request in requests:
                 self._write(request.blocks)
-                scheduler.land(request, TOKEN)
+                scheduler.kv_received(request, TOKEN)
 
         assert self.engine is not None
         self.engine.post(land)
 
-    def scheduled(self, step: Step) -> None:
+    def on_scheduled(self, step: Step) -> None:
         pass
 
-    def step(self, step: Step, events: list[Event], outputs: list[Output]) -> None:
+    def on_step(self, step: Step, events: list[StepOutput], outputs: list[SliceOutput]) -> None:
         now_s = time.perf_counter()
         tokens = [event for event in events if event.token is not None]
         for event in tokens:
@@ -66,10 +66,10 @@ class Stopwatch(Tell):
         self.logprobs = next((output.logprobs for output in outputs if output.logprobs is not None), self.logprobs)
         self.told.put(None)
 
-    def ran(self, ran: Ran) -> None:
+    def on_ran(self, ran: StepTiming) -> None:
         pass
 
-    def died(self, error: BaseException) -> None:
+    def on_failure(self, error: BaseException) -> None:
         self.told.put(error)
 
     def until(self, ready: Callable[[], bool]) -> None:
@@ -98,7 +98,7 @@ class Baton:
         # Little by little: an operator on much would give this thread an OpenMP team of its own beside the engine's.
         self._noise = torch.cat([torch.from_numpy(part).to(self._rows.dtype) for part in np.array_split(noise, 64)])
         self._random = random.Random(0)
-        self.facts = self._computer.facts | {"kv_blocks": self._computer.layout.num_blocks}
+        self.facts = self._computer.attributes | {"kv_blocks": self._computer.layout.num_blocks}
         gc.collect()
         gc.freeze()  # as a node does
 
@@ -129,7 +129,7 @@ class Baton:
     def logprobs(self, tokens: list[int], top: int = 20) -> dict[str, float]:
         """Of the likeliest next tokens, by token: what a peer with the same weights must agree with."""
         watch, engine = self._start(BUDGET_TOKENS)
-        self._add(engine, "prompt", tokens, 1, sampling=Sampling(temperature=0, logprobs=top))
+        self._add(engine, "prompt", tokens, 1, sampling=SamplingParams(temperature=0, logprobs=top))
         watch.until(lambda: "prompt" in watch.times)
         engine.stop()
         assert watch.logprobs is not None
@@ -165,7 +165,7 @@ class Baton:
     def _start(self, budget: int, policy: str = "stall_free", slo_ms: float = 0) -> tuple[Stopwatch, Engine]:
         layout = self._computer.layout
         scheduler = Scheduler(
-            Limits(budget, MAX_NUM_SEQS),
+            StepLimits(budget, MAX_NUM_SEQS),
             layout.num_blocks,
             layout.block_tokens,
             POLICIES[policy],
@@ -183,9 +183,9 @@ class Baton:
         tokens: list[int],
         max_tokens: int,
         lands: bool = False,
-        sampling: Sampling = GREEDY,
+        sampling: SamplingParams = GREEDY,
     ) -> None:
-        request = Request(name, tokens, len(tokens), max_tokens, lands=lands, payload=sampling)
+        request = Request(name, tokens, len(tokens), max_tokens, receive_kv=lands, sampling=sampling)
         engine.post(lambda scheduler: scheduler.add(request))
 
     def _prompt(self, tokens: int) -> list[int]:

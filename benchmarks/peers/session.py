@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shared.serve import dies_with
+from shared.lifecycle import set_parent_death_signal
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,7 +39,7 @@ class Worker:
                 env=os.environ | {"OMP_NUM_THREADS": str(options["threads"])} | dict(env or {}),
                 text=True,
                 start_new_session=True,
-                preexec_fn=dies_with(os.getpid()),  # noqa: PLW1509 - no thread of ours runs yet
+                preexec_fn=set_parent_death_signal(os.getpid()),  # noqa: PLW1509 - no thread of ours runs yet
             )
         except OSError as error:
             self._log.close()

@@ -18,7 +18,7 @@ _SCRIPTS = (
     "drawn.js",
     "report.js",
 )  # one module: each may use those before it
-_UPLOT = "page/vendor/uplot-1.6.32/"
+_UPLOT = "history/page/vendor/uplot-1.6.32/"
 
 
 def write_report(report: dict[str, Any], directory: Path) -> Path:
@@ -42,7 +42,7 @@ def page_of(report: dict[str, Any]) -> str:
         "title": escape(f"Baton comparison: {report['traffic']['name']}"),
         "style": ours.joinpath("report.css").read_text("utf-8"),
         "script": "\n".join(ours.joinpath(name).read_text("utf-8") for name in _SCRIPTS),
-        "strip_js": routers.joinpath("page/strip.js").read_text("utf-8"),
+        "strip_js": routers.joinpath("history/page/strip.js").read_text("utf-8"),
         "uplot_js": routers.joinpath(_UPLOT + "uPlot.iife.min.js").read_text("utf-8"),
         "uplot_css": routers.joinpath(_UPLOT + "uPlot.min.css").read_text("utf-8"),
         "data": _inlined(thinned(report)),

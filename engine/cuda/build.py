@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.attention.choose import attention_on_cuda, block_tokens_on_cuda, usable_on_cuda
-from engine.build import BuildOptions, Computer, exchange_fingerprint
+from engine.attention.selection import attention_on_cuda, block_tokens_on_cuda, usable_on_cuda
+from engine.components import BuildOptions, EngineComponents, exchange_fingerprint
 from engine.cuda.device import Accelerator
 from engine.cuda.runner import CudaRunner, Sampler
-from engine.cuda.staging import Capacity
-from engine.kernels.choose import kernels_on_cuda
+from engine.cuda.staging import StepCapacity
+from engine.kernels.selection import kernels_on_cuda
 from engine.kv_pool import KVPool, blocks_for
 from engine.linear.plain import Plain
 from engine.models.config import ModelConfig
@@ -22,7 +22,7 @@ from engine.startup import stage
 from engine.weights import stored_dtype, weight_bytes
 from scheduler.request import Request, Slice, Step, cdiv
 from shared.kv.layout import KVLayout
-from shared.messages import Sampling
+from shared.rpc.messages import SamplingParams
 
 log = logging.getLogger("baton.engine")
 GIB = 2**30
@@ -33,7 +33,7 @@ LESS_KV = "lower --gpu-memory-utilization, or --num-blocks or --kv-cache-memory 
 GRAPH_BYTES = GIB  # an allowance, too: how much the graphs took is logged
 
 
-def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: Accelerator) -> Computer:
+def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: Accelerator) -> EngineComponents:
     """`options.max_model_len` is the one that holds. Raises ValueError with the fix in its message, OSError when the
     driver refuses what is no matter of memory."""
     dtype = _dtype(options, path)
@@ -66,7 +66,7 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: A
         "torch": torch.__version__,
     }
     print_ = exchange_fingerprint("torch", path, layout, memory.sums)
-    return Computer(runner, memory, layout, options.max_model_len, config.vocab_size, print_, facts)
+    return EngineComponents(runner, memory, layout, options.max_model_len, config.vocab_size, print_, facts)
 
 
 def _dtype(options: BuildOptions, path: Path) -> torch.dtype:
@@ -83,8 +83,8 @@ def _dtype(options: BuildOptions, path: Path) -> torch.dtype:
     return dtype
 
 
-def _capacity(options: BuildOptions, block_tokens: int) -> Capacity:
-    return Capacity(
+def _capacity(options: BuildOptions, block_tokens: int) -> StepCapacity:
+    return StepCapacity(
         slices=min(options.max_num_seqs, options.max_step_tokens),  # the scheduler runs no more at once
         tokens=options.max_step_tokens,
         blocks=cdiv(options.max_model_len, block_tokens),
@@ -102,7 +102,7 @@ def _runner(options: BuildOptions, model: Decoder, pool: KVPool, gpu: Accelerato
 def _sampler(triton: bool) -> Sampler | None:
     if not triton:
         return None
-    from engine.cuda.triton_sampling import draw
+    from engine.cuda.draw import draw
 
     return draw
 
@@ -174,7 +174,7 @@ def _largest_step(options: BuildOptions, model: Decoder, one: KVLayout, gpu: Acc
     longest = min(options.max_step_tokens - count + 1, options.max_model_len)
     slices = []
     for length in (longest, *[1] * (count - 1)):
-        request = Request("largest", [0] * length, length, 1, payload=Sampling(top_p=0.9))
+        request = Request("largest", [0] * length, length, 1, sampling=SamplingParams(top_p=0.9))
         request.blocks = [1] * cdiv(length, one.block_tokens)
         slices.append(Slice(request, 0, length, samples=True, epoch=0))
     runner.run(Step(0, slices, []))

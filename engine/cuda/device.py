@@ -12,7 +12,7 @@ from engine.cuda.graphs import CudaGraphPool, GraphPool
 from engine.cuda.memory import DeviceMemory
 from engine.startup import cause
 from shared.kv.memory import HostMemory
-from shared.kv.pool import Borrower
+from shared.kv_gpu.pool import PoolClient
 
 log = logging.getLogger("baton.engine")
 
@@ -38,10 +38,10 @@ class Accelerator(Protocol):
     def has_triton(self) -> bool: ...
 
 
-class Gpu:
+class CudaAccelerator:
     """`borrowed`: KV memory of another process to use. Raises ValueError when torch sees no such device."""
 
-    def __init__(self, name: str, borrowed: Borrower | None = None) -> None:
+    def __init__(self, name: str, borrowed: PoolClient | None = None) -> None:
         self._borrowed = borrowed
         if not torch.cuda.is_available():
             raise ValueError(f"--device {name}: torch {torch.__version__} finds no CUDA device; use --device cpu")

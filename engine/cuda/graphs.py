@@ -88,7 +88,7 @@ class CudaGraphPool:
         """Addresses are fixed: there is nothing to do."""
 
 
-class Recording:
+class GraphRecording:
     """One pass: graphs, and calls between them, in order."""
 
     def __init__(self, pool: GraphPool) -> None:

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shared.kv.cuda_driver import Gpu, Region
-from shared.kv.staging import Pinned, Staging
+from shared.kv.staging import PinnedStaging, Staging
+from shared.kv_gpu.cuda_driver import CudaDevice, CudaRegion
 
 PIECE_BYTES = 16 << 20  # summed at once: with its products it stays in the L2 cache of an H200 (50 MB)
 WORD_BYTES = 8
@@ -26,7 +26,7 @@ class DeviceMemory:
 
     sums: ClassVar[str] = "linear64"
 
-    def __init__(self, device: torch.device, num_rows: int, row_bytes: int, region: Region | None = None) -> None:
+    def __init__(self, device: torch.device, num_rows: int, row_bytes: int, region: CudaRegion | None = None) -> None:
         if num_rows < 1 or row_bytes < 1 or row_bytes % WORD_BYTES:
             raise ValueError(
                 f"KV memory of {num_rows} rows of {row_bytes} bytes: both must be at least 1, and the bytes "
@@ -34,7 +34,7 @@ class DeviceMemory:
             )
         self.num_rows, self.row_bytes = num_rows, row_bytes
         if region is None:
-            region = Region.allocate(Gpu(device.index or 0), num_rows * row_bytes)
+            region = CudaRegion.allocate(CudaDevice(device.index or 0), num_rows * row_bytes)
         self.region = region
         self.device = device
         self.rows = _tensor(region, device, num_rows * row_bytes).view(num_rows, row_bytes)
@@ -58,7 +58,7 @@ class DeviceMemory:
             return torch.cat(sums).cpu().numpy().astype("<i8").tobytes() if sums else b""
 
     def staging(self) -> Staging:
-        return Pinned(self.region, self.row_bytes)
+        return PinnedStaging(self.region, self.row_bytes)
 
     def close(self) -> None:
         """Idempotent. The device must be idle; no tensor over the rows may be used afterwards."""
@@ -90,7 +90,7 @@ class _Raw:
         }
 
 
-def _tensor(region: Region, device: torch.device, size: int) -> Tensor:
+def _tensor(region: CudaRegion, device: torch.device, size: int) -> Tensor:
     if device.type == "cuda":
         return torch.as_tensor(_Raw(region.address, size), device=device)
     return torch.frombuffer(

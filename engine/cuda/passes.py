@@ -14,8 +14,8 @@ from torch import Tensor
 
 from engine.attention.interface import AttentionBackend, AttentionPlan
 from engine.batch import Batch
-from engine.cuda.graphs import GraphPool, Recording
-from engine.cuda.staging import Buffers, Shape
+from engine.cuda.graphs import GraphPool, GraphRecording
+from engine.cuda.staging import StepBuffers, StepShape
 from engine.kernels.interface import Kernels
 from engine.models.decoder import Decoder
 
@@ -30,9 +30,9 @@ MIXED = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 class Captured:
     """A pass at one size. `decodes`: attention is part of its graph, so a step has one slice for each token."""
 
-    shape: Shape
+    shape: StepShape
     decodes: bool
-    recording: Recording
+    recording: GraphRecording
     hidden: Tensor
 
 
@@ -54,7 +54,7 @@ class BrokenAttention:
 class Passes:
     """Without a call of `capture`, every step runs as it is."""
 
-    def __init__(self, model: Decoder, kernels: Kernels, attention: AttentionBackend, buffers: Buffers) -> None:
+    def __init__(self, model: Decoder, kernels: Kernels, attention: AttentionBackend, buffers: StepBuffers) -> None:
         self._model, self._kernels, self._attention, self._buffers = model, kernels, attention, buffers
         self._decodes: list[Captured] = []  # by size
         self._mixed: list[Captured] = []
@@ -64,9 +64,9 @@ class Passes:
 
     # ---- running ---------------------------------------------------------------------------------------------------
 
-    def choose(self, step: Batch) -> tuple[Shape, Captured | None]:
+    def choose(self, step: Batch) -> tuple[StepShape, Captured | None]:
         """The shape that a step is padded to, and the pass to replay; None: it runs as it is."""
-        own = Shape.of(step)
+        own = StepShape.of(step)
         if step.scored:  # rows of logits without number
             return own, None
         if own.tokens == own.slices and (found := _least(self._decodes, own.tokens)) is not None:
@@ -121,7 +121,7 @@ class Passes:
         return f"up to {self._decodes[-1].shape.tokens} decodes, {mixed}" if self._decodes else mixed
 
     def _decodes_at(self, pool: GraphPool, size: int) -> Captured:
-        shape = Shape(size, size, size)
+        shape = StepShape(size, size, size)
         batch = self._buffers.clear(shape)
         # What the host says of a captured batch are bounds that hold for every step to come.
         most = self._buffers.most_tokens
@@ -130,18 +130,18 @@ class Passes:
         def work() -> Tensor:
             return self._model.forward(batch, self._kernels.begin(batch), self._attention.plan(batch))
 
-        recording = Recording(pool)
+        recording = GraphRecording(pool)
         pool.prepare(work)
         return Captured(shape, True, recording, recording.capture(work))
 
     def _mixed_at(self, pool: GraphPool, size: int, rows: int) -> Captured:
-        shape = Shape(size, 0, rows)
+        shape = StepShape(size, 0, rows)
         batch = self._buffers.clear(shape)
 
         def work(pause: Callable[[Callable[[], None]], None]) -> Tensor:
             return self._model.forward(batch, self._kernels.begin(batch), BrokenAttention(self, size, pause))
 
-        recording = Recording(pool)
+        recording = GraphRecording(pool)
         pool.prepare(lambda: work(lambda _: None))
         return Captured(shape, False, recording, recording.capture(lambda: work(recording.pause)))
 

@@ -10,23 +10,23 @@ import torch
 from torch import Tensor
 
 from engine.attention.interface import AttentionBackend
-from engine.attention.torch_backend import TorchAttention
+from engine.attention.torch_attention import TorchAttention
 from engine.batch import Batch, build
 from engine.cuda.graphs import GraphPool
 from engine.cuda.passes import Passes
-from engine.cuda.staging import Buffers, Capacity, Shape
+from engine.cuda.staging import StepBuffers, StepCapacity, StepShape
 from engine.kernels.interface import Kernels
 from engine.kv_pool import DUMMY_BLOCK, KVPool
 from engine.logprobs import describe
 from engine.models.decoder import Decoder
-from engine.runner import Finished, Output, Pending, TorchRunner, row_of
-from engine.sampling import BROKEN, NO_TOKEN, NOTHING_ALLOWED, NUMERICAL, Row, adjust, draw
+from engine.runner import FinishedStep, PendingStep, SliceOutput, TorchRunner, row_of
+from engine.sampling import BROKEN, NO_TOKEN, NOTHING_ALLOWED, NUMERICAL, SamplingRow, adjust, draw
 from scheduler.request import Request, Slice, Step, cdiv
-from shared.messages import Sampling
+from shared.rpc.messages import SamplingParams
 
 # Logits float32 [R, vocab], parameters as `parameters_of` packs them, and the logits after bans, bias and penalties
 # where a row has any -> tokens int64 [R], or the codes of errors. Does not wait for the device
-# (`engine.cuda.triton_sampling`).
+# (`engine.cuda.draw`).
 Sampler = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 ERRORS = {BROKEN: NUMERICAL, NOTHING_ALLOWED: NO_TOKEN}
 CPU = torch.device("cpu")
@@ -37,13 +37,13 @@ FAR, WARM_COUNT, MANY = 4096, 16, 64  # of a warm-up: longest context, tokens of
 class Launched:
     """`outputs` lack the tokens that are on their way into `drawn`; `order[i]` is the place of output i in its step."""
 
-    outputs: list[Output]
+    outputs: list[SliceOutput]
     order: list[int]
     sampled: list[int]
     drawn: Tensor  # int64, on the host
     done: "torch.cuda.Event | None"
 
-    def wait(self) -> list[Output]:
+    def wait(self) -> list[SliceOutput]:
         if self.done is not None:
             self.done.synchronize()
         for index, token in zip(self.sampled, self.drawn.tolist(), strict=True):
@@ -72,13 +72,13 @@ class CudaRunner(TorchRunner):
         backend: AttentionBackend,
         kernels: Kernels,
         device: torch.device,
-        capacity: Capacity,
+        capacity: StepCapacity,
         sampler: Sampler | None = None,
     ) -> None:
         super().__init__(model, pool, backend, kernels, device)
         self._capacity = capacity
         self._sampler = sampler
-        self._buffers = Buffers(capacity, device)
+        self._buffers = StepBuffers(capacity, device)
         self.passes = Passes(model, kernels, backend, self._buffers)
         self._tokens = torch.zeros(capacity.slices, dtype=torch.int64, device=device)  # the last step's draws
         self._cuda = cuda = device.type == "cuda"
@@ -116,16 +116,16 @@ class CudaRunner(TorchRunner):
 
     def _warm_slice(self, start: int, count: int) -> Slice:
         end = start + count
-        request = Request("warm-up", [0] * end, end, 1, payload=Sampling(seed=0, top_p=0.9, logit_bias={0: 1.0}))
+        request = Request("warm-up", [0] * end, end, 1, sampling=SamplingParams(seed=0, top_p=0.9, logit_bias={0: 1.0}))
         request.blocks = [DUMMY_BLOCK] * cdiv(end, self._block_tokens)
         return Slice(request, start, count, True, 0)
 
-    def run(self, step: Step) -> list[Output]:
+    def run(self, step: Step) -> list[SliceOutput]:
         return self.launch(step).wait()
 
-    def launch(self, step: Step, before: Step | None = None) -> Pending:
+    def launch(self, step: Step, before: Step | None = None) -> PendingStep:
         if not step.slices:
-            return Finished([])
+            return FinishedStep([])
         with self._here():
             return self._launch(step, self._before if before is not None else ())
 
@@ -144,11 +144,11 @@ class CudaRunner(TorchRunner):
         self._arrivals.reverse()
         self._events.reverse()
         buffers = self._buffers_for(built)
-        shape, captured = self.passes.choose(built) if buffers is self._buffers else (Shape.of(built), None)
+        shape, captured = self.passes.choose(built) if buffers is self._buffers else (StepShape.of(built), None)
         batch, parameters = buffers.load(built, rows, shape, self._tokens)
         hidden = self.passes.run(batch, captured)
         done = self._events[0]
-        launched = Launched([Output() for _ in slices], order, built.sampled, self._arrivals[0][: len(rows)], done)
+        launched = Launched([SliceOutput() for _ in slices], order, built.sampled, self._arrivals[0][: len(rows)], done)
         if rows:
             self._draw(self._model.logits(hidden[: len(rows)]), rows, parameters, launched)
         self._score(replace(step, slices=slices), built, hidden[len(rows) :], launched.outputs)
@@ -157,13 +157,13 @@ class CudaRunner(TorchRunner):
         self._before = slices
         return launched
 
-    def _buffers_for(self, built: Batch) -> Buffers:
+    def _buffers_for(self, built: Batch) -> StepBuffers:
         if self._capacity.holds(built):
             return self._buffers
         slices, blocks = built.block_table.shape
-        return Buffers(Capacity(slices, len(built.tokens), blocks, self._block_tokens), self._device)
+        return StepBuffers(StepCapacity(slices, len(built.tokens), blocks, self._block_tokens), self._device)
 
-    def _draw(self, logits: Tensor, rows: list[Row], parameters: Tensor, launched: Launched) -> None:
+    def _draw(self, logits: Tensor, rows: list[SamplingRow], parameters: Tensor, launched: Launched) -> None:
         """Puts the draws where the next step finds them, and sends them to the host."""
         adjusted = adjust(logits, rows)
         if self._sampler is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch, build
-from engine.sampling import WORDS, Row, parameters_of
+from engine.sampling import WORDS, SamplingRow, parameters_of
 
 NOWHERE = -1  # the slot of a token that is padding
 ALIGNED_WORDS = 2  # of 8 bytes
@@ -18,7 +18,7 @@ NUM_REGIONS = 9  # of a block: six tensors of a batch, what is carried, how to d
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class StepShape:
     """What a pass is sized for: a step's own numbers, or those of the bucket it is padded to."""
 
     tokens: int
@@ -26,12 +26,12 @@ class Shape:
     rows: int  # of hidden states that logits are wanted of
 
     @classmethod
-    def of(cls, batch: Batch) -> "Shape":
+    def of(cls, batch: Batch) -> "StepShape":
         return cls(len(batch.tokens), len(batch.starts), len(batch.logit_rows))
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class StepCapacity:
     """The largest step that the buffers hold; a larger one (a prompt that may not be chunked) gets its own."""
 
     slices: int
@@ -51,7 +51,7 @@ class Capacity:
         return fixed + regions + NUM_REGIONS * (ALIGNED_WORDS - 1)
 
 
-class Carver:
+class BufferCarver:
     """Hands out consecutive regions of a flat int64 block; the same requests in the same order, the same layout.
 
     Each begins at a multiple of 16 bytes, for Triton compiles a kernel anew for pointers that do not.
@@ -67,7 +67,7 @@ class Carver:
         self.used += -(-words // ALIGNED_WORDS) * ALIGNED_WORDS
         return self._words[start : start + words].view(dtype)[:count]
 
-    def batch(self, shape: Shape, table: Tensor) -> Batch:
+    def batch(self, shape: StepShape, table: Tensor) -> Batch:
         """Views for a shape. What a graph reads comes first: where it lies depends on the shape alone."""
         return Batch(
             tokens=self.take(shape.tokens),
@@ -84,10 +84,10 @@ class Carver:
         )
 
 
-class Buffers:
+class StepBuffers:
     """Host blocks by turns, since the copy of the step before may be under way; one block on the device."""
 
-    def __init__(self, capacity: Capacity, device: torch.device) -> None:
+    def __init__(self, capacity: StepCapacity, device: torch.device) -> None:
         pinned = device.type == "cuda"
         self.capacity = capacity
         self._host = [torch.zeros(capacity.words, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
@@ -99,19 +99,19 @@ class Buffers:
         """Of one request."""
         return self.capacity.blocks * self.capacity.block_tokens
 
-    def clear(self, shape: Shape) -> Batch:
+    def clear(self, shape: StepShape) -> Batch:
         """The device's tensors for a shape, at the addresses that they always have, holding padding only."""
-        batch = Carver(self._words).batch(shape, self._table)
+        batch = BufferCarver(self._words).batch(shape, self._table)
         _fill(batch, _NOTHING)
         return batch
 
-    def load(self, step: Batch, rows: list[Row], shape: Shape, draws: Tensor) -> tuple[Batch, Tensor]:
+    def load(self, step: Batch, rows: list[SamplingRow], shape: StepShape, draws: Tensor) -> tuple[Batch, Tensor]:
         """Copies a step that was built on the host, padded to `shape`; `draws` are those that it carries on from.
 
         Returns the step on the device, without its padding, and the parameters of `rows`, int64 [rows, WORDS].
         """
         self._host.reverse()
-        host, device = Carver(self._host[0]), Carver(self._words)
+        host, device = BufferCarver(self._host[0]), BufferCarver(self._words)
         _fill(host.batch(shape, self._table), step)
         padded = device.batch(shape, self._table)
         width = step.block_table.shape[1]

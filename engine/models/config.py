@@ -51,7 +51,7 @@ class ModelConfig:
     @classmethod
     def from_directory(cls, directory: Path) -> "ModelConfig":
         """Reads config.json, and generation_config.json for its end tokens. Raises ValueError with one line."""
-        keys = Keys(read_json(directory / "config.json"), directory / "config.json")
+        keys = ConfigReader(read_json(directory / "config.json"), directory / "config.json")
         architecture = _architecture(keys)
         hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
         kv_heads = keys.size("num_key_value_heads", heads)
@@ -82,7 +82,7 @@ class ModelConfig:
         )
 
 
-class Keys:
+class ConfigReader:
     """One JSON object and the file it came from; every reader raises ValueError naming file, key and fix."""
 
     def __init__(self, values: dict[str, Any], file: Path, prefix: str = "") -> None:
@@ -127,10 +127,10 @@ class Keys:
             self.refuse(key, f"it must be a token id below vocab_size ({vocab_size}), or a list of them")
         return tuple(ids)
 
-    def nested(self, key: str) -> "Keys":
+    def nested(self, key: str) -> "ConfigReader":
         """The object under `key`, or an empty one."""
         values = self._read(key, {}, lambda value: isinstance(value, dict), "it must be an object")
-        return Keys(values, self._file, f"{self._prefix}{key}.")
+        return ConfigReader(values, self._file, f"{self._prefix}{key}.")
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return values
 
 
-def _architecture(keys: Keys) -> str:
+def _architecture(keys: ConfigReader) -> str:
     names = keys.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
         keys.refuse("architectures", f"supported is one of {', '.join(ARCHITECTURES)}")
@@ -166,7 +166,7 @@ def _architecture(keys: Keys) -> str:
     return str(names[0])
 
 
-def _head_dim(keys: Keys, architecture: str, hidden: int, heads: int) -> int:
+def _head_dim(keys: ConfigReader, architecture: str, hidden: int, heads: int) -> int:
     if keys.values.get("head_dim") is None and architecture != "Qwen3ForCausalLM" and hidden % heads:
         keys.refuse("num_attention_heads", f"hidden_size ({hidden}) must be a multiple of it, or head_dim given")
     # transformers gives Qwen3 a head_dim of its own, whatever the hidden size.
@@ -176,7 +176,7 @@ def _head_dim(keys: Keys, architecture: str, hidden: int, heads: int) -> int:
     return head_dim
 
 
-def _rope(keys: Keys) -> Rope:
+def _rope(keys: ConfigReader) -> Rope:
     """transformers 5 writes `rope_parameters`; before, it was `rope_theta` beside `rope_scaling`."""
     name = "rope_parameters" if keys.values.get("rope_parameters") is not None else "rope_scaling"
     given = keys.nested(name)
@@ -198,7 +198,7 @@ def _rope(keys: Keys) -> Rope:
     return Rope(theta, kind, given.positive("factor"), low, high, given.size("original_max_position_embeddings"))
 
 
-def _windows(keys: Keys, architecture: str, layers: int) -> tuple[int, ...]:
+def _windows(keys: ConfigReader, architecture: str, layers: int) -> tuple[int, ...]:
     if architecture == "LlamaForCausalLM":
         return (0,) * layers
     if architecture == "MistralForCausalLM":
@@ -221,10 +221,10 @@ def _windows(keys: Keys, architecture: str, layers: int) -> tuple[int, ...]:
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
-def _eos_token_ids(keys: Keys, directory: Path, vocab_size: int) -> tuple[int, ...]:
+def _eos_token_ids(keys: ConfigReader, directory: Path, vocab_size: int) -> tuple[int, ...]:
     """Both files' ids, in order: chat models name their end of turn only in generation_config.json."""
     ids = keys.token_ids("eos_token_id", vocab_size)
     file = directory / "generation_config.json"
     if file.exists():
-        ids += Keys(read_json(file), file).token_ids("eos_token_id", vocab_size)
+        ids += ConfigReader(read_json(file), file).token_ids("eos_token_id", vocab_size)
     return tuple(dict.fromkeys(ids))

@@ -21,7 +21,7 @@ MLP_ROWS = 512  # at once on a CPU: as fast as more of them, and what lies betwe
 
 
 @dataclass(slots=True)
-class Layer:
+class DecoderLayer:
     attention_norm: Tensor
     qkv: Linear  # queries, keys and values of all heads, fused
     q_norm: Tensor | None
@@ -36,7 +36,9 @@ class Layer:
 class Decoder:
     """`dtype` is that of activations, whatever the weights are held in. `embed`: tokens [T] to their vectors."""
 
-    def __init__(self, config: ModelConfig, embed: Lookup, layers: list[Layer], norm: Tensor, head: Linear) -> None:
+    def __init__(
+        self, config: ModelConfig, embed: Lookup, layers: list[DecoderLayer], norm: Tensor, head: Linear
+    ) -> None:
         self.config = config
         self.device = norm.device
         self.dtype = norm.dtype
@@ -76,7 +78,7 @@ class Decoder:
     @staticmethod
     def _attend(
         index: int,
-        layer: Layer,
+        layer: DecoderLayer,
         rows: Tensor,
         kernels: StepKernels,
         attention: AttentionPlan,
@@ -86,7 +88,7 @@ class Decoder:
         q = kernels.rotate_and_store(index, layer.qkv(rows), layer.q_norm, layer.k_norm)
         return attention.attend(index, q if asked is None else q[asked], layer.window).flatten(1)
 
-    def _mlp(self, layer: Layer, rows: Tensor, kernels: StepKernels) -> Tensor:
+    def _mlp(self, layer: DecoderLayer, rows: Tensor, kernels: StepKernels) -> Tensor:
         """Overwrites `rows` [T, hidden_size] where they are many."""
         if len(rows) <= MLP_ROWS or self.device.type != "cpu":
             return layer.down(kernels.silu_mul(layer.gate_up(rows)))
@@ -100,7 +102,7 @@ class Decoder:
         return self.head(hidden).float()
 
 
-class Tensors(Protocol):
+class TensorSource(Protocol):
     """Where weights come from, as `engine.weights.Checkpoint` gives them: each is taken once."""
 
     def take(self, name: str, *shape: int) -> Tensor: ...
@@ -117,7 +119,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
     return assemble(Checkpoint(path, device), config, dtype, linear or Plain(dtype))
 
 
-def assemble(checkpoint: Tensors, config: ModelConfig, dtype: torch.dtype, linear: LinearFormat) -> Decoder:
+def assemble(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, linear: LinearFormat) -> Decoder:
     """A decoder of the tensors that `checkpoint` holds, which must be all of them, in Hugging Face's names."""
     embed, head = _load_vocabulary(checkpoint, config, linear)  # first: what a tied one is made of is gone then
     layers = [_load_layer(checkpoint, config, index, dtype, linear) for index in range(config.num_layers)]
@@ -126,7 +128,7 @@ def assemble(checkpoint: Tensors, config: ModelConfig, dtype: torch.dtype, linea
     return Decoder(config, embed, layers, norm, head)
 
 
-def _load_vocabulary(checkpoint: Tensors, config: ModelConfig, linear: LinearFormat) -> tuple[Lookup, Linear]:
+def _load_vocabulary(checkpoint: TensorSource, config: ModelConfig, linear: LinearFormat) -> tuple[Lookup, Linear]:
     """From tokens, and to them."""
     shape = config.vocab_size, config.hidden_size
     embedded = checkpoint.take("model.embed_tokens.weight", *shape)
@@ -138,8 +140,8 @@ def _load_vocabulary(checkpoint: Tensors, config: ModelConfig, linear: LinearFor
 
 
 def _load_layer(
-    checkpoint: Tensors, config: ModelConfig, index: int, dtype: torch.dtype, linear: LinearFormat
-) -> Layer:
+    checkpoint: TensorSource, config: ModelConfig, index: int, dtype: torch.dtype, linear: LinearFormat
+) -> DecoderLayer:
     prefix = f"model.layers.{index}"
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
@@ -155,7 +157,7 @@ def _load_layer(
 
     checkpoint.skip(f"{prefix}.self_attn.rotary_emb.inv_freq")  # written by old versions of transformers
     qkv = [("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)]
-    return Layer(
+    return DecoderLayer(
         attention_norm=norm("input_layernorm", hidden),
         qkv=fused(qkv, hidden, config.qkv_bias),
         q_norm=norm("self_attn.q_norm", head_dim) if config.qk_norm else None,

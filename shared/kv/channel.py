@@ -5,20 +5,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-TICKET_BYTES = 16
-MAX_CARD_BYTES = 1024
-CARD_VERSION = "baton-kv-1"
+RESERVATION_ID_BYTES = 16
+MAX_DESCRIPTOR_BYTES = 1024
+DESCRIPTOR_VERSION = "baton-kv-1"
 
 
 class ChannelError(Exception):
     """A push did not happen, or not wholly. The text says why, in words for an operator."""
 
 
-class CardError(ChannelError):
+class DescriptorError(ChannelError):
     """The card is not one this channel can write to: garbled, another machine's, or of another row size."""
 
 
-class TicketRefusedError(ChannelError):
+class ReservationRefusedError(ChannelError):
     """The peer takes no rows, or not these, under this ticket; the connection is well."""
 
 
@@ -37,22 +37,22 @@ class KVChannel(Protocol):
     name: str
     fenced: bool
 
-    def card(self) -> bytes:
+    def descriptor(self) -> bytes:
         """Receiver: how a peer may write into our pool. Opaque to everyone but the peer's channel of that name."""
         ...
 
-    def open(self, ticket: bytes, rows: Sequence[int]) -> None:
+    def grant(self, ticket: bytes, rows: Sequence[int]) -> None:
         """Receiver: these rows of ours may be filled under `ticket` (16 bytes, hard to guess, never used again).
 
         Raises ValueError for a ticket of another length or already open, or a row outside our pool.
         """
         ...
 
-    def shut(self, ticket: bytes) -> None:
+    def revoke(self, ticket: bytes) -> None:
         """Receiver: when this returns, no further byte of the ticket lands (if `fenced`). Idempotent."""
         ...
 
-    def bar(self, boot: str) -> bool:
+    def fence_writer(self, boot: str) -> bool:
         """Receiver: refuse the process with this boot id from now on, as it is taken for dead.
 
         False: it is connected at this moment, so it can write until its loss is told, and is not barred.
@@ -76,53 +76,53 @@ class KVChannel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class PeerDescriptor:
     """Where a peer's pool is: `host` and `endpoint` are a channel's own, `boot` fences off its past lives."""
 
     channel: str
     host: str
     endpoint: str
-    boot: str
+    incarnation_id: str
     row_bytes: int
     num_rows: int
 
     def pack(self) -> bytes:
-        fields = (self.channel, self.host, self.endpoint, self.boot, self.row_bytes, self.num_rows)
-        return "\n".join(map(str, (CARD_VERSION, *fields))).encode()
+        fields = (self.channel, self.host, self.endpoint, self.incarnation_id, self.row_bytes, self.num_rows)
+        return "\n".join(map(str, (DESCRIPTOR_VERSION, *fields))).encode()
 
     @classmethod
     def unpack(cls, data: bytes, channel: str) -> Self:
         """Inverse of `pack`. Raises CardError for anything that is not a card of `channel`: peers send these."""
         try:
-            version, name, host, endpoint, boot, row_bytes, num_rows = data[:MAX_CARD_BYTES].decode().split("\n")
+            version, name, host, endpoint, boot, row_bytes, num_rows = data[:MAX_DESCRIPTOR_BYTES].decode().split("\n")
             card = cls(name, host, endpoint, boot, _count(row_bytes), _count(num_rows))
         except ValueError as error:  # UnicodeDecodeError is one
-            raise CardError(f"not the card of a KV channel: {error}") from error
-        if (version, name) != (CARD_VERSION, channel) or not is_boot(boot):
-            raise CardError(f"not the card of a {channel} channel: {version} {name}")
+            raise DescriptorError(f"not the card of a KV channel: {error}") from error
+        if (version, name) != (DESCRIPTOR_VERSION, channel) or not is_incarnation_id(boot):
+            raise DescriptorError(f"not the card of a {channel} channel: {version} {name}")
         return card
 
     def check_row_bytes(self, row_bytes: int) -> None:
         if self.row_bytes != row_bytes:
-            raise CardError(
+            raise DescriptorError(
                 f"the peer's KV rows have {self.row_bytes} bytes, ours {row_bytes}: both sides need the same model, "
                 "KV dtype and block size"
             )
 
 
-def is_boot(text: str) -> bool:
+def is_incarnation_id(text: str) -> bool:
     return len(text) == 32 and set(text) <= set(string.hexdigits)
 
 
-def check_boot(boot: str) -> None:
-    if not is_boot(boot):
+def check_incarnation_id(boot: str) -> None:
+    if not is_incarnation_id(boot):
         raise ValueError(f"a boot id has 32 hexadecimal digits, unlike {boot!r}")
 
 
 def check_open(ticket: bytes, rows: Sequence[int], num_rows: int) -> None:
     """Raises ValueError unless `ticket` has its 16 bytes and every row is in a pool of `num_rows`."""
-    if len(ticket) != TICKET_BYTES:
-        raise ValueError(f"a ticket has {TICKET_BYTES} bytes, not {len(ticket)}")
+    if len(ticket) != RESERVATION_ID_BYTES:
+        raise ValueError(f"a ticket has {RESERVATION_ID_BYTES} bytes, not {len(ticket)}")
     if rows and not 0 <= min(rows) <= max(rows) < num_rows:
         raise ValueError(f"rows {min(rows)} to {max(rows)} are not all in a pool of {num_rows}")
 

@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Callable
 from enum import IntEnum
 
-from shared import security
-from shared.kv.channel import Card, CardError, PeerLostError, is_boot
-from shared.security import CHALLENGE, OPENING, PROOF_BYTES, Called, Caller, NotTrustedError, Secret, complaints
+from shared.kv.channel import DescriptorError, PeerDescriptor, PeerLostError, is_incarnation_id
+from shared.rpc import security
+from shared.rpc.security import CHALLENGE, OPENING, PROOF_BYTES, AuthenticationError, Called, Caller, Secret, complaints
 
 MAGIC = b"BTKV"
 VERSION = 2
@@ -27,7 +27,7 @@ MAX_CONNECTIONS_PER_ADDRESS = 64  # a whole host of nodes, and still few threads
 MAX_CONNECTIONS_PER_WRITER = 4  # one is in use; a lost one may linger until its end is noticed
 
 
-class Verdict(IntEnum):
+class HandshakeVerdict(IntEnum):
     """The receiver's answer to an introduction."""
 
     WELCOME = 0
@@ -38,18 +38,18 @@ class Verdict(IntEnum):
 
 
 REFUSALS = {
-    Verdict.OTHER_BOOT: "it was started anew",
-    Verdict.TOO_MANY: "it has too many writers",
-    Verdict.BARRED: "it took us for dead and gave our rows to others",
+    HandshakeVerdict.OTHER_BOOT: "it was started anew",
+    HandshakeVerdict.TOO_MANY: "it has too many writers",
+    HandshakeVerdict.BARRED: "it took us for dead and gave our rows to others",
 }
-WELCOME = ANSWER.pack(MAGIC, VERSION, Verdict.WELCOME)
+WELCOME = ANSWER.pack(MAGIC, VERSION, HandshakeVerdict.WELCOME)
 
 
 class MalformedError(Exception):
     """What came over a connection is not our protocol."""
 
 
-class Listener:
+class ChannelListener:
     """Accepts on `server` (bound and listening) until `close`; must be made on the event loop.
 
     `serve(connection, boot)` runs in the connection's thread once a writer is introduced: it sends WELCOME, and
@@ -96,7 +96,7 @@ class Listener:
             thread.join()
         self._server.close()
 
-    def bar(self, boot: str) -> bool:
+    def fence_writer(self, boot: str) -> bool:
         """Refuse this writer from now on. False: it is connected at this moment, so it is not barred."""
         with self._lock:
             if self._num_open[boot]:
@@ -132,11 +132,11 @@ class Listener:
             boot = self._introduction(connection)
             if boot is not None:
                 self._serve(connection, boot)
-        except (MalformedError, NotTrustedError) as error:
+        except (MalformedError, AuthenticationError) as error:
             with self._lock:
                 self.num_rejected += 1
-            if isinstance(error, NotTrustedError):
-                complaints.tell(address, f"KV writer refused: {error}")
+            if isinstance(error, AuthenticationError):
+                complaints.warn(address, f"KV writer refused: {error}")
         except (OSError, EOFError):
             pass  # it hung up, or was silent for too long; its end is told below
         finally:
@@ -157,10 +157,10 @@ class Listener:
         greeting = self._greeting(connection)
         magic, version, row_bytes, boot_field, wanted = HELLO.unpack(greeting)
         boot: str = boot_field.decode("ascii", "replace")
-        if (magic, version) != (MAGIC, VERSION) or not is_boot(boot):
+        if (magic, version) != (MAGIC, VERSION) or not is_incarnation_id(boot):
             raise MalformedError
         verdict = self._verdict(boot, row_bytes, wanted)
-        if verdict is Verdict.WELCOME:
+        if verdict is HandshakeVerdict.WELCOME:
             return boot
         with self._lock:
             self.num_rejected += 1
@@ -181,15 +181,17 @@ class Listener:
         called.check(answer[:PROOF_BYTES], answer[PROOF_BYTES:])
         return answer[PROOF_BYTES:]
 
-    def _verdict(self, boot: str, row_bytes: int, wanted: bytes) -> Verdict:
+    def _verdict(self, boot: str, row_bytes: int, wanted: bytes) -> HandshakeVerdict:
         if wanted != self._boot.encode():
-            return Verdict.OTHER_BOOT
+            return HandshakeVerdict.OTHER_BOOT
         if row_bytes != self._row_bytes:
-            return Verdict.OTHER_ROW_BYTES
+            return HandshakeVerdict.OTHER_ROW_BYTES
         with self._lock:
             if boot in self._barred:
-                return Verdict.BARRED
-            return Verdict.WELCOME if self._take(boot, MAX_CONNECTIONS_PER_WRITER) else Verdict.TOO_MANY
+                return HandshakeVerdict.BARRED
+            return (
+                HandshakeVerdict.WELCOME if self._take(boot, MAX_CONNECTIONS_PER_WRITER) else HandshakeVerdict.TOO_MANY
+            )
 
     def _take(self, key: str, limit: int) -> bool:
         if self._num_open[key] >= limit:
@@ -206,26 +208,28 @@ class Listener:
         return True
 
 
-def hello(card: Card, boot: str) -> bytes:
+def pack_greeting(card: PeerDescriptor, boot: str) -> bytes:
     """How the writer `boot` introduces itself to the owner of `card`."""
-    return HELLO.pack(MAGIC, VERSION, card.row_bytes, boot.encode(), card.boot.encode())
+    return HELLO.pack(MAGIC, VERSION, card.row_bytes, boot.encode(), card.incarnation_id.encode())
 
 
 def introduce(
-    connection: socket.socket, card: Card, boot: str, patience_s: float, secret: Secret | None = None
+    connection: socket.socket, card: PeerDescriptor, boot: str, patience_s: float, secret: Secret | None = None
 ) -> None:
     """The writer's part, up to the answer: both sides prove `secret`, by default this process's, if there is one.
 
     Raises NotTrustedError, or OSError when the connection ends. Leaves the timeout at `patience_s`.
     """
-    greeting = hello(card, boot)
+    greeting = pack_greeting(card, boot)
     if secret := secret or security.own():
         caller = Caller(secret, PURPOSE)
         try:
             connection.sendall(caller.opening)
             challenge = receive_exactly(connection, CHALLENGE.size, patience_s)
         except (EOFError, ConnectionError):
-            raise NotTrustedError("it hung up at the introduction, as one does that has no cluster secret") from None
+            raise AuthenticationError(
+                "it hung up at the introduction, as one does that has no cluster secret"
+            ) from None
         greeting = caller.answer(challenge, greeting) + greeting
         connection.settimeout(patience_s)
     connection.sendall(greeting)
@@ -238,9 +242,9 @@ def check_answer(data: bytes) -> None:
     magic, version, verdict = ANSWER.unpack(data)
     if (magic, version) != (MAGIC, VERSION):
         raise PeerLostError(f"it is not a KV channel of version {VERSION}")
-    if verdict == Verdict.OTHER_ROW_BYTES:
-        raise CardError("the peer's KV rows are not of the size that its card says")
-    if verdict != Verdict.WELCOME:
+    if verdict == HandshakeVerdict.OTHER_ROW_BYTES:
+        raise DescriptorError("the peer's KV rows are not of the size that its card says")
+    if verdict != HandshakeVerdict.WELCOME:
         raise PeerLostError(REFUSALS.get(verdict, "it refused us"))
 
 

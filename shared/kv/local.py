@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, Self, TypeVar
 
-from shared.kv.channel import Card, check_boot, check_open
-from shared.kv.listener import WELCOME, Listener
-from shared.kv.peers import Link, Peers
+from shared.kv.channel import PeerDescriptor, check_incarnation_id, check_open
+from shared.kv.listener import WELCOME, ChannelListener
+from shared.kv.peers import ChannelLink, ChannelPeers
 from shared.kv.staging import KVMemory
 
 PATIENCE_S = 2.0
@@ -44,9 +44,9 @@ class LocalChannel(Generic[Memory]):
         patience_s: float,
     ) -> None:
         self._path = str(server.getsockname())
-        self._card = Card(self.name, self._place(), self._path, boot, memory.row_bytes, memory.num_rows)
-        self._peers = Peers(memory.row_bytes, memory.num_rows, self._link)
-        self._listener = Listener(server, boot, memory.row_bytes, self._serve, on_writer_lost, patience_s)
+        self._card = PeerDescriptor(self.name, self._place(), self._path, boot, memory.row_bytes, memory.num_rows)
+        self._peers = ChannelPeers(memory.row_bytes, memory.num_rows, self._link)
+        self._listener = ChannelListener(server, boot, memory.row_bytes, self._serve, on_writer_lost, patience_s)
         self._patience_s = patience_s
         self._closed = False
 
@@ -60,7 +60,7 @@ class LocalChannel(Generic[Memory]):
         patience_s: float = PATIENCE_S,
     ) -> Self:
         """Listen in `directory`, which writers must see under the same path. Raises OSError when it cannot be."""
-        check_boot(boot)
+        check_incarnation_id(boot)
         return cls(memory, boot, on_writer_lost, _listening(directory), patience_s)
 
     def _place(self) -> str:
@@ -75,7 +75,7 @@ class LocalChannel(Generic[Memory]):
         """What a writer is given after the welcome: bytes, and descriptors."""
         raise NotImplementedError
 
-    def _link(self, card: Card) -> Link:
+    def _link(self, card: PeerDescriptor) -> ChannelLink:
         raise NotImplementedError
 
     @property
@@ -83,33 +83,33 @@ class LocalChannel(Generic[Memory]):
         """Connections that were closed for what they said, or for being too many."""
         return self._listener.num_rejected
 
-    def card(self) -> bytes:
+    def descriptor(self) -> bytes:
         return self._card.pack()
 
-    def open(self, ticket: bytes, rows: Sequence[int]) -> None:
+    def grant(self, ticket: bytes, rows: Sequence[int]) -> None:
         check_open(ticket, rows, self._card.num_rows)
 
-    def shut(self, ticket: bytes) -> None:
+    def revoke(self, ticket: bytes) -> None:
         pass
 
-    def bar(self, boot: str) -> bool:
-        return self._listener.bar(boot)
+    def fence_writer(self, boot: str) -> bool:
+        return self._listener.fence_writer(boot)
 
     def reachable(self, card: bytes) -> bool:
         """Whether the card's owner is alive on this machine and its socket can be reached from this container.
 
         Raises CardError when it is no card of this channel, or its rows have another size than ours.
         """
-        peer = Card.unpack(card, self.name)
+        peer = PeerDescriptor.unpack(card, self.name)
         peer.check_row_bytes(self._card.row_bytes)
         return self.is_live(peer)
 
-    def is_live(self, peer: Card) -> bool:
+    def is_live(self, peer: PeerDescriptor) -> bool:
         """As `reachable`, whatever the size of its rows."""
         return self._reaches(peer.host) and _answers(peer.endpoint)
 
     async def push(self, card: bytes, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
-        await self._peers.push(Card.unpack(card, self.name), ticket, source, target)
+        await self._peers.push(PeerDescriptor.unpack(card, self.name), ticket, source, target)
 
     async def close(self) -> None:
         await self._peers.close()

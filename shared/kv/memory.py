@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.kv.checksum import checksums
-from shared.kv.staging import InPlace, Staging
+from shared.kv.staging import InPlaceStaging, Staging
 
 Rows = NDArray[np.uint8]
 
@@ -56,7 +56,7 @@ class HostMemory:
         return checksums(self.rows, rows)
 
     def staging(self) -> Staging:
-        return InPlace(self.rows)
+        return InPlaceStaging(self.rows)
 
     def close(self) -> None:
         """Let go of the memory. Idempotent; the mapping itself ends with the last view of `rows` that others hold."""

@@ -9,10 +9,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from shared.kv.channel import TICKET_BYTES, Card, CardError, ChannelError, PeerLostError, TicketRefusedError
+from shared.kv.channel import (
+    RESERVATION_ID_BYTES,
+    ChannelError,
+    DescriptorError,
+    PeerDescriptor,
+    PeerLostError,
+    ReservationRefusedError,
+)
 
 
-class Link(Protocol):
+class ChannelLink(Protocol):
     """A connection to one peer, blocking, used by one thread (but for `interrupt`)."""
 
     socket: socket.socket
@@ -34,11 +41,11 @@ class Link(Protocol):
 class _Peer:
     """One peer for the life of one connection. Once `lost` it stays so: the next push makes another."""
 
-    def __init__(self, card: Card, connect: Callable[[], Link]) -> None:
-        self._name = f"{card.channel} peer {card.boot[:8]} at {card.endpoint}"
+    def __init__(self, card: PeerDescriptor, connect: Callable[[], ChannelLink]) -> None:
+        self._name = f"{card.channel} peer {card.incarnation_id[:8]} at {card.endpoint}"
         self._connect = connect
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-push-{card.boot[:8]}")
-        self._link: Link | None = None  # owned by the thread
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-push-{card.incarnation_id[:8]}")
+        self._link: ChannelLink | None = None  # owned by the thread
         self.lost = False
 
     def hung_up(self) -> bool:
@@ -81,7 +88,7 @@ class _Peer:
                 self._link.push(ticket, source, target, lambda: stop.is_set() or self.lost)
             if self.lost:
                 raise PeerLostError("the connection has ended")
-        except TicketRefusedError:
+        except ReservationRefusedError:
             raise
         except Exception as error:
             self.lost = True  # whatever it was: the exchange is not at its end, so nothing may follow it there
@@ -91,11 +98,11 @@ class _Peer:
             kind = PeerLostError if isinstance(error, OSError | EOFError) else type(error)
             raise kind(f"{self._name}: {error}") from error
 
-    def _linked(self) -> Link:
+    def _linked(self) -> ChannelLink:
         try:
             return self._connect()
         except (ValueError, OverflowError) as error:  # an address that no system call takes
-            raise CardError(f"not an address: {error}") from error
+            raise DescriptorError(f"not an address: {error}") from error
 
     def _drop(self) -> None:
         link, self._link = self._link, None
@@ -103,10 +110,10 @@ class _Peer:
             link.close()
 
 
-class Peers:
+class ChannelPeers:
     """Whom we write to, by boot id; must be made on the event loop. `connect` runs in the peer's thread."""
 
-    def __init__(self, row_bytes: int, num_rows: int, connect: Callable[[Card], Link]) -> None:
+    def __init__(self, row_bytes: int, num_rows: int, connect: Callable[[PeerDescriptor], ChannelLink]) -> None:
         self._row_bytes = row_bytes
         self._num_rows = num_rows
         self._connect = connect
@@ -119,15 +126,15 @@ class Peers:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._hangups.fileno(), self._on_hangup)
 
-    async def push(self, card: Card, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
+    async def push(self, card: PeerDescriptor, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
         if self._closed:
             raise ChannelError("the channel is closed")
         card.check_row_bytes(self._row_bytes)
         _check_rows(card, ticket, source, target, self._num_rows)
-        peer = self._peers.get(card.boot)
+        peer = self._peers.get(card.incarnation_id)
         if peer is None or peer.hung_up():
             self._retire_lost()
-            peer = self._peers[card.boot] = _Peer(card, lambda: self._linked(card))
+            peer = self._peers[card.incarnation_id] = _Peer(card, lambda: self._linked(card))
         try:
             await peer.push(ticket, source, target)
         finally:
@@ -143,7 +150,7 @@ class Peers:
         await asyncio.gather(*self._leaving)
         self._hangups.close()
 
-    def _linked(self, card: Card) -> Link:
+    def _linked(self, card: PeerDescriptor) -> ChannelLink:
         link = self._connect(card)
         with contextlib.suppress(ValueError):  # closed meanwhile
             self._hangups.register(link.socket, select.EPOLLRDHUP | select.EPOLLET)
@@ -173,10 +180,12 @@ def hung_up(connection: socket.socket) -> bool:
         return True
 
 
-def _check_rows(card: Card, ticket: bytes, source: Sequence[int], target: Sequence[int], num_rows: int) -> None:
+def _check_rows(
+    card: PeerDescriptor, ticket: bytes, source: Sequence[int], target: Sequence[int], num_rows: int
+) -> None:
     """Targets come from the peer, and a one-sided write outside its pool would be a write into nowhere."""
-    if len(ticket) != TICKET_BYTES:
-        raise ChannelError(f"a ticket has {TICKET_BYTES} bytes, not {len(ticket)}")
+    if len(ticket) != RESERVATION_ID_BYTES:
+        raise ChannelError(f"a ticket has {RESERVATION_ID_BYTES} bytes, not {len(ticket)}")
     if len(source) != len(target):
         raise ChannelError(f"{len(source)} rows to push, {len(target)} rows to fill")
     for side, rows, limit in (("our", source, num_rows), ("the peer's", target, card.num_rows)):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from shared.kv.channel import Card, CardError, PeerLostError
+from shared.kv.channel import DescriptorError, PeerDescriptor, PeerLostError
 from shared.kv.listener import ANSWER, check_answer, introduce
 from shared.kv.local import LocalChannel, host_id
 from shared.kv.memory import HostMemory, Rows
@@ -48,7 +48,7 @@ class ShmChannel(LocalChannel[HostMemory]):
     def _offer(self) -> tuple[bytes, list[int]]:
         return b"", [self._fd]
 
-    def _link(self, card: Card) -> "_Mapping":
+    def _link(self, card: PeerDescriptor) -> "_Mapping":
         return _Mapping(card, self._boot, self._rows, self._patience_s)
 
     def _let_go(self) -> None:
@@ -59,7 +59,7 @@ class ShmChannel(LocalChannel[HostMemory]):
 class _Mapping:
     """A peer's pool, mapped into this process for as long as the peer lives."""
 
-    def __init__(self, card: Card, boot: str, rows: Rows, patience_s: float) -> None:
+    def __init__(self, card: PeerDescriptor, boot: str, rows: Rows, patience_s: float) -> None:
         self._ours = rows
         self.socket, self._theirs = attach(card, boot, patience_s)
 
@@ -87,13 +87,13 @@ class _Mapping:
         self.socket.close()  # last, since this tells the peer that we write no more
 
 
-def attach(card: Card, boot: str, patience_s: float) -> tuple[socket.socket, Rows]:
+def attach(card: PeerDescriptor, boot: str, patience_s: float) -> tuple[socket.socket, Rows]:
     """The memory of the card's owner, mapped, and the connection that tells it of us: to be closed after the mapping.
 
     Raises CardError, PeerLostError, or OSError.
     """
     if card.host != host_id():
-        raise CardError("the peer is on another machine")
+        raise DescriptorError("the peer is on another machine")
     with contextlib.ExitStack() as undo:
         connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         connection.settimeout(patience_s)
@@ -104,7 +104,7 @@ def attach(card: Card, boot: str, patience_s: float) -> tuple[socket.socket, Row
     return connection, rows
 
 
-def _received(connection: socket.socket, card: Card) -> Rows:
+def _received(connection: socket.socket, card: PeerDescriptor) -> Rows:
     answer, fds, _, _ = socket.recv_fds(connection, ANSWER.size, 1, socket.MSG_CMSG_CLOEXEC)
     try:
         check_answer(answer)
@@ -116,7 +116,7 @@ def _received(connection: socket.socket, card: Card) -> Rows:
             os.close(fd)
 
 
-def _map(fd: int, card: Card) -> Rows:
+def _map(fd: int, card: PeerDescriptor) -> Rows:
     """uint8 [num_rows, row_bytes] over the peer's memfd, its pages touched.
 
     Raises PeerLostError unless its size is what the card says, for ever: a mapping longer than its file is a SIGBUS.

@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.kv.cuda_driver import Region, Stream
+from shared.kv_gpu.cuda_driver import CudaRegion, CudaStream
 
 
 class Staging(Protocol):
@@ -51,7 +51,7 @@ class KVMemory(Protocol):
         ...
 
 
-class InPlace:
+class InPlaceStaging:
     """Rows that are host memory need no staging."""
 
     def __init__(self, rows: NDArray[np.uint8]) -> None:
@@ -69,16 +69,16 @@ class InPlace:
         pass
 
 
-class Pinned:
+class PinnedStaging:
     """Page-locked memory through which rows of a GPU pass, as much as one call ever asked for.
 
     The rows to read must be computed before: whoever names them was told so after their step had ended.
     """
 
-    def __init__(self, region: Region, row_bytes: int) -> None:
+    def __init__(self, region: CudaRegion, row_bytes: int) -> None:
         self._region = region
         self._row_bytes = row_bytes
-        self._stream = Stream(region.gpu)
+        self._stream = CudaStream(region.gpu)
         self._address = ctypes.c_void_p()
         self._num_rows = 0
 

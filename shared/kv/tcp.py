@@ -14,19 +14,19 @@ from collections.abc import Callable, Sequence
 from typing import Self
 from zlib import crc32
 
-from shared.kv.channel import Card, PeerLostError, TicketRefusedError, check_boot, check_open
+from shared.kv.channel import PeerDescriptor, PeerLostError, ReservationRefusedError, check_incarnation_id, check_open
 from shared.kv.listener import (
     ANSWER,
     MAGIC,
     VERSION,
     WELCOME,
-    Listener,
+    ChannelListener,
     MalformedError,
     check_answer,
     introduce,
     receive_exactly,
 )
-from shared.kv.peers import Peers
+from shared.kv.peers import ChannelPeers
 from shared.kv.staging import KVMemory, Staging
 
 # A push is some frames and one without rows; then the receiver answers with an ACK.
@@ -77,9 +77,9 @@ class TcpChannel:
         self._patience_s = patience_s
         self._tickets: dict[bytes, _Ticket] = {}
         self._scratch = memoryview(bytearray(row_bytes))  # shared by all threads: nobody reads it
-        self._card = Card(self.name, host, str(server.getsockname()[1]), boot, row_bytes, num_rows)
-        self._peers = Peers(row_bytes, num_rows, lambda card: _Connection(card, boot, self._staging, patience_s))
-        self._listener = Listener(server, boot, row_bytes, self._serve, on_writer_lost, patience_s)
+        self._card = PeerDescriptor(self.name, host, str(server.getsockname()[1]), boot, row_bytes, num_rows)
+        self._peers = ChannelPeers(row_bytes, num_rows, lambda card: _Connection(card, boot, self._staging, patience_s))
+        self._listener = ChannelListener(server, boot, row_bytes, self._serve, on_writer_lost, patience_s)
 
     @classmethod
     async def start(
@@ -96,7 +96,7 @@ class TcpChannel:
 
         `patience_s` is for how long a peer may move no byte in the middle of a push.
         """
-        check_boot(boot)
+        check_incarnation_id(boot)
         if advertised is None and host in ("", "0.0.0.0", "::"):
             raise ValueError(f"listening on every address ({host!r}): say under which one peers reach this node")
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -108,30 +108,30 @@ class TcpChannel:
         """Connections that were closed for what they said, or for being too many."""
         return self._listener.num_rejected
 
-    def card(self) -> bytes:
+    def descriptor(self) -> bytes:
         return self._card.pack()
 
-    def open(self, ticket: bytes, rows: Sequence[int]) -> None:
+    def grant(self, ticket: bytes, rows: Sequence[int]) -> None:
         check_open(ticket, rows, self._card.num_rows)
         if ticket in self._tickets:
             raise ValueError("the ticket is open already")
         self._tickets[ticket] = _Ticket(rows)
 
-    def shut(self, ticket: bytes) -> None:
+    def revoke(self, ticket: bytes) -> None:
         known = self._tickets.pop(ticket, None)
         if known is not None:
             known.shut()
 
-    def bar(self, boot: str) -> bool:
-        return self._listener.bar(boot)
+    def fence_writer(self, boot: str) -> bool:
+        return self._listener.fence_writer(boot)
 
     def reachable(self, card: bytes) -> bool:
         """Any address may be: only the push itself finds out."""
-        Card.unpack(card, self.name).check_row_bytes(self._card.row_bytes)
+        PeerDescriptor.unpack(card, self.name).check_row_bytes(self._card.row_bytes)
         return True
 
     async def push(self, card: bytes, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
-        await self._peers.push(Card.unpack(card, self.name), ticket, source, target)
+        await self._peers.push(PeerDescriptor.unpack(card, self.name), ticket, source, target)
 
     async def close(self) -> None:
         await self._peers.close()
@@ -246,7 +246,7 @@ class _Wire:
 class _Connection:
     """The writing end of a connection: frames out, one answer a push."""
 
-    def __init__(self, card: Card, boot: str, staging: Callable[[], Staging], patience_s: float) -> None:
+    def __init__(self, card: PeerDescriptor, boot: str, staging: Callable[[], Staging], patience_s: float) -> None:
         self._row_bytes = card.row_bytes
         self._patience_s = patience_s
         with contextlib.ExitStack() as undo:
@@ -303,7 +303,9 @@ class _Connection:
         if (magic, version, accepted + refused) != (MAGIC, VERSION, num_rows):
             raise PeerLostError("its answer makes no sense")
         if refused:
-            raise TicketRefusedError(f"the peer refused {refused} of {num_rows} rows: the ticket is not open for them")
+            raise ReservationRefusedError(
+                f"the peer refused {refused} of {num_rows} rows: the ticket is not open for them"
+            )
 
 
 def checked(head: bytes) -> bytes:

@@ -22,7 +22,7 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
 
-from router.openapi import openapi
+from router.http.openapi import openapi
 from tests.cluster.harness import SHARED_DATA, cluster
 
 CHECKS = [not_a_server_error, response_schema_conformance, content_type_conformance]

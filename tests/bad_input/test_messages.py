@@ -9,15 +9,26 @@ from typing import Any
 import msgpack
 import pytest
 
-from engine.bounds import RANGES, check_submit
+from node.validation import RANGES, check_submit
 from shared import registry
-from shared.codec import MAX_ITEMS, MAX_MESSAGE_BYTES, Malformed, decode, encode
-from shared.messages import Answer, Command, Commit, Delta, Load, NodeInfo, Report, Sampling, Submit, pack_ids
 from shared.registry import check_node
+from shared.rpc.codec import MAX_ITEMS, MAX_MESSAGE_BYTES, DecodeError, decode, encode
+from shared.rpc.messages import (
+    Ack,
+    CommitRequest,
+    NodeInfo,
+    NodeStats,
+    NodeUpdate,
+    RouterCommand,
+    SamplingParams,
+    SubmitRequest,
+    TokenDelta,
+    pack_ids,
+)
 from tests.shared.test_registry import PlayedRedis
 
 MIB = 1 << 20
-SUBMIT = Submit("r", "router", pack_ids([1, 2]), 2, 5, Sampling(0.5, logit_bias={7: -1.0}, seed=3))
+SUBMIT = SubmitRequest("r", "router", pack_ids([1, 2]), 2, 5, SamplingParams(0.5, logit_bias={7: -1.0}, seed=3))
 INFO = NodeInfo("d0", "boot-1", "decode", "127.0.0.1:1", "m", "print", 4, 64, 100, 512, 8)
 
 
@@ -26,29 +37,29 @@ def array(count: int) -> bytes:
 
 
 BOMBS: dict[str, tuple[bytes, type]] = {
-    "10 M empty maps in place of a text": (b"\x91" + array(10 * MIB) + b"\x80" * 10 * MIB, Answer),
-    "10 M empty maps as a list of deltas": (b"\x91" + array(10 * MIB) + b"\x80" * 10 * MIB, Report),
-    "10 M empty maps in a field of a later version": (b"\x92\xa0" + array(10 * MIB) + b"\x80" * 10 * MIB, Answer),
-    "16 M fields": (array(16 * MIB - 9) + b"\xa0" * (16 * MIB - 9), Answer),
-    "a list of 16 M numbers": (b"\x91" + array(15 * MIB) + b"\x00" * 15 * MIB, Command),
-    "arrays of a million in one another": (b"\x91" + array(MIB) * 3 * MIB, Answer),
-    "arrays of a million in one another, skipped": (b"\x92\xa0" + array(MIB) * 3 * MIB, Answer),
-    "depth 100,000": (b"\x91" * 100_000 + b"\x00", Answer),
-    "a map of 4 G": (b"\x92\xa1x\xdf\xff\xff\xff\xff", Load),
-    "a text of 4 G": (b"\x91\xdb\xff\xff\xff\xff", Answer),
+    "10 M empty maps in place of a text": (b"\x91" + array(10 * MIB) + b"\x80" * 10 * MIB, Ack),
+    "10 M empty maps as a list of deltas": (b"\x91" + array(10 * MIB) + b"\x80" * 10 * MIB, NodeUpdate),
+    "10 M empty maps in a field of a later version": (b"\x92\xa0" + array(10 * MIB) + b"\x80" * 10 * MIB, Ack),
+    "16 M fields": (array(16 * MIB - 9) + b"\xa0" * (16 * MIB - 9), Ack),
+    "a list of 16 M numbers": (b"\x91" + array(15 * MIB) + b"\x00" * 15 * MIB, RouterCommand),
+    "arrays of a million in one another": (b"\x91" + array(MIB) * 3 * MIB, Ack),
+    "arrays of a million in one another, skipped": (b"\x92\xa0" + array(MIB) * 3 * MIB, Ack),
+    "depth 100,000": (b"\x91" * 100_000 + b"\x00", Ack),
+    "a map of 4 G": (b"\x92\xa1x\xdf\xff\xff\xff\xff", NodeStats),
+    "a text of 4 G": (b"\x91\xdb\xff\xff\xff\xff", Ack),
 }
 
 
 @pytest.mark.parametrize(("data", "kind"), BOMBS.values(), ids=BOMBS)
 def test_a_bomb_is_refused_before_it_is_built(data: bytes, kind: type) -> None:
-    decode(encode(Answer()), Answer)
+    decode(encode(Ack()), Ack)
     began = time.thread_time()
-    with pytest.raises(Malformed, match=kind.__name__):
+    with pytest.raises(DecodeError, match=kind.__name__):
         decode(data, kind)
     took_s = time.thread_time() - began
     assert took_s < 0.010 * max(1.0, len(data) / MIB) + 0.05, "10 ms a MiB"
     tracemalloc.start()
-    with pytest.raises(Malformed):
+    with pytest.raises(DecodeError):
         decode(data, kind)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -60,35 +71,35 @@ def test_the_dearest_message_that_is_taken_costs_little() -> None:
     count = MAX_ITEMS // 16
     data = b"\x91" + array(count) + b"\x91\xa0" * count
     began = time.thread_time()
-    assert len(decode(data, Report).deltas) == count
+    assert len(decode(data, NodeUpdate).deltas) == count
     assert time.thread_time() - began < 2.0
-    with pytest.raises(Malformed, match="too many"):
-        decode(b"\x91" + array(count + 1) + b"\x91\xa0" * (count + 1), Report)
+    with pytest.raises(DecodeError, match="too many"):
+        decode(b"\x91" + array(count + 1) + b"\x91\xa0" * (count + 1), NodeUpdate)
 
 
 STRANGE: dict[str, tuple[object, type, str]] = {
-    "an extension": (msgpack.ExtType(1, b"x"), Answer, "Answer"),
-    "a timestamp": ([msgpack.Timestamp(1)], Answer, "Answer.error"),
-    "an array for a text": ([["x"]], Answer, "Answer.error"),
-    "a map for a message": ({"error": ""}, Answer, "Answer is not an array"),
-    "bytes for a text": ([b"x"], Answer, "Answer.error is bytes, not str"),
-    "a text for bytes": (["t", 1, b""], Commit, "Commit.ticket is str, not bytes"),
-    "a number of 64 bits for a text": ([2**64 - 1], Answer, "Answer.error is int"),
-    "true for a number": ([b"t", True, b""], Commit, "Commit.first_token is bool"),
-    "NaN for a number": ([b"t", math.nan, b""], Commit, "Commit.first_token is float"),
-    "an empty list for a number": ([b"t", [], b""], Commit, "Commit.first_token is list"),
+    "an extension": (msgpack.ExtType(1, b"x"), Ack, "Ack"),
+    "a timestamp": ([msgpack.Timestamp(1)], Ack, "Ack.error"),
+    "an array for a text": ([["x"]], Ack, "Ack.error"),
+    "a map for a message": ({"error": ""}, Ack, "Ack is not an array"),
+    "bytes for a text": ([b"x"], Ack, "Ack.error is bytes, not str"),
+    "a text for bytes": (["t", 1, b""], CommitRequest, "CommitRequest.reservation_id is str, not bytes"),
+    "a number of 64 bits for a text": ([2**64 - 1], Ack, "Ack.error is int"),
+    "true for a number": ([b"t", True, b""], CommitRequest, "CommitRequest.first_token is bool"),
+    "NaN for a number": ([b"t", math.nan, b""], CommitRequest, "CommitRequest.first_token is float"),
+    "an empty list for a number": ([b"t", [], b""], CommitRequest, "CommitRequest.first_token is list"),
 }
 
 
 @pytest.mark.parametrize(("value", "kind", "complaint"), STRANGE.values(), ids=STRANGE)
 def test_a_value_of_another_type_is_refused_by_field(value: object, kind: type, complaint: str) -> None:
-    with pytest.raises(Malformed, match=complaint):
+    with pytest.raises(DecodeError, match=complaint):
         decode(msgpack.packb(value), kind)
 
 
 def with_channels(pairs: bytes) -> bytes:
     """A Load whose map of channels is these bytes."""
-    whole = encode(Load(channels={"d": "shm"}))
+    whole = encode(NodeStats(channels={"d": "shm"}))
     assert whole.count(b"\x81\xa1d\xa3shm") == 1
     return whole.replace(b"\x81\xa1d\xa3shm", pairs)
 
@@ -96,42 +107,42 @@ def with_channels(pairs: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("pairs", "complaint"),
     [
-        (b"\x82\xa1d\xa3shm\xa1d\xa3tcp", "Load.channels names a key twice"),
-        (b"\x81\x01\xa3shm", "Load.channels is int, not str"),
-        (b"\x81\xc4\x01d\xa3shm", "Load.channels is bytes, not str"),
-        (b"\x81\x90\xa3shm", "Load.channels is list, not str"),
-        (b"\x90", "Load.channels is not a dict"),
+        (b"\x82\xa1d\xa3shm\xa1d\xa3tcp", "NodeStats.channels names a key twice"),
+        (b"\x81\x01\xa3shm", "NodeStats.channels is int, not str"),
+        (b"\x81\xc4\x01d\xa3shm", "NodeStats.channels is bytes, not str"),
+        (b"\x81\x90\xa3shm", "NodeStats.channels is list, not str"),
+        (b"\x90", "NodeStats.channels is not a dict"),
     ],
 )
 def test_a_strange_map_is_refused(pairs: bytes, complaint: str) -> None:
-    with pytest.raises(Malformed, match=complaint):
-        decode(with_channels(pairs), Load)
+    with pytest.raises(DecodeError, match=complaint):
+        decode(with_channels(pairs), NodeStats)
 
 
-@pytest.mark.parametrize("data", [encode(Answer()) + b"\xc0", encode(Answer()) * 2, bytes(MAX_MESSAGE_BYTES + 1)])
+@pytest.mark.parametrize("data", [encode(Ack()) + b"\xc0", encode(Ack()) * 2, bytes(MAX_MESSAGE_BYTES + 1)])
 def test_what_follows_a_message_or_is_over_the_cap_is_refused(data: bytes) -> None:
-    with pytest.raises(Malformed, match=r"follow its end|at most 16777216"):
-        decode(data, Answer)
+    with pytest.raises(DecodeError, match=r"follow its end|at most 16777216"):
+        decode(data, Ack)
 
 
 def test_every_cut_of_a_message_is_refused() -> None:
-    whole = encode(Report([Delta("r", logprobs=[])], Load()))
+    whole = encode(NodeUpdate([TokenDelta("r", logprobs=[])], NodeStats()))
     for length in range(len(whole)):
-        with pytest.raises(Malformed):
-            decode(whole[:length], Report)
+        with pytest.raises(DecodeError):
+            decode(whole[:length], NodeUpdate)
 
 
 # ---- numbers -------------------------------------------------------------------------------------------------------
 
-WRONG_SUBMITS: list[tuple[Submit, str]] = [
+WRONG_SUBMITS: list[tuple[SubmitRequest, str]] = [
     *((replace(SUBMIT, sampling=replace(SUBMIT.sampling, **{name: value})), f"ampling.{name}")
       for name, (low, high) in RANGES.items() for value in (int(low) - 1, int(high) + 1, math.nan)
       if not low <= value <= high and not abs(value) >= 2**63),
-    (replace(SUBMIT, sampling=Sampling(temperature=math.inf)), "sampling.temperature is inf: it must be from 0 to 100"),
-    (replace(SUBMIT, sampling=Sampling(logit_bias={10: 1.0})), "token of sampling.logit_bias is 10: .* from 0 to 9"),
-    (replace(SUBMIT, sampling=Sampling(logit_bias={-1: 1.0})), "token of sampling.logit_bias is -1"),
-    (replace(SUBMIT, sampling=Sampling(logit_bias={1: math.nan})), "value of sampling.logit_bias is nan"),
-    (replace(SUBMIT, sampling=Sampling(logit_bias=dict.fromkeys(range(301), 0.0))), "number of sampling.logit_bias"),
+    (replace(SUBMIT, sampling=SamplingParams(temperature=math.inf)), "sampling.temperature is inf: it must be from 0 to 100"),
+    (replace(SUBMIT, sampling=SamplingParams(logit_bias={10: 1.0})), "token of sampling.logit_bias is 10: .* from 0 to 9"),
+    (replace(SUBMIT, sampling=SamplingParams(logit_bias={-1: 1.0})), "token of sampling.logit_bias is -1"),
+    (replace(SUBMIT, sampling=SamplingParams(logit_bias={1: math.nan})), "value of sampling.logit_bias is nan"),
+    (replace(SUBMIT, sampling=SamplingParams(logit_bias=dict.fromkeys(range(301), 0.0))), "number of sampling.logit_bias"),
     (replace(SUBMIT, max_tokens=0), "max_tokens 0"),
     (replace(SUBMIT, max_tokens=2**63), "max_tokens .*is 92233720368547758"),
     (replace(SUBMIT, min_tokens=-1), "min_tokens is -1"),
@@ -151,16 +162,16 @@ WRONG_SUBMITS: list[tuple[Submit, str]] = [
 
 
 @pytest.mark.parametrize(("submit", "complaint"), WRONG_SUBMITS, ids=[complaint for _, complaint in WRONG_SUBMITS])
-def test_a_request_that_no_router_would_send_is_refused_by_field(submit: Submit, complaint: str) -> None:
+def test_a_request_that_no_router_would_send_is_refused_by_field(submit: SubmitRequest, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint) as refused:
-        check_submit(decode(encode(submit), Submit), max_model_len=32, vocab_size=10)
+        check_submit(decode(encode(submit), SubmitRequest), max_model_len=32, vocab_size=10)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 200
 
 
 def test_what_the_api_allows_is_computed() -> None:
-    widest = Sampling(2.0, 5e-324, 2**31 - 1, 1.0, 2**63 - 1, 100.0, 2.0, -2.0, {9: -100.0}, 20, 20)
-    for sampling in (Sampling(), Sampling(0.0, repetition_penalty=1e-5), widest):
+    widest = SamplingParams(2.0, 5e-324, 2**31 - 1, 1.0, 2**63 - 1, 100.0, 2.0, -2.0, {9: -100.0}, 20, 20)
+    for sampling in (SamplingParams(), SamplingParams(0.0, repetition_penalty=1e-5), widest):
         assert check_submit(replace(SUBMIT, sampling=sampling), 32, 10) == [1, 2]
 
 
@@ -183,7 +194,7 @@ WRONG_NODES: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "complaint"), WRONG_NODES, ids=[str(changes)[:40] for changes, _ in WRONG_NODES])
 def test_a_node_that_cannot_be_is_not_listed(changes: dict[str, Any], complaint: str) -> None:
     check_node(INFO)
-    with pytest.raises(Malformed, match=complaint):
+    with pytest.raises(DecodeError, match=complaint):
         check_node(decode(encode(replace(INFO, **changes)), NodeInfo))
 
 

@@ -18,15 +18,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.process import main as node_main
 from engine.weights import INDEX, check_finite
-from router import renderer
+from node.process import main as node_main
 from router.__main__ import main as router_main
-from router.patterns import may_take_for_ever
-from router.template import ChatTemplate
+from router.text import renderer
+from router.text.chat_template import ChatTemplate
+from router.text.regex_safety import may_take_for_ever
 from scheduler.role import DECODE
-from shared.config import NodeSettings, RouterSettings
-from shared.errors import Rejected
+from shared.config.settings import NodeSettings, RouterSettings
+from shared.errors import RequestError
 from tests.cluster.harness import DEMO
 
 WEIGHTS = "model.safetensors"
@@ -263,7 +263,7 @@ WILD = {
 
 @pytest.mark.parametrize(("source", "complaint"), WILD.values(), ids=WILD)
 def test_a_wild_template_harms_nobody(source: str, complaint: str) -> None:
-    with pytest.raises(Rejected, match=complaint):
+    with pytest.raises(RequestError, match=complaint):
         rendered(ChatTemplate(source, {}, []))
 
 
@@ -271,7 +271,7 @@ def test_after_a_template_that_did_not_end_the_next_conversation_is_written() ->
     source = "{% if messages[0].content == 'loop' %}{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
     template = ChatTemplate(source + "{% endif %}<{{ messages[0].content }}>", {}, [])
     began = time.monotonic()
-    with pytest.raises(Rejected, match="too long"):
+    with pytest.raises(RequestError, match="too long"):
         template.render([{"role": "user", "content": "loop"}], add_generation_prompt=True, continue_final_message=False)
     assert time.monotonic() - began < renderer.RENDER_S + 20, "on a busy machine"
     assert rendered(template) == "<hello>"

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from router.api import build_app
-from router.openapi import openapi
-from router.template import ChatTemplate
-from router.text import Tokenizer
+from router.http.app import build_app
+from router.http.openapi import openapi
+from router.text.chat_template import ChatTemplate
+from router.text.tokenizer import Tokenizer
 from tests.bad_input.conformance import OPENAI, asking_for, hold, openai_document
 from tests.router.conftest import CHATML, byte_level_tokenizer
 from tests.router.test_api import EOS, MODEL, ScriptedDispatcher

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from engine.process import main as node_main
+from node.process import main as node_main
 from router.__main__ import main as router_main
 from scheduler.role import DECODE, PREFILL
-from shared.command_line import settings_from_command_line
-from shared.config import NodeSettings, RouterSettings, Settings
+from shared.config.command_line import settings_from_command_line
+from shared.config.settings import NodeSettings, RouterSettings, Settings
 from tests.cluster.harness import DEMO, ROOT
 
 COST = {"cost": {"per_token": 1e-3}, "kv_bytes_per_token": 64, "kv_tokens": 4096, "link": "x"}

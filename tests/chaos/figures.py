@@ -26,7 +26,7 @@ import psutil
 
 from benchmarks.result import Cell, Result, Table, median
 from shared.kv.checksum import checksums
-from shared.security import Secret
+from shared.rpc.security import Secret
 from tests.chaos.drive import all_back
 from tests.chaos.listening import Heard, heard_during, percentile
 from tests.cluster.harness import DEMO, ROOT, Cluster, cluster, completion, free_port, wait_for

@@ -6,8 +6,9 @@ import runpy
 import sys
 from functools import partialmethod
 
-from router import node_memory, records
-from router.step_ring import StepRing
+from router.history import history as records
+from router.history import node_history as node_memory
+from router.history.step_ring import StepRing
 from scheduler.placement import PrefixIndex
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.secret import write_secret
-from engine.build import HASH_LAYERS
+from engine.components import HASH_LAYERS
 from engine.hash_model import expected_tokens
 
 ROOT = Path(__file__).resolve().parents[2]

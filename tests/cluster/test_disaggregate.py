@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.emulated import expected_tokens
+from engine.emulated_runner import expected_tokens
 from engine.emulation import COSTS
 from tests.cluster.harness import DEMO_VOCABULARY, Cluster, cluster, expected, wait_for
 

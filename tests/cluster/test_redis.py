@@ -17,11 +17,11 @@ import pytest
 import redis
 
 from shared import registry as registry_module
-from shared.codec import decode, encode
-from shared.messages import NodeInfo
+from shared.lifecycle import wait_until
 from shared.registry import RedisAnnouncer, RedisRegistry
-from shared.serve import until
-from shared.services import connect
+from shared.rpc.codec import decode, encode
+from shared.rpc.messages import NodeInfo
+from shared.rpc.methods import connect
 from tests.cluster.harness import Cluster, cluster, completion, expected, wait_for
 from tests.cluster.load import Load, streamed
 from tests.cluster.test_failure import redis_server
@@ -118,13 +118,13 @@ async def survives(name: str, lie: bytes, port: int) -> None:
         await registry.start(lambda: None)
         await node.start(INFO)
         try:
-            assert await until(lambda: registry.nodes == {"d0": INFO}, PATIENCE_S), f"{name}: it never began"
+            assert await wait_until(lambda: registry.nodes == {"d0": INFO}, PATIENCE_S), f"{name}: it never began"
             relay.reply = lie
             await asyncio.sleep(2 * registry_module.REDIS_TIMEOUT_S + 0.2)
             assert registry.nodes == {"d0": INFO} or name in PLAUSIBLE, f"{name}: the last list is not kept"
             relay.reply = None
             await node.update(replace(INFO, state="draining"))
-            seen = await until(lambda: registry.nodes.get("d0", INFO).state == "draining", PATIENCE_S)
+            seen = await wait_until(lambda: registry.nodes.get("d0", INFO).state == "draining", PATIENCE_S)
             assert seen, f"{name}: {registry.state} after it, and {registry.nodes}"
         finally:
             await node.close()
@@ -177,7 +177,7 @@ async def test_names_are_looked_up_beside_the_event_loop(monkeypatch: pytest.Mon
     channel = connect("node.invalid:7000")
     with pytest.raises(OSError, match="name resolution"):
         await channel.__connect__()
-    assert await until(lambda: len(threads) > 1, PATIENCE_S)
+    assert await wait_until(lambda: len(threads) > 1, PATIENCE_S)
     channel.close()
     await registry.close()
     assert not any(threads)
@@ -309,7 +309,7 @@ def an_entry_at_the_address_of_another_node_is_not_used(running: Cluster, port: 
     client = redis.Redis(port=port)
     address = running.nodes()["decode-0"]["address"]
     entry = decode(bytes(client.get("baton:default:node:decode-0")), NodeInfo)
-    client.set("baton:default:node:ghost", encode(replace(entry, id="ghost", boot="0" * 32, address=address)))
+    client.set("baton:default:node:ghost", encode(replace(entry, id="ghost", incarnation_id="0" * 32, address=address)))
     client.sadd("baton:default:nodes", "ghost")
     wait_for(lambda: "ghost" in running.nodes(), "the entry is read")
     with Load(running):

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.chat import Answer, ChatError, Conversation, converse
+from cluster.chat import ChatError, ChatReply, Conversation, converse
 from cluster.cli import main
 from cluster.status import COLUMNS, row_of, size_text, summary
 
@@ -367,7 +367,7 @@ def test_a_cancelled_answer_closes_its_connection_and_leaves_no_trace() -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=stream))
     with httpx.Client(base_url="http://router", transport=transport) as client:
         conversation = Conversation(client)
-        answer = Answer()
+        answer = ChatReply()
         with pytest.raises(KeyboardInterrupt):
             list(conversation.ask("Hello", answer))
     assert stream.closed
@@ -390,4 +390,4 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
 def test_an_error_within_a_stream_is_raised_as_such() -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(200, content=b'data: {"error": "boom"}\n\n'))
     with httpx.Client(base_url="http://router", transport=transport) as client, pytest.raises(ChatError, match="boom"):
-        list(Conversation(client).ask("Hello", Answer()))
+        list(Conversation(client).ask("Hello", ChatReply()))

@@ -9,7 +9,7 @@ import pytest
 
 from cluster import installation
 from cluster.doctor import _moved, _verdict, peers
-from cluster.installation import Doubt, Finding, examine
+from cluster.installation import CheckFailedError, Finding, examine
 from cluster.plan import DoctorSettings
 
 NODE: dict[str, Any] = {
@@ -81,7 +81,7 @@ def test_a_channel_that_was_not_used_proves_nothing() -> None:
 
 def test_a_check_that_would_stop_a_process_fails_and_one_that_slows_it_warns() -> None:
     def doubts() -> str:
-        raise Doubt("slow")
+        raise CheckFailedError("slow")
 
     def stops() -> str:
         raise ValueError("give another")

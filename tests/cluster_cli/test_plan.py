@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cluster.plan import Child, LocalSettings, checked, inherited, plan, share_out
-from shared.config import NodeSettings, RouterSettings, resolve
+from shared.config.settings import NodeSettings, RouterSettings, resolve
 from shared.errors import ConfigError
 
 

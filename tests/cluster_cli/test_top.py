@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from cluster.cli import main
-from cluster.top import COLUMNS, View, latency_line, row_of, screen_of, strip
+from cluster.top import COLUMNS, TopView, latency_line, row_of, screen_of, strip
 from tests.router.page_feed import TBT_SLO_MS, Feed, serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +47,7 @@ def test_a_pass_is_as_high_as_its_tokens_and_red_only_when_decodes_waited_too_lo
 
 
 def test_passes_that_come_again_are_counted_once_and_those_of_nodes_that_are_gone_are_dropped() -> None:
-    view = View()
+    view = TopView()
     view.hear("steps", {"node": "a", "steps": [step(1, 0, 1), step(2, 0, 1)]})
     view.hear("steps", {"node": "a", "steps": [step(2, 0, 1), step(3, 0, 1)]})
     assert [row[1] for row in view.passes["a"]] == [1, 2, 3]
@@ -69,7 +69,7 @@ def test_latency_is_told_where_there_is_any() -> None:
 
 
 def test_the_screen_fits_its_width_and_shows_markup_in_names_as_it_is() -> None:
-    feed, view = Feed(), View()
+    feed, view = Feed(), TopView()
     status = feed.status()
     status["nodes"][0]["id"] = "[red]x[/red]"
     view.hear("status", status)

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from decode_node.landing import LEASE_S, Ending, Landing, LandingTable, Phase
+from decode_node.reservations import LEASE_S, Reservation, ReservationEnd, ReservationPhase, ReservationTable
 from tests.scheduler.drive import request
 
 WRITERS = ["writer-a", "writer-b"]
@@ -18,18 +18,18 @@ class Landings(RuleBasedStateMachine):
     @initialize(fenced=st.booleans())
     def begin(self, fenced: bool) -> None:
         self.fenced = fenced
-        self.table = LandingTable(fenced)
+        self.table = ReservationTable(fenced)
         self.now = 0.0
         self.count = 0
         self.writing: dict[bytes, str] = {}  # ticket -> a writer that may still write
         self.reusable: set[bytes] = set()
         self.again: set[bytes] = set()  # of which damaged rows were written twice
-        self.landings: dict[bytes, Landing] = {}
+        self.landings: dict[bytes, Reservation] = {}
 
-    def _ended(self, ending: Ending | None) -> None:
+    def _ended(self, ending: ReservationEnd | None) -> None:
         if ending is None or not ending.safe:
             return
-        ticket = ending.landing.ticket
+        ticket = ending.reservation.reservation_id
         assert ticket not in self.reusable, "blocks are given back once"
         assert self.fenced or ticket not in self.writing, "blocks of a live writer were given back"
         self.reusable.add(ticket)
@@ -38,7 +38,7 @@ class Landings(RuleBasedStateMachine):
     def expect(self, writer: str) -> bytes:
         self.count += 1
         ticket = self.count.to_bytes(16)
-        self.landings[ticket] = self.table.expect(ticket, request(f"r{self.count}", [1], 2), writer, [], self.now)
+        self.landings[ticket] = self.table.add(ticket, request(f"r{self.count}", [1], 2), writer, [], self.now)
         self.writing[ticket] = writer
         return ticket
 
@@ -52,7 +52,7 @@ class Landings(RuleBasedStateMachine):
         if landing is None:
             self._ended(self.table.stop(ticket))  # it is told that the ticket is void, and stops
         elif rows == "right":
-            self.table.landed(landing)
+            self.table.accept(landing)
         elif rows == "damaged" and self.table.reopen(landing):
             assert ticket not in self.again, "once"
             self.again.add(ticket)
@@ -88,7 +88,11 @@ class Landings(RuleBasedStateMachine):
 
     @invariant()
     def only_open_landings_are_kept(self) -> None:
-        kept = [entry for entry in self.landings.values() if entry.phase in {Phase.OPEN, Phase.QUARANTINED}]
+        kept = [
+            entry
+            for entry in self.landings.values()
+            if entry.phase in {ReservationPhase.OPEN, ReservationPhase.QUARANTINED}
+        ]
         assert len(self.table) == len(kept)
 
 
@@ -97,10 +101,10 @@ TestLandings.settings = settings(max_examples=150)
 
 
 def test_a_lease_ends_unless_the_writer_itself_renews_it() -> None:
-    table = LandingTable(fenced=True)
-    landing = table.expect(b"t" * 16, request("r", [1], 2), "writer-a", [3], 0.0)
-    table.renew("writer-b", [landing.ticket], 9.0)
-    table.renew("writer-a", [landing.ticket, b"unknown"], 5.0)
+    table = ReservationTable(fenced=True)
+    landing = table.add(b"t" * 16, request("r", [1], 2), "writer-a", [3], 0.0)
+    table.renew("writer-b", [landing.reservation_id], 9.0)
+    table.renew("writer-a", [landing.reservation_id, b"unknown"], 5.0)
     assert not table.expired(14.0, lambda _: False)
     assert [ending.safe for ending in table.expired(15.1, lambda _: False)] == [True]
-    assert table.commit(landing.ticket) is None
+    assert table.commit(landing.reservation_id) is None

@@ -9,20 +9,20 @@ from random import Random
 import pytest
 import torch
 
-from engine.attention.choose import attention_on_cpu
 from engine.attention.interface import AttentionBackend
-from engine.kernels.choose import kernels_on_cpu
+from engine.attention.selection import attention_on_cpu
 from engine.kernels.interface import Kernels
+from engine.kernels.selection import kernels_on_cpu
 from engine.kernels.torch_kernels import TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
-from engine.runner import Output, Runner, TorchRunner
+from engine.runner import Runner, SliceOutput, TorchRunner
 from scheduler.request import Request, Slice, Step
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
-from shared.messages import Sampling
+from shared.rpc.messages import SamplingParams
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 CPU = torch.device("cpu")
 
 
@@ -55,10 +55,10 @@ class Blocks:
         Random(seed).shuffle(self._free)
 
     def request(
-        self, tokens: Sequence[int], sampling: Sampling = GREEDY, max_tokens: int = 64, **more: object
+        self, tokens: Sequence[int], sampling: SamplingParams = GREEDY, max_tokens: int = 64, **more: object
     ) -> Request:
         """A request with blocks for all that it may become."""
-        request = Request(f"r{len(self._free)}", list(tokens), len(tokens), max_tokens, payload=sampling, **more)
+        request = Request(f"r{len(self._free)}", list(tokens), len(tokens), max_tokens, sampling=sampling, **more)
         num_blocks = -(-(len(tokens) + max_tokens) // self.block_tokens)
         request.blocks = [self._free.pop() for _ in range(num_blocks)]
         return request
@@ -91,7 +91,7 @@ def piece(request: Request, size: int | None = None) -> Slice:
 STEP_NUMBERS = count()
 
 
-def run_step(runner: Runner, slices: Sequence[Slice]) -> list[Output]:
+def run_step(runner: Runner, slices: Sequence[Slice]) -> list[SliceOutput]:
     """Runs the slices as one step, moves the cursors and appends the tokens."""
     outputs = runner.run(Step(next(STEP_NUMBERS), list(slices), []))
     for one, output in zip(slices, outputs, strict=True):

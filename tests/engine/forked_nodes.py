@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 from decode_node.__main__ import main
-from shared.command_line import settings_from_command_line
-from shared.config import NodeSettings
-from shared.serve import dies_with
+from shared.config.command_line import settings_from_command_line
+from shared.config.settings import NodeSettings
+from shared.lifecycle import set_parent_death_signal
 
 
 def run(name: str, variables: dict[str, str], log: Path, parent: int) -> None:
-    dies_with(parent)()
+    set_parent_death_signal(parent)()
     os.environ.update(variables)
     fd = os.open(log, os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):

@@ -10,10 +10,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.batch import build
 from engine.models.decoder import Decoder, load_model
 from engine.runner import TorchRunner
-from engine.sampling import Row, sample
+from engine.sampling import SamplingRow, sample
 from scheduler.request import Slice
 from shared.kv.layout import KVLayout
-from shared.messages import Logprobs, Sampling
+from shared.rpc.messages import Logprobs, SamplingParams
 from tests.engine.build import CPU, GREEDY, Blocks, every_backend, generate, piece, run_step, torch_runner
 
 torch.set_num_threads(1)
@@ -21,10 +21,10 @@ __all__ = ["every_backend"]  # applies to every test here
 VOCABULARY, NUM_TOKENS = 97, 14
 SAMPLINGS = [
     GREEDY,
-    Sampling(seed=1),
-    Sampling(seed=2, temperature=0.7, top_p=0.9),
-    Sampling(seed=3, top_k=8, min_p=0.01, presence_penalty=0.4, frequency_penalty=0.2),
-    Sampling(seed=1),  # as the second: same prompt, same seed, same answer
+    SamplingParams(seed=1),
+    SamplingParams(seed=2, temperature=0.7, top_p=0.9),
+    SamplingParams(seed=3, top_k=8, min_p=0.01, presence_penalty=0.4, frequency_penalty=0.2),
+    SamplingParams(seed=1),  # as the second: same prompt, same seed, same answer
     replace(GREEDY, repetition_penalty=1.2, logit_bias={5: 3.0}),
 ]
 
@@ -102,7 +102,7 @@ def test_a_preempted_and_a_handed_over_request_go_on_as_before(model: Decoder, a
 def scored(model: Decoder, prompt: list[int], sizes: list[int]) -> list[Logprobs]:
     runner, _, blocks = torch_runner(model)
     company = blocks.request([1, 2, 3], replace(GREEDY, logprobs=1))
-    request = blocks.request(prompt, replace(GREEDY, prompt_logprobs=2), every_logit=True)
+    request = blocks.request(prompt, replace(GREEDY, prompt_logprobs=2), needs_prompt_logprobs=True)
     found: list[Logprobs] = []
     for size in sizes:
         outputs = run_step(runner, [piece(company), piece(request, size)])
@@ -131,17 +131,19 @@ def test_prompt_logprobs_describe_each_next_prompt_token(model: Decoder, sizes: 
 
 def test_a_resumed_request_scores_only_its_prompt(model: Decoder) -> None:
     runner, _, blocks = torch_runner(model)
-    request = blocks.request([1, 2, 3, 4, 5, 6], replace(GREEDY, prompt_logprobs=0), every_logit=True)
+    request = blocks.request([1, 2, 3, 4, 5, 6], replace(GREEDY, prompt_logprobs=0), needs_prompt_logprobs=True)
     request.num_prompt = 4
     (output,) = run_step(runner, [piece(request)])
     assert [entry.token for entry in output.prompt_logprobs] == [2, 3, 4]
     assert output.token is not None
 
 
-@pytest.mark.parametrize("every_logit", [False, True])
+@pytest.mark.parametrize("needs_prompt_logprobs", [False, True])
 def test_a_request_whose_kv_is_broken_fails_alone(model: Decoder, alone: list[list[int]], every_logit: bool) -> None:
     runner, pool, blocks = torch_runner(model)
-    requests = [blocks.request(prompt, GREEDY, NUM_TOKENS, every_logit=every_logit) for prompt in prompts()[:3]]
+    requests = [
+        blocks.request(prompt, GREEDY, NUM_TOKENS, needs_prompt_logprobs=every_logit) for prompt in prompts()[:3]
+    ]
     run_step(runner, [piece(one, 8) for one in requests])
     pool.tensor[requests[1].blocks[0], 0, 0, 2] = torch.nan
     outputs = run_step(runner, [piece(one) for one in requests])
@@ -192,7 +194,7 @@ def test_many_rows_of_one_request_are_scored_in_parts(model: Decoder, monkeypatc
 def test_the_position_of_a_draw_is_its_index_in_the_row(model: Decoder) -> None:
     """A decode node that takes over draws as the prefill node would have: the row is all they share."""
     logits = torch.zeros(2, VOCABULARY)
-    fresh = Row(Sampling(seed=4), [1, 2, 3, 9, 9], 3, 5)
-    resumed = Row(Sampling(seed=4), [1, 2, 3, 9, 9], 5, 5)
+    fresh = SamplingRow(SamplingParams(seed=4), [1, 2, 3, 9, 9], 3, 5)
+    resumed = SamplingRow(SamplingParams(seed=4), [1, 2, 3, 9, 9], 5, 5)
     first, second = sample(logits, [fresh, resumed])
     assert first.token == second.token

@@ -14,16 +14,16 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from shared.kv.cuda_driver import CudaError
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.build import BuildOptions, build
+from engine.components import BuildOptions, build
 from engine.cuda.build import CONTEXT_BYTES, GIB, GRAPH_BYTES, build_on_cuda
 from engine.cuda.device import has_triton
 from engine.cuda.fake_graph import FakeGraphPool
 from engine.cuda.graphs import Recording
 from engine.models.config import ModelConfig
 from scheduler.request import Request
-from shared.kv.cuda_driver import CudaError
 from shared.kv.memory import HostMemory
 from tests.engine.build import GREEDY, generate
 
@@ -75,13 +75,17 @@ def test_it_answers_as_the_cpu_does() -> None:
     answers = []
     for computer in (ours, theirs):
         requests = [
-            Request(f"r{at}", list(range(3, 3 + size)), size, 12, payload=GREEDY) for at, size in enumerate((50, 4))
+            Request(f"r{at}", list(range(3, 3 + size)), size, 12, sampling=GREEDY) for at, size in enumerate((50, 4))
         ]
         requests[0].blocks, requests[1].blocks = [7, 3], [5]
         answers.append(generate(computer.runner, requests, 24))
     assert answers[0] == answers[1]
-    assert ours.facts["graphs"] == "steps of up to 24 tokens"
-    assert (ours.facts["device"], ours.facts["dtype"], ours.facts["attention"]) == ("cpu", "float32", "torch")
+    assert ours.attributes["graphs"] == "steps of up to 24 tokens"
+    assert (ours.attributes["device"], ours.attributes["dtype"], ours.attributes["attention"]) == (
+        "cpu",
+        "float32",
+        "torch",
+    )
 
 
 def test_kv_gets_what_the_share_leaves() -> None:
@@ -279,8 +283,8 @@ def test_16_bits_stay_as_they_are_stored(tmp_path: Path, stored: torch.dtype, as
     (tmp_path / "config.json").write_text(json.dumps(json.loads((MODEL / "config.json").read_text())))
     options = replace(OPTIONS, dtype=asked, num_blocks=8, enforce_eager=True)
     computer = build_on_cuda(options, config(), tmp_path, HostGpu())
-    assert (computer.facts["dtype"], computer.layout.dtype) == (held, held)
-    assert computer.facts["graphs"] == "none"
-    request = Request("r", [3, 4, 5], 3, 2, payload=GREEDY)
+    assert (computer.attributes["dtype"], computer.layout.dtype) == (held, held)
+    assert computer.attributes["graphs"] == "none"
+    request = Request("r", [3, 4, 5], 3, 2, sampling=GREEDY)
     request.blocks = [2]
     assert generate(computer.runner, [request], 24) != [[]]

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from engine.cuda.memory import DeviceMemory, _weights
 from engine.kv_pool import KVPool
-from shared.kv.cuda_driver import CudaError, Region
 from shared.kv.layout import KVLayout
+from shared.kv_gpu.cuda_driver import CudaError, CudaRegion
 from tests.shared.fake_cuda import gpu
 
 CPU = torch.device("cpu")
 
 
 def memory(num_rows: int = 6, row_bytes: int = 1024, kind: str = "vmm") -> DeviceMemory:
-    return DeviceMemory(CPU, num_rows, row_bytes, Region.allocate(gpu(kind=kind), num_rows * row_bytes))
+    return DeviceMemory(CPU, num_rows, row_bytes, CudaRegion.allocate(gpu(kind=kind), num_rows * row_bytes))
 
 
 def test_a_pool_sees_what_the_driver_copies_into_its_memory() -> None:

@@ -10,27 +10,27 @@ import torch
 from torch import Tensor
 
 from engine.attention.interface import AttentionBackend
-from engine.attention.torch_backend import TorchAttention, TorchPlan
+from engine.attention.torch_attention import TorchAttention, TorchPlan
 from engine.batch import Batch
 from engine.cuda.fake_graph import FakeGraphPool
-from engine.cuda.graphs import Recording
+from engine.cuda.graphs import GraphRecording
 from engine.cuda.runner import CudaRunner, greedy
-from engine.cuda.staging import Buffers, Capacity, Shape
+from engine.cuda.staging import StepBuffers, StepCapacity, StepShape
 from engine.kernels.torch_kernels import TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.config import ModelConfig, Rope
 from engine.models.decoder import Decoder
 from engine.models.random import random_decoder
-from engine.runner import Output, Pending, Runner
+from engine.runner import PendingStep, Runner, SliceOutput
 from scheduler.request import Request, Slice, Step
 from shared.kv.memory import HostMemory
-from shared.messages import Sampling
+from shared.rpc.messages import SamplingParams
 from tests.engine import test_overlap as overlap
 from tests.engine.build import CPU, GREEDY, Blocks, generate, layout_of, piece, run_step, torch_runner
 
 torch.set_num_threads(1)
 VOCABULARY, NUM_BLOCKS, BLOCK_TOKENS = 97, 240, 4
-CAPACITY = Capacity(slices=9, tokens=40, blocks=16, block_tokens=BLOCK_TOKENS)
+CAPACITY = StepCapacity(slices=9, tokens=40, blocks=16, block_tokens=BLOCK_TOKENS)
 CONFIG = ModelConfig(
     architecture="Qwen3ForCausalLM",
     hidden_size=32,
@@ -54,9 +54,9 @@ CONFIG = ModelConfig(
 )
 SAMPLINGS = [
     GREEDY,
-    Sampling(seed=1),
-    Sampling(seed=2, temperature=0.7, top_p=0.9),
-    Sampling(seed=3, top_k=8, min_p=0.01, presence_penalty=0.4, frequency_penalty=0.2),
+    SamplingParams(seed=1),
+    SamplingParams(seed=2, temperature=0.7, top_p=0.9),
+    SamplingParams(seed=3, top_k=8, min_p=0.01, presence_penalty=0.4, frequency_penalty=0.2),
     replace(GREEDY, repetition_penalty=1.2, logit_bias={5: 3.0}),
     replace(GREEDY, logprobs=2),
     replace(GREEDY, prompt_logprobs=1),
@@ -115,27 +115,27 @@ def cuda_runner(model: Decoder, captures: str) -> tuple[CudaRunner, Blocks, KVPo
     return runner, Blocks(NUM_BLOCKS, BLOCK_TOKENS), pool
 
 
-def requests_of(blocks: Blocks, seed: int, samplings: Sequence[Sampling] = SAMPLINGS) -> list[Request]:
+def requests_of(blocks: Blocks, seed: int, samplings: Sequence[SamplingParams] = SAMPLINGS) -> list[Request]:
     random = Random(seed)
     return [
         blocks.request(
             [random.randrange(VOCABULARY) for _ in range(random.randrange(1, 45))],
             sampling,
             random.randrange(1, 18),
-            every_logit=sampling.prompt_logprobs is not None,
+            needs_prompt_logprobs=sampling.prompt_logprobs is not None,
         )
         for sampling in samplings
     ]
 
 
-def drive(runner: Runner, requests: Sequence[Request], seed: int, ahead: bool) -> list[list[Output]]:
+def drive(runner: Runner, requests: Sequence[Request], seed: int, ahead: bool) -> list[list[SliceOutput]]:
     """Steps of random slices in random order; with `ahead`, each is launched before the one before it is waited for.
     Returns each request's outputs."""
     random = Random(seed)
-    told: dict[str, list[Output]] = {request.id: [] for request in requests}
-    pending: tuple[Step, Pending] | None = None
+    told: dict[str, list[SliceOutput]] = {request.id: [] for request in requests}
+    pending: tuple[Step, PendingStep] | None = None
 
-    def finish(step: Step, of: Pending) -> None:
+    def finish(step: Step, of: PendingStep) -> None:
         for one, output in zip(step.slices, of.wait(), strict=True):
             one.request.num_sampling -= one.samples
             told[one.request.id].append(output)
@@ -143,7 +143,7 @@ def drive(runner: Runner, requests: Sequence[Request], seed: int, ahead: bool) -
                 one.request.tokens.append(output.token)
 
     for number in range(1000):
-        waits = pending is not None and any(one.request.payload.presence_penalty for one in pending[0].slices)
+        waits = pending is not None and any(one.request.sampling.presence_penalty for one in pending[0].slices)
         if pending is not None and (waits or not ahead):
             finish(*pending)
             pending = None
@@ -171,7 +171,7 @@ def drive(runner: Runner, requests: Sequence[Request], seed: int, ahead: bool) -
 Answer = tuple[list[list[int]], list[list[float]]]  # of each request: its tokens, its logprobs
 
 
-def answer(requests: Sequence[Request], outputs: list[list[Output]]) -> Answer:
+def answer(requests: Sequence[Request], outputs: list[list[SliceOutput]]) -> Answer:
     assert not any(output.error for told in outputs for output in told)
     return [request.tokens for request in requests], [_logprobs(told) for told in outputs]
 
@@ -201,7 +201,7 @@ def test_random_workloads_get_what_the_reference_gives(
         assert ours == pytest.approx(theirs, abs=1e-4)
 
 
-def _logprobs(outputs: list[Output]) -> list[float]:
+def _logprobs(outputs: list[SliceOutput]) -> list[float]:
     sampled = [output.logprobs.logprob for output in outputs if output.logprobs is not None]
     return sampled + [entry.logprob for output in outputs for entry in output.prompt_logprobs]
 
@@ -222,7 +222,7 @@ def test_under_the_real_engine_with_preemption_and_aborts(model: Decoder, seed: 
     layout = replace(layout_of(model, num_blocks, BLOCK_TOKENS), block_tokens=overlap.BLOCK_TOKENS)
     pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
     pool.tensor.fill_(torch.nan)
-    capacity = Capacity(slices=64, tokens=64, blocks=64, block_tokens=layout.block_tokens)
+    capacity = StepCapacity(slices=64, tokens=64, blocks=64, block_tokens=layout.block_tokens)
     runner = CudaRunner(model, pool, StaticAttention(pool), TorchKernels(CONFIG, pool), CPU, capacity)
     runner.capture(FakeGraphPool())
     drive = overlap.Drive(overlap.scheduler_of(num_blocks, random.choice([6, 16, 64])), runner, todo)
@@ -268,8 +268,8 @@ def test_a_step_beyond_the_buffers_gets_its_own(model: Decoder, num_tokens: int)
 @pytest.mark.parametrize("captures", CAPTURES)
 def test_broken_logits_end_their_request_alone(model: Decoder, captures: str) -> None:
     runner, blocks, pool = cuda_runner(model, captures)
-    broken, whole, banned = requests_of(blocks, 3, [GREEDY, Sampling(seed=4), GREEDY])
-    banned.payload = replace(GREEDY, logit_bias=dict.fromkeys(range(VOCABULARY), -torch.inf))
+    broken, whole, banned = requests_of(blocks, 3, [GREEDY, SamplingParams(seed=4), GREEDY])
+    banned.sampling = replace(GREEDY, logit_bias=dict.fromkeys(range(VOCABULARY), -torch.inf))
     for request in (broken, whole):
         run_step(runner, [piece(request)])
     banned.num_computed = 0
@@ -317,10 +317,10 @@ def test_sizes_cover_all_that_fits(model: Decoder) -> None:
         request.num_computed = len(request.tokens) - 1
     for count, size in ((1, 1), (2, 2), (3, 4), (5, 8), (9, 9)):
         step = _built([piece(request) for request in requests[:count]])
-        assert passes.choose(step)[0] == Shape(size, size, size)
+        assert passes.choose(step)[0] == StepShape(size, size, size)
     requests[0].num_computed = 0
     long = piece(requests[0], 30)
-    assert passes.choose(_built([long]))[0] == Shape(32, 1, 9)
+    assert passes.choose(_built([long]))[0] == StepShape(32, 1, 9)
     assert (
         passes.num_graphs == 5 + 3 * 3
     )  # decodes of 1, 2, 4, 8 and 9; each mixed size of 16, 32 and 40 in three pieces
@@ -335,8 +335,8 @@ def _built(slices: list[Slice]) -> Batch:
 # ---- the double itself ---------------------------------------------------------------------------------------------
 
 
-def recorded(work: Callable[[Recording], Tensor]) -> tuple[Recording, Tensor]:
-    recording = Recording(FakeGraphPool())
+def recorded(work: Callable[[GraphRecording], Tensor]) -> tuple[GraphRecording, Tensor]:
+    recording = GraphRecording(FakeGraphPool())
     return recording, recording.capture(lambda: work(recording))
 
 
@@ -358,7 +358,7 @@ def test_a_number_that_the_host_read_stays_what_it_was() -> None:
 
 def test_what_another_replay_made_is_lost() -> None:
     pool, static = FakeGraphPool(), torch.ones(1)
-    one, two = Recording(pool), Recording(pool)
+    one, two = GraphRecording(pool), GraphRecording(pool)
     out = one.capture(lambda: static + 1)
     two.capture(lambda: static + 2)
     one.replay()
@@ -370,7 +370,7 @@ def test_what_another_replay_made_is_lost() -> None:
 def test_what_is_made_in_a_pause_is_not_made_again_unless_its_call_does() -> None:
     static, eager = torch.ones(1), torch.zeros(1)
 
-    def work(recording: Recording) -> Tensor:
+    def work(recording: GraphRecording) -> Tensor:
         doubled = static * 2
         recording.pause(lambda: eager.copy_(static + 100))
         return doubled + eager
@@ -401,8 +401,8 @@ def test_a_warm_up_touches_the_dummy_block_only(model: Decoder, captures: str) -
 @pytest.mark.parametrize("tokens", [1, 2, 3, 7])
 def test_tensors_on_the_device_begin_at_16_bytes_whatever_the_shape(tokens: int) -> None:
     """Triton would compile its kernels again for a pointer that does not."""
-    buffers = Buffers(CAPACITY, CPU)
-    batch = buffers.clear(Shape(tokens, tokens, tokens))
+    buffers = StepBuffers(CAPACITY, CPU)
+    batch = buffers.clear(StepShape(tokens, tokens, tokens))
     names = ("tokens", "positions", "slots", "logit_rows", "cu_q", "kv_len", "block_table")
     assert {getattr(batch, name).data_ptr() % 16 for name in names} == {0}
     assert len(batch.cu_q) == tokens + 1

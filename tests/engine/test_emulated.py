@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.emulated import LANES, EmulatedRunner, expected_tokens
-from engine.emulated_link import EmulatedLink
-from engine.emulation import COSTS, Emulation, Link, load_emulation
-from scheduler.cost import CostModel, Work, pairs_of
+from engine.emulated_runner import LANES, EmulatedRunner, expected_tokens
+from engine.emulation import COSTS, Emulation, LinkSpeed, load_emulation
+from node.emulated_link import EmulatedLink
+from scheduler.cost import CostModel, StepWork, pairs_of
 from shared.kv.channel import KVChannel
 from tests.engine.build import Blocks, generate, piece, run_step
 
 VOCABULARY, BLOCK_TOKENS, NUM_BLOCKS = 211, 4, 80
-FREE = Emulation("free", CostModel(), 131_072, 1024, Link(0.001, 1e9))
+FREE = Emulation("free", CostModel(), 131_072, 1024, LinkSpeed(0.001, 1e9))
 
 
 def pool() -> "np.ndarray[Any, np.dtype[np.uint8]]":
@@ -72,7 +72,7 @@ class Device:
     def __init__(self, cost: CostModel) -> None:
         self.now = 100.0
         self.oversleep = 0.0
-        emulation = Emulation("d", cost, 1, 1024, Link(0, 1))
+        emulation = Emulation("d", cost, 1, 1024, LinkSpeed(0, 1))
         self.runner = EmulatedRunner(pool(), BLOCK_TOKENS, VOCABULARY, emulation, lambda: self.now, self.sleep)
         self.request = Blocks(NUM_BLOCKS, BLOCK_TOKENS).request(list(range(9)), max_tokens=64)
 
@@ -88,10 +88,10 @@ def test_a_pass_lasts_what_the_model_says_of_its_work() -> None:
     cost = CostModel(0.01, 1e-3, 4.0, 1e-5, 1e-4, 1e-3)
     device = Device(cost)
     device.run()
-    assert device.now == pytest.approx(100.0 + cost.seconds(Work(1, 9, pairs_of(0, 9))))
+    assert device.now == pytest.approx(100.0 + cost.seconds(StepWork(1, 9, pairs_of(0, 9))))
     start = device.now = device.now + 1.0
     device.run()
-    assert device.now - start == pytest.approx(cost.seconds(Work(num_decodes=1, decode_context=10)))
+    assert device.now - start == pytest.approx(cost.seconds(StepWork(num_decodes=1, decode_context=10)))
 
 
 def test_what_lies_between_passes_comes_off_the_next_and_idle_time_does_not() -> None:
@@ -154,7 +154,7 @@ def test_a_shipped_model_is_as_near_to_the_published_points_as_it_says(path: Pat
     errors = []
     for point in data["points"]:
         chunk, decodes = point.get("prompt", 0), point.get("decodes", 0)
-        work = Work(bool(chunk), chunk, pairs_of(0, chunk), decodes, decodes * point.get("context", 0))
+        work = StepWork(bool(chunk), chunk, pairs_of(0, chunk), decodes, decodes * point.get("context", 0))
         errors.append(abs(cost.seconds(work) / point["seconds"] - 1))
     assert len(errors) >= 5
     assert data["worst_error"] - 0.001 <= max(errors) <= data["worst_error"] <= 0.03

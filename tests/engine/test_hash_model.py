@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.hash_model import KV_BYTES, HashRunner, expected_tokens
-from scheduler.request import Slice, State, Step
+from scheduler.request import RequestState, Slice, Step
 from shared.kv.layout import KVLayout
 from tests.engine.build import Blocks, generate, piece, run_step
 
@@ -50,7 +50,7 @@ def test_a_request_that_is_over_is_not_held() -> None:
     blocks, hashing = Blocks(NUM_BLOCKS, BLOCK_TOKENS), runner(pool())
     over, other = blocks.request([1, 2, 3]), blocks.request([4, 5, 6])
     run_step(hashing, [piece(over), piece(other)])
-    over.state = State.DONE
+    over.state = RequestState.DONE
     run_step(hashing, [piece(other)])
     assert [kept.request for kept in hashing._prefixes.values()] == [other]
 

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from engine import heap
+from engine.cpu import malloc as heap
 
 # A tensor is made and freed in each layer, and something small that stays is put behind it.
 LAYERS = """
 import torch
-from engine.heap import empty, keep_large_blocks
+from engine.cpu.malloc import empty, keep_large_blocks
 
 keep_large_blocks()
 found, kept = set(), []

@@ -13,7 +13,7 @@ import pytest
 if importlib.util.find_spec("numba") is None:
     pytest.skip("numba is not installed", allow_module_level=True)
 
-from engine.jit import HERE, _cache_directory, _is_ours, _places
+from engine.cpu.jit import HERE, _cache_directory, _is_ours, _places
 
 x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs all convert float16")
 
@@ -23,7 +23,7 @@ def test_the_threads_are_those_that_torch_has() -> None:
     code = """
 import torch
 torch.set_num_threads(2)
-from engine.kernels.numba_kernels import silu_mul
+from engine.cpu.layer_kernels import silu_mul
 def running():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("Threads"))
@@ -79,8 +79,8 @@ def test_a_user_without_a_home_has_a_place_for_kernels(monkeypatch: pytest.Monke
 
 PROBE = """
 import torch
-from engine.jit import kernel
-from engine.vectors import put_address
+from engine.cpu.jit import kernel
+from engine.cpu.simd import put_address
 
 @kernel
 def put(values):
@@ -127,10 +127,10 @@ def test_a_machine_that_cannot_compile_serves_by_torch(
         preparation
         + """
 import torch
-from engine.attention.choose import attention_on_cpu
-from engine.kernels.choose import kernels_on_cpu
+from engine.attention.selection import attention_on_cpu
+from engine.kernels.selection import kernels_on_cpu
 from engine.sampling import Row, sample
-from shared.messages import Sampling
+from shared.rpc.messages import Sampling
 from tests.gpu_less.contract import config_of, pool_of
 pool = pool_of(2, 16, 4, torch.float32, 9, torch.device("cpu"))
 assert attention_on_cpu("auto", pool).name == kernels_on_cpu(config_of(64, 4, 2, 16), pool).name == "torch"

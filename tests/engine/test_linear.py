@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.compiled import why_not_compiled
-from engine.linear import choose
-from engine.linear.choose import AsStored, linear_on_cpu
+from engine.cpu.numba_support import why_not_compiled
+from engine.linear import selection as choose
 from engine.linear.int8 import LEVELS, LEVELS_OF_7_BITS, Int8, has_fbgemm
 from engine.linear.interface import LinearFormat
 from engine.linear.plain import Plain
+from engine.linear.selection import AsStored, linear_on_cpu
 from engine.models.decoder import load_model
 from tests.engine.build import CPU, generate, torch_runner
 
@@ -22,12 +22,12 @@ compiled = pytest.mark.skipif(bool(why_not_compiled()), reason=f"no compiled ker
 EIGHT_BITS: list[LinearFormat] = [Int8()] if has_fbgemm() else []
 PANELS: list[LinearFormat] = []
 if not why_not_compiled():
-    from engine.linear.numba_products import HAS_INT8, PANEL, TILE_ROWS
-    from engine.linear.panels import Panels
+    from engine.cpu.matmul_kernels import HAS_INT8, PANEL, TILE_ROWS
+    from engine.cpu.panels import Panels
 
     PANELS += [Panels(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
     if HAS_INT8:
-        from engine.linear.int8_panels import Int8Panels
+        from engine.cpu.int8_panels import Int8Panels
 
         EIGHT_BITS.append(Int8Panels())
 

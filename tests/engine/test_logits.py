@@ -17,7 +17,7 @@ from engine.runner import TorchRunner
 from scheduler.request import Request
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
-from shared.messages import Sampling
+from shared.rpc.messages import SamplingParams
 from tests.engine.build import (
     CPU,
     GREEDY,
@@ -100,7 +100,7 @@ def all_logits(model: Decoder, rows: list[list[int]], random: Random, block_toke
     pool.tensor.fill_(torch.nan)
     (backend, kernels), blocks = device_code(model, pool), Blocks(96, block_tokens)
     # One token more than is looked at: then every position of the row is followed by a known prompt token.
-    requests = [blocks.request([*row, 0], max_tokens=1, every_logit=True) for row in rows]
+    requests = [blocks.request([*row, 0], max_tokens=1, needs_prompt_logprobs=True) for row in rows]
     logits: list[list[torch.Tensor]] = [[] for _ in rows]
     while unfinished := [one for one in requests if one.num_computed < len(one.tokens) - 1]:
         chosen = random.sample(unfinished, random.randint(1, len(unfinished)))
@@ -171,7 +171,7 @@ def test_the_last_layer_attends_for_those_who_draw(name: str, tmp_path: Path) ->
 
 def test_a_batch_of_decodes_or_with_prompt_logprobs_has_no_other() -> None:
     blocks = Blocks(96, 4)
-    decode, scored = blocks.request([1]), blocks.request([1, 2, 3], every_logit=True)
+    decode, scored = blocks.request([1]), blocks.request([1, 2, 3], needs_prompt_logprobs=True)
     assert build([piece(decode, 1)], 4, CPU).drawing() is None
     assert build([piece(scored, 3)], 4, CPU).drawing() is None
 
@@ -212,7 +212,7 @@ def test_a_16_bit_pool_stays_near_the_exact_logits(tmp_path: Path) -> None:
     layout = KVLayout(16, 2, 3, 4, 20, "bfloat16")
     pool = KVPool(layout, HostMemory(16, layout.block_bytes))
     runner = TorchRunner(model, pool, *device_code(model, pool), CPU)
-    request = Blocks(16, 4).request(range(3, 30), Sampling(temperature=0.0, logprobs=5), max_tokens=1)
+    request = Blocks(16, 4).request(range(3, 30), SamplingParams(temperature=0.0, logprobs=5), max_tokens=1)
     (output,) = run_step(runner, [piece(request)])
     with torch.inference_mode():
         theirs = reference_model(torch.tensor([request.tokens[:27]])).logits[0, -1].log_softmax(0)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.attention.choose import attention_on_cpu
-from engine.kernels.choose import kernels_on_cpu
+from engine.attention.selection import attention_on_cpu
+from engine.kernels.selection import kernels_on_cpu
 from engine.kernels.torch_kernels import TorchKernels
 from tests.gpu_less.contract import (
     batch_of,
@@ -26,9 +26,9 @@ from tests.gpu_less.contract import (
 if importlib.util.find_spec("numba") is None:
     pytest.skip("numba is not installed", allow_module_level=True)
 
-from engine.attention.numba_backend import NumbaAttention, Work
-from engine.jit import PARALLEL_WORK, Kernel, kernel
-from engine.vectors import FLOAT32, LANES, exponential, load_some, store_some, two_to_the
+from engine.cpu.attention import AttentionWork, NumbaAttention
+from engine.cpu.jit import PARALLEL_WORK, Kernel, kernel
+from engine.cpu.simd import FLOAT32, LANES, exponential, load_some, store_some, two_to_the
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -78,7 +78,7 @@ def test_many_heads_may_share_a_key(name: str, group: int) -> None:
 def test_few_long_contexts_are_shared_out_and_merged(dtype: torch.dtype, window: int, threads: int) -> None:
     batch = batch_of([(1499, 1500), (0, 40), (2000, 2011)], 16, 300, CPU)
     pool = pool_of(1, 64, 16, dtype, 300, CPU)
-    work = Work(batch, 1, 3, window, threads)
+    work = AttentionWork(batch, 1, 3, window, threads)
     assert bool(len(work.merged)) == (threads > 1)
     check_attention(NumbaAttention(pool), pool, batch, 3, torch.float32, window)
 
@@ -87,7 +87,7 @@ def test_the_parts_of_the_work_cover_every_query_and_key_once() -> None:
     rng = Random(5)
     for _ in range(50):
         batch = batch_of([(0, rng.randrange(1, 300)), (n := rng.randrange(3000), n + 1)], 64, 60, CPU)
-        work = Work(batch, rng.choice([1, 2, 8]), rng.choice([1, 4, 100]), 0, rng.choice([1, 2, 16]))
+        work = AttentionWork(batch, rng.choice([1, 2, 8]), rng.choice([1, 4, 100]), 0, rng.choice([1, 2, 16]))
         pairs = 0
         for _, _, count, start, low, high, _ in work.items.tolist():
             assert low < high <= start + count
@@ -97,7 +97,7 @@ def test_the_parts_of_the_work_cover_every_query_and_key_once() -> None:
         assert sum(count for count, _ in whole) == len(batch.tokens)
 
 
-def _whole(work: Work) -> set[tuple[int, int, int]]:
+def _whole(work: AttentionWork) -> set[tuple[int, int, int]]:
     return {(row, count, start) for _, row, count, start, _, _, _ in work.items.tolist()}
 
 

@@ -13,25 +13,25 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.batch import Batch, build
-from engine.engine import Engine, Tell
+from engine.engine import Engine, EngineListener
 from engine.hash_model import HashRunner
 from engine.models.decoder import Decoder, load_model
-from engine.records import Ran
-from engine.runner import Output, Pending, TorchRunner, leads, set_ahead
+from engine.runner import PendingStep, SliceOutput, TorchRunner, leads, set_ahead
+from node.recorder import StepTiming
 from scheduler.policy import POLICIES
-from scheduler.request import Request, Slice, State, Step
-from scheduler.scheduler import Event, Limits, Scheduler
-from shared.messages import Sampling
+from scheduler.request import Request, RequestState, Slice, Step
+from scheduler.scheduler import Scheduler, StepLimits, StepOutput
+from shared.rpc.messages import SamplingParams
 from tests.engine.build import CPU, GREEDY, Blocks, torch_runner
 
 torch.set_num_threads(1)
 VOCABULARY, BLOCK_TOKENS = 61, 4
 SAMPLINGS = [
     GREEDY,
-    Sampling(seed=1),
-    Sampling(seed=2, temperature=0.7, top_p=0.9, logprobs=2),
-    Sampling(seed=3, top_k=8, frequency_penalty=0.6),  # its draws read its tokens
-    Sampling(temperature=0.0, logit_bias={7: 4.0}),
+    SamplingParams(seed=1),
+    SamplingParams(seed=2, temperature=0.7, top_p=0.9, logprobs=2),
+    SamplingParams(seed=3, top_k=8, frequency_penalty=0.6),  # its draws read its tokens
+    SamplingParams(temperature=0.0, logit_bias={7: 4.0}),
 ]
 
 
@@ -57,11 +57,11 @@ class Ahead(TorchRunner):
         self.dies_after = 10**9  # passes
         self.poison = ""  # a request with which no pass succeeds
 
-    def launch(self, step: Step, before: Step | None = None) -> Pending:
+    def launch(self, step: Step, before: Step | None = None) -> PendingStep:
         self.behind += before is not None
         return super().launch(step, before)
 
-    def _pass(self, step: Step, batch: Batch) -> list[Output]:
+    def _pass(self, step: Step, batch: Batch) -> list[SliceOutput]:
         self.carried += len(batch.carried)
         self.passes += 1
         once = self.passes in self.fails_at and len(step.slices) > 1
@@ -72,7 +72,7 @@ class Ahead(TorchRunner):
         return super()._pass(step, batch)
 
 
-class Drive(Tell):
+class Drive(EngineListener):
     """An engine that is fed by its own steps: what comes when is a matter of their number, not of time."""
 
     def __init__(self, scheduler: Scheduler, runner: TorchRunner, todo: dict[int, list[tuple[str, Request]]]) -> None:
@@ -80,7 +80,7 @@ class Drive(Tell):
         self.scheduler = scheduler
         self.todo = dict(sorted(todo.items()))
         self.steps = 0
-        self.rans: list[Ran] = []
+        self.rans: list[StepTiming] = []
         self.errors: list[str] = []
         self.left = sum(kind == "add" for items in todo.values() for kind, _ in items)
         self.over = threading.Event()
@@ -104,7 +104,7 @@ class Drive(Tell):
         scheduler.add(request)
 
     def _abort(self, request: Request, scheduler: Scheduler) -> None:
-        self.left -= request.state is not State.DONE
+        self.left -= request.state is not RequestState.DONE
         scheduler.abort(request)
         self._look()
 
@@ -112,15 +112,15 @@ class Drive(Tell):
         if not self.left:
             self.over.set()
 
-    def turn(self, scheduler: Scheduler) -> None:
+    def on_turn(self, scheduler: Scheduler) -> None:
         assert scheduler.ledger().balances
         self._feed()
 
-    def landings(self, requests: list[Request]) -> None: ...
+    def on_receiving(self, requests: list[Request]) -> None: ...
 
-    def scheduled(self, step: Step) -> None: ...
+    def on_scheduled(self, step: Step) -> None: ...
 
-    def step(self, step: Step, events: list[Event], outputs: list[Output]) -> None:
+    def on_step(self, step: Step, events: list[StepOutput], outputs: list[SliceOutput]) -> None:
         assert len(outputs) == len(step.slices)
         assert self.scheduler.ledger().balances
         self.steps += 1
@@ -128,10 +128,10 @@ class Drive(Tell):
         self.left -= sum(event.finish is not None for event in events)
         self._look()
 
-    def ran(self, ran: Ran) -> None:
+    def on_ran(self, ran: StepTiming) -> None:
         self.rans.append(ran)
 
-    def died(self, error: BaseException) -> None:
+    def on_failure(self, error: BaseException) -> None:
         self.death = error
         self.over.set()
 
@@ -150,8 +150,8 @@ def workload(seed: int) -> list[Request]:
                 rng.randrange(1, 14),
                 min_tokens=rng.choice([0, 0, 4]),
                 stop_tokens=frozenset(rng.sample(range(VOCABULARY), rng.choice([0, 8]))),
-                every_logit=rng.random() < 0.1,
-                payload=SAMPLINGS[rng.randrange(5 if seed % 2 else 3)],  # every other load has nobody with penalties
+                needs_prompt_logprobs=rng.random() < 0.1,
+                sampling=SAMPLINGS[rng.randrange(5 if seed % 2 else 3)],  # every other load has nobody with penalties
             )
         )
     return rows
@@ -177,7 +177,7 @@ def driven(model: Decoder, rows: list[Request], seed: int, num_blocks: int, *, a
 
 
 def scheduler_of(num_blocks: int, budget: int = 64) -> Scheduler:
-    return Scheduler(Limits(max_num_batched_tokens=budget), num_blocks, BLOCK_TOKENS, POLICIES["stall_free"])
+    return Scheduler(StepLimits(max_num_batched_tokens=budget), num_blocks, BLOCK_TOKENS, POLICIES["stall_free"])
 
 
 def runner_of(model: Decoder, num_blocks: int) -> Ahead:
@@ -210,11 +210,11 @@ def test_tokens_are_the_same_with_and_without_overlap(model: Decoder, seed: int,
         assert len(drive.rans) == drive.steps
         starts = [ran.start_ns for ran in drive.rans]
         assert starts == sorted(starts)
-        assert all(ran.pass_ns >= 0 <= ran.host_ns for ran in drive.rans)
+        assert all(ran.device_ns >= 0 <= ran.host_ns for ran in drive.rans)
 
 
 def test_steps_are_launched_behind_pending_ones_and_their_tokens_carried(model: Decoder) -> None:
-    rows = [Request(f"r{index}", [index, 2, 3], 3, 12, payload=GREEDY) for index in range(3)]
+    rows = [Request(f"r{index}", [index, 2, 3], 3, 12, sampling=GREEDY) for index in range(3)]
     drive = driven(model, rows, 1, 200, ahead=True, aborts=False)
     runner = drive.engine._runner
     assert isinstance(runner, Ahead)
@@ -232,7 +232,7 @@ def test_a_tight_pool_really_preempts_with_a_step_in_flight(model: Decoder) -> N
 
 
 def test_a_step_with_penalties_leads_no_other(model: Decoder) -> None:
-    rows = [Request("r", [1, 2, 3], 3, 12, payload=SAMPLINGS[3])]
+    rows = [Request("r", [1, 2, 3], 3, 12, sampling=SAMPLINGS[3])]
     drive = driven(model, rows, 1, 200, ahead=True, aborts=False)
     runner = drive.engine._runner
     assert isinstance(runner, Ahead)
@@ -275,7 +275,7 @@ def test_a_device_on_which_every_pass_fails_is_the_engines_death(
     model: Decoder, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    rows = [Request(f"r{index}", [1, 2, index], 3, 12, payload=GREEDY) for index in range(6)]
+    rows = [Request(f"r{index}", [1, 2, index], 3, 12, sampling=GREEDY) for index in range(6)]
     runner = runner_of(model, 200)
     runner.ahead, runner.dies_after = ahead, 2
     drive = Drive(scheduler_of(200), runner, {2 * at: [("add", row)] for at, row in enumerate(rows)})
@@ -285,13 +285,13 @@ def test_a_device_on_which_every_pass_fails_is_the_engines_death(
 
 
 def test_a_request_that_leaves_is_not_scheduled_beyond_its_first_token(model: Decoder) -> None:
-    rows = [Request(f"r{index}", [index, 2, 3], 3, 12, payload=GREEDY) for index in range(2)]
-    rows[0].leaves = True
+    rows = [Request(f"r{index}", [index, 2, 3], 3, 12, sampling=GREEDY) for index in range(2)]
+    rows[0].send_kv = True
     runner = runner_of(model, 200)
     drive = Drive(scheduler_of(200), runner, {0: [("add", row) for row in rows]})
     drive.left = 1
     drive.run()
-    assert rows[0].state is State.LEAVING
+    assert rows[0].state is RequestState.SENDING_KV
     assert (rows[0].num_scheduled, rows[0].num_generated) == (3, 1)
 
 

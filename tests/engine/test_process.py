@@ -11,19 +11,19 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from engine import process
 from engine.hash_model import KV_BYTES, HashRunner
-from engine.node import Node
-from engine.node_info import advertised
-from engine.runner import Output, TorchRunner
+from engine.runner import SliceOutput, TorchRunner
 from engine.startup import is_out_of_memory
+from node import process
+from node.node import Node
+from node.node_info import advertised
 from scheduler.request import Request, Step
 from scheduler.role import DECODE, PREFILL
-from scheduler.scheduler import Limits, Scheduler
-from shared.config import NodeSettings
+from scheduler.scheduler import Scheduler, StepLimits
+from shared.config.settings import NodeSettings
 from shared.kv.memory import HostMemory
-from shared.messages import NodeInfo, Sampling
-from shared.serve import until
+from shared.lifecycle import wait_until
+from shared.rpc.messages import NodeInfo, SamplingParams
 from tests.cluster.harness import DEMO
 
 
@@ -32,7 +32,7 @@ class SlowRunner(HashRunner):
 
     begun, go_on = threading.Event(), threading.Event()
 
-    def run(self, step: Step) -> list[Output]:
+    def run(self, step: Step) -> list[SliceOutput]:
         self.begun.set()
         self.go_on.wait()
         return super().run(step)
@@ -52,18 +52,18 @@ async def test_a_borrowed_pool_is_not_given_back_while_a_step_may_still_write_th
     monkeypatch.setattr(os, "_exit", end)
     runner = SlowRunner(HostMemory(9, 4 * KV_BYTES).rows, 4, 1, 512)
     info = NodeInfo("n0", "b" * 32, "prefill", "h:1", "m", "print", 4, 32, 9, 64, 8)
-    node = Node(info, PREFILL, Scheduler(Limits(), 9, 4), runner, 0.05, 512)
+    node = Node(info, PREFILL, Scheduler(StepLimits(), 9, 4), runner, 0.05, 512)
     node.start()
-    node.enter(Request("r", [5], 1, 1, payload=Sampling(temperature=0.0)))
-    assert await until(runner.begun.is_set, 5.0)
+    node.enqueue(Request("r", [5], 1, 1, sampling=SamplingParams(temperature=0.0)))
+    assert await wait_until(runner.begun.is_set, 5.0)
     node.engine.stop(0.05)
     with pytest.raises(EndedError, match=str(process.EXIT_ENGINE_DIED)):
         process._leave_borrowed(node)
     runner.go_on.set()
     await node.close()
     process._leave_borrowed(node)
-    node.ended(OSError("the device is gone"))
-    assert await until(node.died_with.done, 5.0)
+    node.on_engine_failed(OSError("the device is gone"))
+    assert await wait_until(node.fatal_error.done, 5.0)
     with pytest.raises(EndedError):
         process._leave_borrowed(node)
 

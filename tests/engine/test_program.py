@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.batch import Batch
-from engine.compiled import why_not_compiled
+from engine.cpu.numba_support import why_not_compiled
 from engine.models.config import ModelConfig, Rope
 from engine.models.decoder import Decoder
 from engine.models.random import random_decoder
@@ -17,11 +17,11 @@ from tests.gpu_less.contract import batch_of, fill, pool_of
 if why_not_compiled():
     pytest.skip(f"no compiled kernels: {why_not_compiled()}", allow_module_level=True)
 
-from engine.attention.numba_backend import NumbaAttention
-from engine.kernels.numba_step import NumbaKernels
-from engine.linear.choose import linear_on_cpu
-from engine.linear.numba_products import HAS_INT8, PANEL
-from engine.program import MAX_ROWS, Program, program_of
+from engine.cpu.attention import NumbaAttention
+from engine.cpu.fused_decode import MAX_ROWS, FusedDecode, fused_decode_of
+from engine.cpu.layer import NumbaKernels
+from engine.cpu.matmul_kernels import HAS_INT8, PANEL
+from engine.linear.selection import linear_on_cpu
 
 CPU = torch.device("cpu")
 LLAMA = ModelConfig(
@@ -69,7 +69,7 @@ def test_not_a_bit_differs(shape: str, asked: tuple[str, str]) -> None:
     model = decoder(config, asked)
     pool = pool_of(config.num_kv_heads, config.head_dim, 16, torch.float32, 700, CPU, config.num_layers)
     kernels, attention = NumbaKernels(config, pool), NumbaAttention(pool)
-    program = program_of(model, kernels, attention)
+    program = fused_decode_of(model, kernels, attention)
     if asked == BYTES and not HAS_INT8:
         pytest.skip("this CPU has no instruction for products of 8 bits")
     assert program is not None
@@ -93,8 +93,8 @@ def test_not_a_bit_differs(shape: str, asked: tuple[str, str]) -> None:
 def test_only_decodes_that_draw_are_taken() -> None:
     model = decoder(LLAMA, FLOATS)
     pool = pool_of(2, PANEL, 16, torch.float32, 700, CPU, 3)
-    program = program_of(model, NumbaKernels(LLAMA, pool), NumbaAttention(pool))
-    assert isinstance(program, Program)
+    program = fused_decode_of(model, NumbaKernels(LLAMA, pool), NumbaAttention(pool))
+    assert isinstance(program, FusedDecode)
     decodes = drawing(contexts(3))
     assert program.takes(decodes)
     assert program.takes(drawing([(4, 5)] * MAX_ROWS))
@@ -109,4 +109,4 @@ def test_widths_that_leave_a_panel_half_empty_go_kernel_by_kernel(change: dict[s
     config = replace(LLAMA, **change)
     pool = pool_of(2, PANEL, 16, torch.float32, 8, CPU, 3)
     model = decoder(config, FLOATS)
-    assert program_of(model, NumbaKernels(config, pool), NumbaAttention(pool)) is None
+    assert fused_decode_of(model, NumbaKernels(config, pool), NumbaAttention(pool)) is None

@@ -9,60 +9,63 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from engine.engine import StepTiming
 from engine.hash_model import HashRunner
-from engine.node import Node
-from engine.outbox import MAX_RECORDS, MAX_STEPS, Outbox
-from engine.records import Ran, Recorder, Seen
-from router.step_ring import members_of
+from node.node import Node
+from node.recorder import SchedulerSnapshot, StepRecorder
+from node.router_stream import MAX_RECORDS, MAX_STEPS, RouterStream
+from router.history.step_ring import members_of
 from scheduler.blocks import Ledger
-from scheduler.cost import Work, work_of
+from scheduler.cost import StepWork, work_of
 from scheduler.request import Request, Slice, Step
 from scheduler.role import DECODE
-from scheduler.scheduler import Limits, Scheduler
-from shared.messages import (
-    Command,
-    Delta,
-    Load,
+from scheduler.scheduler import Scheduler, StepLimits
+from shared.lifecycle import wait_until
+from shared.rpc.messages import (
     NodeInfo,
-    Report,
+    NodeStats,
+    NodeUpdate,
     RequestEvent,
-    Sampling,
+    RouterCommand,
+    SamplingParams,
     StepRecord,
-    Submit,
+    SubmitRequest,
+    TokenDelta,
     pack_ids,
     unpack_ids,
 )
-from shared.serve import until
 
 BLOCK_TOKENS, LAYERS, VOCABULARY = 4, 2, 97
-SEEN = Seen(Ledger(1, 2, 3, 4, 0, 10), 5, 6)
+SEEN = SchedulerSnapshot(Ledger(1, 2, 3, 4, 0, 10), 5, 6)
 
 
 @dataclass
 class Line:
     """A router's end of the standing stream, in memory."""
 
-    commands: asyncio.Queue[Command | None] = field(default_factory=asyncio.Queue)
-    reports: list[Report] = field(default_factory=list)
+    commands: asyncio.Queue[RouterCommand | None] = field(default_factory=asyncio.Queue)
+    reports: list[NodeUpdate] = field(default_factory=list)
 
-    async def recv_message(self) -> Command | None:
+    async def recv_message(self) -> RouterCommand | None:
         return await self.commands.get()
 
     def __aiter__(self) -> "Line":
         return self
 
-    async def __anext__(self) -> Command:
+    async def __anext__(self) -> RouterCommand:
         command = await self.commands.get()
         if command is None:
             raise StopAsyncIteration
         return command
 
-    async def send_message(self, report: Report) -> None:
+    async def send_message(self, report: NodeUpdate) -> None:
         self.reports.append(report)
 
     def submit(self, name: str, prompt: list[int], max_tokens: int) -> None:
-        submit = Submit(name, "router", pack_ids(prompt), len(prompt), max_tokens, Sampling(temperature=0.0))
-        self.commands.put_nowait(Command("router", [submit]))
+        submit = SubmitRequest(
+            name, "router", pack_ids(prompt), len(prompt), max_tokens, SamplingParams(temperature=0.0)
+        )
+        self.commands.put_nowait(RouterCommand("router", [submit]))
 
     @property
     def steps(self) -> list[StepRecord]:
@@ -79,19 +82,19 @@ class Line:
         def all_ended() -> bool:
             return all(any(event.kind == "ended" for event in self.events(name)) for name in names)
 
-        assert await until(all_ended, 5.0), self.events()
+        assert await wait_until(all_ended, 5.0), self.events()
 
 
 @asynccontextmanager
 async def node(num_blocks: int = 64, budget: int = 8) -> AsyncIterator[tuple[Node, Line, Scheduler]]:
     rows = np.zeros((num_blocks, BLOCK_TOKENS * LAYERS * 8), dtype=np.uint8)
-    scheduler = Scheduler(Limits(budget, 8), num_blocks, BLOCK_TOKENS)
+    scheduler = Scheduler(StepLimits(budget, 8), num_blocks, BLOCK_TOKENS)
     info = NodeInfo("d", "b" * 32, "decode", "", "m", "print", BLOCK_TOKENS, rows.shape[1], num_blocks, 1 << 16, 8)
     running = Node(info, DECODE, scheduler, HashRunner(rows, BLOCK_TOKENS, LAYERS, VOCABULARY), 0.05, VOCABULARY)
     line = Line()
     running.start()
     attached = asyncio.ensure_future(running.attach(line))
-    line.commands.put_nowait(Command("router"))
+    line.commands.put_nowait(RouterCommand("router"))
     await asyncio.sleep(0)
     try:
         yield running, line, scheduler
@@ -106,7 +109,7 @@ async def test_every_step_is_told_once_with_its_work_its_members_and_its_times()
         line.submit("a", list(range(3, 21)), 6)
         line.submit("b", list(range(40, 51)), 4)
         await line.ends("a", "b")
-        await until(lambda: len(line.steps) == scheduler.counters.steps, 2.0)
+        await wait_until(lambda: len(line.steps) == scheduler.counters.steps, 2.0)
         steps = line.steps
         assert [step.number for step in steps] == list(range(scheduler.counters.steps))
         assert sum(step.prefill_tokens for step in steps) == 18 + 11 == scheduler.counters.prompt_tokens
@@ -127,7 +130,7 @@ async def test_members_name_their_requests_by_the_serial_of_their_queueing() -> 
         for name in ("a", "b"):
             line.submit(name, [ord(name) % 90] * 9, 3)
         await line.ends("a", "b")
-        await until(lambda: len(line.steps) == scheduler.counters.steps, 2.0)
+        await wait_until(lambda: len(line.steps) == scheduler.counters.steps, 2.0)
         serials = {event.serial: event for event in line.events() if event.kind == "queued"}
         computed = dict.fromkeys(serials, 0)
         for step in line.steps:
@@ -150,7 +153,7 @@ async def test_a_request_goes_from_queued_over_admitted_and_first_to_its_end() -
 
 
 def abort(line: Line) -> None:
-    line.commands.put_nowait(Command("router", aborts=["a"]))
+    line.commands.put_nowait(RouterCommand("router", aborts=["a"]))
 
 
 @pytest.mark.parametrize(
@@ -182,8 +185,8 @@ async def test_a_request_that_is_aborted_before_the_engine_looks_is_queued_befor
         running.engine.post(lambda _: busy.wait(5.0))  # as in a long pass
         line.submit("a", [5] * 18, 6)
         abort(line)
-        assert await until(lambda: not line.commands.qsize(), 2.0)
-        assert await until(lambda: not running.has("a"), 2.0)
+        assert await wait_until(lambda: not line.commands.qsize(), 2.0)
+        assert await wait_until(lambda: not running.owns("a"), 2.0)
         await asyncio.sleep(0.15)
         busy.set()
         await line.ends("a")
@@ -196,10 +199,10 @@ async def test_a_request_that_is_aborted_before_the_engine_looks_is_queued_befor
 async def test_a_router_that_leaves_ends_its_requests_and_later_records_count_as_dropped() -> None:
     async with node(num_blocks=8192) as (running, line, _):
         line.submit("a", [5] * 18, 30_000)
-        assert await until(lambda: running.has("a"), 2.0)
+        assert await wait_until(lambda: running.owns("a"), 2.0)
         line.commands.put_nowait(None)
-        assert await until(lambda: not running.has("a"), 2.0)
-        assert await until(lambda: running.load().records_dropped > 0, 2.0)
+        assert await wait_until(lambda: not running.owns("a"), 2.0)
+        assert await wait_until(lambda: running.stats().records_dropped > 0, 2.0)
 
 
 async def test_preempted_requests_say_so() -> None:
@@ -216,11 +219,11 @@ async def test_the_load_says_when_it_was_sent_and_brings_the_fitted_model() -> N
         line.submit("a", list(range(3, 21)), 60)
         await line.ends("a")
 
-        def latest() -> Load | None:
-            return next((report.load for report in reversed(line.reports) if report.load is not None), None)
+        def latest() -> NodeStats | None:
+            return next((report.stats for report in reversed(line.reports) if report.stats is not None), None)
 
-        assert await until(lambda: (load := latest()) is not None and bool(load.cost), 2.0)
-        sent = [report.load.sent_ns for report in line.reports if report.load is not None]
+        assert await wait_until(lambda: (load := latest()) is not None and bool(load.cost), 2.0)
+        sent = [report.stats.sent_ns for report in line.reports if report.stats is not None]
         assert sent == sorted(sent)
         assert sent[0] > 0
 
@@ -228,16 +231,16 @@ async def test_the_load_says_when_it_was_sent_and_brings_the_fitted_model() -> N
 # ---- bounds ------------------------------------------------------------------------------------------------------
 
 
-def ran(number: int) -> Ran:
+def ran(number: int) -> StepTiming:
     chunk, decode = Request("c", [1] * 9, 9, 4, arrival=3), Request("d", [1] * 5, 4, 4, arrival=2)
     slices = [Slice(decode, 4, 1, True, 0), Slice(chunk, 0, 7, False, 0)]
-    step = Step(number, slices, [], work=Work())
+    step = Step(number, slices, [], work=StepWork())
     step.work = work_of(step)
-    return Ran(step, 1_000_000, 2_500, 700)
+    return StepTiming(step, 1_000_000, 2_500, 700)
 
 
 def test_a_record_is_what_the_step_was() -> None:
-    recorder = Recorder()
+    recorder = StepRecorder()
     recorder.ran(ran(4))
     recorder.turned(SEEN)
     recorder.turned(SEEN)  # a turn without a step
@@ -251,7 +254,7 @@ def test_a_record_is_what_the_step_was() -> None:
 
 
 def test_a_full_recorder_drops_the_oldest_and_counts_them() -> None:
-    recorder = Recorder(max_steps=2, max_events=3)
+    recorder = StepRecorder(max_steps=2, max_events=3)
     for number in range(5):
         recorder.ran(ran(number))
         recorder.turned(SEEN)
@@ -263,11 +266,11 @@ def test_a_full_recorder_drops_the_oldest_and_counts_them() -> None:
 
 
 async def test_an_outbox_sends_events_before_the_steps_that_name_them_in_small_messages() -> None:
-    outbox, line = Outbox(), Line()
+    outbox, line = RouterStream(), Line()
     steps = [StepRecord(number, 0, 0) for number in range(MAX_STEPS + 3)]
     assert outbox.record(steps, [RequestEvent("a", "queued", 1)]) == 0
     writer = asyncio.ensure_future(outbox.write(line))
-    assert await until(lambda: len(line.steps) == len(steps), 2.0)
+    assert await wait_until(lambda: len(line.steps) == len(steps), 2.0)
     writer.cancel()
     assert [bool(report.events) for report in line.reports] == [True, False, False]
     assert max(len(report.steps) for report in line.reports) == MAX_STEPS
@@ -275,22 +278,22 @@ async def test_an_outbox_sends_events_before_the_steps_that_name_them_in_small_m
 
 async def test_records_reach_a_router_that_is_told_tokens_without_pause() -> None:
     class Busy(Line):
-        async def send_message(self, report: Report) -> None:
+        async def send_message(self, report: NodeUpdate) -> None:
             await super().send_message(report)
-            outbox.deltas.append(Delta("a"))
+            outbox.deltas.append(TokenDelta("a"))
             outbox.wake.set()
             await asyncio.sleep(0)
 
-    outbox, line = Outbox(), Busy()
-    outbox.deltas.append(Delta("a"))
+    outbox, line = RouterStream(), Busy()
+    outbox.deltas.append(TokenDelta("a"))
     outbox.record([StepRecord(number, 0, 0) for number in range(3 * MAX_STEPS)], [])
     writer = asyncio.ensure_future(outbox.write(line))
-    assert await until(lambda: len(line.steps) == 3 * MAX_STEPS, 2.0)
+    assert await wait_until(lambda: len(line.steps) == 3 * MAX_STEPS, 2.0)
     writer.cancel()
 
 
 def test_an_outbox_that_nobody_empties_stays_bounded() -> None:
-    outbox = Outbox()
+    outbox = RouterStream()
     steps = [StepRecord(number, 0, 0) for number in range(MAX_RECORDS)]
     assert outbox.record(steps, []) == 0
     assert outbox.record(steps[:10], []) == 10

@@ -11,28 +11,28 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engine import sampling as sampling_module
-from engine.noise import GOLDEN, MASK, gumbel, key_of
-from engine.sampling import CANDIDATES, Row, adjust, draw, parameters_of, restrict, sample
-from shared.messages import Sampling
+from engine.counter_rng import GOLDEN, MASK, gumbel, key_of
+from engine.sampling import CANDIDATES, SamplingRow, adjust, draw, parameters_of, restrict, sample
+from shared.rpc.messages import SamplingParams
 
 torch.set_num_threads(1)
-DRAW = Sampling()  # temperature 1 and no filter: vLLM's defaults
-GREEDY = Sampling(temperature=0.0)
+DRAW = SamplingParams()  # temperature 1 and no filter: vLLM's defaults
+GREEDY = SamplingParams(temperature=0.0)
 
 
-def row(sampling: Sampling, position: int = 5, **more: Any) -> Row:
-    return Row(sampling, **{"tokens": [0] * position, "num_prompt": position, "position": position, **more})
+def row(sampling: SamplingParams, position: int = 5, **more: Any) -> SamplingRow:
+    return SamplingRow(sampling, **{"tokens": [0] * position, "num_prompt": position, "position": position, **more})
 
 
 def random_logits(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def drawn(logits: torch.Tensor, rows: list[Row]) -> list[int | None]:
+def drawn(logits: torch.Tensor, rows: list[SamplingRow]) -> list[int | None]:
     return [draw.token for draw in sample(logits, rows)]
 
 
-def allowed(logits: NDArray[np.float64], sampling: Sampling) -> list[int]:
+def allowed(logits: NDArray[np.float64], sampling: SamplingParams) -> list[int]:
     """The definition, token by token: min_p, then top_k, then the shortest head of them that holds top_p."""
     scores = logits / sampling.temperature
     likely = np.exp(scores - scores.max())
@@ -49,18 +49,18 @@ def allowed(logits: NDArray[np.float64], sampling: Sampling) -> list[int]:
 
 
 FILTERS = [
-    Sampling(top_k=1),
-    Sampling(top_k=3),
-    Sampling(top_k=10**9),
-    Sampling(top_k=2500),
-    Sampling(top_p=0.9),
-    Sampling(top_p=1e-9),
-    Sampling(min_p=0.1),
-    Sampling(min_p=1.0),
-    Sampling(temperature=0.4, top_k=5, top_p=0.8),
-    Sampling(temperature=2.0, top_k=40, min_p=0.02),
-    Sampling(temperature=1.3, top_p=0.97, min_p=0.01),
-    Sampling(),
+    SamplingParams(top_k=1),
+    SamplingParams(top_k=3),
+    SamplingParams(top_k=10**9),
+    SamplingParams(top_k=2500),
+    SamplingParams(top_p=0.9),
+    SamplingParams(top_p=1e-9),
+    SamplingParams(min_p=0.1),
+    SamplingParams(min_p=1.0),
+    SamplingParams(temperature=0.4, top_k=5, top_p=0.8),
+    SamplingParams(temperature=2.0, top_k=40, min_p=0.02),
+    SamplingParams(temperature=1.3, top_p=0.97, min_p=0.01),
+    SamplingParams(),
 ]
 
 
@@ -77,12 +77,12 @@ def test_filters_leave_exactly_the_defined_tokens(vocab: int, scale: float) -> N
 
 def test_tokens_as_likely_as_the_last_one_kept_are_kept() -> None:
     logits = torch.tensor([[1.0, 2.0, 1.0, 0.0, 2.0]])
-    assert restrict(logits, [Sampling(top_k=1)]).isfinite()[0].tolist() == [False, True, False, False, True]
-    assert restrict(logits, [Sampling(top_k=3)]).isfinite()[0].tolist() == [True, True, True, False, True]
+    assert restrict(logits, [SamplingParams(top_k=1)]).isfinite()[0].tolist() == [False, True, False, False, True]
+    assert restrict(logits, [SamplingParams(top_k=3)]).isfinite()[0].tolist() == [True, True, True, False, True]
 
 
 @pytest.mark.parametrize("sampling", FILTERS)
-def test_draws_follow_the_distribution(sampling: Sampling) -> None:
+def test_draws_follow_the_distribution(sampling: SamplingParams) -> None:
     """Chi-square over 4,000 positions; the noise is fixed by the seed, so this passes always or never."""
     logits = random_logits(1, 12, seed=3, scale=1.5)[0]
     kept = allowed(logits.double().numpy(), sampling)
@@ -131,10 +131,10 @@ PINNED = [296, 859, 821, 994, 183, 977, 461, 134]
 CHOICES = [
     GREEDY,
     DRAW,
-    Sampling(temperature=0.7, top_p=0.9, seed=11),
-    Sampling(top_k=4, seed=12, presence_penalty=0.5),
-    Sampling(min_p=0.05, repetition_penalty=1.3, seed=13),
-    Sampling(temperature=1.5, frequency_penalty=0.7, logit_bias={3: 5.0}),
+    SamplingParams(temperature=0.7, top_p=0.9, seed=11),
+    SamplingParams(top_k=4, seed=12, presence_penalty=0.5),
+    SamplingParams(min_p=0.05, repetition_penalty=1.3, seed=13),
+    SamplingParams(temperature=1.5, frequency_penalty=0.7, logit_bias={3: 5.0}),
 ]
 
 
@@ -143,7 +143,7 @@ CHOICES = [
 def test_a_draw_does_not_depend_on_its_company(order: list[int], size: int) -> None:
     logits = random_logits(12, 50)
     rows = [
-        Row(replace(CHOICES[index % 6], logprobs=index % 3), [index, 4, 4, index, 9, 9], 2, 4 + index % 3)
+        SamplingRow(replace(CHOICES[index % 6], logprobs=index % 3), [index, 4, 4, index, 9, 9], 2, 4 + index % 3)
         for index in range(12)
     ]
     together = sample(logits, rows)
@@ -153,16 +153,16 @@ def test_a_draw_does_not_depend_on_its_company(order: list[int], size: int) -> N
 @pytest.mark.parametrize("temperature", [0.0, -0.0, 1e-300, 1e-6])
 def test_tiny_temperatures_are_greedy(temperature: float) -> None:
     logits = random_logits(20, 30)
-    rows = [row(Sampling(temperature=temperature, seed=seed)) for seed in range(20)]
+    rows = [row(SamplingParams(temperature=temperature, seed=seed)) for seed in range(20)]
     assert drawn(logits, rows) == logits.argmax(dim=1).tolist()
 
 
 def test_penalties_and_bias_are_those_of_vllm() -> None:
     tokens, num_prompt = [2, 3, 3, 5, 5, 5, 7, 9], 3  # one more than is there when the token at 7 is drawn
-    sampling = Sampling(
+    sampling = SamplingParams(
         repetition_penalty=1.7, presence_penalty=0.4, frequency_penalty=-0.3, logit_bias={1: 2.5, 5: -1.0, 999: 1.0}
     )
-    one = Row(sampling, tokens, num_prompt, 7, frozenset({4, 888}), min_tokens=5)
+    one = SamplingRow(sampling, tokens, num_prompt, 7, frozenset({4, 888}), min_tokens=5)
     logits = random_logits(2, 10)
     before = logits.clone()
     found = adjust(logits, [one, row(GREEDY)])
@@ -181,19 +181,19 @@ def test_penalties_and_bias_are_those_of_vllm() -> None:
 
 def test_rows_without_penalties_are_not_even_copied() -> None:
     logits = random_logits(3, 10)
-    assert adjust(logits, [row(GREEDY), row(DRAW), row(Sampling(top_k=2))]) is logits
+    assert adjust(logits, [row(GREEDY), row(DRAW), row(SamplingParams(top_k=2))]) is logits
 
 
 def test_stop_tokens_are_banned_until_min_tokens() -> None:
     logits = torch.tensor([[0.0, 9.0, 5.0, 1.0]])
-    one = Row(GREEDY, [0] * 9, 4, 6, frozenset({1, 2}), min_tokens=3)
+    one = SamplingRow(GREEDY, [0] * 9, 4, 6, frozenset({1, 2}), min_tokens=3)
     assert drawn(logits, [one]) == [3]
     assert drawn(logits, [replace(one, position=7)]) == [1]
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
     logits = random_logits(3, 20)
-    sampling = Sampling(temperature=0.0, logit_bias={4: 100.0}, logprobs=3)
+    sampling = SamplingParams(temperature=0.0, logit_bias={4: 100.0}, logprobs=3)
     draws = sample(logits, [row(sampling), row(GREEDY), row(replace(GREEDY, logprobs=0))])
     raw = logits.log_softmax(dim=1)
     ranked = raw[0].argsort(descending=True).tolist()
@@ -210,8 +210,10 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("sampling", [GREEDY, DRAW, Sampling(top_p=0.5), Sampling(top_k=2, repetition_penalty=1.2)])
-def test_a_broken_row_fails_alone(bad: float, sampling: Sampling) -> None:
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, DRAW, SamplingParams(top_p=0.5), SamplingParams(top_k=2, repetition_penalty=1.2)]
+)
+def test_a_broken_row_fails_alone(bad: float, sampling: SamplingParams) -> None:
     logits = random_logits(4, 30)
     rows = [row(replace(sampling, seed=seed, logprobs=2)) for seed in range(4)]
     good = sample(logits, rows)
@@ -221,10 +223,10 @@ def test_a_broken_row_fails_alone(bad: float, sampling: Sampling) -> None:
     assert [found[index] for index in (0, 1, 3)] == [good[index] for index in (0, 1, 3)]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAW, Sampling(top_p=0.5, min_p=0.1)])
-def test_a_row_with_every_token_banned_fails_alone(sampling: Sampling) -> None:
+@pytest.mark.parametrize("sampling", [GREEDY, DRAW, SamplingParams(top_p=0.5, min_p=0.1)])
+def test_a_row_with_every_token_banned_fails_alone(sampling: SamplingParams) -> None:
     logits = random_logits(3, 6)
-    banned = Row(replace(sampling, logprobs=1), [1, 2], 2, 2, frozenset(range(6)), min_tokens=1)
+    banned = SamplingRow(replace(sampling, logprobs=1), [1, 2], 2, 2, frozenset(range(6)), min_tokens=1)
     draws = sample(logits, [row(sampling), banned, row(sampling)])
     assert (draws[1].token, draws[1].logprobs, draws[1].error) == (None, None, "no_token")
     assert [draw.token for draw in (draws[0], draws[2])] == drawn(logits[[0, 2]], [row(sampling), row(sampling)])
@@ -238,12 +240,14 @@ def test_a_large_vocabulary_draws_inside_its_filters() -> None:
     """Flat enough that top_p reaches beyond the candidates that are sorted first."""
     random = Random(5)
     logits = random_logits(24, 8 * CANDIDATES, scale=0.3)
-    rows = [row(Sampling(top_p=random.choice([0.3, 0.95]), top_k=random.choice([0, 50, 5000]))) for _ in range(24)]
+    rows = [
+        row(SamplingParams(top_p=random.choice([0.3, 0.95]), top_k=random.choice([0, 50, 5000]))) for _ in range(24)
+    ]
     for index, token in enumerate(drawn(logits, rows)):
         assert token in allowed(logits[index].double().numpy(), rows[index].sampling)
 
 
-def rows_of(sampling: Sampling, count: int) -> list[Row]:
+def rows_of(sampling: SamplingParams, count: int) -> list[SamplingRow]:
     return [row(replace(sampling, seed=77 * seed + 1), 5 + seed) for seed in range(count)]
 
 
@@ -258,7 +262,7 @@ def test_the_compiled_draw_is_the_defined_one(vocab: int, scale: float) -> None:
     banned[::3, vocab // 2] = -math.inf
     spoilt = logits.clone()
     spoilt[7, vocab - 1], spoilt[8, 0], spoilt[9, vocab // 2] = math.nan, math.inf, -math.inf
-    for sampling in [*FILTERS, GREEDY, Sampling(top_k=900, top_p=0.8), Sampling(top_k=60, top_p=0.99)]:
+    for sampling in [*FILTERS, GREEDY, SamplingParams(top_k=900, top_p=0.8), SamplingParams(top_k=60, top_p=0.99)]:
         rows = rows_of(sampling, 40)
         parameters = torch.from_numpy(parameters_of(rows))
         for raw, adjusted in ((logits, logits), (logits, banned), (spoilt, spoilt), (logits[:, :vocab:2],) * 2):
@@ -274,8 +278,13 @@ def test_scores_that_overflow_are_drawn_as_defined_and_in_no_endless_loop(low: f
         pytest.skip("needs numba")
     logits = random_logits(1, 9000)  # enough that other threads run meanwhile
     logits[0, 5] = 3.0
-    for sampling in (Sampling(min_p=1e-300), Sampling(min_p=1e-300, top_p=0.5), Sampling(top_k=3, top_p=0.5), DRAW):
-        rows = [Row(replace(sampling, repetition_penalty=1e-300), [5, 7, 9], 3, 3)]
+    for sampling in (
+        SamplingParams(min_p=1e-300),
+        SamplingParams(min_p=1e-300, top_p=0.5),
+        SamplingParams(top_k=3, top_p=0.5),
+        DRAW,
+    ):
+        rows = [SamplingRow(replace(sampling, repetition_penalty=1e-300), [5, 7, 9], 3, 3)]
         adjusted = adjust(logits, rows)
         assert adjusted[0, 5] == math.inf
         adjusted[0] = torch.where(adjusted[0] > low, math.inf, adjusted[0])
@@ -283,7 +292,7 @@ def test_scores_that_overflow_are_drawn_as_defined_and_in_no_endless_loop(low: f
 
 
 def test_threads_share_the_rows_of_a_compiled_draw() -> None:
-    logits, rows = random_logits(64, 2000), rows_of(Sampling(top_p=0.9), 64)
+    logits, rows = random_logits(64, 2000), rows_of(SamplingParams(top_p=0.9), 64)
     alone = drawn(logits, rows)
     torch.set_num_threads(2)
     try:
@@ -295,7 +304,7 @@ def test_threads_share_the_rows_of_a_compiled_draw() -> None:
 def test_top_p_counts_within_top_k_however_many_that_are() -> None:
     logits = torch.zeros(1, 2 * CANDIDATES + 100)
     logits[0] -= torch.arange(logits.shape[1]) * 1e-4  # nearly flat, all different
-    sampling = Sampling(top_k=2 * CANDIDATES, top_p=0.5)
+    sampling = SamplingParams(top_k=2 * CANDIDATES, top_p=0.5)
     left = restrict(logits, [sampling]).isfinite()[0].sum().item()
     assert left == len(allowed(logits[0].double().numpy(), sampling))
 

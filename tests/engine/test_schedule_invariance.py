@@ -14,19 +14,19 @@ from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder, load_model
 from engine.runner import TorchRunner
 from scheduler.policy import POLICIES, Policy
-from scheduler.request import Request, State
-from scheduler.scheduler import Limits, Scheduler
-from shared.messages import Sampling
+from scheduler.request import Request, RequestState
+from scheduler.scheduler import Scheduler, StepLimits
+from shared.rpc.messages import SamplingParams
 from tests.engine.build import CPU, every_backend, torch_runner
 
 torch.set_num_threads(1)
 __all__ = ["every_backend"]  # applies to every test here
 VOCABULARY, LONGEST = 97, 44
 SAMPLINGS = [
-    Sampling(temperature=0.0),
-    Sampling(seed=1),
-    Sampling(seed=2, temperature=0.7, top_p=0.9, repetition_penalty=1.1),
-    Sampling(seed=3, top_k=8, frequency_penalty=0.3),
+    SamplingParams(temperature=0.0),
+    SamplingParams(seed=1),
+    SamplingParams(seed=2, temperature=0.7, top_p=0.9, repetition_penalty=1.1),
+    SamplingParams(seed=3, top_k=8, frequency_penalty=0.3),
 ]
 
 
@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 class Node:
     """A scheduler, a runner and a pool poisoned with NaN."""
 
-    def __init__(self, model: Decoder, limits: Limits, num_blocks: int, block_tokens: int, policy: Policy) -> None:
+    def __init__(self, model: Decoder, limits: StepLimits, num_blocks: int, block_tokens: int, policy: Policy) -> None:
         self.scheduler = Scheduler(limits, num_blocks, block_tokens, policy)
         self.runner: TorchRunner
         self.pool: KVPool
@@ -62,18 +62,18 @@ def requests_of(seed: int, shared: bool) -> list[Request]:
     rows = []
     for index, sampling in enumerate(SAMPLINGS):
         prompt = stem[: 16 * shared] + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 16))]
-        rows.append(Request(f"r{index}", prompt, len(prompt), 12, payload=sampling))
+        rows.append(Request(f"r{index}", prompt, len(prompt), 12, sampling=sampling))
     return rows
 
 
 def answers(rows: Sequence[Request]) -> list[list[int]]:
-    assert all(row.state is State.DONE for row in rows)
+    assert all(row.state is RequestState.DONE for row in rows)
     return [row.tokens[row.num_prompt :] for row in rows]
 
 
 def run_alone(model: Decoder, rows: Sequence[Request]) -> list[list[int]]:
     for row in rows:
-        node = Node(model, Limits(), 1 + LONGEST, 1, POLICIES["stall_free"])
+        node = Node(model, StepLimits(), 1 + LONGEST, 1, POLICIES["stall_free"])
         node.scheduler.add(row)
         while node.scheduler.has_work:
             node.turn()
@@ -87,8 +87,8 @@ def run_together(rows: Sequence[Request], here: Node, there: Node | None) -> lis
         if there is None:
             here.scheduler.add(row)
         else:
-            leaving = Request(row.id, list(row.tokens), row.num_prompt, row.max_tokens, payload=row.payload)
-            leaving.leaves = row.lands = True
+            leaving = Request(row.id, list(row.tokens), row.num_prompt, row.max_tokens, sampling=row.sampling)
+            leaving.send_kv = row.receive_kv = True
             there.scheduler.add(leaving)
             here.scheduler.add(row)
             landings.append((leaving, row))
@@ -98,15 +98,15 @@ def run_together(rows: Sequence[Request], here: Node, there: Node | None) -> lis
         here.turn()
         for pair in list(landings):
             leaving, row = pair
-            if leaving.state is State.LEAVING and row.state is State.LANDING:
+            if leaving.state is RequestState.SENDING_KV and row.state is RequestState.RECEIVING_KV:
                 assert there is not None
                 held = row.num_computed // here.scheduler.block_tokens
                 for source, target in zip(leaving.blocks[held:], row.blocks[held:], strict=True):
                     here.pool.tensor[target] = there.pool.tensor[source]
-                here.scheduler.land(row, leaving.tokens[-1])
+                here.scheduler.kv_received(row, leaving.tokens[-1])
                 there.scheduler.release(leaving)
                 landings.remove(pair)
-        if all(row.state is State.DONE for row in rows):
+        if all(row.state is RequestState.DONE for row in rows):
             break
     return answers(rows)
 
@@ -133,13 +133,13 @@ def test_tokens_do_not_depend_on_what_the_scheduler_decides(
 ) -> None:
     # A tight pool holds one request and a half, so that running ones are preempted.
     num_blocks = 2 + -(-LONGEST // block_tokens) * (3 if tight else 10) // 2
-    limits = Limits(max_num_batched_tokens=budget, max_num_partial_prefills=2)
+    limits = StepLimits(max_num_batched_tokens=budget, max_num_partial_prefills=2)
     here, there = (Node(model, limits, num_blocks, block_tokens, policy) for _ in range(2))
     together = run_together(requests_of(seed, shared), here, there if handed_over else None)
     assert together == run_alone(model, requests_of(seed, shared))
 
 
 def test_a_tight_pool_really_preempts(model: Decoder) -> None:
-    here = Node(model, Limits(max_num_batched_tokens=64), 2 + LONGEST * 3 // 2, 1, POLICIES["stall_free"])
+    here = Node(model, StepLimits(max_num_batched_tokens=64), 2 + LONGEST * 3 // 2, 1, POLICIES["stall_free"])
     run_together(requests_of(0, False), here, None)
     assert here.scheduler.counters.preemptions > 0

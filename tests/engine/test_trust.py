@@ -20,21 +20,21 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.roster
-import engine.routers
 import engine.runner
 import engine.sampling
 import scheduler.scheduler
 from engine.engine import Engine
 from engine.models.decoder import Decoder
-from engine.runner import Output
-from engine.watchdog import FIRST_S, Patience, Watchdog, Watched
-from scheduler.cost import Work
+from engine.runner import SliceOutput
+from engine.step_deadline import FIRST_S, StepDeadline
+from node import active_requests, router_sessions
+from node.watchdog import Watchdog, Watched
+from scheduler.cost import StepWork
 from scheduler.request import Request, Step
-from shared.messages import Command, Delta, Sampling, Submit, pack_ids
+from shared.lifecycle import wait_until
 from shared.registry import EmbeddedRegistry
-from shared.serve import until
-from shared.services import ATTACH, connect
+from shared.rpc.messages import RouterCommand, SamplingParams, SubmitRequest, TokenDelta, pack_ids
+from shared.rpc.methods import ATTACH, connect
 from tests.engine.build import CPU, torch_runner
 from tests.engine.test_overlap import (
     BLOCK_TOKENS,
@@ -64,11 +64,11 @@ def quiet() -> Any:
 
 
 def step_of(tokens: int, predicted_s: float = 0.0) -> Step:
-    return Step(0, [], [], work=Work(1, tokens), predicted_s=predicted_s)
+    return Step(0, [], [], work=StepWork(1, tokens), predicted_s=predicted_s)
 
 
 def test_a_step_may_take_as_long_as_what_was_seen_says_and_never_less_than_the_least() -> None:
-    patience = Patience(5.0)
+    patience = StepDeadline(5.0)
     assert patience.seconds(step_of(512)) == FIRST_S, "nothing is known"
     patience.observe(1, 0.08)  # a decode on a laptop
     assert patience.seconds(step_of(1)) == 5.0
@@ -92,12 +92,12 @@ def test_only_time_that_the_process_lived_without_progress_counts() -> None:
 def test_a_process_whose_memory_comes_back_from_the_disk_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     faults = itertools.count()
     told: list[str] = []
-    monkeypatch.setattr("engine.watchdog._faults", lambda: next(faults))
+    monkeypatch.setattr("node.watchdog._faults", lambda: next(faults))
     watchdog = Watchdog([Watched("the engine", lambda: 0, lambda: 0.4)], told.append)
     watchdog.start()
     time.sleep(1.0)
     assert told == []
-    monkeypatch.setattr("engine.watchdog._faults", lambda: 0)
+    monkeypatch.setattr("node.watchdog._faults", lambda: 0)
     time.sleep(1.0)
     assert told == ["the engine made no progress for 0.4 s"]
     watchdog.stop()
@@ -126,9 +126,9 @@ def raising_for(function: Callable[..., Any], is_victims: Callable[..., bool]) -
     return call
 
 
-def marked(sampling: Sampling) -> Sampling:
+def marked(sampling: SamplingParams) -> SamplingParams:
     """Of the victim: its draws take every way there is."""
-    return Sampling(
+    return SamplingParams(
         seed=77,
         temperature=0.9,
         top_p=0.9,
@@ -165,9 +165,9 @@ def test_a_request_whose_own_code_raises_fails_alone(
     victim = rows[4]
     victim.tokens[:] = [60, *range(1, 13)]
     victim.num_prompt, victim.max_tokens, victim.stop_tokens = 13, 9, frozenset()
-    victim.payload = marked(victim.payload)
+    victim.sampling = marked(victim.sampling)
     if hook == "prompt logprobs":
-        victim.payload.prompt_logprobs, victim.every_logit = 12, True
+        victim.sampling.prompt_logprobs, victim.needs_prompt_logprobs = 12, True
     owner, name, is_victims = HOOKS[hook]
     runner = runner_of(model, 200)
     runner.ahead = ahead
@@ -191,7 +191,7 @@ def expected_once(model: Decoder) -> list[tuple[list[int], str | None]]:  # noqa
 class Broken(Ahead):
     """The victim's logits are not numbers."""
 
-    def _pass(self, step: Step, batch: Any) -> list[Output]:
+    def _pass(self, step: Step, batch: Any) -> list[SliceOutput]:
         places = [at for at, index in enumerate(batch.sampled) if step.slices[index].request.id == VICTIM]
         plain, self._model = self._model, _WithNan(self._model, places)
         try:
@@ -228,9 +228,14 @@ def test_logits_that_are_no_numbers_end_their_request_alone(model: Decoder, ahea
 # ---- what others send ------------------------------------------------------------------------------------------------
 
 
-def submission(name: str = "r", **fields: Any) -> Submit:
-    given = {"tokens": pack_ids([5, 6, 7]), "num_prompt": 3, "max_tokens": 4, "sampling": Sampling(temperature=0.0)}
-    return Submit(name, "router", **(given | fields))
+def submission(name: str = "r", **fields: Any) -> SubmitRequest:
+    given = {
+        "tokens": pack_ids([5, 6, 7]),
+        "num_prompt": 3,
+        "max_tokens": 4,
+        "sampling": SamplingParams(temperature=0.0),
+    }
+    return SubmitRequest(name, "router", **(given | fields))
 
 
 @pytest.mark.parametrize(
@@ -246,18 +251,18 @@ def submission(name: str = "r", **fields: Any) -> Submit:
         ({"decode_node": "host"}, "decode_node"),
         ({"salt": b"s" * 300}, "salt"),
         ({"traceparent": "t" * 300}, "traceparent"),
-        ({"sampling": Sampling(temperature=float("nan"))}, "temperature"),
-        ({"sampling": Sampling(logit_bias={97: 1.0})}, "logit_bias"),
-        ({"sampling": Sampling(logprobs=2**31)}, "logprobs"),
+        ({"sampling": SamplingParams(temperature=float("nan"))}, "temperature"),
+        ({"sampling": SamplingParams(logit_bias={97: 1.0})}, "logit_bias"),
+        ({"sampling": SamplingParams(logprobs=2**31)}, "logprobs"),
     ],
 )
 async def test_nonsense_is_refused_with_the_fields_name_and_the_node_serves_on(fields: Any, complaint: str) -> None:
     async with node() as (running, line, _):
-        line.commands.put_nowait(Command("router", [submission("bad", **fields), submission("good")]))
-        assert await until(lambda: "stop" in finishes(line, "good") or "length" in finishes(line, "good"), 5.0)
+        line.commands.put_nowait(RouterCommand("router", [submission("bad", **fields), submission("good")]))
+        assert await wait_until(lambda: "stop" in finishes(line, "good") or "length" in finishes(line, "good"), 5.0)
         (refusal,) = [delta for report in line.reports for delta in report.deltas if delta.id == "bad"]
         assert complaint in refusal.error != ""
-        assert (refusal.retry, running.roster.num_tokens) == (False, 0)
+        assert (refusal.retry, running.active.num_tokens) == (False, 0)
 
 
 def finishes(line: Line, name: str) -> list[str]:
@@ -270,41 +275,43 @@ def errors(line: Line) -> list[tuple[str, bool]]:
 
 @pytest.mark.parametrize("limit", ["MAX_REQUESTS", "max_tokens"])
 async def test_a_flood_is_bounded_and_may_go_elsewhere(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.roster, "MAX_REQUESTS", 10 if limit == "MAX_REQUESTS" else 1000)
+    monkeypatch.setattr(active_requests, "MAX_REQUESTS", 10 if limit == "MAX_REQUESTS" else 1000)
     async with node() as (running, line, scheduler):
-        running.roster.max_tokens = 30 if limit == "max_tokens" else 10**6
-        line.commands.put_nowait(Command("router", [submission(f"r{index}") for index in range(200)]))
-        assert await until(lambda: len(errors(line)) == 190, 5.0)
+        running.active.max_tokens = 30 if limit == "max_tokens" else 10**6
+        line.commands.put_nowait(RouterCommand("router", [submission(f"r{index}") for index in range(200)]))
+        assert await wait_until(lambda: len(errors(line)) == 190, 5.0)
         assert all(retry and "no more fit" in error for error, retry in errors(line))
-        assert await until(lambda: not scheduler.requests and not running.roster.router_of, 5.0)
-        assert (running.roster.num_tokens, scheduler.counters.generated_tokens) == (0, 40), "those within are served"
+        assert await wait_until(lambda: not scheduler.requests and not running.active.router_of, 5.0)
+        assert (running.active.num_tokens, scheduler.counters.generated_tokens) == (0, 40), "those within are served"
 
 
 async def test_a_router_ends_only_its_own_requests_and_ids_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.routers, "MAX_ROUTERS", 2)
+    monkeypatch.setattr(router_sessions, "MAX_ROUTERS", 2)
     async with node(2000) as (running, line, _):
         other, third = Line(), Line()
         attached = [asyncio.ensure_future(running.attach(one)) for one in (other, third)]
-        other.commands.put_nowait(Command("other"))
+        other.commands.put_nowait(RouterCommand("other"))
         await asyncio.sleep(0)
-        third.commands.put_nowait(Command("third"))
+        third.commands.put_nowait(RouterCommand("third"))
         await asyncio.wait_for(attached[1], 5.0)
-        line.commands.put_nowait(Command("router", [submission(max_tokens=3000)]))
-        assert await until(lambda: running.has("r"), 5.0)
-        theft = Submit("r", "other", *[getattr(submission(), name) for name in ("tokens", "num_prompt")], 4, Sampling())
-        other.commands.put_nowait(Command("other", [theft], aborts=["r", "nobody"]))
-        assert await until(lambda: bool(errors(other)), 5.0)
+        line.commands.put_nowait(RouterCommand("router", [submission(max_tokens=3000)]))
+        assert await wait_until(lambda: running.owns("r"), 5.0)
+        theft = SubmitRequest(
+            "r", "other", *[getattr(submission(), name) for name in ("tokens", "num_prompt")], 4, SamplingParams()
+        )
+        other.commands.put_nowait(RouterCommand("other", [theft], aborts=["r", "nobody"]))
+        assert await wait_until(lambda: bool(errors(other)), 5.0)
         assert "already here" in errors(other)[0][0]
-        assert running.has("r")
-        line.commands.put_nowait(Command("router", aborts=["r", "r"]))
-        assert await until(lambda: not running.roster.router_of, 5.0)
+        assert running.owns("r")
+        line.commands.put_nowait(RouterCommand("router", aborts=["r", "r"]))
+        assert await wait_until(lambda: not running.active.router_of, 5.0)
         other.commands.put_nowait(None)
         await attached[0]
 
 
 @pytest.mark.usefixtures("quiet")
 async def test_a_router_that_reads_nothing_loses_its_requests_and_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.routers, "MAX_OUTBOX", 20)
+    monkeypatch.setattr(router_sessions, "MAX_OUTBOX", 20)
 
     class Unread(Line):
         async def send_message(self, report: Any) -> None:
@@ -313,20 +320,20 @@ async def test_a_router_that_reads_nothing_loses_its_requests_and_its_stream(mon
     async with node(2000) as (running, _, scheduler):
         unread, again, last = Unread(), Line(), Line()
         attached = asyncio.ensure_future(running.attach(unread))
-        unread.commands.put_nowait(Command("other"))
-        unread.commands.put_nowait(Command("other", [submission(max_tokens=3000)]))
+        unread.commands.put_nowait(RouterCommand("other"))
+        unread.commands.put_nowait(RouterCommand("other", [submission(max_tokens=3000)]))
         await asyncio.wait_for(attached, 10.0)
-        assert "other" not in running.routers.outboxes
-        assert await until(lambda: not scheduler.requests, 5.0)
-        assert not running.has("r")
+        assert "other" not in running.sessions.streams
+        assert await wait_until(lambda: not scheduler.requests, 5.0)
+        assert not running.owns("r")
         back = asyncio.ensure_future(running.attach(again))  # it dials anew, and once more before that stream has ended
-        again.commands.put_nowait(Command("other"))
+        again.commands.put_nowait(RouterCommand("other"))
         await asyncio.sleep(0)
         once_more = asyncio.ensure_future(running.attach(last))
-        last.commands.put_nowait(Command("other"))
+        last.commands.put_nowait(RouterCommand("other"))
         await asyncio.wait_for(back, 5.0)
-        last.commands.put_nowait(Command("other", [submission("r2")]))
-        assert await until(lambda: finishes(last, "r2") == ["length"], 5.0), "it outlives the stream before it"
+        last.commands.put_nowait(RouterCommand("other", [submission("r2")]))
+        assert await wait_until(lambda: finishes(last, "r2") == ["length"], 5.0), "it outlives the stream before it"
         last.commands.put_nowait(None)
         await once_more
 
@@ -334,25 +341,25 @@ async def test_a_router_that_reads_nothing_loses_its_requests_and_its_stream(mon
 @pytest.mark.usefixtures("quiet")
 async def test_a_broken_ledger_is_told_and_takes_nothing_more_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async with node(2000) as (running, line, scheduler):
-        line.commands.put_nowait(Command("router", [submission("runs", max_tokens=2000)]))
-        assert await until(lambda: scheduler.counters.steps > 1, 5.0)
+        line.commands.put_nowait(RouterCommand("router", [submission("runs", max_tokens=2000)]))
+        assert await wait_until(lambda: scheduler.counters.steps > 1, 5.0)
         scheduler.pool._owned -= 1
-        assert await until(lambda: running.load().state == "breached", 5.0)
-        assert "blocks do not balance" in running.load().breach
-        line.commands.put_nowait(Command("router", [submission("late")]))
-        assert await until(lambda: bool(errors(line)), 5.0)
+        assert await wait_until(lambda: running.stats().state == "breached", 5.0)
+        assert "blocks do not balance" in running.stats().ledger_error
+        line.commands.put_nowait(RouterCommand("router", [submission("late")]))
+        assert await wait_until(lambda: bool(errors(line)), 5.0)
         assert ("block ledger is broken" in errors(line)[0][0], errors(line)[0][1]) == (True, True)
-        assert await until(lambda: finishes(line, "runs") == ["length"], 20.0), "what runs goes on"
-        assert not running.died_with.done()
+        assert await wait_until(lambda: finishes(line, "runs") == ["length"], 20.0), "what runs goes on"
+        assert not running.fatal_error.done()
 
 
 async def test_a_leak_that_keeps_the_sums_right_is_found_when_the_engine_is_idle() -> None:
     async with node() as (running, line, scheduler):
-        line.commands.put_nowait(Command("router", [submission()]))
-        assert await until(lambda: finishes(line, "r") == ["length"], 5.0)
+        line.commands.put_nowait(RouterCommand("router", [submission()]))
+        assert await wait_until(lambda: finishes(line, "r") == ["length"], 5.0)
         running.engine.post(lambda scheduler: scheduler.pool.take(1))
-        assert await until(lambda: running.load().state == "breached", 10.0)
-        assert "has 0 holders and 1 references" in scheduler.breach
+        assert await wait_until(lambda: running.stats().state == "breached", 10.0)
+        assert "has 0 holders and 1 references" in scheduler.ledger_error
 
 
 # ---- real processes --------------------------------------------------------------------------------------------------
@@ -383,18 +390,18 @@ def forked(directory: Path, port: int) -> Iterator[tuple[subprocess.Popen[str], 
         parent.stdout.close()
 
 
-async def served(address: str, heard: list[Delta], submits: list[Submit]) -> None:
+async def served(address: str, heard: list[TokenDelta], submits: list[SubmitRequest]) -> None:
     """What one node says of requests, until its stream ends."""
     channel = connect(address)
     try:
         async with ATTACH.open(channel) as stream:
-            await stream.send_message(Command("router", submits[:0]))
+            await stream.send_message(RouterCommand("router", submits[:0]))
             for submit in submits:
-                await stream.send_message(Command("router", [submit]))
+                await stream.send_message(RouterCommand("router", [submit]))
             while (report := await stream.recv_message()) is not None:
                 heard += report.deltas
     except Exception as error:  # noqa: BLE001 - however a process's end shows
-        heard.append(Delta("end", error=type(error).__name__))
+        heard.append(TokenDelta("end", error=type(error).__name__))
     finally:
         channel.close()
 
@@ -403,16 +410,18 @@ async def test_processes_that_are_stuck_dead_or_asked_to_end_do_so_with_the_righ
     """F10, F11, F15, F17: nothing that a node serves waits for more than the node's end."""
     registry = EmbeddedRegistry("router", "127.0.0.1", 0)
     await registry.start(lambda: None)
-    heard: dict[str, list[Delta]] = {name: [] for name in NODES}
+    heard: dict[str, list[TokenDelta]] = {name: [] for name in NODES}
     long = [submission(f"r{index}", max_tokens=2000) for index in range(2)]
     with forked(tmp_path, registry.port) as (parent, pids):
-        assert await until(lambda: set(registry.nodes) == set(NODES), 60.0), registry.nodes
+        assert await wait_until(lambda: set(registry.nodes) == set(NODES), 60.0), registry.nodes
         addresses = {name: info.address for name, info in registry.nodes.items()}
         streams = [asyncio.ensure_future(served(addresses[name], heard[name], long)) for name in NODES]
-        assert await until(lambda: all(heard.values()), 30.0)
+        assert await wait_until(lambda: all(heard.values()), 30.0)
         for name in ("drains", "hurried"):
             os.kill(pids[name], signal.SIGTERM)
-        assert await until(lambda: "hurried" not in registry.nodes or registry.nodes["hurried"].state == "draining", 20)
+        assert await wait_until(
+            lambda: "hurried" not in registry.nodes or registry.nodes["hurried"].state == "draining", 20
+        )
         os.kill(pids["hurried"], signal.SIGTERM)
         assert parent.stdout is not None
         statuses = json.loads(await asyncio.wait_for(asyncio.to_thread(parent.stdout.readline), 60.0))

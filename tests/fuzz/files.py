@@ -11,11 +11,11 @@ from compare.traces import read_trace
 from engine.emulation import load_emulation
 from engine.models.config import ModelConfig
 from engine.weights import INDEX, fingerprint, stored_dtype
-from router.keys import Keys
-from router.model import read_model
-from router.patterns import may_take_for_ever
+from router.http.keys import ApiKeys
+from router.text.model_files import read_model
+from router.text.regex_safety import may_take_for_ever
 from shared import failpoints
-from shared.config import NodeSettings, RouterSettings, resolve
+from shared.config.settings import NodeSettings, RouterSettings, resolve
 from shared.errors import ConfigError
 from tests.cluster.harness import ROOT
 from tests.engine.test_weights import CONFIG, entry, raw
@@ -66,7 +66,7 @@ def key_files(data: bytes) -> None:
     file = scratch() / "keys"
     file.write_bytes(data)
     try:
-        Keys(str(file))
+        ApiKeys(str(file))
     except ConfigError as error:
         one_line(error, secret="a" * 60)
 

@@ -4,13 +4,13 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from engine.bounds import check_submit
-from shared.codec import Malformed, decode, encode
-from shared.kv.channel import Card, CardError
+from node.validation import check_submit
+from shared.kv.channel import DescriptorError, PeerDescriptor
 from shared.kv.listener import HELLO, MAGIC, VERSION, MalformedError
 from shared.kv.tcp import FRAME
-from shared.messages import NodeInfo, Submit
 from shared.registry import check_node
+from shared.rpc.codec import DecodeError, decode, encode
+from shared.rpc.messages import NodeInfo, SubmitRequest
 from tests.fuzz.kv import PlayedReceiver
 from tests.fuzz.target import one_line, target
 from tests.shared.test_codec import EXAMPLES
@@ -26,16 +26,16 @@ def control_messages(data: bytes) -> None:
     kind = KINDS[data[0] % len(KINDS)]
     try:
         message = decode(data[1:], kind)
-    except Malformed as error:
+    except DecodeError as error:
         one_line(error)
         return
     again = encode(message)
     assert encode(decode(again, kind)) == again
 
 
-@target(encode(NodeInfo("n", "b", "decode", "h:1", "m", "f", 16, 64, 9, 512, 8, facts={"a": "b"})))
+@target(encode(NodeInfo("n", "b", "decode", "h:1", "m", "f", 16, 64, 9, 512, 8, attributes={"a": "b"})))
 def registry_entries(data: bytes) -> None:
-    with suppress(Malformed):
+    with suppress(DecodeError):
         info = decode(data, NodeInfo)
         check_node(info)
         host, _, port = info.address.rpartition(":")
@@ -43,10 +43,10 @@ def registry_entries(data: bytes) -> None:
         assert 1 <= int(port) <= 65_535
 
 
-@target(*(bytes.fromhex(wire) for message, wire in EXAMPLES if isinstance(message, Submit)))
+@target(*(bytes.fromhex(wire) for message, wire in EXAMPLES if isinstance(message, SubmitRequest)))
 def submits(data: bytes) -> None:
     with suppress(ValueError):  # Malformed is one
-        submit = decode(data, Submit)
+        submit = decode(data, SubmitRequest)
         tokens = check_submit(submit, max_model_len=64, vocab_size=10)
         assert 0 < len(tokens) <= 64
         assert 0 <= min(tokens) <= max(tokens) < 10
@@ -56,12 +56,12 @@ def submits(data: bytes) -> None:
 # ---- the KV channel ----------------------------------------------------------------------------------------------------
 
 
-@target(*(Card(name, "127.0.0.1", "5000", "0" * 32, 64, 8).pack() for name in ("tcp", "shm", "cuda_ipc")))
+@target(*(PeerDescriptor(name, "127.0.0.1", "5000", "0" * 32, 64, 8).pack() for name in ("tcp", "shm", "cuda_ipc")))
 def cards(data: bytes) -> None:
     for channel in ("tcp", "shm", "cuda_ipc"):
-        with suppress(CardError):
-            card = Card.unpack(data, channel)
-            assert Card.unpack(card.pack(), channel) == card
+        with suppress(DescriptorError):
+            card = PeerDescriptor.unpack(data, channel)
+            assert PeerDescriptor.unpack(card.pack(), channel) == card
             assert 0 < card.num_rows < 2**32
 
 

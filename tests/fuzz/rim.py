@@ -10,17 +10,17 @@ import uvicorn
 from starlette.datastructures import Headers
 from uvicorn.server import ServerState
 
-from engine.bounds import check_submit
-from router.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
-from router.connection import Connection
-from router.model import read_model
-from router.order import take_order
-from router.text import Tokenizer
-from router.wire import check_headers, label_of
-from shared import messages
-from shared.codec import decode, encode
-from shared.errors import Rejected
-from shared.messages import Submit
+from node.validation import check_submit
+from router.http.asgi import check_headers, label_of
+from router.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
+from router.http.connection import HttpConnection
+from router.http.parsing import parse_request
+from router.text.model_files import read_model
+from router.text.tokenizer import Tokenizer
+from shared.errors import RequestError
+from shared.rpc import messages
+from shared.rpc.codec import decode, encode
+from shared.rpc.messages import SubmitRequest
 from shared.trace_context import traceparent_of
 from tests.cluster.harness import DEMO
 from tests.fuzz.target import as_json, target
@@ -29,7 +29,7 @@ PROMPT = {"model": "m", "prompt": "once", "max_tokens": 4, "temperature": 0, "st
 CHAT = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "max_tokens": 4, "logprobs": True}
 
 
-def _refused(error: Rejected) -> None:
+def _refused(error: RequestError) -> None:
     assert 400 <= error.status < 500
     assert len(error.message) < 500, "what the client sent is not repeated at length"
     json.dumps(error.message)
@@ -50,14 +50,14 @@ def completion_bodies(data: bytes) -> None:
     try:
         body = read_body(CompletionBody, data, "m")
         model = read_model(DEMO, "m", 64, 0)
-        order = _loop().run_until_complete(take_order(body, model, _tokenizer(), "cmpl-1", 0))
-    except Rejected as error:
+        order = _loop().run_until_complete(parse_request(body, model, _tokenizer(), "cmpl-1", 0))
+    except RequestError as error:
         _refused(error)
         return
     for generation in order.generations:
         assert 0 < len(generation.prompt) < 64
         assert len(generation.prompt) + generation.max_tokens <= 64
-        submit = Submit(
+        submit = SubmitRequest(
             generation.id,
             "r",
             messages.pack_ids(generation.prompt),
@@ -67,7 +67,7 @@ def completion_bodies(data: bytes) -> None:
             generation.min_tokens,
             messages.pack_ids(sorted(generation.stop_tokens)),
         )
-        check_submit(decode(encode(submit), Submit), 64, model.vocab_size)  # what the rim takes, nodes take
+        check_submit(decode(encode(submit), SubmitRequest), 64, model.vocab_size)  # what the rim takes, nodes take
 
 
 @target(as_json(CHAT), as_json({"messages": [{"role": "system", "content": "x", "name": "y"}]}), bytes_per_byte=4000)
@@ -75,7 +75,7 @@ def chat_bodies(data: bytes) -> None:
     for kind in (ChatBody, TokenizeBody, DetokenizeBody):
         try:
             read_body(kind, data, "m")
-        except Rejected as error:
+        except RequestError as error:
             _refused(error)
 
 
@@ -84,7 +84,7 @@ def header_values(data: bytes) -> None:
     pairs = [line.partition(b":") for line in data.split(b"\n")]
     headers = [(name.strip().lower(), value.strip()) for name, _, value in pairs]
     scope = {"type": "http", "headers": headers, "path": "/"}
-    with suppress(Rejected):
+    with suppress(RequestError):
         check_headers(Headers(scope=scope), 1000)
     assert label_of(scope, "fallback").isascii()
     assert "\r" not in traceparent_of(Headers(scope=scope).getlist("traceparent"))
@@ -144,7 +144,7 @@ def http_requests(data: bytes) -> None:
 
     async def serve() -> None:
         transport, state = PlayedTransport(), ServerState()
-        connection = Connection(_http(), state, {}, loop)
+        connection = HttpConnection(_http(), state, {}, loop)
         connection.connection_made(transport)
         for piece in (data[: len(data) // 2], data[len(data) // 2 :]):
             if piece and transport.is_open:

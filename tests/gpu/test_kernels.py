@@ -25,7 +25,7 @@ MIXED = [(1999, 2000), (0, 700), (15, 16), (3000, 3033), (-1, 0), (513, 1077), (
     ("page", "group", "head_dim"), [(64, 4, 128), (16, 1, 64), (64, 3, 20), (4, 7, 128), (128, 8, 256), (20, 1, 80)]
 )
 def test_mixed_batches_in_any_order(dtype: torch.dtype, window: int, page: int, group: int, head_dim: int) -> None:
-    from engine.attention.triton_backend import TritonAttention
+    from engine.cuda.attention import TritonAttention
 
     pool = pool_of(2, head_dim, page, dtype, NUM_BLOCKS, DEVICE)
     batch = batch_of(MIXED, page, NUM_BLOCKS, DEVICE)
@@ -34,7 +34,7 @@ def test_mixed_batches_in_any_order(dtype: torch.dtype, window: int, page: int, 
 
 def test_long_chunks_of_many_heads_in_the_largest_tile() -> None:
     """A prompt's main kernel, which is chosen where there is work for all processors."""
-    from engine.attention.triton_backend import TritonAttention
+    from engine.cuda.attention import TritonAttention
 
     pool = pool_of(8, 128, 64, torch.bfloat16, NUM_BLOCKS, DEVICE)
     batch = batch_of([(0, 2048), (1000, 1600)], 64, NUM_BLOCKS, DEVICE)
@@ -43,14 +43,14 @@ def test_long_chunks_of_many_heads_in_the_largest_tile() -> None:
 
 @pytest.mark.parametrize("held", [torch.float16, torch.bfloat16])
 def test_a_pool_of_16_bits_serves_float32_queries(held: torch.dtype) -> None:
-    from engine.attention.triton_backend import TritonAttention
+    from engine.cuda.attention import TritonAttention
 
     pool = pool_of(2, 128, 64, held, NUM_BLOCKS, DEVICE)
     check_attention(TritonAttention(pool), pool, batch_of(MIXED, 64, NUM_BLOCKS, DEVICE), 8, torch.float32)
 
 
 def test_a_block_beyond_2_to_the_31_elements_is_found() -> None:
-    from engine.attention.triton_backend import TritonAttention
+    from engine.cuda.attention import TritonAttention
 
     num_blocks = 2**31 // (64 * 2 * 128 * 8) + 100
     pool = pool_of(8, 128, 64, torch.bfloat16, num_blocks, DEVICE, layers=2)
@@ -60,7 +60,7 @@ def test_a_block_beyond_2_to_the_31_elements_is_found() -> None:
 
 
 def test_a_captured_graph_follows_its_batch() -> None:
-    from engine.attention.triton_backend import TritonAttention
+    from engine.cuda.attention import TritonAttention
 
     pool = pool_of(8, 128, 64, torch.bfloat16, NUM_BLOCKS, DEVICE)
     backend = TritonAttention(pool)
@@ -92,7 +92,7 @@ def test_a_captured_graph_follows_its_batch() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [64, 896, 4096, 8192])
 def test_norms_and_activation(dtype: torch.dtype, width: int) -> None:
-    from engine.kernels.triton_kernels import TritonKernels
+    from engine.cuda.layer import TritonKernels
 
     pool = pool_of(1, 16, 4, dtype, 8, DEVICE)
     kernels = TritonKernels(config_of(width, 2, 1, 16), pool)
@@ -103,7 +103,7 @@ def test_norms_and_activation(dtype: torch.dtype, width: int) -> None:
 @pytest.mark.parametrize(("page", "group", "head_dim"), [(64, 4, 128), (16, 7, 64), (1, 3, 20)])
 @pytest.mark.parametrize("shift", [0, 120_000])
 def test_rotation_and_store(dtype: torch.dtype, norms: bool, page: int, group: int, head_dim: int, shift: int) -> None:
-    from engine.kernels.triton_kernels import TritonKernels
+    from engine.cuda.layer import TritonKernels
 
     pool, config = pool_of(4, head_dim, page, dtype, 500, DEVICE), config_of(64, 4 * group, 4, head_dim)
     batch = padded(batch_of([(0, 130), (0, 1), (0, 77)], page, 500, DEVICE), 5)
@@ -113,14 +113,14 @@ def test_rotation_and_store(dtype: torch.dtype, norms: bool, page: int, group: i
 
 @pytest.mark.parametrize(("vocab", "scale"), [(97, 0.1), (32_000, 5.0), (151_936, 1.0)])
 def test_draws_the_tokens_of_the_cpu(vocab: int, scale: float) -> None:
-    from engine.cuda.triton_sampling import draw
+    from engine.cuda.draw import draw
 
     logits, rows = logits_of(20 * len(FILTERS), vocab, scale, DEVICE), rows_of(FILTERS * 20, range(20 * len(FILTERS)))
     assert draw(logits, parameters_of(rows, DEVICE)).tolist() == expected(logits, rows)
 
 
 def test_broken_rows_and_bans_touch_no_other_row() -> None:
-    from engine.cuda.triton_sampling import draw
+    from engine.cuda.draw import draw
 
     logits = logits_of(5, 50_000, 1.0, DEVICE)
     logits[0, 43_210], logits[1, 3], logits[2, 0] = torch.nan, -torch.inf, torch.inf

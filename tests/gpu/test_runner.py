@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.attention.choose import attention_on_cuda
-from engine.attention.torch_backend import TorchAttention
+from engine.attention.selection import attention_on_cuda
+from engine.attention.torch_attention import TorchAttention
 from engine.cuda.build import GRAPH_BYTES
-from engine.cuda.device import Gpu
+from engine.cuda.device import CudaAccelerator
 from engine.cuda.runner import CudaRunner
-from engine.cuda.staging import Capacity
-from engine.kernels.choose import kernels_on_cuda
+from engine.cuda.staging import StepCapacity
+from engine.kernels.selection import kernels_on_cuda
 from engine.kernels.torch_kernels import TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
@@ -38,35 +38,35 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def gpu() -> Gpu:
-    return Gpu("cuda")
+def gpu() -> CudaAccelerator:
+    return CudaAccelerator("cuda")
 
 
 @pytest.fixture(scope="module")
-def model(gpu: Gpu) -> Decoder:
+def model(gpu: CudaAccelerator) -> Decoder:
     return random_decoder(CONFIG, torch.float32, gpu.device, deviation=0.3)
 
 
-def pool_of(gpu: Gpu, model: Decoder) -> KVPool:
+def pool_of(gpu: CudaAccelerator, model: Decoder) -> KVPool:
     layout = layout_of(model, NUM_BLOCKS, BLOCK_TOKENS)
     pool = KVPool(layout, gpu.allocate(layout.num_blocks, layout.block_bytes))
     pool.tensor.fill_(torch.nan)
     return pool
 
 
-def reference(gpu: Gpu, model: Decoder) -> tuple[TorchRunner, Blocks]:
+def reference(gpu: CudaAccelerator, model: Decoder) -> tuple[TorchRunner, Blocks]:
     pool = pool_of(gpu, model)
     runner = TorchRunner(model, pool, TorchAttention(pool), TorchKernels(CONFIG, pool), gpu.device)
     return runner, Blocks(NUM_BLOCKS, BLOCK_TOKENS)
 
 
-def cuda_runner(gpu: Gpu, model: Decoder, backend: str, capture: bool) -> tuple[CudaRunner, Blocks]:
+def cuda_runner(gpu: CudaAccelerator, model: Decoder, backend: str, capture: bool) -> tuple[CudaRunner, Blocks]:
     triton = gpu.has_triton()
     if backend == "triton" and not triton:
         pytest.skip("triton is not installed")
     sampler = None
     if backend == "triton":
-        from engine.cuda.triton_sampling import draw
+        from engine.cuda.draw import draw
 
         sampler = draw
     pool = pool_of(gpu, model)
@@ -83,7 +83,7 @@ def cuda_runner(gpu: Gpu, model: Decoder, backend: str, capture: bool) -> tuple[
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_workloads_get_what_the_reference_gives(
-    gpu: Gpu, model: Decoder, backend: str, capture: bool, ahead: bool, seed: int
+    gpu: CudaAccelerator, model: Decoder, backend: str, capture: bool, ahead: bool, seed: int
 ) -> None:
     runner, blocks = cuda_runner(gpu, model, backend, capture)
     requests = requests_of(blocks, seed)
@@ -97,7 +97,7 @@ def test_random_workloads_get_what_the_reference_gives(
 
 
 @pytest.mark.parametrize("size", range(1, CAPACITY.slices + 1))
-def test_each_number_of_decodes_replays_a_graph(gpu: Gpu, model: Decoder, size: int) -> None:
+def test_each_number_of_decodes_replays_a_graph(gpu: CudaAccelerator, model: Decoder, size: int) -> None:
     runner, blocks = cuda_runner(gpu, model, "triton", capture=True)
     known, their_blocks = reference(gpu, model)
 
@@ -110,7 +110,7 @@ def test_each_number_of_decodes_replays_a_graph(gpu: Gpu, model: Decoder, size: 
     assert ours == decode(requests_of(their_blocks, 7, [GREEDY] * size), known)
 
 
-def test_a_launch_does_not_wait_for_the_device(gpu: Gpu, model: Decoder) -> None:
+def test_a_launch_does_not_wait_for_the_device(gpu: CudaAccelerator, model: Decoder) -> None:
     """While the device is busy, a step of decodes is launched; its event comes later."""
     runner, blocks = cuda_runner(gpu, model, "triton", capture=True)
     request = requests_of(blocks, 1, [GREEDY])[0]
@@ -122,14 +122,14 @@ def test_a_launch_does_not_wait_for_the_device(gpu: Gpu, model: Decoder) -> None
     assert pending.wait()[0].token is not None
 
 
-def test_capacity_of_real_size_captures_in_the_memory_that_is_set_aside(gpu: Gpu) -> None:
+def test_capacity_of_real_size_captures_in_the_memory_that_is_set_aside(gpu: CudaAccelerator) -> None:
     config = replace(CONFIG, hidden_size=1024, intermediate_size=3072, num_layers=28, windows=(0,) * 28, head_dim=128)
     decoder = random_decoder(config, torch.bfloat16, gpu.device)
     layout = replace(layout_of(decoder, 64, 64), dtype="bfloat16")
     pool = KVPool(layout, gpu.allocate(layout.num_blocks, layout.block_bytes))
     triton = gpu.has_triton()
     attention, kernels = attention_on_cuda("auto", pool, triton), kernels_on_cuda(config, pool, triton)
-    runner = CudaRunner(decoder, pool, attention, kernels, gpu.device, Capacity(256, 512, 32, 64))
+    runner = CudaRunner(decoder, pool, attention, kernels, gpu.device, StepCapacity(256, 512, 32, 64))
     before, _ = gpu.memory()
     runner.capture(gpu.graphs())
     after, _ = gpu.memory()

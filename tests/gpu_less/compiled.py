@@ -16,11 +16,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from engine.attention.triton_attention import attend
-from engine.attention.triton_backend import Tile, TritonAttention, TritonPlan
 from engine.batch import Batch
-from engine.cuda.triton_sampling import draw
-from engine.kernels.triton_kernels import TritonKernels
+from engine.cuda.attention import Tile, TritonAttention, TritonPlan
+from engine.cuda.attention_kernels import attend
+from engine.cuda.draw import draw
+from engine.cuda.layer import TritonKernels
 from engine.kv_pool import KVPool
 from shared.kv.layout import KVLayout
 from tests.gpu_less.contract import NAMES, TensorMemory, batch_of, config_of

@@ -8,21 +8,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decode_node.receiver import Receiver
+from decode_node.receiver import HandoffReceiver
 from engine.hash_model import HashRunner, expected_tokens
-from engine.node import Node
-from engine.runner import Output
-from prefill_node.courier import Courier
+from engine.runner import SliceOutput
+from node.node import Node
+from prefill_node.sender import HandoffSender
 from scheduler.request import Step
 from scheduler.role import DECODE, PREFILL, Role
-from scheduler.scheduler import Limits, Scheduler
+from scheduler.scheduler import Scheduler, StepLimits
 from shared.kv.channel import KVChannel
 from shared.kv.memory import HostMemory
 from shared.kv.shm import ShmChannel
 from shared.kv.tcp import TcpChannel
-from shared.messages import Command, Delta, NodeInfo, Report, Sampling, Submit, pack_ids, unpack_ids
-from shared.serve import until
-from shared.services import RpcServer
+from shared.lifecycle import wait_until
+from shared.rpc.messages import (
+    NodeInfo,
+    NodeUpdate,
+    RouterCommand,
+    SamplingParams,
+    SubmitRequest,
+    TokenDelta,
+    pack_ids,
+    unpack_ids,
+)
+from shared.rpc.methods import RpcServer
 from tests.engine.test_records import Line
 
 BLOCK_TOKENS, LAYERS, VOCABULARY = 4, 2, 97
@@ -38,9 +47,9 @@ def expected(prompt: list[int], count: int) -> list[int]:
 class Wire(Line):
     """A router's end of a standing stream, which hears every delta."""
 
-    hear: Callable[[Delta], None] = lambda _: None
+    hear: Callable[[TokenDelta], None] = lambda _: None
 
-    async def send_message(self, report: Report) -> None:
+    async def send_message(self, report: NodeUpdate) -> None:
         for delta in report.deltas:
             self.hear(delta)
 
@@ -53,7 +62,7 @@ class Sent:
     max_tokens: int
     tokens: dict[int, int] = field(default_factory=dict)  # by position
     finish: str = ""
-    errors: list[Delta] = field(default_factory=list)
+    errors: list[TokenDelta] = field(default_factory=list)
 
     @property
     def is_over(self) -> bool:
@@ -70,15 +79,15 @@ class Sent:
 class Pair:
     prefill: Node
     decode: Node
-    courier: Courier
-    receiver: Receiver
+    courier: HandoffSender
+    receiver: HandoffReceiver
     channels: list[KVChannel]  # the writer's and the receiver's
     memories: list[HostMemory]
     address: str = ""
     wires: list[Wire] = field(default_factory=list)
     sent: dict[str, Sent] = field(default_factory=dict)
 
-    def hear(self, delta: Delta) -> None:
+    def hear(self, delta: TokenDelta) -> None:
         sent = self.sent[delta.id]
         for at, token in enumerate(unpack_ids(delta.tokens), delta.position):
             if sent.tokens.setdefault(at, token) != token:
@@ -92,38 +101,38 @@ class Pair:
         """To the prefill node, for the decode node; `local`: to the decode node alone."""
         self.sent[identity] = Sent(prompt, max_tokens)
         to = "" if local else self.address
-        greedy = Sampling(temperature=0.0)
-        submit = Submit(identity, ROUTER, pack_ids(prompt), len(prompt), max_tokens, greedy, decode_node=to)
-        self.wires[local].commands.put_nowait(Command(ROUTER, [submit]))
+        greedy = SamplingParams(temperature=0.0)
+        submit = SubmitRequest(identity, ROUTER, pack_ids(prompt), len(prompt), max_tokens, greedy, decode_node=to)
+        self.wires[local].commands.put_nowait(RouterCommand(ROUTER, [submit]))
         return self.sent[identity]
 
     def abort(self, *identities: str) -> None:
         for wire in self.wires:
-            wire.commands.put_nowait(Command(ROUTER, aborts=list(identities)))
+            wire.commands.put_nowait(RouterCommand(ROUTER, aborts=list(identities)))
 
     def is_empty(self) -> bool:
         for node in (self.prefill, self.decode):
             ledger = node._scheduler.ledger()
-            if ledger.free + ledger.cached != ledger.total or node.roster.router_of or node._scheduler.requests:
+            if ledger.free + ledger.cached != ledger.total or node.active.router_of or node._scheduler.requests:
                 return False
         peers = self.courier._peers._peers.values()
         return not (
-            self.courier._leaving
+            self.courier._outgoing
             or self.receiver._waiting
             or len(self.receiver._table)
-            or any(peer.tickets or peer.num_waiting for peer in peers)
+            or any(peer.reservations or peer.num_waiting for peer in peers)
         )
 
     async def empty(self, timeout_s: float = 20.0) -> None:
         """Waits until nothing of any request is anywhere, and looks at every block."""
-        assert await until(self.is_empty, timeout_s, 0.005), [
-            (node.info.role, node._scheduler.ledger(), list(node.roster.router_of))
+        assert await wait_until(self.is_empty, timeout_s, 0.005), [
+            (node.info.role, node._scheduler.ledger(), list(node.active.router_of))
             for node in (self.prefill, self.decode)
         ]
         for node in (self.prefill, self.decode):
             assert node._scheduler.pool.audit([]) == ""
-            assert (node.roster.num_tokens, node.roster._sizes) == (0, {})
-            assert not any(outbox.requests for outbox in node.routers.outboxes.values())
+            assert (node.active.num_tokens, node.active._sizes) == (0, {})
+            assert not any(outbox.requests for outbox in node.sessions.streams.values())
 
 
 class SlowRunner(HashRunner):
@@ -131,14 +140,14 @@ class SlowRunner(HashRunner):
 
     step_s = 0.0
 
-    def run(self, step: Step) -> list[Output]:
+    def run(self, step: Step) -> list[SliceOutput]:
         time.sleep(self.step_s)
         return super().run(step)
 
 
 def _node(role: Role, boot: str, memory: HostMemory, step_s: float) -> Node:
     num_blocks = memory.num_rows
-    scheduler = Scheduler(Limits(max_num_batched_tokens=8), num_blocks, BLOCK_TOKENS)
+    scheduler = Scheduler(StepLimits(max_num_batched_tokens=8), num_blocks, BLOCK_TOKENS)
     info = NodeInfo(role.name, boot, role.name, "", "m", "print", BLOCK_TOKENS, ROW_BYTES, num_blocks, 512, 64)
     runner = SlowRunner(memory.rows, BLOCK_TOKENS, LAYERS, VOCABULARY)
     runner.step_s = step_s
@@ -162,16 +171,16 @@ async def pair(
 ) -> AsyncIterator[Pair]:
     memories = [HostMemory(prefill_blocks, ROW_BYTES), HostMemory(decode_blocks, ROW_BYTES)]
     boots = [secrets.token_hex(16) for _ in range(2)]
-    made: list[Receiver] = []
+    made: list[HandoffReceiver] = []
     channels = [
-        await _channel(kind, memory, boot, lambda writer: made[0].writer_lost(writer), directory)
+        await _channel(kind, memory, boot, lambda writer: made[0].on_writer_lost(writer), directory)
         for memory, boot in zip(memories, boots, strict=True)
     ]
     nodes = [
         _node(role, boot, memory, step_s) for role, boot, memory in zip((PREFILL, DECODE), boots, memories, strict=True)
     ]
-    courier = Courier(nodes[0], memories[0], channels[:1], reserve_s)
-    receiver = Receiver(nodes[1], memories[1], channels[1:], reserve_s)
+    courier = HandoffSender(nodes[0], memories[0], channels[:1], reserve_s)
+    receiver = HandoffReceiver(nodes[1], memories[1], channels[1:], reserve_s)
     made.append(receiver)
     here = Pair(nodes[0], nodes[1], courier, receiver, channels, memories)
     server = RpcServer(receiver.handlers())
@@ -187,8 +196,8 @@ async def pair(
             wire = Wire(hear=here.hear)
             here.wires.append(wire)
             node.tasks.start(node.attach(wire))
-            wire.commands.put_nowait(Command(ROUTER))
-        assert await until(lambda: all(node.routers.outboxes for node in nodes), 5.0)
+            wire.commands.put_nowait(RouterCommand(ROUTER))
+        assert await wait_until(lambda: all(node.sessions.streams for node in nodes), 5.0)
         yield here
         for wire in here.wires:
             wire.commands.put_nowait(None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.serve import until
+from shared.lifecycle import wait_until
 from tests.prefill_node.pair import Pair, pair
 
 NUM_CANCELS = 1000  # of each kind of channel
@@ -24,7 +24,7 @@ async def client(here: Pair, rng: random.Random, names: list[str]) -> None:
             await asyncio.sleep(0)
         await asyncio.sleep(rng.choice([0.0, 0.0, rng.expovariate(100.0)]))
         if rng.random() < 0.1:
-            await until(lambda sent=sent: sent.is_over, 20.0, 0.002)
+            await wait_until(lambda sent=sent: sent.is_over, 20.0, 0.002)
         here.abort(*[name] * rng.choice([1, 1, 2]), "nobody")
 
 
@@ -38,12 +38,12 @@ async def test_a_thousand_cancels_leave_no_block_ticket_or_task(kind: str, tmp_p
         await here.empty()
         for sent in here.sent.values():
             sent.row()
-        assert here.prefill.ticker.handoffs > 20, "some come through"
+        assert here.prefill.handoff_counters.handoffs > 20, "some come through"
         assert any(not sent.tokens for sent in here.sent.values()), "some are left before their first token"
         # Calls of a connection that lives, and the last stops, end by themselves.
-        assert await until(lambda: len(asyncio.all_tasks()) <= idle + 4, 10.0), asyncio.all_tasks()
-        assert not here.prefill.died_with.done()
-        assert not here.decode.died_with.done()
+        assert await wait_until(lambda: len(asyncio.all_tasks()) <= idle + 4, 10.0), asyncio.all_tasks()
+        assert not here.prefill.fatal_error.done()
+        assert not here.decode.fatal_error.done()
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
@@ -57,7 +57,7 @@ async def test_a_cancel_frees_both_sides_soon(kind: str, tmp_path: Path) -> None
             await asyncio.sleep(rng.random() * 0.03)
             began = time.monotonic()
             here.abort(f"r{index}")
-            assert await until(here.is_empty, 20.0, 0.001)
+            assert await wait_until(here.is_empty, 20.0, 0.001)
             slowest = max(slowest, time.monotonic() - began)
         print(f"slowest of 40 cancels: {slowest * 1000:.1f} ms")
         assert slowest < 1.0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefill_node.handoff import LEGAL, Commit, Handoff, Phase, Push, Stop
+from prefill_node.handoff import LEGAL, CommitAction, Handoff, HandoffPhase, PushAction, StopAction
 
 TICKET = b"t" * 16
 
@@ -39,9 +39,9 @@ def test_blocks_are_pushed_once_in_order_when_whole_and_the_end_is_told_once(
     peer = Peer(handoff.num_blocks, min(held, num_prompt // block_tokens))
     computed = 0
     sampled = answered = False
-    under_way: Push | Commit | Stop | None = None
+    under_way: PushAction | CommitAction | StopAction | None = None
     for _ in range(1000):
-        if handoff.phase is Phase.DONE:
+        if handoff.phase is HandoffPhase.DONE:
             break
         choices = ["look"]
         if computed < num_prompt:
@@ -68,33 +68,33 @@ def test_blocks_are_pushed_once_in_order_when_whole_and_the_end_is_told_once(
             else:
                 handoff.granted(TICKET, peer.num_held, peer.targets)
         elif choice == "abort":
-            handoff.give_up("aborted")
+            handoff.cancel("aborted")
         elif choice == "complete":
             assert under_way is not None
             action, under_way = under_way, None
-            if isinstance(action, Push) and trouble == "push" and rng.random() < 0.3:
+            if isinstance(action, PushAction) and trouble == "push" and rng.random() < 0.3:
                 handoff.failed("the peer is gone")
-            elif isinstance(action, Commit) and trouble == "commit":
+            elif isinstance(action, CommitAction) and trouble == "commit":
                 handoff.failed("checksums differ")
             else:
-                if isinstance(action, Push):
+                if isinstance(action, PushAction):
                     assert action.targets == peer.targets[action.first - peer.num_held : action.last - peer.num_held]
                     peer.received += range(action.first, action.last)
-                peer.commits += isinstance(action, Commit)
+                peer.commits += isinstance(action, CommitAction)
                 handoff.done()
         else:
             action = handoff.next_action()
             assert action is None or under_way is None, "two actions at once"
-            if isinstance(action, Push):
+            if isinstance(action, PushAction):
                 whole = computed == num_prompt
                 assert action.last <= (handoff.num_blocks if whole else computed // block_tokens)
-            if isinstance(action, Commit):
+            if isinstance(action, CommitAction):
                 assert sampled
                 assert len(peer.received) + peer.num_held == handoff.num_blocks
-            if isinstance(action, Stop):
+            if isinstance(action, StopAction):
                 peer.stops.append(action.reason)
             under_way = action or under_way
-    assert handoff.phase is Phase.DONE, "a handoff always ends"
+    assert handoff.phase is HandoffPhase.DONE, "a handoff always ends"
     assert peer.received == list(range(peer.num_held, peer.num_held + len(peer.received)))
     assert len(peer.stops) <= 1
     assert handoff.committed or peer.stops, "the peer hears how it ended"
@@ -106,12 +106,12 @@ def test_blocks_are_pushed_once_in_order_when_whole_and_the_end_is_told_once(
 def test_a_grant_that_does_not_cover_the_prompt_is_given_up() -> None:
     handoff = Handoff(20, 4)
     handoff.granted(TICKET, 1, (9, 9))
-    assert handoff.next_action() == Stop("1 held and 2 reserved blocks are not the prompt's 5")
+    assert handoff.next_action() == StopAction("1 held and 2 reserved blocks are not the prompt's 5")
 
 
 def test_every_phase_is_left_only_as_the_table_says() -> None:
     for phase, allowed in LEGAL.items():
-        for target in Phase:
+        for target in HandoffPhase:
             handoff = Handoff(4, 4)
             handoff.phase = phase
             if target in allowed:

@@ -9,39 +9,39 @@ from typing import Any
 
 import pytest
 
-import engine.node
-import engine.teller
-from decode_node.receiver import Receiver
-from engine.node import Node
-from prefill_node import peers as peers_module
-from prefill_node.courier import Courier
+import node.node
+import node.output_publisher
+from decode_node.receiver import HandoffReceiver
+from node.node import Node
+from prefill_node import decode_peers as peers_module
+from prefill_node.sender import HandoffSender
 from scheduler.scheduler import Scheduler
 from shared import failpoints
 from shared.failpoints import FailpointError
 from shared.kv.channel import KVChannel, PeerLostError
-from shared.messages import Reserve
-from shared.serve import until
-from shared.services import RESERVE, RpcServer
+from shared.lifecycle import wait_until
+from shared.rpc.messages import ReserveRequest
+from shared.rpc.methods import RESERVE, RpcServer
 from tests.prefill_node.pair import Pair, expected, pair
 
 VICTIM = "victim"
 SITES = [site for site in failpoints.SITES if not site.startswith("router.") and site != "engine.step"]
 # Functions of one request: where they are, and which of their arguments says whose they are.
 HOOKS: list[tuple[Any, str, Callable[..., str]]] = [
-    (Courier, "begin", lambda _self, _submit, request: request.id),
-    (Courier, "admitted", lambda _self, identity: identity),
-    (Courier, "progress", lambda _self, row: row.request.id),
-    (Receiver, "room_found", lambda _self, request: request.id),
-    (Receiver, "_grant", lambda _self, _message, request: request.id),
-    (Receiver, "_check", lambda _self, landing, _sums: landing.request.id),
-    (Receiver, "_flaw", lambda _self, landing, _message: landing.request.id),
+    (HandoffSender, "on_submit", lambda _self, _submit, request: request.id),
+    (HandoffSender, "on_admitted", lambda _self, identity: identity),
+    (HandoffSender, "on_progress", lambda _self, row: row.request.id),
+    (HandoffReceiver, "on_room_found", lambda _self, request: request.id),
+    (HandoffReceiver, "_grant", lambda _self, _message, request: request.id),
+    (HandoffReceiver, "_check", lambda _self, landing, _sums: landing.request.id),
+    (HandoffReceiver, "_flaw", lambda _self, landing, _message: landing.request.id),
     (Scheduler, "add", lambda _self, request: request.id),
-    (Scheduler, "land", lambda _self, request, _token: request.id),
+    (Scheduler, "kv_received", lambda _self, request, _token: request.id),
     (Scheduler, "_advance", lambda _self, request, _end: request.id),
     (Scheduler, "_append", lambda _self, request, _token: request.id),
-    (Node, "_tell", lambda _self, delta, _at: delta.id),
-    (engine.teller, "delta_of", lambda event, _output: event.request.id),
-    (engine.node, "check_submit", lambda submit, _most, _size: submit.id),
+    (Node, "_publish", lambda _self, delta, _at: delta.id),
+    (node.output_publisher, "delta_of", lambda event, _output: event.request.id),
+    (node.node, "check_submit", lambda submit, _most, _size: submit.id),
 ]
 
 
@@ -70,7 +70,7 @@ async def only_the_victim_fails(here: Pair, what: str) -> None:
     rows = [[3 + (7 * index + at) % 90 for at in range(10 + index)] for index in range(4)]
     for name, row in zip(names, rows, strict=True):
         here.submit(name, row, 5)
-    told = await until(lambda: all(here.sent[name].is_over for name in names if name != victim_name), 20.0, 0.005)
+    told = await wait_until(lambda: all(here.sent[name].is_over for name in names if name != victim_name), 20.0, 0.005)
     assert told, f"{what}: a mate waits for ever"
     for name in names:
         row = here.sent[name].row()
@@ -78,7 +78,7 @@ async def only_the_victim_fails(here: Pair, what: str) -> None:
         assert name == victim_name or not here.sent[name].errors, what
     victim = here.sent[victim_name]
     if "landed" not in what and "land" not in what:  # there only the answer to the writer is lost
-        assert await until(lambda: victim.is_over, 20.0), f"{what}: nobody heard how it ended"
+        assert await wait_until(lambda: victim.is_over, 20.0), f"{what}: nobody heard how it ended"
         assert all(delta.retry or delta.error == "internal" for delta in victim.errors), what
     here.abort(victim_name)
     await here.empty()
@@ -97,8 +97,8 @@ async def test_an_exception_at_any_site_of_one_request_fails_that_request_alone(
             failpoints.watcher = watch
             await only_the_victim_fails(here, site)
         assert reached == set(SITES)
-        assert not here.prefill.died_with.done()
-        assert not here.decode.died_with.done()
+        assert not here.prefill.fatal_error.done()
+        assert not here.decode.fatal_error.done()
 
 
 async def test_an_exception_in_any_function_of_one_request_fails_that_request_alone(
@@ -110,13 +110,13 @@ async def test_an_exception_in_any_function_of_one_request_fails_that_request_al
             with monkeypatch.context() as patch:
                 patch.setattr(owner, name, broken(function, whose))
                 # The sides gave their methods away when they were made.
-                patch.setattr(here.prefill, "on_leaving", here.courier.begin)
-                patch.setattr(here.prefill, "on_admitted", here.courier.admitted)
-                patch.setattr(here.prefill, "on_progress", here.courier.progress)
-                patch.setattr(here.decode, "on_landing", here.receiver.room_found)
+                patch.setattr(here.prefill, "on_leaving", here.courier.on_submit)
+                patch.setattr(here.prefill, "on_admitted", here.courier.on_admitted)
+                patch.setattr(here.prefill, "on_progress", here.courier.on_progress)
+                patch.setattr(here.decode, "on_landing", here.receiver.on_room_found)
                 await only_the_victim_fails(here, name)
-        assert not here.prefill.died_with.done()
-        assert not here.decode.died_with.done()
+        assert not here.prefill.fatal_error.done()
+        assert not here.decode.fatal_error.done()
 
 
 # ---- rows and links --------------------------------------------------------------------------------------------------
@@ -151,14 +151,14 @@ async def test_damaged_rows_are_pushed_once_more_and_never_read(kind: str, at: i
     async with pair(kind, tmp_path) as here:
         here.courier._peers._channels = [Damaging(here.channels[0], here, times, at)]
         sent = here.submit("r", prompt, 6)
-        assert await until(lambda: sent.is_over, 10.0)
-        ticker = here.prefill.ticker
+        assert await wait_until(lambda: sent.is_over, 10.0)
+        ticker = here.prefill.handoff_counters
         if times == 1:
             assert (sent.row(), sent.errors, ticker.handoffs) == (expected(prompt, 6), [], 1)
         else:
             assert ("checksums differ" in sent.errors[0].error, sent.errors[0].retry) == (True, True)
             assert (len(sent.row()), ticker.handoffs) == (1, 0), "only the first token, which the prefill node sampled"
-        assert here.decode.load().rows_corrupt == times
+        assert here.decode.stats().rows_corrupt == times
         await here.empty()
 
 
@@ -180,7 +180,7 @@ async def test_a_link_that_fails_again_and_again_is_left_alone_and_tried_again_l
         here.courier._peers._channels = [link]
         for index in range(8):
             sent = here.submit(f"r{index}", [5, 6, 7 + index], 4)
-            assert await until(lambda sent=sent: sent.is_over, 10.0)
+            assert await wait_until(lambda sent=sent: sent.is_over, 10.0)
             assert sent.errors[0].retry
         assert link.tries == 5, "after 5 failures no bytes are risked"
         assert "left alone" in sent.errors[0].error
@@ -189,13 +189,13 @@ async def test_a_link_that_fails_again_and_again_is_left_alone_and_tried_again_l
         worked = False
         for index in range(8, 200):
             sent = here.submit(f"r{index}", [5, 6, 7 + index % 80], 4)
-            assert await until(lambda sent=sent: sent.is_over, 10.0)
+            assert await wait_until(lambda sent=sent: sent.is_over, 10.0)
             if worked := not sent.errors:
                 break
             await asyncio.sleep(0.05)
         assert worked, "after a second one is let through, and it works"
         assert here.submit("last", [8, 9, 10], 4).errors == []
-        assert await until(lambda: here.sent["last"].is_over, 10.0)
+        assert await wait_until(lambda: here.sent["last"].is_over, 10.0)
         assert here.sent["last"].row() == expected([8, 9, 10], 4)
         await here.empty()
 
@@ -206,7 +206,7 @@ async def test_a_decode_node_that_says_nothing_is_given_up_with_all_that_wait_fo
     """Its port takes every call and answers none, as behind a partition: nobody waits the whole time for room."""
     monkeypatch.setattr(peers_module, "RENEW_S", 0.05)
     monkeypatch.setattr(peers_module, "CALL_S", 0.2)
-    asked: list[Reserve] = []
+    asked: list[ReserveRequest] = []
 
     async def mute(stream: Any) -> None:
         asked.append(await stream.recv_message())
@@ -218,7 +218,7 @@ async def test_a_decode_node_that_says_nothing_is_given_up_with_all_that_wait_fo
         monkeypatch.setattr(here, "address", address)
         for index in range(3):
             here.submit(f"r{index}", [5, 6, 7 + index], 4)
-        assert await until(lambda: all(sent.errors for sent in here.sent.values()), 20.0)
+        assert await wait_until(lambda: all(sent.errors for sent in here.sent.values()), 20.0)
         assert all(sent.errors[0].retry for sent in here.sent.values())
         assert asked
         await here.empty()
@@ -240,7 +240,7 @@ async def test_pools_of_two_prompts_serve_a_burst_without_anybody_waiting_for_ea
         for index in range(30):
             prompt = [rng.randrange(3, 97) for _ in range(rng.randrange(12, 22))]
             here.submit(f"r{index}", prompt, rng.randrange(2, 12), local=index % 5 == 0)
-        assert await until(lambda: all(sent.is_over for sent in here.sent.values()), 20.0), "nobody moves"
+        assert await wait_until(lambda: all(sent.is_over for sent in here.sent.values()), 20.0), "nobody moves"
         for sent in here.sent.values():
             assert (sent.errors, sent.row()) == ([], expected(sent.prompt, sent.max_tokens))
         await here.empty()
@@ -254,7 +254,7 @@ async def test_a_decode_node_that_is_gone_is_forgotten(tmp_path: Path, monkeypat
 
         async def hand_off(name: str) -> None:
             sent = here.submit(name, [3, 4, 5, 6, 7], 2)
-            assert await until(lambda: sent.is_over, 5.0)
+            assert await wait_until(lambda: sent.is_over, 5.0)
             await here.empty()
             assert sent.row() == expected(sent.prompt, 2)
 
@@ -263,6 +263,6 @@ async def test_a_decode_node_that_is_gone_is_forgotten(tmp_path: Path, monkeypat
         assert list(known) == [here.address], "it lives, though nothing goes there"
         connection: Any = known[here.address].rpc._protocol
         connection.connection.close()  # as its process's end does
-        assert await until(lambda: not known, 5.0)
+        assert await wait_until(lambda: not known, 5.0)
         await hand_off("second")
         assert list(known) == [here.address]

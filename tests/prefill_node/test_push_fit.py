@@ -4,18 +4,18 @@ import random
 
 import pytest
 
-from prefill_node.push_fit import REFIT, PushFit
+from prefill_node.transfer_time import REFIT, TransferTimeModel
 
 
 def fitted(pushes: list[tuple[int, float]]) -> list[float]:
-    fit = PushFit()
+    fit = TransferTimeModel()
     for num_bytes, seconds in pushes:
         fit.observe(num_bytes, seconds)
     return fit.seconds()
 
 
 def test_nothing_is_known_before_the_first_push() -> None:
-    assert PushFit().seconds() == []
+    assert TransferTimeModel().seconds() == []
 
 
 def test_latency_and_bandwidth_are_found_behind_noise_and_a_few_slow_pushes() -> None:

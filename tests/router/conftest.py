@@ -6,8 +6,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from router.template import ChatTemplate
-from router.text import Tokenizer
+from router.text.chat_template import ChatTemplate
+from router.text.tokenizer import Tokenizer
 
 TEXTS = [
     "Once upon a time 👩‍👩‍👧 there was a naïve 数学 😀 girl.\n",

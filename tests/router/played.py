@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from router import dispatch as dispatch_module
-from router import standing
-from router.dispatch import Dispatch, Rules, Run
-from router.fleet import Fleet
-from router.generation import Generation, Piece
-from router.link import Link
-from router.records import Records
-from shared.messages import Delta, NodeInfo, Report, Sampling, Submit, pack_ids
+from router.dispatch import dispatcher as dispatch_module
+from router.dispatch.dispatcher import Dispatcher, DispatchRules, GenerationRun
+from router.dispatch.requests import GenerationRequest, SampleDelta
+from router.history.history import RequestHistory
+from router.nodes import health as standing
+from router.nodes.connection import NodeConnection
+from router.nodes.pool import NodePool
 from shared.registry import EmbeddedRegistry
+from shared.rpc.messages import NodeInfo, NodeUpdate, SamplingParams, SubmitRequest, TokenDelta, pack_ids
 
 PROMPT = list(range(10, 19))
 ANSWER = list(range(50, 57))
 
 
-class Heard(Records):
+class Heard(RequestHistory):
     """Keeps what it is told of attempts."""
 
     def __init__(self) -> None:
@@ -34,22 +34,22 @@ class Heard(Records):
     ) -> None:
         self.placements.append((attempt, prefill, decode, reason, local_s, remote_s))
 
-    def moved(self, attempt: str, why: str) -> None:
+    def migrated(self, attempt: str, why: str) -> None:
         self.moves.append((attempt, why))
 
 
-class Played(Link):
+class Played(NodeConnection):
     """A node whose words are the test's; it keeps what it was sent."""
 
-    def __init__(self, fleet: Fleet, name: str) -> None:
+    def __init__(self, fleet: NodePool, name: str) -> None:
         role = "prefill" if name.startswith("p") else "decode"
         info = NodeInfo(name, name, role, f"{name}:1", "m", "print", 4, 64, 1000, 512, 8)
-        super().__init__("router", info, 1.0, fleet._link_changed, fleet._records)
-        self.alive = True
-        self.submits: list[Submit] = []
+        super().__init__("router", info, 1.0, fleet._connection_changed, fleet._records)
+        self.is_alive = True
+        self.submits: list[SubmitRequest] = []
         self.aborts: list[str] = []
 
-    def submit(self, submit: Submit, listener: Any) -> None:
+    def submit(self, submit: SubmitRequest, listener: Any) -> None:
         self.submits.append(submit)
         super().submit(submit, listener)
 
@@ -58,21 +58,21 @@ class Played(Link):
             self.aborts.append(identity)
         super().abort(identity)
 
-    def say(self, *deltas: Delta) -> None:
-        self._take(Report(list(deltas)))
+    def say(self, *deltas: TokenDelta) -> None:
+        self._process(NodeUpdate(list(deltas)))
 
     def die(self) -> None:
         self._end()
 
     def revive(self) -> None:
-        self.alive = True
-        self._changed(self)
+        self.is_alive = True
+        self._on_change(self)
 
 
 @dataclass
 class Stage:
-    fleet: Fleet
-    dispatch: Dispatch
+    fleet: NodePool
+    dispatch: Dispatcher
     nodes: dict[str, Played]
     records: Heard
 
@@ -88,12 +88,12 @@ class Stage:
         tenant: str = "",
         priority: int = 0,
         **sampling: Any,
-    ) -> Run:
-        generation = Generation(
+    ) -> GenerationRun:
+        generation = GenerationRequest(
             name,
             list(PROMPT),
             max_tokens,
-            Sampling(temperature=0.0, **sampling),
+            SamplingParams(temperature=0.0, **sampling),
             n=n,
             deadline=deadline,
             tenant=tenant,
@@ -103,10 +103,10 @@ class Stage:
         await turns()
         return run
 
-    def sent(self) -> list[tuple[str, Submit]]:
+    def sent(self) -> list[tuple[str, SubmitRequest]]:
         return [(name, submit) for name, node in self.nodes.items() for submit in node.submits]
 
-    def attempt(self, number: int, sample: int = 0) -> tuple[Played, Played, Submit]:
+    def attempt(self, number: int, sample: int = 0) -> tuple[Played, Played, SubmitRequest]:
         """Who computes the prompt of this attempt, who generates, and what was sent."""
         identity = f"r.{sample}.{number}"
         ((name, submit),) = [(name, submit) for name, submit in self.sent() if submit.id == identity]
@@ -120,11 +120,11 @@ class Stage:
     def check_over(self) -> None:
         """Nothing of any request is left in the router, and the counts add up."""
         for name, node in self.nodes.items():
-            ledger = (node.outstanding_tokens, node.outstanding_pairs, node.kv_tokens, node.arriving)
+            ledger = (node.outstanding_tokens, node.outstanding_pairs, node.kv_tokens, node.prefilling)
             assert (name, ledger, node.listeners) == (name, (0, 0, 0, 0), {})
-        held = self.dispatch._turns._admission
+        held = self.dispatch._queue._admission
         assert (held.held_requests, held.held_tokens, held.owed_tokens, held.owed_prompts) == (0, 0, 0, 0)
-        assert (held.queued_requests, held.queued_tokens, self.dispatch._turns._waiting) == (0, 0, {})
+        assert (held.queued_requests, held.queued_tokens, self.dispatch._queue._waiting) == (0, 0, {})
         counts = self.counts()
         assert counts["running"] == 0
         assert counts["total"] == sum(counts[name] for name in ("finished", "cancelled", "failed", "refused"))
@@ -132,10 +132,10 @@ class Stage:
 
 def stage(names: str = "p0 d0", max_attempts: int = 3, **rules: Any) -> Stage:
     records = Heard()
-    fleet = Fleet("router", EmbeddedRegistry("router", "127.0.0.1", 0), "disaggregated", 1.0, records)
+    fleet = NodePool("router", EmbeddedRegistry("router", "127.0.0.1", 0), "disaggregated", 1.0, records)
     nodes = {name: Played(fleet, name) for name in names.split()}
-    fleet._links.update(nodes)
-    return Stage(fleet, Dispatch(fleet, "m", Rules(max_attempts, **rules), records), nodes, records)
+    fleet._connections.update(nodes)
+    return Stage(fleet, Dispatcher(fleet, "m", DispatchRules(max_attempts, **rules), records), nodes, records)
 
 
 async def turns() -> None:
@@ -143,21 +143,21 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-async def collect(run: Run) -> list[Piece]:
+async def collect(run: GenerationRun) -> list[SampleDelta]:
     async with asyncio.timeout(5):
         return [piece async for piece in run]
 
 
-def tokens_of(pieces: list[Piece], index: int = 0) -> list[int]:
+def tokens_of(pieces: list[SampleDelta], index: int = 0) -> list[int]:
     return [token for piece in pieces if piece.index == index for token in piece.tokens]
 
 
-def token(identity: str, position: int, **fields: Any) -> Delta:
+def token(identity: str, position: int, **fields: Any) -> TokenDelta:
     finish = "length" if position == len(ANSWER) - 1 else ""
-    return Delta(identity, position, pack_ids([ANSWER[position]]), finish=finish, **fields)
+    return TokenDelta(identity, position, pack_ids([ANSWER[position]]), finish=finish, **fields)
 
 
-def generated(identity: str, start: int = 0) -> list[Delta]:
+def generated(identity: str, start: int = 0) -> list[TokenDelta]:
     return [token(identity, position) for position in range(start, len(ANSWER))]
 
 

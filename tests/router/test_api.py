@@ -13,27 +13,27 @@ import openai
 import pytest
 import uvicorn
 
-from router.answer import Sample
-from router.api import build_app
-from router.exchange import AskedPrompt, Exchange
-from router.generation import Generation, Model, Piece
-from router.logprobs import CompletionLogprobs
-from router.metrics import RequestMetrics
-from router.records import Records
-from router.sse import Form
+from router.dispatch.requests import GenerationRequest, ModelCard, SampleDelta
+from router.history.history import RequestHistory
+from router.http.app import build_app
+from router.http.logprobs import CompletionLogprobs
+from router.http.output import OutputProcessor
+from router.http.responses import ResponseFormatter
+from router.http.session import PromptState, RequestSession
+from router.metrics.request_metrics import RequestMetrics
 from shared.clock import now_ns
-from shared.errors import Unavailable
-from shared.messages import Logprobs
+from shared.errors import UnavailableError
+from shared.rpc.messages import Logprobs
 
 EOS = 2
-MODEL = Model("tiny", max_model_len=200, vocab_size=330, eos_ids=frozenset({EOS}), created=7)
-Script = Callable[[Generation, int], list[int]]
+MODEL = ModelCard("tiny", max_model_len=200, vocab_size=330, eos_ids=frozenset({EOS}), created=7)
+Script = Callable[[GenerationRequest, int], list[int]]
 
 
 class ScriptedAnswers:
     """Yields every sample's script a token at a time, round robin, and ends samples as a node would."""
 
-    def __init__(self, owner: "ScriptedDispatcher", generation: Generation) -> None:
+    def __init__(self, owner: "ScriptedDispatcher", generation: GenerationRequest) -> None:
         self.owner = owner
         self.generation = generation
         self.rows = {i: owner.script(generation, i)[: generation.max_tokens] for i in range(generation.n)}
@@ -46,9 +46,9 @@ class ScriptedAnswers:
     def __aiter__(self) -> "ScriptedAnswers":
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> SampleDelta:
         if self.owner.fails_after is not None and self.turn >= self.owner.fails_after:
-            raise Unavailable("the node is gone", retry_after_s=3)
+            raise UnavailableError("the node is gone", retry_after_s=3)
         if self.owner.hangs_after is not None and self.turn >= self.owner.hangs_after:
             self.owner.hanging.release()
             await asyncio.Event().wait()
@@ -59,7 +59,7 @@ class ScriptedAnswers:
         self.turn += 1
         return self._piece(index)
 
-    def _piece(self, index: int) -> Piece:
+    def _piece(self, index: int) -> SampleDelta:
         generation, at = self.generation, self.told[index]
         tokens = self.rows[index][at : at + self.owner.tokens_per_piece]
         for place, token in enumerate(tokens):
@@ -71,7 +71,7 @@ class ScriptedAnswers:
             finish = "stop"
         elif self.told[index] >= len(self.rows[index]):
             finish = "length"
-        piece = Piece(index, tokens, finish=finish, cached_tokens=0 if at else self.owner.cached_tokens)
+        piece = SampleDelta(index, tokens, finish=finish, cached_tokens=0 if at else self.owner.cached_tokens)
         if generation.sampling.logprobs is not None:
             piece.logprobs = [scored(token) for token in tokens]
         if generation.sampling.prompt_logprobs is not None and index == 0:
@@ -108,7 +108,7 @@ class ScriptedDispatcher:
         self.is_ready = True
         self.answers: list[ScriptedAnswers] = []
 
-    async def submit(self, generation: Generation) -> ScriptedAnswers:
+    async def submit(self, generation: GenerationRequest) -> ScriptedAnswers:
         if self.refuses is not None:
             raise self.refuses
         self.answers.append(ScriptedAnswers(self, generation))
@@ -458,7 +458,7 @@ async def test_unavailable_before_the_first_token_is_a_503(client, dispatcher, s
     response = await client.post("/v1/completions", json={"prompt": "x", "stream": stream})
     assert (response.status_code, response.headers["retry-after"]) == (503, "3")
     assert error_of(response)["type"] == "service_unavailable_error"
-    dispatcher.refuses = Unavailable("no node")
+    dispatcher.refuses = UnavailableError("no node")
     response = await client.post("/v1/completions", json={"prompt": "x", "stream": stream})
     assert response.status_code == 503
 
@@ -557,7 +557,15 @@ async def test_openais_own_client_is_content(dispatcher, byte_level):
             _ = [chunk async for chunk in stream]
 
 
-KINDS = (Exchange, AskedPrompt, Form, Sample, CompletionLogprobs, RequestMetrics, Records)
+KINDS = (
+    RequestSession,
+    PromptState,
+    ResponseFormatter,
+    OutputProcessor,
+    CompletionLogprobs,
+    RequestMetrics,
+    RequestHistory,
+)
 HOOKS = [
     (kind, name) for kind in KINDS for name, each in vars(kind).items() if isinstance(each, FunctionType | property)
 ]
@@ -652,7 +660,7 @@ async def test_a_client_that_leaves_ends_the_work(dispatcher, byte_level, stream
 
 async def test_a_request_is_recorded_from_its_first_byte_to_its_last(dispatcher, byte_level):
     """Reading the body and writing the answer are the router's time: what it records leaves neither out."""
-    records = Records()
+    records = RequestHistory()
     app = build_app(dispatcher, byte_level, MODEL, records=records)
     at: dict[str, float] = {"arrived": now_ns() / 1e6}
 

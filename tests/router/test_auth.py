@@ -18,13 +18,13 @@ from starlette.routing import Route
 
 from cluster.cli import main
 from compare.course import command_line
-from router.api import build_app
-from router.auth import NO_KEY_NEEDED
-from router.bodies import CompletionBody, read_body
-from router.keys import EVERYBODY, MAX_ADDRESSES, WRONG_AT_ONCE, Identity, Keys, WrongKeys, identity_of
-from router.order import namespace, take_order
-from router.wire import deadline_of
-from shared.errors import ConfigError, Rejected
+from router.http.app import build_app
+from router.http.asgi import deadline_of
+from router.http.auth import NO_KEY_NEEDED
+from router.http.bodies import CompletionBody, read_body
+from router.http.keys import ANONYMOUS, MAX_ADDRESSES, WRONG_AT_ONCE, ApiKeys, Identity, WrongKeys, identity_of
+from router.http.parsing import cache_namespace, parse_request
+from shared.errors import ConfigError, RequestError
 from tests.router.test_api import MODEL, ScriptedDispatcher
 
 ACME, OTHER, ADMIN = "key-of-acme", "key-of-other", "key-of-admin"
@@ -48,13 +48,13 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_key_is_its_tenants_and_no_other_is_anybodys(file: Path) -> None:
-    keys = Keys(str(file), more=line("acme", "second"))
+    keys = ApiKeys(str(file), more=line("acme", "second"))
     assert keys.identify(ACME.encode()) == Identity("acme")
     assert keys.identify(b"second") == Identity("acme")
     assert keys.identify(ADMIN.encode()) == Identity("ops", is_admin=True)
     for wrong in (b"", b"x", ACME.encode()[:-1], ACME.upper().encode(), b"\xff" * 9, b"k" * 2**20):
         assert keys.identify(wrong) is None
-    assert Keys("", more=",".join(LINES)).identify(OTHER.encode()) == Identity("other")
+    assert ApiKeys("", more=",".join(LINES)).identify(OTHER.encode()) == Identity("other")
 
 
 @pytest.mark.parametrize(
@@ -78,17 +78,17 @@ def test_a_file_that_is_none_is_told_by_line_and_never_shown(tmp_path: Path, tex
     path = tmp_path / "keys"
     path.write_text(text)
     with pytest.raises(ConfigError, match=re.escape(says)) as raised:
-        Keys(str(path))
+        ApiKeys(str(path))
     assert "\n" not in str(raised.value)
     assert "secret-in-the-clear" not in str(raised.value)
     assert str(path) in str(raised.value)
     with pytest.raises(ConfigError, match="cannot be read"):
-        Keys(str(tmp_path / "none"))
+        ApiKeys(str(tmp_path / "none"))
 
 
 def test_keys_come_and_go_while_the_router_runs_and_a_broken_file_changes_nothing(file: Path, caplog: Any) -> None:
     now = [0.0]
-    keys = Keys(str(file), clock=lambda: now[0])
+    keys = ApiKeys(str(file), clock=lambda: now[0])
     file.write_text(line("new", "n") + "\n")
     assert keys.identify(b"n") is None, "looked at once a second"
     now[0] += 1
@@ -107,10 +107,10 @@ def test_a_file_that_could_not_be_read_is_tried_again_although_it_did_not_change
     file: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     now = [0.0]
-    keys = Keys(str(file), clock=lambda: now[0])
+    keys = ApiKeys(str(file), clock=lambda: now[0])
     file.write_text(line("new", "n") + "\n")
     with monkeypatch.context() as patched:
-        patched.setattr("router.keys._text_of", lambda _: _raise(ConfigError("no descriptor is left")))
+        patched.setattr("router.http.keys._text_of", lambda _: _raise(ConfigError("no descriptor is left")))
         for _ in range(3):
             now[0] += 1
             assert keys.identify(ACME.encode()) is not None
@@ -125,7 +125,7 @@ def _raise(error: Exception) -> None:
 
 def test_every_key_is_compared_with_all_of_them(file: Path, monkeypatch: Any) -> None:
     """What takes as long for each needs no clock to be tested."""
-    keys, compared = Keys(str(file)), []
+    keys, compared = ApiKeys(str(file)), []
     compare = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda one, other: compared.append(len(other)) or compare(one, other))
     for key in (ACME, ADMIN, "wrong", "w" * 10_000):
@@ -139,7 +139,7 @@ def test_baton_key_makes_a_line_that_its_key_fits(capsys: Any, file: Path) -> No
     printed = capsys.readouterr()
     key = printed.err.strip().rpartition(" ")[2]
     assert key not in printed.out
-    assert Keys("", more=printed.out).identify(key.encode()) == Identity("acme", is_admin=True)
+    assert ApiKeys("", more=printed.out).identify(key.encode()) == Identity("acme", is_admin=True)
     assert main(["key", "a b"]) == 2
     assert "1 to 64 letters" in capsys.readouterr().err
 
@@ -150,7 +150,7 @@ def test_baton_key_makes_a_line_that_its_key_fits(capsys: Any, file: Path) -> No
 @pytest.fixture
 def app(file: Path, byte_level: Any) -> Starlette:
     dispatcher = ScriptedDispatcher(lambda _, __: [5, 6, 2])
-    return build_app(dispatcher, byte_level, MODEL, keys=Keys(str(file)))
+    return build_app(dispatcher, byte_level, MODEL, keys=ApiKeys(str(file)))
 
 
 @pytest.fixture
@@ -319,21 +319,21 @@ names = st.text("ab\0", max_size=3)
 @given(st.tuples(names, st.none() | names), st.tuples(names, st.none() | names))
 def test_no_two_tenants_or_salts_share_a_cache(one: tuple[str, str | None], other: tuple[str, str | None]) -> None:
     empty = {("", None), ("", "")}  # an empty salt is no salt, and refused
-    assert (namespace(*one) == namespace(*other)) is (one == other or {one, other} <= empty)
+    assert (cache_namespace(*one) == cache_namespace(*other)) is (one == other or {one, other} <= empty)
 
 
 async def test_a_tenants_order_is_its_own(byte_level: Any) -> None:
     async def ordered(identity: Identity, **fields: object) -> Any:
         raw = '{"prompt": "a", "priority": -3' + "".join(f', "{k}": "{v}"' for k, v in fields.items()) + "}"
         body = read_body(CompletionBody, raw.encode(), "tiny")
-        order = await take_order(body, MODEL, byte_level, "id", 0, identity=identity, deadline=7.0)
+        order = await parse_request(body, MODEL, byte_level, "id", 0, identity=identity, deadline=7.0)
         return order.generations[0]
 
     acme, other = await ordered(Identity("acme"), cache_salt="s"), await ordered(Identity("other"), cache_salt="s")
     assert acme.salt != other.salt
     assert acme.salt == (await ordered(Identity("acme"), cache_salt="s")).salt
     assert acme.salt != (await ordered(Identity("acme"))).salt != b""
-    assert (await ordered(EVERYBODY)).salt == b""
+    assert (await ordered(ANONYMOUS)).salt == b""
     assert (acme.tenant, acme.deadline, acme.priority) == ("acme", 7.0, 0)
     assert (await ordered(Identity("ops", is_admin=True))).priority == -3
 
@@ -374,7 +374,7 @@ def test_a_timeout_becomes_a_deadline(given: str | None, longest_s: float, withi
     headers = [] if given is None else [(b"x-request-timeout", given.encode())]
     deadline = deadline_of({"type": "http", "headers": headers}, 100.0, longest_s)
     assert deadline == (None if within is None else 100.0 + within)
-    with pytest.raises(Rejected):
+    with pytest.raises(RequestError):
         deadline_of({"type": "http", "headers": [*headers, (b"x-request-timeout", b"1")] * 2}, 100.0, longest_s)
 
 

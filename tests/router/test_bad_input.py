@@ -20,13 +20,13 @@ import pytest
 import uvicorn
 
 from cluster.cli import main
-from engine.build import HASH_LAYERS
+from engine.components import HASH_LAYERS
 from engine.hash_model import expected_tokens
-from router.api import build_app
-from router.connection import MAX_PIPELINED, Connection
-from router.order import namespace
-from router.places import Limits, Waiting
-from shared.serve import until
+from router.http.app import build_app
+from router.http.connection import MAX_PIPELINED, HttpConnection
+from router.http.limits import ConnectionLimits, IdleConnections
+from router.http.parsing import cache_namespace
+from shared.lifecycle import wait_until
 from tests.cluster.harness import DEMO_VOCABULARY, Cluster, cluster
 from tests.router.test_api import MODEL, ScriptedDispatcher
 
@@ -479,7 +479,7 @@ def test_long_texts_leave_the_router_to_others(live: Cluster) -> None:
 
 def cached(live: Cluster, key: str, prompt: list[int], **more: Any) -> int:
     """How many of the prompt's tokens came from a cache. The answer proves that all KV was of this tenant and salt."""
-    salt = namespace({ACME: "acme", OTHER: "other"}[key], more.get("cache_salt"))
+    salt = cache_namespace({ACME: "acme", OTHER: "other"}[key], more.get("cache_salt"))
     body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **more}
     with Client(live.port) as client:
         client.send(post(json.dumps(body).encode(), key=key))
@@ -527,7 +527,7 @@ async def impatient(byte_level: Any, **limits: float) -> AsyncIterator[tuple[int
     dispatcher = ScriptedDispatcher(lambda _, __: [5, 6, 2])
     app = build_app(dispatcher, byte_level, MODEL, body_timeout_s=0.3)
     times = {"head_s": 0.3, "rest_s": 0.3, "idle_s": 0.6}
-    http = partial(Connection, limits=Limits(**(times | limits)), waiting=Waiting())
+    http = partial(HttpConnection, limits=ConnectionLimits(**(times | limits)), waiting=IdleConnections())
     server = uvicorn.Server(uvicorn.Config(app, http=http, ws="none", log_level="warning", lifespan="off"))
     listener = socket.create_server(("127.0.0.1", 0))
     task = asyncio.create_task(server.serve(sockets=[listener]))
@@ -659,7 +659,7 @@ async def test_what_waits_on_a_connection_is_bounded(byte_level: Any, hangs: boo
         for _ in range(0 if hangs else 50):
             await asyncio.wait_for(reader.readuntil(b'"cached_tokens":0}}}'), 20)
         (connection,) = server.server_state.connections
-        assert await until(lambda: connection.flow.is_held, 20)
+        assert await wait_until(lambda: connection.flow.is_held, 20)
         await asyncio.sleep(0.2)
         assert MAX_PIPELINED <= len(connection.pipeline) < 500
         assert len(connection._unparsed) < 2**20
@@ -674,7 +674,7 @@ async def test_a_server_that_drains_answers_whoever_has_come(byte_level: Any) ->
         idle[1].write(ASKED)
         await asyncio.wait_for(idle[0].readuntil(b'"cached_tokens":0}}}'), 20)
         begun[1].write(ASKED[:30])
-        assert await until(lambda: sum(each._in_head for each in server.server_state.connections) == 1, 20)
+        assert await wait_until(lambda: sum(each._in_head for each in server.server_state.connections) == 1, 20)
         drain(server)
         assert await asyncio.wait_for(idle[0].read(), 20) == b"", "it was answered, and asks nothing"
         for (reader, writer), rest in ((new, ASKED), (begun, ASKED[30:])):
@@ -687,7 +687,7 @@ async def test_a_server_that_drains_answers_whoever_has_come(byte_level: Any) ->
 async def test_a_server_that_drains_waits_for_nobody_who_asks_nothing(byte_level: Any) -> None:
     async with impatient(byte_level, head_s=60.0, drain_s=0.1) as (port, _, server):
         silent = asyncio.create_task(ended(port))
-        assert await until(lambda: len(server.server_state.connections) == 1, 20)
+        assert await wait_until(lambda: len(server.server_state.connections) == 1, 20)
         drain(server)
         assert await asyncio.wait_for(silent, 20) in {b"", RESET}
 

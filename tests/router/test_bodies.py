@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_json, read_body
-from router.generation import Model
-from router.order import COMPLETION_TOKENS, take_order
-from shared.errors import Rejected
+from router.dispatch.requests import ModelCard
+from router.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_json, read_body
+from router.http.parsing import COMPLETION_TOKENS, parse_request
+from shared.errors import RequestError
 
-MODEL = Model("m", max_model_len=100, vocab_size=330, eos_ids=frozenset({2}))
+MODEL = ModelCard("m", max_model_len=100, vocab_size=330, eos_ids=frozenset({2}))
 
 
 def body_of(kind: type, **fields: object) -> bytes:
@@ -43,7 +43,7 @@ def body_of(kind: type, **fields: object) -> bytes:
     ],
 )
 def test_what_is_not_exactly_one_json_object_is_rejected(raw):
-    with pytest.raises(Rejected) as raised:
+    with pytest.raises(RequestError) as raised:
         parse_json(raw)
     assert (raised.value.status, raised.value.code) == (400, "invalid_json")
 
@@ -54,7 +54,7 @@ def test_pairs_of_surrogates_and_nul_are_text():
 
 @given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
 def test_no_bytes_do_more_than_reject(raw):
-    with contextlib.suppress(Rejected):
+    with contextlib.suppress(RequestError):
         assert isinstance(parse_json(raw), dict)
 
 
@@ -120,7 +120,7 @@ BAD = [({"max_tokens": value}, "max_tokens") for value in (0, -1, 2**31, 2**63, 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
 @pytest.mark.parametrize(("fields", "param"), BAD)
 def test_a_bad_parameter_is_rejected_by_name(kind, fields, param):
-    with pytest.raises(Rejected) as raised:
+    with pytest.raises(RequestError) as raised:
         read_body(kind, body_of(kind, **fields), "m")
     assert (raised.value.status, raised.value.param) == (400, param)
     assert len(raised.value.message) < 300
@@ -148,7 +148,7 @@ def test_a_bad_parameter_is_rejected_by_name(kind, fields, param):
     ],
 )
 def test_a_bad_prompt_is_rejected(prompt):
-    with pytest.raises(Rejected) as raised:
+    with pytest.raises(RequestError) as raised:
         read_body(CompletionBody, body_of(CompletionBody, prompt=prompt), "m")
     assert (raised.value.status, raised.value.param) == (400, "prompt")
 
@@ -165,7 +165,7 @@ def test_a_bad_prompt_is_rejected(prompt):
     ],
 )
 def test_a_bad_parameter_of_completions_is_rejected_by_name(fields, param):
-    with pytest.raises(Rejected) as raised:
+    with pytest.raises(RequestError) as raised:
         read_body(CompletionBody, body_of(CompletionBody, **fields), "m")
     assert (raised.value.status, raised.value.param) == (400, param)
 
@@ -201,7 +201,7 @@ USER = {"role": "user", "content": "x"}
     ],
 )
 def test_a_bad_parameter_of_chat_is_rejected_by_name(fields, param):
-    with pytest.raises(Rejected) as raised:
+    with pytest.raises(RequestError) as raised:
         read_body(ChatBody, body_of(ChatBody, **fields), "m")
     assert (raised.value.status, raised.value.param) == (400, param)
 
@@ -211,7 +211,7 @@ def test_a_bad_parameter_of_chat_is_rejected_by_name(fields, param):
 )
 def test_nothing_is_fetched_for_a_client(url):
     parts = [{"type": "image_url", "image_url": {"url": url}}]
-    with pytest.raises(Rejected, match="Only text parts"):
+    with pytest.raises(RequestError, match="Only text parts"):
         read_body(ChatBody, body_of(ChatBody, messages=[{"role": "user", "content": parts}]), "m")
 
 
@@ -235,7 +235,7 @@ def test_openais_harmless_fields_are_ignored():
 
 @pytest.mark.parametrize("name", ["", "other", "../../etc", "x" * 10_240, 5, ["m"]])
 def test_an_unknown_model_does_not_exist(name):
-    with pytest.raises(Rejected) as raised:
+    with pytest.raises(RequestError) as raised:
         read_body(CompletionBody, body_of(CompletionBody, model=name), "m")
     assert (raised.value.status, raised.value.code) == (404, "model_not_found")
     assert len(raised.value.message) < 120
@@ -243,25 +243,25 @@ def test_an_unknown_model_does_not_exist(name):
 
 def test_of_many_unknown_fields_the_first_is_named():
     raw = b"{" + b",".join(b'"k%d":1' % i for i in range(20_000)) + b"}"
-    with pytest.raises(Rejected, match="Unknown parameter: `k0`"):
+    with pytest.raises(RequestError, match="Unknown parameter: `k0`"):
         read_body(CompletionBody, raw, "m")
 
 
 @pytest.mark.parametrize("fields", [{}, {"prompt": "x", "messages": [USER]}, {"prompt": 5}, {"messages": []}])
 def test_tokenize_takes_a_text_or_a_conversation(fields):
-    with pytest.raises(Rejected):
+    with pytest.raises(RequestError):
         read_body(TokenizeBody, json.dumps(fields).encode(), "m")
 
 
 @pytest.mark.parametrize("tokens", ["1", [1.0], [True], None, [[1]]])
 def test_detokenize_takes_ids(tokens):
-    with pytest.raises(Rejected) as raised:
+    with pytest.raises(RequestError) as raised:
         read_body(DetokenizeBody, json.dumps({"tokens": tokens}).encode(), "m")
     assert raised.value.param == "tokens"
 
 
 async def order_of(tokenizer, kind=CompletionBody, **fields):
-    return await take_order(read_body(kind, body_of(kind, **fields), "m"), MODEL, tokenizer, "id", 0)
+    return await parse_request(read_body(kind, body_of(kind, **fields), "m"), MODEL, tokenizer, "id", 0)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ async def order_of(tokenizer, kind=CompletionBody, **fields):
     ],
 )
 async def test_what_the_model_cannot_hold_is_rejected(byte_level, fields, param):
-    with pytest.raises(Rejected) as raised:
+    with pytest.raises(RequestError) as raised:
         await order_of(byte_level, **fields)
     assert (raised.value.status, raised.value.param) == (400, param)
 
@@ -288,7 +288,7 @@ async def test_what_the_model_cannot_hold_is_rejected(byte_level, fields, param)
 async def test_the_context_is_filled_exactly_and_errors_tell_both_numbers(byte_level):
     order = await order_of(byte_level, prompt=[1] * 60, max_tokens=40)
     assert order.generations[0].max_tokens == 40
-    with pytest.raises(Rejected, match=r"100 tokens; you asked for 101: 60 in the prompt and 41"):
+    with pytest.raises(RequestError, match=r"100 tokens; you asked for 101: 60 in the prompt and 41"):
         await order_of(byte_level, prompt=[1] * 60, max_tokens=41)
     assert (await order_of(byte_level, prompt=[1] * 99)).generations[0].max_tokens == 1
 

@@ -8,19 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from router import node_memory
-from router import records as records_module
-from router.fleet_status import node_status, whole_status
-from router.handoff_queues import HandoffQueues
-from router.metrics import RequestMetrics
-from router.node_metrics import NodeMetrics
-from router.records import Records
-from router.step_ring import MEMBERS_BYTES
-from router.trace import trace_events
+from router.history import history as records_module
+from router.history import node_history as node_memory
+from router.history.chrome_trace import trace_events
+from router.history.history import RequestHistory
+from router.history.step_ring import MEMBERS_BYTES
+from router.metrics.handoff_queues import HandoffQueues
+from router.metrics.node_metrics import NodeMetrics
+from router.metrics.request_metrics import RequestMetrics
+from router.nodes.status import node_status, whole_status
 from scheduler.cost import CostModel
 from shared.clock import now_ns
-from shared.codec import decode, encode
-from shared.messages import Load, NodeInfo, Report, RequestEvent, StepRecord, pack_ids
+from shared.rpc.codec import decode, encode
+from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate, RequestEvent, StepRecord, pack_ids
 
 MS = 1_000_000
 
@@ -40,7 +40,7 @@ members = st.lists(st.integers(-2, 2**31 - 1), max_size=7).map(pack_ids) | st.bi
 steps = st.builds(StepRecord, whole, whole, whole, whole, whole, whole, words, *([whole] * 12), members=members)
 events = st.builds(RequestEvent, attempts, kinds, whole, whole, whole, whole, whole, words, words, words)
 loads = st.builds(
-    Load,
+    NodeStats,
     cost=st.lists(real, max_size=8),
     transfer=st.lists(real, max_size=3),
     sent_ns=whole,
@@ -50,25 +50,25 @@ loads = st.builds(
     steps=whole,
 )
 reports = st.builds(
-    Report, load=st.none() | loads, steps=st.lists(steps, max_size=4), events=st.lists(events, max_size=4)
+    NodeUpdate, load=st.none() | loads, steps=st.lists(steps, max_size=4), events=st.lists(events, max_size=4)
 )
 
 
 @settings(max_examples=100)
 @given(st.lists(reports, max_size=5))
-def test_nothing_that_a_node_says_breaks_the_records_or_what_is_made_of_them(said: list[Report]) -> None:
-    records = Records()
+def test_nothing_that_a_node_says_breaks_the_records_or_what_is_made_of_them(said: list[NodeUpdate]) -> None:
+    records = RequestHistory()
     node = info("decode-0")
-    rows: list[Any] = [(node, Load(), True)]
-    status: dict[str, Any] = {"nodes": [node_status(node, Load(), True)], "placements": {}, "requests": {}}
+    rows: list[Any] = [(node, NodeStats(), True)]
+    status: dict[str, Any] = {"nodes": [node_status(node, NodeStats(), True)], "placements": {}, "requests": {}}
     metrics = CollectorRegistry()
     metrics.register(NodeMetrics(lambda: rows, "m", records, lambda: status))
     records.accepted("cmpl-a", 4, 1)
     records.placed("cmpl-a-0.0.0", None, "decode-0", "r")
     for report in said:
-        records.take(node, decode(encode(report), Report))
+        records.take(node, decode(encode(report), NodeUpdate))
     start = now_ns()
-    records.take(node, Report(steps=[StepRecord(5, start, 100, num_decodes=1, members=pack_ids([3, 0, 1]))]))
+    records.take(node, NodeUpdate(steps=[StepRecord(5, start, 100, num_decodes=1, members=pack_ids([3, 0, 1]))]))
     ring = records.ring("decode-0")
     assert ring is not None
     row = ring.latest()
@@ -88,8 +88,10 @@ def test_nothing_that_a_node_says_breaks_the_records_or_what_is_made_of_them(sai
 
 
 def test_what_is_no_record_is_left_out_and_counted() -> None:
-    records = Records()
-    records.take(info("d"), Report(steps=[StepRecord(1, 2**70, 10), StepRecord(2, 10, 2**62), StepRecord(3, 20, 5)]))
+    records = RequestHistory()
+    records.take(
+        info("d"), NodeUpdate(steps=[StepRecord(1, 2**70, 10), StepRecord(2, 10, 2**62), StepRecord(3, 20, 5)])
+    )
     assert [row.number for row in records.steps("d")] == [3]
     assert records.num_malformed == 2
 
@@ -105,11 +107,11 @@ def test_a_model_of_numbers_that_no_device_has_is_none() -> None:
 # ---- many requests ---------------------------------------------------------------------------------------------------
 
 
-def sizes(records: Records) -> dict[str, int]:
+def sizes(records: RequestHistory) -> dict[str, int]:
     return {name: len(value) for name, value in vars(records).items() if hasattr(value, "__len__")}
 
 
-def serve(records: Records, number: int, num_chunks: int = 2) -> None:
+def serve(records: RequestHistory, number: int, num_chunks: int = 2) -> None:
     """One handed-off request from its acceptance to its end."""
     name, at = f"cmpl-{number}", number * 10 * MS + 10**15
     attempt = f"{name}-0.0.0"
@@ -122,12 +124,12 @@ def serve(records: Records, number: int, num_chunks: int = 2) -> None:
                    members=pack_ids([number, 16 * chunk, 16]))
         for chunk in range(num_chunks)
     ]  # fmt: skip
-    records.take(info("prefill-0"), Report(events=events, steps=chunks))
+    records.take(info("prefill-0"), NodeUpdate(events=events, steps=chunks))
     landed = [
         RequestEvent(attempt, kind, at + 4 * MS, serial=number) for kind in ("queued", "landed", "admitted", "ended")
     ]
-    records.take(info("decode-0"), Report(events=landed))
-    records.told(name, 0, 3)
+    records.take(info("decode-0"), NodeUpdate(events=landed))
+    records.output(name, 0, 3)
     records.ended(name, 0, "stop")
 
 
@@ -135,7 +137,7 @@ def test_records_are_as_large_after_many_requests_as_after_some(monkeypatch: Any
     for name, value in {"MAX_REQUESTS": 50, "MAX_TRANSFERS": 40, "MAX_ROWS": 10_000}.items():
         monkeypatch.setattr(records_module, name, value)
     monkeypatch.setattr(node_memory, "MAX_SERIALS", 60)
-    records = Records()
+    records = RequestHistory()
     observer = NodeMetrics(list, "m", records, dict)
     for number in range(300):
         serve(records, number)
@@ -148,16 +150,16 @@ def test_records_are_as_large_after_many_requests_as_after_some(monkeypatch: Any
 
 def test_requests_of_many_chunks_are_remembered_in_smaller_number(monkeypatch: Any) -> None:
     monkeypatch.setattr(records_module, "MAX_ROWS", 1000)
-    records = Records()
+    records = RequestHistory()
     for number in range(200):
         serve(records, number, num_chunks=20)
-    kept = [journey.id for journey in records.journeys()]
+    kept = [journey.id for journey in records.traces()]
     assert 15 <= len(kept) <= 25, "about 45 rows each"
     assert kept == [f"cmpl-{199 - index}" for index in range(len(kept))], "the latest"
 
 
 def test_changes_are_noted_only_for_who_asks_for_them() -> None:
-    records = Records()
+    records = RequestHistory()
     serve(records, 0)
     assert records.changed(10) == []
     records.watch(True)
@@ -170,15 +172,15 @@ def test_changes_are_noted_only_for_who_asks_for_them() -> None:
 
 def test_nodes_that_were_not_heard_for_long_are_forgotten_when_others_come() -> None:
     now = [10**15]
-    records = Records(lambda: now[0])
+    records = RequestHistory(lambda: now[0])
     for number in range(5):
-        records.take(info(f"decode-{number}"), Report(load=Load()))
+        records.take(info(f"decode-{number}"), NodeUpdate(stats=NodeStats()))
         now[0] += 3600 * 10**9
     assert records.nodes() == ["decode-4"]
 
 
 def test_the_summary_of_several_samples_is_of_the_first_ones_way() -> None:
-    records = Records()
+    records = RequestHistory()
     records.accepted("cmpl-a", 4, 2)
     records.placed("cmpl-a-0.0.0", "prefill-0", "decode-0", "disaggregated")
     records.placed("cmpl-a-0.1.0", None, "decode-0", "sibling")
@@ -218,7 +220,7 @@ def test_a_node_that_has_changed_its_role_still_ends_what_it_had() -> None:
 
 
 def test_gauges_of_a_lost_node_are_not_shown_and_its_counters_are() -> None:
-    records, rows = Records(), [(P, Load(running=5, steps=7), False)]
+    records, rows = RequestHistory(), [(P, NodeStats(running=5, steps=7), False)]
     metrics = CollectorRegistry()
     status: dict[str, Any] = {"placements": {}, "requests": {}}
     metrics.register(NodeMetrics(lambda: rows, "m", records, lambda: status))
@@ -229,11 +231,11 @@ def test_gauges_of_a_lost_node_are_not_shown_and_its_counters_are() -> None:
 
 
 def test_steps_of_one_number_take_no_more_room_than_the_last_of_them() -> None:
-    records, node = Records(), info("d")
+    records, node = RequestHistory(), info("d")
     slices = pack_ids(list(range(3 * 4096)))
     for _ in range(MEMBERS_BYTES // len(slices) + 2):
-        records.take(node, Report(steps=[StepRecord(1, 10, 5, num_decodes=4096, members=slices)]))
-    records.take(node, Report(steps=[StepRecord(2, 20, 5, num_decodes=1, members=slices[:12])]))
+        records.take(node, NodeUpdate(steps=[StepRecord(1, 10, 5, num_decodes=4096, members=slices)]))
+    records.take(node, NodeUpdate(steps=[StepRecord(2, 20, 5, num_decodes=1, members=slices[:12])]))
     ring = records.ring("d")
     assert ring is not None
     assert [len(ring.members(number) or ()) for number in (1, 2)] == [4096, 1]

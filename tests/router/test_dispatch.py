@@ -11,15 +11,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from router import dispatch as dispatch_module
-from router import link as link_module
-from router import standing
-from router.exchange import merged
-from router.generation import Generation
+from router.dispatch import dispatcher as dispatch_module
+from router.dispatch.requests import GenerationRequest
+from router.http.session import merged
+from router.nodes import connection as link_module
+from router.nodes import health as standing
 from scheduler.cost import CostModel
 from scheduler.prefix import block_hashes
-from shared.errors import Rejected, Unavailable
-from shared.messages import Delta, Load, Logprobs, Report, Sampling, pack_ids, unpack_ids
+from shared.errors import RequestError, UnavailableError
+from shared.rpc.messages import Logprobs, NodeStats, NodeUpdate, SamplingParams, TokenDelta, pack_ids, unpack_ids
 from tests.router.played import (
     ANSWER,
     PROMPT,
@@ -47,13 +47,13 @@ def test_words_of_both_nodes_in_any_order_doubled_or_late_give_the_tokens_in_ord
         here = stage()
         run = await here.submit()
         p0, d0, submit = here.attempt(0)
-        words = [(p0, token(submit.id, 0, cached_tokens=4)), (d0, Delta(submit.id, 1, landed=True))]
+        words = [(p0, token(submit.id, 0, cached_tokens=4)), (d0, TokenDelta(submit.id, 1, handed_off=True))]
         words += [(d0, delta) for delta in generated(submit.id, 1)]
         words += data.draw(st.lists(st.sampled_from(words), max_size=6))
         words = data.draw(st.permutations(words))
         first_of_decode = [node for node, _ in words].index(d0)
         late = data.draw(st.integers(first_of_decode + 1, len(words)))
-        words.insert(late, (p0, Delta(submit.id, error="handoff: it did not hear", retry=True)))
+        words.insert(late, (p0, TokenDelta(submit.id, error="handoff: it did not hear", retry=True)))
         for node, delta in words:
             node.say(delta)
             if data.draw(st.booleans()):
@@ -71,8 +71,8 @@ def test_words_of_both_nodes_in_any_order_doubled_or_late_give_the_tokens_in_ord
 async def test_a_request_over_at_its_first_token_needs_no_word_of_the_decode_node() -> None:
     here = stage()
     run = await here.submit(max_tokens=1)
-    here.p0.say(Delta("r.0.0", 0, pack_ids([5]), finish="length"))
-    here.d0.say(Delta("r.0.0", error="landing: the prefill node stopped", retry=True))
+    here.p0.say(TokenDelta("r.0.0", 0, pack_ids([5]), finish="length"))
+    here.d0.say(TokenDelta("r.0.0", error="landing: the prefill node stopped", retry=True))
     assert [(piece.tokens, piece.finish) for piece in await collect(run)] == [([5], "length")]
     here.check_over()
 
@@ -80,7 +80,7 @@ async def test_a_request_over_at_its_first_token_needs_no_word_of_the_decode_nod
 async def test_a_finish_may_come_without_tokens() -> None:
     here = stage("d0")
     run = await here.submit()
-    here.d0.say(Delta("r.0.0", 0, pack_ids([5])), Delta("r.0.0", 1, finish="stop"))
+    here.d0.say(TokenDelta("r.0.0", 0, pack_ids([5])), TokenDelta("r.0.0", 1, finish="stop"))
     assert [(piece.tokens, piece.finish) for piece in await collect(run)] == [([5], None), ([], "stop")]
     here.check_over()
 
@@ -91,7 +91,7 @@ async def test_the_prompt_is_owed_by_who_computes_it_and_its_kv_by_who_generates
     assert (here.p0.outstanding_tokens, here.p0.kv_tokens) == (len(PROMPT), 0)
     assert (here.d0.outstanding_tokens, here.d0.kv_tokens) == (0, len(PROMPT) + 10)
     here.p0.say(token("r.0.0", 0))
-    here.d0.say(Delta("r.0.0", 1, landed=True))
+    here.d0.say(TokenDelta("r.0.0", 1, handed_off=True))
     assert (here.p0.outstanding_tokens, here.d0.kv_tokens) == (0, len(PROMPT) + 10)
     await run.close()
     here.check_over()
@@ -137,7 +137,7 @@ class Play:
         is_first = self.told == self.base
         if act == "land" and not self.landed:
             self.landed = True
-            d.say(Delta(submit.id, landed=True))
+            d.say(TokenDelta(submit.id, handed_off=True))
         elif act == "token" and (is_first or self.landed) and not (is_first and p in self.gone):
             (p if is_first else d).say(token(submit.id, self.told))
             self.told += 1
@@ -151,7 +151,7 @@ class Play:
             self.gone.append(who)
             self.out.add(who.info.id)
         else:
-            who.say(Delta(submit.id, error="handoff: no" if how == "handoff" else "no", retry=True))
+            who.say(TokenDelta(submit.id, error="handoff: no" if how == "handoff" else "no", retry=True))
         await turns()
         if who is not d and self.landed and (self.told > self.base or how != "lost"):
             return  # it is not needed any more
@@ -200,9 +200,9 @@ async def test_a_request_is_given_up_after_its_last_attempt() -> None:
     here = stage("p0 d0", max_attempts=2)
     run = await here.submit()
     for number in range(2):
-        here.attempt(number)[0].say(Delta(f"r.0.{number}", error="handoff: no", retry=True))
+        here.attempt(number)[0].say(TokenDelta(f"r.0.{number}", error="handoff: no", retry=True))
         await turns()
-    with pytest.raises(Unavailable, match="after 2 attempts") as caught:
+    with pytest.raises(UnavailableError, match="after 2 attempts") as caught:
         await collect(run)
     assert caught.value.status == 503
     assert (here.counts()["failed"], len(here.sent())) == (1, 2)
@@ -214,7 +214,7 @@ async def test_a_first_token_that_was_lost_with_the_prefill_node_is_generated_an
     here = stage("p0 p1 d0 d1")
     run = await here.submit()
     p, d, submit = here.attempt(0)
-    d.say(Delta(submit.id, landed=True), *generated(submit.id, 1)[:2])
+    d.say(TokenDelta(submit.id, handed_off=True), *generated(submit.id, 1)[:2])
     p.die()
     d.say(*generated(submit.id, 3))
     await turns()
@@ -227,11 +227,11 @@ async def test_a_first_token_that_was_lost_with_the_prefill_node_is_generated_an
 
 async def test_a_decode_node_that_the_prefill_node_cannot_reach_is_avoided() -> None:
     here = stage("p0 p1 d0 d1")
-    here.d1.load.blocks_owned = 600  # so that placement would take d0 again
+    here.d1.stats.blocks_owned = 600  # so that placement would take d0 again
     run = await here.submit()
     p, d, submit = here.attempt(0)
     assert d is here.d0
-    p.say(Delta(submit.id, error="handoff: /baton.Decode/Reserve: no answer", retry=True))
+    p.say(TokenDelta(submit.id, error="handoff: /baton.Decode/Reserve: no answer", retry=True))
     await turns()
     assert here.attempt(1)[1] is here.d1
     await run.close()
@@ -242,8 +242,8 @@ async def test_a_decode_node_that_the_prefill_node_cannot_reach_is_avoided() -> 
 async def test_a_model_that_fails_on_a_request_is_a_server_error_and_not_tried_elsewhere(reason: str) -> None:
     here = stage("p0 d0 d1")
     run = await here.submit()
-    here.p0.say(Delta("r.0.0", error=reason))
-    with pytest.raises(Unavailable, match=reason) as caught:
+    here.p0.say(TokenDelta("r.0.0", error=reason))
+    with pytest.raises(UnavailableError, match=reason) as caught:
         await collect(run)
     assert (caught.value.status, len(here.sent())) == (500, 1)
     here.check_over()
@@ -253,10 +253,10 @@ async def test_what_a_node_finds_wrong_with_a_request_is_the_clients_error() -> 
     here = stage()
     run = await here.submit(n=2)
     here.p0.say(token("r.0.0", 0))
-    here.d0.say(Delta("r.0.0", 1, landed=True))
+    here.d0.say(TokenDelta("r.0.0", 1, handed_off=True))
     await turns()
-    here.d0.say(Delta("r.1.0", error="beyond the vocabulary"))
-    with pytest.raises(Rejected, match="beyond the vocabulary"):
+    here.d0.say(TokenDelta("r.1.0", error="beyond the vocabulary"))
+    with pytest.raises(RequestError, match="beyond the vocabulary"):
         await collect(run)
     assert "r.0.0" in here.d0.aborts, "its other samples are over too"
     assert (here.counts()["failed"], here.counts()["cancelled"]) == (1, 1)
@@ -270,8 +270,8 @@ async def test_who_finds_no_node_is_told_so_and_under_way_one_is_waited_for(monk
     here.d0.say(*[token("r.0.0", position) for position in range(3)])
     here.d0.die()
     await turns()
-    with pytest.raises(Unavailable, match="No node"):
-        await here.dispatch.submit(Generation("late", PROMPT, 4, Sampling()))
+    with pytest.raises(UnavailableError, match="No node"):
+        await here.dispatch.submit(GenerationRequest("late", PROMPT, 4, SamplingParams()))
     assert not here.dispatch.ready()
     here.d0.revive()
     await turns()
@@ -285,7 +285,7 @@ async def test_a_request_under_way_does_not_wait_for_a_node_for_ever(monkeypatch
     here = stage("d0")
     run = await here.submit()
     here.d0.die()
-    with pytest.raises(Unavailable, match="No node"):
+    with pytest.raises(UnavailableError, match="No node"):
         await collect(run)
     assert here.counts()["failed"] == 1
     here.check_over()
@@ -303,7 +303,7 @@ async def test_prompt_logprobs_are_told_once_whole_though_an_attempt_failed_midw
     for number, count in ((0, chunks_before), (1, 2)):
         p, _, submit = here.attempt(number)
         assert submit.sampling.prompt_logprobs == 1
-        p.say(*[Delta(submit.id, prompt_logprobs=chunk) for chunk in chunks[:count]])
+        p.say(*[TokenDelta(submit.id, prompt_logprobs=chunk) for chunk in chunks[:count]])
         if number == 0:
             p.die()
             await turns()
@@ -314,7 +314,7 @@ async def test_prompt_logprobs_are_told_once_whole_though_an_attempt_failed_midw
     p, _, submit = here.attempt(2)
     assert submit.sampling.prompt_logprobs is None, "they were told with the first token"
     p.say(token(submit.id, 1))
-    here.d0.say(Delta(submit.id, prompt_logprobs=chunks[0]))  # it was preempted, and computes the prompt anew
+    here.d0.say(TokenDelta(submit.id, prompt_logprobs=chunks[0]))  # it was preempted, and computes the prompt anew
     here.d0.say(*generated(submit.id, 2))
     pieces = await collect(run)
     assert tokens_of(pieces) == ANSWER
@@ -327,7 +327,7 @@ async def test_a_prefill_node_that_dies_before_its_first_token_was_read_is_not_w
     here = stage()
     run = await here.submit()
     p, d, submit = here.attempt(0)
-    d.say(Delta(submit.id, landed=True), *generated(submit.id, 1))
+    d.say(TokenDelta(submit.id, handed_off=True), *generated(submit.id, 1))
     p.die()
     await turns()
     _, _, submit = here.attempt(1)
@@ -340,7 +340,7 @@ async def test_after_a_failed_handoff_its_two_nodes_are_not_tried_as_such_again(
     here = stage()
     run = await here.submit()
     p, d, submit = here.attempt(0)
-    p.say(Delta(submit.id, error="handoff: no common KV channel", retry=True))
+    p.say(TokenDelta(submit.id, error="handoff: no common KV channel", retry=True))
     await turns()
     computes, generates, submit = here.attempt(1)
     assert (computes, generates) == (d, d), "the decode node alone needs no handoff"
@@ -360,7 +360,7 @@ async def test_further_samples_start_when_the_first_is_home_and_go_there_alone()
     p0.say(token("r.0.0", 0))
     await turns()
     assert len(here.sent()) == 1, "the prompt's KV is not at the decode node yet"
-    home.say(Delta("r.0.0", 1, landed=True))
+    home.say(TokenDelta("r.0.0", 1, handed_off=True))
     await turns()
     siblings = [here.attempt(0, sample) for sample in (1, 2)]
     for node, _, submit in siblings:
@@ -379,7 +379,7 @@ async def test_a_sample_retried_keeps_its_seed_and_siblings_of_a_dead_home_go_el
     run = await here.submit(n=2, seed=7)
     _, home, first = here.attempt(0)
     here.p0.say(token("r.0.0", 0))
-    home.say(Delta("r.0.0", 1, landed=True))
+    home.say(TokenDelta("r.0.0", 1, handed_off=True))
     await turns()
     home.die()
     await turns()
@@ -418,7 +418,7 @@ async def test_closing_ends_every_sample_on_every_node_that_was_named(landed: bo
     run = await here.submit(n=2)
     if landed:
         here.p0.say(token("r.0.0", 0))
-        here.d0.say(Delta("r.0.0", 1, landed=True))
+        here.d0.say(TokenDelta("r.0.0", 1, handed_off=True))
         await turns()
     await run.close()
     await run.close()
@@ -430,7 +430,7 @@ async def test_closing_ends_every_sample_on_every_node_that_was_named(landed: bo
 
 async def test_a_sample_that_its_home_refuses_is_tried_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The home began to drain; the router's view of it is a heartbeat old."""
-    monkeypatch.setattr("router.dispatch.RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr("router.dispatch.dispatcher.RETRY_PAUSE_S", 0.0)
     here = stage("d0 d1")
     run = await here.submit(n=2)
     home, _, _ = here.attempt(0)
@@ -440,7 +440,7 @@ async def test_a_sample_that_its_home_refuses_is_tried_elsewhere(monkeypatch: py
         at, _, submit = here.attempt(number, 1)
         if at is not home:
             break
-        at.say(Delta(submit.id, error="this node is draining", retry=True))
+        at.say(TokenDelta(submit.id, error="this node is draining", retry=True))
         await turns()
     assert at is not home
     await run.close()
@@ -448,11 +448,11 @@ async def test_a_sample_that_its_home_refuses_is_tried_elsewhere(monkeypatch: py
 
 @pytest.mark.parametrize("how", ["cancel", "close"])
 async def test_what_is_cancelled_before_it_began_ends_too(how: str) -> None:
-    from router.generation import Generation
-    from shared.messages import Sampling
+    from router.dispatch.requests import GenerationRequest
+    from shared.rpc.messages import SamplingParams
 
     here = stage()
-    run = await here.dispatch.submit(Generation("r", PROMPT, 4, Sampling()))
+    run = await here.dispatch.submit(GenerationRequest("r", PROMPT, 4, SamplingParams()))
     if how == "cancel":
         run.cancel(0)
     else:
@@ -469,7 +469,7 @@ QUICK = CostModel(overhead=0.001, per_token=1e-5)
 def learn(here: Stage, **costs: CostModel) -> None:
     for name, cost in costs.items():
         # Enough prompt tokens to know what they cost.
-        here.nodes[name]._take(Report(load=Load(cost=cost.packed(), prompt_tokens=100_000)))
+        here.nodes[name]._process(NodeUpdate(stats=NodeStats(cost=cost.packed(), prompt_tokens=100_000)))
 
 
 @pytest.mark.parametrize("mode", ["auto", "always", "never"])
@@ -495,7 +495,7 @@ async def test_a_prompt_goes_where_the_mode_or_the_prediction_says_and_fails_ove
     computes, generates, submit = here.attempt(1)
     assert here.records.moves == [("r.0.0", here.records.moves[0][1])]
     (computes if computes is not generates else generates).say(token(submit.id, 0))
-    generates.say(Delta(submit.id, landed=True), *generated(submit.id, 1))
+    generates.say(TokenDelta(submit.id, handed_off=True), *generated(submit.id, 1))
     assert tokens_of(await collect(run)) == ANSWER
     here.check_over()
 
@@ -506,7 +506,7 @@ async def test_a_request_whose_first_token_would_be_late_is_refused_and_one_unde
     p, d, submit = here.attempt(0)
     p.say(token(submit.id, 0))
     learn(here, p0=CostModel(overhead=4.0), p1=CostModel(overhead=4.0), d0=QUICK)
-    with pytest.raises(Unavailable, match="predicted in 4000 ms, later than the 1500 ms") as caught:
+    with pytest.raises(UnavailableError, match="predicted in 4000 ms, later than the 1500 ms") as caught:
         await collect(await here.submit())
     assert (caught.value.status, caught.value.retry_after_s) == (429, pytest.approx(2.5))
     assert here.counts()["refused"] == 1
@@ -514,7 +514,7 @@ async def test_a_request_whose_first_token_would_be_late_is_refused_and_one_unde
     await turns()
     p, d, submit = here.attempt(1)
     p.say(token(submit.id, 1))
-    d.say(Delta(submit.id, landed=True), *generated(submit.id, 2))
+    d.say(TokenDelta(submit.id, handed_off=True), *generated(submit.id, 2))
     assert tokens_of(await collect(run)) == ANSWER
     learn(here, p0=SLOW, p1=SLOW)
     await (await here.submit()).close()
@@ -527,7 +527,7 @@ async def test_an_outstanding_prompt_makes_the_next_one_late() -> None:
     here = stage("p0 d0", disaggregate="always", ttft_slo_s=1.5)
     learn(here, p0=SLOW, d0=QUICK)
     first = await here.submit()
-    with pytest.raises(Unavailable, match="predicted in 2000 ms"):
+    with pytest.raises(UnavailableError, match="predicted in 2000 ms"):
         await collect(await here.submit())
     await first.close()
     await (await here.submit()).close()
@@ -538,14 +538,14 @@ async def test_a_node_taken_for_too_slow_is_measured_again_after_a_while(monkeyp
     monkeypatch.setattr(link_module, "STALE_S", 1e9)  # longer than this machine may stall
     here = stage("p0 d0", disaggregate="auto", ttft_slo_s=1.5)
     learn(here, p0=CostModel(overhead=90.0), d0=CostModel(overhead=80.0))
-    with pytest.raises(Unavailable, match="predicted in 80000 ms"):
+    with pytest.raises(UnavailableError, match="predicted in 80000 ms"):
         await collect(await here.submit())
     for node in here.nodes.values():
-        node._ran_at -= 2e9
+        node._last_active -= 2e9
     run = await here.submit()
     computes, generates, _ = here.attempt(0)
     assert (computes, generates) == (here.p0, here.d0), "the prefill node too, which is predicted to be slower"
-    with pytest.raises(Unavailable, match="predicted in 80000 ms"):
+    with pytest.raises(UnavailableError, match="predicted in 80000 ms"):
         await collect(await here.submit())
     await run.close()
     assert here.dispatch.status()["placements"] == {"stale_model": 1}
@@ -558,7 +558,7 @@ async def test_only_what_is_decoded_counts_as_decodes() -> None:
     p, d, submit = here.attempt(0)
     assert (d.view().running, d.view().num_decodes) == (1, 0), "its prompt is still computed"
     p.say(token(submit.id, 0))
-    d.say(Delta(submit.id, landed=True))
+    d.say(TokenDelta(submit.id, handed_off=True))
     assert (d.view().running, d.view().num_decodes) == (1, 1)
     await run.close()
     here.check_over()
@@ -570,7 +570,7 @@ async def test_a_request_that_nodes_move_on_with_progress_is_not_given_up_for_it
     last = len(ANSWER) - 1
     for number in range(last):
         _, d, submit = here.attempt(number)
-        d.say(token(submit.id, number), Delta(submit.id, error="becomes a prefill node", retry=True))
+        d.say(token(submit.id, number), TokenDelta(submit.id, error="becomes a prefill node", retry=True))
         await turns()
     assert here.counts()["moved"] == last
     _, d, submit = here.attempt(last)
@@ -582,10 +582,12 @@ async def test_a_request_that_nodes_move_on_with_progress_is_not_given_up_for_it
 async def test_one_prompt_that_is_refused_ends_what_was_begun_of_the_others() -> None:
     here = stage("p0 d0", disaggregate="always", ttft_slo_s=1.5)
     learn(here, p0=SLOW, d0=QUICK)
-    sampling = Sampling(temperature=0.0)
-    runs = [await here.dispatch.submit(Generation(f"r-{number}", list(PROMPT), 7, sampling)) for number in range(2)]
+    sampling = SamplingParams(temperature=0.0)
+    runs = [
+        await here.dispatch.submit(GenerationRequest(f"r-{number}", list(PROMPT), 7, sampling)) for number in range(2)
+    ]
     pieces = merged(runs)
-    with pytest.raises(Unavailable, match="predicted in 2000 ms"):
+    with pytest.raises(UnavailableError, match="predicted in 2000 ms"):
         await anext(pieces)
     for run in runs:
         await run.close()
@@ -626,21 +628,21 @@ async def test_a_node_that_stays_away_is_news_once_however_often_it_is_dialled()
     here.p0.die()
     await turns()
     assert news.done()
-    usable = here.fleet.usable()
+    usable = here.fleet.routable()
     news = asyncio.ensure_future(here.fleet.change())
     await turns()
     for _ in range(3):
         here.p0.die()
     await turns()
     assert not news.done(), "each time, the prefix index would be walked whole"
-    assert here.fleet.usable() is usable
+    assert here.fleet.routable() is usable
     news.cancel()
 
 
 async def test_in_a_large_fleet_a_prefill_node_hands_over_only_to_the_node_in_whose_pool_it_computes() -> None:
     here = stage(" ".join(f"{role}{number}" for role in "pd" for number in range(40)))
     for number in range(40):
-        here.nodes[f"p{number}"].info = replace(here.nodes[f"p{number}"].info, pool_of=f"d{number}")
+        here.nodes[f"p{number}"].info = replace(here.nodes[f"p{number}"].info, shared_pool_owner=f"d{number}")
     for number in range(50):
         proposal = here.fleet.place(f"r{number}", array("i", PROMPT), b"", (), "always")
         assert proposal is not None

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router import dispatch as dispatch_module
-from router import fleet as fleet_module
-from router.failover import BURST_S, MAX_RETRY_WAIT_S, RETRIES_PER_S, RETRY_SHARE, RetryBudget
-from router.standing import EJECT_S, MAX_EJECT_S, MAX_FAILURES, Standing
-from shared.errors import Rejected, Unavailable
-from shared.messages import Delta
+from router.dispatch import dispatcher as dispatch_module
+from router.dispatch.failover import BURST_S, MAX_RETRY_WAIT_S, RETRIES_PER_S, RETRY_SHARE, RetryBudget
+from router.nodes import pool as fleet_module
+from router.nodes.health import EJECT_S, MAX_EJECT_S, MAX_FAILURES, OutlierDetector
+from shared.errors import RequestError, UnavailableError
+from shared.rpc.messages import TokenDelta
 from tests.cluster.harness import cluster, expected, wait_for
 from tests.router.played import ANSWER, Stage, collect, generated, no_pauses, stage, token, tokens_of, turns
 
@@ -31,13 +31,13 @@ async def test_when_the_decode_node_dies_the_prompt_goes_back_to_the_node_that_h
     other = here.p1 if p is here.p0 else here.p0
     p.outstanding_tokens += 5000  # so that placement alone would take the other one
     p.say(token(submit.id, 0))
-    d.say(Delta(submit.id, 1, landed=True), token(submit.id, 1))
+    d.say(TokenDelta(submit.id, 1, handed_off=True), token(submit.id, 1))
     d.die()
     await turns()
     again, elsewhere, submit = here.attempt(1)
     assert (again, elsewhere is d, other.submits) == (p, False, [])
     p.say(token(submit.id, 2))
-    elsewhere.say(Delta(submit.id, 3, landed=True), *generated(submit.id, 3))
+    elsewhere.say(TokenDelta(submit.id, 3, handed_off=True), *generated(submit.id, 3))
     assert tokens_of(await collect(run)) == ANSWER
     p.outstanding_tokens -= 5000
     here.check_over()
@@ -53,9 +53,9 @@ async def test_the_news_of_who_died_may_come_after_the_failed_handoff(
     run = await here.submit()
     p, d, submit = here.attempt(0)
     if victim == "decode":
-        p.say(Delta(submit.id, error="handoff: /baton.Decode/Commit: Connection lost", retry=True))
+        p.say(TokenDelta(submit.id, error="handoff: /baton.Decode/Commit: Connection lost", retry=True))
     else:
-        d.say(Delta(submit.id, error="landing: the prefill node is gone", retry=True))
+        d.say(TokenDelta(submit.id, error="landing: the prefill node is gone", retry=True))
     await turns()
     assert len(here.sent()) == 1, "it waits for the news"
     (d if victim == "decode" else p).die()
@@ -80,7 +80,7 @@ async def test_a_handoff_that_fails_between_two_living_nodes_is_tried_with_anoth
     for number in range(3):
         p, d, submit = here.attempt(number)
         pairs.append((p.info.id, d.info.id))
-        p.say(Delta(submit.id, error="handoff: checksums differ", retry=True))
+        p.say(TokenDelta(submit.id, error="handoff: checksums differ", retry=True))
         await turns()
     first, second, third = pairs
     assert first[0] == second[0] != third[0], "the blocks are there, until the node itself is the likelier cause"
@@ -111,7 +111,7 @@ async def killed(here: Stage, said: list[int], dies: Any) -> Any:
 async def test_a_request_under_which_two_nodes_died_is_not_tried_again(said: list[int]) -> None:
     here = stage("d0 d1 d2 d3", max_attempts=9)
     run = await killed(here, said, lambda d: d.die())
-    with pytest.raises(Rejected, match="2 nodes died") as caught:
+    with pytest.raises(RequestError, match="2 nodes died") as caught:
         await collect(run)
     assert (caught.value.code, caught.value.status) == ("poison", 422)
     assert len(here.sent()) == len(said)
@@ -175,7 +175,7 @@ def test_retries_are_never_more_than_a_tenth_of_the_requests_and_three_a_second(
             continue
         try:
             retries.append(now + budget.take(now))
-        except Unavailable as refused:
+        except UnavailableError as refused:
             refusals.append(refused.retry_after_s)
     assert all(wait_s > MAX_RETRY_WAIT_S for wait_s in refusals)
     for number, at in enumerate(sorted(retries), 1):
@@ -192,7 +192,7 @@ def test_a_budget_that_is_spent_makes_retries_wait_and_comes_back() -> None:
     assert budget.take(100.0) == 0.0
     waits = [budget.take(100.0) for _ in range(int(RETRIES_PER_S * (BURST_S + MAX_RETRY_WAIT_S)) - 1)]
     assert waits == sorted(waits)
-    with pytest.raises(Unavailable, match="Too many requests fail"):
+    with pytest.raises(UnavailableError, match="Too many requests fail"):
         budget.take(100.0)
 
 
@@ -212,7 +212,7 @@ async def test_handoffs_that_fail_for_all_requests_at_once_are_paced_and_deaths_
     runs = [await here.submit(name=f"r{number}") for number in range(40)]
     monkeypatch.setattr(dispatch_module.asyncio, "sleep", slept)
     for number in range(40):
-        here.p0.say(Delta(f"r{number}.0.0", error="handoff: no", retry=True))
+        here.p0.say(TokenDelta(f"r{number}.0.0", error="handoff: no", retry=True))
     for _ in range(20):
         await sleep(0.001)
     assert here.counts()["retried"] == 40
@@ -234,52 +234,52 @@ async def test_handoffs_that_fail_for_all_requests_at_once_are_paced_and_deaths_
 def test_a_node_that_flaps_is_left_out_for_longer_and_longer_and_forgiven_in_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.standing.EJECT_S", EJECT_S)  # not as in the tests of placement
-    monkeypatch.setattr("router.standing.MAX_EJECT_S", MAX_EJECT_S)
-    standing, now, times = Standing(), 0.0, []
+    monkeypatch.setattr("router.nodes.health.EJECT_S", EJECT_S)  # not as in the tests of placement
+    monkeypatch.setattr("router.nodes.health.MAX_EJECT_S", MAX_EJECT_S)
+    standing, now, times = OutlierDetector(), 0.0, []
     for _ in range(9):
         standing.died(now)
-        times.append(standing.until - now)
-        assert standing.is_out(now)
-        now = standing.until + 5.0
-        assert not standing.is_out(now)
+        times.append(standing.ejected_until - now)
+        assert standing.is_ejected(now)
+        now = standing.ejected_until + 5.0
+        assert not standing.is_ejected(now)
     assert times == [min(MAX_EJECT_S, EJECT_S * 2**number) for number in range(9)]
     now += 61.0
     assert standing.is_forgotten(now)
     standing.died(now)
-    assert standing.until - now == EJECT_S
+    assert standing.ejected_until - now == EJECT_S
 
 
 def test_failures_in_a_row_count_as_a_death_and_one_success_forgives_them() -> None:
-    standing = Standing()
+    standing = OutlierDetector()
     for number in range(MAX_FAILURES - 1):
         assert not standing.failed(float(number))
-    standing.served()
+    standing.succeeded()
     assert not standing.failed(4.0)
     assert not any(standing.failed(20.0 * number) for number in range(1, 9)), "too far apart"
     assert not standing.is_forgotten(200.0)
     assert standing.is_forgotten(221.0), "also one whose last word was a failure"
-    fresh = Standing()
+    fresh = OutlierDetector()
     assert [fresh.failed(0.1 * number) for number in range(MAX_FAILURES)] == [False] * (MAX_FAILURES - 1) + [True]
-    assert fresh.is_out(1.0)
+    assert fresh.is_ejected(1.0)
     assert not fresh.failed(1.5), "they are counted anew"
 
 
 async def test_a_node_that_died_gets_nothing_for_a_while_and_the_last_one_always(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.standing.EJECT_S", 0.2)
+    monkeypatch.setattr("router.nodes.health.EJECT_S", 0.2)
     here = stage("d0 d1")
     here.d0.die()
     here.d0.revive()
     await turns()
-    assert here.fleet.usable()[1] == [here.d1]
+    assert here.fleet.routable()[1] == [here.d1]
     here.d1.die()
-    assert here.fleet.usable()[1] == [here.d0], "it is the last one"
+    assert here.fleet.routable()[1] == [here.d0], "it is the last one"
     here.d1.revive()
-    assert sorted(link.info.id for link in here.fleet.usable()[1]) == ["d0", "d1"], "or both are out"
+    assert sorted(link.info.id for link in here.fleet.routable()[1]) == ["d0", "d1"], "or both are out"
     await asyncio.sleep(0.25)
-    assert len(here.fleet.usable()[1]) == 2
+    assert len(here.fleet.routable()[1]) == 2
 
 
 async def test_a_node_that_comes_back_is_given_little_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +290,7 @@ async def test_a_node_that_comes_back_is_given_little_at_first(monkeypatch: pyte
         node.alive_since = 1.0
     d1 = here.d1
     d1.alive_since = now[0]
-    here.fleet._link_changed(d1)
+    here.fleet._connection_changed(d1)
     runs = []
     for number in range(6):
         here.d0.kv_tokens = 3000  # so that placement alone would take the one that has returned
@@ -350,7 +350,7 @@ def test_a_decode_node_that_dies_or_freezes_is_noticed_in_time_and_its_prompt_is
 async def test_a_cluster_that_is_busy_everywhere_is_not_asked_again_without_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.failover.MAX_RETRY_WAIT_S", 0.0)
+    monkeypatch.setattr("router.dispatch.failover.MAX_RETRY_WAIT_S", 0.0)
     here = stage("d0 d1", max_attempts=9)
     for node in here.nodes.values():
         node.info.max_num_seqs = node.info.num_blocks = 1000
@@ -359,11 +359,11 @@ async def test_a_cluster_that_is_busy_everywhere_is_not_asked_again_without_end(
     while len(here.sent()) > num_sent:
         num_sent = len(here.sent())
         for name, submit in here.sent():
-            here.nodes[name].say(Delta(submit.id, error="this node has 8192 requests: no more fit", retry=True))
+            here.nodes[name].say(TokenDelta(submit.id, error="this node has 8192 requests: no more fit", retry=True))
         await turns()
     assert 40 + 30 <= num_sent <= 40 + 45, "each once, and what the budget allows"
     for run in runs:
-        with pytest.raises(Unavailable, match="fail on the nodes at once"):
+        with pytest.raises(UnavailableError, match="fail on the nodes at once"):
             await collect(run)
-    assert not any(standing.times for standing in here.fleet._standings.values()), "to be busy is no failure"
+    assert not any(standing.times for standing in here.fleet._detectors.values()), "to be busy is no failure"
     here.check_over()

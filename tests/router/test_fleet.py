@@ -11,19 +11,27 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-import router.link as link_of_router
-from router.admin import Admin
-from router.dispatch import Dispatch, Rules
-from router.fleet import Fleet
-from router.generation import Generation
-from router.link import Link
-from router.records import Records
+import router.nodes.connection as link_of_router
+from router.dispatch.dispatcher import Dispatcher, DispatchRules
+from router.dispatch.requests import GenerationRequest
+from router.history.history import RequestHistory
+from router.http.admin import Admin
+from router.nodes.connection import NodeConnection
+from router.nodes.pool import NodePool
 from scheduler.cost import CostModel
-from shared import grpc_connection
-from shared.errors import Rejected, Unavailable
-from shared.messages import Command, Delta, Load, NodeInfo, Report, Sampling, Submit
-from shared.serve import until
-from shared.services import ATTACH, RpcServer
+from shared.errors import RequestError, UnavailableError
+from shared.lifecycle import wait_until
+from shared.rpc import connection as grpc_connection
+from shared.rpc.messages import (
+    NodeInfo,
+    NodeStats,
+    NodeUpdate,
+    RouterCommand,
+    SamplingParams,
+    SubmitRequest,
+    TokenDelta,
+)
+from shared.rpc.methods import ATTACH, RpcServer
 from tests.chaos.proxy import PARTITION, Relays
 
 PATIENCE_S = 0.4
@@ -58,9 +66,9 @@ class Played:
     """A node that reports its load every 20 ms, until it is made silent or its stream is ended."""
 
     def __init__(self) -> None:
-        self.load = Load()
+        self.load = NodeStats()
         self.is_silent = False
-        self.heard: list[Command] = []
+        self.heard: list[RouterCommand] = []
         self.num_streams = 0
         self.num_open = 0
         self._stream: Any = None
@@ -82,28 +90,28 @@ class Played:
     async def _beat(self, stream: Any) -> None:
         while True:
             if not self.is_silent:
-                await stream.send_message(Report([], self.load))
+                await stream.send_message(NodeUpdate([], self.load))
             await asyncio.sleep(0.02)
 
     async def _listen(self, stream: Any) -> None:
         async for command in stream:
             self.heard.append(command)
 
-    async def say(self, *deltas: Delta) -> None:
-        await self._stream.send_message(Report(list(deltas)))
+    async def say(self, *deltas: TokenDelta) -> None:
+        await self._stream.send_message(NodeUpdate(list(deltas)))
 
     def end_stream(self) -> None:
         self._end.set()
 
 
-class Kept(Records):
+class Kept(RequestHistory):
     """Records that keep who reported."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.reports: list[tuple[str, Report]] = []
+        self.reports: list[tuple[str, NodeUpdate]] = []
 
-    def take(self, info: NodeInfo, report: Report) -> None:
+    def take(self, info: NodeInfo, report: NodeUpdate) -> None:
         self.reports.append((info.id, report))
 
 
@@ -111,19 +119,19 @@ class Kept(Records):
 class Heard:
     """A listener that keeps what it is told."""
 
-    deltas: list[Delta] = field(default_factory=list)
-    losses: list[Link] = field(default_factory=list)
+    deltas: list[TokenDelta] = field(default_factory=list)
+    losses: list[NodeConnection] = field(default_factory=list)
 
-    def delta(self, _: Link, delta: Delta) -> None:
+    def delta(self, _: NodeConnection, delta: TokenDelta) -> None:
         self.deltas.append(delta)
 
-    def lost(self, link: Link) -> None:
+    def lost(self, link: NodeConnection) -> None:
         self.losses.append(link)
 
 
 @dataclass
 class Stage:
-    fleet: Fleet
+    fleet: NodePool
     listing: Listing
     nodes: dict[str, Played]
     records: "Kept"
@@ -132,10 +140,10 @@ class Stage:
         def are_alive() -> bool:
             return {info.id for info, _, alive in self.fleet.nodes() if alive} == set(names)
 
-        assert await until(are_alive, 5.0), self.fleet.nodes()
+        assert await wait_until(are_alive, 5.0), self.fleet.nodes()
 
     def usable(self) -> tuple[list[str], list[str]]:
-        prefill, decode = self.fleet.usable()
+        prefill, decode = self.fleet.routable()
         return sorted(link.info.id for link in prefill), sorted(link.info.id for link in decode)
 
 
@@ -146,7 +154,7 @@ async def stage(
     """Nodes by name, p… and d…, each with its fingerprint. At the default timeout nobody is lost for silence."""
     records = Kept()
     listing, nodes, servers = Listing(), {name: Played() for name in names.split()}, []
-    fleet = Fleet("router", listing, mode, timeout_s, records)
+    fleet = NodePool("router", listing, mode, timeout_s, records)
     await fleet.start()
     for name, node in nodes.items():
         servers.append(RpcServer({ATTACH: node.attach}))
@@ -163,13 +171,13 @@ async def stage(
             await server.close()
 
 
-def submit(identity: str) -> Submit:
-    return Submit(identity, "router", b"\1\0\0\0", 1, 4, Sampling())
+def submit(identity: str) -> SubmitRequest:
+    return SubmitRequest(identity, "router", b"\1\0\0\0", 1, 4, SamplingParams())
 
 
 async def test_a_silent_node_is_lost_after_the_timeout_and_comes_back_when_it_speaks() -> None:
     async with stage("p0 d0", timeout_s=PATIENCE_S) as here:
-        link, listener = here.fleet.link("d0"), Heard()
+        link, listener = here.fleet.connection("d0"), Heard()
         link.submit(submit("r"), listener)
         link.kv_tokens = link.outstanding_tokens = 5
         here.nodes["d0"].is_silent = True
@@ -178,7 +186,7 @@ async def test_a_silent_node_is_lost_after_the_timeout_and_comes_back_when_it_sp
         assert (link.listeners, link.kv_tokens, link.outstanding_tokens) == ({}, 0, 0)
         here.nodes["d0"].is_silent = False
         await here.alive("p0", "d0")
-        assert here.fleet.link("d0") is link
+        assert here.fleet.connection("d0") is link
 
 
 async def test_a_node_that_answers_no_ping_fell_silent_and_did_not_crash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,74 +196,74 @@ async def test_a_node_that_answers_no_ping_fell_silent_and_did_not_crash(monkeyp
     monkeypatch.setattr(link_of_router, "PING_S", 30.0)  # so that answers are awaited for no longer
     with Relays() as relays:
         async with stage("p0 d0") as here:
-            port = int(here.fleet.link("d0").info.address.split(":")[1])
+            port = int(here.fleet.connection("d0").info.address.split(":")[1])
             relay = relays.between("127.0.0.2", port)
-            here.listing.put(replace(here.fleet.link("d0").info, id="d1", address=f"127.0.0.2:{port}"))
+            here.listing.put(replace(here.fleet.connection("d0").info, id="d1", address=f"127.0.0.2:{port}"))
             await here.alive("p0", "d0", "d1")
-            link, listener = here.fleet.link("d1"), Heard()
+            link, listener = here.fleet.connection("d1"), Heard()
             link.submit(submit("r"), listener)
             relay.harm = PARTITION
-            assert await until(lambda: listener.losses == [link], 5.0)
+            assert await wait_until(lambda: listener.losses == [link], 5.0)
             assert not link.has_crashed
 
 
 async def test_a_router_that_stood_still_itself_loses_nobody_for_it() -> None:
     async with stage("p0 d0", timeout_s=PATIENCE_S) as here:
-        link, listener = here.fleet.link("d0"), Heard()
+        link, listener = here.fleet.connection("d0"), Heard()
         link.submit(submit("r"), listener)
         time.sleep(3 * PATIENCE_S)  # noqa: ASYNC251 - the whole process stands still
         await asyncio.sleep(PATIENCE_S / 4)
-        assert (listener.losses, link.alive) == ([], True)
+        assert (listener.losses, link.is_alive) == ([], True)
 
 
 async def test_a_node_whose_stream_ends_is_lost_at_once_and_dialled_again() -> None:
     async with stage("d0") as here:
-        link, listener, node = here.fleet.link("d0"), Heard(), here.nodes["d0"]
+        link, listener, node = here.fleet.connection("d0"), Heard(), here.nodes["d0"]
         link.submit(submit("r"), listener)
-        assert await until(lambda: any(command.submits for command in node.heard), 5.0)
+        assert await wait_until(lambda: any(command.submits for command in node.heard), 5.0)
         node.end_stream()
-        assert await until(lambda: listener.losses == [link], 5.0)
+        assert await wait_until(lambda: listener.losses == [link], 5.0)
         link.submit(submit("too late"), listener)
         await here.alive("d0")
         assert node.num_streams == 2
         link.submit(submit("new"), listener)
-        assert await until(lambda: any(submit("new") in command.submits for command in node.heard), 5.0)
+        assert await wait_until(lambda: any(submit("new") in command.submits for command in node.heard), 5.0)
         sent = [sent.id for command in node.heard for sent in command.submits]
         assert sent == ["r", "new"], "what was meant for the old stream is not sent on the new one"
 
 
 async def test_commands_reach_the_node_and_its_words_only_who_listens() -> None:
     async with stage("d0") as here:
-        link, node, first, second = here.fleet.link("d0"), here.nodes["d0"], Heard(), Heard()
+        link, node, first, second = here.fleet.connection("d0"), here.nodes["d0"], Heard(), Heard()
         link.submit(submit("first"), first)
         link.listen("second", second)
         link.abort("unknown")
-        assert await until(lambda: len(node.heard) == 2, 5.0)
-        assert node.heard == [Command("router"), Command("router", [submit("first")])]
+        assert await wait_until(lambda: len(node.heard) == 2, 5.0)
+        assert node.heard == [RouterCommand("router"), RouterCommand("router", [submit("first")])]
         link.abort("first")
         link.abort("first")
         link.forget("second")
-        assert await until(lambda: len(node.heard) == 3, 5.0)
-        assert node.heard[2] == Command("router", aborts=["first"])
+        assert await wait_until(lambda: len(node.heard) == 3, 5.0)
+        assert node.heard[2] == RouterCommand("router", aborts=["first"])
         link.listen("third", third := Heard())
-        await node.say(Delta("first", 1), Delta("second", 1), Delta("third", 1), Delta("third", 2))
-        assert await until(lambda: len(third.deltas) == 2, 5.0)
+        await node.say(TokenDelta("first", 1), TokenDelta("second", 1), TokenDelta("third", 1), TokenDelta("third", 2))
+        assert await wait_until(lambda: len(third.deltas) == 2, 5.0)
         assert (first.deltas, second.deltas) == ([], [])
         assert link.view().placed == 3
 
 
 async def test_a_new_life_of_a_node_replaces_the_old_one_and_what_ran_on_it_is_lost() -> None:
     async with stage("p0 d0") as here:
-        old, listener, node = here.fleet.link("d0"), Heard(), here.nodes["d0"]
+        old, listener, node = here.fleet.connection("d0"), Heard(), here.nodes["d0"]
         old.submit(submit("r"), listener)
-        old.load = Load(handoffs=3)
+        old.stats = NodeStats(handoffs=3)
         here.fleet.prefixes.record([b"hash"], "d0")
-        here.listing.put(replace(old.info, boot="boot-2"))
-        assert here.fleet.link("d0") is not old
-        assert await until(lambda: listener.losses == [old], 5.0)
+        here.listing.put(replace(old.info, incarnation_id="boot-2"))
+        assert here.fleet.connection("d0") is not old
+        assert await wait_until(lambda: listener.losses == [old], 5.0)
         await here.alive("p0", "d0")
-        assert await until(lambda: node.num_open == 1, 5.0), "one router has one stream to a node"
-        assert here.fleet.link("d0").info.boot == "boot-2"
+        assert await wait_until(lambda: node.num_open == 1, 5.0), "one router has one stream to a node"
+        assert here.fleet.connection("d0").info.incarnation_id == "boot-2"
         assert here.fleet.prefixes.overlap([b"hash"]) == {}, "its cache died with it"
         assert here.fleet.status()["handoffs"] == 3, "what it did stays counted"
 
@@ -263,25 +271,25 @@ async def test_a_new_life_of_a_node_replaces_the_old_one_and_what_ran_on_it_is_l
 async def test_the_registry_forgetting_a_node_that_lives_changes_nothing_until_its_stream_ends() -> None:
     async with stage("p0 d0") as here:
         listener = Heard()
-        here.fleet.link("d0").submit(submit("r"), listener)
+        here.fleet.connection("d0").submit(submit("r"), listener)
         here.listing.take_out("d0")
-        await here.nodes["d0"].say(Delta("r", 1))
-        assert await until(lambda: len(listener.deltas) == 1, 5.0)
+        await here.nodes["d0"].say(TokenDelta("r", 1))
+        assert await wait_until(lambda: len(listener.deltas) == 1, 5.0)
         assert here.usable() == (["p0"], ["d0"])
         here.nodes["d0"].end_stream()
-        assert await until(lambda: [info.id for info, _, _ in here.fleet.nodes()] == ["p0"], 5.0)
+        assert await wait_until(lambda: [info.id for info, _, _ in here.fleet.nodes()] == ["p0"], 5.0)
         assert len(listener.losses) == 1
 
 
 async def test_a_listed_node_that_nobody_can_reach_is_dialled_until_it_is_taken_out() -> None:
     async with stage("d0") as here:
-        info = replace(here.fleet.link("d0").info, id="d1", address="127.0.0.1:1")
+        info = replace(here.fleet.connection("d0").info, id="d1", address="127.0.0.1:1")
         here.listing.put(info)
         await asyncio.sleep(0.2)
         assert here.usable() == ([], ["d0"])
         here.listing.take_out("d1")
         assert [info.id for info, _, _ in here.fleet.nodes()] == ["d0"]
-        here.listing.put(replace(info, address=here.fleet.link("d0").info.address))
+        here.listing.put(replace(info, address=here.fleet.connection("d0").info.address))
         await here.alive("d0", "d1")
 
 
@@ -303,47 +311,47 @@ async def test_colocated_mode_does_not_use_prefill_nodes() -> None:
 @pytest.mark.parametrize("told_by", ["node", "registry"])
 async def test_a_draining_node_gets_nothing_new_and_keeps_what_it_has(told_by: str) -> None:
     async with stage("d0 d1") as here:
-        link, listener, node = here.fleet.link("d0"), Heard(), here.nodes["d0"]
+        link, listener, node = here.fleet.connection("d0"), Heard(), here.nodes["d0"]
         link.submit(submit("r"), listener)
         if told_by == "node":
-            node.load = Load("draining")
+            node.load = NodeStats("draining")
         else:
             here.listing.put(replace(link.info, state="draining"))
-        assert await until(lambda: here.usable() == ([], ["d1"]), 5.0)
-        assert link.alive
-        await node.say(Delta("r", 1))
-        assert await until(lambda: len(listener.deltas) == 1, 5.0)
+        assert await wait_until(lambda: here.usable() == ([], ["d1"]), 5.0)
+        assert link.is_alive
+        await node.say(TokenDelta("r", 1))
+        assert await wait_until(lambda: len(listener.deltas) == 1, 5.0)
         link.abort("r")
-        assert await until(lambda: node.heard[-1].aborts == ["r"], 5.0)
+        assert await wait_until(lambda: node.heard[-1].aborts == ["r"], 5.0)
         assert listener.losses == []
 
 
 async def test_a_node_that_is_stuck_loses_its_requests_and_hears_of_it() -> None:
     async with stage("d0 d1") as here:
-        link, listener, node = here.fleet.link("d0"), Heard(), here.nodes["d0"]
+        link, listener, node = here.fleet.connection("d0"), Heard(), here.nodes["d0"]
         link.submit(submit("r"), listener)
-        node.load = Load("stuck")
-        assert await until(lambda: listener.losses == [link], 5.0)
-        assert await until(lambda: node.heard[-1].aborts == ["r"], 5.0)
-        assert (link.alive, here.usable()) == (True, ([], ["d1"]))
+        node.load = NodeStats("stuck")
+        assert await wait_until(lambda: listener.losses == [link], 5.0)
+        assert await wait_until(lambda: node.heard[-1].aborts == ["r"], 5.0)
+        assert (link.is_alive, here.usable()) == (True, ([], ["d1"]))
 
 
 async def test_a_node_that_works_for_nobody_is_told_to_stop() -> None:
     async with stage("d0") as here:
-        link, node = here.fleet.link("d0"), here.nodes["d0"]
+        link, node = here.fleet.connection("d0"), here.nodes["d0"]
         link.submit(submit("r"), Heard())
         link.abort("r")  # before it was sent
-        await node.say(Delta("other", 0, landed=True), Delta("over", 3, b"\1\0\0\0", "length"))
-        await node.say(Delta("r", 0, b"\1\0\0\0"))
-        assert await until(lambda: node.heard[-1] == Command("router", aborts=["r"]), 5.0)
-        assert node.heard[1] == Command("router")
+        await node.say(TokenDelta("other", 0, handed_off=True), TokenDelta("over", 3, b"\1\0\0\0", "length"))
+        await node.say(TokenDelta("r", 0, b"\1\0\0\0"))
+        assert await wait_until(lambda: node.heard[-1] == RouterCommand("router", aborts=["r"]), 5.0)
+        assert node.heard[1] == RouterCommand("router")
 
 
 async def test_a_change_wakes_who_waits_for_a_node() -> None:
     async with stage("d0") as here:
         acts: tuple[Callable[[], None], ...] = (
             lambda: here.nodes["d0"].end_stream(),
-            lambda: setattr(here.nodes["d0"], "load", Load("stuck")),
+            lambda: setattr(here.nodes["d0"], "load", NodeStats("stuck")),
             lambda: here.listing.take_out("d0"),
         )
         for act in acts:
@@ -357,17 +365,19 @@ async def test_a_change_wakes_who_waits_for_a_node() -> None:
 async def test_a_fleet_that_closes_leaves_every_node() -> None:
     async with stage("p0 d0") as here:
         await here.fleet.close()
-        assert await until(lambda: all(node.num_open == 0 for node in here.nodes.values()), 5.0)
+        assert await wait_until(lambda: all(node.num_open == 0 for node in here.nodes.values()), 5.0)
 
 
 async def test_a_node_that_says_tokens_that_are_none_is_lost_and_dialled_again() -> None:
     """Token bytes that are no ids: the node is lost, like one that says anything else malformed, and dialled again."""
     async with stage("d0 d1") as here:
-        run = await Dispatch(here.fleet, "m", Rules(3), here.records).submit(Generation("r", [1, 2, 3], 4, Sampling()))
-        assert await until(lambda: any(link.listeners for link in here.fleet.usable()[1]), 5.0)
-        (link,) = [link for link in here.fleet.usable()[1] if link.listeners]
-        await here.nodes[link.info.id].say(Delta("r.0.0", 0, b"odd"))
-        assert await until(lambda: "r.0.0" not in link.listeners, 5.0)
+        run = await Dispatcher(here.fleet, "m", DispatchRules(3), here.records).submit(
+            GenerationRequest("r", [1, 2, 3], 4, SamplingParams())
+        )
+        assert await wait_until(lambda: any(link.listeners for link in here.fleet.routable()[1]), 5.0)
+        (link,) = [link for link in here.fleet.routable()[1] if link.listeners]
+        await here.nodes[link.info.id].say(TokenDelta("r.0.0", 0, b"odd"))
+        assert await wait_until(lambda: "r.0.0" not in link.listeners, 5.0)
         await here.alive("d0", "d1")
         await run.close()
 
@@ -381,34 +391,34 @@ async def test_a_node_that_comes_with_another_role_keeps_its_stream_and_does_oth
         assert here.usable() == (["d1", "p0"], ["d0"])
         await asyncio.sleep(0.05)
         assert here.nodes["d1"].num_streams == 1
-        assert await until(lambda: {name for name, _ in here.records.reports} == {"p0", "d0", "d1"}, 5.0)
+        assert await wait_until(lambda: {name for name, _ in here.records.reports} == {"p0", "d0", "d1"}, 5.0)
 
 
 async def test_placement_sees_what_a_node_says_of_its_speed_and_ignores_what_it_garbles() -> None:
     async with stage("d0") as here:
-        here.nodes["d0"].load = Load(
+        here.nodes["d0"].load = NodeStats(
             blocks_owned=6, prompt_tokens=5000, cost=CostModel(0.1, margin=0.2).packed(), transfer=[0.002, 1e-9]
         )
         facts = {"max_step_tokens": "2048", "tbt_slo_ms": "50"}
-        here.listing.put(replace(here.listing.nodes["d0"], facts=facts))
-        link = here.fleet.link("d0")
-        assert await until(lambda: link.view().cost == CostModel(0.1, margin=0.2), 5.0)
+        here.listing.put(replace(here.listing.nodes["d0"], attributes=facts))
+        link = here.fleet.connection("d0")
+        assert await wait_until(lambda: link.view().cost == CostModel(0.1, margin=0.2), 5.0)
         view = link.view()
-        assert (view.budget_tokens, view.tbt_slo_s, view.decode_context, view.knows_prompts) == (2048, 0.05, 24, True)
+        assert (view.budget_tokens, view.tbt_slo_s, view.decode_context, view.cost_is_learnt) == (2048, 0.05, 24, True)
         assert (view.push_s, view.byte_s, view.token_bytes) == (0.002, 1e-9, 16)
-        here.nodes["d0"].load = Load(cost=[1.0], transfer=[1.0])
-        here.listing.put(replace(here.listing.nodes["d0"], facts={"max_step_tokens": "all", "tbt_slo_ms": "nan"}))
-        assert await until(lambda: link.view().cost is None, 5.0)
+        here.nodes["d0"].load = NodeStats(cost=[1.0], transfer=[1.0])
+        here.listing.put(replace(here.listing.nodes["d0"], attributes={"max_step_tokens": "all", "tbt_slo_ms": "nan"}))
+        assert await wait_until(lambda: link.view().cost is None, 5.0)
         view = link.view()
-        assert (view.budget_tokens, view.tbt_slo_s, view.push_s, view.knows_prompts) == (512, 0.0, 0.0, False)
+        assert (view.budget_tokens, view.tbt_slo_s, view.push_s, view.cost_is_learnt) == (512, 0.0, 0.0, False)
 
 
 async def test_a_load_of_nonsense_leaves_a_node_usable_and_its_status_json() -> None:
     async with stage("d0") as here:
         nan = float("nan")
-        here.nodes["d0"].load = Load(cost=[nan] * 7, transfer=[nan, float("inf")], running=-5, steps=3)
-        link = here.fleet.link("d0")
-        assert await until(lambda: link.load.steps == 3, 5.0)
+        here.nodes["d0"].load = NodeStats(cost=[nan] * 7, transfer=[nan, float("inf")], running=-5, steps=3)
+        link = here.fleet.connection("d0")
+        assert await wait_until(lambda: link.stats.steps == 3, 5.0)
         view = link.view()
         assert (view.cost, view.push_s, view.byte_s) == (None, 0.0, 0.0)
         json.dumps(here.fleet.status(), allow_nan=False)
@@ -427,7 +437,7 @@ async def post(admin: Admin, node: str, role: str) -> int:
 
     try:
         return (await admin.set_role(Request(scope, receive))).status_code
-    except (Rejected, Unavailable) as error:
+    except (RequestError, UnavailableError) as error:
         return error.status
 
 

@@ -13,19 +13,19 @@ from prometheus_client import Histogram as LibraryHistogram
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.fleet_status import node_status, promised, whole_status
-from router.handoff_queues import BOOTSTRAP, INFLIGHT, PREALLOC, TRANSFER, HandoffQueues
-from router.keys import EVERYBODY, PLACE, WrongKeys
-from router.metrics import RequestMetrics, Slo
-from router.node_metrics import NodeMetrics
-from router.records import Records
-from router.tally import Histogram, Percentiles, Sliding
-from router.tenants import TenantMetrics, Used
-from router.wire import Reply
+from router.history.history import RequestHistory
+from router.http.asgi import ResponseWriter
+from router.http.keys import ANONYMOUS, SCOPE_KEY, WrongKeys
+from router.metrics.handoff_queues import BOOTSTRAP, INFLIGHT, PREALLOC, TRANSFER, HandoffQueues
+from router.metrics.histogram import Histogram, SlidingPercentiles, SlidingWindow
+from router.metrics.node_metrics import NodeMetrics
+from router.metrics.request_metrics import RequestMetrics, SloTargets
+from router.metrics.tenants import TenantMetrics, TenantUsage
+from router.nodes.status import node_status, promised, whole_status
 from scheduler.cost import CostModel
 from shared.clock import now_ns
-from shared.errors import Unavailable
-from shared.messages import Load, NodeInfo, Report, RequestEvent, StepRecord
+from shared.errors import UnavailableError
+from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate, RequestEvent, StepRecord
 
 BOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards" / "baton.json"
 # What the board that vLLM publishes asks for (examples/online_serving/prometheus_grafana/grafana.json).
@@ -51,7 +51,7 @@ class Clock:
 
 
 def info(name: str, role: str, boot: str = "b", **facts: str) -> NodeInfo:
-    return NodeInfo(name, boot, role, "h:1", "tiny", "f", 16, 1024, 100, 2048, 64, facts=facts)
+    return NodeInfo(name, boot, role, "h:1", "tiny", "f", 16, 1024, 100, 2048, 64, attributes=facts)
 
 
 def samples_of(registry: CollectorRegistry) -> dict[tuple, float]:
@@ -89,7 +89,7 @@ def test_a_histogram_is_the_client_librarys(values):
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 2), st.integers(1, 9)), max_size=40), st.floats(0, 90))
 def test_sliding_sums_hold_the_last_seconds_and_at_most_a_slice_less(steps, wait):
     clock = Clock()
-    sliding, told = Sliding(3, 60.0, num_slices=12, clock=clock), []
+    sliding, told = SlidingWindow(3, 60.0, num_slices=12, clock=clock), []
     for pause, index, amount in steps:
         clock.now += pause
         sliding.add(index, amount)
@@ -104,7 +104,7 @@ def test_sliding_sums_hold_the_last_seconds_and_at_most_a_slice_less(steps, wait
 @given(st.lists(st.floats(2e-5, 1000), min_size=1, max_size=200), st.sampled_from([0.5, 0.9, 0.99, 1.0]))
 @settings(max_examples=50)
 def test_percentiles_are_right_to_three_percent(values, share):
-    window = Percentiles(60.0, Clock())
+    window = SlidingPercentiles(60.0, Clock())
     for value in values:
         window.observe(value)
     count, (found,) = window.read(share)
@@ -115,7 +115,7 @@ def test_percentiles_are_right_to_three_percent(values, share):
 
 def test_percentiles_forget_and_have_nothing_to_say_of_nothing():
     clock = Clock()
-    window = Percentiles(60.0, clock)
+    window = SlidingPercentiles(60.0, clock)
     window.observe(0.0)
     assert window.read(0.5) == (1, [0.0])
     clock.now += 61
@@ -125,7 +125,7 @@ def test_percentiles_forget_and_have_nothing_to_say_of_nothing():
 # ---- what clients see ------------------------------------------------------------------------------------------------
 
 
-def asked(slo: Slo, gaps: list[float], reason: str = "length", arrived: float = 0.0) -> RequestMetrics:
+def asked(slo: SloTargets, gaps: list[float], reason: str = "length", arrived: float = 0.0) -> RequestMetrics:
     """One sample: its first token after gaps[0], the others each after theirs."""
     metrics = RequestMetrics("tiny", lambda: slo, Clock())
     pace, now = metrics.pace(arrived), arrived
@@ -163,7 +163,7 @@ def test_tokens_are_counted_not_messages():
 
 
 def test_one_token_has_no_time_per_output_token_and_no_second():
-    seen = shown(asked(Slo(), [0.5]))
+    seen = shown(asked(SloTargets(), [0.5]))
     assert seen["vllm:request_time_per_output_token_seconds_count", "model_name=tiny"] == 0
     assert seen["baton_second_token_latency_seconds_count", "model_name=tiny"] == 0
     assert ("baton_slo_attainment_ratio", "model_name=tiny") not in seen  # no SLO, no share of it
@@ -185,13 +185,13 @@ def test_one_token_has_no_time_per_output_token_and_no_second():
 def test_a_sample_is_good_when_its_first_token_and_the_99th_percentile_of_its_gaps_keep_the_slo(
     gaps, reason, attainment
 ):
-    metrics = asked(Slo(1.0, 0.1), gaps, reason)
+    metrics = asked(SloTargets(1.0, 0.1), gaps, reason)
     assert metrics.attainment() == attainment
     assert metrics.latency()["slo"] == {"ttft_ms": 1000, "tbt_ms": 100, "attainment": attainment}
 
 
 def test_whoever_left_before_a_late_first_token_counts_as_missed():
-    metrics = RequestMetrics("tiny", lambda: Slo(1.0, 0.0), Clock())
+    metrics = RequestMetrics("tiny", lambda: SloTargets(1.0, 0.0), Clock())
     for waited in (0.5, 1.5):
         metrics.ended(metrics.pace(10.0), "abort", 10.0 + waited)
     assert metrics.attainment() == 0.0
@@ -200,14 +200,14 @@ def test_whoever_left_before_a_late_first_token_counts_as_missed():
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_what_did_not_finish_counts_by_its_reason_and_has_no_latency(reason):
-    seen = shown(asked(Slo(1.0), [0.1, 0.2], reason))
+    seen = shown(asked(SloTargets(1.0), [0.1, 0.2], reason))
     assert seen["vllm:request_success_total", f"finished_reason={reason}", "model_name=tiny"] == 1
     for name in ("vllm:e2e_request_latency_seconds_count", "vllm:request_generation_tokens_count"):
         assert seen[name, "model_name=tiny"] == 0
 
 
 def test_latency_is_the_last_minutes():
-    latency = asked(Slo(), [0.4, 0.1, *[0.02] * 98]).latency()
+    latency = asked(SloTargets(), [0.4, 0.1, *[0.02] * 98]).latency()
     assert latency["ttft_ms"] == {"p50": pytest.approx(400, rel=0.03), "p99": pytest.approx(400, rel=0.03), "n": 1}
     assert latency["tbt_ms"]["p50"] == pytest.approx(20, rel=0.03)
     assert latency["tbt_ms"]["n"] == 99
@@ -235,8 +235,8 @@ def test_what_the_nodes_told_of_a_request_becomes_vllms_times():
 def test_the_strictest_live_decode_node_sets_what_is_promised_between_tokens():
     nodes = [info("p", "prefill", tbt_slo_ms="5"), info("a", "decode", tbt_slo_ms="50.0"), info("b", "decode")]
     nodes += [info("c", "decode", tbt_slo_ms="40"), info("d", "decode", tbt_slo_ms="garbled")]
-    assert promised(500, nodes) == Slo(0.5, 0.04)
-    assert promised(0, []) == Slo()
+    assert promised(500, nodes) == SloTargets(0.5, 0.04)
+    assert promised(0, []) == SloTargets()
 
 
 # ---- what nodes do ---------------------------------------------------------------------------------------------------
@@ -246,9 +246,9 @@ class Nodes:
     """Two nodes, a router's records of them, and all metrics."""
 
     def __init__(self) -> None:
-        self.rows = [(info("p0", "prefill"), Load(blocks_owned=25, blocks_total=100), True)]
-        self.rows += [(info("d0", "decode"), Load(records_dropped=3), True)]
-        self.records = Records()
+        self.rows = [(info("p0", "prefill"), NodeStats(blocks_owned=25, blocks_total=100), True)]
+        self.rows += [(info("d0", "decode"), NodeStats(records_dropped=3), True)]
+        self.records = RequestHistory()
         self.requests = RequestMetrics("tiny")
         self.status = {"nodes": [], "placements": {"long": 2}, "requests": {"moved": 1, "refused": 4}}
         self.registry = CollectorRegistry()
@@ -256,7 +256,7 @@ class Nodes:
         self.registry.register(NodeMetrics(lambda: self.rows, "tiny", self.records, lambda: self.status))
 
     def told(self, node: NodeInfo, *steps: StepRecord, events: tuple[RequestEvent, ...] = (), load=None) -> None:
-        self.records.take(node, Report(load=load, steps=list(steps), events=list(events)))
+        self.records.take(node, NodeUpdate(stats=load, steps=list(steps), events=list(events)))
 
     def sample(self, name: str, engine: str, role: str) -> float:
         return samples_of(self.registry)[name, f"engine={engine}", "model_name=tiny", f"role={role}"]
@@ -269,7 +269,7 @@ def test_steps_are_measured_by_their_size_their_prediction_and_their_interferenc
     start = now_ns() - 1_000_000_000
     mixed = StepRecord(1, start, 8000, 1000, 10_000, prefill_tokens=60, num_prefills=1, num_decodes=4)
     alone = StepRecord(2, start + 10_000_000, 3000, num_decodes=4)
-    nodes.told(decode, mixed, alone, load=Load(cost=model.packed()))
+    nodes.told(decode, mixed, alone, load=NodeStats(cost=model.packed()))
     labels = ("d0", "decode")
     assert nodes.sample("baton_interference_seconds_total", *labels) == pytest.approx(4 * 0.006)
     assert nodes.sample("vllm:iteration_tokens_total_sum", *labels) == 68
@@ -295,7 +295,7 @@ def test_pushes_and_waits_for_room_are_measured_and_a_node_that_left_is_dropped(
     assert nodes.sample("baton_records_dropped_total", "d0", "decode") == 3
     del nodes.rows[0]
     assert not [key for key in samples_of(nodes.registry) if "engine=p0" in key]
-    nodes.rows.append((info("p0", "prefill", boot="new"), Load(), True))
+    nodes.rows.append((info("p0", "prefill", boot="new"), NodeStats(), True))
     assert nodes.sample("vllm:nixl_xfer_time_seconds_sum", "p0", "prefill") == 0
 
 
@@ -351,7 +351,7 @@ def test_the_status_shows_what_nodes_did_and_what_clients_had():
     step = StepRecord(
         1, start, 200_000, budget=256, reason="tbt", prefill_tokens=96, num_prefills=2, num_decodes=4, running=6
     )
-    nodes.told(nodes.rows[1][0], step, load=Load(cost=[0.1] * 7, records_dropped=3))
+    nodes.told(nodes.rows[1][0], step, load=NodeStats(cost=[0.1] * 7, records_dropped=3))
     status = nodes.status | {"nodes": [node_status(*row) for row in nodes.rows]}
     whole = whole_status(status, nodes.records, nodes.requests)
     prefill, decode = whole["nodes"]
@@ -373,8 +373,8 @@ def test_the_status_shows_what_nodes_did_and_what_clients_had():
         ([], 499, "client_gone"),
         (["events"], 200, "client_gone"),
         (["events", "end"], 200, "answered"),
-        (["events", "fail"], 200, "Unavailable"),
-        (["fail"], 503, "Unavailable"),
+        (["events", "fail"], 200, "UnavailableError"),
+        (["fail"], 503, "UnavailableError"),
         (["json"], 200, "answered"),
     ],
 )
@@ -383,10 +383,10 @@ async def test_the_access_line_says_how_an_answer_ended(caplog, does, status, ou
         pass
 
     caplog.set_level("INFO", "baton.access")
-    scope = {"type": "http", "path": "/v1/completions", "headers": [], PLACE: EVERYBODY}
-    reply = Reply(scope, send, "mine")
+    scope = {"type": "http", "path": "/v1/completions", "headers": [], SCOPE_KEY: ANONYMOUS}
+    reply = ResponseWriter(scope, send, "mine")
     reply.name("cmpl-1")
-    arguments = {"events": [b"data"], "fail": [Unavailable("no node")], "json": [{}], "end": []}
+    arguments = {"events": [b"data"], "fail": [UnavailableError("no node")], "json": [{}], "end": []}
     for what in does:
         await getattr(reply, what)(*arguments[what])
     reply.log()
@@ -401,10 +401,10 @@ def exported() -> set[str]:
     nodes = Nodes()
     nodes.told(nodes.rows[0][0], StepRecord(1, now_ns(), 1000))
     metrics = nodes.requests
-    metrics._slo = lambda: Slo(1.0, 1.0)
+    metrics._slo = lambda: SloTargets(1.0, 1.0)
     metrics.ended(metrics.pace(0.0), "error", 0.5)
     tenants = TenantMetrics("tiny", WrongKeys())
-    tenants.count("acme", Used(1))
+    tenants.count("acme", TenantUsage(1))
     nodes.registry.register(tenants)
     return {key[0] for key in samples_of(nodes.registry)}
 

@@ -10,18 +10,18 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from router import feed as feed_module
-from router import observe as observe_module
-from router.api import _tell
-from router.feed import MAX_WAITING_BYTES, Feed, Subscriber
-from router.observe import observe_routes
-from router.records import Records
-from router.step_ring import FIELDS
-from router.trace import trace_events
+from router.history import events as feed_module
+from router.history import routes as observe_module
+from router.history.chrome_trace import trace_events
+from router.history.events import MAX_WAITING_BYTES, EventStream, Subscriber
+from router.history.history import RequestHistory
+from router.history.routes import observe_routes
+from router.history.step_ring import FIELDS
+from router.http.app import _tell
 from shared.clock import now_ns
-from shared.errors import Rejected
-from shared.messages import NodeInfo, Report, RequestEvent, StepRecord, pack_ids
-from shared.serve import until
+from shared.errors import RequestError
+from shared.lifecycle import wait_until
+from shared.rpc.messages import NodeInfo, NodeUpdate, RequestEvent, StepRecord, pack_ids
 
 MS = 1_000_000
 Message = dict[str, Any]
@@ -31,20 +31,20 @@ def info(name: str) -> NodeInfo:
     return NodeInfo(name, "b", name.partition("-")[0], "h:1", "m", "f", 16, 64, 9, 512, 8)
 
 
-def served(records: Records) -> int:
+def served(records: RequestHistory) -> int:
     """One handed-off request, a second ago. Returns when it began."""
     began = now_ns() - 1000 * MS
     attempt = "cmpl-a-0.0.0"
 
     def event(node: str, kind: str, ms: int, **fields: object) -> RequestEvent:
         made = RequestEvent(attempt, kind, began + ms * MS, **fields)
-        records.take(info(node), Report(events=[made]))
+        records.take(info(node), NodeUpdate(events=[made]))
         return made
 
     def step(node: str, number: int, ms: int, prompt: int, decodes: int, members: list[int]) -> None:
         record = StepRecord(number, began + ms * MS, 8000, 100, 0, 64, "fixed", int(prompt > 0), prompt, 0, decodes)
         record.members = pack_ids(members)
-        records.take(info(node), Report(steps=[record]))
+        records.take(info(node), NodeUpdate(steps=[record]))
 
     records.accepted("cmpl-a", 32, 1)
     records.placed(attempt, "prefill-0", "decode-0", "r")
@@ -60,7 +60,7 @@ def served(records: Records) -> int:
     event("decode-0", "admitted", 27)
     step("decode-0", 5, 28, 0, 2, [2, 32, 1, 3, 50, 1])
     event("decode-0", "ended", 36, reason="length")
-    records.told("cmpl-a", 0, 2)
+    records.output("cmpl-a", 0, 2)
     records.ended("cmpl-a", 0, "length")
     return began
 
@@ -69,7 +69,7 @@ def served(records: Records) -> int:
 
 
 def test_a_trace_is_valid_and_shows_passes_pushes_requests_and_arrows() -> None:
-    records = Records()
+    records = RequestHistory()
     began = served(records)
     events = json.loads(json.dumps(list(trace_events(records, began - 10 * MS)), allow_nan=False))
     for event in events:
@@ -105,7 +105,7 @@ def test_a_trace_is_valid_and_shows_passes_pushes_requests_and_arrows() -> None:
 
 
 def test_a_trace_begins_where_it_was_asked_to_and_has_whole_arrows_only() -> None:
-    records = Records()
+    records = RequestHistory()
     began = served(records)
     events = list(trace_events(records, began + 20 * MS))
     assert [event["args"]["number"] for event in events if event.get("cat") == "pass"] == [5]
@@ -116,13 +116,13 @@ def test_a_trace_begins_where_it_was_asked_to_and_has_whole_arrows_only() -> Non
 # ---- routes ------------------------------------------------------------------------------------------------------
 
 
-def client(records: Records) -> TestClient:
-    routes = observe_routes(records, Feed(records, dict))
-    return TestClient(Starlette(routes=routes, exception_handlers={Rejected: _tell}))
+def client(records: RequestHistory) -> TestClient:
+    routes = observe_routes(records, EventStream(records, dict))
+    return TestClient(Starlette(routes=routes, exception_handlers={RequestError: _tell}))
 
 
 def test_requests_steps_and_their_members_are_shown() -> None:
-    records = Records()
+    records = RequestHistory()
     began = served(records)
     http = client(records)
     (found,) = http.get("/v1/requests?limit=1").json()["requests"]
@@ -166,7 +166,7 @@ def test_requests_steps_and_their_members_are_shown() -> None:
     ],
 )
 def test_bad_input_is_told_in_openais_form_by_its_parameter(path: str, status: int, param: str) -> None:
-    records = Records()
+    records = RequestHistory()
     served(records)
     answer = client(records).get(path)
     assert answer.status_code == status
@@ -178,11 +178,11 @@ def test_bad_input_is_told_in_openais_form_by_its_parameter(path: str, status: i
 
 @pytest.mark.parametrize("path", ["/v1/requests?limit=4000", "/v1/steps?node=decode-0&limit=4000", "/trace?last=1h"])
 def test_a_long_answer_is_one_json_object_however_many_pieces_it_is_written_in(path: str, monkeypatch: Any) -> None:
-    records = Records()
+    records = RequestHistory()
     served(records)
     for number in range(6, 12):
         step = StepRecord(number, now_ns(), 100, num_decodes=1)
-        records.take(info("decode-0"), Report(steps=[step]))
+        records.take(info("decode-0"), NodeUpdate(steps=[step]))
         records.accepted(f"cmpl-{number}", 3, 1)
     path = path.replace("1h", "60m")
     whole = client(records).get(path).json()
@@ -197,7 +197,7 @@ def test_a_long_answer_is_one_json_object_however_many_pieces_it_is_written_in(p
 class Watcher:
     """A client of the feed at the ASGI level, which may leave, or stop reading."""
 
-    def __init__(self, feed: Feed, query: str = "", headers: dict[str, str] | None = None) -> None:
+    def __init__(self, feed: EventStream, query: str = "", headers: dict[str, str] | None = None) -> None:
         raw = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
         scope = {"type": "http", "method": "GET", "path": "/events", "query_string": query.encode(), "headers": raw}
         self.sent: list[Message] = []
@@ -227,7 +227,7 @@ class Watcher:
         def found() -> list[Any]:
             return [data for name, data in self.events() if name == kind and when(data)]
 
-        assert await until(lambda: bool(found()), 5.0), self.events()
+        assert await wait_until(lambda: bool(found()), 5.0), self.events()
         return found()[-1]
 
 
@@ -237,8 +237,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_the_feed_tells_what_is_new_of_every_kind() -> None:
-    records = Records()
-    feed = Feed(records, lambda: {"mode": "auto"})
+    records = RequestHistory()
+    feed = EventStream(records, lambda: {"mode": "auto"})
     watcher = Watcher(feed)
     assert (await watcher.hears("status"))["mode"] == "auto"
     served(records)
@@ -260,13 +260,13 @@ async def test_the_feed_tells_what_is_new_of_every_kind() -> None:
 
 
 async def test_a_watcher_of_one_node_hears_its_steps_only() -> None:
-    records = Records()
+    records = RequestHistory()
     served(records)
-    feed = Feed(records, dict)
+    feed = EventStream(records, dict)
     watcher = Watcher(feed, "node=decode-0")
     await watcher.hears("status")
     for name in ("prefill-0", "decode-0"):
-        records.take(info(name), Report(steps=[StepRecord(20, now_ns(), 5)]))
+        records.take(info(name), NodeUpdate(steps=[StepRecord(20, now_ns(), 5)]))
     await watcher.hears("steps")
     assert {data["node"] for kind, data in watcher.events() if kind == "steps"} == {"decode-0"}
     feed.close()
@@ -274,8 +274,8 @@ async def test_a_watcher_of_one_node_hears_its_steps_only() -> None:
 
 
 async def test_a_watcher_that_returns_hears_what_it_missed() -> None:
-    records = Records()
-    feed = Feed(records, dict)
+    records = RequestHistory()
+    feed = EventStream(records, dict)
     began = served(records)
     watcher = Watcher(feed, headers={"last-event-id": str(began // MS)})
     assert {data["node"] for kind, data in watcher.events() if kind == "steps"} <= {"prefill-0", "decode-0"}
@@ -289,7 +289,7 @@ async def test_a_watcher_that_returns_hears_what_it_missed() -> None:
 
 
 async def test_streams_end_when_the_router_drains_or_the_client_leaves() -> None:
-    feed = Feed(Records(), dict)
+    feed = EventStream(RequestHistory(), dict)
     leaving, staying = Watcher(feed), Watcher(feed)
     await leaving.hears("status")
     leaving.left.set()
@@ -305,7 +305,7 @@ async def test_streams_end_when_the_router_drains_or_the_client_leaves() -> None
 
 async def test_watchers_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "MAX_SUBSCRIBERS", 2)
-    feed = Feed(Records(), dict)
+    feed = EventStream(RequestHistory(), dict)
     watchers = [Watcher(feed) for _ in range(3)]
     await watchers[0].hears("status")
     await watchers[2].task
@@ -316,8 +316,8 @@ async def test_watchers_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -
 
 async def test_a_watcher_that_reads_nothing_is_let_go_and_others_hear_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "SILENT_S", 0.1)
-    records = Records()
-    feed = Feed(records, dict)
+    records = RequestHistory()
+    feed = EventStream(records, dict)
     stuck, well = Watcher(feed), Watcher(feed)
     stuck.reads.clear()
     await asyncio.wait_for(stuck.task, 5.0)

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router import records as records_module
-from router.records import Records
-from router.step_ring import StepRing, members_of
-from router.timeline import union
+from router.history import history as records_module
+from router.history.history import RequestHistory
+from router.history.step_ring import StepRing, members_of
+from router.history.timeline import union
 from scheduler.cost import CostModel
-from shared.messages import Load, NodeInfo, Report, RequestEvent, StepRecord, pack_ids
+from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate, RequestEvent, StepRecord, pack_ids
 
 MS = 1_000_000
 BASE = 1_000_000 * MS  # small, so that milliseconds are exact as floats
@@ -29,9 +29,9 @@ class World:
     def __init__(self, lost: str = "") -> None:
         """`lost`: events of this kind do not arrive."""
         self.now_ms, self.lost = 0.0, lost
-        self.records = Records(lambda: BASE + round(self.now_ms * MS))
+        self.records = RequestHistory(lambda: BASE + round(self.now_ms * MS))
 
-    def at(self, ms: float) -> Records:
+    def at(self, ms: float) -> RequestHistory:
         self.now_ms = ms
         return self.records
 
@@ -39,7 +39,7 @@ class World:
         if kind == self.lost:
             return
         event = RequestEvent(attempt, kind, BASE + round(ms * MS), **fields)
-        self.records.take(info(node), Report(events=[event]))
+        self.records.take(info(node), NodeUpdate(events=[event]))
 
     def push(self, start_ms: float, end_ms: float, num_bytes: int = 100) -> None:
         duration_us = round((end_ms - start_ms) * 1000)
@@ -55,10 +55,10 @@ class World:
             num_decodes=decodes,
             members=pack_ids([0, 0, prompt] if prompt else []),
         )
-        self.records.take(info(node), Report(steps=[record]))
+        self.records.take(info(node), NodeUpdate(steps=[record]))
 
     def model(self, node: str) -> None:
-        self.records.take(info(node), Report(load=Load(cost=MODEL.packed())))
+        self.records.take(info(node), NodeUpdate(stats=NodeStats(cost=MODEL.packed())))
 
 
 def disaggregated(lost: str = "") -> World:
@@ -73,19 +73,19 @@ def disaggregated(lost: str = "") -> World:
     world.push(12, 20)
     world.step("prefill-0", 1, 15, 10, prompt=16)
     world.event("prefill-0", "first", 25)
-    world.at(26).told("cmpl-a", 0, 1)
+    world.at(26).output("cmpl-a", 0, 1)
     world.push(18, 30, 60)
     world.event("decode-0", "landed", 31)
     world.event("prefill-0", "ended", 32, reason="handed_off")
     world.event("decode-0", "admitted", 34)
     world.event("decode-0", "first", 37)
-    world.at(38).told("cmpl-a", 0, 1)
+    world.at(38).output("cmpl-a", 0, 1)
     return world
 
 
 def end(world: World) -> None:
     world.event("decode-0", "ended", 64, reason="length")
-    world.at(65).told("cmpl-a", 0, 10)
+    world.at(65).output("cmpl-a", 0, 10)
     world.at(66).ended("cmpl-a", 0, "length")
 
 
@@ -183,7 +183,7 @@ def test_a_co_located_request_has_neither_transfer_nor_decode_queue() -> None:
 
 def test_a_request_that_moved_has_a_retry_phase_and_still_sums_up() -> None:
     world = disaggregated()
-    world.at(40).moved("cmpl-a-0.0.0", "node decode-0 is gone")
+    world.at(40).migrated("cmpl-a-0.0.0", "node decode-0 is gone")
     world.at(41).placed("cmpl-a-0.0.1", None, "decode-1", "prefill pool gone")
     for kind, ms in (("queued", 42), ("admitted", 43), ("first", 50), ("ended", 70)):
         world.event("decode-1", kind, ms, "cmpl-a-0.0.1")
@@ -276,18 +276,18 @@ def test_a_clock_that_is_off_by_more_than_a_millisecond_is_corrected(ahead_ms: f
     world.records.placed("cmpl-a-0.0.0", None, "decode-0", "r")
     for sent_ms, on_the_way_ms in ((10, 4.0), (20, 0.2), (30, 9.0)):
         sent_ns = BASE + round((sent_ms + ahead_ms) * MS)
-        world.at(sent_ms + on_the_way_ms).take(info("decode-0"), Report(load=Load(sent_ns=sent_ns)))
+        world.at(sent_ms + on_the_way_ms).take(info("decode-0"), NodeUpdate(stats=NodeStats(sent_ns=sent_ns)))
     world.event("decode-0", "queued", 100 + ahead_ms)
     world.step("decode-0", 0, 100 + ahead_ms, 1, prompt=3)
-    (journey,) = world.records.journeys()
-    (mark,) = next(iter(journey.legs.values())).marks
+    (journey,) = world.records.traces()
+    (mark,) = next(iter(journey.attempts.values())).events
     assert (mark.at_ns - BASE) / MS == pytest.approx(expected_ms)
     assert (world.records.steps("decode-0")[0].start_ns - BASE) / MS == pytest.approx(expected_ms)
 
 
 def test_the_oldest_requests_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records_module, "MAX_REQUESTS", 3)
-    records = Records()
+    records = RequestHistory()
     for number in range(5):
         records.accepted(f"cmpl-{number}", 1, 1)
     assert [found["id"] for found in records.latest_requests(10)] == ["cmpl-4", "cmpl-3", "cmpl-2"]
@@ -295,9 +295,9 @@ def test_the_oldest_requests_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_new_life_of_a_node_begins_a_new_ring() -> None:
-    records = Records()
+    records = RequestHistory()
     for boot in ("one", "two"):
-        records.take(info("decode-0", boot), Report(steps=[StepRecord(0, 5, 1)]))
+        records.take(info("decode-0", boot), NodeUpdate(steps=[StepRecord(0, 5, 1)]))
     assert len(records.steps("decode-0")) == 1
 
 

@@ -7,9 +7,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.template import ChatTemplate
-from router.text import BYTE_ALPHABET, HELD_BYTES, REPLACEMENT, StopStrings, Tokenizer
-from shared.errors import ConfigError, Rejected
+from router.text.chat_template import ChatTemplate
+from router.text.tokenizer import BYTE_ALPHABET, HELD_BYTES, REPLACEMENT, StopStrings, Tokenizer
+from shared.errors import ConfigError, RequestError
 from tests.router.conftest import byte_level_tokenizer
 
 SETTINGS = settings(max_examples=120)
@@ -165,7 +165,7 @@ def test_a_final_message_can_be_continued(byte_level):
 )
 def test_a_template_that_refuses_or_goes_wild_is_a_rejection(template, reason):
     wild = ChatTemplate(template, {}, [])
-    with pytest.raises(Rejected, match=reason):
+    with pytest.raises(RequestError, match=reason):
         wild.render([{"role": "user", "content": "x"}], add_generation_prompt=True, continue_final_message=False)
 
 
@@ -223,7 +223,7 @@ def test_nothing_is_told_where_a_token_may_stand_for_any_length(fallback):
 
 def test_loading_reads_the_directory(tmp_path, byte_level):
     byte_level._tokenizer.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(Rejected, match="no chat template"):
+    with pytest.raises(RequestError, match="no chat template"):
         Tokenizer.load(tmp_path).encode_chat([{"role": "user", "content": "x"}])
     listed = [
         {"name": "tool_use", "template": "no"},

@@ -7,8 +7,8 @@ import hashlib
 from collections import deque
 
 from scheduler.cost import work_of
-from scheduler.request import Request, Slice, State, Step
-from scheduler.scheduler import Event, Scheduler
+from scheduler.request import Request, RequestState, Slice, Step
+from scheduler.scheduler import Scheduler, StepOutput
 
 VOCABULARY = 50
 LANDING_TURNS = 3
@@ -65,38 +65,38 @@ class Driver:
         self.turns = 0
         self.idle = 0
 
-    def turn(self) -> list[Event]:
+    def turn(self) -> list[StepOutput]:
         """Decides one step and tells those beyond the depth."""
         self.turns += 1
         while self.landings and self.landings[0][0] <= self.turns:
             self.land(self.landings.popleft()[1])
         while self.leaving and self.leaving[0][0] <= self.turns:
-            if (gone := self.leaving.popleft()[1]).state is State.LEAVING:
+            if (gone := self.leaving.popleft()[1]).state is RequestState.SENDING_KV:
                 self.scheduler.release(gone)
         step = self.scheduler.schedule()
-        self.landings += [(self.turns + LANDING_TURNS, landing) for landing in step.landings]
+        self.landings += [(self.turns + LANDING_TURNS, landing) for landing in step.receiving]
         if step.slices:
             self.steps.append(step)
             self.in_flight.append((step, [list(piece.request.blocks) for piece in step.slices]))
             self.check(step)
-        events: list[Event] = []
+        events: list[StepOutput] = []
         if self.in_flight and (len(self.in_flight) >= self.depth or not step.slices):
             events = self.tell()
-        leaving = [event.request for event in events if event.request.state is State.LEAVING]
+        leaving = [event.request for event in events if event.request.state is RequestState.SENDING_KV]
         self.leaving += [(self.turns + LEAVING_TURNS, request) for request in leaving]
         self.idle = 0 if step.slices or events or self.landings or self.leaving else self.idle + 1
         return events
 
     def land(self, landing: Request) -> None:
         """Its peer has written the KV, and sampled the first token."""
-        if landing.state is not State.LANDING:
+        if landing.state is not RequestState.RECEIVING_KV:
             return
         for position in range(landing.num_computed, len(landing.tokens)):
             slot = landing.blocks[position // self.device.block_tokens], position % self.device.block_tokens
             self.device.slots[slot] = (landing.salt, landing.tokens[position])
-        self.scheduler.land(landing, next_token(landing.tokens, landing.salt))
+        self.scheduler.kv_received(landing, next_token(landing.tokens, landing.salt))
 
-    def tell(self) -> list[Event]:
+    def tell(self) -> list[StepOutput]:
         step, tables = self.in_flight.popleft()
         # As on a device, the rows a step reads include what the steps before it sampled.
         tokens = self.device.run(step, tables, [piece.request.tokens for piece in step.slices])
@@ -122,7 +122,7 @@ class Driver:
         reserved = 0
         for request in self.scheduler.requests.values():
             owned = len(request.blocks)
-            if request.state is State.LANDING:
+            if request.state is RequestState.RECEIVING_KV:
                 owned = request.num_computed // self.scheduler.block_tokens
                 reserved += len(request.blocks) - owned
             for block in request.blocks[:owned]:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.step_time_fit import CostFit
 from scheduler.budget import FixedBudget, SloBudget, budget_of, tokens_within
-from scheduler.cost import CostModel, Work, pairs_of
-from scheduler.fit import CostFit
+from scheduler.cost import CostModel, StepWork, pairs_of
 from scheduler.request import Step
-from scheduler.scheduler import Limits, Scheduler
+from scheduler.scheduler import Scheduler, StepLimits
 from tests.scheduler.drive import request
 
 FAST = CostModel(overhead=4e-3, per_token=5e-5, knee_tokens=32, per_pair=1e-8, per_context=2e-7, per_decode=5e-5)
@@ -40,7 +40,7 @@ class Served:
 def serve(budget: FixedBudget | SloBudget, device: Device, num_requests: int = 70, gap_s: float = 0.22) -> Served:
     """Open-loop traffic with a third of long prompts, on a virtual clock with noise and rare stalls."""
     rng = random.Random(3)
-    scheduler = Scheduler(Limits(), 9000, 16, budget=budget)
+    scheduler = Scheduler(StepLimits(), 9000, 16, budget=budget)
     fit = CostFit()
     now_s = arrival_s = 0.0
     arrivals = []
@@ -90,7 +90,7 @@ def test_a_target_that_decodes_alone_miss_is_said_and_starves_nobody() -> None:
     assert "slo floor" in served.reasons()
     assert "slo" not in served.reasons()
     for step in served.steps[100:]:
-        alone = FAST.seconds(Work(num_decodes=step.work.num_decodes, decode_context=step.work.decode_context))
+        alone = FAST.seconds(StepWork(num_decodes=step.work.num_decodes, decode_context=step.work.decode_context))
         if step.reason == "slo floor":
             assert step.work.prefill_tokens <= 16 or FAST.seconds(step.work) <= 1.4 * alone
 
@@ -104,7 +104,7 @@ def test_prompts_fill_what_decodes_leave_of_a_device_with_a_large_knee_even_wher
 
 
 def test_nobody_is_held_back_while_nobody_waits() -> None:
-    scheduler = Scheduler(Limits(), 900, 16, budget=budget_of(512, 0.01))
+    scheduler = Scheduler(StepLimits(), 900, 16, budget=budget_of(512, 0.01))
     scheduler.add(request("r", list(range(9000)), 9))
     sizes = []
     for model in (None, *(CostModel(overhead, per_token=1e-5) for overhead in (1e-3, 2e-3, 3e-3, 4e-3, 5e-3))):
@@ -127,21 +127,21 @@ def test_a_step_that_nobody_waits_for_still_ends_soon_on_a_slow_device() -> None
 
 
 def test_a_landing_is_somebody_who_waits() -> None:
-    scheduler = Scheduler(Limits(), 900, 16, budget=budget_of(512, 0.01))
-    scheduler.add(request("lands", list(range(100)), 9, lands=True))
+    scheduler = Scheduler(StepLimits(), 900, 16, budget=budget_of(512, 0.01))
+    scheduler.add(request("lands", list(range(100)), 9, receive_kv=True))
     scheduler.schedule()
     scheduler.add(request("r", list(range(3000)), 9))
     assert scheduler.schedule().reason == "no model yet"
 
 
 def test_growth_waits_for_evidence_and_shrinking_for_nothing() -> None:
-    budget, work = SloBudget(0.1, 8192), Work()
+    budget, work = SloBudget(0.1, 8192), StepWork()
     work.add_decode(100)
     sizes = []
     for model in (FAST, CostModel(*FAST.packed()), SLOW, CostModel(SLOW.overhead, per_token=1e-2)):
         for _ in range(10):
             budget.begin(model, watched=True)
-            done = Work(**{name: getattr(work, name) for name in Work.__slots__})
+            done = StepWork(**{name: getattr(work, name) for name in StepWork.__slots__})
             done.add_chunk(0, budget.room(work, 0))
             sizes.append(budget.end(done)[0] - 1)
     assert sizes[:10] == [64] * 10, "one model is believed for what it was fitted on"
@@ -166,12 +166,12 @@ def test_a_fixed_budget_stays_what_it_is() -> None:
 def test_the_largest_chunk_within_a_time_is_the_largest(
     cost: CostModel, seconds: float, start: int, num_decodes: int, taken: int
 ) -> None:
-    work = Work(bool(taken), taken, pairs_of(0, taken), num_decodes, 100 * num_decodes)
+    work = StepWork(bool(taken), taken, pairs_of(0, taken), num_decodes, 100 * num_decodes)
     count = min(tokens_within(cost, seconds, work, start), 1e6)
 
     def with_chunk(tokens: int) -> float:
         pairs = work.prefill_pairs + pairs_of(start, tokens)
-        return cost.seconds(Work(1, taken + tokens, pairs, num_decodes, work.decode_context))
+        return cost.seconds(StepWork(1, taken + tokens, pairs, num_decodes, work.decode_context))
 
     assert count == 0 or with_chunk(int(count)) <= seconds * (1 + 1e-6)
     assert count == 1e6 or with_chunk(int(count) + 1) > seconds * (1 - 1e-6)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.cost import CostModel, Work
-from scheduler.disaggregate import Estimate, NodeView, choose, local_estimate, remote_estimate
+from scheduler.cost import CostModel, StepWork
+from scheduler.disaggregate import LatencyEstimate, NodeView, choose, local_estimate, remote_estimate
 from scheduler.placement import Placement, place
 
 # 4.6 ms to read the weights, then 20 us a token: about Llama-3.1-8B on an H200.
@@ -80,15 +80,18 @@ def test_a_mode_that_decides_is_obeyed_and_still_predicts(mode: str) -> None:
 def test_seconds_are_those_of_the_steps_that_the_model_predicts() -> None:
     found = placed(5000, prefill_node(outstanding_tokens=100, outstanding_pairs=5050), decode_node(8))
     assert found.remote is not None
-    chunks = [Work(1, 2048), Work(1, 2048), Work(1, 904)]
+    chunks = [StepWork(1, 2048), StepWork(1, 2048), StepWork(1, 904)]
     pairs = 5000 * 5001 // 2
     assert found.remote.compute_s == pytest.approx(sum(map(H200.seconds, chunks)) + H200.per_pair * pairs)
-    assert found.remote.wait_s == pytest.approx(H200.seconds(Work(1, 100, 5050)))
+    assert found.remote.wait_s == pytest.approx(H200.seconds(StepWork(1, 100, 5050)))
     assert found.remote.transfer_s == pytest.approx(5e-4 + 904 * 131_072 / 11e9)
-    mixed = [replace(work, num_decodes=8, decode_context=8000) for work in (Work(1, 2040), Work(1, 2040), Work(1, 920))]
+    mixed = [
+        replace(work, num_decodes=8, decode_context=8000)
+        for work in (StepWork(1, 2040), StepWork(1, 2040), StepWork(1, 920))
+    ]
     assert found.local is not None
     assert found.local.compute_s == pytest.approx(sum(map(H200.seconds, mixed)) + H200.per_pair * pairs)
-    alone = H200.seconds(Work(num_decodes=8, decode_context=8000))
+    alone = H200.seconds(StepWork(num_decodes=8, decode_context=8000))
     assert found.local.harm_s == pytest.approx(8 * (found.local.compute_s - 3 * alone))
 
 
@@ -103,7 +106,7 @@ def test_a_link_slower_than_the_prefill_is_seen_whole() -> None:
 def test_a_decode_node_that_has_computed_no_prompt_is_judged_by_what_prompts_cost_elsewhere() -> None:
     ignorant = CostModel(4.6e-3, 0.0, 0.0, 0.0, 3e-8, 8e-6)  # fitted to decodes alone: prompts look free
     for decodes in (0, 64):
-        view = decode_node(decodes, cost=ignorant, knows_prompts=False)
+        view = decode_node(decodes, cost=ignorant, cost_is_learnt=False)
         taught, knowing = local_estimate(view, H200, 4000, 0), local_estimate(decode_node(decodes), H200, 4000, 0)
         assert taught is not None
         assert knowing is not None
@@ -114,7 +117,7 @@ def test_without_prefill_nodes_the_decode_node_is_predicted_from_its_own_model()
     found = place(1000, [], [decode_node()], {}, "auto")
     assert found is not None
     assert found.estimate is not None
-    assert found.estimate.first_token_s == pytest.approx(H200.seconds(Work(1, 1000, 1000 * 1001 // 2)))
+    assert found.estimate.first_token_s == pytest.approx(H200.seconds(StepWork(1, 1000, 1000 * 1001 // 2)))
 
 
 views = st.builds(
@@ -153,7 +156,7 @@ def test_a_local_prompt_is_predicted_to_keep_the_slo(prompt: int, decodes: int, 
     estimate = local_estimate(view, H200, prompt, 0)
     assert estimate is not None
     if estimate.keeps_tbt and decodes:
-        alone_s = H200.seconds(Work(num_decodes=decodes, decode_context=view.decode_context))
+        alone_s = H200.seconds(StepWork(num_decodes=decodes, decode_context=view.decode_context))
         assert alone_s <= slo_s
         steps = ceil(prompt / 2048)
         while (steps + 1) * alone_s < estimate.compute_s and estimate.compute_s / steps > slo_s * 1.05:
@@ -165,7 +168,7 @@ def test_where_decodes_alone_miss_the_slo_prompts_still_progress_by_the_floor_of
     estimate = local_estimate(decode_node(64, tbt_slo_s=0.001), H200, 160, 0)
     assert estimate is not None
     assert not estimate.keeps_tbt
-    alone_s = H200.seconds(Work(num_decodes=64, decode_context=64_000))
+    alone_s = H200.seconds(StepWork(num_decodes=64, decode_context=64_000))
     assert 10 * alone_s <= estimate.compute_s < 11 * alone_s, "ten steps of 16 tokens"
 
 
@@ -177,11 +180,11 @@ def test_a_prefill_node_that_was_idle_for_long_is_measured_again() -> None:
 
 def test_requests_whose_prompts_are_not_computed_yet_are_not_delayed_by_another() -> None:
     assert placed(3000, prefill_node(), decode_node(64)).reason == "remote_sooner"
-    assert placed(3000, prefill_node(), decode_node(64, arriving=64)).reason == "local_sooner"
+    assert placed(3000, prefill_node(), decode_node(64, prefilling=64)).reason == "local_sooner"
 
 
 def test_ties_and_unknowns_go_to_the_prefill_node() -> None:
-    same = Estimate(0.1, 0.2)
+    same = LatencyEstimate(0.1, 0.2)
     assert choose(same, same) == (False, "remote_sooner")
     assert choose(None, same) == choose(same, None) == (False, "no_prediction")
 

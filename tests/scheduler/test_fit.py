@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.cost import CostModel, Work, pairs_of
-from scheduler.fit import RECENT, CostFit, non_negative_solution
+from engine.step_time_fit import RECENT, CostFit, non_negative_solution
+from scheduler.cost import CostModel, StepWork, pairs_of
 
 TRUE = CostModel(overhead=4e-3, per_token=3e-5, knee_tokens=64, per_pair=2e-8, per_context=1e-7, per_decode=5e-5)
 
 
-def some_work(rng: random.Random) -> Work:
-    work = Work()
+def some_work(rng: random.Random) -> StepWork:
+    work = StepWork()
     for _ in range(rng.randrange(20)):
         work.add_decode(rng.randrange(10, 2000))
     if rng.random() < 0.5 or not work.num_decodes:
@@ -78,13 +78,13 @@ def test_on_a_busy_machine_what_is_remembered_stays_within_bounds() -> None:
     watch(fit, rng, 400)
     for _ in range(10_000):
         slowness = 0.9 * slowness + rng.gauss(0, 0.5)
-        work = Work()
+        work = StepWork()
         for _ in range(rng.randrange(1, 20)):
             work.add_decode(rng.randrange(10, 2000))
         fit.observe(work, TRUE.seconds(work) * math.exp(slowness))
         model = fit.model()
     assert model is not None
-    chunk = Work(1, 512, pairs_of(4000, 512))
+    chunk = StepWork(1, 512, pairs_of(4000, 512))
     assert TRUE.seconds(chunk) / 1000 < model.seconds(chunk) < 1000 * TRUE.seconds(chunk)
 
 
@@ -93,12 +93,12 @@ def test_a_kind_of_step_that_became_rare_is_remembered() -> None:
     fit = CostFit()
     watch(fit, rng, 300)
     for _ in range(2000):
-        work = Work()
+        work = StepWork()
         for _ in range(rng.randrange(1, 12)):
             work.add_decode(rng.randrange(10, 3000))
         fit.observe(work, TRUE.seconds(work) * rng.lognormvariate(0, 0.2))
         model = fit.model()
-    chunk = Work()
+    chunk = StepWork()
     chunk.add_chunk(2000, 400)
     assert model is not None
     assert model.seconds(chunk) == pytest.approx(TRUE.seconds(chunk), rel=0.3)
@@ -108,13 +108,13 @@ def test_a_kind_of_step_that_is_new_is_not_taken_for_a_device_that_changed() -> 
     rng = random.Random(8)
     fit = CostFit()
 
-    works = [Work(1, tokens, pairs_of(0, tokens)) for tokens in (1024, 2048)] * 25
-    works += [Work(num_decodes=8, decode_context=6400)] * 64
+    works = [StepWork(1, tokens, pairs_of(0, tokens)) for tokens in (1024, 2048)] * 25
+    works += [StepWork(num_decodes=8, decode_context=6400)] * 64
     for work in works:
         fit.observe(work, TRUE.seconds(work) * rng.lognormvariate(0, 0.04))
         model = fit.model()
     assert model is not None
-    chunk_alone = Work(1, 2048, pairs_of(0, 2048))
+    chunk_alone = StepWork(1, 2048, pairs_of(0, 2048))
     assert model.seconds(chunk_alone) == pytest.approx(TRUE.seconds(chunk_alone), rel=0.1)
 
 
@@ -122,7 +122,7 @@ def test_there_is_no_model_before_there_are_steps_and_one_object_between_fits() 
     rng = random.Random(1)
     fit = CostFit()
     assert fit.model() is None
-    fit.observe(Work(), 1.0)
+    fit.observe(StepWork(), 1.0)
     fit.observe(some_work(rng), 0.0)
     assert fit.model() is None
     model = watch(fit, rng, 8)

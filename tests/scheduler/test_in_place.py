@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.request import Request, State, Step
-from scheduler.scheduler import Limits, Scheduler
+from scheduler.request import Request, RequestState, Step
+from scheduler.scheduler import Scheduler, StepLimits
 from tests.scheduler.drive import Device, expected
 
 BLOCK_TOKENS = 4
@@ -20,7 +20,7 @@ def run(scheduler: Scheduler, device: Device, step: Step) -> list[int | None]:
 def hand_over(borrower: Scheduler, lender: Scheduler, landing: Request) -> Request:
     """What the two nodes do between the grant and the first chunk."""
     guest = Request(
-        landing.id, list(landing.tokens), landing.num_prompt, landing.max_tokens, leaves=True, in_place=True
+        landing.id, list(landing.tokens), landing.num_prompt, landing.max_tokens, send_kv=True, shared_pool=True
     )
     guest.blocks, guest.num_computed = list(landing.blocks), landing.num_computed
     borrower.add(guest)
@@ -38,16 +38,16 @@ def test_guests_take_no_block_of_their_computing_node_and_tokens_are_right(
     prompts: list[list[int]], budget: int, aborted: set[int]
 ) -> None:
     device = Device(BLOCK_TOKENS)
-    borrower = Scheduler(Limits(max_num_batched_tokens=budget), 2, BLOCK_TOKENS)
-    lender = Scheduler(Limits(max_num_batched_tokens=8), 40, BLOCK_TOKENS)
-    rows = [Request(str(i), list(p), len(p), 5, lands=True, in_place=True) for i, p in enumerate(prompts)]
+    borrower = Scheduler(StepLimits(max_num_batched_tokens=budget), 2, BLOCK_TOKENS)
+    lender = Scheduler(StepLimits(max_num_batched_tokens=8), 40, BLOCK_TOKENS)
+    rows = [Request(str(i), list(p), len(p), 5, receive_kv=True, shared_pool=True) for i, p in enumerate(prompts)]
     for row in rows:
         lender.add(row)
     guests: dict[str, Request] = {}
     answers: dict[str, list[int]] = {}
     for _ in range(400):
         step = lender.schedule()
-        for landing in step.landings:
+        for landing in step.receiving:
             assert landing.num_computed < len(landing.tokens), "its last token is computed always, for its logits"
             guests[landing.id] = hand_over(borrower, lender, landing)
         if step.slices:
@@ -58,19 +58,19 @@ def test_guests_take_no_block_of_their_computing_node_and_tokens_are_right(
         assert borrower.ledger().free == 1
         for row in rows:
             guest = guests.get(row.id)
-            if guest is None or row.state is not State.LANDING:
+            if guest is None or row.state is not RequestState.RECEIVING_KV:
                 continue
             if int(row.id) in aborted and guest.num_computed > guest.num_prompt // 2:
                 borrower.abort(guest)
                 assert guest.num_in_flight == 0
                 lender.abort(row)
-            elif guest.state is State.LEAVING:
+            elif guest.state is RequestState.SENDING_KV:
                 borrower.abort(guest)
-                lender.land(row, guest.tokens[-1])
+                lender.kv_received(row, guest.tokens[-1])
         answers = {row.id: row.tokens[row.num_prompt :] for row in rows if row.finish is not None}
-        if all(row.state is State.DONE for row in rows):
+        if all(row.state is RequestState.DONE for row in rows):
             break
-    assert all(row.state is State.DONE for row in rows)
+    assert all(row.state is RequestState.DONE for row in rows)
     assert all(tokens == expected(prompts[int(name)], 5) for name, tokens in answers.items())
     assert {int(row.id) for row in rows if row.finish is None} <= aborted
     assert (lender.ledger().owned, lender.ledger().reserved, lender.ledger().quarantined) == (0, 0, 0)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from scheduler.blocks import BlockPool
 from scheduler.request import Request
-from scheduler.scheduler import AUDIT_STEPS, Limits, Scheduler
+from scheduler.scheduler import AUDIT_STEPS, Scheduler, StepLimits
 from tests.scheduler.drive import Driver, request
 from tests.scheduler.test_scheduler import traffic
 
@@ -24,7 +24,7 @@ def test_every_block_is_in_one_place_and_counted_after_every_turn(
             scheduler.add(arrival)
         driver.turn()
         assert scheduler.audit() == ""
-        assert scheduler.pool.breach(sum(map(len, scheduler._held()))) == ""
+        assert scheduler.pool.ledger_error(sum(map(len, scheduler._held()))) == ""
         assert driver.turns < 5000
 
 
@@ -72,22 +72,22 @@ PLANTED: dict[str, Callable[..., object]] = {
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_is_a_breach_and_ends_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that run, land and leave, so that every way a block can go is gone."""
-    scheduler = Scheduler(Limits(max_num_batched_tokens=16), 40, 4)
+    scheduler = Scheduler(StepLimits(max_num_batched_tokens=16), 40, 4)
     planted = PLANTED[name]
     monkeypatch.setattr(scheduler.pool, name.strip(), lambda *given: planted(scheduler.pool, *given))
     driver = Driver(scheduler)
     for index in range(4):
-        scheduler.add(request(f"r{index}", [3 + index] * 9, 5, lands=index == 1, leaves=index == 2))
+        scheduler.add(request(f"r{index}", [3 + index] * 9, 5, receive_kv=index == 1, send_kv=index == 2))
     driver.finish()
     assert not scheduler.requests, "everybody was served"
     assert scheduler.audit() != ""
-    first = scheduler.breach
+    first = scheduler.ledger_error
     assert scheduler.audit() == first, "told once, as it was found"
 
 
 def test_leaks_show_while_requests_run_without_a_walk_over_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle moment may never come; sums over requests are compared every few steps."""
-    scheduler = Scheduler(Limits(max_num_batched_tokens=16), 200, 4)
+    scheduler = Scheduler(StepLimits(max_num_batched_tokens=16), 200, 4)
     driver = Driver(scheduler)
     scheduler.add(request("long", [5, 6, 7], 3 * AUDIT_STEPS))
     driver.turn()
@@ -96,8 +96,8 @@ def test_leaks_show_while_requests_run_without_a_walk_over_all_blocks(monkeypatc
         scheduler.add(request("short", [8] * 9, 2))
         while "short" in scheduler.requests:
             driver.turn()
-    assert scheduler.breach == ""
+    assert scheduler.ledger_error == ""
     for _ in range(AUDIT_STEPS):
         driver.turn()
-    assert "were given out, and" in scheduler.breach
+    assert "were given out, and" in scheduler.ledger_error
     driver.finish()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from benchmarks.policies import pages
 from scheduler.policy import POLICIES
-from scheduler.request import Request, State, Step
-from scheduler.scheduler import Limits, Scheduler
+from scheduler.request import Request, RequestState, Step
+from scheduler.scheduler import Scheduler, StepLimits
 from tests.scheduler.drive import Driver, request
 
 BUDGET = 24
@@ -40,10 +40,12 @@ class Seen:
 def watch(name: str, seed: int, lands: float = 0.0) -> Iterator[Seen]:
     """Serves random requests, no two of which share a prefix, and yields every step."""
     rng = random.Random(seed)
-    limits = Limits(BUDGET, max_num_seqs=20, long_prefill_token_threshold=rng.choice([0, 10]), tile_tokens=4)
+    limits = StepLimits(BUDGET, max_num_seqs=20, long_prefill_token_threshold=rng.choice([0, 10]), tile_tokens=4)
     driver = Driver(scheduler := Scheduler(limits, 1000, 4, POLICIES[name]))
     todo = [
-        request(f"r{index}", [100 + index] * rng.randrange(2, 70), rng.randrange(2, 25), lands=rng.random() < lands)
+        request(
+            f"r{index}", [100 + index] * rng.randrange(2, 70), rng.randrange(2, 25), receive_kv=rng.random() < lands
+        )
         for index in range(12)
     ]
     while todo or scheduler.has_work or driver.landings:
@@ -52,10 +54,12 @@ def watch(name: str, seed: int, lands: float = 0.0) -> Iterator[Seen]:
         behind = {
             r.id: r.num_tokens - r.num_scheduled
             for r in scheduler.requests.values()
-            if r.state in {State.RUNNING, State.WAITING} and not r.lands
+            if r.state in {RequestState.RUNNING, RequestState.WAITING} and not r.receive_kv
         }
         decoding = {r.id for r in scheduler.running if behind[r.id] == 1}
-        here = {r.id for r in scheduler.requests.values() if r.state in {State.RUNNING, State.LANDING}}
+        here = {
+            r.id for r in scheduler.requests.values() if r.state in {RequestState.RUNNING, RequestState.RECEIVING_KV}
+        }
         num_steps = len(driver.steps)
         driver.turn()
         assert driver.idle < 3 or not scheduler.requests
@@ -68,7 +72,7 @@ def watch(name: str, seed: int, lands: float = 0.0) -> Iterator[Seen]:
 @few
 @seeds
 def test_decode_maximal_computes_one_chunk_of_one_prompt_beside_all_decodes(seed: int) -> None:
-    for seen in watch("decode_maximal", seed, lands=0.2):
+    for seen in watch("decode_maximal", seed, receive_kv=0.2):
         assert seen.decoding <= seen.members
         assert seen.step.work.num_prefills == bool(seen.prompts)
 
@@ -84,7 +88,7 @@ def test_split_fuse_fills_every_step_while_there_is_prompt_work(seed: int) -> No
 @few
 @seeds
 def test_prompts_first_means_that_decodes_stand_still_while_there_is_a_prompt(name: str, seed: int) -> None:
-    for seen in watch(name, seed, lands=0.2):
+    for seen in watch(name, seed, receive_kv=0.2):
         work = seen.step.work
         assert not (work.num_prefills and work.num_decodes) or not seen.decoding & seen.members
         if name != "static" and seen.prompts:
@@ -118,7 +122,7 @@ def test_orca_lets_a_whole_prompt_join_the_decodes_at_once(seed: int) -> None:
 @few
 @seeds
 def test_decode_first_computes_no_prompt_while_anything_decodes(seed: int) -> None:
-    for seen in watch("decode_first", seed, lands=0.2):
+    for seen in watch("decode_first", seed, receive_kv=0.2):
         assert not seen.decoding or (seen.decoding <= seen.members and not seen.step.work.num_prefills)
 
 
@@ -126,7 +130,7 @@ def test_decode_first_computes_no_prompt_while_anything_decodes(seed: int) -> No
 @seeds
 def test_a_static_batch_comes_together_and_admits_nobody_while_it_lives(seed: int) -> None:
     batch: set[str] = set()
-    for seen in watch("static", seed, lands=0.3):
+    for seen in watch("static", seed, receive_kv=0.3):
         batch = seen.here or batch
         newcomers = seen.members - seen.here
         assert not newcomers or not seen.here
@@ -135,39 +139,39 @@ def test_a_static_batch_comes_together_and_admits_nobody_while_it_lives(seed: in
 
 
 def test_a_static_batch_may_be_larger_than_a_step() -> None:
-    driver = Driver(scheduler := Scheduler(Limits(8, max_num_seqs=4), 200, 4, POLICIES["static"]))
+    driver = Driver(scheduler := Scheduler(StepLimits(8, max_num_seqs=4), 200, 4, POLICIES["static"]))
     rows = [request(f"r{index}", [index + 3] * 20, 5) for index in range(6)]
     for row in rows:
         scheduler.add(row)
     driver.turn()
-    assert [row.state for row in rows] == [State.RUNNING] * 4 + [State.WAITING] * 2
+    assert [row.state for row in rows] == [RequestState.RUNNING] * 4 + [RequestState.WAITING] * 2
     driver.finish()
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_landings_are_let_in_while_others_decode_or_after_their_batch(name: str) -> None:
-    driver = Driver(scheduler := Scheduler(Limits(BUDGET), 200, 4, POLICIES[name]))
+    driver = Driver(scheduler := Scheduler(StepLimits(BUDGET), 200, 4, POLICIES[name]))
     scheduler.add(stream := request("stream", [3, 4, 5], 60))
     for _ in range(5):
         driver.turn()
-    scheduler.add(landing := request("landing", [6] * 30, 5, lands=True))
+    scheduler.add(landing := request("landing", [6] * 30, 5, receive_kv=True))
     driver.turn()
-    assert landing.state is (State.WAITING if POLICIES[name].together else State.LANDING)
+    assert landing.state is (RequestState.WAITING if POLICIES[name].together else RequestState.RECEIVING_KV)
     driver.finish()
-    assert stream.state is landing.state is State.DONE
+    assert stream.state is landing.state is RequestState.DONE
 
 
 @pytest.mark.parametrize("name", ["decode_first", "static"])
 def test_a_preempted_request_is_not_starved_by_landings_that_keep_coming(name: str) -> None:
-    driver = Driver(scheduler := Scheduler(Limits(BUDGET), 24, 4, POLICIES[name]))
+    driver = Driver(scheduler := Scheduler(StepLimits(BUDGET), 24, 4, POLICIES[name]))
     rows: list[Request] = []
     for index in range(3):
         rows.append(request(f"r{index}", [index + 3] * 12, 50))
         scheduler.add(rows[-1])
     turns = 0
-    while any(row.state is not State.DONE for row in rows):
+    while any(row.state is not RequestState.DONE for row in rows):
         if turns % 4 == 0:
-            scheduler.add(request(f"landing {turns}", [turns + 9] * 12, 20, lands=True))
+            scheduler.add(request(f"landing {turns}", [turns + 9] * 12, 20, receive_kv=True))
         driver.turn()
         turns += 1
         assert turns < 1500, "starved"

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from scheduler.budget import SloBudget
 from scheduler.cost import CostModel
 from scheduler.policy import POLICIES, STALL_FREE, Policy
-from scheduler.request import LEGAL, Request, State
-from scheduler.scheduler import Limits, Scheduler
+from scheduler.request import LEGAL, Request, RequestState
+from scheduler.scheduler import Scheduler, StepLimits
 from tests.scheduler.drive import Driver, expected, request
 
 every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -22,7 +22,7 @@ def traffic(draw: st.DrawFn) -> tuple[Scheduler, list[tuple[int, Request]], int]
     """A scheduler, requests with the turns at which they arrive, and the driver's depth. Of the requests some land or
     leave, some are resumed and some want the logits of their prompt."""
     block_tokens = draw(st.sampled_from([1, 2, 4, 16]))
-    limits = Limits(
+    limits = StepLimits(
         max_num_batched_tokens=draw(st.integers(1, 40)),
         max_num_seqs=draw(st.integers(1, 8)),
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 3, 8])),
@@ -45,11 +45,11 @@ def traffic(draw: st.DrawFn) -> tuple[Scheduler, list[tuple[int, Request]], int]
             rng.randrange(2, 20),
             salt=rng.choice([b"", b"tenant"]),
             priority=rng.choice([0, 0, 0, 1]),
-            lands=way < 0.25,
-            leaves=way > 0.85,
-            every_logit=rng.random() < 0.1,
+            receive_kv=way < 0.25,
+            send_kv=way > 0.85,
+            needs_prompt_logprobs=rng.random() < 0.1,
         )
-        if not arrival.lands and rng.random() < 0.2:
+        if not arrival.receive_kv and rng.random() < 0.2:
             arrival.tokens += expected(prompt, rng.randrange(1, arrival.max_tokens), arrival.salt)
         arrivals.append((rng.randrange(20), arrival))
     scheduler = Scheduler(limits, num_blocks, block_tokens, budget=budget)
@@ -80,9 +80,9 @@ def test_every_request_gets_its_tokens_and_every_block_returns(
             driver.recount()
     driver.finish()
     for _, done in arrivals:
-        assert done.state is State.DONE
+        assert done.state is RequestState.DONE
         assert done.tokens[done.num_prompt :] == expected_of(done), "tokens depend on the schedule"
-        assert done.leaves or done.num_generated == done.max_tokens
+        assert done.send_kv or done.num_generated == done.max_tokens
     ledger = scheduler.ledger()
     assert ledger.free + ledger.cached == ledger.total
     assert not scheduler.requests
@@ -103,7 +103,7 @@ def test_an_abort_in_any_state_frees_its_blocks_and_touches_nobody_else(
     for _ in range(15):
         driver.turn()
         _, victim = rng.choice(arrivals)
-        if rng.random() < 0.3 and victim.state is not State.DONE:
+        if rng.random() < 0.3 and victim.state is not RequestState.DONE:
             aborted.add(victim.id)
             scheduler.abort(victim)
     driver.finish()
@@ -126,7 +126,7 @@ def test_decodes_never_wait_for_a_prompt(name: str, case: tuple[Scheduler, list[
             if when == turn:
                 scheduler.add(arrival)
         # The last token of a prompt that leaves is no decode: it may wait for a block.
-        decoding = {r.id for r in scheduler.running if r.num_tokens - r.num_scheduled == 1 and not r.leaves}
+        decoding = {r.id for r in scheduler.running if r.num_tokens - r.num_scheduled == 1 and not r.send_kv}
         before = scheduler.counters.preemptions
         driver.turn()
         if driver.steps and scheduler.counters.preemptions == before and decoding:
@@ -136,7 +136,7 @@ def test_decodes_never_wait_for_a_prompt(name: str, case: tuple[Scheduler, list[
 def test_decodes_stall_behind_a_prompt_under_prefill_first() -> None:
     def longest_gap(policy: Policy) -> int:
         """Tokens computed between two tokens of a decode while a long prompt arrives."""
-        driver = Driver(Scheduler(Limits(max_num_batched_tokens=16), 200, 4, policy))
+        driver = Driver(Scheduler(StepLimits(max_num_batched_tokens=16), 200, 4, policy))
         driver.scheduler.add(request("stream", [5, 6, 7], 60))
         for _ in range(5):
             driver.turn()
@@ -154,7 +154,7 @@ def test_decodes_stall_behind_a_prompt_under_prefill_first() -> None:
 
 
 def test_a_prompt_is_computed_once_and_its_prefix_is_shared_within_its_salt_only() -> None:
-    driver = Driver(scheduler := Scheduler(Limits(), 100, 4))
+    driver = Driver(scheduler := Scheduler(StepLimits(), 100, 4))
     prompt = list(range(10, 31))
     for name, salt, cached in (("a", b"", 0), ("b", b"", 20), ("c", b"other", 0)):
         arrival = request(name, prompt, 2, salt=salt)
@@ -166,7 +166,7 @@ def test_a_prompt_is_computed_once_and_its_prefix_is_shared_within_its_salt_only
 
 def test_the_same_commands_give_the_same_steps() -> None:
     def log() -> list[list[tuple[str, int, int]]]:
-        driver = Driver(Scheduler(Limits(max_num_batched_tokens=9, max_num_seqs=3), 14, 4))
+        driver = Driver(Scheduler(StepLimits(max_num_batched_tokens=9, max_num_seqs=3), 14, 4))
         for index in range(6):
             driver.scheduler.add(request(f"r{index}", list(range(index, index + 7 + index)), 12))
         driver.finish()
@@ -176,7 +176,7 @@ def test_the_same_commands_give_the_same_steps() -> None:
 
 
 def test_requests_of_one_priority_are_admitted_in_order_of_arrival() -> None:
-    driver = Driver(Scheduler(Limits(max_num_batched_tokens=8, max_num_seqs=2), 40, 4))
+    driver = Driver(Scheduler(StepLimits(max_num_batched_tokens=8, max_num_seqs=2), 40, 4))
     for index, priority in enumerate([1, 1, 0, 1]):
         driver.scheduler.add(request(f"r{index}", list(range(10)), 3, priority=priority))
     driver.finish()
@@ -185,30 +185,30 @@ def test_requests_of_one_priority_are_admitted_in_order_of_arrival() -> None:
 
 
 def test_short_prompts_share_steps_with_a_long_one_below_the_threshold() -> None:
-    limits = Limits(max_num_batched_tokens=32, long_prefill_token_threshold=16, max_num_partial_prefills=2)
+    limits = StepLimits(max_num_batched_tokens=32, long_prefill_token_threshold=16, max_num_partial_prefills=2)
     driver = Driver(Scheduler(limits, 200, 4))
     long, short = request("long", list(range(200)), 1), request("short", [1, 2, 3], 1)
     driver.scheduler.add(long)
     driver.turn()
     driver.scheduler.add(short)
     driver.turn()
-    assert short.state is State.DONE
-    assert long.state is State.RUNNING
+    assert short.state is RequestState.DONE
+    assert long.state is RequestState.RUNNING
 
 
 def test_chunks_end_on_tiles_where_that_does_not_stop_progress() -> None:
-    driver = Driver(Scheduler(Limits(max_num_batched_tokens=30, tile_tokens=16), 200, 4))
+    driver = Driver(Scheduler(StepLimits(max_num_batched_tokens=30, tile_tokens=16), 200, 4))
     driver.scheduler.add(request("r", list(range(50)), 1))
     driver.finish()
     assert [step.slices[0].end for step in driver.steps] == [16, 32, 50]
-    driver = Driver(Scheduler(Limits(max_num_batched_tokens=7, tile_tokens=16), 200, 4))
+    driver = Driver(Scheduler(StepLimits(max_num_batched_tokens=7, tile_tokens=16), 200, 4))
     driver.scheduler.add(request("r", list(range(20)), 1))
     driver.finish()
     assert driver.steps[-1].slices[0].end == 20
 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_arithmetic() -> None:
-    scheduler = Scheduler(Limits(), 11, 4)
+    scheduler = Scheduler(StepLimits(), 11, 4)
     with pytest.raises(ValueError, match=r"41 tokens need 11 blocks of 4 tokens, and the KV cache has 10"):
         scheduler.add(request("r", list(range(30)), 11))
     refused = request("too long", list(range(40)), 1)
@@ -222,38 +222,38 @@ def test_a_request_that_can_never_fit_is_refused_with_the_arithmetic() -> None:
 
 
 def test_a_leaving_request_holds_its_blocks_until_it_is_released() -> None:
-    scheduler = Scheduler(Limits(), 20, 4)
-    leaving = request("r", list(range(10)), 5, leaves=True)
+    scheduler = Scheduler(StepLimits(), 20, 4)
+    leaving = request("r", list(range(10)), 5, send_kv=True)
     scheduler.add(leaving)
     events = Driver(scheduler).turn()
     assert events[0].token == expected(list(range(10)), 1)[0]
-    assert leaving.state is State.LEAVING
+    assert leaving.state is RequestState.SENDING_KV
     assert scheduler.ledger().owned == 3
     scheduler.release(leaving)
     assert scheduler.ledger()._replace(free=0, total=0) == (0, 2, 0, 0, 0, 0)
 
 
 def test_a_landing_reserves_then_owns_and_continues_at_its_second_token() -> None:
-    scheduler = Scheduler(Limits(), 20, 4)
+    scheduler = Scheduler(StepLimits(), 20, 4)
     driver = Driver(scheduler)
     prompt = list(range(10))
-    landing = request("r", prompt, 4, lands=True)
+    landing = request("r", prompt, 4, receive_kv=True)
     scheduler.add(landing)
     driver.turn()
-    assert landing.state is State.LANDING
+    assert landing.state is RequestState.RECEIVING_KV
     assert scheduler.ledger().reserved == 3
     driver.land(landing)
     driver.finish()
     assert landing.tokens[10:] == expected(prompt, 4)
-    second = request("again", prompt, 4, lands=True)
+    second = request("again", prompt, 4, receive_kv=True)
     scheduler.add(second)
     driver.turn()
     assert (second.num_computed, scheduler.ledger().reserved) == (8, 1)
 
 
 def test_blocks_of_an_aborted_landing_wait_until_their_writer_has_stopped() -> None:
-    scheduler = Scheduler(Limits(), 20, 4)
-    landing = request("r", list(range(10)), 4, lands=True)
+    scheduler = Scheduler(StepLimits(), 20, 4)
+    landing = request("r", list(range(10)), 4, receive_kv=True)
     scheduler.add(landing)
     scheduler.schedule()
     blocks = scheduler.abort(landing, writer_stopped=False)
@@ -263,7 +263,7 @@ def test_blocks_of_an_aborted_landing_wait_until_their_writer_has_stopped() -> N
 
 
 def test_a_failed_slice_ends_its_request_only_and_caches_nothing() -> None:
-    scheduler = Scheduler(Limits(), 40, 4)
+    scheduler = Scheduler(StepLimits(), 40, 4)
     bad, good = request("bad", list(range(9)), 3), request("good", list(range(20, 29)), 3)
     scheduler.add(bad)
     scheduler.add(good)
@@ -271,7 +271,7 @@ def test_a_failed_slice_ends_its_request_only_and_caches_nothing() -> None:
     step = scheduler.schedule()
     events = scheduler.update(step, [None, 7], [True, False])
     assert [(event.finish, event.token) for event in events] == [("error", None), (None, 7)]
-    assert (bad.state, good.state) == (State.DONE, State.RUNNING)
+    assert (bad.state, good.state) == (RequestState.DONE, RequestState.RUNNING)
     assert not scheduler.pool.match(bad.hashes)
     scheduler.abort(good)
     driver.recount()
@@ -281,7 +281,7 @@ def test_stop_tokens_end_a_request_but_not_before_min_tokens() -> None:
     prompt = [4, 5, 6]
     stop = expected(prompt, 1)[0]
     for min_tokens, finish in ((0, "stop"), (2, "length")):
-        scheduler = Scheduler(Limits(), 20, 4)
+        scheduler = Scheduler(StepLimits(), 20, 4)
         arrival = request("r", prompt, 3, stop_tokens=frozenset({stop}), min_tokens=min_tokens)
         scheduler.add(arrival)
         Driver(scheduler).finish()
@@ -290,7 +290,7 @@ def test_stop_tokens_end_a_request_but_not_before_min_tokens() -> None:
 
 def test_every_state_is_left_only_as_the_table_says() -> None:
     for state, allowed in LEGAL.items():
-        for target in State:
+        for target in RequestState:
             row = request("r", [1], 1)
             row.state = state
             if target in allowed:

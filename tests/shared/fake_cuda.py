@@ -1,6 +1,6 @@
 """A double of the CUDA driver: memory of a GPU is host memory in memfds, which other processes map by the same rules.
 
-It is called through the very types of `shared.kv.cuda_calls`, as libcuda would be. Copies wait until somebody waits
+It is called through the very types of `shared.kv_gpu.cuda_calls`, as libcuda would be. Copies wait until somebody waits
 for their stream, so that one which nobody waited for is missed.
 """
 
@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.kv.checksum import checksums
-from shared.kv.cuda_calls import BATCH_COPY, BATCH_COPY_TYPES, CALLS
-from shared.kv.cuda_driver import LEGACY, VMM, Driver, Gpu, Region
-from shared.kv.staging import Pinned, Staging
+from shared.kv.staging import PinnedStaging, Staging
+from shared.kv_gpu.cuda_calls import BATCH_COPY, BATCH_COPY_TYPES, CALLS
+from shared.kv_gpu.cuda_driver import LEGACY, VMM, CudaDevice, CudaRegion, Driver
 
 NAMES = {1: b"CUDA_ERROR_INVALID_VALUE", 2: b"CUDA_ERROR_OUT_OF_MEMORY"}
 STEP = 1 << 16  # bytes that memory comes in
@@ -224,8 +224,8 @@ def _memfd(size: int) -> int:
     return descriptor
 
 
-def gpu(ordinal: int = 0, kind: str = VMM, batch: bool = True) -> Gpu:
-    return Gpu(ordinal, Driver(FakeCuda(kind, batch)))
+def gpu(ordinal: int = 0, kind: str = VMM, batch: bool = True) -> CudaDevice:
+    return CudaDevice(ordinal, Driver(FakeCuda(kind, batch)))
 
 
 class FakeDeviceMemory:
@@ -233,16 +233,16 @@ class FakeDeviceMemory:
 
     sums: ClassVar[str] = "xxh3"
 
-    def __init__(self, num_rows: int, row_bytes: int, device: Gpu | None = None) -> None:
+    def __init__(self, num_rows: int, row_bytes: int, device: CudaDevice | None = None) -> None:
         self.num_rows, self.row_bytes = num_rows, row_bytes
-        self.region = Region.allocate(device or gpu(), num_rows * row_bytes)
+        self.region = CudaRegion.allocate(device or gpu(), num_rows * row_bytes)
         self.rows: NDArray[np.uint8] = _array(self.region.address, num_rows * row_bytes).reshape(num_rows, row_bytes)
 
     def checksums(self, rows: Sequence[int]) -> bytes:
         return checksums(self.rows, rows)
 
     def staging(self) -> Staging:
-        return Pinned(self.region, self.row_bytes)
+        return PinnedStaging(self.region, self.row_bytes)
 
     def close(self) -> None:
         self.rows = np.zeros((self.num_rows, self.row_bytes), np.uint8)

@@ -7,10 +7,10 @@ import sys
 from typing import Any
 
 from shared.kv.channel import ChannelError
-from shared.kv.cuda_ipc import CudaIpcChannel
 from shared.kv.memory import HostMemory
 from shared.kv.shm import ShmChannel
 from shared.kv.tcp import TcpChannel
+from shared.kv_gpu.cuda_ipc import CudaIpcChannel
 from tests.shared.fake_cuda import FakeDeviceMemory, gpu
 
 Channel = ShmChannel | TcpChannel | CudaIpcChannel
@@ -56,16 +56,16 @@ class Peer:
         self.memory.close()
 
     async def card(self) -> str:
-        return self.channel.card().hex()
+        return self.channel.descriptor().hex()
 
     async def introduce(self) -> str:
         return self.boot
 
     async def open(self, ticket: str, rows: list[int]) -> None:
-        self.channel.open(bytes.fromhex(ticket), rows)
+        self.channel.grant(bytes.fromhex(ticket), rows)
 
     async def shut(self, ticket: str) -> None:
-        self.channel.shut(bytes.fromhex(ticket))
+        self.channel.revoke(bytes.fromhex(ticket))
 
     async def read(self) -> list[list[int]]:
         """For each row, the different bytes in it."""

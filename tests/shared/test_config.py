@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shared.command_line import settings_from_command_line
-from shared.config import (
+from shared.config.command_line import settings_from_command_line
+from shared.config.settings import (
     NodeSettings,
     RouterSettings,
     Settings,

@@ -23,8 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared import security
-from shared.kv.channel import Card, CardError, ChannelError, PeerLostError, TicketRefusedError
+from shared.kv.channel import ChannelError, DescriptorError, PeerDescriptor, PeerLostError, ReservationRefusedError
 from shared.kv.checksum import checksums
 from shared.kv.listener import (
     ANSWER,
@@ -33,16 +32,17 @@ from shared.kv.listener import (
     MAX_CONNECTIONS_PER_WRITER,
     VERSION,
     WELCOME,
-    hello,
     introduce,
+    pack_greeting,
     receive_exactly,
 )
 from shared.kv.local import host_id
 from shared.kv.memory import HostMemory
-from shared.kv.peers import Peers
+from shared.kv.peers import ChannelPeers
 from shared.kv.shm import ShmChannel, runs
 from shared.kv.tcp import ACK, FRAME, MAX_FRAME_ROWS, TcpChannel, checked
-from shared.security import CHALLENGE, OPENING, Called, Caller, NotTrustedError, Secret
+from shared.rpc import security
+from shared.rpc.security import CHALLENGE, OPENING, AuthenticationError, Called, Caller, Secret
 from tests.shared.kv_peer import Peer
 
 ROOT = Path(__file__).parents[2]
@@ -128,7 +128,7 @@ async def until(what: Callable[[], object]) -> None:
 
 def new_ticket(receiver: Peer, rows: list[int] | None = None) -> bytes:
     ticket = secrets.token_bytes(16)
-    receiver.channel.open(ticket, list(range(NUM_ROWS)) if rows is None else rows)
+    receiver.channel.grant(ticket, list(range(NUM_ROWS)) if rows is None else rows)
     return ticket
 
 
@@ -139,7 +139,7 @@ def at_start(row: int) -> list[int]:
 async def works(writer: Peer, receiver: Peer) -> None:
     """A push of row 3 to row 4 arrives."""
     receiver.memory.rows[4] = 0
-    await writer.channel.push(receiver.channel.card(), new_ticket(receiver, [4]), [3], [4])
+    await writer.channel.push(receiver.channel.descriptor(), new_ticket(receiver, [4]), [3], [4])
     assert (receiver.memory.rows[4] == writer.memory.rows[3]).all()
 
 
@@ -173,7 +173,7 @@ async def test_any_list_of_rows_is_copied_as_numpy_would(kind: str, moves: list[
     async with peers(kind) as (writer, receiver):
         expected = receiver.memory.rows.copy()
         expected[target] = writer.memory.rows[source]
-        await writer.channel.push(receiver.channel.card(), new_ticket(receiver, target), source, target)
+        await writer.channel.push(receiver.channel.descriptor(), new_ticket(receiver, target), source, target)
         assert (receiver.memory.rows == expected).all()
 
 
@@ -194,7 +194,7 @@ def test_runs_cover_every_row_once_in_order_and_are_adjacent(rows: list[tuple[in
 async def test_many_pushes_at_once_all_arrive(pair: tuple[Peer, Peer]) -> None:
     writer, receiver = pair
     receiver.memory.rows[:] = 0
-    card = receiver.channel.card()
+    card = receiver.channel.descriptor()
     tickets = [new_ticket(receiver, [row]) for row in range(NUM_ROWS)]
     pushes = (writer.channel.push(card, tickets[row], [NUM_ROWS - 1 - row], [row]) for row in range(NUM_ROWS))
     await asyncio.gather(*pushes)
@@ -205,7 +205,7 @@ async def test_a_receiver_takes_rows_from_many_writers_and_a_writer_serves_many_
     for kind in KINDS:
         async with peers(kind, 4) as all_peers:
             pushes = [
-                writer.channel.push(receiver.channel.card(), new_ticket(receiver), [number], [8 + number])
+                writer.channel.push(receiver.channel.descriptor(), new_ticket(receiver), [number], [8 + number])
                 for number, writer in enumerate(all_peers)
                 for receiver in all_peers
                 if receiver is not writer
@@ -218,7 +218,7 @@ async def test_a_receiver_takes_rows_from_many_writers_and_a_writer_serves_many_
 
 async def test_the_same_rows_twice_are_harmless(pair: tuple[Peer, Peer]) -> None:
     writer, receiver = pair
-    card, ticket = receiver.channel.card(), new_ticket(receiver, [5, 6])
+    card, ticket = receiver.channel.descriptor(), new_ticket(receiver, [5, 6])
     for _ in range(2):
         await writer.channel.push(card, ticket, [1, 2, 1, 2], [5, 6, 5, 6])
     assert await receiver.read() == [at_start({5: 1, 6: 2}.get(row, row)) for row in range(NUM_ROWS)]
@@ -226,7 +226,7 @@ async def test_the_same_rows_twice_are_harmless(pair: tuple[Peer, Peer]) -> None
 
 async def test_a_push_of_no_rows_succeeds(pair: tuple[Peer, Peer]) -> None:
     writer, receiver = pair
-    await writer.channel.push(receiver.channel.card(), new_ticket(receiver), [], [])
+    await writer.channel.push(receiver.channel.descriptor(), new_ticket(receiver), [], [])
     await works(writer, receiver)
 
 
@@ -245,9 +245,9 @@ async def test_rows_outside_a_pool_are_never_pushed(
     pair: tuple[Peer, Peer], ticket: bytes, source: list[int], target: list[int]
 ) -> None:
     writer, receiver = pair
-    receiver.channel.open(bytes(16), [0])
+    receiver.channel.grant(bytes(16), [0])
     with pytest.raises(ChannelError):
-        await writer.channel.push(receiver.channel.card(), ticket, source, target)
+        await writer.channel.push(receiver.channel.descriptor(), ticket, source, target)
     assert await receiver.read() == [at_start(row) for row in range(NUM_ROWS)]
 
 
@@ -255,20 +255,20 @@ async def test_a_ticket_is_opened_for_rows_of_the_pool_and_shut_more_than_once(p
     channel = pair[1].channel
     for ticket, rows in ((bytes(15), [0]), (bytes(16), [NUM_ROWS]), (bytes(16), [-1])):
         with pytest.raises(ValueError, match=r"ticket has 16 bytes|not all in a pool"):
-            channel.open(ticket, rows)
-    channel.open(bytes(16), [0])
+            channel.grant(ticket, rows)
+    channel.grant(bytes(16), [0])
     for _ in range(2):
-        channel.shut(bytes(16))
+        channel.revoke(bytes(16))
 
 
 async def test_a_row_size_other_than_ours_is_refused_with_both_sizes_named(pair: tuple[Peer, Peer]) -> None:
     writer, receiver = pair
-    card = Card.unpack(receiver.channel.card(), writer.channel.name)
-    other = Card(card.channel, card.host, card.endpoint, card.boot, ROW_BYTES // 2, card.num_rows)
+    card = PeerDescriptor.unpack(receiver.channel.descriptor(), writer.channel.name)
+    other = PeerDescriptor(card.channel, card.host, card.endpoint, card.incarnation_id, ROW_BYTES // 2, card.num_rows)
     assert writer.channel.reachable(card.pack())
-    with pytest.raises(CardError, match="have 8192 bytes, ours 16384"):
+    with pytest.raises(DescriptorError, match="have 8192 bytes, ours 16384"):
         writer.channel.reachable(other.pack())
-    with pytest.raises(CardError, match="have 8192 bytes, ours 16384"):
+    with pytest.raises(DescriptorError, match="have 8192 bytes, ours 16384"):
         await writer.channel.push(other.pack(), new_ticket(receiver), [0], [0])
     await works(writer, receiver)
 
@@ -277,9 +277,9 @@ async def test_a_row_size_other_than_ours_is_refused_with_both_sizes_named(pair:
 async def test_a_card_that_lies_about_the_row_size_is_refused_by_the_receiver(kind: str, directory: str) -> None:
     writer = await Peer.start(kind, NUM_ROWS, ROW_BYTES // 2, directory)
     receiver = await Peer.start(kind, NUM_ROWS, ROW_BYTES, directory)
-    true = Card.unpack(receiver.channel.card(), receiver.channel.name)
-    card = Card(true.channel, true.host, true.endpoint, true.boot, ROW_BYTES // 2, true.num_rows)
-    with pytest.raises(CardError, match="not of the size"):
+    true = PeerDescriptor.unpack(receiver.channel.descriptor(), receiver.channel.name)
+    card = PeerDescriptor(true.channel, true.host, true.endpoint, true.incarnation_id, ROW_BYTES // 2, true.num_rows)
+    with pytest.raises(DescriptorError, match="not of the size"):
         await writer.channel.push(card.pack(), new_ticket(receiver), [0], [1])
     assert await receiver.read() == [at_start(row) for row in range(NUM_ROWS)]
     assert receiver.channel.num_rejected == 1
@@ -291,23 +291,23 @@ async def test_a_card_that_lies_about_the_row_size_is_refused_by_the_receiver(ki
 @given(data=st.binary(max_size=200) | st.lists(st.text(max_size=9)).map(lambda row: "\n".join(row).encode()))
 def test_anything_that_is_no_card_is_a_card_error(data: bytes) -> None:
     for kind in KINDS:
-        with pytest.raises(CardError):
-            Card.unpack(data, channel_of(kind))
+        with pytest.raises(DescriptorError):
+            PeerDescriptor.unpack(data, channel_of(kind))
 
 
 @given(host=st.text("abc:.", max_size=20), row_bytes=st.integers(1, 2**32 - 1), num_rows=st.integers(1, 2**31))
 def test_a_card_survives_its_journey(host: str, row_bytes: int, num_rows: int) -> None:
-    card = Card("tcp", host, "1234", secrets.token_hex(16), row_bytes, num_rows)
-    assert Card.unpack(card.pack(), "tcp") == card
-    with pytest.raises(CardError):
-        Card.unpack(card.pack(), "shm")
+    card = PeerDescriptor("tcp", host, "1234", secrets.token_hex(16), row_bytes, num_rows)
+    assert PeerDescriptor.unpack(card.pack(), "tcp") == card
+    with pytest.raises(DescriptorError):
+        PeerDescriptor.unpack(card.pack(), "shm")
 
 
 @pytest.mark.parametrize("endpoint", ["", "x", "70000", "-1", "\0", "/no/such/socket", "9" * 30])
 async def test_an_address_that_leads_nowhere_is_a_channel_error(pair: tuple[Peer, Peer], endpoint: str) -> None:
     writer, receiver = pair
-    card = Card.unpack(receiver.channel.card(), writer.channel.name)
-    nowhere = Card(card.channel, card.host, endpoint, secrets.token_hex(16), ROW_BYTES, NUM_ROWS)
+    card = PeerDescriptor.unpack(receiver.channel.descriptor(), writer.channel.name)
+    nowhere = PeerDescriptor(card.channel, card.host, endpoint, secrets.token_hex(16), ROW_BYTES, NUM_ROWS)
     with pytest.raises(ChannelError):
         await writer.channel.push(nowhere.pack(), bytes(16), [0], [0])
     await works(writer, receiver)
@@ -363,7 +363,7 @@ async def test_a_writer_killed_in_mid_push_is_told_once(kind: str, directory: st
     receiver.memory.rows[:] = 0
     ticket = new_ticket(receiver)
     boot = await writer.do("introduce")
-    await writer.do("push_on_and_on", card=receiver.channel.card().hex(), ticket=ticket.hex())
+    await writer.do("push_on_and_on", card=receiver.channel.descriptor().hex(), ticket=ticket.hex())
     await until(lambda: receiver.memory.rows[0, 0] == 1)
     assert receiver.lost == []
     writer.kill()
@@ -381,11 +381,11 @@ async def test_a_writer_that_closes_is_told_and_a_receiver_that_closes_tells_not
     async with peers(kind, 3) as (writer, other, receiver):
         await works(writer, receiver)
         await works(other, receiver)
-        assert not receiver.channel.bar(writer.boot)
+        assert not receiver.channel.fence_writer(writer.boot)
         await works(writer, receiver)
         await writer.channel.close()
         await until(lambda: receiver.lost == [writer.boot])
-        assert receiver.channel.bar(writer.boot)
+        assert receiver.channel.fence_writer(writer.boot)
         await receiver.channel.close()
         await asyncio.sleep(0.01)
         assert receiver.lost == [writer.boot]
@@ -395,12 +395,12 @@ async def test_a_writer_that_closes_is_told_and_a_receiver_that_closes_tells_not
 async def test_a_restarted_receiver_is_reached_by_its_new_card_and_not_by_its_old(kind: str, directory: str) -> None:
     writer = await Peer.start(kind, NUM_ROWS, ROW_BYTES, directory)
     old = await Peer.start(kind, NUM_ROWS, ROW_BYTES, directory)
-    old_card = old.channel.card()
+    old_card = old.channel.descriptor()
     await works(writer, old)
     await old.close()
-    port = {"port": int(Card.unpack(old_card, "tcp").endpoint)} if channel_of(kind) == "tcp" else {}
+    port = {"port": int(PeerDescriptor.unpack(old_card, "tcp").endpoint)} if channel_of(kind) == "tcp" else {}
     new = await Peer.start(kind, NUM_ROWS, ROW_BYTES, directory, **port)
-    new.channel.open(bytes(16), [0])
+    new.channel.grant(bytes(16), [0])
     with pytest.raises(PeerLostError):
         await writer.channel.push(old_card, bytes(16), [9], [0])
     assert await new.read() == [at_start(row) for row in range(NUM_ROWS)]
@@ -415,7 +415,7 @@ async def test_a_closed_channel_pushes_nothing_and_closes_again(pair: tuple[Peer
     for _ in range(2):
         await writer.channel.close()
     with pytest.raises(ChannelError, match="closed"):
-        await writer.channel.push(receiver.channel.card(), new_ticket(receiver), [0], [0])
+        await writer.channel.push(receiver.channel.descriptor(), new_ticket(receiver), [0], [0])
 
 
 async def test_a_push_ends_with_an_error_when_its_channel_closes(pair: tuple[Peer, Peer]) -> None:
@@ -448,7 +448,7 @@ async def test_a_cancelled_push_writes_nothing_more_and_the_next_one_is_well(pai
 
 async def long_pushes(writer: Peer, receiver: Peer) -> list[asyncio.Task[None]]:
     """One push under way that would last for seconds and then fill the last row, and one behind it."""
-    card, ticket = receiver.channel.card(), new_ticket(receiver)
+    card, ticket = receiver.channel.descriptor(), new_ticket(receiver)
     rows = [*range(NUM_ROWS - 1)] * LONG + [NUM_ROWS - 1]
     receiver.memory.rows[:] = 0
     pushes = [asyncio.create_task(writer.channel.push(card, ticket, rows, rows)) for _ in "ab"]
@@ -502,11 +502,11 @@ def num_threads() -> int:
 async def test_an_unknown_a_shut_or_a_foreign_ticket_moves_no_byte() -> None:
     async with peers("tcp") as (writer, receiver):
         shut = new_ticket(receiver)
-        receiver.channel.shut(shut)
+        receiver.channel.revoke(shut)
         partly = new_ticket(receiver, [0, 2, 4])
         for ticket, allowed in ((bytes(16), []), (shut, []), (partly, [0, 2, 4])):
-            with pytest.raises(TicketRefusedError, match=f"{6 - len(allowed)} of 6 rows"):
-                await writer.channel.push(receiver.channel.card(), ticket, [9] * 6, list(range(6)))
+            with pytest.raises(ReservationRefusedError, match=f"{6 - len(allowed)} of 6 rows"):
+                await writer.channel.push(receiver.channel.descriptor(), ticket, [9] * 6, list(range(6)))
             expected = [at_start(9 if row in allowed else row) for row in range(NUM_ROWS)]
             assert await receiver.read() == expected
         await works(writer, receiver)
@@ -516,7 +516,7 @@ async def test_an_unknown_a_shut_or_a_foreign_ticket_moves_no_byte() -> None:
 async def test_a_ticket_is_not_opened_twice(tcp_receiver: Peer) -> None:
     ticket = new_ticket(tcp_receiver)
     with pytest.raises(ValueError, match="open already"):
-        tcp_receiver.channel.open(ticket, [0])
+        tcp_receiver.channel.grant(ticket, [0])
 
 
 async def test_no_byte_lands_after_shut_even_in_the_middle_of_a_row(tcp_receiver: Peer) -> None:
@@ -525,7 +525,7 @@ async def test_no_byte_lands_after_shut_even_in_the_middle_of_a_row(tcp_receiver
     with raw_writer(tcp_receiver) as raw:
         raw.sendall(frame_head(ticket, [0, 1, 2]) + b"\xaa" * (ROW_BYTES + 1000))
         await until(lambda: rows[1, 999] == 0xAA)
-        tcp_receiver.channel.shut(ticket)
+        tcp_receiver.channel.revoke(ticket)
         raw.sendall(b"\xbb" * (2 * ROW_BYTES - 1000) + end_of_push(ticket))
         assert receive_ack(raw) == (1, 2)
         assert (rows[0] == 0xAA).all()
@@ -546,7 +546,7 @@ async def test_shut_holds_against_a_writer_at_full_speed() -> None:
         for _ in range(5):
             pushes = await long_pushes(writer, receiver)
             for ticket in list(receiver.channel._tickets):
-                receiver.channel.shut(ticket)
+                receiver.channel.revoke(ticket)
             await was_stopped_for_good(receiver)
             for push in pushes:
                 push.cancel()
@@ -558,7 +558,7 @@ async def test_shut_holds_against_a_writer_at_full_speed() -> None:
 
 
 def raw_connection(receiver: Peer) -> socket.socket:
-    card = Card.unpack(receiver.channel.card(), receiver.channel.name)
+    card = PeerDescriptor.unpack(receiver.channel.descriptor(), receiver.channel.name)
     if card.channel == "tcp":
         return socket.create_connection((card.host, int(card.endpoint)), PATIENCE_S)
     raw = socket.socket(socket.AF_UNIX)
@@ -569,7 +569,7 @@ def raw_connection(receiver: Peer) -> socket.socket:
 
 def raw_writer(receiver: Peer, boot: str = "f" * 32) -> socket.socket:
     raw = raw_connection(receiver)
-    raw.sendall(hello(Card.unpack(receiver.channel.card(), receiver.channel.name), boot))
+    raw.sendall(pack_greeting(PeerDescriptor.unpack(receiver.channel.descriptor(), receiver.channel.name), boot))
     assert raw.recv(ANSWER.size, socket.MSG_WAITALL) == WELCOME
     return raw
 
@@ -687,7 +687,7 @@ async def test_no_bytes_at_all_harm_a_receiver(kind: str, words: list[bytes], in
     ids=["half a header", "half the rows' numbers", "half a row", "all but the end"],
 )
 async def test_a_writer_that_falls_silent_in_mid_push_is_given_up(tcp_receiver: Peer, words: bytes) -> None:
-    tcp_receiver.channel.open(bytes(16), [0, 1])
+    tcp_receiver.channel.grant(bytes(16), [0, 1])
     with raw_writer(tcp_receiver) as raw:
         raw.sendall(words)
         assert is_hung_up_on(raw)
@@ -706,7 +706,10 @@ async def test_a_writer_that_is_silent_between_pushes_is_not_given_up(tcp_receiv
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_stranger_who_says_nothing_is_given_up(kind: str) -> None:
     async with peers(kind, 1, patience_s=0.1) as (receiver,):
-        for words in (b"", hello(Card.unpack(receiver.channel.card(), receiver.channel.name), "f" * 32)[:20]):
+        for words in (
+            b"",
+            pack_greeting(PeerDescriptor.unpack(receiver.channel.descriptor(), receiver.channel.name), "f" * 32)[:20],
+        ):
             with raw_connection(receiver) as raw:
                 raw.sendall(words)
                 assert is_hung_up_on(raw)
@@ -717,7 +720,9 @@ async def test_a_writer_has_few_connections_and_is_lost_with_the_last(pair: tupl
     writer, receiver = pair
     raws = [raw_writer(receiver) for _ in range(MAX_CONNECTIONS_PER_WRITER)]
     with raw_connection(receiver) as one_more:
-        one_more.sendall(hello(Card.unpack(receiver.channel.card(), receiver.channel.name), "f" * 32))
+        one_more.sendall(
+            pack_greeting(PeerDescriptor.unpack(receiver.channel.descriptor(), receiver.channel.name), "f" * 32)
+        )
         assert ANSWER.unpack(one_more.recv(ANSWER.size))[2] != 0
         assert is_hung_up_on(one_more)
     assert receiver.channel.num_rejected == 1
@@ -741,10 +746,10 @@ async def test_an_shm_writer_that_talks_is_heard_to_its_end_since_it_may_write_u
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_barred_writer_never_comes_in_and_others_do(kind: str) -> None:
     async with peers(kind) as (writer, receiver):
-        assert receiver.channel.bar(writer.boot)
+        assert receiver.channel.fence_writer(writer.boot)
         with pytest.raises(PeerLostError, match="took us for dead"):
             await works(writer, receiver)
-        assert receiver.channel.bar(writer.boot)
+        assert receiver.channel.fence_writer(writer.boot)
 
 
 @pytest.mark.usefixtures("collected")
@@ -784,42 +789,42 @@ async def test_peers_with_one_secret_push_as_ever(pair: tuple[Peer, Peer]) -> No
     assert receiver.channel.num_rejected == 0
 
 
-def unproved(raw: socket.socket, greeting: bytes, _card: Card) -> None:
+def unproved(raw: socket.socket, greeting: bytes, _card: PeerDescriptor) -> None:
     raw.sendall(greeting)
 
 
-def with_another_secret(raw: socket.socket, _greeting: bytes, card: Card) -> None:
-    with pytest.raises(NotTrustedError, match="another cluster secret"):
+def with_another_secret(raw: socket.socket, _greeting: bytes, card: PeerDescriptor) -> None:
+    with pytest.raises(AuthenticationError, match="another cluster secret"):
         introduce(raw, card, "f" * 32, PATIENCE_S, THEIRS)
     raw.shutdown(socket.SHUT_WR)
 
 
-def of_a_false_version(raw: socket.socket, _greeting: bytes, _card: Card) -> None:
+def of_a_false_version(raw: socket.socket, _greeting: bytes, _card: PeerDescriptor) -> None:
     raw.sendall(OPENING.pack(security.MAGIC, 255, bytes(16)))
 
 
-def wrong_proof(raw: socket.socket, greeting: bytes, _card: Card) -> None:
+def wrong_proof(raw: socket.socket, greeting: bytes, _card: PeerDescriptor) -> None:
     raw.sendall(Caller(OURS, "kv").opening)
     receive_exactly(raw, CHALLENGE.size, PATIENCE_S)
     raw.sendall(bytes(32) + greeting)
 
 
-def changed_greeting(raw: socket.socket, greeting: bytes, _card: Card) -> None:
+def changed_greeting(raw: socket.socket, greeting: bytes, _card: PeerDescriptor) -> None:
     caller = Caller(OURS, "kv")
     raw.sendall(caller.opening)
     proof = caller.answer(receive_exactly(raw, CHALLENGE.size, PATIENCE_S), greeting)
     raw.sendall(proof + greeting[:-1] + (b"1" if greeting.endswith(b"0") else b"0"))
 
 
-def proof_for_rpcs(raw: socket.socket, greeting: bytes, _card: Card) -> None:
+def proof_for_rpcs(raw: socket.socket, greeting: bytes, _card: PeerDescriptor) -> None:
     raw.sendall(Caller(OURS, "kv").opening)
     challenge = receive_exactly(raw, CHALLENGE.size, PATIENCE_S)
-    with pytest.raises(NotTrustedError):
+    with pytest.raises(AuthenticationError):
         Caller(OURS, "rpc").answer(challenge, greeting)
     raw.sendall(OURS.sign("rpc caller", challenge[8:24], greeting) + greeting)
 
 
-def cut(raw: socket.socket, greeting: bytes, _card: Card) -> None:
+def cut(raw: socket.socket, greeting: bytes, _card: PeerDescriptor) -> None:
     caller = Caller(OURS, "kv")
     raw.sendall(caller.opening)
     proof = caller.answer(receive_exactly(raw, CHALLENGE.size, PATIENCE_S), greeting)
@@ -834,12 +839,12 @@ def cut(raw: socket.socket, greeting: bytes, _card: Card) -> None:
 )
 @pytest.mark.parametrize("kind", ["tcp", "shm"])
 async def test_a_writer_without_the_proof_is_hung_up_on_before_it_is_listened_to(
-    kind: str, speak: Callable[[socket.socket, bytes, Card], None]
+    kind: str, speak: Callable[[socket.socket, bytes, PeerDescriptor], None]
 ) -> None:
     async with peers(kind) as (writer, receiver):
-        card = Card.unpack(receiver.channel.card(), kind)
+        card = PeerDescriptor.unpack(receiver.channel.descriptor(), kind)
         with raw_connection(receiver) as raw:
-            await asyncio.to_thread(speak, raw, hello(card, "f" * 32), card)
+            await asyncio.to_thread(speak, raw, pack_greeting(card, "f" * 32), card)
             assert await asyncio.to_thread(is_hung_up_on, raw)
         hung_up_itself = speak in {with_another_secret, cut}
         await until(lambda: receiver.channel.num_rejected == (0 if hung_up_itself else 1))
@@ -884,7 +889,7 @@ async def test_a_receiver_that_has_no_secret_is_found_out_at_once(
     request.getfixturevalue("secret")
     writer = await Peer.start(kind, NUM_ROWS, ROW_BYTES, directory, patience_s=PATIENCE_S)
     with pytest.raises(PeerLostError, match="hung up at the introduction, as one does that has no cluster secret"):
-        await writer.channel.push(receiver.channel.card(), new_ticket(receiver), [0], [0])
+        await writer.channel.push(receiver.channel.descriptor(), new_ticket(receiver), [0], [0])
     await writer.close()
     await receiver.close()
 
@@ -900,18 +905,18 @@ async def test_after_cancels_at_any_moment_every_push_is_answered_for_itself(
 ) -> None:
     """A push of many rows is cancelled; what follows on the connection must never take its answer for its own."""
     async with peers(kind) as (writer, receiver):
-        card, rows = receiver.channel.card(), list(range(NUM_ROWS))
+        card, rows = receiver.channel.descriptor(), list(range(NUM_ROWS))
         for refused, after_s in pushes:
             ticket = new_ticket(receiver)
             long = asyncio.create_task(writer.channel.push(card, ticket, rows * 300, rows * 300))
             await asyncio.sleep(after_s)
             long.cancel()
             if kind == "tcp" and refused:
-                with pytest.raises(TicketRefusedError, match=f"refused {refused} of {refused} rows"):
+                with pytest.raises(ReservationRefusedError, match=f"refused {refused} of {refused} rows"):
                     await writer.channel.push(card, secrets.token_bytes(16), rows[:refused], rows[:refused])
             with contextlib.suppress(asyncio.CancelledError):
                 await long
-            receiver.channel.shut(ticket)
+            receiver.channel.revoke(ticket)
             await works(writer, receiver)
         assert receiver.lost == [], "the connection lasted"
 
@@ -937,12 +942,12 @@ async def test_a_link_whose_push_ended_in_any_other_way_is_never_used_again() ->
 
     made: list[Link] = []
 
-    def connect(_: Card) -> Link:
+    def connect(_: PeerDescriptor) -> Link:
         made.append(Link(len(made)))
         return made[-1]
 
-    all_peers = Peers(ROW_BYTES, NUM_ROWS, connect)
-    card = Card("tcp", "h", "1", "f" * 32, ROW_BYTES, NUM_ROWS)
+    all_peers = ChannelPeers(ROW_BYTES, NUM_ROWS, connect)
+    card = PeerDescriptor("tcp", "h", "1", "f" * 32, ROW_BYTES, NUM_ROWS)
     with pytest.raises(MemoryError):
         await all_peers.push(card, bytes(16), [0], [0])
     assert closed == [0]
@@ -974,7 +979,9 @@ def false_receiver(
         thread = threading.Thread(target=run)
         thread.start()
         place = f"{host_id()} {bytes(16).hex()}" if channel_of(kind) == "cuda_ipc" else host_id()
-        yield Card(channel_of(kind), "127.0.0.1" if is_tcp else place, endpoint, "0" * 32, ROW_BYTES, NUM_ROWS).pack()
+        yield PeerDescriptor(
+            channel_of(kind), "127.0.0.1" if is_tcp else place, endpoint, "0" * 32, ROW_BYTES, NUM_ROWS
+        ).pack()
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
@@ -1074,16 +1081,16 @@ async def test_reachable_is_a_live_peer_on_this_machine(directory: str) -> None:
     near = await Peer.start("shm", NUM_ROWS, ROW_BYTES, directory)
     peer = await Peer.start("shm", NUM_ROWS, ROW_BYTES, directory)
     assert isinstance(near.channel, ShmChannel)
-    card = Card.unpack(peer.channel.card(), "shm")
+    card = PeerDescriptor.unpack(peer.channel.descriptor(), "shm")
     assert near.channel.reachable(card.pack())
-    far = Card("shm", "another host", card.endpoint, card.boot, ROW_BYTES, NUM_ROWS).pack()
+    far = PeerDescriptor("shm", "another host", card.endpoint, card.incarnation_id, ROW_BYTES, NUM_ROWS).pack()
     assert not near.channel.reachable(far)
-    with pytest.raises(CardError, match="another machine"):
+    with pytest.raises(DescriptorError, match="another machine"):
         await near.channel.push(far, bytes(16), [0], [0])
-    hidden = Card("shm", card.host, "/no/such/socket", card.boot, ROW_BYTES, NUM_ROWS)
+    hidden = PeerDescriptor("shm", card.host, "/no/such/socket", card.incarnation_id, ROW_BYTES, NUM_ROWS)
     assert not near.channel.reachable(hidden.pack())
-    with pytest.raises(CardError, match="have 1 bytes"):
-        near.channel.reachable(Card("shm", card.host, card.endpoint, card.boot, 1, NUM_ROWS).pack())
+    with pytest.raises(DescriptorError, match="have 1 bytes"):
+        near.channel.reachable(PeerDescriptor("shm", card.host, card.endpoint, card.incarnation_id, 1, NUM_ROWS).pack())
     await peer.close()
     assert not near.channel.reachable(card.pack())
     assert near.channel.num_rejected == 0
@@ -1101,7 +1108,7 @@ async def test_a_socket_is_for_its_user_only_and_leftovers_of_the_dead_are_harml
         peer = await Peer.start("shm", NUM_ROWS, ROW_BYTES, directory)
     finally:
         os.umask(old_umask)
-    path = Card.unpack(peer.channel.card(), "shm").endpoint
+    path = PeerDescriptor.unpack(peer.channel.descriptor(), "shm").endpoint
     assert os.stat(path).st_mode & 0o777 == 0o600
     assert isinstance(peer.channel, ShmChannel)
     assert not peer.channel.reachable(dead_card)
@@ -1136,8 +1143,8 @@ async def test_a_node_that_listens_on_every_address_names_the_one_for_its_peers(
     boot, lost = secrets.token_hex(16), list[str]()
     channel = await TcpChannel.start(memory, boot, lost.append, "0.0.0.0", advertised="127.0.0.1")
     writer = await Peer.start("tcp", NUM_ROWS, ROW_BYTES, directory)
-    channel.open(bytes(16), [1])
-    await writer.channel.push(channel.card(), bytes(16), [0], [1])
+    channel.grant(bytes(16), [1])
+    await writer.channel.push(channel.descriptor(), bytes(16), [0], [1])
     assert memory.rows[1].all()
     await writer.close()
     await channel.close()

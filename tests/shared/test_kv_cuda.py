@@ -15,22 +15,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.kv.channel import Card, CardError, ChannelError, PeerLostError
-from shared.kv.cuda_calls import Access, AllocationProperties, CopyAttributes, IpcHandle
-from shared.kv.cuda_driver import CudaError, Driver, Gpu, Region, Stream
-from shared.kv.cuda_ipc import OFFER, CudaIpcChannel
+from shared.kv.channel import ChannelError, DescriptorError, PeerDescriptor, PeerLostError
 from shared.kv.listener import WELCOME
 from shared.kv.local import private
 from shared.kv.memory import HostMemory
-from shared.kv.pool import Borrower, Lender, card_file
 from shared.kv.shm import ShmChannel
+from shared.kv_gpu.cuda_calls import Access, AllocationProperties, CopyAttributes, IpcHandle
+from shared.kv_gpu.cuda_driver import CudaDevice, CudaError, CudaRegion, CudaStream, Driver
+from shared.kv_gpu.cuda_ipc import OFFER, CudaIpcChannel
+from shared.kv_gpu.pool import PoolClient, PoolOwner, descriptor_file
 from tests.shared.fake_cuda import STEP, FakeCuda, FakeDeviceMemory, gpu
 
 NUM_ROWS, ROW_BYTES = 8, 4096
 KINDS = pytest.mark.parametrize("kind", ["vmm", "legacy"])
 
 
-def written(region: Region, size: int) -> bytes:
+def written(region: CudaRegion, size: int) -> bytes:
     return ctypes.string_at(region.address, size)
 
 
@@ -42,11 +42,11 @@ def test_structures_have_the_sizes_of_cudas_own() -> None:
 @KINDS
 def test_a_region_is_zero_shared_while_anyone_has_it_and_gone_after(kind: str) -> None:
     fake = FakeCuda(kind)
-    ours = Region.allocate(Gpu(0, Driver(fake)), ROW_BYTES)
+    ours = CudaRegion.allocate(CudaDevice(0, Driver(fake)), ROW_BYTES)
     assert (ours.kind, ours.size) == ((kind, STEP) if kind == "vmm" else (kind, ROW_BYTES))
     assert written(ours, ROW_BYTES) == bytes(ROW_BYTES)
     other = FakeCuda(kind)
-    theirs = Region.attach(Gpu(1, Driver(other)), kind, ours.size, ours.descriptor, ours.handle)
+    theirs = CudaRegion.attach(CudaDevice(1, Driver(other)), kind, ours.size, ours.descriptor, ours.handle)
     ctypes.memset(theirs.address, 7, ROW_BYTES)
     assert written(ours, ROW_BYTES) == b"\7" * ROW_BYTES
     for _ in range(2):
@@ -59,9 +59,9 @@ def test_a_region_is_zero_shared_while_anyone_has_it_and_gone_after(kind: str) -
 def test_a_driver_that_refuses_is_told_with_its_own_name_for_it() -> None:
     device = gpu()
     with pytest.raises(CudaError, match=r"cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY \(2\)"):
-        Region.allocate(device, 1 << 40)
+        CudaRegion.allocate(device, 1 << 40)
     with pytest.raises(CudaError, match=r"cuDeviceGet failed: CUDA_ERROR_INVALID_VALUE \(1\)"):
-        Gpu(9, device.driver)
+        CudaDevice(9, device.driver)
 
 
 def test_a_machine_without_a_driver_says_so() -> None:
@@ -74,9 +74,9 @@ def test_a_machine_without_a_driver_says_so() -> None:
 @pytest.mark.parametrize("batch", [True, False])
 def test_copies_are_begun_together_where_the_driver_can(batch: bool) -> None:
     fake = FakeCuda(batch=batch)
-    region = Region.allocate(Gpu(0, Driver(fake)), STEP)
+    region = CudaRegion.allocate(CudaDevice(0, Driver(fake)), STEP)
     ctypes.memset(region.address, 5, 100)
-    stream = Stream(region.gpu)
+    stream = CudaStream(region.gpu)
     fake.said.clear()
     stream.copy([(region.address + 1000 * place, region.address, 100) for place in (1, 2, 3)])
     assert fake.said == (["cuMemcpyBatchAsync"] if batch else ["cuMemcpyDtoDAsync_v2"] * 3)
@@ -93,7 +93,7 @@ def test_gpus_reach_themselves_and_their_peers_by_uuid() -> None:
     assert [gpu(2).reaches(uuid) for uuid in uuids] == [False, False, True, False]
 
 
-async def start(directory: str | Path, device: Gpu | None = None) -> tuple[FakeDeviceMemory, CudaIpcChannel]:
+async def start(directory: str | Path, device: CudaDevice | None = None) -> tuple[FakeDeviceMemory, CudaIpcChannel]:
     memory = FakeDeviceMemory(NUM_ROWS, ROW_BYTES, device)
     return memory, await CudaIpcChannel.start(memory, secrets.token_hex(16), lambda _: None, directory, 0.5)
 
@@ -102,20 +102,22 @@ async def test_only_a_gpu_that_this_one_reaches_is_reachable(tmp_path: Path) -> 
     ours, writer = await start(tmp_path, gpu(0))
     for ordinal, reaches in ((0, True), (1, True), (2, False)):
         theirs, receiver = await start(tmp_path, gpu(ordinal))
-        assert writer.reachable(receiver.card()) == reaches
+        assert writer.reachable(receiver.descriptor()) == reaches
         if reaches:
-            receiver.open(bytes(16), [3])
+            receiver.grant(bytes(16), [3])
             ours.rows[1] = 9
-            await writer.push(receiver.card(), bytes(16), [1], [3])
+            await writer.push(receiver.descriptor(), bytes(16), [1], [3])
             assert (theirs.rows.sum(axis=1) == [0, 0, 0, 9 * ROW_BYTES, 0, 0, 0, 0]).all()
         else:
-            with pytest.raises(CardError, match="cannot be written to from here"):
-                await writer.push(receiver.card(), bytes(16), [1], [3])
+            with pytest.raises(DescriptorError, match="cannot be written to from here"):
+                await writer.push(receiver.descriptor(), bytes(16), [1], [3])
         await receiver.close()
-        assert not writer.reachable(receiver.card()), "it has ended"
+        assert not writer.reachable(receiver.descriptor()), "it has ended"
         theirs.close()
-    card = Card.unpack(writer.card(), "cuda_ipc")
-    far = Card("cuda_ipc", f"elsewhere {ours.region.gpu.uuid}", card.endpoint, card.boot, ROW_BYTES, NUM_ROWS)
+    card = PeerDescriptor.unpack(writer.descriptor(), "cuda_ipc")
+    far = PeerDescriptor(
+        "cuda_ipc", f"elsewhere {ours.region.gpu.uuid}", card.endpoint, card.incarnation_id, ROW_BYTES, NUM_ROWS
+    )
     assert not writer.reachable(far.pack())
     await writer.close()
     ours.close()
@@ -123,10 +125,10 @@ async def test_only_a_gpu_that_this_one_reaches_is_reachable(tmp_path: Path) -> 
 
 async def test_neighbouring_rows_are_one_copy_and_a_push_waits_for_all(tmp_path: Path) -> None:
     fake = FakeCuda(batch=False)
-    ours, writer = await start(tmp_path, Gpu(0, Driver(fake)))
+    ours, writer = await start(tmp_path, CudaDevice(0, Driver(fake)))
     theirs, receiver = await start(tmp_path)
     ours.rows[:] = np.arange(1, NUM_ROWS + 1, dtype=np.uint8)[:, None]
-    await writer.push(receiver.card(), bytes(16), [0, 1, 2, 5, 6], [4, 5, 6, 0, 1])
+    await writer.push(receiver.descriptor(), bytes(16), [0, 1, 2, 5, 6], [4, 5, 6, 0, 1])
     assert fake.said.count("cuMemcpyDtoDAsync_v2") == 2
     assert theirs.rows[:, 0].tolist() == [6, 7, 0, 0, 1, 2, 3, 0]
     for channel, memory in ((writer, ours), (receiver, theirs)):
@@ -136,14 +138,14 @@ async def test_neighbouring_rows_are_one_copy_and_a_push_waits_for_all(tmp_path:
 
 async def test_a_failed_copy_fails_its_push_and_the_next_push_begins_anew(tmp_path: Path) -> None:
     fake = FakeCuda(batch=False)
-    ours, writer = await start(tmp_path, Gpu(0, Driver(fake)))
+    ours, writer = await start(tmp_path, CudaDevice(0, Driver(fake)))
     theirs, receiver = await start(tmp_path)
     ours.rows[1] = 9
     fake.refusing = 1
     with pytest.raises(PeerLostError, match="cuMemcpyDtoDAsync_v2 failed: CUDA_ERROR_INVALID_VALUE"):
-        await writer.push(receiver.card(), bytes(16), [1], [1])
+        await writer.push(receiver.descriptor(), bytes(16), [1], [1])
     assert not theirs.rows.any()
-    await writer.push(receiver.card(), bytes(16), [1], [1])
+    await writer.push(receiver.descriptor(), bytes(16), [1], [1])
     assert (theirs.rows[1] == 9).all()
     for channel, memory in ((writer, ours), (receiver, theirs)):
         await channel.close()
@@ -176,7 +178,7 @@ async def test_what_is_no_memory_of_a_gpu_is_never_written_to(
 ) -> None:
     ours, writer = await start(tmp_path)
     path = str(tmp_path / "false")
-    host = Card.unpack(writer.card(), "cuda_ipc").host
+    host = PeerDescriptor.unpack(writer.descriptor(), "cuda_ipc").host
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen()
@@ -191,7 +193,7 @@ async def test_what_is_no_memory_of_a_gpu_is_never_written_to(
                     pass
 
         serving = asyncio.get_running_loop().run_in_executor(None, run)
-        card = Card("cuda_ipc", host, path, "0" * 32, ROW_BYTES, NUM_ROWS).pack()
+        card = PeerDescriptor("cuda_ipc", host, path, "0" * 32, ROW_BYTES, NUM_ROWS).pack()
         with pytest.raises(PeerLostError):
             await writer.push(card, bytes(16), [0], [0])
         await serving
@@ -203,11 +205,11 @@ async def test_what_is_no_memory_of_a_gpu_is_never_written_to(
 # Pools that are lent
 
 
-async def lender(directory: Path, lost: list[str]) -> tuple[HostMemory, Lender]:
+async def lender(directory: Path, lost: list[str]) -> tuple[HostMemory, PoolOwner]:
     memory = HostMemory(NUM_ROWS, ROW_BYTES)
     inner = await ShmChannel.start(memory, secrets.token_hex(16), lost.append, directory)
     try:
-        return memory, Lender(inner, card_file(directory, None))
+        return memory, PoolOwner(inner, descriptor_file(directory, None))
     except OSError:
         await inner.close()
         memory.close()
@@ -218,14 +220,14 @@ async def test_a_borrower_computes_in_the_very_rows_of_the_lender_which_knows_wh
     lost: list[str] = []
     memory, ours = await lender(tmp_path, lost)
     boot = secrets.token_hex(16)
-    borrower = await asyncio.to_thread(Borrower.attach, tmp_path, None, boot, 1.0, 1.0)
+    borrower = await asyncio.to_thread(PoolClient.attach, tmp_path, None, boot, 1.0, 1.0)
     assert (borrower.num_rows, borrower.row_bytes) == (NUM_ROWS, ROW_BYTES)
     borrower.rows[3] = 5
     assert (memory.rows[3] == 5).all()
-    assert borrower.reachable(ours.card())
+    assert borrower.reachable(ours.descriptor())
     assert borrower.checksums([3, 0]) == memory.checksums([3, 0])
-    await borrower.push(ours.card(), bytes(16), (), ())
-    assert not ours.bar(boot), "it is connected, and may write"
+    await borrower.push(ours.descriptor(), bytes(16), (), ())
+    assert not ours.fence_writer(boot), "it is connected, and may write"
     assert lost == []
     await borrower.close()
     await borrower.close()
@@ -233,16 +235,16 @@ async def test_a_borrower_computes_in_the_very_rows_of_the_lender_which_knows_wh
         while lost != [boot]:  # noqa: ASYNC110  (a thread of the channel tells it)
             await asyncio.sleep(0.01)
     await ours.close()
-    assert not card_file(tmp_path, None).exists()
+    assert not descriptor_file(tmp_path, None).exists()
     memory.close()
 
 
 async def test_a_lender_that_ends_is_told_to_its_borrower_and_nothing_is_handed_to_it_any_more(tmp_path: Path) -> None:
     memory, ours = await lender(tmp_path, [])
-    borrower = await asyncio.to_thread(Borrower.attach, tmp_path, None, secrets.token_hex(16), 1.0, 1.0)
+    borrower = await asyncio.to_thread(PoolClient.attach, tmp_path, None, secrets.token_hex(16), 1.0, 1.0)
     gone = asyncio.Event()
     borrower.watch(gone.set)
-    card = ours.card()
+    card = ours.descriptor()
     await ours.close()
     async with asyncio.timeout(5):
         await gone.wait()
@@ -257,28 +259,28 @@ async def test_one_pool_a_device_is_lent_and_its_place_is_free_again_when_its_ow
     memory, ours = await lender(tmp_path, [])
     with pytest.raises(OSError, match="another decode node lends its pool there"):
         await lender(tmp_path, [])
-    assert card_file(tmp_path, None).read_bytes() == ours.card()
+    assert descriptor_file(tmp_path, None).read_bytes() == ours.descriptor()
     await ours._inner.close()  # as if it was killed: its card stays
-    assert card_file(tmp_path, None).exists()
+    assert descriptor_file(tmp_path, None).exists()
     other_memory, other = await lender(tmp_path, [])
     await ours.close()
-    assert card_file(tmp_path, None).read_bytes() == other.card(), "another one's card is left alone"
+    assert descriptor_file(tmp_path, None).read_bytes() == other.descriptor(), "another one's card is left alone"
     await other.close()
     memory.close()
     other_memory.close()
 
 
 async def test_what_a_killed_owner_left_is_in_nobodys_way_whatever_its_block_size(tmp_path: Path) -> None:
-    path = card_file(tmp_path, None)
+    path = descriptor_file(tmp_path, None)
     larger = HostMemory(NUM_ROWS, 2 * ROW_BYTES)
-    before = Lender(await ShmChannel.start(larger, secrets.token_hex(16), lambda _: None, tmp_path), path)
+    before = PoolOwner(await ShmChannel.start(larger, secrets.token_hex(16), lambda _: None, tmp_path), path)
     with pytest.raises(OSError, match="another decode node lends its pool there"):
         await lender(tmp_path, [])
     await before._inner.close()  # as if it was killed: its card stays
     for left in (path.read_bytes(), b"half a ca"):
         path.write_bytes(left)
         memory, ours = await lender(tmp_path, [])
-        assert path.read_bytes() == ours.card()
+        assert path.read_bytes() == ours.descriptor()
         await ours.close()
         memory.close()
     larger.close()
@@ -301,12 +303,12 @@ async def test_a_borrower_waits_for_its_lender_and_says_whom_it_lacks(tmp_path: 
     boot = secrets.token_hex(16)
     for content in (None, b"nonsense"):
         if content is not None:
-            card_file(tmp_path, None).write_bytes(content)
+            descriptor_file(tmp_path, None).write_bytes(content)
         with pytest.raises(ValueError, match="--kv-channel pool: no decode node lends its pool in"):
-            Borrower.attach(tmp_path, None, boot, 0.0, 1.0)
-    waiting = asyncio.create_task(asyncio.to_thread(Borrower.attach, tmp_path, None, boot, 10.0, 1.0))
+            PoolClient.attach(tmp_path, None, boot, 0.0, 1.0)
+    waiting = asyncio.create_task(asyncio.to_thread(PoolClient.attach, tmp_path, None, boot, 10.0, 1.0))
     await asyncio.sleep(0.3)
-    card_file(tmp_path, None).unlink()
+    descriptor_file(tmp_path, None).unlink()
     memory, ours = await lender(tmp_path, [])
     borrower = await waiting
     with pytest.raises(ValueError, match="KV blocks have 4096 bytes, ours 512: both need the same --model"):
@@ -322,10 +324,10 @@ async def test_a_pool_on_a_gpu_is_lent_under_that_gpus_uuid(tmp_path: Path) -> N
     device = gpu(1)
     memory = FakeDeviceMemory(NUM_ROWS, ROW_BYTES, device)
     inner = await CudaIpcChannel.start(memory, secrets.token_hex(16), lambda _: None, tmp_path)
-    ours = Lender(inner, card_file(tmp_path, device))
+    ours = PoolOwner(inner, descriptor_file(tmp_path, device))
     with pytest.raises(ValueError, match="no decode node lends"):
-        Borrower.attach(tmp_path, gpu(0), secrets.token_hex(16), 0.0, 1.0)
-    borrower = await asyncio.to_thread(Borrower.attach, tmp_path, gpu(1), secrets.token_hex(16), 1.0, 1.0)
+        PoolClient.attach(tmp_path, gpu(0), secrets.token_hex(16), 0.0, 1.0)
+    borrower = await asyncio.to_thread(PoolClient.attach, tmp_path, gpu(1), secrets.token_hex(16), 1.0, 1.0)
     assert borrower.region is not None
     ctypes.memset(borrower.region.address + ROW_BYTES, 3, ROW_BYTES)
     assert memory.rows[:, 0].tolist() == [0, 3, 0, 0, 0, 0, 0, 0]

@@ -14,13 +14,13 @@ from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared import registry as registry_module
-from shared import security
-from shared.codec import Malformed, encode
-from shared.messages import JoinReply, NodeInfo
+from shared.lifecycle import wait_until
 from shared.registry import EmbeddedRegistry, RedisAnnouncer, RedisRegistry, StreamAnnouncer, announcer
-from shared.security import complaints
-from shared.serve import until
-from shared.services import JOIN, connect
+from shared.rpc import security
+from shared.rpc.codec import DecodeError, encode
+from shared.rpc.messages import JoinReply, NodeInfo
+from shared.rpc.methods import JOIN, connect
+from shared.rpc.security import complaints
 
 INFO = NodeInfo("d0", "boot-1", "decode", "127.0.0.1:1", "m", "print", 4, 64, 100, 512, 8)
 BEAT_S = 0.03
@@ -61,12 +61,12 @@ async def test_a_nodes_stream_is_its_membership() -> None:
                 await stream.send_message(message)
                 assert await stream.recv_message() == JoinReply("router")
             assert registry.nodes == {"d0": draining}
-        assert await until(lambda: registry.nodes == {}, 5.0)
+        assert await wait_until(lambda: registry.nodes == {}, 5.0)
     assert changes == [{"d0": INFO}, {"d0": draining}, {}], "a heartbeat that says nothing new is no change"
 
 
 async def test_the_late_end_of_an_old_stream_does_not_remove_the_nodes_new_life() -> None:
-    reborn, other = replace(INFO, boot="boot-2"), replace(INFO, id="p0")
+    reborn, other = replace(INFO, incarnation_id="boot-2"), replace(INFO, id="p0")
     async with embedded([]) as registry, joined(registry, other):
         async with joined(registry, INFO):
             new_life = joined(registry, reborn)
@@ -74,7 +74,7 @@ async def test_the_late_end_of_an_old_stream_does_not_remove_the_nodes_new_life(
         await asyncio.sleep(0.1)
         assert registry.nodes == {"d0": reborn, "p0": other}
         await new_life.__aexit__(None, None, None)
-        assert await until(lambda: registry.nodes == {"p0": other}, 5.0)
+        assert await wait_until(lambda: registry.nodes == {"p0": other}, 5.0)
 
 
 async def test_the_late_end_of_an_old_stream_does_not_remove_the_same_life_that_joined_again() -> None:
@@ -87,7 +87,7 @@ async def test_the_late_end_of_an_old_stream_does_not_remove_the_same_life_that_
         assert await stream.recv_message() == JoinReply("router")
         assert registry.nodes == {"d0": INFO}
         await again.__aexit__(None, None, None)
-        assert await until(lambda: registry.nodes == {}, 5.0)
+        assert await wait_until(lambda: registry.nodes == {}, 5.0)
 
 
 async def test_the_late_end_of_an_old_stream_of_the_same_life_does_not_remove_the_node() -> None:
@@ -98,7 +98,7 @@ async def test_the_late_end_of_an_old_stream_of_the_same_life_does_not_remove_th
         await asyncio.sleep(0.1)
         assert registry.nodes == {"d0": INFO}
         await again.__aexit__(None, None, None)
-        assert await until(lambda: registry.nodes == {}, 5.0)
+        assert await wait_until(lambda: registry.nodes == {}, 5.0)
 
 
 class Said(list[NodeInfo]):
@@ -115,11 +115,11 @@ class Said(list[NodeInfo]):
 async def test_a_stream_is_one_nodes_and_nodes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_module, "MAX_NODES", 1)
     async with embedded([]) as registry:
-        with pytest.raises(Malformed, match="one node's"):
+        with pytest.raises(DecodeError, match="one node's"):
             await registry._join(Said([INFO, replace(INFO, id="d1")]))
         assert registry.nodes == {}
         async with joined(registry, INFO):
-            with pytest.raises(Malformed, match="no more are taken"):
+            with pytest.raises(DecodeError, match="no more are taken"):
                 await registry._join(Said([replace(INFO, id="d1")]))
             assert registry.nodes == {"d0": INFO}
 
@@ -129,13 +129,13 @@ async def test_an_announcer_joins_updates_and_leaves() -> None:
         node = announcer(f"127.0.0.1:{registry.port}", "default", 30.0)
         assert isinstance(node, StreamAnnouncer)
         await node.start(INFO)
-        assert await until(lambda: registry.nodes == {"d0": INFO}, 5.0)
+        assert await wait_until(lambda: registry.nodes == {"d0": INFO}, 5.0)
         await node.update(replace(INFO, state="draining"))
-        assert await until(lambda: registry.nodes["d0"].state == "draining", 5.0), "it waits for no heartbeat"
+        assert await wait_until(lambda: registry.nodes["d0"].state == "draining", 5.0), "it waits for no heartbeat"
         await node.update(replace(INFO, role="prefill"))
-        assert await until(lambda: registry.nodes["d0"].role == "prefill", 5.0), "it may change its role"
+        assert await wait_until(lambda: registry.nodes["d0"].role == "prefill", 5.0), "it may change its role"
         await node.close()
-        assert await until(lambda: registry.nodes == {}, 5.0)
+        assert await wait_until(lambda: registry.nodes == {}, 5.0)
 
 
 async def test_an_announcer_waits_for_its_router_and_comes_back_after_a_restart() -> None:
@@ -148,7 +148,7 @@ async def test_an_announcer_waits_for_its_router_and_comes_back_after_a_restart(
             registry = EmbeddedRegistry(f"router-{life}", "127.0.0.1", port)
             await asyncio.sleep(0.05)
             await registry.start(lambda: None)
-            assert await until(lambda here=registry: here.nodes == {"d0": INFO}, 5.0)
+            assert await wait_until(lambda here=registry: here.nodes == {"d0": INFO}, 5.0)
             await registry.close()
     finally:
         await node.close()
@@ -239,7 +239,7 @@ async def watching(changes: list[list[str]] | None = None) -> AsyncIterator[Redi
 async def reads(redis: PlayedRedis, count: int) -> None:
     """Waits until the registry was read so many times more; the last of them may still be looked at."""
     goal = redis.num_reads + count
-    assert await until(lambda: redis.num_reads >= goal, 10.0)
+    assert await wait_until(lambda: redis.num_reads >= goal, 10.0)
 
 
 async def test_nodes_that_announce_themselves_are_listed_and_leave_when_they_close(redis: PlayedRedis) -> None:
@@ -248,16 +248,16 @@ async def test_nodes_that_announce_themselves_are_listed_and_leave_when_they_clo
         node = announcer("redis://played", "c", BEAT_S)
         assert isinstance(node, RedisAnnouncer)
         await node.start(INFO)
-        assert await until(lambda: registry.nodes == {"d0": INFO}, 5.0)
+        assert await wait_until(lambda: registry.nodes == {"d0": INFO}, 5.0)
         await node.update(replace(INFO, state="draining"))
-        assert await until(lambda: registry.nodes["d0"].state == "draining", 5.0)
+        assert await wait_until(lambda: registry.nodes["d0"].state == "draining", 5.0)
         await node.update(replace(INFO, role="prefill"))
-        assert await until(lambda: registry.nodes["d0"].role == "prefill", 5.0)
+        assert await wait_until(lambda: registry.nodes["d0"].role == "prefill", 5.0)
         await node.close()
         assert (redis.values, redis.index["baton:c:nodes"]) == ({}, set())
         await reads(redis, 2)
         redis.now += LEASE_S
-        assert await until(lambda: registry.nodes == {}, 5.0)
+        assert await wait_until(lambda: registry.nodes == {}, 5.0)
         assert changes == [["d0"], ["d0"], ["d0"], []]
     assert set(redis.leases_ms) == {90}, "a lease is three heartbeats"
 
@@ -266,9 +266,9 @@ async def test_nodes_that_announce_themselves_are_listed_and_leave_when_they_clo
 async def test_the_last_list_stays_for_as_long_as_redis_fails(redis: PlayedRedis, error: Exception) -> None:
     redis.put("d0", encode(INFO))
     async with watching() as registry:
-        assert await until(lambda: registry.state == "ok" and registry.nodes == {"d0": INFO}, 5.0)
+        assert await wait_until(lambda: registry.state == "ok" and registry.nodes == {"d0": INFO}, 5.0)
         redis.error = error
-        assert await until(lambda: registry.state == "down", 5.0)
+        assert await wait_until(lambda: registry.state == "down", 5.0)
         redis.forget_all()
         redis.now += LEASE_S
         await asyncio.sleep(2 * BEAT_S)
@@ -302,18 +302,18 @@ async def test_a_node_leaves_only_after_a_whole_lease_of_answers_without_it(redi
 async def test_failures_of_redis_in_between_do_not_count_towards_the_lease(redis: PlayedRedis) -> None:
     redis.put("d0", encode(INFO))
     async with watching() as registry:
-        assert await until(lambda: registry.nodes == {"d0": INFO}, 5.0)
+        assert await wait_until(lambda: registry.nodes == {"d0": INFO}, 5.0)
         redis.forget_all()
         for _ in range(2):
             await reads(redis, 2)
             redis.error = RedisTimeoutError("frozen")
-            assert await until(lambda: registry.state == "down", 5.0)
+            assert await wait_until(lambda: registry.state == "down", 5.0)
             redis.now += LEASE_S
             redis.error = None
         await reads(redis, 2)
         assert registry.nodes == {"d0": INFO}, "it was absent for longer than a lease, but never seen to be"
         redis.now += LEASE_S
-        assert await until(lambda: registry.nodes == {}, 5.0)
+        assert await wait_until(lambda: registry.nodes == {}, 5.0)
 
 
 async def test_entries_that_are_no_node_or_not_their_own_are_skipped_and_the_others_are_listed(
@@ -342,13 +342,13 @@ async def test_names_of_crashed_nodes_leave_the_index_after_a_lease_and_hide_no_
         await reads(redis, 2)
         assert (registry.nodes, len(names)) == ({}, 4), "hidden, but nothing was absent for a lease yet"
         redis.error = RedisTimeoutError("frozen")
-        assert await until(lambda: registry.state == "down", 5.0)
+        assert await wait_until(lambda: registry.state == "down", 5.0)
         redis.now += LEASE_S
         redis.error = None
         await reads(redis, 2)
         assert len(redis.index["baton:c:nodes"]) == 4, "nobody saw that they were absent meanwhile"
         redis.now += LEASE_S
-        assert await until(lambda: registry.nodes == {"d0": INFO}, 5.0)
+        assert await wait_until(lambda: registry.nodes == {"d0": INFO}, 5.0)
         await reads(redis, 2)
         redis.now += LEASE_S
         await reads(redis, 3)
@@ -361,7 +361,7 @@ async def test_a_node_that_comes_back_while_its_name_is_taken_out_stays_in(redis
     async with watching() as registry:
         await reads(redis, 2)
         redis.now += LEASE_S
-        assert await until(lambda: registry.nodes == {"d0": INFO}, 5.0)
+        assert await wait_until(lambda: registry.nodes == {"d0": INFO}, 5.0)
         assert redis.index["baton:c:nodes"] == {b"d0"}
 
 
@@ -371,9 +371,9 @@ async def test_an_announcer_comes_back_after_an_outage_into_an_empty_redis(redis
     await node.start(INFO)
     await asyncio.sleep(2 * BEAT_S)
     redis.error = None
-    assert await until(lambda: "baton:c:node:d0" in redis.values, 5.0)
+    assert await wait_until(lambda: "baton:c:node:d0" in redis.values, 5.0)
     redis.forget_all()
-    assert await until(lambda: redis.index.get("baton:c:nodes") == {b"d0"}, 5.0)
+    assert await wait_until(lambda: redis.index.get("baton:c:nodes") == {b"d0"}, 5.0)
     redis.error = RedisTimeoutError("frozen")
     await node.close()
     assert redis.is_closed, "an unreachable registry does not hold up a node's end"
@@ -386,7 +386,7 @@ async def test_in_a_cluster_with_a_secret_entries_that_were_not_signed_with_it_a
         (tmp_path / name).touch(mode=0o600)
         (tmp_path / name).write_text(text * 2)
     redis.put("unsigned", encode(replace(INFO, id="unsigned")))
-    complaints.forgive("baton:c:node:")
+    complaints.reset("baton:c:node:")
     try:
         security.configure(str(tmp_path / "theirs"), {})
         stranger = RedisAnnouncer("redis://played", "c", BEAT_S)
@@ -395,7 +395,7 @@ async def test_in_a_cluster_with_a_secret_entries_that_were_not_signed_with_it_a
         node = RedisAnnouncer("redis://played", "c", BEAT_S)
         await node.start(INFO)
         async with watching() as registry:
-            assert await until(lambda: registry.nodes == {"d0": INFO}, 5.0)
+            assert await wait_until(lambda: registry.nodes == {"d0": INFO}, 5.0)
             await reads(redis, 2)
             assert registry.nodes == {"d0": INFO}
             assert registry.skipped >= 2

@@ -16,13 +16,15 @@ from grpclib.const import Status
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
-from shared import grpc_connection, grpc_limits, security
-from shared.codec import encode
-from shared.grpc_connection import ServerConnection
-from shared.messages import Answer, Command, Report, Stop
-from shared.security import CHALLENGE, Called, Caller, Secret, complaints
-from shared.serve import until
-from shared.services import ATTACH, STOP, PeerError, RpcServer, connect, unary
+from shared.lifecycle import wait_until
+from shared.rpc import connection as grpc_connection
+from shared.rpc import limits as grpc_limits
+from shared.rpc import security
+from shared.rpc.codec import encode
+from shared.rpc.connection import ServerConnection
+from shared.rpc.messages import Ack, NodeUpdate, RouterCommand, StopRequest
+from shared.rpc.methods import ATTACH, STOP, PeerError, RpcServer, connect, unary
+from shared.rpc.security import CHALLENGE, Called, Caller, Secret, complaints
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEADERS = [
@@ -42,17 +44,17 @@ class Served:
     """A server, what it was told, and how many connections it holds."""
 
     def __init__(self, secret: Secret | None = None) -> None:
-        self.heard: list[Stop] = []
+        self.heard: list[StopRequest] = []
         self.server = RpcServer({STOP: unary(self._stop), ATTACH: self._attach}, secret)
         self.port = 0
 
-    async def _stop(self, stop: Stop) -> Answer:
+    async def _stop(self, stop: StopRequest) -> Ack:
         self.heard.append(stop)
-        return Answer("heard")
+        return Ack("heard")
 
     async def _attach(self, stream: Any) -> None:
         async for _ in stream:
-            await stream.send_message(Report([], None))
+            await stream.send_message(NodeUpdate([], None))
 
     @property
     def address(self) -> str:
@@ -65,7 +67,7 @@ class Served:
     async def works(self, secret: Secret | None = None) -> None:
         channel = connect(self.address, secret)
         try:
-            assert await STOP.call(channel, Stop(b"well"), WAIT_S) == Answer("heard")
+            assert await STOP.call(channel, StopRequest(b"well"), WAIT_S) == Ack("heard")
         finally:
             channel.close()
 
@@ -126,13 +128,13 @@ class Raw(asyncio.Protocol):
 
     async def status(self, stream: int = 1) -> Status | None:
         """None: the connection was closed instead."""
-        assert await until(lambda: self.is_closed or "grpc-status" in self.answers.get(stream, {}), WAIT_S)
+        assert await wait_until(lambda: self.is_closed or "grpc-status" in self.answers.get(stream, {}), WAIT_S)
         answer = self.answers.get(stream, {})
         return Status(int(answer["grpc-status"])) if "grpc-status" in answer else None
 
     async def end(self) -> None:
         """Until the server closes."""
-        assert await until(lambda: self.is_closed, WAIT_S)
+        assert await wait_until(lambda: self.is_closed, WAIT_S)
 
 
 @asynccontextmanager
@@ -150,7 +152,7 @@ async def raw(served: Served, *, http: bool = True) -> AsyncIterator[Raw]:
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """At most one line for each connection with garbage, which these tests have one of; and no traceback."""
-    complaints.forgive("127.0.0.1")
+    complaints.reset("127.0.0.1")
     yield
     lines = [record for record in caplog.get_records("call") if record.levelno >= logging.WARNING]
     assert not [record for record in lines if record.exc_info]
@@ -165,7 +167,7 @@ def frame(kind: int, flags: int = 0, stream: int = 0, data: bytes = b"") -> byte
     return struct.pack(">I", len(data))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + data
 
 
-GOOD = message(encode(Stop(b"ticket")))
+GOOD = message(encode(StopRequest(b"ticket")))
 
 
 # Calls
@@ -229,7 +231,7 @@ async def test_a_timeout_is_an_hour_at_most() -> None:
 
 
 async def test_a_call_that_never_sends_its_message_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.services.MESSAGE_S", 0.1)
+    monkeypatch.setattr("shared.rpc.methods.MESSAGE_S", 0.1)
     async with serving() as served, raw(served) as client:
         client.call(1, GOOD[:-1], end=False)
         assert await client.status() is Status.DEADLINE_EXCEEDED
@@ -255,7 +257,7 @@ async def test_calls_that_are_cancelled_leave_nothing_whenever_that_is(monkeypat
         client.call(201, GOOD)
         assert await client.status(201) is Status.OK
         assert len(connections) == 1
-        assert await until(lambda: not connections[0].processor.streams, WAIT_S)
+        assert await wait_until(lambda: not connections[0].processor.streams, WAIT_S)
 
 
 # Connections
@@ -285,7 +287,7 @@ async def test_who_says_nothing_or_nonsense_is_hung_up_on(
         async with raw(served, http=False) as client:
             client.transport.write(words)
             await client.end()
-        assert await until(lambda: not served.num_open, WAIT_S)
+        assert await wait_until(lambda: not served.num_open, WAIT_S)
         await served.works(secret)
         assert len(served.heard) == 1
 
@@ -297,7 +299,7 @@ async def test_an_address_has_so_many_connections_and_no_more(monkeypatch: pytes
             await fourth.end()
             third.call(1, GOOD)
             assert await third.status() is Status.OK
-        assert await until(lambda: not served.num_open, WAIT_S)
+        assert await wait_until(lambda: not served.num_open, WAIT_S)
         await served.works()
 
 
@@ -366,7 +368,7 @@ async def test_a_flood_of_calls_ends_its_connection_alone(kind: str, monkeypatch
         error = ErrorCodes.PROTOCOL_ERROR if kind == "left open" else ErrorCodes.ENHANCE_YOUR_CALM
         assert client.ended_with == error
         assert num_begun < 1_000, "a call that comes to nothing counts more than a frame"
-        assert await until(lambda: not served.num_open, WAIT_S)
+        assert await wait_until(lambda: not served.num_open, WAIT_S)
         await served.works()
 
 
@@ -381,19 +383,19 @@ async def test_who_proves_nothing_gives_way_to_those_who_do(monkeypatch: pytest.
         channel = connect(served.address, OURS)
         cleanup.callback(channel.close)
         stream = await cleanup.enter_async_context(ATTACH.open(channel))
-        await stream.send_message(Command("router"))
-        assert await stream.recv_message() == Report()
+        await stream.send_message(RouterCommand("router"))
+        assert await stream.recv_message() == NodeUpdate()
         words = (b"", security.MAGIC, PREFACE, Caller(OURS, "rpc").opening, b"", b"")
         strangers = []
         for said in words:
             strangers.append(await cleanup.enter_async_context(raw(served, http=False)))
             strangers[-1].transport.write(said)
             await asyncio.sleep(0.01)
-        assert await until(lambda: [one.is_closed for one in strangers] == [True] * 3 + [False] * 3, WAIT_S)
+        assert await wait_until(lambda: [one.is_closed for one in strangers] == [True] * 3 + [False] * 3, WAIT_S)
         assert served.num_open == 1 + 3
         await served.works(OURS)  # a proved one takes the second place of the address, and a stranger's while it proves
-        await stream.send_message(Command("router"))
-        assert await stream.recv_message() == Report(), "whoever has proved it stays"
+        await stream.send_message(RouterCommand("router"))
+        assert await stream.recv_message() == NodeUpdate(), "whoever has proved it stays"
 
 
 async def test_who_has_the_secret_is_served_on_calls_and_streams() -> None:
@@ -403,8 +405,8 @@ async def test_who_has_the_secret_is_served_on_calls_and_streams() -> None:
         channel = connect(served.address, OURS)
         async with ATTACH.open(channel) as stream:
             for _ in range(3):
-                await stream.send_message(Command("router"))
-                assert await stream.recv_message() == Report()
+                await stream.send_message(RouterCommand("router"))
+                assert await stream.recv_message() == NodeUpdate()
         channel.close()
 
 
@@ -413,12 +415,12 @@ async def test_who_has_not_is_refused_at_once_and_told_so_once(
     secret: Secret | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving(OURS) as served:
-        complaints.forgive(served.address)
+        complaints.reset(served.address)
         refusal = "another cluster secret" if secret else "was not proved"
         for _ in range(5):
             channel = connect(served.address, secret)
             with pytest.raises(PeerError, match=refusal):
-                await STOP.call(channel, Stop(b"ticket"), WAIT_S)
+                await STOP.call(channel, StopRequest(b"ticket"), WAIT_S)
             channel.close()
         assert served.heard == []
         lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -464,7 +466,7 @@ async def test_what_one_connection_said_is_worth_nothing_on_another_or_elsewhere
         server = await asyncio.start_server(tapped.relay, "127.0.0.1", 0)
         async with server:
             channel = connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", OURS)
-            assert await STOP.call(channel, Stop(b"ticket"), WAIT_S) == Answer("heard")
+            assert await STOP.call(channel, StopRequest(b"ticket"), WAIT_S) == Ack("heard")
             channel.close()
             assert b"ticket" in tapped.said
             for target in (served, other):
@@ -503,7 +505,7 @@ async def test_a_false_server_never_sees_what_it_is_called_for(answer: Callable[
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         channel = connect(address, OURS)
         with pytest.raises(PeerError, match="cluster secret"):
-            await STOP.call(channel, Stop(b"ticket"), WAIT_S)
+            await STOP.call(channel, StopRequest(b"ticket"), WAIT_S)
         channel.close()
         async with asyncio.timeout(WAIT_S):
             await ended.wait()
@@ -525,7 +527,7 @@ async def test_a_server_that_never_proves_itself_is_given_up(monkeypatch: pytest
     async with server:
         channel = connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", OURS)
         with pytest.raises(PeerError):
-            await STOP.call(channel, Stop(b"ticket"), WAIT_S)
+            await STOP.call(channel, StopRequest(b"ticket"), WAIT_S)
         async with asyncio.timeout(WAIT_S):
             await ended.wait()
         channel.close()
@@ -537,7 +539,7 @@ async def test_an_introduction_may_come_in_any_pieces() -> None:
         for byte in caller.opening:
             client.transport.write(bytes([byte]))
             await asyncio.sleep(0)
-        assert await until(lambda: len(client.received) == CHALLENGE.size, WAIT_S)
+        assert await wait_until(lambda: len(client.received) == CHALLENGE.size, WAIT_S)
         for byte in caller.answer(client.received):
             client.transport.write(bytes([byte]))
             await asyncio.sleep(0)

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 
 from cluster.cli import main as baton
 from cluster.secret import own_secret, write_secret
-from engine.process import main as run_node
+from node.process import main as run_node
 from router.__main__ import main as run_router
 from scheduler.role import DECODE
-from shared import security
-from shared.codec import Malformed, encode
-from shared.config import NodeSettings, RouterSettings
+from shared.config.settings import NodeSettings, RouterSettings
 from shared.errors import ConfigError
-from shared.messages import NodeInfo
 from shared.registry import seal, unseal
-from shared.security import CHALLENGE, Called, Caller, Complaints, NotTrustedError, Secret, read_secret
+from shared.rpc import security
+from shared.rpc.codec import DecodeError, encode
+from shared.rpc.messages import NodeInfo
+from shared.rpc.security import CHALLENGE, AuthenticationError, Called, Caller, RateLimitedLog, Secret, read_secret
 
 OLD, NEW = "old-secret-0123456789-abcdefghijkl", "new-secret-9876543210-zyxwvutsrqpo"
 A, B = Secret((OLD.encode(),)), Secret((NEW.encode(),))
@@ -185,7 +185,7 @@ def met(
 
 def test_who_has_the_secret_is_let_in_and_who_has_another_is_not() -> None:
     met(A, A)
-    with pytest.raises(NotTrustedError, match="it has another cluster secret"):
+    with pytest.raises(AuthenticationError, match="it has another cluster secret"):
         met(A, B)
 
 
@@ -196,7 +196,7 @@ def test_a_secret_is_changed_without_a_moment_at_which_two_neighbours_differ() -
         met(after, before)
         met(before, before)
     for caller, called in ((steps[0], steps[3]), (steps[3], steps[0]), (steps[0], steps[2]), (steps[2], steps[0])):
-        with pytest.raises(NotTrustedError):
+        with pytest.raises(AuthenticationError):
             met(caller, called)
 
 
@@ -212,7 +212,7 @@ def test_no_bit_of_an_introduction_can_be_changed(what: str, byte: int, bit: int
         place = byte % len(data)
         return data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :]
 
-    with pytest.raises(NotTrustedError):
+    with pytest.raises(AuthenticationError):
         met(A, A, changed)
 
 
@@ -223,9 +223,9 @@ def test_what_was_said_on_one_connection_opens_no_other() -> None:
     called.check(proof)
     for again in (Called(A, "rpc"), Called(A, "rpc")):  # the same process, and another
         again.challenge(caller.opening)
-        with pytest.raises(NotTrustedError):
+        with pytest.raises(AuthenticationError):
             again.check(proof)
-    with pytest.raises(NotTrustedError):
+    with pytest.raises(AuthenticationError):
         Caller(A, "rpc").answer(challenge)
 
 
@@ -233,10 +233,10 @@ def test_no_side_can_be_made_to_prove_for_the_other_or_for_another_purpose() -> 
     caller, called = Caller(A, "rpc"), Called(A, "rpc")
     challenge = called.challenge(caller.opening)
     own_proof = CHALLENGE.unpack(challenge)[3]
-    with pytest.raises(NotTrustedError):
+    with pytest.raises(AuthenticationError):
         called.check(own_proof)  # reflected
     for_kv = Called(A, "kv")
-    with pytest.raises(NotTrustedError):
+    with pytest.raises(AuthenticationError):
         caller.answer(for_kv.challenge(caller.opening))
     assert A.sign("x", b"ab", b"c") != A.sign("x", b"a", b"bc"), "borders between parts count"
 
@@ -258,13 +258,13 @@ def test_no_side_can_be_made_to_prove_for_the_other_or_for_another_purpose() -> 
 def test_an_entry_that_no_node_of_the_cluster_signed_is_malformed(value: bytes, key: str) -> None:
     assert unseal(seal(INFO, key, A), key, A) == INFO
     assert unseal(seal(INFO, key, A), key, Secret(B.keys + A.keys)) == INFO, "while the secret is changed"
-    with pytest.raises(Malformed):
+    with pytest.raises(DecodeError):
         unseal(value, key, A)
 
 
 def test_a_signed_entry_is_none_for_who_has_no_secret() -> None:
     assert unseal(seal(INFO, "k", None), "k", None) == INFO
-    with pytest.raises(Malformed):
+    with pytest.raises(DecodeError):
         unseal(seal(INFO, "k", A), "k", None)
 
 
@@ -273,19 +273,19 @@ def test_a_signed_entry_is_none_for_who_has_no_secret() -> None:
 
 def test_a_peer_is_complained_of_once_until_it_was_well(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    complaints = Complaints()
+    complaints = RateLimitedLog()
     for _ in range(100):
-        complaints.tell("10.0.0.1", "has another secret")
-    complaints.tell("10.0.0.2", "has another secret")
+        complaints.warn("10.0.0.1", "has another secret")
+    complaints.warn("10.0.0.2", "has another secret")
     assert [record.getMessage() for record in caplog.records] == [
         "10.0.0.1: has another secret",
         "10.0.0.2: has another secret",
     ]
-    complaints.forgive("10.0.0.1")
-    complaints.tell("10.0.0.1", "again")
+    complaints.reset("10.0.0.1")
+    complaints.warn("10.0.0.1", "again")
     assert len(caplog.records) == 3
     for number in range(5000):
-        complaints.tell(f"stranger {number}", "knocks")
+        complaints.warn(f"stranger {number}", "knocks")
     assert len(complaints._told) <= security.MAX_PEERS_TOLD
 
 

@@ -16,13 +16,23 @@ import pytest
 from grpclib.config import Configuration
 from grpclib.const import Status
 
-from shared import grpc_connection, services
-from shared.codec import MAX_MESSAGE_BYTES
-from shared.grpc_connection import ANSWER_S, ClientConnection, GuardedChannel
-from shared.grpc_limits import BudgetedConnection
-from shared.messages import Answer, Command, JoinReply, Load, NodeInfo, Report, Reserved, Stop
-from shared.serve import until
-from shared.services import ATTACH, JOIN, STOP, STREAM_ENDED, PeerError, Rpc, RpcServer, connect, unary
+from shared.lifecycle import wait_until
+from shared.rpc import connection as grpc_connection
+from shared.rpc import methods as services
+from shared.rpc.codec import MAX_MESSAGE_BYTES
+from shared.rpc.connection import ANSWER_S, ClientConnection, GuardedChannel
+from shared.rpc.limits import BudgetedConnection
+from shared.rpc.messages import (
+    Ack,
+    JoinReply,
+    NodeInfo,
+    NodeStats,
+    NodeUpdate,
+    ReserveReply,
+    RouterCommand,
+    StopRequest,
+)
+from shared.rpc.methods import ATTACH, JOIN, STOP, STREAM_ENDED, PeerError, Rpc, RpcServer, connect, unary
 from tests.chaos.proxy import NONE, PARTITION, Harm, Proxy, Relays
 
 Handlers = dict[Rpc[Any, Any], Callable[[Any], Awaitable[None]]]
@@ -53,9 +63,9 @@ class Taker:
     def __init__(self) -> None:
         self.heard: list[Any] = []
 
-    async def take(self, message: Any) -> Answer:
+    async def take(self, message: Any) -> Ack:
         self.heard.append(message)
-        return Answer(type(message).__name__)
+        return Ack(type(message).__name__)
 
     def handlers(self, *rpcs: Rpc[Any, Any]) -> Handlers:
         return {rpc: unary(self.take) for rpc in rpcs}
@@ -68,7 +78,7 @@ async def over_a_relay() -> AsyncIterator[tuple[Proxy, GuardedChannel]]:
         async with serving(Taker().handlers(STOP)) as address:
             relay = relays.between("127.0.0.2", int(address.split(":")[1]))
             async with dialled(address.replace("127.0.0.1", "127.0.0.2"), answer_s=0.15) as channel:
-                assert (await STOP.call(channel, Stop(b"", ""), 2.0)).error == "Stop"
+                assert (await STOP.call(channel, StopRequest(b"", ""), 2.0)).error == "Stop"
                 yield relay, channel
 
 
@@ -110,20 +120,20 @@ async def test_a_message_of_the_limit_is_taken_and_one_more_byte_is_an_error_for
     async with serving(taker.handlers(STOP)) as address, dialled(address) as channel:
         overhead = len(b"\x93\xc6....\xa0\xa0")  # array of three, bytes with a 32-bit length, two empty texts
         largest = MAX_MESSAGE_BYTES - overhead
-        assert (await STOP.call(channel, Stop(bytes(largest)), 30.0)).error == "Stop"
+        assert (await STOP.call(channel, StopRequest(bytes(largest)), 30.0)).error == "Stop"
         with pytest.raises(PeerError):
-            await STOP.call(channel, Stop(bytes(largest + 1)), 30.0)
+            await STOP.call(channel, StopRequest(bytes(largest + 1)), 30.0)
         assert [len(message.ticket) for message in taker.heard] == [largest]
-        assert (await STOP.call(channel, Stop(b"next"), 5.0)).error == "Stop", "the connection is well"
+        assert (await STOP.call(channel, StopRequest(b"next"), 5.0)).error == "Stop", "the connection is well"
 
 
 async def test_a_reply_over_the_limit_is_a_peer_error() -> None:
-    async def flood(_: Stop) -> Answer:
-        return Answer("x" * MAX_MESSAGE_BYTES)
+    async def flood(_: StopRequest) -> Ack:
+        return Ack("x" * MAX_MESSAGE_BYTES)
 
     async with serving({STOP: unary(flood)}) as address, dialled(address) as channel:
         with pytest.raises(PeerError, match="over the limit"):
-            await STOP.call(channel, Stop(b""), 30.0)
+            await STOP.call(channel, StopRequest(b""), 30.0)
 
 
 @pytest.mark.parametrize("payload", [b"", b"\x91\xa3one", b"\x92\xc4\x01t\xc3", b"\x92\xc4\x01t\xa0more"])
@@ -144,26 +154,26 @@ async def test_compressed_messages_are_refused() -> None:
 
 
 async def test_both_sides_name_the_field_that_does_not_fit() -> None:
-    wrong_question = Rpc(STOP.path, JoinReply, Answer)
-    wrong_answer = Rpc(STOP.path, Stop, Reserved)
+    wrong_question = Rpc(STOP.path, JoinReply, Ack)
+    wrong_answer = Rpc(STOP.path, StopRequest, ReserveReply)
     async with serving(Taker().handlers(STOP)) as address, dialled(address) as channel:
         with pytest.raises(PeerError, match=r"Stop\.ticket is str, not bytes"):
             await wrong_question.call(channel, JoinReply("router"), 5.0)
         with pytest.raises(PeerError, match=r"Reserved\.ticket is str, not bytes"):
-            await wrong_answer.call(channel, Stop(b""), 5.0)
+            await wrong_answer.call(channel, StopRequest(b""), 5.0)
 
 
 async def test_a_peer_that_is_not_there_or_does_not_answer_is_a_peer_error() -> None:
-    async def never(_: Stop) -> Answer:
+    async def never(_: StopRequest) -> Ack:
         await asyncio.Event().wait()
-        return Answer()
+        return Ack()
 
     async with serving({STOP: unary(never)}) as address, dialled(address) as channel:
         with pytest.raises(PeerError, match="Stop"):
-            await STOP.call(channel, Stop(b""), 0.05)
+            await STOP.call(channel, StopRequest(b""), 0.05)
     async with dialled(address) as channel:
         with pytest.raises(PeerError, match=STOP.path):
-            await STOP.call(channel, Stop(b""), 5.0)
+            await STOP.call(channel, StopRequest(b""), 5.0)
 
 
 async def test_a_peer_whose_connection_ends_in_the_middle_of_a_call_is_a_peer_error() -> None:
@@ -174,7 +184,7 @@ async def test_a_peer_whose_connection_ends_in_the_middle_of_a_call_is_a_peer_er
     server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
     async with server, dialled(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as channel:
         with pytest.raises(PeerError, match=STOP.path):
-            await STOP.call(channel, Stop(b"ticket"), 30.0)
+            await STOP.call(channel, StopRequest(b"ticket"), 30.0)
 
 
 async def test_who_was_woken_by_a_streams_end_counts_as_cancelled_no_more() -> None:
@@ -190,7 +200,7 @@ async def test_who_was_woken_by_a_streams_end_counts_as_cancelled_no_more() -> N
     async def call_and_wait() -> int:
         async with dialled(address) as channel:
             with pytest.raises(PeerError, match=STOP.path):
-                await STOP.call(channel, Stop(b"ticket"), 30.0)
+                await STOP.call(channel, StopRequest(b"ticket"), 30.0)
         task = asyncio.current_task()
         assert task is not None
         cancelling = task.cancelling()
@@ -202,7 +212,7 @@ async def test_who_was_woken_by_a_streams_end_counts_as_cancelled_no_more() -> N
     async with server:
         assert await asyncio.ensure_future(call_and_wait()) == 0
         async with serving({STOP: unary(lambda _: asyncio.sleep(10))}) as address, dialled(address) as channel:
-            calling = asyncio.ensure_future(STOP.call(channel, Stop(b""), 30.0))
+            calling = asyncio.ensure_future(STOP.call(channel, StopRequest(b""), 30.0))
             await asyncio.sleep(0.05)
             calling.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -226,7 +236,7 @@ async def test_a_peer_whom_nothing_reaches_is_hung_up_on_but_not_for_a_pause_of_
         relay.harm = Harm(silent=frozenset({"up"}))
         with pytest.raises(PeerError):
             async with asyncio.timeout(2.0):  # before the other side finds out
-                await STOP.call(channel, Stop(b"", ""), 20.0)
+                await STOP.call(channel, StopRequest(b"", ""), 20.0)
         assert not channel.is_connected
         assert channel.fell_silent
 
@@ -251,13 +261,13 @@ async def test_a_call_that_waits_to_write_hears_that_the_peer_is_silent(monkeypa
         socket = connection._transport.get_extra_info("socket")
         socket.setsockopt(SOL_SOCKET, SO_SNDBUF, 16_384)
         relay.harm = Harm(silent=frozenset({"up"}))
-        large, small = (STOP.call(channel, Stop(bytes(size), ""), 20.0) for size in (1_000_000, 10))
+        large, small = (STOP.call(channel, StopRequest(bytes(size), ""), 20.0) for size in (1_000_000, 10))
         writing = asyncio.create_task(large)
-        assert await until(lambda: not connection.connection.write_ready.is_set(), 1.0)
+        assert await wait_until(lambda: not connection.connection.write_ready.is_set(), 1.0)
         async with asyncio.timeout(5.0):
             found = await asyncio.gather(writing, small, return_exceptions=True)
         assert [type(error) for error in found] == [PeerError, PeerError]
-        assert await until(lambda: socket.fileno() == -1, 5.0), "its descriptor is given back"
+        assert await wait_until(lambda: socket.fileno() == -1, 5.0), "its descriptor is given back"
 
 
 async def test_a_caller_who_takes_nothing_more_is_let_go_of_though_bytes_for_him_wait(
@@ -272,7 +282,7 @@ async def test_a_caller_who_takes_nothing_more_is_let_go_of_though_bytes_for_him
         try:
             await stream.recv_message()
             while True:
-                await stream.send_message(Report([], Load("b" * 3000)))
+                await stream.send_message(NodeUpdate([], NodeStats("b" * 3000)))
                 await asyncio.sleep(0)
         finally:
             has_ended.set()
@@ -280,7 +290,7 @@ async def test_a_caller_who_takes_nothing_more_is_let_go_of_though_bytes_for_him
     async def attach(channel: GuardedChannel) -> None:
         with suppress(*STREAM_ENDED):
             async with ATTACH.open(channel) as stream:
-                await stream.send_message(Command("router"))
+                await stream.send_message(RouterCommand("router"))
                 while await stream.recv_message() is not None:
                     has_begun.set()
 
@@ -306,7 +316,7 @@ async def test_a_standing_stream_carries_both_ways_and_its_end_is_seen_on_the_ot
     async def echo(stream: Any) -> None:
         try:
             async for command in stream:
-                await stream.send_message(Report([], None))
+                await stream.send_message(NodeUpdate([], None))
                 if command.router == "enough":
                     break
             ends.append("ended")
@@ -317,19 +327,19 @@ async def test_a_standing_stream_carries_both_ways_and_its_end_is_seen_on_the_ot
     async with serving({ATTACH: echo}) as address, dialled(address) as channel:
         async with ATTACH.open(channel) as stream:
             for _ in range(3):
-                await stream.send_message(Command("router"))
-                assert await stream.recv_message() == Report()
-        assert await until(lambda: ends == ["cancelled"], 5.0), "who leaves the block resets the stream"
+                await stream.send_message(RouterCommand("router"))
+                assert await stream.recv_message() == NodeUpdate()
+        assert await wait_until(lambda: ends == ["cancelled"], 5.0), "who leaves the block resets the stream"
         async with ATTACH.open(channel) as stream:
-            await stream.send_message(Command("enough"))
-            assert await stream.recv_message() == Report()
+            await stream.send_message(RouterCommand("enough"))
+            assert await stream.recv_message() == NodeUpdate()
             assert await stream.recv_message() is None
         assert ends == ["cancelled", "ended"]
         async with ATTACH.open(channel) as stream:
-            await stream.send_message(Command("router"))
-            assert await stream.recv_message() == Report()
+            await stream.send_message(RouterCommand("router"))
+            assert await stream.recv_message() == NodeUpdate()
             channel.close()
-            assert await until(lambda: ends[2:] == ["cancelled"], 5.0), "a connection's end resets its streams"
+            assert await wait_until(lambda: ends[2:] == ["cancelled"], 5.0), "a connection's end resets its streams"
 
 
 async def test_a_server_closes_although_clients_stay_and_cancels_what_it_does_for_them() -> None:
@@ -351,7 +361,7 @@ async def test_a_server_closes_although_clients_stay_and_cancels_what_it_does_fo
         assert await stream.recv_message() == JoinReply("router")
         async with asyncio.timeout(5):
             await server.close()
-        assert await until(lambda: cancelled == [info], 5.0)
+        assert await wait_until(lambda: cancelled == [info], 5.0)
         again = RpcServer({JOIN: hold})
         assert await again.start("127.0.0.1", port) == port, "the port is free again"
         await again.close()
@@ -368,7 +378,7 @@ async def test_a_connection_does_not_grow_with_the_calls_it_carried(monkeypatch:
     taker, of_others = Taker(), connections()
     async with serving(taker.handlers(STOP)) as address, dialled(address) as channel:
         for _ in range(60):
-            await STOP.call(channel, Stop(b""), 30.0)
+            await STOP.call(channel, StopRequest(b""), 30.0)
         remembered = [len(one._closed_streams) for one in connections() if one not in of_others]
     assert len(taker.heard) == 60
     assert max(remembered) == 20

@@ -14,7 +14,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.kv.channel import Card, ChannelError, PeerLostError, TicketRefusedError, check_open
+from shared.kv.channel import ChannelError, PeerDescriptor, PeerLostError, ReservationRefusedError, check_open
 from shared.kv.checksum import checksums
 from shared.kv.staging import Staging
 from tests.simulation.loop import CURRENT, Process
@@ -105,7 +105,7 @@ class SimChannel:
         self._writers: Counter[str] = Counter()
         self._tickets: dict[bytes, frozenset[int]] = {}
         self._lines: dict[str, Line] = {}
-        self._card = Card(name, "host", self.process.name, boot, memory.row_bytes, memory.num_rows)
+        self._card = PeerDescriptor(name, "host", self.process.name, boot, memory.row_bytes, memory.num_rows)
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
         exchange.channels[name, boot] = self
@@ -170,37 +170,39 @@ class SimChannel:
     # ---- writer --------------------------------------------------------------------------------------------------
 
     def reachable(self, card: bytes) -> bool:
-        peer = Card.unpack(card, self.name)
+        peer = PeerDescriptor.unpack(card, self.name)
         peer.check_row_bytes(self._memory.row_bytes)
-        return self.fenced or (self.name, peer.boot) in self._exchange.channels
+        return self.fenced or (self.name, peer.incarnation_id) in self._exchange.channels
 
     async def push(self, card: bytes, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
         if self._is_closed:
             raise ChannelError("the channel is closed")
-        peer = Card.unpack(card, self.name)
+        peer = PeerDescriptor.unpack(card, self.name)
         if len(source) != len(target) or not all(0 <= row < peer.num_rows for row in target):
             raise ChannelError("rows that do not match, or are not in the peer's pool")
-        line = self._lines.setdefault(peer.boot, Line())
+        line = self._lines.setdefault(peer.incarnation_id, Line())
         async with line.lock:
             try:
                 await self._move(line, peer, ticket, source, target)
             except PeerLostError:
-                self._hang_up(peer.boot)
+                self._hang_up(peer.incarnation_id)
                 raise
 
-    async def _move(self, line: Line, card: Card, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
+    async def _move(
+        self, line: Line, card: PeerDescriptor, ticket: bytes, source: Sequence[int], target: Sequence[int]
+    ) -> None:
         exchange, random = self._exchange, self._exchange.weather.random
         fault = exchange.weather.of_push() if source else ""
         breaks_at = int(random.random() * (len(source) + 1)) if fault in {"stall", "drop"} else -1
         if fault:
             exchange.weather.reached(f"channel: {fault}")
         await asyncio.sleep(exchange.network.latency())
-        peer = exchange.channels.get((self.name, card.boot))
+        peer = exchange.channels.get((self.name, card.incarnation_id))
         if peer is None:
             raise PeerLostError("connection refused")
         if not line.is_open:
             await self._patient(peer)
-            peer.admit(self._boot, card.boot)
+            peer.admit(self._boot, card.incarnation_id)
             line.is_open = True
         refused = fault == "refuse"
         order = list(range(len(source)))
@@ -220,7 +222,7 @@ class SimChannel:
             if fault == "duplicate" and self.fenced:
                 self._loop.call_later(random.random() * 4.0, peer.land_late, ticket, row, data, context=WORLD_CONTEXT)
         if refused:
-            raise TicketRefusedError("the peer refused rows: the ticket is not open for them")
+            raise ReservationRefusedError("the peer refused rows: the ticket is not open for them")
 
     async def _write(self, line: Line, peer: "SimChannel", ticket: bytes, row: int, data: NDArray[np.uint8]) -> bool:
         """False: the receiver refused it."""

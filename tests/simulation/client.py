@@ -4,10 +4,10 @@ import asyncio
 import time
 from typing import Any
 
-from router.generation import Generation, Piece
-from shared.errors import Rejected, Unavailable
-from shared.messages import Sampling
-from shared.serve import until
+from router.dispatch.requests import GenerationRequest, SampleDelta
+from shared.errors import RequestError, UnavailableError
+from shared.lifecycle import wait_until
+from shared.rpc.messages import SamplingParams
 from tests.simulation.hosts import RouterHost
 from tests.simulation.scenario import Wish
 
@@ -36,7 +36,7 @@ class Client:
         wish = self.wish
         await asyncio.sleep(wish.arrives_s)
         router = self.world.router
-        await until(lambda: router.is_up and router.dispatch is not None, 60.0, 0.1)
+        await wait_until(lambda: router.is_up and router.dispatch is not None, 60.0, 0.1)
         self.host = router
         self.started_in = self.host.process
         self.host.run(self._ask())
@@ -45,8 +45,8 @@ class Client:
         """In the router's process."""
         wish = self.wish
         deadline = None if wish.deadline_s is None else time.monotonic() + wish.deadline_s
-        generation = Generation(
-            wish.id, list(wish.prompt), wish.max_tokens, Sampling(temperature=0.0), stop_tokens=wish.stop_tokens,
+        generation = GenerationRequest(
+            wish.id, list(wish.prompt), wish.max_tokens, SamplingParams(temperature=0.0), stop_tokens=wish.stop_tokens,
             n=wish.n, salt=wish.salt, priority=wish.priority, deadline=deadline,
         )  # fmt: skip
         try:
@@ -60,7 +60,7 @@ class Client:
                 self._end("cancelled")
             finally:
                 await run.close()
-        except (Unavailable, Rejected) as error:
+        except (UnavailableError, RequestError) as error:
             self._failed(error)
         except asyncio.CancelledError:
             raise
@@ -81,7 +81,7 @@ class Client:
             if self.wish.reads_slowly_s:
                 await asyncio.sleep(self.wish.reads_slowly_s)
 
-    def _hear(self, piece: Piece) -> None:
+    def _hear(self, piece: SampleDelta) -> None:
         self._pieces += 1
         wish, heard = self.wish, self._heard[piece.index]
         self.world.note(f"{wish.id}.{piece.index} hears {piece.tokens} {piece.finish or ''}")
@@ -101,7 +101,7 @@ class Client:
             if heard != self.wish.expected or index not in self._finished:
                 self.world.violate(f"{self.wish.id}.{index} ended with {heard} of {self.wish.expected}")
 
-    def _failed(self, error: Unavailable | Rejected) -> None:
+    def _failed(self, error: UnavailableError | RequestError) -> None:
         self._end("failed", str(error.message))
         scenario = self.world.scenario
         if error.status not in TYPED:

@@ -4,8 +4,8 @@ import asyncio
 from typing import Any
 
 from shared.failpoints import FailpointError
-from shared.messages import SetRole
-from shared.services import SET_ROLE, PeerError, connect
+from shared.rpc.messages import SetRoleRequest
+from shared.rpc.methods import SET_ROLE, PeerError, connect
 from tests.simulation.hosts import Host, NodeHost
 from tests.simulation.loop import CURRENT, Died
 from tests.simulation.scenario import Fault
@@ -158,7 +158,7 @@ async def _set(event: asyncio.Event) -> None:
 async def _set_role(address: str, role: str, drain_s: float) -> None:
     channel = connect(address)
     try:
-        await SET_ROLE.call(channel, SetRole(role, drain_s), 20.0)
+        await SET_ROLE.call(channel, SetRoleRequest(role, drain_s), 20.0)
     except PeerError:
         pass  # it died, or is cut off: as an operator would see it
     finally:

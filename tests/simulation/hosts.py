@@ -1,6 +1,6 @@
 """The machines of a simulated cluster and the processes on them: the real node, the real router, without their rims.
 
-A node is `engine.process._serve` with memory, runner and channels of the simulation. A router is `Fleet` and `Dispatch`
+A node is `node.process._serve` with memory, runner and channels of the simulation. A router is `NodePool` and `Dispatcher`
 over the real registry; its clients run inside it, as its HTTP handlers would.
 """
 
@@ -8,15 +8,15 @@ import asyncio
 from contextvars import Context
 from typing import Any
 
-from engine import process as node_process
-from engine.build import Computer
-from engine.node import Node
-from router.dispatch import Dispatch, Rules
-from router.fleet import Fleet
-from router.records import Records
+from engine.components import EngineComponents
+from node import process as node_process
+from node.node import Node
+from router.dispatch.dispatcher import Dispatcher, DispatchRules
+from router.history.history import RequestHistory
+from router.nodes.pool import NodePool
 from scheduler.role import ROLES
 from scheduler.scheduler import Scheduler
-from shared.config import NodeSettings
+from shared.config.settings import NodeSettings
 from shared.kv.layout import KVLayout
 from shared.registry import EmbeddedRegistry, RedisRegistry, Registry
 from tests.simulation.channel import SimChannel, SimMemory
@@ -32,7 +32,7 @@ MAX_MODEL_LEN = 1024
 
 
 class SimLifetime:
-    """See `shared.serve.Lifetime`: the signal is an event."""
+    """See `shared.lifecycle.ProcessLifetime`: the signal is an event."""
 
     def __init__(self) -> None:
         self.draining = asyncio.Event()
@@ -107,7 +107,7 @@ class NodeHost(Host):
         layout = KVLayout(num_blocks, 1, LAYERS, scenario.block_tokens, 1, "float32")
         memory: Any = SimMemory(num_blocks, layout.block_bytes)
         runner = SimRunner(memory.rows, scenario.block_tokens, LAYERS, VOCABULARY, scenario.ahead)
-        computer = Computer(runner, memory, layout, MAX_MODEL_LEN, VOCABULARY, "print", {})
+        computer = EngineComponents(runner, memory, layout, MAX_MODEL_LEN, VOCABULARY, "print", {})
         settings = NodeSettings(
             model="sim",
             id=self.name,
@@ -123,8 +123,10 @@ class NodeHost(Host):
         lifetime: Any = self.lifetime
         return await node_process._serve(lifetime, settings, ROLES[self.role], computer, self.boot, None)
 
-    async def channels(self, settings: Any, computer: Computer, boot: str, on_writer_lost: Any) -> list[SimChannel]:
-        """In the place of `engine.process._channels`."""
+    async def channels(
+        self, settings: Any, computer: EngineComponents, boot: str, on_writer_lost: Any
+    ) -> list[SimChannel]:
+        """In the place of `node.process._channels`."""
         memory: Any = computer.memory
         lost = {"tcp": lambda _: None, "shm": on_writer_lost}
         names = self.world.scenario.channels
@@ -141,8 +143,8 @@ class NodeHost(Host):
 
 
 class RouterHost(Host):
-    dispatch: Dispatch | None = None
-    fleet: Fleet | None = None
+    dispatch: Dispatcher | None = None
+    fleet: NodePool | None = None
 
     def start(self) -> None:
         self.dispatch = self.fleet = None
@@ -156,9 +158,9 @@ class RouterHost(Host):
             registry = EmbeddedRegistry(identity, "127.0.0.1", JOIN_PORT)
         else:
             registry = RedisRegistry("redis://sim", "default")
-        records = Records()
-        self.fleet = Fleet(identity, registry, "disaggregated", NODE_TIMEOUT_S, records)
-        self.dispatch = Dispatch(self.fleet, "sim", Rules(disaggregate=scenario.disaggregate), records)
+        records = RequestHistory()
+        self.fleet = NodePool(identity, registry, "disaggregated", NODE_TIMEOUT_S, records)
+        self.dispatch = Dispatcher(self.fleet, "sim", DispatchRules(disaggregate=scenario.disaggregate), records)
         await self.fleet.start()
         await self.lifetime.draining.wait()
         await self.fleet.close()

@@ -10,15 +10,15 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import router.link
+import router.nodes.connection
 import scheduler.scheduler
-from decode_node.landing import Ending, LandingTable, Phase
-from decode_node.receiver import Receiver
-from engine.routers import Routers
-from prefill_node.handoff import Handoff, Push
-from prefill_node.peers import Peers
-from router.attempt import Attempt
-from router.link import Link
+from decode_node.receiver import HandoffReceiver
+from decode_node.reservations import ReservationEnd, ReservationPhase, ReservationTable
+from node.router_sessions import RouterSessions
+from prefill_node.decode_peers import DecodePeers
+from prefill_node.handoff import Handoff, PushAction
+from router.dispatch.attempt import Attempt
+from router.nodes.connection import NodeConnection
 from scheduler.blocks import BlockPool
 from scheduler.prefix import extend_hashes
 from scheduler.request import Request, cdiv
@@ -43,17 +43,17 @@ def _around(owner: Any, name: str, wrapper: Callable[..., Any]) -> Broken:
     return _in_place_of(owner, name, broken)
 
 
-def _quarantine_skipped(self: LandingTable, request_id: str) -> Ending | None:
+def _quarantine_skipped(self: ReservationTable, request_id: str) -> ReservationEnd | None:
     landing = self._by_request.get(request_id)
-    return None if landing is None or landing.phase is Phase.QUARANTINED else self._close(landing)
+    return None if landing is None or landing.phase is ReservationPhase.QUARANTINED else self._close(landing)
 
 
-async def _not_compared(self: Receiver, landing: Any, sums: bytes) -> str:
+async def _not_compared(self: HandoffReceiver, landing: Any, sums: bytes) -> str:
     landing.num_checked = min(len(landing.blocks), landing.num_checked + len(sums) // CHECKSUM_BYTES)
     return ""
 
 
-def _positions_ignored(original: Any, self: Attempt, link: Link, delta: Any) -> None:
+def _positions_ignored(original: Any, self: Attempt, link: NodeConnection, delta: Any) -> None:
     original(self, link, replace(delta, position=len(self.sample.tokens)))
 
 
@@ -68,15 +68,17 @@ def _half_blocks(original: Any, self: Handoff) -> Any:
 
 def _shifted(original: Any, self: Handoff) -> Any:
     action = original(self)
-    return replace(action, targets=action.targets[1:] + action.targets[:1]) if isinstance(action, Push) else action
+    return (
+        replace(action, targets=action.targets[1:] + action.targets[:1]) if isinstance(action, PushAction) else action
+    )
 
 
-def _miscounted(original: Any, self: Link, submit: Any, listener: Any) -> None:
+def _miscounted(original: Any, self: NodeConnection, submit: Any, listener: Any) -> None:
     submit.num_prompt = len(submit.tokens) // 4
     original(self, submit, listener)
 
 
-def _some_lost(original: Any, self: Routers, router: str, *deltas: Any) -> None:
+def _some_lost(original: Any, self: RouterSessions, router: str, *deltas: Any) -> None:
     original(self, router, *(delta for delta in deltas if delta.position != 3))
 
 
@@ -122,25 +124,25 @@ async def _nothing(*_: Any) -> None:
 MUTATIONS: dict[str, Broken] = {
     "tickets stay open": _in_place_of(SimChannel, "shut", lambda self, ticket: None),
     "a release is forgotten": _around(BlockPool, "release", lambda original, self, blocks: original(self, blocks[1:])),
-    "leases are ignored": _in_place_of(LandingTable, "expired", lambda *_: []),
-    "a barred writer is let in": _in_place_of(Receiver, "_can_write", lambda self, writer: False),
-    "quarantine is skipped": _in_place_of(LandingTable, "abort", _quarantine_skipped),
-    "checksums are not compared": _in_place_of(Receiver, "_check", _not_compared),
+    "leases are ignored": _in_place_of(ReservationTable, "expired", lambda *_: []),
+    "a barred writer is let in": _in_place_of(HandoffReceiver, "_can_write", lambda self, writer: False),
+    "quarantine is skipped": _in_place_of(ReservationTable, "abort", _quarantine_skipped),
+    "checksums are not compared": _in_place_of(HandoffReceiver, "_check", _not_compared),
     "prefixes without salt": _in_place_of(
         scheduler.scheduler, "extend_hashes", lambda hashes, tokens, size, _: extend_hashes(hashes, tokens, size, b"")
     ),
-    "positions are ignored": _around(Attempt, "delta", _positions_ignored),
-    "a delta is lost": _around(Routers, "send", _some_lost),
+    "positions are ignored": _around(Attempt, "on_delta", _positions_ignored),
+    "a delta is lost": _around(RouterSessions, "send", _some_lost),
     "half blocks are pushed": _around(Handoff, "_action", _half_blocks),
     "rows to the wrong places, unchecked": lambda: _both(
-        mock.patch.object(Receiver, "_check", _not_compared), _around(Handoff, "_action", _shifted)()
+        mock.patch.object(HandoffReceiver, "_check", _not_compared), _around(Handoff, "_action", _shifted)()
     ),
-    "blocks of a landing mixed up": _around(Scheduler, "land", _landed_too_far),
-    "what was generated counts as prompt": _around(Link, "submit", _miscounted),
-    "a node's death is not told": _in_place_of(Attempt, "lost", lambda self, link: None),
-    "who is lost is not dialled again": _in_place_of(router.link, "REDIAL_S", (1000.0,)),
-    "orphans are kept": _in_place_of(Routers, "_forget", lambda self, router: self.outboxes.pop(router)),
-    "stops are not said": _in_place_of(Peers, "stop", _nothing),
+    "blocks of a landing mixed up": _around(Scheduler, "kv_received", _landed_too_far),
+    "what was generated counts as prompt": _around(NodeConnection, "submit", _miscounted),
+    "a node's death is not told": _in_place_of(Attempt, "on_node_lost", lambda self, link: None),
+    "who is lost is not dialled again": _in_place_of(router.nodes.connection, "REDIAL_S", (1000.0,)),
+    "orphans are kept": _in_place_of(RouterSessions, "_forget", lambda self, router: self.streams.pop(router)),
+    "stops are not said": _in_place_of(DecodePeers, "stop", _nothing),
     "a preempted row resumes too far on": _around(Scheduler, "_hold", _block_too_far),
     "blocks freed under a step": _around(Scheduler, "_free", _freed_under_a_step),
     "epochs are not compared": _around(Scheduler, "update", _any_epoch),

@@ -16,9 +16,9 @@ from unittest import mock
 
 import grpclib.server
 
-import engine.node
-import engine.node_info
-import engine.process
+import node.node
+import node.node_info
+import node.process
 import shared.clock
 import shared.registry
 from shared import failpoints
@@ -60,13 +60,13 @@ def simulated(world: Any) -> Iterator[None]:
             (secrets, "token_hex", lambda count=None: token_bytes(count).hex()),
             (os, "_exit", leave),
             (failpoints, "watcher", world.faults.at_site),
-            (engine.node, "Engine", SimEngine),
+            (node.node, "Engine", SimEngine),
             (SimEngine, "world", world),
-            (engine.process, "_channels", lambda *given: world.host_of(CURRENT.get()).channels(*given)),
-            (engine.process, "Watchdog", SimWatchdog),
-            (engine.process, "settle_memory", lambda: None),
+            (node.process, "_channels", lambda *given: world.host_of(CURRENT.get()).channels(*given)),
+            (node.process, "Watchdog", SimWatchdog),
+            (node.process, "freeze_gc", lambda: None),
             (time, "sleep", lambda _: None),
-            (engine.node_info, "_version", lambda: "simulated"),
+            (node.node_info, "_version", lambda: "simulated"),
             (shared.registry, "_client", lambda *_, **__: FakeRedis(world.store)),
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))

@@ -11,11 +11,11 @@ from collections import Counter, deque
 from types import SimpleNamespace
 from typing import Any
 
-from engine.engine import Command, Engine, Tell
+from engine.engine import Command, Engine, EngineListener
 from engine.hash_model import HashRunner
-from engine.runner import Output, Pending, Runner
-from engine.watchdog import TICK_S, Watchdog
-from scheduler.request import Slice, State, Step
+from engine.runner import PendingStep, Runner, SliceOutput
+from node.watchdog import TICK_S, Watchdog
+from scheduler.request import RequestState, Slice, Step
 from scheduler.scheduler import Scheduler
 from tests.simulation.loop import CURRENT
 
@@ -67,7 +67,7 @@ class SimEngine(Engine):
 
     world: Any = None  # the simulation's, for as long as one runs
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, tell: Tell, *given: Any, **more: Any) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, tell: EngineListener, *given: Any, **more: Any) -> None:
         super().__init__(scheduler, runner, tell, *given, **more)
         self.process = CURRENT.get()
         self._inbox: Any = Inbox(self)
@@ -126,7 +126,7 @@ class SimEngine(Engine):
         except Exception as error:
             log.exception("the engine died")
             self._is_over = True
-            self._tell.died(error)
+            self._listener.on_failure(error)
         else:
             counters = self._scheduler.counters
             done = counters.prompt_tokens + counters.generated_tokens - before
@@ -175,12 +175,12 @@ class SimRunner(HashRunner):
         self.ahead = ahead
         self._shadows: dict[str, Any] = {}
 
-    def launch(self, step: Step, before: Step | None = None) -> Pending:
+    def launch(self, step: Step, before: Step | None = None) -> PendingStep:
         if not self.ahead:
             return super().launch(step, before)
         return Launched(self, step, [list(piece.request.blocks) for piece in step.slices])
 
-    def compute(self, step: Step, blocks: list[list[int]]) -> list[Output]:
+    def compute(self, step: Step, blocks: list[list[int]]) -> list[SliceOutput]:
         return [self._run_slice(self._shadow(piece, mine)) for piece, mine in zip(step.slices, blocks, strict=True)]
 
     def _shadow(self, piece: Slice, blocks: list[int]) -> Slice:
@@ -201,7 +201,7 @@ class Launched:
         self.blocks = blocks
         self._runner, self._step = runner, step
 
-    def wait(self) -> list[Output]:
+    def wait(self) -> list[SliceOutput]:
         return self._runner.compute(self._step, self.blocks)
 
 
@@ -210,9 +210,9 @@ def imbalance(scheduler: Scheduler) -> str:
     pool = scheduler.pool
     holders: Counter[int] = Counter()
     for request in scheduler.requests.values():
-        if request.is_guest:
+        if request.borrows_blocks:
             continue
-        if request.state is State.WAITING and request.blocks:
+        if request.state is RequestState.WAITING and request.blocks:
             return f"{request.id} waits and holds blocks"
         holders.update(request.blocks)
     for _, blocks in scheduler._parked:
@@ -230,7 +230,7 @@ def imbalance(scheduler: Scheduler) -> str:
     reserved = {
         block
         for request in scheduler.requests.values()
-        if request.state is State.LANDING
+        if request.state is RequestState.RECEIVING_KV
         for block in request.blocks[request.num_computed // scheduler.block_tokens :]
     }
     if reserved != set(pool._reserved):

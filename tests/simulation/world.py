@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from engine.teller import Teller
+import node.process
+from node.output_publisher import OutputPublisher
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from shared.failpoints import FailpointError
@@ -110,7 +111,7 @@ class World:
     def _missing(self) -> list[str]:
         """The nodes of which the router does not see the present life."""
         fleet = self.router.fleet
-        seen = {info.boot for info, _, alive in fleet.nodes() if alive} if fleet is not None else set()
+        seen = {info.incarnation_id for info, _, alive in fleet.nodes() if alive} if fleet is not None else set()
         return [host.name for host in self.nodes if host.boot not in seen]
 
     async def _within(self, limit_s: float, missing: Any, what: str) -> None:
@@ -167,9 +168,9 @@ class World:
             self.violate(f"{process}: {text}: {error!r}")
             self.note("".join(traceback.format_exception(error)) if error is not None else "")
 
-    def engine_made(self, engine: SimEngine, scheduler: Scheduler, teller: Teller | Any) -> None:
-        host = self.host_of(engine.process)
-        host.engine, host.scheduler, host.node = engine, scheduler, teller._hearer
+    def engine_made(self, engine: SimEngine, scheduler: Scheduler, teller: OutputPublisher | Any) -> None:
+        host = self.host_of(node.process)
+        host.engine, host.scheduler, host.node = engine, scheduler, teller._listener
 
     def audit(self, process: Process, scheduler: Scheduler) -> None:
         """After each turn of an engine."""

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.attention.triton_backend import TritonAttention
+from engine.cuda.attention import TritonAttention
 from tests.gpu_less.contract import batch_of, check_attention, pool_of
 
 CPU = torch.device("cpu")

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from engine.kernels.triton_kernels import TritonKernels
+from engine.cuda.layer import TritonKernels
 from tests.gpu_less.contract import batch_of, check_norms, check_rotation, config_of, padded, pool_of
 
 CPU = torch.device("cpu")

@@ -2,17 +2,17 @@ import pytest
 import torch
 
 from engine.attention.interface import AttentionBackend
-from engine.attention.torch_backend import TorchAttention
-from engine.attention.triton_backend import TritonAttention
+from engine.attention.torch_attention import TorchAttention
+from engine.cuda.attention import TritonAttention
+from engine.cuda.layer import TritonKernels
 from engine.kernels.interface import Kernels
 from engine.kernels.torch_kernels import TorchKernels
-from engine.kernels.triton_kernels import TritonKernels
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.models.random import random_decoder
 from engine.runner import TorchRunner
 from shared.kv.layout import KVLayout
-from shared.messages import Sampling
+from shared.rpc.messages import SamplingParams
 from tests.engine.build import Blocks, generate
 from tests.gpu_less.contract import TensorMemory, config_of
 
@@ -27,7 +27,10 @@ def generated(triton: bool, model: Decoder, budget: int) -> list[list[int]]:
     pool.tensor.fill_(torch.nan)
     attention: AttentionBackend = TritonAttention(pool, split_tokens=8) if triton else TorchAttention(pool)
     kernels: Kernels = TritonKernels(config, pool) if triton else TorchKernels(config, pool)
-    blocks, sampling = Blocks(64, 4), [Sampling(temperature=0.0), Sampling(seed=3), Sampling(temperature=0.0)]
+    blocks, sampling = (
+        Blocks(64, 4),
+        [SamplingParams(temperature=0.0), SamplingParams(seed=3), SamplingParams(temperature=0.0)],
+    )
     requests = [blocks.request(prompt, one, max_tokens=5) for prompt, one in zip(PROMPTS, sampling, strict=True)]
     return generate(TorchRunner(model, pool, attention, kernels, CPU), requests, budget)
 

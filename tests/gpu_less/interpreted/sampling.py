@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.cuda.triton_sampling import draw
+from engine.cuda.draw import draw
 from engine.sampling import restrict
 from tests.gpu_less.draws import FILTERS, expected, logits_of, parameters_of, rows_of
 

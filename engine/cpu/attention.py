@@ -1,0 +1,189 @@
+"""Attention on a CPU by our own kernels: reads the pool where it lies, any block size, GQA group, window and dtype."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.cpu.attention_kernels import AREAS, attend, merge
+from engine.cpu.attention_tiles import FEW_ROWS, FIELDS, TILE
+from engine.cpu.malloc import empty
+from engine.cpu.simd import CODES, LANES
+from engine.kv_pool import KVPool
+
+# Queries times heads of a group that are computed together, at most: whole panels of a product's columns, whose sums
+# stay in the level 2 cache.
+MAX_ROWS = 128
+MIN_PART = 256  # tokens of a context that pay for being merged with other parts
+PARTS_PER_THREAD = 2  # so many pieces of work a thread, where contexts are few: one may be delayed
+
+IntArray = NDArray[np.int32]
+
+
+class PoolMemoryView:
+    """What each thread computes in: queries of a decode, scores, sums (before them a chunk's queries), their maxima and
+    totals, lists of three tiles' tokens and of LANES rows (then scales), a chunk's queries as columns, how far they
+    see, and a widened tile."""
+
+    def __init__(self, threads: int, rows: int, head_dim: int) -> None:
+        padded = -(-head_dim // LANES) * LANES
+        stride = rows + 2 * LANES  # at most: an odd number of vectors
+        # Floats each; the row of zeros that fills up a decode's tile of keys lies before the turned queries.
+        sizes = [
+            FEW_ROWS * padded,
+            TILE * stride,
+            stride * padded,
+            stride,
+            stride,
+            6 * TILE + 2 * LANES,
+            padded * stride,
+            stride,
+            2 * TILE * padded,
+        ]
+        assert len(sizes) == AREAS
+        sizes[6] += padded
+        self._floats = torch.zeros(threads, sum(-(-size // 16) * 16 for size in sizes) + 16)
+        self.areas = np.zeros((threads, AREAS), np.int64)
+        self.address = self.areas.ctypes.data
+        for thread, floats in enumerate(self._floats):
+            address = floats.data_ptr() + -floats.data_ptr() % 64
+            for index, size in enumerate(sizes):
+                self.areas[thread, index] = address
+                address += -(-size // 16) * 64
+            self.areas[thread, 6] += 4 * padded
+
+
+class AttentionWork:
+    """A step's attention under one window, cut into items for the kernels; every key head is a unit of each."""
+
+    def __init__(self, batch: Batch, kv_heads: int, group: int, window: int, threads: int) -> None:
+        starts, ends = np.array(batch.starts, np.int64), np.array(batch.kv_lens, np.int64)
+        counts = ends - starts
+        at_once = max(1, MAX_ROWS // group)
+        tiles = -(-counts // at_once)
+        slices = np.repeat(np.arange(len(counts)), tiles)
+        skipped = at_once * (np.arange(len(slices)) - np.repeat(tiles.cumsum() - tiles, tiles))
+        count = np.minimum(at_once, counts[slices] - skipped)
+        row = (counts.cumsum() - counts)[slices] + skipped
+        start = starts[slices] + skipped
+        low = np.maximum(0, start + 1 - window) if window else np.zeros_like(start)
+        # The fields of an item, as the kernel reads them: the last says where a part is kept, -1: it is no part.
+        items = np.stack((slices, row, count, start, low, start + count, np.full_like(row, -1)), axis=1)
+        length = start + count - low
+        cost = length * (count * group + 8)  # eight for reading the keys and values
+        fair = max(1, kv_heads * int(cost.sum()) // (threads * PARTS_PER_THREAD))
+        parts = np.minimum(-(-cost // fair), np.maximum(1, length // MIN_PART)) if threads > 1 else np.ones_like(row)
+        order = np.argsort(-cost // parts, kind="stable")  # the longest first, so that threads end together
+        items, parts = items[order], parts[order]
+        self.merged = np.zeros((0, FIELDS), np.int32)
+        self.part_rows = 0
+        if parts.max(initial=1) > 1:
+            items = self._divided(items, parts, kv_heads * group)
+        self.items: IntArray = np.ascontiguousarray(items, np.int32)
+        self.operations = kv_heads * int(cost.sum())
+
+    def _divided(self, items: NDArray[np.int64], parts: NDArray[np.int64], heads: int) -> NDArray[np.int64]:
+        """Cuts each item's context into its number of parts, and lists those that are to be merged."""
+        number = np.arange(parts.sum()) - np.repeat(parts.cumsum() - parts, parts)
+        whole, parts_of = np.repeat(items, parts, axis=0), np.repeat(parts, parts)
+        low, length = whole[:, 4], whole[:, 5] - whole[:, 4]
+        is_part = parts_of > 1
+        rows = np.where(is_part, whole[:, 2] * heads, 0)
+        divided = whole.copy()
+        divided[:, 4] = low + length * number // parts_of
+        divided[:, 5] = low + length * (number + 1) // parts_of
+        divided[:, 6] = np.where(is_part, rows.cumsum() - rows, -1)
+        firsts = divided[is_part & (number == 0)]
+        merged = np.zeros((len(firsts), FIELDS), np.int32)
+        merged[:, :4] = np.column_stack((firsts[:, [1, 2, 6]], parts[parts > 1]))
+        self.merged, self.part_rows = merged, int(rows.sum())
+        return divided
+
+
+class NumbaAttention:
+    """Queries must be float32. Kernels are compiled, or loaded from disk, when this module is imported."""
+
+    name = "numba"
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool = pool
+        self._memory: dict[tuple[int, int], PoolMemoryView] = {}
+
+    def plan(self, batch: Batch) -> "NumbaPlan":
+        return NumbaPlan(self, batch)
+
+    def layer_address(self, layer: int) -> int:
+        """Of its keys and values in the first block."""
+        return self.pool.tensor.data_ptr() + layer * self.pool.layout.layer_bytes
+
+    def memory(self, threads: int, group: int) -> PoolMemoryView:
+        key = (threads, max(MAX_ROWS, group))
+        if key not in self._memory:
+            self._memory[key] = PoolMemoryView(*key, self.pool.layout.head_dim)
+        return self._memory[key]
+
+
+class NumbaPlan:
+    def __init__(self, backend: NumbaAttention, batch: Batch) -> None:
+        self._backend = backend
+        self._batch = batch
+        self._threads = torch.get_num_threads()
+        self._prepared: dict[int, PreparedAttention] = {}  # by window
+        layout = backend.pool.layout
+        self._strides = (layout.block_bytes, layout.layers * layout.layer_bytes, layout.block_tokens)
+
+    def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
+        if q.dtype != torch.float32:
+            raise ValueError(f"numba attention computes in float32, the queries are {q.dtype}")
+        q = q.contiguous()
+        prepared = self.prepared(q.shape[1], window)
+        out = empty(*q.shape)
+        rest = (self._backend.layer_address(layer), *prepared.rest)
+        memory = self._backend.memory(torch.get_num_threads(), prepared.group)  # as many as the kernel will run on
+        attend(prepared.operations, 0, *prepared.units, q.data_ptr(), out.data_ptr(), *rest, memory.address)
+        if prepared.merged:
+            units, items, parts, *shape = prepared.merged
+            merge(prepared.merge_operations, 0, units, items, out.data_ptr(), parts, *shape)
+        return out
+
+    def prepared(self, num_heads: int, window: int) -> "PreparedAttention":
+        """For all layers of this window."""
+        if window not in self._prepared:
+            self._prepared[window] = self._prepare(num_heads, window)
+        return self._prepared[window]
+
+    def _prepare(self, num_heads: int, window: int) -> "PreparedAttention":
+        layout, table = self._backend.pool.layout, self._batch.block_table
+        heads, group = layout.kv_heads, num_heads // layout.kv_heads
+        work = AttentionWork(self._batch, heads, group, window, self._threads)
+        parts = torch.empty(work.part_rows * (layout.head_dim + 2))
+        shape = (heads, group, layout.head_dim)
+        pool = (*self._strides, CODES[layout.dtype])
+        rest = (parts.data_ptr(), table.data_ptr(), table.shape[1], *pool, *shape, window)
+        units = (len(work.items) * heads, work.items.ctypes.data)
+        merged = (len(work.merged) * heads, work.merged.ctypes.data, parts.data_ptr(), *shape)
+        return PreparedAttention(
+            group,
+            work.operations * layout.head_dim,
+            work.part_rows * layout.head_dim,
+            units,
+            rest,
+            merged if len(work.merged) else (),
+            (work, parts),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedAttention:
+    """What the kernels are called with for every layer, in their order, and what its addresses point to."""
+
+    group: int
+    operations: int
+    merge_operations: int
+    units: tuple[int, ...]
+    rest: tuple[int, ...]
+    merged: tuple[int, ...]  # empty: no context is cut
+    kept: tuple[object, ...]

@@ -1,0 +1,242 @@
+"""Attention over the paged pool as machine code for this CPU. Importing it compiles, or loads what was compiled before.
+
+Flash attention (Dao et al.): keys and values are taken a tile at a time with an online softmax, the query heads that
+share a key head folded together (so a key is read once for all of them). Of a decode they are rows; of a chunk they are
+the columns of the product with the keys, which therefore need not be turned. Long contexts may be cut in pieces that
+are merged afterwards (Flash-Decoding).
+"""
+
+import math
+from typing import Any
+
+from engine.cpu.attention_panels import add_product, add_times_listed, dots, listed_times, transpose_block
+from engine.cpu.attention_softmax import UNSEEN, weigh, weigh_columns
+from engine.cpu.attention_tiles import (
+    FEW_ROWS,
+    FIELDS,
+    LINE,
+    TILE,
+    fetch,
+    fill_up,
+    first_tile,
+    locate,
+    shares,
+    tile_of,
+    widen,
+)
+from engine.cpu.jit import kernel, part, thread_number
+from engine.cpu.simd import (
+    FLOAT32,
+    LANES,
+    address_at,
+    index_at,
+    larger,
+    load,
+    load_some,
+    multiply_add,
+    number_at,
+    put_address,
+    put_number,
+    splat,
+    store,
+    store_some,
+    take_next,
+    two_to_the,
+)
+
+AREAS = 9  # of a thread's working memory: see `numba_backend.PoolMemoryView`
+
+
+@part
+def copy_queries(q: int, to: int, shape: tuple[int, int, int, int, int, int]) -> None:
+    """Copies the queries of an item for one key head, filled up with zeros, scaled for a softmax to the base of 2."""
+    row, rows, head, kv_heads, group, head_dim = shape
+    padded = (head_dim + LANES - 1) // LANES * LANES
+    scale = splat(math.log2(math.e) / math.sqrt(head_dim))
+    for r in range(rows):
+        source = q + 4 * head_dim * (((row + r // group) * kv_heads + head) * group + r % group)
+        for at in range(0, head_dim, LANES):
+            x = load_some(source + 4 * at, head_dim - at, FLOAT32)
+            store(x * scale, to + 4 * (r * padded + at))
+
+
+@part
+def turn(rows_q: int, rows: int, group: int, padded: int, to: int, stride: int, listed: int, ends: int) -> None:
+    """A chunk's queries as columns, filled up to whole vectors with the last one, so that no tile of keys has to be
+    turned; and how many tokens, from the first query's on, each of them sees."""
+    for row in range(0, rows, LANES):
+        for lane in range(LANES):
+            r = min(row + lane, rows - 1)
+            put_address(rows_q + 4 * padded * r, listed + 8 * lane)
+            put_number(float(r // group + 1), ends + 4 * (row + lane))
+        for at in range(0, padded, LANES):
+            transpose_block(listed, 4 * at, to + at * stride + 4 * row, stride)
+
+
+@part
+def begin(
+    q: int, few: bool, rows_q: int, turned: int, stride: int, listed: int, ends: int, most: int, summed: int, sums: int,
+    shape: tuple[int, int, int, int, int, int],
+) -> None:  # fmt: skip
+    """Queries of an item for one key head, as rows of a decode or columns of a chunk; nothing was seen yet."""
+    _, rows, _, _, group, head_dim = shape
+    padded = (head_dim + LANES - 1) // LANES * LANES
+    copy_queries(q, rows_q if few else sums, shape)  # the sums are free until then
+    if not few:
+        turn(sums, rows, group, padded, turned, stride, listed, ends)
+    for r in range(0, rows, LANES):
+        store(splat(UNSEEN), most + 4 * r)
+        store(splat(0.0), summed + 4 * r)
+    for at in range(0, rows * padded, LANES):
+        store(splat(0.0), sums + 4 * at)
+
+
+@part
+def score(
+    rows_q: int, rows: int, keys: int, code: int, columns: int, padded: int, scores: int, ahead: int,
+    tokens_ahead: int, lines: int,
+) -> None:  # fmt: skip
+    """Products of the few rows of a decode with a tile's keys."""
+    for token in range(0, columns, LANES):
+        beside = lines if token < tokens_ahead else 0
+        fetched = address_at(ahead + 8 * token)
+        for r in range(rows):
+            one, target = rows_q + 4 * padded * r, scores + 4 * (TILE * r + token)
+            dots(keys + 8 * token, code, one, padded, target, fetched, beside)
+            fetched += LINE * lines * padded // LANES
+
+
+@part
+def add_values(
+    scores: int, rows: int, keys: int, code: int, value_from: int, tokens: int, sums: int, padded: int, ahead: int,
+    tokens_ahead: int, lines: int, after: int,
+) -> None:  # fmt: skip
+    """Adds a tile's values, weighted, to the sums of the few rows of a decode. What is fetched lies `after` bytes
+    behind the beginning of each group of tokens."""
+    for token in range(0, tokens, LANES):
+        add_product(
+            scores + 4 * token, 4 * TILE, keys + 8 * token, code, value_from, sums, 4 * padded, rows,
+            min(LANES, tokens - token), padded,
+            address_at(ahead + 8 * token) + after, lines if token < tokens_ahead else 0,
+        )  # fmt: skip
+
+
+@part
+def finish(
+    sums: int, summed: int, most: int, target: int, shape: tuple[int, int, int, int, int, int], is_part: bool
+) -> None:
+    """Writes the rows' answers into `target`, or, of a part, what the merge needs: of each row the weighted sum, the
+    largest and the sum."""
+    row, rows, head, kv_heads, group, head_dim = shape
+    padded = (head_dim + LANES - 1) // LANES * LANES
+    for r in range(rows):
+        to = target + 4 * head_dim * (((row + r // group) * kv_heads + head) * group + r % group)
+        divisor = splat(number_at(summed + 4 * r))
+        if is_part:
+            to, divisor = target + (4 * head_dim + 8) * r, splat(1.0)
+            put_number(number_at(most + 4 * r), to + 4 * head_dim)
+            put_number(number_at(summed + 4 * r), to + 4 * head_dim + 4)
+        for at in range(0, head_dim, LANES):
+            x = load(sums + 4 * (r * padded + at))
+            store_some(x / divisor, to + 4 * at, head_dim - at, FLOAT32)
+
+
+@kernel
+def attend(values: Any) -> None:
+    """A unit of work is an item (queries of one slice over a part of its context) for one key head. Threads take
+    units in order; `values[0]` counts them."""
+    units, items, q, out, pool, parts = values[1], values[2], values[3], values[4], values[5], values[6]
+    table, table_width, block_bytes, head_bytes = values[7], values[8], values[9], values[10]
+    block_tokens, code, kv_heads, group, head_dim, window = (
+        values[11], values[12], values[13], values[14], values[15], values[16]
+    )  # fmt: skip
+    area = values[17] + 8 * AREAS * thread_number()
+    rows_q, scores, sums, most, summed, found, turned, ends, wide = (
+        address_at(area), address_at(area + 8), address_at(area + 16), address_at(area + 24), address_at(area + 32),
+        address_at(area + 40), address_at(area + 48), address_at(area + 56), address_at(area + 64),
+    )  # fmt: skip
+    ahead, widened, listed = found + 8 * TILE, found + 16 * TILE, found + 24 * TILE
+    sizes = (block_bytes, 2 * head_dim * (4 if code == FLOAT32 else 2), block_tokens, code, head_dim)
+    padded = (head_dim + LANES - 1) // LANES * LANES
+    unit = take_next(values)
+    tokens_ahead = first_tile(unit, units, items, table, table_width, pool, head_bytes, kv_heads, group, sizes, ahead)
+    fetch(ahead, tokens_ahead, sizes[1])
+    while unit < units:
+        following = take_next(values)  # early, so that its first tile can be fetched while this unit's last is computed
+        head = unit % kv_heads
+        item = items + 4 * FIELDS * (unit // kv_heads)
+        slice_, row, count, start = index_at(item), index_at(item + 4), index_at(item + 8), index_at(item + 12)
+        low, high, place = index_at(item + 16), index_at(item + 20), index_at(item + 24)
+        rows, tile, few = count * group, tile_of(count * group), count * group <= FEW_ROWS
+        shape = (row, rows, head, kv_heads, group, head_dim)
+        width = (rows + LANES - 1) // LANES * LANES
+        stride = (
+            4 * LANES * (width // LANES | 1)
+        )  # bytes: not a power of 2, so that rows begin in all sets of the cache
+        begin(q, few, rows_q, turned, stride, listed, ends, most, summed, sums, shape)
+        blocks, base = table + 4 * slice_ * table_width, pool + head * head_bytes
+        while low < high:
+            found, ahead, tokens = ahead, found, tokens_ahead
+            if low + tile < high:
+                tokens_ahead = locate(blocks, low + tile, min(high, low + 2 * tile), base, sizes, ahead)
+            else:
+                tokens_ahead = first_tile(
+                    following, units, items, table, table_width, pool, head_bytes, kv_heads, group, sizes, ahead
+                )
+            keys, kind, value_from = found, code, sizes[1] // 2
+            if padded != head_dim or (code != FLOAT32 and not few):
+                widen(found, tokens, sizes, wide, widened)
+                keys, kind, value_from = widened, FLOAT32, 4 * padded
+            if few:
+                columns = (tokens + LANES - 1) // LANES * LANES
+                by_keys, by_values = shares(rows, padded, sizes[1])
+                fill_up(keys, tokens, columns, turned - 4 * padded)
+                score(rows_q, rows, keys, kind, columns, padded, scores, ahead, tokens_ahead, by_keys)
+                fetch(ahead + 8 * columns, tokens_ahead - columns, sizes[1])
+                weigh(scores, rows, group, start - low, tokens, columns, window, most, summed, sums, padded)
+                add_values(
+                    scores, rows, keys, kind, value_from, tokens, sums, padded, ahead, tokens_ahead, by_values,
+                    LINE * by_keys * rows * padded // LANES,
+                )  # fmt: skip
+            else:
+                listed_times(keys, turned, stride, scores, stride, tokens, padded, width, ahead, tokens_ahead, sizes[1])
+                weigh_columns(
+                    scores, stride, rows, start - low, tokens, window, ends, most, summed, sums, padded, listed
+                )
+                add_times_listed(scores, 4, stride, keys, value_from, sums, 4 * padded, rows, tokens, padded)
+            low += tile
+        target = out if place < 0 else parts + (place + head * rows) * (4 * head_dim + 8)
+        finish(sums, summed, most, target, shape, place >= 0)
+        unit = following
+
+
+@kernel
+def merge(values: Any) -> None:
+    """The parts of items, head by head, into the answers of its rows."""
+    units, items, out, parts = values[1], values[2], values[3], values[4]
+    kv_heads, group, head_dim = values[5], values[6], values[7]
+    part_bytes = 4 * head_dim + 8
+    unit = take_next(values)
+    while unit < units:
+        head = unit % kv_heads
+        item = items + 4 * FIELDS * (unit // kv_heads)
+        row, count, place, num_parts = index_at(item), index_at(item + 4), index_at(item + 8), index_at(item + 12)
+        rows = count * group
+        for r in range(rows):
+            source = parts + (place + head * rows + r) * part_bytes
+            step = kv_heads * rows * part_bytes
+            most = splat(UNSEEN)
+            for index in range(num_parts):
+                most = larger(splat(number_at(source + index * step + 4 * head_dim)), most)
+            summed = splat(0.0)
+            for index in range(num_parts):
+                scale = two_to_the(splat(number_at(source + index * step + 4 * head_dim)) - most)
+                summed = multiply_add(scale, splat(number_at(source + index * step + 4 * head_dim + 4)), summed)
+            target = out + (((row + r // group) * kv_heads + head) * group + r % group) * 4 * head_dim
+            for at in range(0, head_dim, LANES):
+                x = splat(0.0)
+                for index in range(num_parts):
+                    scale = two_to_the(splat(number_at(source + index * step + 4 * head_dim)) - most)
+                    x = multiply_add(scale, load_some(source + index * step + 4 * at, head_dim - at, FLOAT32), x)
+                store_some(x / summed, target + 4 * at, head_dim - at, FLOAT32)
+        unit = take_next(values)

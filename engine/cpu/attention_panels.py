@@ -1,0 +1,260 @@
+"""The pieces of attention that numba cannot express: register-blocked matrix products, dot products and a transpose, as
+LLVM instructions over `engine.cpu.simd`. Elements are float32 where no code says otherwise, all strides are bytes."""
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from engine.cpu.attention_tiles import fetch
+from engine.cpu.jit import part
+from engine.cpu.simd import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    LANES,
+    PANEL_ROWS,
+    PANEL_VECTORS,
+    emit_fetch,
+    emit_load,
+    emit_multiply_add,
+    emit_pointer,
+    emit_splat,
+    row_counts,
+    written,
+)
+
+_FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_VECTOR = ir.VectorType(_FLOAT, LANES)
+
+
+def _exchanged(builder: Any, one: Any, other: Any, bit: int) -> tuple[Any, Any]:
+    """Two rows of a matrix whose numbers differ in `bit`, after a round of the butterfly that transposes it: that bit
+    of the row's number and of the lane's change places."""
+    low = [lane if not lane & bit else LANES + (lane ^ bit) for lane in range(LANES)]
+    high = [lane | bit if not lane & bit else LANES + lane for lane in range(LANES)]
+    masks = (ir.Constant(ir.VectorType(_INT, LANES), mask) for mask in (low, high))
+    first, second = (builder.shuffle_vector(one, other, mask) for mask in masks)
+    return first, second
+
+
+def _vector_at(builder: Any, address: Any, offset: Any) -> Any:
+    return emit_pointer(builder, builder.add(address, offset), _VECTOR)
+
+
+def _bytes_of(builder: Any, vectors: Any, code: int) -> Any:
+    return builder.mul(vectors, ir.Constant(_LONG, (4 if code == FLOAT32 else 2) * LANES))
+
+
+def _listed(builder: Any, rows: Any, index: Any) -> Any:
+    """The address that a list of them has at `index`."""
+    return builder.load(emit_pointer(builder, builder.add(rows, builder.mul(index, ir.Constant(_LONG, 8))), _LONG))
+
+
+def _first_listed(builder: Any, rows: Any, count: int) -> list[Any]:
+    return [_listed(builder, rows, ir.Constant(_LONG, row)) for row in range(count)]
+
+
+def _transpose(builder: Any, rows: Any, offset: Any, target: Any, stride: Any) -> None:
+    starts = _first_listed(builder, rows, LANES)
+    vectors = [builder.load(_vector_at(builder, start, offset), align=4) for start in starts]
+    bit = LANES // 2
+    while bit:
+        for row in (row for row in range(LANES) if not row & bit):
+            vectors[row], vectors[row | bit] = _exchanged(builder, vectors[row], vectors[row | bit], bit)
+        bit //= 2
+    for row, vector in enumerate(vectors):
+        builder.store(vector, _vector_at(builder, target, builder.mul(stride, ir.Constant(_LONG, row))), align=4)
+
+
+def _dot(builder: Any, code: int, rows: Any, query: Any, size: Any, target: Any, ahead: Any, lines: Any) -> None:
+    starts = _first_listed(builder, rows, LANES)
+    sums = [cgutils.alloca_once(builder, _VECTOR) for _ in starts]
+    for one in sums:
+        builder.store(ir.Constant(_VECTOR, [0.0] * LANES), one)
+    with cgutils.for_range(builder, builder.sdiv(size, ir.Constant(_LONG, LANES)), intp=_LONG) as loop:
+        emit_fetch(builder, ahead, loop.index, lines)
+        factor = builder.load(_vector_at(builder, query, _bytes_of(builder, loop.index, FLOAT32)), align=4)
+        offset = _bytes_of(builder, loop.index, code)
+        for start, one in zip(starts, sums, strict=True):
+            key = emit_load(builder, builder.add(start, offset), LANES, code)
+            builder.store(emit_multiply_add(builder, factor, key, builder.load(one)), one)
+    vectors = [builder.load(one) for one in sums]
+    bit = LANES // 2
+    while bit:  # half as many vectors a round, each with the sums of two
+        vectors = [builder.fadd(*_exchanged(builder, vectors[row], vectors[row + bit], bit)) for row in range(bit)]
+        bit //= 2
+    builder.store(vectors[0], emit_pointer(builder, target, _VECTOR), align=4)
+
+
+# The LANES floats from `offset` on of each row in a list of LANES addresses, written as columns.
+transpose_block = written(types.void, (types.int64,) * 4, _transpose)
+_dot_float32, _dot_bfloat16, _dot_float16 = (
+    written(types.void, (types.int64,) * 6, lambda b, *given, code=code: _dot(b, code, *given))
+    for code in (FLOAT32, BFLOAT16, FLOAT16)
+)
+
+
+@part
+def dots(rows: int, code: int, query: int, size: int, target: int, ahead: int, lines: int) -> None:
+    """The products of `query`, `size` floats in whole vectors, with each row of elements `code` in a list of LANES
+    addresses; beside each vector of it `lines` cache lines are fetched, one after another from `ahead` on."""
+    if code == FLOAT32:
+        _dot_float32(rows, query, size, target, ahead, lines)
+    elif code == BFLOAT16:
+        _dot_bfloat16(rows, query, size, target, ahead, lines)
+    else:
+        _dot_float16(rows, query, size, target, ahead, lines)
+
+
+def _panel(vectors: int, code: int, fetches: bool) -> Any:
+    """Of at most PANEL_ROWS rows and exactly `vectors` vectors of columns: c += a b. The rows of b are given as a list
+    of addresses, so they may lie anywhere; `column` is where in them to start, in bytes."""
+
+    def emit(builder: Any, a: Any, a_stride: Any, a_step: Any, b: Any, column: Any, c: Any, *rest: Any) -> None:
+        c_stride, rows, depth, *fetched = rest
+
+        def row_of_b(index: Any) -> Any:
+            return builder.add(_listed(builder, b, index), column)
+
+        for count in row_counts(builder, rows, PANEL_ROWS):
+            a_rows = [builder.add(a, builder.mul(a_stride, ir.Constant(_LONG, row))) for row in range(count)]
+            _product(builder, vectors, (a_rows, a_step), row_of_b, (c, c_stride), depth, True, code, fetched)
+
+    return written(types.void, (types.int64,) * (11 if fetches else 9), emit)
+
+
+def _panel_of_listed(vectors: int) -> Any:
+    """As `_panel`, but c = a b, and it is the rows of a that are listed."""
+
+    def emit(builder: Any, a: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, rows: Any, depth: Any) -> None:
+        def row_of_b(index: Any) -> Any:
+            return builder.add(b, builder.mul(index, b_stride))
+
+        for count in row_counts(builder, rows, PANEL_ROWS):
+            a_rows = (_first_listed(builder, a, count), ir.Constant(_LONG, 4))
+            _product(builder, vectors, a_rows, row_of_b, (c, c_stride), depth, False, FLOAT32, [])
+
+    return written(types.void, (types.int64,) * 7, emit)
+
+
+def _product(
+    builder: Any, vectors: int, a: Any, row_of_b: Any, c: Any, depth: Any, adds: bool, code: int, fetched: Any
+) -> None:
+    """All sums stay in registers. `a`: the addresses of its rows, and how far apart their elements lie."""
+    a_rows, a_step = a
+    rows = len(a_rows)
+    places = [
+        emit_pointer(
+            builder,
+            builder.add(
+                c[0], builder.add(builder.mul(c[1], ir.Constant(_LONG, row)), ir.Constant(_LONG, 4 * LANES * v))
+            ),
+            _VECTOR,
+        )
+        for row in range(rows)
+        for v in range(vectors)
+    ]
+    sums = [cgutils.alloca_once(builder, _VECTOR) for _ in places]
+    for one, place in zip(sums, places, strict=True):
+        builder.store(builder.load(place, align=4) if adds else ir.Constant(_VECTOR, [0.0] * LANES), one)
+    with cgutils.for_range(builder, depth, intp=_LONG) as loop:
+        if fetched:
+            emit_fetch(builder, fetched[0], loop.index, fetched[1])
+        at = row_of_b(loop.index)
+        columns = [
+            emit_load(builder, builder.add(at, _bytes_of(builder, ir.Constant(_LONG, v), code)), LANES, code)
+            for v in range(vectors)
+        ]
+        step = builder.mul(loop.index, a_step)
+        for row, start in enumerate(a_rows):
+            factor = emit_splat(builder, builder.load(emit_pointer(builder, builder.add(start, step), _FLOAT)))
+            for v in range(vectors):
+                one = sums[row * vectors + v]
+                builder.store(emit_multiply_add(builder, factor, columns[v], builder.load(one)), one)
+    for one, place in zip(sums, places, strict=True):
+        builder.store(builder.load(one), place, align=4)
+
+
+_wide_listed, _narrow_listed = (_panel_of_listed(vectors) for vectors in (PANEL_VECTORS, 1))
+_wide, _narrow = (_panel(vectors, FLOAT32, False) for vectors in (PANEL_VECTORS, 1))
+_adding = {
+    (vectors, code): _panel(vectors, code, True)
+    for vectors in (PANEL_VECTORS, 1)
+    for code in (FLOAT32, BFLOAT16, FLOAT16)
+}
+_wide_float32, _wide_bfloat16, _wide_float16, _narrow_float32, _narrow_bfloat16, _narrow_float16 = _adding.values()
+
+
+@part
+def listed_times(
+    a: int, b: int, b_stride: int, c: int, c_stride: int, rows: int, depth: int, columns: int, ahead: int,
+    rows_ahead: int, row_bytes: int,
+) -> None:  # fmt: skip
+    """c [rows, columns] = a [rows, depth] b [depth, columns]; `a` is a list of the addresses of its rows, `columns` a
+    multiple of LANES. Every element is one chain of multiply-adds in the order of `depth`, so it does not depend on how
+    many rows there are. Meanwhile `rows_ahead` rows of `row_bytes`, listed from `ahead` on, are fetched."""
+    wide = 4 * LANES * PANEL_VECTORS
+    column = 0
+    while column < 4 * columns:
+        is_wide = column + wide <= 4 * columns
+        for row in range(0, rows, PANEL_ROWS):
+            left, left_ahead = min(PANEL_ROWS, rows - row), rows_ahead - row
+            one, at, place = a + 8 * row, b + column, c + row * c_stride + column
+            if column == 0:  # and beside the last rows whatever is left
+                fetch(ahead + 8 * row, min(left, left_ahead) if left < rows - row else left_ahead, row_bytes)
+            if is_wide:
+                _wide_listed(one, at, b_stride, place, c_stride, left, depth)
+            else:
+                _narrow_listed(one, at, b_stride, place, c_stride, left, depth)
+        column += wide if is_wide else 4 * LANES
+
+
+@part
+def add_times_listed(
+    a: int, a_stride: int, a_step: int, b: int, b_from: int, c: int, c_stride: int, rows: int, depth: int, columns: int
+) -> None:
+    """c [rows, columns] += a [rows, depth] b [depth, columns], like `listed_times`, but it is the rows of b that are
+    listed; the elements of a row of a are `a_step` bytes apart."""
+    wide = 4 * LANES * PANEL_VECTORS
+    column = 0
+    while column < 4 * columns:
+        is_wide = column + wide <= 4 * columns
+        for row in range(0, rows, PANEL_ROWS):
+            left = min(PANEL_ROWS, rows - row)
+            one, place = a + row * a_stride, c + row * c_stride + column
+            if is_wide:
+                _wide(one, a_stride, a_step, b, b_from + column, place, c_stride, left, depth)
+            else:
+                _narrow(one, a_stride, a_step, b, b_from + column, place, c_stride, left, depth)
+        column += wide if is_wide else 4 * LANES
+
+
+@part
+def add_product(
+    a: int, a_stride: int, b: int, code: int, b_from: int, c: int, c_stride: int, rows: int, depth: int, columns: int,
+    ahead: int, lines: int,
+) -> None:  # fmt: skip
+    """`add_times_listed` with rows of b of elements `code`; beside the first vectors of each of them `lines` cache
+    lines are fetched, one after another from `ahead` on."""
+    item = 4 if code == FLOAT32 else 2
+    column = 0
+    while column < columns:
+        is_wide = column + LANES * PANEL_VECTORS <= columns
+        for row in range(0, rows, PANEL_ROWS):
+            left = min(PANEL_ROWS, rows - row)
+            one, at, place = a + row * a_stride, b_from + item * column, c + row * c_stride + 4 * column
+            if is_wide and code == FLOAT32:
+                _wide_float32(one, a_stride, 4, b, at, place, c_stride, left, depth, ahead, lines)
+            elif is_wide and code == BFLOAT16:
+                _wide_bfloat16(one, a_stride, 4, b, at, place, c_stride, left, depth, ahead, lines)
+            elif is_wide:
+                _wide_float16(one, a_stride, 4, b, at, place, c_stride, left, depth, ahead, lines)
+            elif code == FLOAT32:
+                _narrow_float32(one, a_stride, 4, b, at, place, c_stride, left, depth, ahead, lines)
+            elif code == BFLOAT16:
+                _narrow_bfloat16(one, a_stride, 4, b, at, place, c_stride, left, depth, ahead, lines)
+            else:
+                _narrow_float16(one, a_stride, 4, b, at, place, c_stride, left, depth, ahead, lines)
+            lines = 0
+        column += LANES * PANEL_VECTORS if is_wide else LANES

@@ -1,0 +1,273 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,arg-type,attr-defined,assignment"
+"""The draw of `engine.sampling` as machine code for this CPU, a row a thread. Importing it compiles, or loads what was
+compiled before.
+
+Nothing is sorted. Noise has a cheap upper bound, so a logarithm is taken only for tokens that may still win; and a
+token drawn from more than top_p leaves is the draw if top_p leaves it too, else all that are no likelier are dropped
+and it is drawn again (rejection with a rising pivot: FlashInfer's sampling without a sort).
+"""
+
+import math
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray
+from numba.core import types
+from torch import Tensor
+
+from engine.counter_rng import GOLDEN
+from engine.cpu.jit import inlined, kernel, thread_number
+from engine.cpu.simd import (
+    FLOAT32,
+    LANES,
+    address_at,
+    exponential,
+    larger,
+    largest,
+    load,
+    load_some,
+    number_at,
+    put_address,
+    splat,
+    store_some,
+    take_next,
+    total,
+    where_less,
+    written,
+)
+from engine.sampling import BROKEN, GREEDY_BELOW, NOTHING_ALLOWED, WORDS
+
+WORK = 4  # elementary operations a logit, for `engine.cpu.jit.PARALLEL_WORK`
+WEIGHED = 64 * LANES  # scores whose weights are summed in float32
+RUN = 32  # scores
+TILE = 32  # tokens whose noise is bounded at once
+LN2 = math.log(2)
+# numba makes a float of int64 and uint64 together: all of the noise's arithmetic is unsigned.
+_GOLDEN, _ONE, _EXPONENT = np.uint64(GOLDEN), np.uint64(1), np.uint64(1023 << 52)
+_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_30, _27, _31, _12 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(12)
+
+_double = written(types.float64, (types.uint64,), lambda b, bits: b.bitcast(bits, ir.DoubleType()))
+_bits = written(types.int64, (types.float64,), lambda b, number: b.bitcast(number, ir.IntType(64)))
+_pointer = written(types.voidptr, (types.int64,), lambda b, at: b.inttoptr(at, ir.IntType(8).as_pointer()))
+_parameter = written(types.float64, (types.int64,), lambda b, at: b.load(b.inttoptr(at, ir.DoubleType().as_pointer())))
+
+
+@inlined
+def sum_of(row, count):
+    whole = count - count % LANES
+    summed = splat(0.0)
+    for at in range(0, whole, LANES):
+        summed = summed + load(row + 4 * at)
+    return total(summed + load_some(row + 4 * whole, count - whole, FLOAT32))
+
+
+@inlined
+def most_likely(row, count):
+    """Its score, and the first token that has it."""
+    whole = count - count % LANES
+    vector = splat(-math.inf)
+    for at in range(0, whole, LANES):
+        vector = larger(load(row + 4 * at), vector)
+    best = largest(vector)
+    for at in range(whole, count):
+        best = max(best, number_at(row + 4 * at))
+    token = 0
+    while token < count - 1 and number_at(row + 4 * token) != best:
+        token += 1
+    return best, token
+
+
+@inlined
+def divide(row, count, by, scores):
+    """Fills `scores`, and whole vectors of them with -inf."""
+    for at in range(0, count, LANES):
+        store_some(load_some(row + 4 * at, count - at, FLOAT32) / splat(by), scores + 4 * at, count - at, FLOAT32)
+    end(carray(_pointer(scores), count + LANES, np.float32), count)
+
+
+@inlined
+def end(scores, count):
+    for at in range(count, count + LANES):
+        scores[at] = -math.inf
+
+
+@inlined
+def keep(area, scores, tokens, count, above, least):
+    """Drops what is not over `above` or is below `least`. Returns how many are left."""
+    kept = 0
+    for first in range(0, count, LANES):
+        top = largest(load(area + 4 * first))
+        if top > above and top >= least:
+            for at in range(first, min(count, first + LANES)):
+                score, token = scores[at], tokens[at]
+                scores[kept], tokens[kept] = score, token
+                kept += (score > above) & (score >= least)
+    end(scores, kept)
+    return kept
+
+
+@inlined
+def weight(scores, count, above, best):
+    """Of the scores over `above`: the sum of exp(score - best)."""
+    summed = 0.0
+    for first in range(0, count, WEIGHED):
+        part = splat(0.0)
+        for at in range(first, min(count, first + WEIGHED), LANES):
+            score = load(scores + 4 * at)
+            part = part + where_less(splat(above), score, exponential(score - splat(best)), splat(0.0))
+        summed += total(part)
+    return summed
+
+
+@inlined
+def nth_largest(values, count, nth):
+    """Hoare's selection; puts `values` in another order."""
+    low, high = 0, count - 1
+    while low < high:
+        pivot, left, right = values[(low + high) >> 1], low, high
+        while left <= right:
+            while values[left] > pivot:
+                left += 1
+            while values[right] < pivot:
+                right -= 1
+            if left <= right:
+                values[left], values[right] = values[right], values[left]
+                left += 1
+                right -= 1
+        if nth <= right:
+            high = right
+        elif nth >= left:
+            low = left
+        else:
+            break
+    return values[nth]
+
+
+@inlined
+def rest_of_one(key, token):
+    """1 - u, exactly: u is the uniform number of `engine.counter_rng`."""
+    mixed = key + (np.uint64(token) + _ONE) * _GOLDEN
+    mixed = (mixed ^ (mixed >> _30)) * _FACTORS[0]
+    mixed = (mixed ^ (mixed >> _27)) * _FACTORS[1]
+    mixed = (mixed ^ (mixed >> _31)) >> _12
+    return 2.0 - _double(mixed | _EXPONENT) - 2.0**-53
+
+
+@inlined
+def winner(scores, tokens, count, key):
+    """Which of the scores is the largest with its token's noise, -log(-log(u)). That is below -log(1 - u), and a
+    logarithm to base 2 is above exponent + mantissa - 1: that bound is computed for many tokens at once."""
+    best, where = -math.inf, 0
+    for first in range(0, count, TILE):
+        last, hopeful = min(count, first + TILE), 0
+        for at in range(first, last):
+            power = np.float64(_bits(rest_of_one(key, tokens[at]))) * 2.0**-52
+            hopeful += np.float64(scores[at]) + (1023 + 1e-9 - power) * LN2 > best
+        if hopeful:
+            for at in range(first, last):
+                noisy = np.float64(scores[at]) - math.log(-math.log(1.0 - rest_of_one(key, tokens[at])))
+                if noisy > best:
+                    best, where = noisy, at
+    return where
+
+
+@inlined
+def nth_score(area, scores, ranked, count, nth):
+    """The nth largest score. Runs of scores are tried first: what is below the nth largest of their tops is no
+    candidate."""
+    runs, least = count // RUN, np.float32(-math.inf)
+    if nth < runs:
+        for run in range(runs):
+            top = load(area + 4 * run * RUN)
+            for at in range(run * RUN + LANES, (run + 1) * RUN, LANES):
+                top = larger(top, load(area + 4 * at))
+            ranked[run] = largest(top)
+        least = nth_largest(ranked, runs, nth)
+    candidates = 0
+    for first in range(0, count, LANES):
+        if largest(load(area + 4 * first)) >= least:
+            for at in range(first, min(count, first + LANES)):
+                ranked[candidates] = scores[at]
+                candidates += scores[at] >= least
+    return nth_largest(ranked, candidates, nth)
+
+
+@inlined
+def draw_one(row, count, parameters, area):
+    temperature = _parameter(parameters)
+    top_p, min_p, top_k = _parameter(parameters + 8), _parameter(parameters + 16), address_at(parameters + 24)
+    divide(row, count, np.float32(temperature), area)
+    room = count + LANES
+    scores = carray(_pointer(area), room, np.float32)
+    tokens = carray(_pointer(area + 4 * room), room, np.int32)
+    ranked = carray(_pointer(area + 8 * room), room, np.float32)
+    for token in range(count):
+        tokens[token] = token
+    best, token = most_likely(area, count)
+    if not math.isfinite(best):  # a tiny repetition penalty or temperature: nothing can be weighed
+        return token
+    least, held = np.float32(-math.inf), 0.0  # `held`: weight of what top_k leaves, ties beyond it not counted
+    if min_p > 0:
+        least = best + np.float32(math.log(np.float32(min_p)))
+        count = keep(area, scores, tokens, count, np.float32(-math.inf), least)
+    if 0 < top_k < count:
+        least = nth_score(area, scores, ranked, count, top_k - 1)
+        count = keep(area, scores, tokens, count, np.float32(-math.inf), least)
+        if top_p < 1:
+            over = 0
+            for at in range(count):
+                over += scores[at] > least
+            held = weight(area, count, least, best) + (top_k - over) * math.exp(least - best)
+    elif top_p < 1:
+        held = weight(area, count, np.float32(-math.inf), best)
+    while True:
+        at = winner(scores, tokens, count, np.uint64(address_at(parameters + 32)))
+        score = scores[at]
+        if top_p >= 1 or score == best or weight(area, count, score, best) < top_p * held:
+            return tokens[at]
+        count = keep(area, scores, tokens, count, score, score)
+
+
+@kernel
+def _draw(values):
+    """values: a counter, rows, vocabulary, addresses of logits, adjusted logits, parameters, result and areas, and
+    the bytes of an area; a row a turn, each thread in an area of its own."""
+    area = values[7] + values[8] * np.int64(thread_number())
+    rows, vocab = values[1], values[2]
+    while True:
+        index = take_next(values)
+        if index >= rows:
+            return
+        row, parameters = values[4] + 4 * vocab * index, values[5] + 8 * WORDS * index
+        best, token = most_likely(row, vocab)
+        if not math.isfinite(sum_of(values[3] + 4 * vocab * index, vocab)):
+            token = BROKEN
+        elif best == -math.inf:
+            token = NOTHING_ALLOWED
+        elif _parameter(parameters) >= GREEDY_BELOW:
+            token = draw_one(row, vocab, parameters, area)
+        put_address(np.int64(token), values[6] + 8 * index)
+
+
+def draw(logits: Tensor, adjusted: Tensor, parameters: Tensor) -> list[int]:
+    """Of each row a token, `BROKEN` or `NOTHING_ALLOWED`. `logits`, and `adjusted` by bans, bias and penalties (it may
+    be the same): float32 [R, vocab]; `parameters`: int64 [R, WORDS], as `engine.sampling.parameters_of` packs them."""
+    rows, vocab = logits.shape
+    logits, adjusted = logits.contiguous(), adjusted.contiguous()
+    chosen = torch.empty(rows, dtype=torch.int64)
+    areas = torch.empty((torch.get_num_threads(), 3, vocab + LANES), dtype=torch.float32)
+    _draw(
+        rows * vocab * WORK,
+        0,
+        rows,
+        vocab,
+        logits.data_ptr(),
+        adjusted.data_ptr(),
+        parameters.data_ptr(),
+        chosen.data_ptr(),
+        areas.data_ptr(),
+        areas.stride(0) * 4,
+    )
+    return chosen.tolist()

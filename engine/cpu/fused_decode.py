@@ -1,0 +1,146 @@
+"""The pass of a few decodes as one call: between kernels there is no Python, which would take longer than some of them.
+
+Its memory and the kernels' values are made once, as for a CUDA graph; a step fills in what changes: the number of rows,
+where its tables lie, and the work of attention. What is computed is what `Decoder.forward` computes, by the same
+kernels in the same order, so not a bit differs.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.cpu.attention import NumbaAttention, NumbaPlan
+from engine.cpu.attention_kernels import attend, merge
+from engine.cpu.jit import PARALLEL_WORK, Kernel
+from engine.cpu.kernel_list import run
+from engine.cpu.layer import NumbaKernels
+from engine.cpu.layer_kernels import add_norm, norm, rotate_and_store, silu_mul
+from engine.cpu.matmul_kernels import product
+from engine.cpu.panels import PanelLinear
+from engine.models.decoder import Decoder, DecoderLayer
+
+MAX_ROWS = 64  # with more of them, Python is no part of a step that is worth naming
+VALUES = 20  # of a kernel at most
+
+
+class FusedDecode:
+    """Of a decoder whose weights stay where they are."""
+
+    def __init__(self, model: Decoder, kernels: NumbaKernels, attention: NumbaAttention) -> None:
+        self._model, self._kernels, self._attention = model, kernels, attention
+        config = model.config
+        heads, inner = config.num_heads, config.intermediate_size
+        sizes = {
+            "hidden": config.hidden_size,
+            "normed": config.hidden_size,
+            "update": config.hidden_size,
+            "qkv": (heads + 2 * config.num_kv_heads) * config.head_dim,
+            "q": heads * config.head_dim,
+            "attended": heads * config.head_dim,
+            "gate_up": 2 * inner,
+            "product": inner,
+        }
+        # Not filled with zeros: that would give this thread a team of OpenMP threads beside that of the engine's.
+        self._memory = {name: torch.empty(MAX_ROWS, size) for name, size in sizes.items()}
+        self._memory["scratch"] = torch.empty(
+            MAX_ROWS, max(linear.row_scratch for linear in _panels(model)), dtype=torch.uint8
+        )
+        self._at = {name: tensor.data_ptr() for name, tensor in self._memory.items()}
+        self._calls: list[tuple[Kernel, list[int]]] = []
+        self._windows: dict[int, list[int]] = {}  # the numbers of the calls that attend; each is followed by its merge
+        self._write(model)
+        numbers = {kernel: [n for n, call in enumerate(self._calls) if call[0] is kernel] for kernel, _ in self._calls}
+        self._rotations = numbers[rotate_and_store]
+        self._of_rows = [n for n, (kernel, _) in enumerate(self._calls) if kernel not in (attend, merge)]
+        self._addresses = np.array([kernel.address for kernel, _ in self._calls], np.int64)
+        self._values = np.zeros((len(self._calls), VALUES), np.int64)
+        for row, (_, values) in zip(self._values, self._calls, strict=True):
+            row[: len(values)] = values
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether its slices are decodes that draw, and few enough."""
+        rows = len(batch.starts)
+        return 0 < rows <= MAX_ROWS and len(batch.tokens) == rows == len(batch.sampled) == len(batch.logit_rows)
+
+    @torch.inference_mode()
+    def logits(self, batch: Batch) -> Tensor:
+        """float32 [S, vocab_size] of a batch that it takes; the KV of all tokens is stored."""
+        rows, values = len(batch.tokens), self._values
+        self._memory["hidden"][:rows] = self._model.embed(batch.tokens)
+        step, plan = self._kernels.begin(batch), self._attention.plan(batch)
+        values[self._of_rows, 0] = rows
+        values[self._rotations, 3:6] = (step.cosine.data_ptr(), step.sine.data_ptr(), step.slots.data_ptr())
+        for window, numbers in self._windows.items():
+            self._attends(plan, window, numbers)
+        head = _panels(self._model)[-1]
+        logits = torch.empty(rows, head.padded)
+        values[-1, 3] = logits.data_ptr()
+        run(PARALLEL_WORK, len(values), self._addresses.ctypes.data, values.ctypes.data, values.strides[0])
+        return logits if head.width == head.padded else logits[:, : head.width].contiguous()
+
+    def _attends(self, plan: NumbaPlan, window: int, numbers: list[int]) -> None:
+        prepared = plan.prepared(self._model.config.num_heads, window)
+        memory = self._attention.memory(torch.get_num_threads(), prepared.group)
+        values, merges = self._values, [number + 1 for number in numbers]
+        values[numbers, :3] = (0, *prepared.units)
+        values[numbers, 6:18] = (*prepared.rest, memory.address)
+        values[merges, :2] = 0
+        if prepared.merged:
+            units, items, parts, *_ = prepared.merged
+            values[merges, 1:3] = (units, items)
+            values[merges, 4] = parts
+
+    # ---- what is the same each time -------------------------------------------------------------------------------
+
+    def _write(self, model: Decoder) -> None:
+        epsilon, size, at = self._kernels.epsilon_at, model.config.hidden_size, self._at
+        first = model.layers[0].attention_norm
+        self._call(norm, 0, size, epsilon, at["hidden"], first.data_ptr(), at["normed"])
+        following = [layer.attention_norm for layer in model.layers[1:]] + [model.norm]
+        for index, (layer, norm_after) in enumerate(zip(model.layers, following, strict=True)):
+            self._write_attention(index, layer)
+            added = (at["hidden"], at["update"])
+            self._call(add_norm, 0, size, epsilon, *added, layer.mlp_norm.data_ptr(), at["normed"])
+            self._multiply(layer.gate_up, "normed", "gate_up")
+            self._call(silu_mul, 0, model.config.intermediate_size, at["gate_up"], at["product"])
+            self._multiply(layer.down, "product", "update")
+            self._call(add_norm, 0, size, epsilon, *added, norm_after.data_ptr(), at["normed"])
+        self._multiply(model.head, "normed", "hidden")  # its result has memory of its own each time
+
+    def _write_attention(self, index: int, layer: DecoderLayer) -> None:
+        config, kernels, at = self._model.config, self._kernels, self._at
+        self._multiply(layer.qkv, "normed", "qkv")
+        shape = (config.num_heads, config.num_kv_heads, config.head_dim)
+        norms = [0 if weight is None else weight.data_ptr() for weight in (layer.q_norm, layer.k_norm)]
+        pool = self._attention.layer_address(index)
+        self._call(rotate_and_store, 0, at["qkv"], at["q"], 0, 0, 0, *shape, *norms, pool, *kernels.pool_shape)
+        self._windows.setdefault(layer.window, []).append(len(self._calls))
+        self._call(attend, 0, 0, 0, at["q"], at["attended"], pool)
+        group = config.num_heads // config.num_kv_heads
+        self._call(merge, 0, 0, 0, at["attended"], 0, config.num_kv_heads, group, config.head_dim)
+        self._multiply(layer.output, "attended", "update")
+
+    def _multiply(self, linear: object, source: str, target: str) -> None:
+        assert isinstance(linear, PanelLinear)
+        stride = 4 * self._memory[source].shape[1]
+        at = self._at
+        self._call(product, 0, at[source], stride, at[target], 4 * linear.padded, at["scratch"], *linear.fixed)
+
+    def _call(self, kernel: Kernel, *values: int) -> None:
+        self._calls.append((kernel, list(values)))
+
+
+def fused_decode_of(model: Decoder, kernels: object, attention: object) -> FusedDecode | None:
+    """None unless all of a pass is our own kernels, and products that others read have no columns to spare."""
+    *inner, head = model.linears()
+    if not isinstance(kernels, NumbaKernels) or not isinstance(attention, NumbaAttention):
+        return None
+    narrow = all(isinstance(linear, PanelLinear) and linear.width == linear.padded for linear in inner)
+    return FusedDecode(model, kernels, attention) if narrow and isinstance(head, PanelLinear) else None
+
+
+def _panels(model: Decoder) -> Sequence[PanelLinear]:
+    return [linear for linear in model.linears() if isinstance(linear, PanelLinear)]

@@ -1,0 +1,106 @@
+"""A layer's element-wise work on a CPU by our own kernels: each one pass over its rows, KV straight into the pool."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.cpu import layer_kernels as numba_kernels
+from engine.cpu.malloc import empty
+from engine.cpu.simd import CODES
+from engine.kv_pool import KVPool
+from engine.models.config import ModelConfig
+from engine.models.rope import angles, inverse_frequencies
+
+SILU_WORK = 8  # of one element, beside a multiplication: the exponential
+
+
+class NumbaKernels:
+    """Activations must be float32, as those of every model on a CPU are; norms too."""
+
+    name = "numba"
+
+    def __init__(self, config: ModelConfig, pool: KVPool) -> None:
+        layout = pool.layout
+        self.config = config
+        self.pool = pool
+        self.frequencies = inverse_frequencies(config.rope, config.head_dim)
+        self.epsilon = np.array([config.rms_norm_eps], np.float32)
+        strides = (layout.block_bytes, layout.layers * layout.layer_bytes, layout.block_tokens)
+        self.epsilon_at = self.epsilon.ctypes.data
+        self.pool_shape = (*strides, CODES[layout.dtype], self.epsilon_at)
+
+    def begin(self, batch: Batch) -> "NumbaStep":
+        return NumbaStep(self, batch)
+
+
+class NumbaStep:
+    def __init__(self, kernels: NumbaKernels, batch: Batch) -> None:
+        self._kernels = kernels
+        self.cosine, self.sine = angles(batch.positions, kernels.frequencies)
+        self.slots = batch.slots.contiguous()
+        self._pool = kernels.pool.tensor.data_ptr()
+
+    def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
+        rows = _checked(rows)
+        normed = empty(*rows.shape)
+        size = rows.shape[-1]
+        numba_kernels.norm(
+            2 * rows.numel(),
+            rows.numel() // size,
+            size,
+            self._kernels.epsilon_at,
+            rows.data_ptr(),
+            weight.data_ptr(),
+            normed.data_ptr(),
+        )
+        return normed
+
+    def add_norm(self, hidden: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, update = _checked(hidden), _checked(update)
+        normed = empty(*hidden.shape)
+        numba_kernels.add_norm(
+            3 * hidden.numel(),
+            len(hidden),
+            hidden.shape[1],
+            self._kernels.epsilon_at,
+            hidden.data_ptr(),
+            update.data_ptr(),
+            weight.data_ptr(),
+            normed.data_ptr(),
+        )
+        return hidden, normed
+
+    def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
+        kernels, config, qkv = self._kernels, self._kernels.config, _checked(qkv)
+        q = empty(len(qkv), config.num_heads, config.head_dim)
+        numba_kernels.rotate_and_store(
+            2 * qkv.numel(),
+            len(qkv),
+            qkv.data_ptr(),
+            q.data_ptr(),
+            self.cosine.data_ptr(),
+            self.sine.data_ptr(),
+            self.slots.data_ptr(),
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            0 if q_norm is None else q_norm.data_ptr(),
+            0 if k_norm is None else k_norm.data_ptr(),
+            self._pool + layer * kernels.pool.layout.layer_bytes,
+            *kernels.pool_shape,
+        )
+        return q
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate_up = _checked(gate_up)
+        rows, size = len(gate_up), gate_up.shape[1] // 2
+        product = empty(rows, size)
+        numba_kernels.silu_mul(SILU_WORK * product.numel(), rows, size, gate_up.data_ptr(), product.data_ptr())
+        return product
+
+
+def _checked(rows: Tensor) -> Tensor:
+    """What the kernels take for granted: they see addresses only."""
+    assert rows.dtype == torch.float32, f"the numba kernels compute in float32, the activations are {rows.dtype}"
+    return rows.contiguous()

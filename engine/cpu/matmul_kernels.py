@@ -1,0 +1,238 @@
+"""Products of rows with a matrix held in panels, as machine code for this CPU. Importing it compiles, or loads what was
+compiled before.
+
+A panel is PANEL columns of the result: for each step along the depth their weights lie together, so that a product
+reads its weights once and in order. A tile of up to TILE_ROWS rows by a panel stays in registers over all steps (Goto
+and van de Geijn's scheme, as in BLIS). While one panel is multiplied the next is fetched, a few cache lines every few
+steps, so that a product waits for memory or for arithmetic, whichever takes longer, and not for one after the other.
+
+Every sum is one chain in the order of the depth: a row's result does not depend, to the bit, on the rows beside it.
+"""
+
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from engine.cpu.jit import cpu_features, kernel, num_threads, part, thread_number, wait_for_all
+from engine.cpu.rounding import round_rows
+from engine.cpu.simd import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    LANES,
+    PANEL_ROWS,
+    PANEL_VECTORS,
+    emit_fetch,
+    emit_load,
+    emit_multiply_add,
+    emit_pointer,
+    emit_splat,
+    row_counts,
+    written,
+)
+
+TILE_ROWS = PANEL_ROWS
+PANEL = LANES * PANEL_VECTORS
+INT8 = 3  # beside the codes of floats: four weights of a column lie together, a step of the depth
+HAS_INT8 = LANES == 16 and "avx512vnni" in cpu_features()
+CACHED_STEPS = 1024  # of float weights, so many steps of a panel stay in the core's second-level cache
+FETCHED_AHEAD = 1024  # bytes, of a panel that is passed over once
+# A panel is asked for every 2^PACE steps of all its tiles: more often, the asking itself takes time; in the first tiles
+# only, they wait for memory. Two tiles, which wait for memory all the time, want it more evenly.
+PACE = 2
+# Rows that a thread takes at a time: more of them leave the first-level caches, fewer threads find work.
+BLOCK_ROWS = 64 * TILE_ROWS
+LINE = 64
+
+_FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
+
+
+def _number(value: int) -> Any:
+    return ir.Constant(_LONG, value)
+
+
+def _size(code: int) -> int:
+    """Bytes of a vector of weights."""
+    return LANES * (2 if code in (BFLOAT16, FLOAT16) else 4)
+
+
+def _tile(code: int) -> Any:
+    """A tile's product: the sums begin with what lies at `start` (`start_stride` 0: the same for all rows). Every
+    2^pace steps of it `lines` cache lines are fetched, one after another from `ahead` on."""
+
+    def emit(builder: Any, *given: Any) -> None:
+        for rows in row_counts(builder, given[-1], TILE_ROWS):
+            _emit_tile(builder, code, rows, *given[:-1])
+
+    return written(types.void, (types.int64,) * 13, emit)
+
+
+def _emit_tile(
+    builder: Any,
+    code: int,
+    rows: int,
+    x: Any,
+    x_stride: Any,
+    weights: Any,
+    steps: Any,
+    start: Any,
+    start_stride: Any,
+    result: Any,
+    result_stride: Any,
+    row_scales: Any,
+    ahead: Any,
+    pace: Any,
+    lines: Any,
+) -> None:
+    kind = _INTS if code == INT8 else _FLOATS
+    cells = [(row, vector) for row in range(rows) for vector in range(PANEL_VECTORS)]
+
+    def cell_at(base: Any, stride: Any, row: int, vector: int) -> Any:
+        return builder.add(base, builder.add(builder.mul(stride, _number(row)), _number(4 * LANES * vector)))
+
+    sums = {cell: cgutils.alloca_once(builder, kind) for cell in cells}
+    for cell, one in sums.items():
+        builder.store(builder.load(emit_pointer(builder, cell_at(start, start_stride, *cell), kind), align=4), one)
+    x_rows = [builder.add(x, builder.mul(x_stride, _number(row))) for row in range(rows)]
+    with cgutils.for_range(builder, steps, intp=_LONG) as loop:
+        due = builder.and_(loop.index, builder.sub(builder.shl(_number(1), pace), _number(1)))
+        with builder.if_then(builder.icmp_signed("==", due, _number(0))):
+            emit_fetch(builder, ahead, builder.lshr(loop.index, pace), lines)
+        at = builder.add(weights, builder.mul(loop.index, _number(_size(code) * PANEL_VECTORS)))
+        columns = [
+            _emit_weights(builder, code, builder.add(at, _number(_size(code) * v))) for v in range(PANEL_VECTORS)
+        ]
+        offset = builder.shl(loop.index, _number(2))
+        factors = [_emit_factor(builder, code, builder.add(row, offset)) for row in x_rows]
+        for (row, vector), one in sums.items():
+            builder.store(_emit_add(builder, code, factors[row], columns[vector], builder.load(one)), one)
+    for (row, vector), one in sums.items():
+        value = builder.load(one)
+        if code == INT8:
+            value = _emit_scaled(builder, value, start, row_scales, row, vector)
+        builder.store(value, emit_pointer(builder, cell_at(result, result_stride, row, vector), _FLOATS), align=4)
+
+
+def _emit_weights(builder: Any, code: int, at: Any) -> Any:
+    if code == INT8:
+        return builder.load(emit_pointer(builder, at, _INTS), align=4)
+    return emit_load(builder, at, LANES, code)
+
+
+def _emit_factor(builder: Any, code: int, at: Any) -> Any:
+    """An activation in every lane; of 8 bits, four of them."""
+    factor = emit_splat(builder, builder.load(emit_pointer(builder, at, _FLOAT)))
+    return builder.bitcast(factor, _INTS) if code == INT8 else factor
+
+
+def _emit_add(builder: Any, code: int, factor: Any, weights: Any, added: Any) -> Any:
+    if code != INT8:
+        return emit_multiply_add(builder, factor, weights, added)
+    instruction = "vpdpbusd $2, $1, $0"  # unsigned activations, signed weights: exact, unlike those before VNNI
+    return builder.asm(ir.FunctionType(_INTS, [_INTS] * 3), instruction, "=v,v,v,0", [factor, weights, added], False)
+
+
+def _emit_scaled(builder: Any, value: Any, start: Any, row_scales: Any, row: int, vector: int) -> Any:
+    """The exact sum of products as a float: times the two scales, and the bias. Both lie behind `start`."""
+    at = builder.add(start, _number(4 * (PANEL + LANES * vector)))
+    scales, bias = (
+        builder.load(emit_pointer(builder, builder.add(at, _number(4 * PANEL * index)), _FLOATS), align=4)
+        for index in range(2)
+    )
+    row_scale = builder.load(emit_pointer(builder, builder.add(row_scales, _number(4 * row)), _FLOAT))
+    product = builder.fmul(builder.sitofp(value, _FLOATS), scales)
+    return emit_multiply_add(builder, product, emit_splat(builder, row_scale), bias)
+
+
+_float32, _bfloat16, _float16 = (_tile(code) for code in (FLOAT32, BFLOAT16, FLOAT16))
+if HAS_INT8:
+    llvmlite.binding.initialize_native_asmparser()
+_int8 = _tile(INT8) if HAS_INT8 else _float32
+
+
+@part
+def _multiply(
+    code: int,
+    x: int,
+    x_stride: int,
+    weights: int,
+    steps: int,
+    start: int,
+    start_stride: int,
+    result: int,
+    result_stride: int,
+    row_scales: int,
+    ahead: int,
+    pace: int,
+    lines: int,
+    rows: int,
+) -> None:
+    given = (
+        x, x_stride, weights, steps, start, start_stride, result, result_stride, row_scales, ahead, pace, lines, rows,
+    )  # fmt: skip
+    if code == FLOAT32:
+        _float32(*given)
+    elif code == BFLOAT16:
+        _bfloat16(*given)
+    elif code == FLOAT16:
+        _float16(*given)
+    else:
+        _int8(*given)
+
+
+@kernel
+def product(values: Any) -> None:
+    """values: rows, x, its stride, result, its stride, memory for the rows in 8 bits and their scales (INT8), and what
+    is the same each time: code, depth, steps, panels, weights, columns (of each panel what its sums begin with; with
+    INT8 also the scales and the bias), bytes of columns a panel.
+
+    A thread takes panels that lie together, of a block of rows after another."""
+    rows, x, x_stride, result, stride, row_scales = values[0], values[1], values[2], values[3], values[4], values[5]
+    code, size, steps, panels, weights, columns = values[6], values[7], values[8], values[9], values[10], values[11]
+    column_bytes = values[12]
+    if code == INT8:
+        levels, levels_stride = row_scales + 4 * rows, (size + LANES - 1) // LANES * LANES
+        round_rows(rows, size, x, x_stride, levels, levels_stride, row_scales)
+        wait_for_all()
+        x, x_stride = levels, levels_stride
+    step_bytes = PANEL * (2 if code in (BFLOAT16, FLOAT16) else 4)
+    cached = steps if code == INT8 else CACHED_STEPS
+    blocks = (rows + BLOCK_ROWS - 1) // BLOCK_ROWS
+    work, threads, thread = blocks * panels, num_threads(), thread_number()
+    for item in range(work * thread // threads, work * (thread + 1) // threads):
+        block, panel = item // panels, item % panels
+        first, last = rows * block // blocks, rows * (block + 1) // blocks
+        tiles = (last - first + TILE_ROWS - 1) // TILE_ROWS
+        pace = 0 if tiles == 2 else PACE
+        lines = ((step_bytes << pace) // LINE + tiles - 1) // tiles
+        start = columns + panel * column_bytes
+        for step in range(0, steps, cached):
+            depth = min(cached, steps - step)
+            here = weights + (panel * steps + step) * step_bytes
+            for tile in range(tiles):
+                row = first + (last - first) * tile // tiles
+                count = first + (last - first) * (tile + 1) // tiles - row
+                fetches = (depth + (1 << pace) - 1) >> pace
+                ahead = here + (FETCHED_AHEAD if tiles == 1 else depth * step_bytes + tile * fetches * lines * LINE)
+                due = lines if tile * lines * LINE < step_bytes << pace else 0
+                target = result + row * stride + panel * 4 * PANEL
+                begin, begin_stride = (start, 0) if step == 0 else (target, stride)
+                _multiply(
+                    code,
+                    x + row * x_stride + 4 * step,
+                    x_stride,
+                    here,
+                    depth,
+                    begin,
+                    begin_stride,
+                    target,
+                    stride,
+                    row_scales + 4 * row,
+                    ahead,
+                    pace,
+                    due,
+                    count,
+                )

@@ -1,0 +1,187 @@
+"""Attention on a GPU by our own Triton kernels: any block size, any GQA group, float32, float16 and bfloat16 pools.
+
+A step's short slices (decodes) share each context out over several programs; chunks are cut into tiles of queries.
+Without a GPU the same code runs under Triton's interpreter, which is how it is tested.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.cuda.attention_kernels import attend, merge
+from engine.kv_pool import KVPool
+
+SHORT = 8  # queries; a slice of at most so many is a decode
+MAX_ITEMS = 2**16  # decodes of one step: their list of work is laid out once, so that CUDA graphs may read it
+SPLIT_TOKENS = 256  # a split of fewer tokens than this costs more than it gains
+FEW_SPLITS, MAX_SPLITS = 16, 64  # the merge holds all splits of a head in registers
+PROGRAMS_A_PROCESSOR = 2
+H200_PROCESSORS = 132
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Shape of one program: rows (queries times GQA group) by tokens of context; warps; pipeline stages."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+def decode_tile(head_dim: int, dtype: torch.dtype, rows: int) -> Tile:
+    """For `rows` = queries times GQA group; 16 is the least that a tensor core takes."""
+    block_m = max(16, triton.next_power_of_2(rows))
+    if dtype == torch.float32:
+        return Tile(block_m, 16, 8, 2)
+    return Tile(block_m, 64, 4, 3) if head_dim <= 128 else Tile(block_m, 32, 4, 2)
+
+
+def chunk_tile(head_dim: int, dtype: torch.dtype, few: bool) -> Tile:
+    """`few`: too few tiles of 128 rows to keep all processors busy. float32 has no tensor cores to feed."""
+    if dtype == torch.float32:
+        return Tile(16, 16, 8, 2)
+    if head_dim > 128:
+        return Tile(64, 32, 4, 2) if few else Tile(128, 32, 8, 2)
+    return Tile(64, 64, 4, 3) if few else Tile(128, 64, 8, 3)
+
+
+class TritonAttention:
+    """`decode` and `chunk`: tiles in place of those chosen by shape, for a sweep on a device.
+
+    Raises ValueError for a head_dim beyond 256: a program could not hold a tile of it.
+    """
+
+    name = "triton"
+
+    def __init__(
+        self,
+        pool: KVPool,
+        split_tokens: int = SPLIT_TOKENS,
+        decode: Tile | None = None,
+        chunk: Tile | None = None,
+    ) -> None:
+        layout, device = pool.layout, pool.tensor.device
+        if layout.head_dim > 256:
+            raise ValueError(f"--attention-backend triton: a head_dim of {layout.head_dim} is over 256; use torch")
+        self.pool = pool
+        self.decode, self.chunk = decode, chunk
+        self._split_tokens = split_tokens
+        cuda = device.type == "cuda"
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else H200_PROCESSORS
+        slices = torch.arange(MAX_ITEMS, dtype=torch.int32, device=device)
+        self.decodes = torch.stack((slices, torch.zeros_like(slices)), dim=1)
+
+    def plan(self, batch: Batch) -> "TritonPlan":
+        """Of a batch of decodes alone, padded ones included, this depends on shapes only: a CUDA graph may hold it.
+
+        With chunks it depends on the host copies, and moves a list of tiles to the device.
+        """
+        return TritonPlan(self, batch)
+
+    def splits(self, num_decodes: int, most_tokens: int) -> int:
+        """How many programs share a context: enough to fill the device twice, if there are tokens for them."""
+        wanted = -(-PROGRAMS_A_PROCESSOR * self.processors // (num_decodes * self.pool.layout.kv_heads))
+        return max(1, min(wanted, -(-most_tokens // self._split_tokens), MAX_SPLITS))
+
+
+class TritonPlan:
+    def __init__(self, backend: TritonAttention, batch: Batch) -> None:
+        self._backend = backend
+        self._batch = batch
+        counts = batch.counts
+        self._covered = sum(counts)
+        short = [index for index, count in enumerate(counts) if count <= SHORT]
+        self._chunks = [(index, count) for index, count in enumerate(counts) if count > SHORT]
+        self._queries = SHORT if any(counts[index] > 1 for index in short) else 1
+        self._decodes = self._listed(short)
+        self._tiles: tuple[int, Tile, Tensor] | None = None  # cut when the number of heads is known
+
+    def _listed(self, short: list[int]) -> Tensor:
+        """int32 [decodes, 2]. Decodes that come first need no list of their own."""
+        if len(short) > MAX_ITEMS:
+            raise ValueError(f"{len(short)} decodes in one step; --max-num-seqs may be {MAX_ITEMS} at most")
+        if not short or short[-1] + 1 == len(short):
+            return self._backend.decodes[: len(short)]
+        return self._on_device([(index, 0) for index in short])
+
+    def _on_device(self, items: list[tuple[int, int]]) -> Tensor:
+        device = self._batch.cu_q.device
+        return torch.tensor(items, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+    def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
+        out = q.new_empty(q.shape)
+        out[self._covered :].zero_()  # padding behind the last slice
+        if len(self._decodes):
+            self._attend_decodes(layer, q, window, out)
+        if self._chunks:
+            group = q.shape[1] // self._backend.pool.layout.kv_heads
+            queries, tile, work = self._tiles = self._tiles or self._cut(group, q.dtype)
+            self._launch(layer, q, window, out, None, work, queries, tile, 1)
+        return out
+
+    def _cut(self, group: int, dtype: torch.dtype) -> tuple[int, Tile, Tensor]:
+        """Queries of a tile, its shape, and the tiles as int32 [N, 2], those with most context first: the ends of
+        the longest would else be waited for."""
+        tile = self._backend.chunk or self._chunk_tile(group, dtype)
+        queries = tile.block_m // group
+        pieces = [
+            (self._batch.starts[index] + first, index, first)
+            for index, count in self._chunks
+            for first in range(0, count, queries)
+        ]
+        return queries, tile, self._on_device([(index, first) for _, index, first in sorted(pieces, reverse=True)])
+
+    def _chunk_tile(self, group: int, dtype: torch.dtype) -> Tile:
+        layout = self._backend.pool.layout
+        tile = chunk_tile(layout.head_dim, dtype, few=False)
+        programs = layout.kv_heads * sum(-(-count * group // tile.block_m) for _, count in self._chunks)
+        tile = chunk_tile(layout.head_dim, dtype, few=programs < self._backend.processors)
+        return replace(tile, block_m=max(tile.block_m, triton.next_power_of_2(group)))
+
+    def _attend_decodes(self, layer: int, q: Tensor, window: int, out: Tensor) -> None:
+        layout, work, queries = self._backend.pool.layout, self._decodes, self._queries
+        group = q.shape[1] // layout.kv_heads
+        most = self._batch.block_table.shape[1] * layout.block_tokens
+        splits = self._backend.splits(len(work), min(most, window) if window else most)
+        tile = self._backend.decode or decode_tile(layout.head_dim, q.dtype, queries * group)
+        if splits == 1:
+            self._launch(layer, q, window, out, None, work, queries, tile, 1)
+            return
+        shape = (len(work), layout.kv_heads, splits, queries * group)
+        parts = q.new_empty((*shape, layout.head_dim), dtype=torch.float32)
+        weight_of = q.new_empty(shape, dtype=torch.float32)
+        self._launch(layer, q, window, parts, weight_of, work, queries, tile, splits)
+        merge[(len(work), q.shape[1], queries)](
+            out, parts, weight_of, work, self._batch.cu_q, out.stride(0), out.stride(1), splits,
+            GROUP=group, HEAD_DIM=layout.head_dim, BLOCK_S=FEW_SPLITS if splits <= FEW_SPLITS else MAX_SPLITS,
+            BLOCK_D=triton.next_power_of_2(layout.head_dim), num_warps=4,
+        )  # fmt: skip
+
+    def _launch(
+        self,
+        layer: int,
+        q: Tensor,
+        window: int,
+        out: Tensor,
+        weight_of: Tensor | None,
+        work: Tensor,
+        queries: int,
+        tile: Tile,
+        splits: int,
+    ) -> None:
+        layout, batch = self._backend.pool.layout, self._batch
+        keys, values = self._backend.pool.layer(layer)
+        attend[(len(work), layout.kv_heads, splits)](
+            out, weight_of if weight_of is not None else out, q, keys, values, work,
+            batch.cu_q, batch.kv_len, batch.block_table, window, layout.head_dim**-0.5 * math.log2(math.e),
+            q.stride(0), q.stride(1), out.stride(0), out.stride(1), batch.block_table.stride(0),
+            keys.stride(0), keys.stride(1), keys.stride(2),
+            GROUP=q.shape[1] // layout.kv_heads, QUERIES=queries, PAGE=layout.block_tokens, HEAD_DIM=layout.head_dim,
+            SPLIT=splits > 1, WINDOWED=window > 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            BLOCK_D=max(16, triton.next_power_of_2(layout.head_dim)), num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip

@@ -1,0 +1,200 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+# ruff: noqa: N803 (Triton writes what is constant when compiled in capitals)
+"""The draw of `engine.sampling` on a GPU, in three launches, without a sort and without waiting for the device.
+
+The filters of a row come down to one number, the score of the least token kept. It is searched for among all float32
+values by counting and weighing what lies above a few pivots at a time. Then every token kept gets its Gumbel noise.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine import sampling
+from engine.counter_rng import GOLDEN
+
+WORDS = tl.constexpr(sampling.WORDS)
+GREEDY = tl.constexpr(sampling.GREEDY_BELOW)
+GOLDEN_RATIO = tl.constexpr(GOLDEN)
+BROKEN = tl.constexpr(sampling.BROKEN)
+NOTHING_ALLOWED = tl.constexpr(sampling.NOTHING_ALLOWED)
+LARGEST = tl.constexpr(3.4028234663852886e38)  # float32
+PART = 4096  # tokens that one program draws among
+
+
+def draw(logits: Tensor, parameters: Tensor, adjusted: Tensor | None = None) -> Tensor:
+    """One token a row, int64 [R]; -1 where a logit is not finite, -2 where no token is allowed.
+
+    `logits` float32 [R, vocab]; `parameters` as `engine.sampling.parameters_of` packs them; `adjusted`: the logits
+    after bans, bias and penalties, where a row has any. Draws what `engine.sampling.draw` draws; weights are float32
+    here, so the two may part where a token's predecessors hold top_p to within 1e-6.
+    """
+    rows, vocab = logits.shape
+    scores = logits if adjusted is None else adjusted
+    chosen = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if not rows:
+        return chosen
+    least = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    find_least[(rows,)](scores, parameters, least, scores.stride(0), vocab, BLOCK=1024, PIVOTS=4, num_warps=8)
+    parts = triton.cdiv(vocab, PART)
+    best = torch.empty((rows, parts), dtype=torch.float64, device=logits.device)
+    tokens = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
+    draw_part[(rows, parts)](
+        logits, scores, parameters, least, best, tokens, logits.stride(0), scores.stride(0), vocab,
+        PART=PART, BLOCK=1024, ADJUSTED=adjusted is not None, num_warps=8,
+    )  # fmt: skip
+    choose_part[(rows,)](best, tokens, chosen, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1)
+    return chosen
+
+
+@triton.jit
+def _number(parameters, row, word):
+    return tl.load(parameters + row * WORDS + word).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _scores(logits, first, vocab, temperature, BLOCK: tl.constexpr):
+    """float32 [BLOCK], divided as IEEE has it: another rounding would be another order."""
+    column = first + tl.arange(0, BLOCK)
+    return tl.div_rn(tl.load(logits + column, mask=column < vocab, other=float("-inf")), temperature)
+
+
+@triton.jit
+def _ordered(scores):
+    """int32 keys in the order of the scores; its own inverse on bits."""
+    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # -0.0 is 0.0
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _search(
+    logits, vocab, temperature, best, low, high, top_k, mass,
+    BLOCK: tl.constexpr, PIVOTS: tl.constexpr, WEIGHS: tl.constexpr,
+):  # fmt: skip
+    """The least key from `low` to `high` above which lie fewer than top_k scores, and (WEIGHS) less than `mass`."""
+    number = tl.arange(0, PIVOTS) + 1
+    while low < high:
+        span = high - low
+        pivots = (low + span * number // (PIVOTS + 1)).to(tl.int32)
+        counts = tl.zeros([BLOCK, PIVOTS], tl.int32)
+        weights = tl.zeros([BLOCK, PIVOTS], tl.float64)
+        for first in range(0, vocab, BLOCK):
+            scores = _scores(logits, first, vocab, temperature, BLOCK)
+            above = _ordered(scores)[:, None] > pivots[None, :]
+            counts += above.to(tl.int32)
+            if WEIGHS:
+                weights += tl.where(above, tl.exp(scores - best)[:, None], 0.0)
+        misses = ((tl.sum(counts, 0) >= top_k) | (tl.sum(weights, 0) >= mass)).to(tl.int32)
+        missed = tl.sum(misses, 0)  # pivots ascend: those that lie too low come first
+        high = tl.where(missed < PIVOTS, low + span * (missed + 1) // (PIVOTS + 1), high)
+        low = tl.where(missed > 0, low + span * missed // (PIVOTS + 1) + 1, low)
+    return low
+
+
+@triton.jit
+def find_least(
+    logits, parameters, least, row_stride, vocab, BLOCK: tl.constexpr, PIVOTS: tl.constexpr
+):  # fmt: skip
+    """Grid: rows. The least score that min_p, top_k and top_p keep; -inf for a row without filters."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature, top_p, min_p = _number(parameters, row, 0), _number(parameters, row, 1), _number(parameters, row, 2)
+    top_k = tl.load(parameters + row * WORDS + 3)
+    top_k = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab)
+    floor = tl.full([], float("-inf"), tl.float32)
+    if (temperature >= GREEDY) & ((min_p > 0.0) | (top_k < vocab) | (top_p < 1.0)):
+        divisor = temperature.to(tl.float32)
+        logits += row * row_stride
+        highest = tl.full([BLOCK], float("-inf"), tl.float32)
+        for first in range(0, vocab, BLOCK):
+            highest = tl.maximum(highest, _scores(logits, first, vocab, divisor, BLOCK))
+        # Finite, so that a row whose logits are broken or all banned ends here too; `choose_part` says what it is.
+        best = tl.minimum(tl.maximum(tl.max(highest, 0), -LARGEST), LARGEST)
+        if min_p > 0.0:
+            floor = best + tl.log(min_p).to(tl.float32)
+        low, high = _ordered(floor).to(tl.int64), _ordered(best).to(tl.int64)
+        if top_k < vocab:
+            low = _search(logits, vocab, divisor, best, low, high, top_k, float("inf"), BLOCK, PIVOTS, False)
+        if top_p < 1.0:
+            total = _mass(logits, vocab, divisor, best, low, top_k, BLOCK)
+            low = _search(logits, vocab, divisor, best, low, high, vocab + 1, top_p * total, BLOCK, PIVOTS, True)
+        bits = low.to(tl.int32)
+        floor = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    tl.store(least + row, floor)
+
+
+@triton.jit
+def _mass(logits, vocab, temperature, best, least, top_k, BLOCK: tl.constexpr):
+    """Of the first top_k scores at or above a key: of the last ones alike, only as many as top_k lets in."""
+    above, count = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.int32)
+    alike, weight = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.float32)
+    for first in range(0, vocab, BLOCK):
+        scores = _scores(logits, first, vocab, temperature, BLOCK)
+        key, share = _ordered(scores), tl.exp(scores - best)
+        above += tl.where(key > least, share, 0.0)
+        count += (key > least).to(tl.int32)
+        alike += (key == least).to(tl.int32)
+        weight = tl.maximum(weight, tl.where(key == least, share, 0.0))
+    let_in = tl.minimum(tl.sum(alike, 0), top_k - tl.sum(count, 0))
+    return tl.sum(above, 0) + let_in.to(tl.float64) * tl.max(weight, 0)
+
+
+@triton.jit
+def _gumbel(key, tokens):
+    """`engine.counter_rng.gumbel`, on unsigned integers."""
+    value = key + (tokens + 1).to(tl.uint64) * GOLDEN_RATIO
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB
+    value = value ^ (value >> 31)
+    uniform = ((value >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2 ** -52
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def draw_part(
+    given, logits, parameters, least, best, tokens, given_stride, row_stride, vocab,
+    PART: tl.constexpr, BLOCK: tl.constexpr, ADJUSTED: tl.constexpr,
+):  # fmt: skip
+    """Grid: rows x parts of the vocabulary. The best of each part and its token, or BROKEN."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature = _number(parameters, row, 0)
+    greedy = temperature < GREEDY
+    divisor = tl.where(greedy, 1.0, temperature).to(tl.float32)
+    key = tl.load(parameters + row * WORDS + 4).to(tl.uint64, bitcast=True)
+    floor = tl.load(least + row)
+    value = tl.full([BLOCK], float("-inf"), tl.float64)
+    token = tl.zeros([BLOCK], tl.int32)
+    broken = tl.zeros([BLOCK], tl.int32)
+    for first in range(part * PART, tl.minimum(vocab, (part + 1) * PART), BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        scores = _scores(logits + row * row_stride, first, vocab, divisor, BLOCK)
+        raw = scores
+        if ADJUSTED:
+            raw = tl.load(given + row * given_stride + column, mask=column < vocab, other=0.0)
+        broken |= ((column < vocab) & ((tl.abs(raw) < float("inf")) == 0)).to(tl.int32)
+        ranked = scores.to(tl.float64)
+        kept = (scores >= floor) & (scores > float("-inf"))
+        if (greedy == 0) & (tl.max(kept.to(tl.int32), 0) > 0):  # noise is dear: none where the filters left nothing
+            ranked += _gumbel(key, column)
+        ranked = tl.where(kept, ranked, float("-inf"))
+        better = ranked > value
+        value = tl.where(better, ranked, value)
+        token = tl.where(better, column, token)
+    top = tl.max(value, 0)
+    chosen = tl.min(tl.where(value == top, token, vocab), 0)  # of equals the first, as torch's argmax on a CPU
+    place = row * tl.num_programs(1) + part
+    tl.store(best + place, top)
+    tl.store(tokens + place, tl.where(tl.max(broken, 0) > 0, BROKEN, chosen))
+
+
+@triton.jit
+def choose_part(best, tokens, chosen, parts, BLOCK: tl.constexpr):
+    """Grid: rows."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, BLOCK)
+    value = tl.load(best + row * parts + part, mask=part < parts, other=float("-inf"))
+    token = tl.load(tokens + row * parts + part, mask=part < parts, other=2147483647)
+    top = tl.max(value, 0)
+    first = tl.min(tl.where(value == top, token, 2147483647), 0)
+    first = tl.where(top == float("-inf"), NOTHING_ALLOWED, first)
+    tl.store(chosen + row, tl.where(tl.min(token, 0) == BROKEN, BROKEN, first).to(tl.int64))

@@ -1,0 +1,228 @@
+"""Attention by the flash-attn packages: FlashAttention 2, 3 or 4 (Dao et al.), whichever of them is installed.
+
+They read the pool's own memory through strided views and the block table. Each generation has its own names for the
+same things and its own limits; an adapter for each hides that. None is imported before it is chosen.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.machinery import PathFinder
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.attention.interface import AttentionBackend, AttentionPlan
+from engine.batch import Batch
+from engine.kv_pool import KVPool
+from engine.startup import cause
+
+
+@dataclass(slots=True)
+class FlashRows:
+    """Neighbouring slices of a batch, as the packages want to hear of them."""
+
+    span: slice  # of the batch's tokens
+    cu_q: Tensor  # int32 [S + 1], from 0
+    max_q: int
+    kv_len: Tensor  # int32 [S]
+    max_kv: int
+    block_table: Tensor  # int32 [S, W]
+
+
+class FlashVersion(Protocol):
+    """One package. `attend`: q [T, heads, head_dim]; k and v [num_blocks, block_tokens, kv_heads, head_dim], strided;
+    a window of 0 is none. Causal to the end of each context."""
+
+    def __init__(self) -> None: ...
+
+    def refusal(self, block_tokens: int) -> str:
+        """Why this block size cannot be; empty when it can."""
+        ...
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: FlashRows, window: int) -> Tensor: ...
+
+
+class Flash2:
+    def __init__(self) -> None:
+        package = importlib.import_module("flash_attn")
+        self._varlen: Callable[..., Tensor] = package.flash_attn_varlen_func
+        self._with_cache: Callable[..., Tensor] = package.flash_attn_with_kvcache
+
+    def refusal(self, block_tokens: int) -> str:
+        return "" if block_tokens % 256 == 0 else "FlashAttention 2 needs a --block-size that is a multiple of 256"
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: FlashRows, window: int) -> Tensor:
+        seen: dict[str, Any] = {"causal": True, "window_size": (window - 1, 0) if window else (-1, -1)}
+        if rows.max_q == 1:  # splits long contexts over the device, which the call for chunks does not
+            out = self._with_cache(q[:, None], k, v, cache_seqlens=rows.kv_len, block_table=rows.block_table, **seen)
+            return out[:, 0]
+        cu_k = torch.zeros_like(rows.cu_q)
+        torch.cumsum(rows.kv_len, 0, dtype=torch.int32, out=cu_k[1:])
+        return self._varlen(q, k, v, rows.cu_q, cu_k, rows.max_q, rows.max_kv, block_table=rows.block_table, **seen)
+
+
+class Flash3:
+    def __init__(self) -> None:
+        self._with_cache: Callable[..., Tensor] = importlib.import_module(
+            "flash_attn_interface"
+        ).flash_attn_with_kvcache
+
+    def refusal(self, block_tokens: int) -> str:
+        return ""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: FlashRows, window: int) -> Tensor:
+        return self._with_cache(
+            q,
+            k,
+            v,
+            cache_seqlens=rows.kv_len,
+            page_table=rows.block_table,
+            cu_seqlens_q=rows.cu_q,
+            max_seqlen_q=rows.max_q,
+            causal=True,
+            window_size=(window - 1, 0) if window else (-1, -1),
+        )
+
+
+class Flash4:
+    def __init__(self) -> None:
+        self._varlen: Callable[..., Any] = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+
+    def refusal(self, block_tokens: int) -> str:
+        # Such blocks are loaded whole: a NaN that a broken request left in the unused tail would spread (0 * NaN).
+        return "" if block_tokens != 128 else "FlashAttention 4 reads beyond a context in blocks of 128: use another"
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: FlashRows, window: int) -> Tensor:
+        found = self._varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q=rows.cu_q,
+            max_seqlen_q=rows.max_q,
+            max_seqlen_k=rows.max_kv,
+            seqused_k=rows.kv_len,
+            page_table=rows.block_table,
+            causal=True,
+            window_size=(window - 1, 0) if window else (None, None),
+        )
+        out: Tensor = found[0] if isinstance(found, tuple) else found
+        return out
+
+
+FLASH_2, FLASH_3, FLASH_4 = "flash_attn 2", "flash_attn 3", "flash_attn 4"
+# Best first on a Hopper GPU. The last says whether it splits long contexts there, so that it may decode.
+GENERATIONS: dict[str, tuple[str, type[FlashVersion], bool]] = {
+    FLASH_3: ("flash_attn_interface", Flash3, True),
+    FLASH_4: ("flash_attn.cute", Flash4, False),
+    FLASH_2: ("flash_attn", Flash2, True),
+}
+HOPPER = 9  # major number of a GPU's compute capability
+RUNS_ON = {FLASH_3: {HOPPER}, FLASH_4: {HOPPER, 10, 11}, FLASH_2: range(8, 13)}
+
+
+def installed() -> list[str]:
+    """Names of the generations that are installed, best first. Nothing is imported: one may not load all the same."""
+    return [name for name, (module, _, _) in GENERATIONS.items() if _is_there(module)]
+
+
+def _is_there(module: str) -> bool:
+    """`find_spec` of a submodule imports its package, which fails where that was built for another torch."""
+    package, _, submodule = module.partition(".")
+    found = importlib.util.find_spec(package)
+    if found is None or not submodule:
+        return found is not None
+    return PathFinder.find_spec(module, found.submodule_search_locations or []) is not None
+
+
+def load(name: str) -> FlashVersion:
+    """Import a generation's package. Raises ValueError when that fails: built for another torch, or half installed."""
+    try:
+        return GENERATIONS[name][1]()
+    except Exception as error:
+        raise ValueError(
+            f"--attention-backend flash_attn: {name} cannot be loaded: {cause(error)}: reinstall it for torch "
+            f"{torch.__version__}, or use auto"
+        ) from error
+
+
+class FlashAttention:
+    """`decoding` attends for slices of one token where the package would be slow at it.
+
+    Raises ValueError when the pool's dtype, head size or block size does not suit the package, or it cannot be loaded.
+    """
+
+    def __init__(self, pool: KVPool, name: str, decoding: AttentionBackend | None = None) -> None:
+        layout = pool.layout
+        if layout.dtype == "float32" or layout.head_dim % 8 or layout.head_dim > 256:
+            raise ValueError(
+                f"--attention-backend flash_attn computes on KV in 16 bits with heads of up to 256 (a multiple of 8), "
+                f"not on {layout.dtype} with heads of {layout.head_dim}: use triton"
+            )
+        decodes = GENERATIONS[name][2]
+        self._generation = load(name)
+        if refusal := self._generation.refusal(layout.block_tokens):
+            raise ValueError(f"--attention-backend flash_attn: {refusal} (it is {layout.block_tokens})")
+        self._pool = pool
+        self._decoding = None if decodes else decoding
+        self.name = name if self._decoding is None else f"{name}, {self._decoding.name} for decodes"
+
+    def plan(self, batch: Batch) -> "FlashPlan":
+        return FlashPlan(self._pool, self._generation, self._decoding, batch)
+
+
+def part_of(batch: Batch, first: int, last: int) -> tuple[Batch, slice]:
+    """Slices [first, last) as a batch of their own that attention can be planned for, and the tokens they hold."""
+    starts, kv_lens = batch.starts[first:last], batch.kv_lens[first:last]
+    before = sum(batch.counts[:first])
+    span = slice(before, before + sum(kv_lens) - sum(starts))
+    cu_q = batch.cu_q[first : last + 1]
+    part = replace(
+        batch,
+        tokens=batch.tokens[span],
+        positions=batch.positions[span],
+        slots=batch.slots[span],
+        cu_q=cu_q - before if before else cu_q,
+        kv_len=batch.kv_len[first:last],
+        block_table=batch.block_table[first:last],
+        starts=starts,
+        kv_lens=kv_lens,
+        sampled=[],
+        scored=[],
+    )
+    return part, span
+
+
+class FlashPlan:
+    """Leading slices of one token are attended apart from the chunks behind them."""
+
+    def __init__(self, pool: KVPool, generation: FlashVersion, decoding: AttentionBackend | None, batch: Batch) -> None:
+        self._pool = pool
+        self._generation = generation
+        counts = batch.counts
+        num_decodes = next((at for at, count in enumerate(counts) if count > 1), len(counts))
+        self._decoding: tuple[AttentionPlan, slice] | None = None
+        self._parts: list[FlashRows] = []
+        for first, last in ((0, num_decodes), (num_decodes, len(counts))):
+            if first == last:
+                continue
+            part, span = part_of(batch, first, last)
+            if first == 0 and num_decodes and decoding is not None:
+                self._decoding = decoding.plan(part), span
+            else:
+                longest = max(part.counts), max(part.kv_lens)
+                self._parts.append(FlashRows(span, part.cu_q, longest[0], part.kv_len, longest[1], part.block_table))
+
+    def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
+        k, v = (half.transpose(1, 2) for half in self._pool.layer(layer))
+        if self._decoding is None and len(self._parts) == 1:
+            return self._generation.attend(q, k, v, self._parts[0], window)
+        out = torch.empty_like(q)
+        if self._decoding is not None:
+            plan, span = self._decoding
+            out[span] = plan.attend(layer, q[span], window)
+        for rows in self._parts:
+            out[rows.span] = self._generation.attend(q[rows.span], k, v, rows, window)
+        return out

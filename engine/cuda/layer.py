@@ -1,0 +1,81 @@
+"""A layer's element-wise work on a GPU: four Triton kernels, each one launch where plain torch needs three to ten."""
+
+import torch
+import triton
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.cuda import layer_kernels as triton_rows
+from engine.kv_pool import KVPool
+from engine.models.config import ModelConfig
+from engine.models.rope import inverse_frequencies
+
+SILU_BLOCK = 1024
+ELEMENTS_A_WARP = 256  # of a program: fewer leave lanes idle, more spill
+
+
+class TritonKernels:
+    name = "triton"
+
+    def __init__(self, config: ModelConfig, pool: KVPool) -> None:
+        self.config = config
+        self.pool = pool
+        self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(pool.tensor.device)
+
+    def begin(self, batch: Batch) -> "TritonStep":
+        """Computes nothing: a step made of a graph's static batch stays valid for every replay."""
+        return TritonStep(self, batch)
+
+
+class TritonStep:
+    def __init__(self, kernels: TritonKernels, batch: Batch) -> None:
+        self._kernels = kernels
+        self._batch = batch
+
+    def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
+        flat = rows.reshape(-1, rows.shape[-1])
+        return self._norm(flat, flat, weight, adds=False).view(rows.shape)
+
+    def add_norm(self, hidden: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden, self._norm(hidden, update, weight, adds=True)
+
+    def _norm(self, rows: Tensor, update: Tensor, weight: Tensor, adds: bool) -> Tensor:
+        width = rows.shape[1]
+        out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+        block = triton.next_power_of_2(width)
+        if len(rows):
+            triton_rows.norm_rows[(len(rows),)](
+                rows, update, weight, out, self._kernels.config.rms_norm_eps, rows.stride(0), update.stride(0),
+                WIDTH=width, BLOCK=block, ADDS=adds, num_warps=_warps(block, 4),
+            )  # fmt: skip
+        return out
+
+    def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
+        """Returns a view of `qkv`: the queries are rotated where they lie."""
+        kernels, batch, config = self._kernels, self._batch, self._kernels.config
+        keys, values = kernels.pool.layer(layer)
+        group = config.num_heads // config.num_kv_heads
+        block_g, block_h = triton.next_power_of_2(group), triton.next_power_of_2(config.head_dim // 2)
+        normed = q_norm is not None and k_norm is not None
+        if len(qkv):
+            triton_rows.rotate_and_store[(len(qkv), config.num_kv_heads)](
+                qkv, q_norm if normed else qkv, k_norm if normed else qkv, keys, values,
+                batch.positions, batch.slots, kernels.frequencies, config.rms_norm_eps,
+                qkv.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
+                GROUP=group, PAGE=kernels.pool.layout.block_tokens, HEAD_DIM=config.head_dim,
+                BLOCK_G=block_g, BLOCK_H=block_h, NORMED=normed, num_warps=_warps(block_g * block_h, 1),
+            )  # fmt: skip
+        return qkv[:, : config.num_heads * config.head_dim].view(len(qkv), config.num_heads, config.head_dim)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        width = gate_up.shape[1] // 2
+        out = gate_up.new_empty((len(gate_up), width))
+        if len(gate_up):
+            triton_rows.silu_mul[(len(gate_up), triton.cdiv(width, SILU_BLOCK))](
+                gate_up, out, gate_up.stride(0), width, BLOCK=SILU_BLOCK, num_warps=4
+            )
+        return out
+
+
+def _warps(elements: int, least: int) -> int:
+    return int(min(16, max(least, triton.next_power_of_2(elements // ELEMENTS_A_WARP))))

@@ -1,0 +1,121 @@
+"""A runner that takes the time of an emulated device, and whose tokens prove that the right KV is in the right place.
+
+The KV of a position is a running sum over all tokens up to it: 32 bytes, computed for a whole chunk at once and read
+back from the pool at its last position only. So a step costs microseconds, and its answer depends on every token.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.emulation import Emulation
+from engine.runner import Runner, SliceOutput
+from scheduler.cost import work_of
+from scheduler.request import Slice, Step
+
+log = logging.getLogger("baton.emulated")
+LANES = 4  # of 8 bytes, a position
+EMULATED_HEAD_DIM = LANES  # a KVLayout of 1 layer, 1 head, K and V in float32 has 32 bytes a token too
+# What the loop needs between two passes, and a sleep that ends late, come off the next pass up to this much, as on a
+# device that is fed ahead.
+ABSORBED_S = 0.002
+
+Lanes = NDArray[np.uint64]
+
+
+class EmulatedRunner(Runner):
+    """Stands in for `TorchRunner`. `rows` is the pool, uint8 [num_blocks, block_tokens * 32].
+
+    Sampling is ignored: there is one next token, and it has no logprobs. `overruns` counts passes that ended too late
+    because this machine is too slow for what it emulates.
+    """
+
+    def __init__(
+        self,
+        rows: NDArray[np.uint8],
+        block_tokens: int,
+        vocab_size: int,
+        emulation: Emulation,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._kv: Lanes = rows.view(np.uint64).reshape(len(rows), block_tokens, LANES)
+        self._block_tokens = block_tokens
+        self._vocab_size = vocab_size
+        self._cost = emulation.cost
+        self._clock = clock
+        self._sleep = sleep
+        self._pass_ends = float("-inf")
+        self.overruns = 0
+
+    def run(self, step: Step) -> list[SliceOutput]:
+        started = self._clock()
+        outputs = [self._run_slice(piece) for piece in step.slices]
+        begins = self._pass_ends if started - self._pass_ends <= ABSORBED_S else started
+        self._pass_ends = begins + self._cost.seconds(work_of(step))
+        rest_s = self._pass_ends - self._clock()
+        if rest_s > 0:
+            self._sleep(rest_s)
+        elif rest_s < -ABSORBED_S:
+            self._overrun(-rest_s)
+        return outputs
+
+    def _overrun(self, late_s: float) -> None:
+        self.overruns += 1
+        if self.overruns.bit_count() == 1:  # at 1, 2, 4, 8 …
+            log.warning(
+                "%d passes ended late, the last by %.1f ms: this machine is too slow for what it emulates",
+                self.overruns,
+                late_s * 1000,
+            )
+
+    def _run_slice(self, piece: Slice) -> SliceOutput:
+        request, size = piece.request, self._block_tokens
+        positions = np.arange(piece.start, piece.end)
+        blocks = np.asarray(request.blocks)
+        before = piece.start - 1
+        state: Lanes = self._kv[blocks[before // size], before % size] if before >= 0 else _root(request.salt)
+        states = state + _sums(request.tokens[piece.start : piece.end], piece.start)
+        self._kv[blocks[positions // size], positions % size] = states
+        return SliceOutput(_token(states[-1], self._vocab_size) if piece.samples else None)
+
+
+def expected_tokens(prompt: Iterable[int], num_tokens: int, vocab_size: int, salt: bytes = b"") -> list[int]:
+    """What an `EmulatedRunner` must generate after `prompt`, on whatever nodes and over whatever channels."""
+    pending, state, position = list(prompt), _root(salt), 0
+    generated: list[int] = []
+    while len(generated) < num_tokens:
+        state = state + _sums(pending, position)[-1]
+        position += len(pending)
+        pending = [_token(state, vocab_size)]
+        generated += pending
+    return generated
+
+
+def _root(salt: bytes) -> Lanes:
+    return np.frombuffer(hashlib.blake2b(salt, digest_size=8 * LANES).digest(), np.uint64)
+
+
+def _sums(tokens: list[int], start: int) -> Lanes:
+    """Running sums, modulo 2**64, of one pseudorandom number a token, position and lane: uint64 [tokens, LANES]."""
+    ids = np.asarray(tokens, np.uint64)
+    positions = np.arange(start, start + len(tokens), dtype=np.uint64)
+    places = (positions << np.uint64(32)) | ids
+    keys = np.add.outer(places * np.uint64(LANES), np.arange(LANES, dtype=np.uint64))
+    return np.cumsum(_mixed(keys), axis=0, dtype=np.uint64)
+
+
+def _mixed(keys: Lanes) -> Lanes:
+    """splitmix64 (Steele, Lea and Flood 2014): neighbouring keys give unrelated numbers."""
+    mixed = (keys + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def _token(state: Lanes, vocab_size: int) -> int:
+    return int(_mixed(state)[0] % np.uint64(vocab_size))

@@ -1,0 +1,60 @@
+"""Which format weights are held in: the one asked for, as fast as this machine can multiply it."""
+
+import torch
+from torch import Tensor
+
+from engine.cpu.numba_support import why_not_compiled
+from engine.linear.int8 import Int8, has_fbgemm
+from engine.linear.interface import Linear, LinearFormat
+from engine.linear.plain import Plain
+
+SIXTEEN_BITS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def linear_on_cpu(weight_dtype: str, quantization: str, why_not: str | None = None) -> LinearFormat:
+    """`why_not` there are compiled kernels (None: as it is here). Raises ValueError when the two settings contradict
+    each other, or this machine cannot do what is asked."""
+    why_not = why_not_compiled() if why_not is None else why_not
+    if quantization != "none" and weight_dtype != "auto":
+        raise ValueError(f"--weight-dtype {weight_dtype}: with --quantization {quantization} weights have 8 bits")
+    if quantization == "int8":
+        return _int8(why_not)
+    if why_not:
+        if weight_dtype in SIXTEEN_BITS:
+            raise ValueError(f"--weight-dtype {weight_dtype}: needs compiled kernels, which cannot run here: {why_not}")
+        return Plain(torch.float32)
+    from engine.cpu.panels import Panels
+
+    if weight_dtype in SIXTEEN_BITS:
+        return Panels(SIXTEEN_BITS[weight_dtype])
+    return AsStored() if weight_dtype == "auto" else Panels(torch.float32)
+
+
+def _int8(why_not: str) -> LinearFormat:
+    if not why_not:
+        from engine.cpu.matmul_kernels import HAS_INT8
+
+        if HAS_INT8:
+            from engine.cpu.int8_panels import Int8Panels
+
+            return Int8Panels()
+    if not has_fbgemm():
+        raise ValueError("--quantization int8: needs an x86 CPU with AVX2 (torch has no FBGEMM here); leave it out")
+    return Int8()
+
+
+class AsStored:
+    """Weights that a checkpoint has in 16 bits stay so: the same numbers in half the memory, read in half the time.
+    Others are float32. `name` is that of the last matrix made: a checkpoint seldom mixes them."""
+
+    def __init__(self) -> None:
+        from engine.cpu.panels import Panels
+
+        self._formats = {dtype: Panels(dtype) for dtype in (torch.float32, *SIXTEEN_BITS.values())}
+        self._floats = self._formats[torch.float32]
+        self.name = self._floats.name
+
+    def make(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        chosen = self._formats.get(weight.dtype, self._floats)
+        self.name = chosen.name
+        return chosen.make(weight, bias)

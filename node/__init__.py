@@ -1,0 +1,1 @@
+"""What prefill and decode nodes share: the process, its RPCs, router sessions and request bookkeeping."""

@@ -1,0 +1,65 @@
+"""What a node may be asked to compute. A router checks its clients; a node checks routers and nodes by this.
+
+Each range is the API's or wider, so nothing that passed the router's rim is refused here. A number outside would end
+in arithmetic on the engine's thread, where it could harm others.
+"""
+
+import re
+
+from shared.rpc.messages import SamplingParams, SubmitRequest, unpack_ids
+
+INT32 = 2**31 - 1
+MAX_ID, MAX_SALT_BYTES, MAX_STOP_TOKENS, MAX_BIASES, MAX_LOGPROBS = 256, 256, 4096, 300, 20
+ADDRESS = re.compile(r"[\w.:%\[\]-]{1,255}:\d{1,5}", re.ASCII)
+TINY = 5e-324  # the smallest number over 0
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "top_p": (TINY, 1),
+    "top_k": (0, INT32),
+    "min_p": (0, 1),
+    "seed": (-(2**63), 2**64 - 1),
+    "repetition_penalty": (TINY, 100),
+    "presence_penalty": (-100, 100),
+    "frequency_penalty": (-100, 100),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+
+
+def check_submit(submit: SubmitRequest, max_model_len: int, vocab_size: int) -> list[int]:
+    """The tokens of the row. Raises ValueError naming the field that is out of its range."""
+    tokens, stop_tokens = unpack_ids(submit.tokens), unpack_ids(submit.stop_tokens)
+    if not 0 < submit.num_prompt <= len(tokens) <= max_model_len or submit.max_tokens <= 0:
+        raise ValueError(
+            f"{len(tokens)} tokens, num_prompt {submit.num_prompt} and max_tokens {submit.max_tokens}: "
+            f"must be positive, and at most {max_model_len} tokens"
+        )
+    if max(tokens) >= vocab_size:
+        raise ValueError(f"token id {max(tokens)} is beyond the vocabulary of {vocab_size}")
+    _check("num_prompt and max_tokens together", submit.num_prompt + submit.max_tokens, 2, max_model_len)
+    _check("min_tokens", submit.min_tokens, 0, INT32)
+    _check("priority", submit.priority, -INT32, INT32)
+    _check("length of id", len(submit.id), 1, MAX_ID)
+    _check("length of traceparent", len(submit.traceparent), 0, MAX_ID)
+    if submit.decode_node and not ADDRESS.fullmatch(submit.decode_node):
+        raise ValueError(f"decode_node is {submit.decode_node!r:.40}: it must be host:port")
+    _check("length of salt", len(submit.salt), 0, MAX_SALT_BYTES)
+    _check("number of stop_tokens", len(stop_tokens), 0, MAX_STOP_TOKENS)
+    _check_sampling(submit.sampling, vocab_size)
+    return tokens
+
+
+def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+    for name, (low, high) in RANGES.items():
+        value = getattr(sampling, name)
+        if value is not None:
+            _check(f"sampling.{name}", value, low, high)
+    _check("number of sampling.logit_bias", len(sampling.logit_bias), 0, MAX_BIASES)
+    for token, bias in sampling.logit_bias.items():
+        _check("token of sampling.logit_bias", token, 0, vocab_size - 1)
+        _check("value of sampling.logit_bias", bias, -100, 100)
+
+
+def _check(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # false for NaN too
+        raise ValueError(f"{name} is {value!r:.40}: it must be from {low:g} to {high:g}")

@@ -1,0 +1,1 @@
+"""Admission, placement attempts and failover of requests."""

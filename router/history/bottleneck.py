@@ -1,0 +1,190 @@
+"""One sentence on what holds a cluster back, from its status document alone. It claims nothing that the numbers do
+not show: where they show no cause, it says what is seen and no more."""
+
+from typing import Any
+
+Node = dict[str, Any]
+Status = dict[str, Any]
+
+BUSY = 0.85  # of the last seconds: such a node has no room for more
+SLACK = 0.5  # a node less busy than this could do more
+FULL = 0.97  # share of KV blocks that requests hold when there is no room
+SLOW_SECOND, SLOW_SECOND_MS = 3.0, 50.0  # times the usual gap, and no less, as nobody notices: the second token waits
+
+
+def bottleneck(status: Status) -> str:
+    """The first that applies of: no nodes, blocks, prefill pool, prompt chunks between tokens, decode pool, transfer,
+    a first token that is late without a queue, an SLO missed; else that it keeps up, or is idle. `status` is that of
+    /v1/status."""
+    view = ClusterView(status)
+    if not view.nodes:
+        lost = len(status.get("nodes") or [])
+        return (
+            f"No node is ready; {lost} {_are(lost)} listed." if lost else "No node has joined: nothing can be served."
+        )
+    findings = (_blocks, _prefill_pool, _chunks_between, _decode_pool, _transfer, _late_without_queue, _missed)
+    return next((text for finding in findings if (text := finding(view))), None) or _calm(view)
+
+
+class ClusterView:
+    """The parts of a status that the findings read, each with what is absent filled in."""
+
+    def __init__(self, status: Status) -> None:
+        self.nodes: list[Node] = [
+            node for node in status.get("nodes") or [] if node.get("alive") and node.get("state") == "ready"
+        ]
+        self.prefill = [node for node in self.nodes if node.get("role") == "prefill"]
+        self.decode = [node for node in self.nodes if node.get("role") == "decode"]
+        self.requests: int = (status.get("requests") or {}).get("running") or 0
+        latency = status.get("latency") or {}
+        slo = latency.get("slo") or {}
+        self.p50, self.p99 = _percentiles(latency, "p50"), _percentiles(latency, "p99")
+        self.missed = [
+            name
+            for name in ("ttft_ms", "tbt_ms")
+            if slo.get(name) and self.p99[name] is not None and self.p99[name] > slo[name]
+        ]
+        self.slo: dict[str, float] = {name: slo.get(name) or 0.0 for name in ("ttft_ms", "tbt_ms")}
+
+    def over(self, name: str) -> str:
+        """ "TTFT p99 812 ms (SLO 500)"."""
+        return f"{name[:-3].upper()} p99 {self.p99[name]:.0f} ms (SLO {self.slo[name]:.0f})"
+
+
+def _percentiles(latency: dict[str, Any], which: str) -> dict[str, Any]:
+    return {name: (latency.get(name) or {}).get(which) for name in ("ttft_ms", "tbt_ms", "ttst_ms")}
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def _busy(nodes: list[Node]) -> float | None:
+    """Mean busy share, or None where a node has not said."""
+    shares = [float(node["busy"]) for node in nodes if node.get("busy") is not None]
+    return sum(shares) / len(shares) if shares and len(shares) == len(nodes) else None
+
+
+def _queue(nodes: list[Node]) -> int:
+    return sum(node.get("waiting") or 0 for node in nodes)
+
+
+def _held(node: Node) -> float:
+    blocks = node.get("blocks") or {}
+    held = sum(blocks.get(name) or 0 for name in ("owned", "reserved", "quarantined"))
+    return held / blocks["total"] if blocks.get("total") else 0.0
+
+
+def _requests(count: int) -> str:
+    return f"{count} request{'s' * (count != 1)}"
+
+
+def _move(nodes: list[Node], role: str) -> str:
+    """How the least busy of `nodes` could help the other pool; "" when the rest could not do the work without it."""
+    share = len(nodes) / max(1, len(nodes) - 1)
+    if len(nodes) < 2 or share * (_busy(nodes) or 0.0) >= BUSY or share * max(map(_held, nodes)) >= FULL:
+        return ""
+    idle = min(nodes, key=lambda node: (node.get("busy") or 0.0, node.get("running") or 0))
+    return f" Move one node to {role}: `baton role {idle['id']} {role}`."
+
+
+def _blocks(view: ClusterView) -> str | None:
+    full = [node for node in view.nodes if _held(node) >= FULL and node.get("waiting")]
+    if not full:
+        return None
+    names = ", ".join(node["id"] for node in full)
+    held = sum(map(_held, full)) / len(full)
+    return (
+        f"KV blocks are the bottleneck: requests hold {held:.0%} of those on {names}, and {_queue(full)} wait. "
+        "Give nodes more blocks, or add a node."
+    )
+
+
+def _prefill_pool(view: ClusterView) -> str | None:
+    if not view.prefill:
+        return None
+    waiting, busy, decode = _queue(view.prefill), _busy(view.prefill), _busy(view.decode)
+    if waiting < len(view.prefill) or busy is None or busy < BUSY:
+        return None
+    if decode is None or decode >= SLACK or _queue(view.decode):
+        return f"The prefill pool is at its limit: {waiting} queued, {busy:.0%} busy."
+    rest = f", while the decode pool is {1 - decode:.0%} idle.{_move(view.decode, 'prefill')}"
+    return f"The prefill pool is the bottleneck: {waiting} queued and {busy:.0%} busy{rest}"
+
+
+def _chunks_between(view: ClusterView) -> str | None:
+    """A decode node that runs prompt chunks in the very passes that its clients wait for."""
+    mixed = [
+        node
+        for node in view.decode
+        if (node.get("batch") or {}).get("prefills") and (node.get("batch") or {}).get("decodes")
+    ]
+    if "tbt_ms" not in view.missed or not mixed:
+        return None
+    hint = "" if view.prefill else " Prefill nodes would keep them apart."
+    return (
+        f"Tokens come late, {view.over('tbt_ms')}, and {mixed[0]['id']} runs prompt chunks "
+        f"in the same passes as decodes.{hint}"
+    )
+
+
+def _decode_pool(view: ClusterView) -> str | None:
+    busy, waiting, prefill = _busy(view.decode), _queue(view.decode), _busy(view.prefill)
+    if busy is None or busy < BUSY or not (waiting >= len(view.decode) or "tbt_ms" in view.missed):
+        return None
+    seen = f"{waiting} queued and {busy:.0%} busy" if waiting else f"{busy:.0%} busy, {view.over('tbt_ms')}"
+    if not view.prefill:
+        return f"The nodes are at their limit: {seen}. Add a node."
+    if prefill is None or prefill >= SLACK or _queue(view.prefill):
+        return f"The decode pool is at its limit: {seen}."
+    return (
+        f"The decode pool is the bottleneck: {seen}, while the prefill pool is {1 - prefill:.0%} idle."
+        f"{_move(view.prefill, 'decode')}"
+    )
+
+
+def _transfer(view: ClusterView) -> str | None:
+    """Where the usual gap is 0, tokens come in bundles, and what the first of them waited for cannot be told."""
+    second, usual = view.p50["ttst_ms"], view.p50["tbt_ms"]
+    is_handed_over = view.prefill and any(node.get("handoffs") for node in view.nodes)
+    if not is_handed_over or _queue(view.decode) or not second or not usual:
+        return None
+    if second < max(SLOW_SECOND * usual, SLOW_SECOND_MS) or second <= view.slo["tbt_ms"]:
+        return None
+    return (
+        f"The handoff is slow: the second token comes after {second:.0f} ms (p50), later ones after {usual:.0f} ms, "
+        "and no decode node has a queue. Look at the KV transfers."
+    )
+
+
+def _late_without_queue(view: ClusterView) -> str | None:
+    shares = [node.get("busy") for node in view.nodes]
+    if "ttft_ms" not in view.missed or _queue(view.nodes) or None in shares:
+        return None
+    most = max(share or 0.0 for share in shares)
+    if most >= SLACK:
+        return None
+    return (
+        f"{view.over('ttft_ms')}, yet no node has a queue and none is more than {most:.0%} busy: "
+        "either such prompts take so long alone, or time is lost outside the nodes. "
+        "The timeline of a slow request shows which."
+    )
+
+
+def _missed(view: ClusterView) -> str | None:
+    if not view.missed:
+        return None
+    return f"Over the SLO: {' and '.join(map(view.over, view.missed))}. The load of the nodes does not show why."
+
+
+def _calm(view: ClusterView) -> str:
+    running = max(view.requests, sum(node.get("running") or 0 for node in view.nodes))
+    nodes = f"{len(view.nodes)} node{'s' * (len(view.nodes) != 1)}"
+    if not running:
+        return f"Idle: {nodes} ready, no requests."
+    busy = _busy(view.nodes)
+    load = f", {busy:.0%} busy" if busy is not None else ""
+    queue = _queue(view.nodes)
+    met = " and within the SLO" if any(view.slo[name] and view.p99[name] is not None for name in view.slo) else ""
+    head = f"Keeping up{met}" if queue < len(view.nodes) else "At work"  # a queue says that somebody waits
+    return f"{head}: {_requests(running)} on {nodes}{load}, {queue or 'none'} queued."

@@ -1,0 +1,172 @@
+"""What the router remembers as a Chrome trace, which Perfetto and chrome://tracing open.
+
+A process for each node: its passes on thread 0, its pushes of KV on the threads from 1 on (as many as overlap), its
+blocks and its queue as counters. A process for the requests, each an asynchronous row of its phases. Arrows lead from
+a request's last chunk over its last push to its first decode step. Times are microseconds since the trace began.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from router.history.history import RequestHistory, Transfer
+from router.history.step_ring import FIELDS, StepRing, StepRow
+from router.history.trace import AttemptSpan, RequestTrace, TraceEvent
+
+Event = dict[str, Any]
+MAX_STEPS = 200_000  # of all nodes; a longer time begins later
+COUNTER_NS = 10_000_000  # between two values of a counter
+REQUESTS = 1  # process id; nodes follow
+PASSES, PUSHES = 0, 1  # thread ids
+
+
+def trace_events(records: RequestHistory, since_ns: int) -> Iterator[Event]:
+    """Everything since then."""
+    nodes = records.nodes()
+    pids = {node: REQUESTS + 1 + number for number, node in enumerate(nodes)}
+    yield _meta(REQUESTS, "process_name", name="requests")
+    transfers = [push for push in records.transfers(since_ns) if push.event.start_ns >= since_ns]
+    lanes: dict[TraceEvent, int] = {}
+    for node, pid in pids.items():
+        ring = records.ring(node)
+        if ring is not None:
+            yield from NodeTrack(pid, since_ns).events(node, ring, MAX_STEPS // len(nodes))
+            yield from _pushes(pid, [push for push in transfers if push.event.node == node], since_ns, lanes)
+    for number, journey in enumerate(records.traces()):
+        if journey.ended_ns is None or journey.ended_ns >= since_ns:
+            yield from _request(journey, since_ns)
+            for leg in list(journey.attempts.values()):
+                ends = _arrow(leg, records, lanes)
+                if ends is not None and ends[0][1] >= since_ns:
+                    yield from _flow(f"{number}.{leg.id}", ends, pids, since_ns)
+
+
+class NodeTrack:
+    """Events of one node's passes."""
+
+    def __init__(self, pid: int, since_ns: int) -> None:
+        self._pid = pid
+        self._since_ns = since_ns
+
+    def events(self, name: str, ring: StepRing, max_steps: int) -> Iterator[Event]:
+        yield _meta(self._pid, "process_name", name=name)
+        yield _meta(self._pid, "process_sort_index", sort_index=self._pid)
+        yield _meta(self._pid, "thread_name", PASSES, name="passes")
+        counted_ns = 0
+        for row in ring.rows(max(ring.place(self._since_ns), ring.num_ever - max_steps)):
+            yield self._pass(ring, row)
+            if row.start_ns - counted_ns >= COUNTER_NS:
+                counted_ns = row.start_ns
+                yield from self._counters(row)
+
+    def _pass(self, ring: StepRing, row: StepRow) -> Event:
+        parts = (("prompt", row.prefill_tokens), ("decode", row.num_decodes))
+        name = " + ".join(f"{what} {count}" for what, count in parts if count)
+        arguments = dict(zip(FIELDS, ring.shown(row), strict=True))
+        return self._event("X", name, row.start_ns, dur=row.duration_us, cat="pass", args=arguments)
+
+    def _counters(self, row: StepRow) -> Iterator[Event]:
+        held = {"owned": row.blocks_owned, "reserved": row.blocks_reserved, "cached": row.blocks_cached}
+        yield self._event("C", "blocks", row.start_ns, args=held)
+        yield self._event("C", "requests", row.start_ns, args={"running": row.running, "waiting": row.waiting})
+
+    def _event(self, phase: str, name: str, at_ns: int, **more: object) -> Event:
+        return _event(phase, name, self._pid, PASSES, at_ns - self._since_ns) | more
+
+
+def _pushes(pid: int, pushes: Sequence[Transfer], since_ns: int, lanes: dict[TraceEvent, int]) -> Iterator[Event]:
+    """Each on the first thread that is free, which is noted in `lanes`: events of one thread must not overlap."""
+    free_ns: list[int] = []
+    for push in sorted(pushes, key=lambda push: push.event.start_ns):
+        mark = push.event
+        lane = next((lane for lane, until in enumerate(free_ns) if until <= mark.start_ns), len(free_ns))
+        if lane == len(free_ns):
+            free_ns.append(0)
+            yield _meta(pid, "thread_name", PUSHES + lane, name="pushes" if not lane else f"pushes {lane + 1}")
+        free_ns[lane], lanes[mark] = mark.at_ns, PUSHES + lane
+        arguments = {"request": push.request, "to": push.attempt.decode, "blocks": mark.num, "bytes": mark.bytes}
+        arguments |= {"channel": mark.channel, "exposed_ms": push.exposed_ns / 1e6}
+        yield _event("X", f"to {push.attempt.decode}", pid, PUSHES + lane, mark.start_ns - since_ns) | {
+            "dur": mark.duration_ns / 1e3,
+            "cat": "transfer",
+            "args": arguments,
+        }
+
+
+def _request(journey: RequestTrace, since_ns: int) -> Iterator[Event]:
+    """An asynchronous row: the request, in it the stages of its last attempt, and what happened as instants."""
+
+    def event(phase: str, name: str, at_ns: int, **arguments: object) -> Event:
+        found = _event(phase, name, REQUESTS, 0, max(0, at_ns - since_ns))
+        return found | {"cat": "request", "id": journey.id} | ({"args": arguments} if arguments else {})
+
+    end_ns = journey.ended_ns
+    yield event("b", journey.id, journey.accepted_ns, prompt_tokens=journey.num_prompt, traceparent=journey.traceparent)
+    for name, start_ns, until_ns in _stages(journey):
+        if until_ns >= since_ns:
+            yield event("b", name, start_ns)
+            yield event("e", name, until_ns)
+    for leg in list(journey.attempts.values()):
+        for mark in leg.events:
+            if mark.at_ns >= since_ns and (end_ns is None or mark.at_ns <= end_ns):
+                yield event("n", mark.kind, mark.at_ns, node=mark.node, attempt=leg.id, reason=mark.reason)
+    if end_ns is not None:
+        yield event("e", journey.id, end_ns, finish=journey.finish, tokens=journey.num_generated)
+
+
+def _stages(journey: RequestTrace) -> Iterator[tuple[str, int, int]]:
+    """Name, start and end of what is over of the last attempt, one after the other, within the request."""
+    leg = journey.last_attempt
+    if leg is None:
+        return
+    started = [("queued", leg.find("queued", leg.computes)), ("prefill", leg.find("admitted", leg.computes))]
+    started.append(("transfer" if leg.prefill is not None else "decode", leg.find("first", leg.computes)))
+    if leg.prefill is not None:
+        started.append(("decode", leg.find("admitted", leg.decode)))
+    known = [(name, mark.at_ns) for name, mark in started if mark is not None]
+    ended = leg.find("ended", leg.decode)
+    last = [ended.at_ns] if ended is not None else []
+    clip_ns = journey.ended_ns
+    at_ns = journey.accepted_ns
+    for (name, start_ns), until_ns in zip(known, [start for _, start in known[1:]] + last, strict=False):
+        begin = max(at_ns, start_ns)
+        at_ns = max(begin, until_ns if clip_ns is None else min(until_ns, clip_ns))
+        if clip_ns is None or begin < clip_ns:
+            yield name, begin, at_ns
+
+
+End = tuple[str, int, int]  # node, time, thread
+
+
+def _flow(identity: str, ends: Sequence[End], pids: dict[str, int], since_ns: int) -> Iterator[Event]:
+    """An arrow; each end lies within the pass or the push that it belongs to."""
+    for phase, (node, at_ns, thread) in zip("stf", ends, strict=True):
+        found = _event(phase, "handoff", pids[node], thread, at_ns - since_ns)
+        yield found | {"cat": "handoff", "id": identity} | ({"bp": "e"} if phase == "f" else {})
+
+
+def _arrow(leg: AttemptSpan, records: RequestHistory, lanes: dict[TraceEvent, int]) -> list[End] | None:
+    """From the last chunk over the last push to the first decode step; None unless all of them are shown."""
+    pushes, admitted = leg.pushes(), leg.find("admitted", leg.decode)
+    ring = records.ring(leg.decode)
+    chunks = leg.chunks
+    if leg.prefill is None or not chunks or not pushes or admitted is None or ring is None:
+        return None
+    place = ring.place(admitted.at_ns)
+    if place >= ring.num_ever:
+        return None
+    chunk, push, decode = chunks[-1], max(pushes, key=lambda push: push.at_ns), ring.row(place)
+    if push not in lanes:
+        return None
+    return [
+        (chunk.node, chunk.start_ns, PASSES),
+        (push.node, max(push.start_ns, chunk.start_ns), lanes[push]),
+        (leg.decode, max(decode.start_ns, push.start_ns), PASSES),
+    ]
+
+
+def _event(phase: str, name: str, pid: int, tid: int, at_ns: int) -> Event:
+    return {"ph": phase, "name": name, "pid": pid, "tid": tid, "ts": at_ns / 1e3}
+
+
+def _meta(pid: int, what: str, tid: int = 0, **arguments: object) -> Event:
+    return _event("M", what, pid, tid, 0) | {"args": arguments}

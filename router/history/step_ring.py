@@ -1,0 +1,230 @@
+"""The latest steps of one node, packed in a ring: 65,536 of them in 12 MB, found by time in O(log n).
+
+Beside each step stand the running sums before it, so that the busy time, the tokens and the interference of any
+interval are two look-ups and a subtraction.
+"""
+
+import struct
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from scheduler.cost import CostModel, StepWork
+from shared.rpc.messages import StepRecord, unpack_ids
+
+CAPACITY = 65_536
+MEMBERS_BYTES = 16 << 20  # of one node; the oldest steps lose their members first
+MAX_REASONS = 256
+MAX_REASON = 64  # characters of one
+MOST = 2**40  # microseconds of a step, or tokens: more is nonsense, and its sums would not fit a row for long
+
+
+class StepRow(NamedTuple):
+    """A step as `shared.rpc.messages.StepRecord` has it, on the router's clock, with the sums over earlier steps."""
+
+    number: int
+    start_ns: int
+    duration_us: int
+    host_us: int
+    predicted_us: int
+    budget: int
+    reason_code: int  # see `StepRing.reason`
+    num_prefills: int
+    prefill_tokens: int
+    prefill_pairs: int
+    num_decodes: int
+    decode_context: int
+    num_preempted: int
+    running: int
+    waiting: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_owned: int
+    blocks_reserved: int
+    busy_before_us: int
+    tokens_before: int
+    interference_before_ns: int
+
+    @property
+    def end_ns(self) -> int:
+        return self.start_ns + self.duration_us * 1000
+
+
+FIELDS = (
+    *("number", "start_ms", "duration_ms", "host_ms", "predicted_ms", "budget", "reason"),
+    *("num_prefills", "prefill_tokens", "num_decodes", "decode_context", "preempted", "running", "waiting"),
+    *("free", "cached", "owned", "reserved"),
+)
+
+
+class StepMember(NamedTuple):
+    """A slice of a step. `serial` is the request's number on its node."""
+
+    serial: int
+    start: int
+    num_tokens: int
+    is_chunk: bool
+
+
+PACKED = struct.Struct(f"<{len(StepRow._fields)}q")
+KEY = struct.Struct("<q")
+
+
+class StepRing:
+    def __init__(self, capacity: int = CAPACITY, members_bytes: int = MEMBERS_BYTES) -> None:
+        self.model: CostModel | None = None  # the node's own, as it last said
+        self.num_ever = 0
+        self._capacity = capacity
+        self._data = bytearray()  # grows to `capacity` rows
+        self._members: dict[int, bytes] = {}  # by number, oldest first
+        self._members_bytes = 0
+        self._members_limit = members_bytes
+        self._reasons: list[str] = []
+        self._sums = (0, 0, 0)
+
+    def __len__(self) -> int:
+        return min(self.num_ever, self._capacity)
+
+    def add(self, record: StepRecord) -> StepRow:
+        """Appends the node's next step. Raises ValueError for numbers that no step has."""
+        busy, tokens, interference = self._sums
+        summed = (record.duration_us, record.host_us, record.prefill_tokens, record.num_decodes)
+        if min(summed) < 0 or max(summed) > MOST or record.start_ns < 0:
+            raise ValueError(f"step {record.number}: nothing lasts or computes so much")
+        row = StepRow(
+            record.number,
+            record.start_ns,
+            record.duration_us,
+            record.host_us,
+            record.predicted_us,
+            record.budget,
+            self._code(record.reason[:MAX_REASON]),
+            record.num_prefills,
+            record.prefill_tokens,
+            record.prefill_pairs,
+            record.num_decodes,
+            record.decode_context,
+            record.num_preempted,
+            record.running,
+            record.waiting,
+            record.blocks_free,
+            record.blocks_cached,
+            record.blocks_owned,
+            record.blocks_reserved,
+            *self._sums,
+        )
+        try:
+            if self.num_ever < self._capacity:
+                self._data += PACKED.pack(*row)
+            else:
+                PACKED.pack_into(self._data, self.num_ever % self._capacity * PACKED.size, *row)
+        except struct.error as error:
+            raise ValueError(f"step {record.number}: {error}") from None
+        self.num_ever += 1
+        self._sums = (
+            busy + row.duration_us,
+            tokens + row.prefill_tokens + row.num_decodes,
+            interference + interference_ns(row, self.model),
+        )
+        self._keep_members(record)
+        return row
+
+    def row(self, index: int) -> StepRow:
+        """The step that was added as number `index` of all; it must still be here."""
+        return StepRow._make(PACKED.unpack_from(self._data, index % self._capacity * PACKED.size))
+
+    def rows(self, first: int = 0, last: int | None = None) -> Iterator[StepRow]:
+        """Steps [first, last) by their place among all ever added, as far as they are still here."""
+        for index in range(max(first, self.num_ever - len(self)), self.num_ever if last is None else last):
+            yield self.row(index)
+
+    def place(self, at_ns: int) -> int:
+        """How many steps of all were added that began before `at_ns`, at least those that are gone."""
+        return self._bisect(1, at_ns)
+
+    def latest(self) -> StepRow | None:
+        return self.row(self.num_ever - 1) if self.num_ever else None
+
+    def numbered(self, number: int) -> StepRow | None:
+        index = self._bisect(0, number)
+        row = self.row(index) if index < self.num_ever else None
+        return row if row is not None and row.number == number else None
+
+    def reason(self, row: StepRow) -> str:
+        return self._reasons[row.reason_code] if row.reason_code >= 0 else "other"
+
+    def shown(self, row: StepRow) -> list[object]:
+        """The row as the API shows it: its `FIELDS`."""
+        times = (row.start_ns / 1e6, row.duration_us / 1e3, row.host_us / 1e3, row.predicted_us / 1e3)
+        prompts = (row.num_prefills, row.prefill_tokens, row.num_decodes, row.decode_context)
+        return [row.number, *times, row.budget, self.reason(row), *prompts, *row[12:19]]
+
+    def members(self, number: int) -> list[StepMember] | None:
+        """The slices of a step, chunks first; None: they are not here any more, or were none."""
+        data, row = self._members.get(number), self.numbered(number)
+        try:
+            return None if data is None or row is None else members_of(data, row.num_prefills)
+        except ValueError:
+            return None
+
+    # ---- sums over [start_ns, end_ns), of the steps that began in it --------------------------------------------
+
+    def sums(self, start_ns: int, end_ns: int) -> tuple[int, int, int, int]:
+        """Steps, nanoseconds of passes, tokens computed, nanoseconds of interference."""
+        first, last = self.place(start_ns), self.place(end_ns)
+        before, after = self._sums_before(first), self._sums_before(last)
+        busy, tokens, interference = (b - a for a, b in zip(before, after, strict=True))
+        return last - first, busy * 1000, tokens, interference
+
+    def _sums_before(self, index: int) -> tuple[int, int, int]:
+        if index == self.num_ever:
+            return self._sums
+        row = self.row(index)
+        return row.busy_before_us, row.tokens_before, row.interference_before_ns
+
+    # ---- inside -------------------------------------------------------------------------------------------------
+
+    def _bisect(self, field: int, value: int) -> int:
+        """First place whose `field` (0: number, 1: start_ns) is at least `value`; both only grow."""
+
+        def key(index: int) -> int:
+            found: int = KEY.unpack_from(self._data, index % self._capacity * PACKED.size + 8 * field)[0]
+            return found
+
+        first = self.num_ever - len(self)
+        return first + bisect_left(range(first, self.num_ever), value, key=key)
+
+    def _code(self, reason: str) -> int:
+        if reason not in self._reasons:
+            if len(self._reasons) == MAX_REASONS:
+                return -1
+            self._reasons.append(reason)
+        return self._reasons.index(reason)
+
+    def _keep_members(self, record: StepRecord) -> None:
+        self._members_bytes += len(record.members) - len(self._members.pop(record.number, b""))
+        self._members[record.number] = record.members
+        while self._members_bytes > self._members_limit or len(self._members) > self._capacity:
+            oldest = next(iter(self._members))
+            self._members_bytes -= len(self._members.pop(oldest))
+
+
+def interference_ns(row: StepRow, model: CostModel | None) -> int:
+    """How much longer a step took, host time included, than its decodes alone would have by the node's own model: the
+    time that prompts took from every request that decodes there. A step of prompts alone delays decodes by all of
+    it. 0 for steps without prompts, and until the node has a model.
+    """
+    if row.prefill_tokens == 0 or (model is None and row.num_decodes):
+        return 0
+    alone = StepWork(num_decodes=row.num_decodes, decode_context=row.decode_context)
+    alone_s = min(model.seconds(alone), MOST) if model is not None and row.num_decodes else 0.0
+    return max(0, (row.duration_us + row.host_us) * 1000 - round(alone_s * 1e9))
+
+
+def members_of(data: bytes, num_chunks: int) -> list[StepMember]:
+    """Raises ValueError for bytes that are no slices."""
+    ids = unpack_ids(data)
+    if len(ids) % 3:
+        raise ValueError("a step's members are not triples")
+    triples = zip(ids[::3], ids[1::3], ids[2::3], strict=True)
+    return [StepMember(*triple, index < num_chunks) for index, triple in enumerate(triples)]

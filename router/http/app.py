@@ -1,0 +1,283 @@
+"""The routes of the REST API, and how each is answered. Errors become statuses here and nowhere else."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from secrets import token_hex
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from router.dispatch.requests import GenerationBackend, ModelCard
+from router.history.dashboard import page_routes
+from router.history.events import EventStream
+from router.history.history import RequestHistory
+from router.history.routes import observe_routes
+from router.http.asgi import ClientDisconnected, ResponseWriter, deadline_of, described, label_of, while_connected
+from router.http.asgi import read_body as read_bytes
+from router.http.auth import AuthMiddleware
+from router.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
+from router.http.keys import ApiKeys, WrongKeys
+from router.http.openapi import openapi_route
+from router.http.parsing import check_ids, encode, parse_request, run_in_thread
+from router.http.responses import ResponseFormatter
+from router.http.session import RequestSession
+from router.metrics.request_metrics import Collected, RequestMetrics, SloTargets
+from router.metrics.tenants import TenantMetrics, TenantUsage
+from router.nodes.status import whole_status
+from router.text.tokenizer import Tokenizer
+from shared.errors import RequestError, UnavailableError
+
+BODY_BYTES, BODY_BYTES_PER_TOKEN = 256 << 10, 16
+PARSED_AT_ONCE = 64 << 10  # a larger body is parsed on a thread
+BODY_TIMEOUT_S = 10.0
+
+
+def build_app(
+    dispatcher: GenerationBackend,
+    tokenizer: Tokenizer,
+    model: ModelCard,
+    *,
+    registry: CollectorRegistry | None = None,
+    records: RequestHistory | None = None,
+    slo: Callable[[], SloTargets] = SloTargets,
+    more_routes: Sequence[Route] = (),
+    keys: ApiKeys | None = None,
+    max_concurrent_requests: int = 1024,
+    request_timeout_s: float = 0.0,
+    body_timeout_s: float = BODY_TIMEOUT_S,
+) -> Starlette:
+    """The whole REST API as an ASGI app. `registry` is what `/metrics` shows, `records` what dispatch and the nodes
+    tell, `slo` what is promised to a request that comes now, `more_routes` are for admins.
+
+    Its `state.api` and `state.admin` are the same in two: what tenants ask for, and what observes or changes the
+    cluster. `state.feed` has to be closed when the server drains: its streams end by nothing else.
+    """
+    registry = CollectorRegistry() if registry is None else registry
+    records = RequestHistory() if records is None else records
+    metrics, wrong_keys = RequestMetrics(model.name, slo), WrongKeys()
+    tenants = TenantMetrics(model.name, wrong_keys)
+    registry.register(metrics)
+    registry.register(tenants)
+    rim = ApiHandlers(dispatcher, tokenizer, model, registry, records, metrics, tenants)
+    post = partial(JsonEndpoint, rim, RequestLimits(max_concurrent_requests, request_timeout_s, body_timeout_s))
+    feed = EventStream(records, rim.whole_status)
+    api = [
+        Route("/v1/completions", post(CompletionBody, rim.generate), methods=["POST"]),
+        Route("/v1/chat/completions", post(ChatBody, rim.generate), methods=["POST"]),
+        Route("/tokenize", post(TokenizeBody, rim.tokenize), methods=["POST"]),
+        Route("/detokenize", post(DetokenizeBody, rim.detokenize), methods=["POST"]),
+        Route("/v1/models", rim.models),
+        Route("/v1/models/{name:path}", rim.one_model),
+        openapi_route(),
+    ]
+    health = [Route("/health", rim.health), Route("/ready", rim.ready)]
+    admin = [
+        Route("/v1/status", rim.status),
+        Route("/metrics", rim.metrics),
+        *observe_routes(records, feed),
+        *more_routes,
+        *page_routes(),
+    ]
+    guarded = partial(_guarded, guard=Middleware(AuthMiddleware, keys=keys, tenants_routes=api, wrong_keys=wrong_keys))
+    app = guarded([*api, *health, *admin])
+    app.state.api, app.state.admin, app.state.feed = guarded([*api, *health]), guarded([*admin, *health]), feed
+    return app
+
+
+def _guarded(routes: list[Route], guard: Middleware) -> Starlette:
+    app = Starlette(
+        routes=routes,
+        middleware=[guard],
+        exception_handlers={HTTPException: _tell, RequestError: _tell, UnavailableError: _tell, Exception: _tell},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def _tell(request: Request, error: Exception) -> Response:
+    label = label_of(request.scope, token_hex(16))
+    status, value, headers = described(error, label)
+    return JSONResponse(value, status, headers | {"x-request-id": label})
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Of requests with a body; times in seconds, 0 for a request's: no limit."""
+
+    max_concurrent_requests: int
+    request_timeout_s: float
+    body_timeout_s: float
+
+
+class ApiHandlers:
+    """What all routes share. Owns the count of requests at work and their metrics."""
+
+    def __init__(
+        self,
+        dispatcher: GenerationBackend,
+        tokenizer: Tokenizer,
+        model: ModelCard,
+        registry: CollectorRegistry,
+        records: RequestHistory,
+        metrics: RequestMetrics,
+        tenants: TenantMetrics,
+    ) -> None:
+        self.model = model
+        self.max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * model.max_model_len
+        self.num_at_work = 0
+        self._dispatcher = dispatcher
+        self._tokenizer = tokenizer
+        self._registry = registry
+        self._records = records
+        self._request_metrics = metrics
+        self._tenants = tenants
+
+    async def generate(self, body: Body, reply: ResponseWriter) -> None:
+        """POST /v1/completions and /v1/chat/completions."""
+        assert isinstance(body, CompletionBody | ChatBody)
+        name = ("chatcmpl-" if isinstance(body, ChatBody) else "cmpl-") + token_hex(16)
+        reply.name(name)
+        order = await parse_request(
+            body,
+            self.model,
+            self._tokenizer,
+            name,
+            int(time.time()),
+            reply.traceparent,
+            reply.identity,
+            reply.deadline,
+        )
+        exchange = RequestSession(order, self._tokenizer, self._request_metrics, self._records, reply.arrived)
+        reply.log_fields = exchange.log_fields
+        form = ResponseFormatter(exchange, self._tokenizer, self.model.name)
+        try:
+            async with aclosing(exchange.deltas(self._dispatcher)) as said_by_samples:
+                async for prompt, sample, said in said_by_samples:
+                    if body.stream:
+                        await reply.events(form.events(prompt, sample, said))
+                    else:
+                        form.collect(sample, said)
+        finally:
+            used = TenantUsage(1, exchange.num_prompt_tokens, exchange.num_cached, exchange.num_generated)
+            self._tenants.count(reply.identity.tenant, used)
+        if body.stream:
+            await reply.events(form.ending())
+            await reply.end()
+        else:
+            await reply.json(form.answer())
+
+    async def tokenize(self, body: Body, reply: ResponseWriter) -> None:
+        """POST /tokenize, in vLLM's shape."""
+        assert isinstance(body, TokenizeBody)
+        if body.prompt is not None:
+            ids = await encode(self._tokenizer, body.prompt, body.add_special_tokens is not False)
+        else:
+            ids = await run_in_thread(
+                self._tokenizer.encode_chat,
+                body.messages or [],
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                add_special_tokens=body.add_special_tokens is True,
+            )
+        names = [self._tokenizer.token_name(token) for token in ids] if body.return_token_strs else None
+        await reply.json(
+            {"count": len(ids), "max_model_len": self.model.max_model_len, "tokens": ids, "token_strs": names}
+        )
+
+    async def detokenize(self, body: Body, reply: ResponseWriter) -> None:
+        """POST /detokenize, in vLLM's shape; special tokens are written out."""
+        assert isinstance(body, DetokenizeBody)
+        check_ids(body.tokens, self.model, "tokens")
+        await reply.json({"prompt": self._tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    async def models(self, _request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def one_model(self, request: Request) -> Response:
+        if request.path_params["name"] != self.model.name:
+            raise RequestError("The model does not exist.", "model", "model_not_found", 404)
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        model = self.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "baton",
+            "root": model.name,
+            "parent": None,
+            "max_model_len": model.max_model_len,
+        }
+
+    async def status(self, _request: Request) -> Response:
+        return JSONResponse(self.whole_status())
+
+    def whole_status(self) -> dict[str, Any]:
+        return whole_status(self._dispatcher.status(), self._records, self._request_metrics)
+
+    async def health(self, _request: Request) -> Response:
+        """The router itself lives; whether anybody can compute is `/ready`."""
+        return Response(status_code=200)
+
+    async def ready(self, _request: Request) -> Response:
+        ready = self._dispatcher.ready()
+        return JSONResponse({"ready": ready}, 200 if ready else 503)
+
+    async def metrics(self, _request: Request) -> Response:
+        collected = Collected(self._registry)
+        text = await asyncio.to_thread(generate_latest, collected)  # most of a scrape; tokens flow meanwhile
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+class JsonEndpoint:
+    """A route that takes a JSON body: counted, read under limits, cancelled when its client leaves, always answered."""
+
+    def __init__(
+        self,
+        rim: ApiHandlers,
+        bounds: RequestLimits,
+        kind: type[Body],
+        answer: Callable[[Body, ResponseWriter], Awaitable[None]],
+    ) -> None:
+        self._rim = rim
+        self._bounds = bounds
+        self._kind = kind
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply = ResponseWriter(scope, send, label_of(scope, token_hex(16)))
+        rim, bounds = self._rim, self._bounds
+        rim.num_at_work += 1
+        try:
+            if rim.num_at_work > bounds.max_concurrent_requests:
+                raise UnavailableError("Too many requests are at work; try again soon.", status=429)
+            reply.deadline = deadline_of(scope, reply.arrived, bounds.request_timeout_s)
+            raw = await read_bytes(scope, receive, rim.max_body_bytes, bounds.body_timeout_s)
+            await while_connected(receive, self._work(raw, reply))
+        except ClientDisconnected:
+            return
+        except Exception as error:  # noqa: BLE001 - this is the rim: every request gets an answer
+            await reply.fail(error)
+        finally:
+            rim.num_at_work -= 1
+            reply.log()
+
+    async def _work(self, raw: bytes, reply: ResponseWriter) -> None:
+        name = self._rim.model.name
+        if len(raw) > PARSED_AT_ONCE:
+            body = await run_in_thread(read_body, self._kind, raw, name)
+        else:
+            body = read_body(self._kind, raw, name)
+        await self._answer(body, reply)

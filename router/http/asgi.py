@@ -1,0 +1,226 @@
+"""HTTP at the ASGI level: bodies read under limits, replies that know whether they began, clients that leave."""
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from router.http.keys import Identity, identity_of
+from router.http.responses import dump, event
+from shared.errors import RequestError, UnavailableError
+from shared.logs import about, fields
+from shared.trace_context import traceparent_of
+
+access = logging.getLogger("baton.access")
+log = logging.getLogger(__name__)
+
+LABEL = re.compile(r"[A-Za-z0-9._-]{1,64}")
+SECONDS = re.compile(r"[0-9]{1,12}(?:\.[0-9]{1,9})?(?:[eE][0-9])?")
+MAX_TIMEOUT_S = 86_400.0
+CLIENT_GONE = 499  # nginx's status for it, in the access log only
+KINDS = {  # the `type` of an error
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class ClientDisconnected(Exception):
+    """Nobody is left to answer."""
+
+
+def label_of(scope: Scope, fallback: str) -> str:
+    """The client's X-Request-Id where it is harmless. It is echoed and logged, and means nothing else."""
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if LABEL.fullmatch(given) else fallback
+
+
+def deadline_of(scope: Scope, arrived: float, longest_s: float) -> float | None:
+    """When nobody waits for the answer any more, on the clock of `arrived`: after `x-request-timeout` seconds, at most
+    `longest_s` (0: a day). None: never. Raises Rejected for what is no such time."""
+    given = Headers(scope=scope).getlist("x-request-timeout")
+    if not given:
+        return arrived + longest_s if longest_s else None
+    seconds = float(given[0]) if len(given) == 1 and SECONDS.fullmatch(given[0]) else 0.0
+    if not seconds > 0:
+        raise RequestError("`x-request-timeout` must be a number of seconds above 0, given once.", "x-request-timeout")
+    return arrived + min(seconds, longest_s or MAX_TIMEOUT_S)
+
+
+def check_headers(headers: Headers, limit: int) -> None:
+    """Raises Rejected for a body that is not plain JSON, or announces more than `limit` bytes."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise RequestError("Content-Type must be application/json.", status=415)
+    if headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise RequestError("Content-Encoding is not supported; send the body as it is.", status=415)
+    if headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
+        raise RequestError("Transfer-Encoding may be chunked and nothing else; send the body as it is.", status=415)
+    length = headers.get("content-length", "0")
+    if length.isascii() and length.isdigit() and int(length[:19]) > limit:
+        raise too_large(limit)
+
+
+def too_large(limit: int) -> RequestError:
+    return RequestError(f"The body is larger than {limit} bytes.", code="body_too_large", status=413)
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float) -> bytes:
+    """The body, never more than `limit` bytes of it in memory. Raises Rejected (408, 413, 415) or ClientGone."""
+    check_headers(Headers(scope=scope), limit)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnected
+                body += message.get("body", b"")
+                if len(body) > limit:
+                    raise too_large(limit)
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        raise RequestError("The body did not arrive in time.", status=408) from None
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` to its end, or cancels it the moment its client is gone."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+    if not task.cancelled():
+        task.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def described(error: Exception, label: str) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Status, OpenAI's error object, and headers. What is not meant for clients is logged under `label` instead."""
+    headers: dict[str, str] = {}
+    param = code = None
+    match error:
+        case RequestError():
+            status, message, param, code = error.status, error.message, error.param, error.code
+            if status in (408, 413, 415):  # the rest of the body was not read
+                headers["connection"] = "close"
+        case UnavailableError():
+            status, message, code = error.status, error.message, error.code
+            if status != 504:  # what was too late once may be asked again at once
+                headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+        case HTTPException():
+            status, message = error.status_code, str(error.detail)
+            headers |= error.headers or {}
+        case _:
+            log.error("request %s failed by a bug", label, exc_info=error)
+            status, message = 500, "The server failed to handle this request."
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}, headers
+
+
+class ResponseWriter:
+    """One response. It is either one JSON object or a stream of events, and ends in every case with an answer.
+
+    It names its request in every log line of the task that made it.
+    """
+
+    def __init__(self, scope: Scope, send: Send, label: str) -> None:
+        self._send = send
+        self._label = self._name = label
+        self._scope = scope
+        self.traceparent = traceparent_of(Headers(scope=scope).getlist("traceparent"))
+        self.arrived = time.monotonic()
+        self.deadline: float | None = None  # on the same clock
+        self.log_fields: Callable[[], Mapping[str, object]] = dict  # what the access line says beside the status
+        self._status = CLIENT_GONE
+        self._outcome = "client_gone"
+        self._streams = False
+        about(label, self.traceparent)
+
+    @property
+    def identity(self) -> Identity:
+        """Raises KeyError where nobody has looked."""
+        return identity_of(self._scope)
+
+    def name(self, identity: str) -> None:
+        """The name under which clients and records know this request, from here on."""
+        self._name = identity
+        about(identity, self.traceparent)
+
+    def log(self) -> None:
+        """The request's one line in the access log, when it is over."""
+        if not access.isEnabledFor(logging.INFO):
+            return
+        duration_ms = round(1000 * (time.monotonic() - self.arrived), 1)
+        seen: dict[str, object] = {"request": self._name, "path": self._scope["path"], "status": self._status}
+        seen |= {"tenant": self.identity.tenant} if self.identity.tenant else {}
+        seen |= {"outcome": self._outcome, "duration_ms": duration_ms, **self._logged()}
+        access.info(" ".join(f"{name}={value}" for name, value in seen.items()), extra=fields(**seen))
+
+    def _logged(self) -> Mapping[str, object]:
+        try:
+            return self.log_fields()
+        except Exception:  # the request is answered: its line must not be what fails it
+            log.exception("request %s has no facts for the access log", self._name)
+            return {}
+
+    async def json(self, value: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        body = dump(value).encode()
+        await self._start(
+            status, {"content-type": "application/json", "content-length": str(len(body))} | (headers or {})
+        )
+        await self._send({"type": "http.response.body", "body": body})
+        self._outcome = "answered"
+
+    async def events(self, data: bytes) -> None:
+        """Part of a stream; the first part starts it, so that failures before it still have a status."""
+        if not self._streams:
+            self._streams = True
+            await self._start(
+                200,
+                {
+                    "content-type": "text/event-stream; charset=utf-8",
+                    "cache-control": "no-cache",
+                    "x-accel-buffering": "no",
+                },
+            )
+        if data:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        """Ends a stream."""
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        self._outcome = "answered"
+
+    async def fail(self, error: Exception) -> None:
+        """Tells the client: by status, or in a stream that has begun by one last event."""
+        status, value, headers = described(error, self._label)
+        if not self._streams:
+            await self.json(value, status, headers)
+        else:
+            await self.events(event(value))
+            await self.end()
+        self._outcome = type(error).__name__
+
+    async def _start(self, status: int, headers: dict[str, str]) -> None:
+        self._status = status
+        named = headers | {"x-request-id": self._label, "traceparent": self.traceparent}
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})

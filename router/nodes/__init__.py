@@ -1,0 +1,1 @@
+"""Connections to the nodes, and which of them take requests."""

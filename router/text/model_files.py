@@ -1,0 +1,61 @@
+"""What the router knows of the model without loading it: its name, its context, its vocabulary and its stop tokens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from router.dispatch.requests import ModelCard
+from shared.errors import ConfigError
+
+MAX_CONFIG_BYTES = 1 << 20
+MAX_COUNT = 2**31 - 1
+
+
+def read_model(directory: Path, name: str, max_model_len: int, created: int) -> ModelCard:
+    """Raises ConfigError naming the file and the key. `max_model_len` 0: the model's own."""
+    config = read_object(directory / "config.json")
+    positions = _count(config, "max_position_embeddings", directory)
+    vocab_size = _count(config, "vocab_size", directory)
+    return ModelCard(
+        name,
+        min(positions, max_model_len) if max_model_len else positions,
+        vocab_size,
+        _stop_ids(directory, config, vocab_size),
+        created,
+    )
+
+
+def _stop_ids(directory: Path, config: dict[str, Any], vocab_size: int) -> frozenset[int]:
+    """Of generation_config.json where there is one, as it is the one that its authors tune."""
+    generation = directory / "generation_config.json"
+    found = read_object(generation).get("eos_token_id") if generation.exists() else None
+    ids = found if found is not None else config.get("eos_token_id")
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(type(identity) is int and 0 <= identity < vocab_size for identity in ids):
+        raise ConfigError(f"{directory}: eos_token_id must be a token id below {vocab_size}, or a list of them")
+    return frozenset(ids)
+
+
+def _count(config: dict[str, Any], key: str, directory: Path) -> int:
+    value = config.get(key)
+    if type(value) is not int or not 0 < value <= MAX_COUNT:
+        shown = repr(value)[:60] if key in config else "missing"
+        raise ConfigError(f"{directory / 'config.json'}: {key} is {shown}: it must be from 1 to {MAX_COUNT}")
+    return value
+
+
+def read_object(file: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """A JSON object. Raises ConfigError, in one line that names the file, for anything else."""
+    try:
+        if file.stat().st_size > limit:
+            raise ConfigError(f"{file} is over {limit} bytes: not a model's configuration")
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}; --model must name a Hugging Face model directory") from None
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{file} is not JSON: {str(error)[:200]}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} is not a JSON object")
+    return value

@@ -1,0 +1,1 @@
+"""Settings of every process, and the command line made from them."""

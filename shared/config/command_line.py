@@ -1,0 +1,138 @@
+"""The command line of every process: an option a setting, made from the settings themselves.
+
+Wrong usage and wrong values are one line on stderr and status 2.
+"""
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
+
+import typer
+import typer.main
+from pydantic.fields import FieldInfo
+
+from shared.config.settings import Settings, flag_of, format_value, hide_password, is_size, resolve, variable_of
+from shared.errors import ConfigError
+
+S = TypeVar("S", bound=Settings)
+
+# Typer carries its own copy of click, or needs click itself, and exports from neither the class of all wrong usage.
+Misuse = cast(type[Exception], next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"))
+
+
+def settings_from_command_line(kind: type[S], argv: Sequence[str], prog: str) -> S:
+    """For `__main__`. Ends the process after --help and --print-config, and with status 2 for a bad value."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=markup_mode())
+    app.command(help=f"Run one process: {prog}.")(command_of(kind, prog, lambda settings: settings))
+    result = run_app(app, argv, prog)
+    if isinstance(result, kind):
+        return result
+    raise SystemExit(result)
+
+
+def markup_mode() -> Literal["rich"] | None:
+    """Boxes and colours are for terminals."""
+    return "rich" if sys.stdout.isatty() else None
+
+
+def run_app(app: typer.Typer, argv: Sequence[str], prog: str) -> Any:
+    """What the command returned, or 0 after --help. Wrong usage is one line on stderr and SystemExit(2)."""
+    try:
+        return typer.main.get_command(app).main(args=list(argv), prog_name=prog, standalone_mode=False)
+    except Misuse as error:
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context is not None else prog
+        print(f"{path}: {cast(typer.BadParameter, error).format_message()}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def command_of(kind: type[S], prog: str, run: Callable[[S], Any]) -> Callable[..., Any]:
+    """A function that Typer takes for a command with an option a field, and that runs `run` with the settings.
+
+    A ConfigError, of the settings or out of `run`, is one line on stderr and status 2.
+    """
+
+    def command(print_config: bool, **flags: object) -> Any:
+        try:
+            settings, sources = resolve(kind, flags, os.environ)
+            if print_config:
+                print_settings(settings, sources)
+                return 0
+            for name in kind.needed:
+                if not getattr(settings, name):
+                    raise ConfigError(f"{flag_of(name)} (or {variable_of(name)}) is needed")
+            return run(settings)
+        except ConfigError as error:
+            print(f"{prog}: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+
+    parameters = [_parameter(name, field, _panel(kind, name)) for name, field in kind.model_fields.items()]
+    about = typer.Option("--print-config", help="Print every setting with where it comes from, and end.")
+    parameters.append(_keyword("print_config", Annotated[bool, about], default=False))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _parameter(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
+    """Values stay text: pydantic is the one that reads them, from wherever they come."""
+    flag = flag_of(name)
+    default = format_value(field.get_default(call_default_factory=True), field)
+    about = str(field.description)
+    if default and f"{default}: " not in about:  # there, the text says already what the default does
+        about += f" Default: {default}."
+    if field.annotation is bool:
+        flag += f"/--no-{flag[2:]}"
+    option = typer.Option(
+        flag,
+        help=about,
+        metavar=None if field.annotation is bool else _metavar(field),
+        show_default=False,
+        rich_help_panel=panel,
+    )
+    return _keyword(name, Annotated[bool | None if field.annotation is bool else str | None, option], default=None)
+
+
+def _keyword(name: str, annotation: object, default: object) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _metavar(field: FieldInfo) -> str:
+    if get_origin(field.annotation) is Literal:
+        return f"[{'|'.join(get_args(field.annotation))}]"
+    if is_size(field):
+        return "SIZE"
+    return {int: "INTEGER", float: "NUMBER"}.get(cast(type, field.annotation), "TEXT")
+
+
+def _panel(kind: type[Settings], name: str) -> str:
+    """The class that declares the field says what it is about."""
+    owner = next(base for base in kind.__mro__ if name in inspect.get_annotations(base))
+    return str(owner.__doc__).split(";")[0]
+
+
+def _shown(value: str, field: FieldInfo) -> str:
+    return hide_password(value) if field.repr or not value else "***"
+
+
+def print_settings(settings: Settings, sources: Mapping[str, str]) -> None:
+    """A table on a terminal; elsewhere `name = value  # source`."""
+    fields = type(settings).model_fields
+    rows = [
+        (name, _shown(format_value(getattr(settings, name), fields[name]), fields[name]), source)
+        for name, source in sources.items()
+    ]
+    if not sys.stdout.isatty():
+        for name, value, source in rows:
+            print(f"{name} = {value}  # {source}")
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("setting", "value", "from", box=None)
+    for row in rows:
+        table.add_row(*map(Text, row), style="" if row[2] == "default" else "bold")
+    Console().print(table)

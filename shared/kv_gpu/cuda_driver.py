@@ -1,0 +1,237 @@
+"""The CUDA driver through ctypes: memory of a GPU that another process may map, and copies of rows in it. No torch.
+
+What is here lives outside every framework's allocator, so no allocator setting can make it impossible to share.
+"""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_ubyte, c_uint64, c_void_p
+from functools import cache
+from typing import Any, Self
+
+from shared.kv_gpu.cuda_calls import (
+    BATCH_COPY,
+    BATCH_COPY_TYPES,
+    CALLS,
+    Access,
+    AllocationProperties,
+    CopyAttributes,
+    IpcHandle,
+    Location,
+)
+
+VMM, LEGACY = "vmm", "legacy"
+SHARE_BY_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE and CU_MEM_ALLOCATION_TYPE_PINNED alike
+READ_AND_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+CAN_SHARE_BY_DESCRIPTOR = 103  # CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: waits for no default stream, and none for it
+LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+
+
+class CudaError(OSError):
+    """A call of the driver failed; the text has its name and the driver's name of the error."""
+
+
+class Driver:
+    """`library` has the functions of `CALLS`, and perhaps `BATCH_COPY`: libcuda, or what stands in for it in tests."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        for name, types in CALLS.items():
+            getattr(library, name).argtypes = types
+        self.copies_batches = hasattr(library, BATCH_COPY)
+        if self.copies_batches:
+            getattr(library, BATCH_COPY).argtypes = BATCH_COPY_TYPES
+        self.call("cuInit", 0)
+
+    @classmethod
+    @cache
+    def load(cls) -> "Driver":
+        """The machine's own. Raises CudaError when it has none, or no GPU."""
+        try:
+            return cls(ctypes.CDLL("libcuda.so.1"))
+        except (OSError, AttributeError) as error:
+            raise CudaError(f"no CUDA driver to use here: {error}") from error
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Lets other threads run meanwhile. Raises CudaError."""
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            text = c_char_p()
+            self._library.cuGetErrorName(code, byref(text))
+            raise CudaError(f"{name} failed: {(text.value or b'unknown').decode()} ({code})")
+
+    def uuids(self) -> list[str]:
+        """Of the GPUs that this process may use, by ordinal; the same in every process that sees them."""
+        count, found = c_int(), []
+        self.call("cuDeviceGetCount", byref(count))
+        for ordinal in range(count.value):
+            uuid = (c_char * 16)()
+            self.call("cuDeviceGetUuid_v2", byref(uuid), self.device(ordinal))
+            found.append(bytes(uuid).hex())
+        return found
+
+    def device(self, ordinal: int) -> int:
+        device = c_int()
+        self.call("cuDeviceGet", byref(device), ordinal)
+        return device.value
+
+
+class CudaDevice:
+    """One GPU by its primary context, which frameworks use too. `ordinal` counts as theirs do."""
+
+    def __init__(self, ordinal: int, driver: Driver | None = None) -> None:
+        self.driver = driver or Driver.load()
+        self.device = self.driver.device(ordinal)
+        self.uuid = self.driver.uuids()[ordinal]
+        self._context = c_void_p()
+        self.driver.call("cuDevicePrimaryCtxRetain", byref(self._context), self.device)
+
+    def use(self) -> Driver:
+        """For this thread's next calls."""
+        self.driver.call("cuCtxSetCurrent", self._context)
+        return self.driver
+
+    def reaches(self, uuid: str) -> bool:
+        """Whether it can copy into the memory of that GPU: itself, or a peer that this process sees."""
+        uuids = self.driver.uuids()
+        if uuid not in uuids or uuid == self.uuid:
+            return uuid == self.uuid
+        can = c_int()
+        self.driver.call("cuDeviceCanAccessPeer", byref(can), self.device, self.driver.device(uuids.index(uuid)))
+        return bool(can.value)
+
+    def can_share_by_descriptor(self) -> bool:
+        can = c_int()
+        self.driver.call("cuDeviceGetAttribute", byref(can), CAN_SHARE_BY_DESCRIPTOR, self.device)
+        return bool(can.value)
+
+
+class CudaRegion:
+    """Memory of a GPU, this process's own (`allocate`) or a peer's (`attach`): `size` bytes at `address`.
+
+    `kind` says how a peer gets it: "vmm", by a descriptor, and the memory lives as long as anyone maps it; or
+    "legacy", by the 64 bytes of `handle`, and then nobody may touch it once its owner is gone.
+    """
+
+    def __init__(self, gpu: CudaDevice, kind: str, size: int, address: int, *, is_own: bool) -> None:
+        self.gpu = gpu
+        self.kind = kind
+        self.size = size
+        self.address = address
+        self.descriptor: int | None = None
+        self.handle = b""
+        self._is_own = is_own
+
+    @classmethod
+    def allocate(cls, gpu: CudaDevice, size: int) -> Self:
+        """Zeroed. Raises CudaError, for want of memory too."""
+        region = cls._created(gpu, size) if gpu.can_share_by_descriptor() else cls._allocated(gpu, size)
+        with_stream = CudaStream(gpu)
+        gpu.driver.call("cuMemsetD8Async", region.address, 0, region.size, with_stream.handle)
+        with_stream.wait()
+        with_stream.close()
+        return region
+
+    @classmethod
+    def attach(cls, gpu: CudaDevice, kind: str, size: int, descriptor: int | None, handle: bytes) -> Self:
+        """A peer's region, in this process. The descriptor stays the caller's. Raises CudaError."""
+        driver = gpu.use()
+        if kind == VMM:
+            memory = c_uint64()
+            driver.call("cuMemImportFromShareableHandle", byref(memory), descriptor, SHARE_BY_DESCRIPTOR)
+            return cls(gpu, kind, size, _mapped(gpu, memory, size), is_own=False)
+        address = c_uint64()
+        name = IpcHandle((c_ubyte * 64).from_buffer_copy(handle))
+        driver.call("cuIpcOpenMemHandle_v2", byref(address), name, LAZY_PEER_ACCESS)
+        return cls(gpu, kind, size, address.value, is_own=False)
+
+    def close(self) -> None:
+        """Idempotent. Nothing may be under way that reads or writes it from here."""
+        address, self.address = self.address, 0
+        if not address:
+            return
+        driver = self.gpu.use()
+        if self.kind == VMM:
+            driver.call("cuMemUnmap", address, self.size)
+            driver.call("cuMemAddressFree", address, self.size)
+        else:
+            driver.call("cuMemFree_v2" if self._is_own else "cuIpcCloseMemHandle", address)
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+    @classmethod
+    def _created(cls, gpu: CudaDevice, size: int) -> Self:
+        driver, wanted = (
+            gpu.use(),
+            AllocationProperties(ON_DEVICE, SHARE_BY_DESCRIPTOR, Location(ON_DEVICE, gpu.device)),
+        )
+        step, memory, descriptor = c_size_t(), c_uint64(), c_int(-1)
+        driver.call("cuMemGetAllocationGranularity", byref(step), byref(wanted), 0)
+        size = -(-size // step.value) * step.value
+        driver.call("cuMemCreate", byref(memory), size, byref(wanted), 0)
+        driver.call("cuMemExportToShareableHandle", byref(descriptor), memory, SHARE_BY_DESCRIPTOR, 0)
+        region = cls(gpu, VMM, size, _mapped(gpu, memory, size), is_own=True)
+        region.descriptor = descriptor.value
+        return region
+
+    @classmethod
+    def _allocated(cls, gpu: CudaDevice, size: int) -> Self:
+        driver, address, handle = gpu.use(), c_uint64(), IpcHandle()
+        driver.call("cuMemAlloc_v2", byref(address), size)
+        driver.call("cuIpcGetMemHandle", byref(handle), address)
+        region = cls(gpu, LEGACY, size, address.value, is_own=True)
+        region.handle = bytes(handle.reserved)
+        return region
+
+
+def _mapped(gpu: CudaDevice, memory: c_uint64, size: int) -> int:
+    """Where `memory` is from now on; as long as it is mapped, it needs no other reference."""
+    driver, address, access = gpu.driver, c_uint64(), Access(Location(ON_DEVICE, gpu.device), READ_AND_WRITE)
+    try:
+        driver.call("cuMemAddressReserve", byref(address), size, 0, 0, 0)
+        driver.call("cuMemMap", address, size, 0, memory, 0)
+        driver.call("cuMemSetAccess", address, size, byref(access), 1)
+    finally:
+        driver.call("cuMemRelease", memory)
+    return address.value
+
+
+class CudaStream:
+    """Copies one after another, beside what the GPU computes. For one thread."""
+
+    def __init__(self, gpu: CudaDevice) -> None:
+        self._driver = gpu.use()
+        self.handle = c_void_p()
+        self._driver.call("cuStreamCreate", byref(self.handle), NON_BLOCKING)
+
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Begin copies within GPUs: (target address, source address, bytes) each, in no order among themselves."""
+        if not self._driver.copies_batches or len(copies) < 2:
+            for target, source, size in copies:
+                self._driver.call("cuMemcpyDtoDAsync_v2", target, source, size, self.handle)
+            return
+        count = len(copies)
+        targets, sources = ((c_uint64 * count)(*(copy[side] for copy in copies)) for side in (0, 1))
+        sizes = (c_size_t * count)(*(copy[2] for copy in copies))
+        how, first, failed = CopyAttributes(IN_STREAM_ORDER), c_size_t(0), c_size_t()
+        self._driver.call(
+            BATCH_COPY, targets, sources, sizes, count, byref(how), byref(first), 1, byref(failed), self.handle
+        )
+
+    def to_host(self, target: int, source: int, size: int) -> None:
+        self._driver.call("cuMemcpyDtoHAsync_v2", target, source, size, self.handle)
+
+    def from_host(self, target: int, source: int, size: int) -> None:
+        self._driver.call("cuMemcpyHtoDAsync_v2", target, source, size, self.handle)
+
+    def wait(self) -> None:
+        """Until all that was begun is done."""
+        self._driver.call("cuStreamSynchronize", self.handle)
+
+    def close(self) -> None:
+        self._driver.call("cuStreamDestroy_v2", self.handle)

@@ -1,0 +1,153 @@
+"""The KV channel between GPUs of one host: the writer maps the receiver's memory and copies rows on the device.
+
+The receiver's own allocation is given once, as `shared.kv.local` says: by its descriptor, or by the 64 bytes of a
+legacy handle; nothing is pickled. Writes are one-sided: not `fenced`. A process that does not see the receiver's GPU,
+or whose GPU cannot reach it, is not `reachable`: GPUs are known by UUID, since ordinals differ between processes.
+"""
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from shared.kv.channel import DescriptorError, PeerDescriptor, PeerLostError
+from shared.kv.listener import ANSWER, check_answer, introduce
+from shared.kv.local import LocalChannel, host_id
+from shared.kv.peers import hung_up
+from shared.kv.shm import runs
+from shared.kv.staging import KVMemory
+from shared.kv_gpu.cuda_driver import VMM, CudaDevice, CudaError, CudaRegion, CudaStream
+
+OFFER = struct.Struct("<8sQ64s")  # kind, bytes of the region, legacy handle
+# Copied between two looks at whether to go on: half a millisecond on one GPU, beside which a look is little.
+PIECE_BYTES = 1 << 30
+# A killed process's sockets may be closed before the driver has ended what it began on the GPU.
+SETTLE_S = 0.1
+
+
+class DeviceRows(KVMemory, Protocol):
+    """A pool on a GPU: its rows lie one after another from the start of `region`."""
+
+    @property
+    def region(self) -> CudaRegion: ...
+
+
+class CudaIpcChannel(LocalChannel[DeviceRows]):
+    """See KVChannel. The rows of a push must be computed: the engine tells of a chunk after its step has ended, so no
+    event of the computing stream has to be waited for."""
+
+    name = "cuda_ipc"
+
+    def __init__(
+        self,
+        memory: DeviceRows,
+        boot: str,
+        on_writer_lost: Callable[[str], None],
+        server: socket.socket,
+        patience_s: float,
+    ) -> None:
+        self._region: CudaRegion | None = memory.region
+        self._uuid = memory.region.gpu.uuid
+        self._boot = boot
+        super().__init__(memory, boot, on_writer_lost, server, patience_s)
+
+    def _place(self) -> str:
+        return f"{host_id()} {self._uuid}"
+
+    def _reaches(self, place: str) -> bool:
+        host, _, uuid = place.partition(" ")
+        return host == host_id() and self._region is not None and self._region.gpu.reaches(uuid)
+
+    def _offer(self) -> tuple[bytes, list[int]]:
+        region = self._region
+        assert region is not None
+        data = OFFER.pack(region.kind.encode(), region.size, region.handle)
+        return data, [] if region.descriptor is None else [region.descriptor]
+
+    def _link(self, card: PeerDescriptor) -> "_Copier":
+        if self._region is None or not self._reaches(card.host):
+            raise DescriptorError("the peer's GPU cannot be written to from here")
+        return _Copier(card, self._boot, self._region, self._patience_s)
+
+    def _let_go(self) -> None:
+        self._region = None
+
+    def _serve(self, connection: socket.socket, boot: str) -> None:
+        super()._serve(connection, boot)
+        if not self._closed:
+            time.sleep(SETTLE_S)
+
+
+class _Copier:
+    """A peer's pool, mapped into this process for as long as the peer lives."""
+
+    def __init__(self, card: PeerDescriptor, boot: str, ours: CudaRegion, patience_s: float) -> None:
+        self._ours = ours
+        self._row_bytes = card.row_bytes
+        with contextlib.ExitStack() as undo:
+            self.socket, self._theirs = attach(card, boot, ours.gpu, patience_s)
+            undo.callback(self.socket.close)
+            undo.callback(self._theirs.close)
+            self._stream = CudaStream(ours.gpu)
+            undo.pop_all()
+
+    def push(self, _ticket: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]) -> None:
+        """Copy neighbouring rows at once, and wait for each piece: the other threads run meanwhile."""
+        size = self._row_bytes
+        copies: list[tuple[int, int, int]] = []
+        begun = 0
+        for start, end in runs(source, target, max(1, PIECE_BYTES // size)):
+            target_at, source_at = (
+                self._theirs.address + target[start] * size,
+                self._ours.address + source[start] * size,
+            )
+            copies.append((target_at, source_at, (end - start) * size))
+            begun += copies[-1][2]
+            if begun >= PIECE_BYTES or end == len(source):
+                if stopped() or hung_up(self.socket):
+                    break
+                self._stream.copy(copies)
+                self._stream.wait()
+                copies, begun = [], 0
+        if hung_up(self.socket):
+            raise PeerLostError("it has ended")
+
+    def interrupt(self) -> None:
+        """Nothing: a push looks at `stopped` every few milliseconds, and the peer must not see an end before that."""
+
+    def close(self) -> None:
+        with contextlib.suppress(CudaError):  # the device is lost, and with it all that was begun
+            self._stream.wait()
+            self._stream.close()
+            self._theirs.close()
+        self.socket.close()  # last, since this tells the peer that we write no more
+
+
+def attach(card: PeerDescriptor, boot: str, gpu: CudaDevice, patience_s: float) -> tuple[socket.socket, CudaRegion]:
+    """The memory of the card's owner, mapped for `gpu`, and the connection that tells it of us.
+
+    Raises CardError, PeerLostError, or OSError when the driver or the socket refuses.
+    """
+    with contextlib.ExitStack() as undo:
+        connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        connection.settimeout(patience_s)
+        connection.connect(card.endpoint)
+        introduce(connection, card, boot, patience_s)
+        data, descriptors, _, _ = socket.recv_fds(connection, ANSWER.size + OFFER.size, 1, socket.MSG_CMSG_CLOEXEC)
+        for descriptor in descriptors:
+            undo.callback(os.close, descriptor)
+        check_answer(data[: ANSWER.size])
+        if len(data) != ANSWER.size + OFFER.size:
+            raise PeerLostError("it offered no memory")
+        kind, size, handle = OFFER.unpack(data[ANSWER.size :])
+        name = kind.rstrip(b"\0").decode("ascii", "replace")
+        if size < card.num_rows * card.row_bytes or (name == VMM) != bool(descriptors):
+            raise PeerLostError(f"what it offered is no memory of {card.num_rows} rows of {card.row_bytes} bytes")
+        region = CudaRegion.attach(gpu, name, size, descriptors[0] if descriptors else None, handle)
+        for descriptor in descriptors:  # mapped memory needs no descriptor
+            os.close(descriptor)
+        undo.pop_all()
+    return connection, region

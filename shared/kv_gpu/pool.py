@@ -1,0 +1,187 @@
+"""The KV channel that moves nothing: a prefill node computes in the pool of the one decode node on its device.
+
+The decode node lends its memory (`PoolOwner`) and leaves a card where prefill nodes look; a prefill node maps it at its
+start (`PoolClient`), instead of having a pool of its own, and computes in the blocks that each handoff is granted. A
+connection as of `shm` or `cuda_ipc` says who still may write. Not `fenced`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from shared.kv import shm
+from shared.kv.channel import ChannelError, DescriptorError, PeerDescriptor, PeerLostError
+from shared.kv.checksum import checksums
+from shared.kv.local import LocalChannel
+from shared.kv.memory import Rows
+from shared.kv.peers import hung_up
+from shared.kv.staging import InPlaceStaging, Staging
+from shared.kv_gpu import cuda_ipc
+from shared.kv_gpu.cuda_driver import CudaDevice, CudaRegion
+
+log = logging.getLogger("baton.kv")
+NAME = "pool"
+LOOK_S = 0.2
+
+
+def descriptor_file(directory: str | Path, gpu: CudaDevice | None) -> Path:
+    """Where the lender of a device leaves its card: one for the host, one for each GPU."""
+    return Path(directory) / f"{NAME}-{gpu.uuid if gpu is not None else 'host'}"
+
+
+class PoolOwner:
+    """See KVChannel: the decode node's end. `inner`: the channel over whose socket borrowers come in; it is closed
+    with this one."""
+
+    name = NAME
+    fenced = False
+
+    def __init__(self, inner: LocalChannel[Any], path: Path) -> None:
+        """Raises OSError when another live decode node lends its pool at `path` already."""
+        self._inner = inner
+        self._path = path
+        if _is_live(inner, path):
+            raise OSError(f"{path}: another decode node lends its pool there; one a device can, or take --kv-directory")
+        written = path.with_suffix(f".{os.getpid()}")
+        written.write_bytes(inner.descriptor())
+        written.replace(path)
+
+    def descriptor(self) -> bytes:
+        return self._inner.descriptor()
+
+    def grant(self, ticket: bytes, rows: Sequence[int]) -> None:
+        self._inner.grant(ticket, rows)
+
+    def revoke(self, ticket: bytes) -> None:
+        """Nothing: a writer asks nobody."""
+
+    def fence_writer(self, boot: str) -> bool:
+        return self._inner.fence_writer(boot)
+
+    def reachable(self, card: bytes) -> bool:
+        return False
+
+    async def push(self, card: bytes, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
+        raise ChannelError("who lends its pool computes for nobody else's")
+
+    async def close(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if self._path.read_bytes() == self.descriptor():
+                self._path.unlink()
+        await self._inner.close()
+
+
+def _is_live(channel: LocalChannel[Any], path: Path) -> bool:
+    """Whether the card's owner lives, whatever its block size: a killed one leaves its card, and is in nobody's way."""
+    try:
+        return channel.is_live(PeerDescriptor.unpack(path.read_bytes(), channel.name))
+    except (FileNotFoundError, DescriptorError):
+        return False
+
+
+class PoolClient:
+    """See KVChannel, and KVMemory: the prefill node's end, and what it has for a pool.
+
+    `rows`: uint8 [num_rows, row_bytes] of the host; on a GPU there are none, and its memory is `region`. The lender
+    counts us as a writer until `close`; all computing has to be over by then.
+    """
+
+    name = NAME
+    fenced = False
+    sums: ClassVar[str] = "xxh3"
+
+    def __init__(self, card: PeerDescriptor, connection: socket.socket, rows: Rows, region: CudaRegion | None) -> None:
+        self.rows = rows
+        self.region = region
+        self.num_rows, self.row_bytes = card.num_rows, card.row_bytes
+        self.lender = card.incarnation_id
+        self._card = card.pack()
+        self._connection = connection
+
+    @classmethod
+    def attach(cls, directory: str | Path, gpu: CudaDevice | None, boot: str, wait_s: float, patience_s: float) -> Self:
+        """Waits for a lender on this device. Blocks. Raises ValueError when none comes within `wait_s`."""
+        path, until = descriptor_file(directory, gpu), time.monotonic() + wait_s
+        while True:
+            try:
+                return cls._attached(path.read_bytes(), gpu, boot, patience_s)
+            except (OSError, ChannelError) as error:
+                reason = str(error)
+            if time.monotonic() > until:
+                raise ValueError(
+                    f"--kv-channel pool: no decode node lends its pool in {path.parent} ({reason}): start one on this "
+                    "device with the same --kv-channel and --kv-directory"
+                )
+            time.sleep(LOOK_S)
+
+    @classmethod
+    def _attached(cls, data: bytes, gpu: CudaDevice | None, boot: str, patience_s: float) -> Self:
+        if gpu is None:
+            card = PeerDescriptor.unpack(data, shm.ShmChannel.name)
+            return cls(card, *shm.attach(card, boot, patience_s), None)
+        card = PeerDescriptor.unpack(data, cuda_ipc.CudaIpcChannel.name)
+        connection, region = cuda_ipc.attach(card, boot, gpu, patience_s)
+        return cls(card, connection, np.empty((0, 0), np.uint8), region)
+
+    def fitting(self, row_bytes: int) -> Self:
+        """Itself. Raises ValueError when its rows are not blocks of so many bytes."""
+        if row_bytes != self.row_bytes:
+            raise ValueError(
+                f"--kv-channel pool: the decode node's KV blocks have {self.row_bytes} bytes, ours {row_bytes}: both "
+                "need the same --model, --kv-cache-dtype and --block-size"
+            )
+        return self
+
+    def watch(self, on_lost: Callable[[], None]) -> None:
+        """`on_lost` is called on the running loop, once, when the lender has ended."""
+        loop = asyncio.get_running_loop()
+
+        def look() -> None:
+            if hung_up(self._connection):
+                loop.remove_reader(self._connection)
+                on_lost()
+
+        loop.add_reader(self._connection, look)
+
+    def checksums(self, rows: Sequence[int]) -> bytes:
+        return checksums(self.rows, rows)
+
+    def staging(self) -> Staging:
+        return InPlaceStaging(self.rows)
+
+    def descriptor(self) -> bytes:
+        return b""
+
+    def grant(self, ticket: bytes, rows: Sequence[int]) -> None:
+        raise ValueError("a borrowed pool takes nothing from others")
+
+    def revoke(self, ticket: bytes) -> None:
+        """Nothing is open."""
+
+    def fence_writer(self, boot: str) -> bool:
+        return True
+
+    def reachable(self, card: bytes) -> bool:
+        return card == self._card and not hung_up(self._connection)
+
+    async def push(self, card: bytes, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
+        """The rows are there: they were computed there."""
+        if not self.reachable(card):
+            raise PeerLostError("the decode node whose pool was computed in is gone")
+
+    async def close(self) -> None:
+        if self._connection.fileno() < 0:
+            return
+        asyncio.get_running_loop().remove_reader(self._connection)
+        self.rows = np.empty((0, 0), np.uint8)
+        if self.region is not None:
+            self.region.close()
+        self._connection.close()

@@ -1,0 +1,1 @@
+"""The control plane: messages, codec, methods and connections."""

@@ -1,0 +1,187 @@
+"""The msgpack codec of the control plane: dataclasses as arrays in field order, read as their types ask and no further.
+
+A shorter array than the dataclass takes the missing fields' defaults, a longer one is cut: both neighbours of a
+version understand it. Anything else that does not fit raises `DecodeError`, naming the field, where it is met: nothing
+is built that the types have no place for, however much of it was sent. The only importer of msgpack.
+"""
+
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any, TypeVar, Union, cast
+
+import msgpack
+from grpclib.encoding.base import CodecBase
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # a 4-million-token prompt; KV never travels here
+MAX_ITEMS = 1 << 20  # of all lists and maps of a message together
+DATACLASS_ITEMS = 16  # an item that is a dataclass counts as so many: what it costs to make
+MAX_FIELDS = 256  # of one dataclass, those of later versions included
+NIL = 0xC0
+BAD_BYTES = (ValueError, msgpack.UnpackException)
+T = TypeVar("T")
+
+
+class DecodeError(ValueError):
+    """The bytes are not a message of the type asked for."""
+
+
+def encode(message: object) -> bytes:
+    return cast(bytes, msgpack.packb(message, default=_as_array, use_bin_type=True))
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """Raises Malformed when `data` is not one `kind`, whole and well-typed. Costs what `kind` could make of it."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise DecodeError(f"{kind.__name__}: {len(data)} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
+    source = _Source(data)
+    value = _reader(cast(Any, kind), kind.__name__)(source)
+    if source.tell() != len(data):
+        raise DecodeError(f"{kind.__name__}: {len(data) - source.tell()} bytes follow its end")
+    return cast(T, value)
+
+
+def _as_array(message: object) -> list[Any]:
+    assert is_dataclass(message), f"{type(message).__name__} is not a message"
+    return [getattr(message, name) for name in _field_names(cast(Any, type(message)))]
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
+class _Source:
+    """One message on its way in. `value` reads a scalar; a container there is refused before it is built."""
+
+    __slots__ = ("_items_left", "array", "data", "map", "skip", "tell", "value")
+
+    def __init__(self, data: bytes) -> None:
+        # The limits hold for `unpack` alone: containers that the types ask for are entered by their headers.
+        unpacker = msgpack.Unpacker(
+            None, raw=False, max_buffer_size=max(1, len(data)), max_array_len=0, max_map_len=0, max_ext_len=0
+        )
+        unpacker.feed(data)
+        self.data = data
+        self.array = unpacker.read_array_header
+        self.map = unpacker.read_map_header
+        self.skip = unpacker.skip
+        self.tell = unpacker.tell
+        self.value = unpacker.unpack
+        self._items_left = MAX_ITEMS
+
+    def count(self, header: Callable[[], int], cost: int, where: str, what: str) -> int:
+        """Of a list's or a map's items, which the message may still have."""
+        try:
+            number = header()
+        except BAD_BYTES:
+            raise DecodeError(f"{where} is not a {what}") from None
+        self._items_left -= number * cost
+        if self._items_left < 0:
+            raise DecodeError(f"{where} has {number} items: too many for one message")
+        return number
+
+
+Read = Callable[[_Source], Any]
+
+
+@cache
+def _reader(hint: Any, where: str) -> Read:
+    """A function that reads the value of type `hint`; `where` names it in complaints."""
+    if is_dataclass(hint):
+        return _dataclass_reader(cast(type, hint), where)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is list:
+        return _list_reader(arguments[0], where)
+    if origin is dict:
+        return _dict_reader(arguments[0], arguments[1], where)
+    if origin in {Union, types.UnionType}:
+        (some,) = (argument for argument in arguments if argument is not type(None))
+        return _optional_reader(_reader(some, where))
+    assert hint in {int, float, str, bytes, bool}, f"no reader for {hint}"
+    return _scalar_reader(hint, where)
+
+
+def _scalar_reader(kind: type, where: str) -> Read:
+    def read(source: _Source) -> Any:
+        try:
+            value = source.value()
+        except BAD_BYTES as error:
+            raise DecodeError(f"{where} is no {kind.__name__}: {str(error) or type(error).__name__}") from None
+        if type(value) is kind:
+            return value
+        if kind is float and type(value) is int:
+            return float(value)
+        raise DecodeError(f"{where} is {type(value).__name__}, not {kind.__name__}")
+
+    return read
+
+
+def _optional_reader(inner: Read) -> Read:
+    def read(source: _Source) -> Any:
+        at = source.tell()
+        if at < len(source.data) and source.data[at] == NIL:
+            return source.value()
+        return inner(source)
+
+    return read
+
+
+def _list_reader(hint: Any, where: str) -> Read:
+    inner, cost = _reader(hint, where), DATACLASS_ITEMS if is_dataclass(hint) else 1
+
+    def read(source: _Source) -> Any:
+        return [inner(source) for _ in range(source.count(source.array, cost, where, "list"))]
+
+    return read
+
+
+def _dict_reader(key_hint: Any, hint: Any, where: str) -> Read:
+    key, inner = _reader(key_hint, where), _reader(hint, where)
+
+    def read(source: _Source) -> Any:
+        count = source.count(source.map, 1, where, "dict")
+        found = {key(source): inner(source) for _ in range(count)}
+        if len(found) < count:
+            raise DecodeError(f"{where} names a key twice")
+        return found
+
+    return read
+
+
+def _dataclass_reader(kind: type, where: str) -> Read:
+    hints = typing.get_type_hints(kind)
+    members = [_reader(hints[field.name], f"{kind.__name__}.{field.name}") for field in fields(kind)]
+    required = sum(field.default is MISSING and field.default_factory is MISSING for field in fields(kind))
+
+    def read(source: _Source) -> Any:
+        try:
+            count = source.array()
+        except BAD_BYTES:
+            count = -1
+        if not required <= count <= MAX_FIELDS:
+            raise DecodeError(f"{where} is not an array of at least {required} fields")
+        values = [member(source) for member in members[:count]]
+        for _ in range(count - len(members)):
+            try:
+                source.skip()
+            except BAD_BYTES as error:
+                raise DecodeError(f"{where}: {str(error) or type(error).__name__}") from None
+        return kind(*values)
+
+    return read
+
+
+@dataclass(frozen=True)
+class MessageCodec(CodecBase):
+    """For grpclib: `content-type: application/grpc+msgpack`."""
+
+    __content_subtype__ = "msgpack"
+
+    def encode(self, message: Any, message_type: Any) -> bytes:
+        return encode(message)
+
+    def decode(self, data: bytes, message_type: Any) -> Any:
+        return decode(data, message_type)

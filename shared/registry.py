@@ -43,7 +43,7 @@ def check_node(info: NodeInfo) -> None:
     stream alone."""
     address = ADDRESS.fullmatch(info.address)
     if not NAME.fullmatch(info.id) or not NAME.fullmatch(info.incarnation_id):
-        raise DecodeError("NodeInfo.id and .boot must be 1 to 64 letters, digits and . _ -")
+        raise DecodeError("NodeInfo.id and .incarnation_id must be 1 to 64 letters, digits and . _ -")
     if info.role not in {"prefill", "decode"}:
         raise DecodeError("NodeInfo.role must be prefill or decode")
     if address is None or not 1 <= int(address[1]) <= 65_535:
@@ -61,7 +61,7 @@ def check_node(info: NodeInfo) -> None:
         *info.attributes.values(),
     )
     if len(info.attributes) > MAX_FACTS or max(map(len, texts)) > MAX_TEXT:
-        raise DecodeError(f"NodeInfo: at most {MAX_FACTS} facts, and texts of {MAX_TEXT} characters")
+        raise DecodeError(f"NodeInfo: at most {MAX_FACTS} attributes, and texts of {MAX_TEXT} characters")
 
 
 class Registry(Protocol):

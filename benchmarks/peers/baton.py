@@ -14,9 +14,8 @@ import torch
 
 from benchmarks.peers.worker import serve
 from engine.components import BuildOptions, build
-from engine.engine import Engine, EngineListener
+from engine.engine import Engine, EngineListener, StepTiming
 from engine.runner import SliceOutput
-from node.recorder import StepTiming
 from scheduler.budget import budget_of
 from scheduler.policy import POLICIES
 from scheduler.request import Request, Step

@@ -83,7 +83,7 @@ def _places() -> Iterator[Path]:
 def _cache_directory(source: Path, places: Iterable[Path]) -> Path | None:
     """Of the kernels of a file, in the first place that is ours: who owns a directory may exchange those in it. Its
     name changes with all that kernels are made of; numba itself looks only at the one file, and at the CPU."""
-    files = {HERE / f"{name}.py" for name in ("jit", "vectors", "noise", "sampling")} | {*HERE.rglob("numba_*.py")}
+    files = {*HERE.glob("*.py"), HERE.parent / "counter_rng.py", HERE.parent / "sampling.py"}
     made_of = b"".join(file.read_bytes() for file in sorted(files | {source}))
     name = f"kernels-{hashlib.blake2b(made_of, digest_size=8).hexdigest()}"
     return next((at / name for at in places if at.is_absolute() and _is_ours(at) and _is_ours(at / name)), None)

@@ -135,7 +135,7 @@ def test_every_cut_of_a_message_is_refused() -> None:
 # ---- numbers -------------------------------------------------------------------------------------------------------
 
 WRONG_SUBMITS: list[tuple[SubmitRequest, str]] = [
-    *((replace(SUBMIT, sampling=replace(SUBMIT.sampling, **{name: value})), f"ampling.{name}")
+    *((replace(SUBMIT, sampling=replace(SUBMIT.sampling, **{name: value})), f"ampling(Params)?.{name}")
       for name, (low, high) in RANGES.items() for value in (int(low) - 1, int(high) + 1, math.nan)
       if not low <= value <= high and not abs(value) >= 2**63),
     (replace(SUBMIT, sampling=SamplingParams(temperature=math.inf)), "sampling.temperature is inf: it must be from 0 to 100"),
@@ -183,10 +183,10 @@ WRONG_NODES: list[tuple[dict[str, Any], str]] = [
     *(({"address": address}, "NodeInfo.address must be host:port") for address in (
         "", ":", "h:", "h:0", "h:70000", "h:-1", "h:1x", "h:\u0661", "h", "http://h:1/", "a b:1", "h:1\n", "x" * 300 + ":1")),
     *(({"id": name}, "NodeInfo.id") for name in ("", "a b", "../x", "x" * 65, "n\n")),
-    ({"boot": ""}, "NodeInfo.id and .boot"),
+    ({"incarnation_id": ""}, "NodeInfo.id and .incarnation_id"),
     ({"role": "king"}, "NodeInfo.role must be prefill or decode"),
-    ({"facts": {str(number): "" for number in range(65)}}, "at most 64 facts"),
-    ({"facts": {"x": "y" * 1025}}, "texts of 1024"),
+    ({"attributes": {str(number): "" for number in range(65)}}, "at most 64 attributes"),
+    ({"attributes": {"x": "y" * 1025}}, "texts of 1024"),
     ({"fingerprint": "y" * 1025}, "texts of 1024"),
 ]  # fmt: skip
 

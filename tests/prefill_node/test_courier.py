@@ -340,7 +340,7 @@ async def test_what_a_lost_answer_granted_is_given_back(monkeypatch: pytest.Monk
         here.decoder.waits[ReserveRequest] = asyncio.Event()
         await here.submit()
         stop = await here.decoder.hears(StopRequest)
-        assert (stop.ticket, stop.request) == (b"", "r")
+        assert (stop.reservation_id, stop.request) == (b"", "r")
         await here.empty()
         assert here.decoder.all(CommitRequest) == []
 
@@ -352,11 +352,11 @@ async def test_leases_of_all_tickets_are_renewed_together_until_their_end(monkey
         for identity in ("one", "two"):
             await here.submit(identity)
         await here.decoder.hears(CommitRequest, 2)
-        tickets = {commit.ticket for commit in here.decoder.all(CommitRequest)}
+        tickets = {commit.reservation_id for commit in here.decoder.all(CommitRequest)}
         await here.decoder.hears(RenewRequest, len(here.decoder.all(RenewRequest)) + 2)
         renew = here.decoder.all(RenewRequest)[-1]
         assert renew.writer == here.node.info.incarnation_id
-        assert {renew.tickets[:16], renew.tickets[16:]} == tickets
+        assert {renew.reservation_ids[:16], renew.reservation_ids[16:]} == tickets
         here.decoder.waits[CommitRequest].set()
         await here.empty()
         assert await wait_until(lambda: here.node.stats().handoffs == 2, 5.0)

@@ -110,10 +110,10 @@ async def test_an_exception_in_any_function_of_one_request_fails_that_request_al
             with monkeypatch.context() as patch:
                 patch.setattr(owner, name, broken(function, whose))
                 # The sides gave their methods away when they were made.
-                patch.setattr(here.prefill, "on_leaving", here.courier.on_submit)
-                patch.setattr(here.prefill, "on_admitted", here.courier.on_admitted)
+                patch.setattr(here.prefill, "on_send_submitted", here.courier.on_submit)
+                patch.setattr(here.prefill, "on_send_admitted", here.courier.on_admitted)
                 patch.setattr(here.prefill, "on_progress", here.courier.on_progress)
-                patch.setattr(here.decode, "on_landing", here.receiver.on_room_found)
+                patch.setattr(here.decode, "on_room_found", here.receiver.on_room_found)
                 await only_the_victim_fails(here, name)
         assert not here.prefill.fatal_error.done()
         assert not here.decode.fatal_error.done()

@@ -66,7 +66,7 @@ class Played:
     """A node that reports its load every 20 ms, until it is made silent or its stream is ended."""
 
     def __init__(self) -> None:
-        self.load = NodeStats()
+        self.stats = NodeStats()
         self.is_silent = False
         self.heard: list[RouterCommand] = []
         self.num_streams = 0
@@ -90,7 +90,7 @@ class Played:
     async def _beat(self, stream: Any) -> None:
         while True:
             if not self.is_silent:
-                await stream.send_message(NodeUpdate([], self.load))
+                await stream.send_message(NodeUpdate([], self.stats))
             await asyncio.sleep(0.02)
 
     async def _listen(self, stream: Any) -> None:
@@ -122,10 +122,10 @@ class Heard:
     deltas: list[TokenDelta] = field(default_factory=list)
     losses: list[NodeConnection] = field(default_factory=list)
 
-    def delta(self, _: NodeConnection, delta: TokenDelta) -> None:
+    def on_delta(self, _: NodeConnection, delta: TokenDelta) -> None:
         self.deltas.append(delta)
 
-    def lost(self, link: NodeConnection) -> None:
+    def on_node_lost(self, link: NodeConnection) -> None:
         self.losses.append(link)
 
 
@@ -314,7 +314,7 @@ async def test_a_draining_node_gets_nothing_new_and_keeps_what_it_has(told_by: s
         link, listener, node = here.fleet.connection("d0"), Heard(), here.nodes["d0"]
         link.submit(submit("r"), listener)
         if told_by == "node":
-            node.load = NodeStats("draining")
+            node.stats = NodeStats("draining")
         else:
             here.listing.put(replace(link.info, state="draining"))
         assert await wait_until(lambda: here.usable() == ([], ["d1"]), 5.0)
@@ -330,7 +330,7 @@ async def test_a_node_that_is_stuck_loses_its_requests_and_hears_of_it() -> None
     async with stage("d0 d1") as here:
         link, listener, node = here.fleet.connection("d0"), Heard(), here.nodes["d0"]
         link.submit(submit("r"), listener)
-        node.load = NodeStats("stuck")
+        node.stats = NodeStats("stuck")
         assert await wait_until(lambda: listener.losses == [link], 5.0)
         assert await wait_until(lambda: node.heard[-1].aborts == ["r"], 5.0)
         assert (link.is_alive, here.usable()) == (True, ([], ["d1"]))
@@ -351,7 +351,7 @@ async def test_a_change_wakes_who_waits_for_a_node() -> None:
     async with stage("d0") as here:
         acts: tuple[Callable[[], None], ...] = (
             lambda: here.nodes["d0"].end_stream(),
-            lambda: setattr(here.nodes["d0"], "load", NodeStats("stuck")),
+            lambda: setattr(here.nodes["d0"], "stats", NodeStats("stuck")),
             lambda: here.listing.take_out("d0"),
         )
         for act in acts:
@@ -396,7 +396,7 @@ async def test_a_node_that_comes_with_another_role_keeps_its_stream_and_does_oth
 
 async def test_placement_sees_what_a_node_says_of_its_speed_and_ignores_what_it_garbles() -> None:
     async with stage("d0") as here:
-        here.nodes["d0"].load = NodeStats(
+        here.nodes["d0"].stats = NodeStats(
             blocks_owned=6, prompt_tokens=5000, cost=CostModel(0.1, margin=0.2).packed(), transfer=[0.002, 1e-9]
         )
         facts = {"max_step_tokens": "2048", "tbt_slo_ms": "50"}
@@ -406,7 +406,7 @@ async def test_placement_sees_what_a_node_says_of_its_speed_and_ignores_what_it_
         view = link.view()
         assert (view.budget_tokens, view.tbt_slo_s, view.decode_context, view.cost_is_learnt) == (2048, 0.05, 24, True)
         assert (view.push_s, view.byte_s, view.token_bytes) == (0.002, 1e-9, 16)
-        here.nodes["d0"].load = NodeStats(cost=[1.0], transfer=[1.0])
+        here.nodes["d0"].stats = NodeStats(cost=[1.0], transfer=[1.0])
         here.listing.put(replace(here.listing.nodes["d0"], attributes={"max_step_tokens": "all", "tbt_slo_ms": "nan"}))
         assert await wait_until(lambda: link.view().cost is None, 5.0)
         view = link.view()
@@ -416,7 +416,7 @@ async def test_placement_sees_what_a_node_says_of_its_speed_and_ignores_what_it_
 async def test_a_load_of_nonsense_leaves_a_node_usable_and_its_status_json() -> None:
     async with stage("d0") as here:
         nan = float("nan")
-        here.nodes["d0"].load = NodeStats(cost=[nan] * 7, transfer=[nan, float("inf")], running=-5, steps=3)
+        here.nodes["d0"].stats = NodeStats(cost=[nan] * 7, transfer=[nan, float("inf")], running=-5, steps=3)
         link = here.fleet.connection("d0")
         assert await wait_until(lambda: link.stats.steps == 3, 5.0)
         view = link.view()

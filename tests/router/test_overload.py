@@ -94,7 +94,7 @@ def test_what_is_held_and_waits_adds_up_and_everybody_gets_a_turn(acts: list[tup
         elif act == "leave" and it.waiting:
             one = it.waiting[given_[0] % len(it.waiting)]
             it.took(it.admission.release(one, 0, it.now))
-            if not one.left:
+            if not one.num_left:
                 it.waiting.remove(one)
         elif act in {"end", "computed", "known"} and it.held:
             one = it.held[given_[0] % len(it.held)]

@@ -37,14 +37,17 @@ class Seen:
         return {name for name, count in self.behind.items() if count > 1}
 
 
-def watch(name: str, seed: int, lands: float = 0.0) -> Iterator[Seen]:
+def watch(name: str, seed: int, receive_kv: float = 0.0) -> Iterator[Seen]:
     """Serves random requests, no two of which share a prefix, and yields every step."""
     rng = random.Random(seed)
     limits = StepLimits(BUDGET, max_num_seqs=20, long_prefill_token_threshold=rng.choice([0, 10]), tile_tokens=4)
     driver = Driver(scheduler := Scheduler(limits, 1000, 4, POLICIES[name]))
     todo = [
         request(
-            f"r{index}", [100 + index] * rng.randrange(2, 70), rng.randrange(2, 25), receive_kv=rng.random() < lands
+            f"r{index}",
+            [100 + index] * rng.randrange(2, 70),
+            rng.randrange(2, 25),
+            receive_kv=rng.random() < receive_kv,
         )
         for index in range(12)
     ]

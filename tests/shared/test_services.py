@@ -78,7 +78,7 @@ async def over_a_relay() -> AsyncIterator[tuple[Proxy, GuardedChannel]]:
         async with serving(Taker().handlers(STOP)) as address:
             relay = relays.between("127.0.0.2", int(address.split(":")[1]))
             async with dialled(address.replace("127.0.0.1", "127.0.0.2"), answer_s=0.15) as channel:
-                assert (await STOP.call(channel, StopRequest(b"", ""), 2.0)).error == "Stop"
+                assert (await STOP.call(channel, StopRequest(b"", ""), 2.0)).error == "StopRequest"
                 yield relay, channel
 
 
@@ -120,11 +120,11 @@ async def test_a_message_of_the_limit_is_taken_and_one_more_byte_is_an_error_for
     async with serving(taker.handlers(STOP)) as address, dialled(address) as channel:
         overhead = len(b"\x93\xc6....\xa0\xa0")  # array of three, bytes with a 32-bit length, two empty texts
         largest = MAX_MESSAGE_BYTES - overhead
-        assert (await STOP.call(channel, StopRequest(bytes(largest)), 30.0)).error == "Stop"
+        assert (await STOP.call(channel, StopRequest(bytes(largest)), 30.0)).error == "StopRequest"
         with pytest.raises(PeerError):
             await STOP.call(channel, StopRequest(bytes(largest + 1)), 30.0)
         assert [len(message.ticket) for message in taker.heard] == [largest]
-        assert (await STOP.call(channel, StopRequest(b"next"), 5.0)).error == "Stop", "the connection is well"
+        assert (await STOP.call(channel, StopRequest(b"next"), 5.0)).error == "StopRequest", "the connection is well"
 
 
 async def test_a_reply_over_the_limit_is_a_peer_error() -> None:
@@ -143,7 +143,7 @@ async def test_a_payload_that_is_no_message_is_an_invalid_argument(payload: byte
         body = struct.pack(">?I", False, len(payload)) + payload
         trailers = await raw_call(address, STOP.path, body, end=True)
         assert trailers["grpc-status"] == str(Status.INVALID_ARGUMENT.value)
-        assert trailers["grpc-message"].startswith("Stop")
+        assert trailers["grpc-message"].startswith("StopRequest")
         assert taker.heard == []
 
 
@@ -169,7 +169,7 @@ async def test_a_peer_that_is_not_there_or_does_not_answer_is_a_peer_error() -> 
         return Ack()
 
     async with serving({STOP: unary(never)}) as address, dialled(address) as channel:
-        with pytest.raises(PeerError, match="Stop"):
+        with pytest.raises(PeerError, match="StopRequest"):
             await STOP.call(channel, StopRequest(b""), 0.05)
     async with dialled(address) as channel:
         with pytest.raises(PeerError, match=STOP.path):

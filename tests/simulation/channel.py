@@ -112,19 +112,19 @@ class SimChannel:
 
     # ---- receiver ------------------------------------------------------------------------------------------------
 
-    def card(self) -> bytes:
+    def descriptor(self) -> bytes:
         return self._card.pack()
 
-    def open(self, ticket: bytes, rows: Sequence[int]) -> None:
+    def grant(self, ticket: bytes, rows: Sequence[int]) -> None:
         check_open(ticket, rows, self._memory.num_rows)
         if ticket in self._tickets:
             raise ValueError("the ticket is open already")
         self._tickets[ticket] = frozenset(rows)
 
-    def shut(self, ticket: bytes) -> None:
+    def revoke(self, ticket: bytes) -> None:
         self._tickets.pop(ticket, None)
 
-    def bar(self, boot: str) -> bool:
+    def fence_writer(self, boot: str) -> bool:
         if self._writers[boot]:
             self._exchange.weather.reached("channel: a writer that seems dead is connected")
             return False

@@ -15,13 +15,13 @@ def unbalanced(world: Any) -> list[str]:
         if ledger.owned or ledger.reserved or ledger.quarantined:
             found.append(f"{host.name} {ledger}")
         found += [f"{host.name} {request.id} {request.state}" for request in scheduler.requests.values()]
-        found += [f"{host.name} knows {identity}" for identity in node.roster.router_of]
-        for outbox in node.routers.outboxes.values():
+        found += [f"{host.name} knows {identity}" for identity in node.active.router_of]
+        for outbox in node.sessions.streams.values():
             found += [f"{host.name} outbox {identity}" for identity in outbox.requests]
         found += _of_sides(host)
     if world.router.is_up and world.router.fleet is not None:
-        for link in world.router.fleet._links.values():
-            if link.listeners or link.outstanding_tokens or link.kv_tokens or link.arriving:
+        for link in world.router.fleet._connections.values():
+            if link.listeners or link.outstanding_tokens or link.kv_tokens or link.prefilling:
                 found.append(f"router counts {link.info.id}: {sorted(link.listeners)} {link.kv_tokens}")
     return found
 
@@ -30,9 +30,9 @@ def _of_sides(host: Any) -> list[str]:
     found: list[str] = []
     sides = host.sides()
     if (courier := sides.get("prefill")) is not None:
-        found += [f"{host.name} hands off {identity}" for identity in courier._leaving]
+        found += [f"{host.name} hands off {identity}" for identity in courier._outgoing]
         for peer in courier._peers._peers.values():
-            found += [f"{host.name} renews a ticket at {peer.address}" for _ in peer.tickets]
+            found += [f"{host.name} renews a ticket at {peer.address}" for _ in peer.reservations]
     if (receiver := sides.get("decode")) is not None:
         found += [f"{host.name} awaits room for {identity}" for identity in receiver._waiting]
         found += [f"{host.name} awaits a landing" for _ in range(len(receiver._table))]

@@ -139,7 +139,7 @@ class NodeHost(Host):
     def sides(self) -> dict[str, Any]:
         """The ends of handoffs that it has had, by role."""
         owner: Any = getattr(self.node.on_abort if self.node is not None else None, "__self__", None)
-        return dict(owner._sides) if owner is not None else {}
+        return dict(owner._adapters) if owner is not None else {}
 
 
 class RouterHost(Host):

@@ -122,7 +122,7 @@ async def _nothing(*_: Any) -> None:
 
 
 MUTATIONS: dict[str, Broken] = {
-    "tickets stay open": _in_place_of(SimChannel, "shut", lambda self, ticket: None),
+    "tickets stay open": _in_place_of(SimChannel, "revoke", lambda self, ticket: None),
     "a release is forgotten": _around(BlockPool, "release", lambda original, self, blocks: original(self, blocks[1:])),
     "leases are ignored": _in_place_of(ReservationTable, "expired", lambda *_: []),
     "a barred writer is let in": _in_place_of(HandoffReceiver, "_can_write", lambda self, writer: False),

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-import node.process
 from node.output_publisher import OutputPublisher
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
@@ -169,7 +168,7 @@ class World:
             self.note("".join(traceback.format_exception(error)) if error is not None else "")
 
     def engine_made(self, engine: SimEngine, scheduler: Scheduler, teller: OutputPublisher | Any) -> None:
-        host = self.host_of(node.process)
+        host = self.host_of(engine.process)
         host.engine, host.scheduler, host.node = engine, scheduler, teller._listener
 
     def audit(self, process: Process, scheduler: Scheduler) -> None:
@@ -182,7 +181,7 @@ class World:
             ("reserved", ledger.reserved),
             ("preempted", scheduler.counters.preemptions),
             ("prefix hit", scheduler.counters.cache_hits),
-            ("rows found corrupt", node is not None and node.ticker.rows_corrupt),
+            ("rows found corrupt", node is not None and node.handoff_counters.rows_corrupt),
             ("a moved request found its blocks", any(map(_is_resumed, scheduler.running))),
         ):
             if is_so:

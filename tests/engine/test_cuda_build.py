@@ -14,17 +14,17 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from shared.kv.cuda_driver import CudaError
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.components import BuildOptions, build
 from engine.cuda.build import CONTEXT_BYTES, GIB, GRAPH_BYTES, build_on_cuda
 from engine.cuda.device import has_triton
 from engine.cuda.fake_graph import FakeGraphPool
-from engine.cuda.graphs import Recording
+from engine.cuda.graphs import GraphRecording
 from engine.models.config import ModelConfig
 from scheduler.request import Request
 from shared.kv.memory import HostMemory
+from shared.kv_gpu.cuda_driver import CudaError
 from tests.engine.build import GREEDY, generate
 
 torch.set_num_threads(1)
@@ -239,9 +239,9 @@ def test_a_capture_that_fails_is_not_hidden_by_the_end_of_its_graph() -> None:
         raise OUT_OF_MEMORY
 
     with pytest.raises(torch.OutOfMemoryError):
-        Recording(Pool()).capture(work)
+        GraphRecording(Pool()).capture(work)
     with pytest.raises(RuntimeError, match="previous error"):
-        Recording(Pool()).capture(lambda: None)
+        GraphRecording(Pool()).capture(lambda: None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

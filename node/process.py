@@ -6,6 +6,7 @@ import os
 import secrets
 import sys
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields, replace
@@ -17,6 +18,7 @@ from engine.components import BuildOptions, EngineComponents, build, on_gpu
 from engine.cuda.memory import DeviceMemory
 from engine.engine import Engine
 from engine.runner import set_ahead
+from engine.startup import stage
 from node.active_requests import RequestRules
 from node.emulated_link import EmulatedLink
 from node.node import Node, NodeServices, RoleAdapter
@@ -54,7 +56,7 @@ RoleFactory = Callable[[NodeServices, KVMemory, Sequence[KVChannel], float], Rol
 
 
 def main(settings: NodeSettings, role: Role, factories: Mapping[str, RoleFactory]) -> int:
-    """Run a node until SIGTERM. Return the exit status of the process: 2 when the settings cannot be served.
+    """Run a node until SIGTERM. Return the exit status of the process: 2, after one line on stderr, when it cannot start.
 
     `factories` make the adapters of both roles, by name; the node begins in `role`.
     """
@@ -72,10 +74,17 @@ def main(settings: NodeSettings, role: Role, factories: Mapping[str, RoleFactory
         set_ahead(components.runner, settings.async_scheduling)
         settings = settings.model_copy(update={"advertise": advertised(settings)})
     except (ValueError, OSError) as error:
-        print(f"{role.name}: {error}", file=sys.stderr)
-        return 2
+        return _start_failed(settings, role, error)
     process = NodeProcess(settings, role, factories, components, incarnation_id, pool)
     return run(process.serve, settings.log_level, settings.log_format, settings.id or role.name)
+
+
+def _start_failed(settings: NodeSettings, role: Role, error: Exception) -> int:
+    """Print one line, with --log-level debug after a traceback. Return the exit status."""
+    if settings.log_level == "debug":
+        traceback.print_exception(error)
+    print(f"{role.name}: {error}", file=sys.stderr)
+    return 2
 
 
 def _build_options(settings: NodeSettings) -> BuildOptions:
@@ -148,12 +157,11 @@ class NodeProcess:
         async with AsyncExitStack() as cleanup:
             try:
                 node, registry = await self.open(cleanup, lifetime)
+                node.start()
+                cleanup.push_async_callback(node.close)
+                await self._warm_up(node)
             except (ValueError, OSError) as error:
-                print(f"{self.role.name}: {error}", file=sys.stderr)
-                return 2
-            node.start()
-            cleanup.push_async_callback(node.close)
-            await self._warm_up(node)
+                return _start_failed(self.settings, self.role, error)
             watchdog = self._watchdog(node)
             watchdog.start()
             cleanup.callback(watchdog.stop)
@@ -222,16 +230,26 @@ class NodeProcess:
         )
 
     async def _warm_up(self, node: Node) -> None:
-        """Run the first steps on the engine's thread, to which some of their state belongs."""
+        """Run the first steps on the engine's thread, to which some of their state belongs.
+
+        Raises ValueError, in one line, when they fail.
+        """
         loop = asyncio.get_running_loop()
-        warm = loop.create_future()
+        warm: asyncio.Future[Exception | None] = loop.create_future()
 
         def command(_: Scheduler) -> None:
-            self.components.runner.warm_up()
-            loop.call_soon_threadsafe(warm.set_result, None)
+            failed = None
+            try:
+                self.components.runner.warm_up()
+            except Exception as error:  # noqa: BLE001 - raised again by the coroutine that waits
+                failed = error
+            loop.call_soon_threadsafe(warm.set_result, failed)
 
         node.engine.post(command)
         await asyncio.wait((warm, node.fatal_error), return_when=asyncio.FIRST_COMPLETED)
+        with stage("the first steps", "leave more memory free: lower --gpu-memory-utilization or --num-blocks"):
+            if warm.done() and (failed := warm.result()) is not None:
+                raise failed
 
     def _watchdog(self, node: Node) -> Watchdog:
         """Make the watchdog of the engine, and of the event loop, which would have to report the engine's failure."""

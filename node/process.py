@@ -56,7 +56,7 @@ RoleFactory = Callable[[NodeServices, KVMemory, Sequence[KVChannel], float], Rol
 
 
 def main(settings: NodeSettings, role: Role, factories: Mapping[str, RoleFactory]) -> int:
-    """Run a node until SIGTERM. Return the exit status of the process: 2, after one line on stderr, when it cannot start.
+    """Run a node until SIGTERM. Return the exit status of the process: 2, after one line on stderr, if it cannot start.
 
     `factories` make the adapters of both roles, by name; the node begins in `role`.
     """

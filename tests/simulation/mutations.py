@@ -88,6 +88,11 @@ def _some_lost(original: Any, self: RouterSessions, router: str, *deltas: Any) -
     return original(self, router, *(delta for delta in deltas if delta.position != 3))
 
 
+def _orphans_kept(self: ActiveRequests, router: str) -> None:
+    for request_id in [key for key, entry in self._entries.items() if entry.router == router]:
+        self.finish(request_id, "forgotten")  # the scheduler never knows
+
+
 def _block_too_far(original: Any, self: Scheduler, request: Request, held: list[int]) -> None:
     original(self, request, held)
     if request.epoch and request.num_computed + self.block_tokens < len(request.tokens):
@@ -165,7 +170,7 @@ MUTATIONS: dict[str, Broken] = {
     "avoided prefill nodes stay avoided": _around(NodePool, "place", partial(_avoided_for_good, "prefill")),
     "avoided decode nodes stay avoided": _around(NodePool, "place", partial(_avoided_for_good, "decode")),
     "who is lost is not dialled again": _in_place_of(router.nodes.connection, "REDIAL_S", (1000.0,)),
-    "orphans are kept": _in_place_of(ActiveRequests, "abort_router", lambda *_: None),
+    "orphans are kept": _in_place_of(ActiveRequests, "abort_router", _orphans_kept),
     "stops are not said": _in_place_of(DecodePeers, "stop", _nothing),
     "a preempted row resumes too far on": _around(Scheduler, "_hold", _block_too_far),
     "blocks freed under a step": _around(Scheduler, "_free", _freed_under_a_step),

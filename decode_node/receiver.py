@@ -19,6 +19,7 @@ from shared.rpc.messages import (
     Ack,
     CommitRequest,
     PushedNotice,
+    RenewReply,
     RenewRequest,
     ReserveReply,
     ReserveRequest,
@@ -31,6 +32,7 @@ from shared.rpc.methods import COMMIT, PUSHED, RENEW, RESERVE, STOP, Rpc, unary
 log = logging.getLogger("baton.landing")
 TICK_S = 0.5
 MAX_TICKETS = 1 << 14  # that one writer may renew at once: far more than a pool has room for
+MAX_CANCELLED = 1 << 12  # requests whose cancellation is remembered
 CORRUPT = "checksums differ"
 
 
@@ -42,6 +44,7 @@ class HandoffReceiver:
         self._timeout_s = timeout_s  # how long a writer may wait for room
         self._table = ReservationTable(fenced=all(channel.fenced for channel in channels))
         self._waiting: dict[str, asyncio.Future[Request]] = {}
+        self._cancelled: dict[str, None] = {}  # requests that were stopped before they reserved anything
         node.on_room_found = self.on_room_found
         node.on_abort = self.on_abort
 
@@ -71,6 +74,8 @@ class HandoffReceiver:
             return ReserveReply(
                 error=f"writer is {message.writer!r:.40}: it must be a boot id of 32 hexadecimal digits"
             )
+        if submit.id in self._cancelled:
+            return ReserveReply(error="the prefill node has cancelled this request")
         waiting = asyncio.get_running_loop().create_future()
         try:
             request = node.register(submit.router, submit, lands=True)
@@ -175,16 +180,26 @@ class HandoffReceiver:
         if message.request in self._waiting:
             self._node.abort(message.request)
         ticket = message.reservation_id or self._table.id_of(message.request)
+        if not ticket:
+            self._remember_cancelled(message.request)
         self._end(self._table.stop(ticket), f"the prefill node stopped: {message.reason[:200]}")
         return Ack()
 
-    async def renew(self, message: RenewRequest) -> Ack:
+    def _remember_cancelled(self, identity: str) -> None:
+        """Refuse a reservation for this request if it arrives after its cancellation: over an older connection, a
+        request may be delivered late. The prefill node would never learn of that reservation, nor stop it."""
+        self._cancelled[identity] = None
+        if len(self._cancelled) > MAX_CANCELLED:
+            del self._cancelled[next(iter(self._cancelled))]
+
+    async def renew(self, message: RenewRequest) -> RenewReply:
         data = message.reservation_ids
         if len(data) > MAX_TICKETS * RESERVATION_ID_BYTES or len(data) % RESERVATION_ID_BYTES:
-            return Ack(f"{len(data)} bytes are not up to {MAX_TICKETS} tickets")
+            return RenewReply(f"{len(data)} bytes are not up to {MAX_TICKETS} tickets")
         tickets = [data[at : at + RESERVATION_ID_BYTES] for at in range(0, len(data), RESERVATION_ID_BYTES)]
         self._table.renew(message.writer, tickets, time.monotonic())
-        return Ack()
+        quarantined = b"".join(self._table.quarantined(message.writer))
+        return RenewReply("", self._table.has(message.writer), quarantined)
 
     # ---- what the node tells ------------------------------------------------------------------------------------
 

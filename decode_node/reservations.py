@@ -152,6 +152,14 @@ class ReservationTable:
         """Whether rows are promised to this writer. Walks all landings: rare."""
         return any(landing.writer == writer for landing in self._by_ticket.values())
 
+    def quarantined(self, writer: str) -> list[bytes]:
+        """Ids of this writer's reservations that were given up, and that it has not stopped. Walks all reservations."""
+        return [
+            reservation_id
+            for reservation_id, entry in self._by_ticket.items()
+            if entry.writer == writer and entry.phase is ReservationPhase.QUARANTINED
+        ]
+
     def writer_lost(self, writer: str) -> list[ReservationEnd]:
         """The writer's process is gone, or can reach this pool no more."""
         gone = [

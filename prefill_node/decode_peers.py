@@ -3,17 +3,20 @@
 Leases of all tickets with one peer are renewed in one message, by a timer that does not wait for the forward pass. A
 peer that does not answer a renewal in time is given up with all that waits for it; one that fails again and again is
 left alone for a while (`prefill_node.circuit_breaker`).
+
+The answer to a renewal names the reservations whose blocks the peer keeps in quarantine, as they may still be written
+from here. Each is stopped, whatever became of the first stop; a peer without handoffs is asked until it has none left.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from node.node import Node
 from prefill_node.circuit_breaker import CircuitBreaker
-from shared.kv.channel import ChannelError, KVChannel
+from shared.kv.channel import RESERVATION_ID_BYTES, ChannelError, KVChannel
 from shared.lifecycle import TaskGroup
 from shared.rpc import messages
 from shared.rpc.connection import GuardedChannel
@@ -26,7 +29,8 @@ INSIST_S = 2.0
 GONE_S = 60.0  # with nothing to ask, until a decode node that hung up is forgotten: its next life has another address
 # Long calls waiting for room share their connection with commits; HTTP/2 allows 100 calls on it.
 MAX_ASKING = 64
-STOP_TRIES = 30  # spread over a minute: a decode node that hears of no stop then is gone, or as good as
+STOP_TRIES = 30  # spread over a minute; after that, renewals find what is left in quarantine
+MAX_STOPS = 64  # of reservations in quarantine, after one renewal
 
 
 class PeerRefusedError(PeerError):
@@ -47,7 +51,9 @@ class DecodePeer:
     channel: KVChannel | None = None  # the last one chosen, and the cards that it was chosen from
     descriptors: dict[str, bytes] = field(default_factory=dict)
     failed: dict[str, bytes] = field(default_factory=dict)  # the card with which a channel last failed
-    reservations: dict[bytes, None] = field(default_factory=dict)
+    reservations: dict[bytes, Callable[[str], None]] = field(default_factory=dict)  # with what cancels the handoff
+    void: set[bytes] = field(default_factory=set)  # stopped here before the answer that grants them was received
+    is_settled: bool = False  # has no reservation of ours, as far as it said, and no handoff began since
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     num_waiting: int = 0  # handoffs that have asked for room
     asked_at: float = field(default_factory=time.monotonic)  # when a handoff began last, or a stop was to be said
@@ -98,6 +104,7 @@ class DecodePeers:
         if peer is None:
             peer = self._peers[address] = DecodePeer(address, connect(address))
         peer.asked_at = time.monotonic()
+        peer.is_settled = False
         return peer
 
     def _forget_gone(self) -> None:
@@ -154,13 +161,33 @@ class DecodePeers:
         while True:
             await asyncio.sleep(RENEW_S)
             self._forget_gone()
-            await asyncio.gather(*(self._renew_at(peer) for peer in self._peers.values() if not peer.is_idle))
+            due = [peer for peer in self._peers.values() if not (peer.is_idle and peer.is_settled)]
+            await asyncio.gather(*map(self._renew_at, due))
 
     async def _renew_at(self, peer: DecodePeer) -> None:
+        is_idle = peer.is_settled = peer.is_idle  # a handoff that begins meanwhile unsettles it again
+        if not peer.num_waiting:
+            peer.void.clear()  # no answer is due that could grant one of them
+        renewal = messages.RenewRequest(self._node.info.incarnation_id, b"".join(peer.reservations))
         try:
-            await RENEW.call(
-                peer.rpc, messages.RenewRequest(self._node.info.incarnation_id, b"".join(peer.reservations)), CALL_S
-            )
+            reply = await RENEW.call(peer.rpc, renewal, CALL_S)
         except PeerError as error:
-            log.warning("leases at %s were not renewed: %s", peer.address, error)
+            peer.is_settled = False
+            level = logging.DEBUG if is_idle else logging.WARNING
+            log.log(level, "leases at %s were not renewed: %s", peer.address, error)
             peer.rpc.close()  # who waits for room there goes elsewhere; the next call connects anew
+            return
+        if reply.has_reservations:
+            peer.is_settled = False
+        self._stop_quarantined(peer, reply.quarantined)
+
+    def _stop_quarantined(self, peer: DecodePeer, ids: bytes) -> None:
+        """Reservations that the peer gave up. A handoff that uses one is cancelled, and stops once its push has ended;
+        under one that no handoff uses, nothing is written now, and nothing may be later."""
+        for at in range(0, min(len(ids), MAX_STOPS * RESERVATION_ID_BYTES), RESERVATION_ID_BYTES):
+            reservation_id = ids[at : at + RESERVATION_ID_BYTES]
+            if (cancel := peer.reservations.get(reservation_id)) is not None:
+                cancel("the decode node gave its reservation up")
+            else:
+                peer.void.add(reservation_id)
+                self._tasks.start(self._acknowledged(peer, messages.StopRequest(reservation_id, "it is in quarantine")))

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from node.node import Node
@@ -125,8 +126,7 @@ class HandoffSender:
         leaving = self._outgoing.get(identity)
         if leaving is not None:
             leaving.is_silent = True
-            leaving.handoff.cancel("aborted")
-            leaving.changed.set()
+            _cancel(leaving, "aborted")
             if not leaving.is_running:
                 del self._outgoing[identity]
         return False  # the scheduler may have the blocks back now: what a push reads meanwhile is never committed
@@ -182,7 +182,9 @@ class HandoffSender:
                 return
             held, targets = messages.unpack_ids(reserved.held), messages.unpack_ids(reserved.targets)
             handoff.granted(reserved.reservation_id, reserved.num_held, tuple(targets))
-            peer.reservations[reserved.reservation_id] = None
+            peer.reservations[reserved.reservation_id] = partial(_cancel, leaving)
+            if reserved.reservation_id in peer.void:
+                raise ValueError(f"{peer.address} gave the reservation up before its answer came")
             self._check_grant(leaving, reserved, held + targets)
             leaving.channel = self._peers.choose_channel(peer, reserved.descriptors)
             leaving.descriptor = reserved.descriptors[leaving.channel.name]
@@ -293,6 +295,11 @@ class HandoffSender:
             node.handoff_counters.handoffs_failed += 1
             log.warning("handoff of %s failed: %s", request.id, handoff.reason)
             node.fail(request.id, f"handoff: {handoff.reason}", retry=True)
+
+
+def _cancel(leaving: OutgoingHandoff, reason: str) -> None:
+    leaving.handoff.cancel(reason)
+    leaving.changed.set()
 
 
 def _check(answer: messages.Ack) -> None:

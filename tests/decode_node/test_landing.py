@@ -95,6 +95,13 @@ class Landings(RuleBasedStateMachine):
         ]
         assert len(self.table) == len(kept)
 
+    @invariant()
+    def each_writer_is_told_what_it_has_to_stop(self) -> None:
+        kept = [entry for entry in self.landings.values() if entry.phase is ReservationPhase.QUARANTINED]
+        for writer in WRITERS:
+            mine = {entry.reservation_id for entry in kept if entry.writer == writer}
+            assert set(self.table.quarantined(writer)) == mine
+
 
 TestLandings = Landings.TestCase
 TestLandings.settings = settings(max_examples=150)

@@ -31,6 +31,7 @@ from shared.rpc.messages import (
     CommitRequest,
     NodeInfo,
     PushedNotice,
+    RenewReply,
     RenewRequest,
     ReserveReply,
     ReserveRequest,
@@ -264,6 +265,31 @@ async def test_an_abort_under_shm_keeps_the_blocks_until_the_writer_has_stopped(
         assert here.errors() == []
 
 
+async def test_a_renewal_names_what_is_in_quarantine_until_the_writer_has_stopped(tmp_path: Path) -> None:
+    async with bench("shm", tmp_path) as here:
+        renewal = RenewRequest(WRITER, b"")
+        assert await here.receiver.renew(renewal) == RenewReply()
+        reserved = await here.reserve()
+        await here.push(reserved)
+        assert await here.receiver.renew(renewal) == RenewReply("", has_reservations=True)
+        await here.send(RouterCommand("router", aborts=["r"]))
+        assert await wait_until(lambda: here.scheduler.ledger().quarantined == 5, 5.0)
+        assert await here.receiver.renew(renewal) == RenewReply("", True, reserved.reservation_id)
+        assert await here.receiver.renew(RenewRequest("b" * 32, b"")) == RenewReply(), "it is another writer's"
+        await here.receiver.stop(StopRequest(reserved.reservation_id))
+        await here.empty()
+        assert await here.receiver.renew(renewal) == RenewReply()
+
+
+async def test_a_reservation_that_arrives_after_its_cancellation_is_refused(tmp_path: Path) -> None:
+    """As over a connection that stalled and was given up. Its writer would never learn of it, nor stop it."""
+    async with bench("shm", tmp_path) as here:
+        await here.receiver.stop(StopRequest(b"", "no answer", "r"))
+        assert (await here.reserve()).error == "the prefill node has cancelled this request"
+        await here.empty()
+        assert (await here.reserve("other")).error == ""
+
+
 async def test_a_writer_that_hangs_up_gives_its_blocks_back_and_is_barred(tmp_path: Path) -> None:
     async with bench("shm", tmp_path) as here:
         reserved = await here.reserve()
@@ -360,7 +386,7 @@ async def test_a_grant_that_breaks_leaves_no_room_taken_though_nobody_asks_for_i
 
     async with bench(kind, tmp_path) as here:
         with monkeypatch.context() as patch:
-            patch.setattr(here.receiver._channels[0], "open", broken)
+            patch.setattr(here.receiver._channels[0], "grant", broken)
             with pytest.raises(ValueError, match="planted"):
                 await here.reserve()
         if kind == "shm":  # a ticket that nobody heard of: only the writer's word says that it is unused

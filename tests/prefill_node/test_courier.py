@@ -30,6 +30,7 @@ from shared.rpc.messages import (
     CommitRequest,
     NodeInfo,
     PushedNotice,
+    RenewReply,
     RenewRequest,
     ReserveReply,
     ReserveRequest,
@@ -60,6 +61,8 @@ class Decoder:
         self.heard: list[Any] = []
         self.held, self.targets = 0, TARGETS
         self.errors: dict[type, str] = {}  # what it answers to messages of a type
+        self.quarantined: dict[bytes, None] = {}  # reservations that it gave up, and that were not stopped
+        self.next_id = b""  # of the reservation that it grants next; by default a random one
         self.waits: dict[type, asyncio.Event] = {}  # what it waits for before it answers
         self.address = ""
 
@@ -68,9 +71,13 @@ class Decoder:
         if type(message) in self.waits:
             await self.waits[type(message)].wait()
         error = self.errors.get(type(message), "")
+        if isinstance(message, StopRequest):
+            self.quarantined.pop(message.reservation_id, None)
+        if isinstance(message, RenewRequest):
+            return RenewReply(error, bool(self.quarantined), b"".join(self.quarantined))
         if not isinstance(message, ReserveRequest) or error:
             return (ReserveReply if isinstance(message, ReserveRequest) else Ack)(error=error)
-        ticket, targets = secrets.token_bytes(16), self.targets[self.held :]
+        ticket, targets = self.next_id or secrets.token_bytes(16), self.targets[self.held :]
         self.channel.grant(ticket, targets)
         return ReserveReply(ticket, self.held, pack_ids(targets), self.cards)
 
@@ -360,10 +367,58 @@ async def test_leases_of_all_tickets_are_renewed_together_until_their_end(monkey
         here.decoder.waits[CommitRequest].set()
         await here.empty()
         assert await wait_until(lambda: here.node.stats().handoffs == 2, 5.0)
-        await asyncio.sleep(0.05)
+        assert await wait_until(lambda: here.decoder.all(RenewRequest)[-1].reservation_ids == b"", 5.0)
         told = len(here.decoder.all(RenewRequest))
         await asyncio.sleep(0.1)
         assert len(here.decoder.all(RenewRequest)) == told, "there is nothing left to renew"
+
+
+async def test_what_a_decode_node_keeps_for_nobody_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever became of the first stop: the prefill node asks once more when it has nothing to hand off."""
+    monkeypatch.setattr(peers_module, "RENEW_S", 0.03)
+    async with bench() as here:
+        lost = [bytes([number]) * 16 for number in (1, 2)]
+        here.decoder.quarantined = dict.fromkeys(lost)
+        await here.submit()
+        await here.decoder.hears(CommitRequest)
+        await here.empty()
+        await here.decoder.hears(StopRequest, 2)
+        assert {stop.reservation_id for stop in here.decoder.all(StopRequest)} == set(lost)
+        assert await wait_until(lambda: not here.decoder.quarantined, 5.0)
+
+
+async def test_a_handoff_whose_reservation_is_given_up_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its next chunk, at which it would learn of it, and no sooner stopped than its push has ended."""
+    monkeypatch.setattr(peers_module, "RENEW_S", 0.03)
+    async with bench(steps=1) as here:
+        await here.submit()
+        reservation_id = (await here.decoder.hears(PushedNotice)).reservation_id
+        here.decoder.quarantined[reservation_id] = None
+        assert (await here.decoder.hears(StopRequest)).reservation_id == reservation_id
+        failure = TokenDelta("r", error="handoff: the decode node gave its reservation up", retry=True)
+        assert await wait_until(lambda: failure in here.deltas, 5.0), here.deltas
+        here.steps.release(1000)
+        await here.empty()
+        assert here.decoder.all(CommitRequest) == []
+
+
+async def test_a_reservation_stopped_before_its_answer_is_received_is_never_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peers_module, "RENEW_S", 0.03)
+    async with bench() as here:
+        here.decoder.next_id = b"\x07" * 16
+        here.decoder.quarantined[here.decoder.next_id] = None
+        answer = here.decoder.waits[ReserveRequest] = asyncio.Event()
+        await here.submit()
+        await here.decoder.hears(StopRequest)
+        answer.set()
+        stops = [await here.decoder.hears(StopRequest, count) for count in (1, 2)]
+        assert {stop.reservation_id for stop in stops} == {here.decoder.next_id}
+        await here.empty()
+        assert not here.decoder.all(PushedNotice) + here.decoder.all(CommitRequest)
+        why = "gave the reservation up before its answer came"
+        assert await wait_until(lambda: any(why in delta.error for delta in here.deltas), 5.0), here.deltas
 
 
 async def test_a_channel_that_fails_costs_one_handoff_and_the_next_takes_another_channel() -> None:
@@ -413,7 +468,7 @@ async def test_a_grant_of_the_wrong_size_is_given_back_and_not_renewed(monkeypat
         await here.empty()
         here.decoder.heard.clear()
         await asyncio.sleep(0.1)
-        assert here.decoder.heard == []
+        assert not any(renewal.reservation_ids for renewal in here.decoder.heard)
 
 
 async def test_two_nodes_without_a_common_channel_say_which_there_are() -> None:

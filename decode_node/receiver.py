@@ -22,6 +22,7 @@ from shared.rpc.messages import (
     Ack,
     CommitRequest,
     PushedNotice,
+    RenewReply,
     RenewRequest,
     ReserveReply,
     ReserveRequest,
@@ -35,6 +36,7 @@ from shared.rpc.methods import COMMIT, PUSHED, RENEW, RESERVE, STOP, Rpc, unary
 log = logging.getLogger("baton.handoff")
 CHECK_LEASES_S = 0.5
 MAX_RENEWED = 1 << 14  # reservations in one renewal: far more than a pool has blocks for
+MAX_CANCELLED = 1 << 12  # requests whose cancellation is remembered
 CORRUPT = "checksums differ"
 NOT_OPEN = Ack("the reservation is not open")
 
@@ -71,6 +73,7 @@ class HandoffReceiver:
         self._check_leases_s = check_leases_s
         self._table = ReservationTable(all(channel.fenced for channel in channels), lease_s)
         self._waiting: dict[str, asyncio.Future[Request]] = {}  # for blocks, by request id
+        self._cancelled: dict[str, None] = {}  # requests that were stopped before they reserved anything
         self._tasks = TaskGroup()
 
     @property
@@ -102,6 +105,8 @@ class HandoffReceiver:
             return ReserveReply(error=f"this node has {self._info.fingerprint}, the prefill node {message.fingerprint}")
         if not is_incarnation_id(message.writer):
             return ReserveReply(error=f"writer is {message.writer!r:.40}: it must be 32 hexadecimal digits")
+        if submit.id in self._cancelled:
+            return ReserveReply(error="the prefill node has cancelled this request")
         blocks_found = asyncio.get_running_loop().create_future()
         try:
             request = self._requests.register(submit.router, submit, self, receive_kv=True)
@@ -214,16 +219,29 @@ class HandoffReceiver:
         if message.request in self._waiting:
             self._requests.abort(message.request)
         reservation_id = message.reservation_id or self._table.id_of(message.request)
+        if not reservation_id:
+            self._remember_cancelled(message.request)
         self._end(self._table.stop(reservation_id), f"the prefill node stopped: {message.reason[:200]}")
         return Ack()
 
-    async def renew(self, message: RenewRequest) -> Ack:
+    def _remember_cancelled(self, request_id: str) -> None:
+        """Refuse a reservation that arrives after its cancellation, late over an older connection.
+
+        The prefill node would never learn of that reservation, nor stop it.
+        """
+        self._cancelled[request_id] = None
+        if len(self._cancelled) > MAX_CANCELLED:
+            del self._cancelled[next(iter(self._cancelled))]
+
+    async def renew(self, message: RenewRequest) -> RenewReply:
+        """Renew leases. Report what is in quarantine until the writer stops it."""
         data, size = message.reservation_ids, RESERVATION_ID_BYTES
         if len(data) > MAX_RENEWED * size or len(data) % size:
-            return Ack(f"{len(data)} bytes are not up to {MAX_RENEWED} reservation ids")
+            return RenewReply(f"{len(data)} bytes are not up to {MAX_RENEWED} reservation ids")
         reservation_ids = [data[at : at + size] for at in range(0, len(data), size)]
         self._table.renew(message.writer, reservation_ids, time.monotonic())
-        return Ack()
+        quarantined = b"".join(self._table.quarantined(message.writer))
+        return RenewReply("", self._table.has(message.writer), quarantined)
 
     # ---- from the node ------------------------------------------------------------------------------------------
 

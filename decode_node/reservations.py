@@ -163,6 +163,14 @@ class ReservationTable:
         """Return whether blocks are reserved for this writer. Walks all reservations."""
         return any(reservation.writer == writer for reservation in self._by_id.values())
 
+    def quarantined(self, writer: str) -> list[bytes]:
+        """Ids of this writer's reservations that were given up, and that it has not stopped. Walks all reservations."""
+        return [
+            reservation_id
+            for reservation_id, entry in self._by_id.items()
+            if entry.writer == writer and entry.phase is ReservationPhase.QUARANTINED
+        ]
+
     def writer_lost(self, writer: str) -> list[ReservationEnd]:
         """The writer's process has ended, or can no longer reach this node's pool."""
         lost = [

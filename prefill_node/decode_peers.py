@@ -3,17 +3,20 @@
 The leases of all reservations at one peer are renewed in one message, by a timer that does not wait for the forward
 pass. A peer that does not answer a renewal in time is disconnected, which fails every handoff that waits for it. A
 peer that fails repeatedly is not called for a moment.
+
+The reply to a renewal names the reservations whose blocks the peer keeps in quarantine, as this node may still write
+them. Each is stopped, whatever became of the first stop; an idle peer is asked until it holds none.
 """
 
 import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from node.stats import HandoffCounters
-from shared.kv.channel import ChannelError, KVChannel
+from shared.kv.channel import RESERVATION_ID_BYTES, ChannelError, KVChannel
 from shared.lifecycle import TaskGroup
 from shared.rpc.connection import GuardedChannel
 from shared.rpc.messages import RenewRequest, StopRequest
@@ -22,7 +25,8 @@ from shared.rpc.methods import RENEW, STOP, PeerError, connect
 log = logging.getLogger("baton.handoff")
 # Calls that wait for blocks share their connection with commits; HTTP/2 allows 100 calls on it.
 MAX_RESERVING = 64
-STOP_TRIES = 30  # over one minute; after that, treat the decode node as dead
+STOP_TRIES = 30  # over one minute; after that, renewals find what is left in quarantine
+MAX_STOPS = 64  # of reservations in quarantine, after one renewal
 FAILURES, WITHIN_S = 5, 10.0
 OPEN_S = 1.0
 
@@ -85,7 +89,10 @@ class DecodePeer:
     channel: KVChannel | None = None  # the last one chosen, and the descriptors it was chosen from
     descriptors: dict[str, bytes] = field(default_factory=dict)
     failed: dict[str, bytes] = field(default_factory=dict)  # by channel, the descriptor with which it last failed
-    reservations: dict[bytes, None] = field(default_factory=dict)  # in order; their leases are renewed
+    # Reservations whose leases are renewed, each with a function that cancels its handoff.
+    reservations: dict[bytes, Callable[[str], None]] = field(default_factory=dict)
+    void: set[bytes] = field(default_factory=set)  # stopped before the reply that grants them was received
+    is_settled: bool = False  # the peer holds nothing for this node, and no handoff has begun since it said so
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     num_waiting: int = 0  # handoffs that wait for blocks
     used_at: float = field(default_factory=time.monotonic)  # when a handoff or a stop last began
@@ -148,6 +155,7 @@ class DecodePeers:
         if peer is None:
             peer = self._peers[address] = DecodePeer(address, connect(address))
         peer.used_at = time.monotonic()
+        peer.is_settled = False
         return peer
 
     def choose_channel(self, peer: DecodePeer, descriptors: Mapping[str, bytes]) -> KVChannel:
@@ -200,15 +208,39 @@ class DecodePeers:
         while True:
             await asyncio.sleep(self._timing.renew_s)
             self._forget_gone()
-            await asyncio.gather(*(self._renew_at(peer) for peer in self._peers.values() if not peer.is_idle))
+            due = [peer for peer in self._peers.values() if not (peer.is_idle and peer.is_settled)]
+            await asyncio.gather(*map(self._renew_at, due))
 
     async def _renew_at(self, peer: DecodePeer) -> None:
+        is_idle = peer.is_settled = peer.is_idle  # a handoff that begins meanwhile resets `is_settled`
+        if not peer.num_waiting:
+            peer.void.clear()  # no reply is due that could grant one of them
+        renewal = RenewRequest(self._incarnation_id, b"".join(peer.reservations))
         try:
-            renew = RenewRequest(self._incarnation_id, b"".join(peer.reservations))
-            await RENEW.call(peer.rpc, renew, self._timing.call_s)
+            reply = await RENEW.call(peer.rpc, renewal, self._timing.call_s)
         except PeerError as error:
-            log.warning("leases at %s were not renewed: %s", peer.address, error)
+            peer.is_settled = False
+            level = logging.DEBUG if is_idle else logging.WARNING
+            log.log(level, "leases at %s were not renewed: %s", peer.address, error)
             peer.rpc.close()  # fails the handoffs that wait for its blocks; the next call reconnects
+            return
+        if reply.has_reservations:
+            peer.is_settled = False
+        self._stop_quarantined(peer, reply.quarantined)
+
+    def _stop_quarantined(self, peer: DecodePeer, reservation_ids: bytes) -> None:
+        """Stop the reservations that the peer gave up.
+
+        A handoff that uses one is cancelled, and stops once its push has ended. Under one that no handoff uses, nothing
+        is being written, and nothing may be written later.
+        """
+        for at in range(0, min(len(reservation_ids), MAX_STOPS * RESERVATION_ID_BYTES), RESERVATION_ID_BYTES):
+            reservation_id = reservation_ids[at : at + RESERVATION_ID_BYTES]
+            if (cancel := peer.reservations.get(reservation_id)) is not None:
+                cancel("the decode node gave its reservation up")
+            else:
+                peer.void.add(reservation_id)
+                self._tasks.start(self._acknowledged(peer, StopRequest(reservation_id, "it is in quarantine")))
 
     def _forget_gone(self) -> None:
         expired = time.monotonic() - self._timing.forget_s

@@ -90,6 +90,10 @@ class OutgoingHandoff:
     is_early: bool = False  # holds one of the `MAX_RESERVED_EARLY` slots
     is_silent: bool = False  # its outcome is not reported: it was aborted, or finished here
 
+    def cancel(self, reason: str) -> None:
+        self.handoff.cancel(reason)
+        self.changed.set()
+
 
 class HandoffSender:
     """The role adapter of a prefill node. `channels`: best first.
@@ -171,8 +175,7 @@ class HandoffSender:
         outgoing = self._outgoing.get(request_id)
         if outgoing is not None:
             outgoing.is_silent = True
-            outgoing.handoff.cancel("aborted")
-            outgoing.changed.set()
+            outgoing.cancel("aborted")
             if not outgoing.is_running:
                 del self._outgoing[request_id]
         # The blocks may be reused from here on. A push in flight may send stale data; it is never committed.
@@ -233,7 +236,9 @@ class HandoffSender:
                 return
             held, targets = unpack_ids(reply.held), unpack_ids(reply.targets)
             handoff.granted(reply.reservation_id, reply.num_held, tuple(targets))
-            peer.reservations[reply.reservation_id] = None
+            peer.reservations[reply.reservation_id] = outgoing.cancel
+            if reply.reservation_id in peer.void:
+                raise ValueError(f"{peer.address} gave the reservation up before its answer came")
             self._check_grant(outgoing, reply, held + targets)
             outgoing.channel = self.peers.choose_channel(peer, reply.descriptors)
             outgoing.descriptor = reply.descriptors[outgoing.channel.name]

@@ -25,6 +25,7 @@ from shared.rpc.messages import (
     Ack,
     CommitRequest,
     PushedNotice,
+    RenewReply,
     RenewRequest,
     ReserveReply,
     ReserveRequest,
@@ -272,6 +273,30 @@ async def test_an_abort_under_shm_keeps_the_blocks_until_the_writer_has_stopped(
         await here.receiver.stop(StopRequest(reserved.reservation_id))
         await here.empty()
         assert here.errors() == []
+
+
+async def test_a_renewal_names_what_is_in_quarantine_until_the_writer_has_stopped(tmp_path: Path) -> None:
+    async with bench("shm", tmp_path) as here:
+        renewal = RenewRequest(WRITER, b"")
+        assert await here.receiver.renew(renewal) == RenewReply()
+        reserved = await here.reserve_and_push()
+        assert await here.receiver.renew(renewal) == RenewReply("", has_reservations=True)
+        here.line.abort("r")
+        assert await wait_until(here.is_quarantined, 5.0)
+        assert await here.receiver.renew(renewal) == RenewReply("", True, reserved.reservation_id)
+        assert await here.receiver.renew(RenewRequest("b" * 32, b"")) == RenewReply(), "it is another writer's"
+        await here.receiver.stop(StopRequest(reserved.reservation_id))
+        await here.empty()
+        assert await here.receiver.renew(renewal) == RenewReply()
+
+
+async def test_a_reservation_that_arrives_after_its_cancellation_is_refused(tmp_path: Path) -> None:
+    """As over a connection that stalled and was given up: its writer would never learn of it, nor stop it."""
+    async with bench("shm", tmp_path) as here:
+        await here.receiver.stop(StopRequest(b"", "no answer", "r"))
+        assert (await here.reserve()).error == "the prefill node has cancelled this request"
+        await here.empty()
+        assert (await here.reserve("other")).error == ""
 
 
 async def test_the_blocks_of_a_writer_that_hangs_up_are_free_again(tmp_path: Path) -> None:

@@ -99,6 +99,13 @@ class Reservations(RuleBasedStateMachine):
         ]
         assert len(self.table) == len(kept)
 
+    @invariant()
+    def each_writer_learns_what_it_has_to_stop(self) -> None:
+        kept = [entry for entry in self.reservations.values() if entry.phase is ReservationPhase.QUARANTINED]
+        for writer in WRITERS:
+            mine = {entry.reservation_id for entry in kept if entry.writer == writer}
+            assert set(self.table.quarantined(writer)) == mine
+
 
 TestReservations = Reservations.TestCase
 TestReservations.settings = settings(max_examples=150)

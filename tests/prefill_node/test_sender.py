@@ -28,6 +28,7 @@ from shared.rpc.messages import (
     CommitRequest,
     NodeStats,
     PushedNotice,
+    RenewReply,
     RenewRequest,
     ReserveReply,
     ReserveRequest,
@@ -65,6 +66,8 @@ class Decoder:
         self.received: list[Any] = []
         self.held, self.targets = 0, TARGETS
         self.errors: dict[type, str] = {}  # its answers, by type of message
+        self.quarantined: dict[bytes, None] = {}  # reservations that it gave up, and that were not stopped
+        self.next_id = b""  # of the reservation that it grants next; by default a random one
         self.waits: dict[type, asyncio.Event] = {}  # what it waits for before it answers
         self.address = ""
 
@@ -73,9 +76,13 @@ class Decoder:
         if type(message) in self.waits:
             await self.waits[type(message)].wait()
         error = self.errors.get(type(message), "")
+        if isinstance(message, StopRequest):
+            self.quarantined.pop(message.reservation_id, None)
+        if isinstance(message, RenewRequest):
+            return RenewReply(error, bool(self.quarantined), b"".join(self.quarantined))
         if not isinstance(message, ReserveRequest) or error:
             return (ReserveReply if isinstance(message, ReserveRequest) else Ack)(error=error)
-        reservation_id, targets = secrets.token_bytes(16), self.targets[self.held :]
+        reservation_id, targets = self.next_id or secrets.token_bytes(16), self.targets[self.held :]
         self.channel.grant(reservation_id, targets)
         return ReserveReply(reservation_id, self.held, pack_ids(targets), self.descriptors)
 
@@ -336,10 +343,53 @@ async def test_leases_of_all_reservations_are_renewed_together_until_they_end() 
         here.decoder.waits[CommitRequest].set()
         await here.empty()
         assert await wait_until(lambda: here.stats().handoffs == 2, 5.0)
-        await asyncio.sleep(0.05)
+        assert await wait_until(lambda: here.decoder.all(RenewRequest)[-1].reservation_ids == b"", 5.0)
         received = len(here.decoder.all(RenewRequest))
         await asyncio.sleep(0.1)
         assert len(here.decoder.all(RenewRequest)) == received, "nothing is left to renew"
+
+
+async def test_what_a_decode_node_keeps_for_no_handoff_is_stopped() -> None:
+    """Whatever became of the first stop: the prefill node asks once more when it is idle."""
+    async with bench(renew_s=0.03) as here:
+        lost = [bytes([number]) * 16 for number in (1, 2)]
+        here.decoder.quarantined = dict.fromkeys(lost)
+        here.submit()
+        await here.decoder.receives(CommitRequest)
+        await here.empty()
+        await here.decoder.receives(StopRequest, 2)
+        assert {stop.reservation_id for stop in here.decoder.all(StopRequest)} == set(lost)
+        assert await wait_until(lambda: not here.decoder.quarantined, 5.0)
+
+
+async def test_a_handoff_whose_reservation_is_given_up_is_cancelled() -> None:
+    """It is cancelled before its next chunk, and stopped once its push has ended."""
+    async with bench(steps=1, renew_s=0.03) as here:
+        here.submit()
+        reservation_id = (await here.decoder.receives(PushedNotice)).reservation_id
+        here.decoder.quarantined[reservation_id] = None
+        assert (await here.decoder.receives(StopRequest)).reservation_id == reservation_id
+        assert await here.failure() == TokenDelta(
+            "r", error="handoff: the decode node gave its reservation up", retry=True
+        )
+        here.steps.release(1000)
+        await here.empty()
+        assert here.decoder.all(CommitRequest) == []
+
+
+async def test_a_reservation_stopped_before_its_reply_is_received_is_never_written() -> None:
+    async with bench(renew_s=0.03) as here:
+        here.decoder.next_id = b"\x07" * 16
+        here.decoder.quarantined[here.decoder.next_id] = None
+        reply = here.decoder.waits[ReserveRequest] = asyncio.Event()
+        here.submit()
+        await here.decoder.receives(StopRequest)
+        reply.set()
+        stops = [await here.decoder.receives(StopRequest, count) for count in (1, 2)]
+        assert {stop.reservation_id for stop in stops} == {here.decoder.next_id}
+        assert "gave the reservation up before its answer came" in (await here.failure()).error
+        await here.empty()
+        assert not here.decoder.all(PushedNotice) + here.decoder.all(CommitRequest)
 
 
 async def test_a_channel_that_fails_costs_one_handoff_and_the_next_uses_another_channel() -> None:
@@ -387,7 +437,7 @@ async def test_a_grant_of_the_wrong_size_is_given_back_and_not_renewed() -> None
         await here.empty()
         here.decoder.received.clear()
         await asyncio.sleep(0.1)
-        assert here.decoder.received == []
+        assert not any(renewal.reservation_ids for renewal in here.decoder.received)
 
 
 async def test_without_a_common_channel_the_error_names_what_the_peer_offers() -> None:

@@ -74,6 +74,8 @@ class Faults:
                 self._cut(fault, up)
             case "reset":
                 self._reset(host)
+            case "stall":
+                self._stall(nodes, fault.for_s)
             case "drain":
                 host.run(_set(host.lifetime.draining))
             case "role":
@@ -105,6 +107,13 @@ class Faults:
         ends = self.world.network.ends_of(host.process)
         if ends:
             self.world.random.choice(ends).breaks_after = self.world.random.randrange(400)
+
+    def _stall(self, nodes: list[NodeHost], for_s: float) -> None:
+        """The connections between a prefill and a decode node move nothing for a while, in either direction."""
+        prefill, decode = (
+            self.world.random.choice([host for host in nodes if host.role == role]) for role in ("prefill", "decode")
+        )
+        self.world.network.stall(prefill.process, decode.process, for_s)
 
     def _hang(self, host: NodeHost, until: float) -> None:
         if host.engine is not None:

@@ -147,6 +147,10 @@ async def _nothing(*_: Any) -> None:
     return None
 
 
+async def _acknowledged(*_: Any) -> bool:
+    return True
+
+
 MUTATIONS: dict[str, Broken] = {
     "reservations stay open": _in_place_of(SimChannel, "revoke", lambda self, ticket: None),
     "a release is forgotten": _around(BlockPool, "release", lambda original, self, blocks: original(self, blocks[1:])),
@@ -171,7 +175,14 @@ MUTATIONS: dict[str, Broken] = {
     "avoided decode nodes stay avoided": _around(NodePool, "place", partial(_avoided_for_good, "decode")),
     "who is lost is not dialled again": _in_place_of(router.nodes.connection, "REDIAL_S", (1000.0,)),
     "orphans are kept": _in_place_of(ActiveRequests, "abort_router", _orphans_kept),
-    "stops are not said": _in_place_of(DecodePeers, "stop", _nothing),
+    "stops are not said": _in_place_of(DecodePeers, "_acknowledged", _acknowledged),
+    "a lost stop is not made up for": lambda: _both(
+        mock.patch.object(DecodePeers, "stop", _nothing),
+        mock.patch.object(ReservationTable, "quarantined", return_value=[]),
+    ),
+    "a cancelled request reserves late": _in_place_of(
+        HandoffReceiver, "_remember_cancelled", lambda self, request_id: None
+    ),
     "a preempted row resumes too far on": _around(Scheduler, "_hold", _block_too_far),
     "blocks freed under a step": _around(Scheduler, "_free", _freed_under_a_step),
     "epochs are not compared": _around(Scheduler, "update", _any_epoch),

@@ -44,7 +44,7 @@ MINUTES ?= 30
 soak: .venv/tested
 	$(BIN)/python -m tests.chaos soak --minutes $(MINUTES)
 
-# Whole clusters on a virtual clock, faults drawn by seed; `make simulate SEEDS=60 ARGS="--mutate all"` breaks them first.
+# Whole clusters on a virtual clock, faults drawn by seed; `make simulate SEEDS=200 ARGS="--mutate all"` breaks them first.
 SEEDS ?= 10000
 simulate: .venv/tested
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) $(ARGS)

@@ -17,9 +17,10 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
+from router.dispatch.admission import AdmissionQueue
+from router.dispatch.attempt import SLOW_S
 from router.dispatch.dispatcher import Dispatcher, DispatchRules
 from router.dispatch.requests import ModelCard
-from router.dispatch.run import SLOW_S
 from router.history.history import RequestHistory
 from router.http.admin import admin_routes
 from router.http.app import build_app
@@ -80,17 +81,13 @@ async def _serve(
 ) -> int:
     identity = f"router-{secrets.token_hex(8)}"
     records = RequestHistory()
-    fleet = NodePool(identity, _registry(settings, identity), settings.mode, settings.node_timeout_s, records)
-    rules = DispatchRules(
-        settings.max_attempts,
-        settings.disaggregate,
-        settings.ttft_slo_ms / 1000,
-        settings.max_queue_s,
-        settings.max_queued_tokens,
-    )
-    dispatch = Dispatcher(fleet, model.name, rules, records)
+    ttft_slo_s = settings.ttft_slo_ms / 1000
+    queue = AdmissionQueue(settings.max_queue_s, ttft_slo_s, settings.max_queued_tokens)
+    fleet = NodePool(identity, _registry(settings, identity), settings.mode, settings.node_timeout_s, records, queue)
+    rules = DispatchRules(settings.max_attempts, settings.disaggregate, ttft_slo_s)
+    dispatch = Dispatcher(fleet, queue, model.name, rules, records)
     metrics = CollectorRegistry()
-    node_metrics = NodeMetrics(fleet.nodes, model.name, records, dispatch.status)
+    node_metrics = NodeMetrics(fleet.nodes, model.name, records, lambda: dispatch.status().as_json())
     records.subscribe(node_metrics)
     metrics.register(node_metrics)
     app = build_app(

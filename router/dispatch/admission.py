@@ -1,31 +1,41 @@
-"""Who goes to the nodes now, who waits in the router, and who is turned away at once. Pure: the time is an argument.
+"""Admission: which requests go to the nodes now, which wait in the router, and which are refused at once.
 
 Nodes get what they can run and a little more, so that what waits is ordered here: by priority, then fairly between
-tenants by tokens (start-time fair queueing: Goyal, Vin and Cheng 1996), then by arrival. Nobody overtakes the one whose
-turn it is, so a long request does not starve. Tokens are those of KV, in which all costs are counted.
+tenants by tokens (start-time fair queueing: Goyal, Vin and Cheng 1996), then by arrival. A request is never overtaken
+by one behind it, so that long requests do not starve. Tokens are those of KV; all costs are counted in them.
 """
 
+import asyncio
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 from math import exp, inf
-from typing import NamedTuple
 
-RATE_S = 10.0  # over about so long the nodes' pace is measured
-BEGUN = 0.25  # of what new nodes hold is done, so long as none of it is finished: half of it on average, so be careful
-CAUTION = 2.0  # a wait may last so many times what was predicted: better turned away at once than after it
-FORGET = 0.98  # of what is known of earlier requests' time on the nodes, with each that ends
-QUEUED_KV = 4  # so many times the nodes' KV may wait, where no other limit is set …
-LEAST_QUEUED_TOKENS = 1 << 18  # … and no less than this, however small that is: 10 MB
+from router.dispatch.requests import GenerationRequest
+from router.nodes.pool import PoolCapacity
+from shared.errors import UnavailableError
+
+RATE_S = 10.0  # the nodes' throughput is averaged over about this time
+BEGUN = 0.25  # share of the tokens held by nodes that counts as done before any request has finished
+CAUTION = 2.0  # a wait may take this many times the prediction; a request that could not afford it is refused at once
+FORGET = 0.98  # weight of what is known about earlier requests' time on the nodes, with each that ends
+QUEUED_KV = 4  # without a configured limit, this many times the nodes' KV may wait …
+LEAST_QUEUED_TOKENS = 1 << 18  # … and at least this many tokens: 10 MB
+MAX_RETRY_AFTER_S = 60.0
 
 
-class PoolCapacity(NamedTuple):
-    """What the nodes should hold at once, all together."""
+class AdmissionRefusedError(UnavailableError):
+    """The request was refused before any node received it."""
 
-    requests: int = 0
-    kv_tokens: int = 0
-    prompt_tokens: int = 0  # not computed yet
-    prompts: int = 0  # so many of them whatever their length
+
+def overloaded(message: str, retry_after_s: float) -> AdmissionRefusedError:
+    retry_after_s = min(retry_after_s, MAX_RETRY_AFTER_S)
+    return AdmissionRefusedError(message, retry_after_s=retry_after_s, status=429, code="overloaded")
+
+
+def deadline_error() -> UnavailableError:
+    return UnavailableError("The request timed out: its time was over.", status=504, code="deadline")
 
 
 class EntryState(Enum):
@@ -35,7 +45,7 @@ class EntryState(Enum):
 
 @dataclass(slots=True, eq=False)
 class QueueEntry:
-    """One prompt and its `left` samples. It waits for its turn until `expires`, and holds its place until all ended."""
+    """One prompt and its `num_left` samples. It waits for its slot until `expires`, and holds it until all ended."""
 
     tenant: str
     priority: int  # smaller goes first
@@ -43,10 +53,10 @@ class QueueEntry:
     sample_tokens: int  # that one sample is expected to add
     num_left: int
     expires: float
-    deadline: float = inf  # of its whole answer
-    granted_at: float | None = None  # None also once its time on the nodes says nothing of them
+    deadline: float = inf  # of the whole answer
+    granted_at: float | None = None  # None also once its time on the nodes says nothing about them
     state: EntryState = EntryState.WAITING
-    has_pending_prefill: bool = True  # its computation
+    has_pending_prefill: bool = True
 
     @property
     def cost(self) -> int:
@@ -58,29 +68,31 @@ class QueueEntry:
 
 
 class QueueFullError(Exception):
-    """There is no place for it, not even to wait. In `wait_s` seconds there may be."""
+    """The request cannot even wait. In `wait_s` seconds it may be admitted."""
 
     def __init__(self, wait_s: float) -> None:
-        super().__init__(f"no place within {wait_s:g} s")
+        super().__init__(f"no slot within {wait_s:g} s")
         self.wait_s = wait_s
 
 
 @dataclass(slots=True)
 class PriorityLevel:
-    """All that wait with one priority, by tenant."""
+    """The entries that wait with one priority, by tenant."""
 
     queues: dict[str, deque[QueueEntry]] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
 
     def share(self, tenant: str, cost: int) -> int:
-        """Tokens that go before, and with, a tenant's next request when tenants take turns."""
+        """Return the tokens served up to and including the tenant's next request when tenants take turns."""
         tenants = len(self.queues) + (tenant not in self.queues)
         return min(sum(self.tokens.values()) + cost, (self.tokens.get(tenant, 0) + cost) * tenants)
 
 
 class ThroughputEstimator:
-    """Tokens a second that the nodes finish while somebody waits, for each request that they should hold at once. Quiet
-    times change nothing of it."""
+    """Tokens per second that the nodes finish while requests wait, per request that they should hold at once.
+
+    Times without a queue do not change it.
+    """
 
     def __init__(self) -> None:
         self._now = self._busy_s = self._tokens = 0.0
@@ -96,134 +108,145 @@ class ThroughputEstimator:
         self._tokens += tokens
 
     def tokens_per_s(self, held: float) -> float:
-        """Infinite at first. Nodes that were empty when the first had to wait have finished little, and begun much."""
+        """Return the rate, infinite at first. Nodes that were empty when the queue began have finished little yet, so
+        a share of what they hold counts as done."""
         begun = BEGUN * held * (1 - self._busy_s / RATE_S)
         return (self._tokens + begun) / self._busy_s if self._busy_s else inf
 
 
 class Admission:
-    """Owns who waits and what is held. What returns tickets has granted them: their owners are to be told."""
+    """The accounts of what waits and what is held. Pure: the time is an argument.
+
+    Methods that return entries have granted these; their owners are to be woken.
+    """
 
     def __init__(self, max_queued_tokens: int = 0) -> None:
         """`max_queued_tokens` 0: QUEUED_KV times the nodes' KV, and no less than LEAST_QUEUED_TOKENS."""
         self.capacity = PoolCapacity()
-        self.held_requests = self.held_tokens = self.owed_tokens = self.owed_prompts = 0
+        self.held_requests = self.held_tokens = self.pending_prefill_tokens = self.pending_prefills = 0
         self.queued_requests = self.queued_tokens = 0
         self._max_queued_tokens = max_queued_tokens
         self._levels: dict[int, PriorityLevel] = {}
         self._served: dict[str, float] = {}  # tenant -> tokens, as a virtual time
-        self._virtual = 0.0  # of the latest grant: who comes back after a pause has saved nothing up
-        self._pace = ThroughputEstimator()
-        self._stayed_s = self._generated = 0.0  # of the latest samples: on the nodes, and what came of it
+        self._virtual = 0.0  # of the latest grant: a tenant that comes back after a pause has no credit
+        self._throughput = ThroughputEstimator()
+        self._stayed_s = self._generated = 0.0  # of the latest samples: time on the nodes, and tokens generated
+
+    @property
+    def queued_tenants(self) -> frozenset[str]:
+        return frozenset(tenant for level in self._levels.values() for tenant in level.queues)
 
     # ---- what happens -------------------------------------------------------------------------------------------
 
-    def offer(self, ticket: QueueEntry, now: float) -> list[QueueEntry]:
-        """Grants it or lets it wait. Raises Overloaded when it would wait past `expires`, or too much waits already."""
-        if not self._levels and self._fits(ticket):
-            self._grant(ticket, now)
-            return [ticket]
-        self._pace.pass_time(now, bool(self._levels))
-        self._check(ticket, now)
-        level = self._levels.setdefault(ticket.priority, PriorityLevel())
-        level.queues.setdefault(ticket.tenant, deque()).append(ticket)
-        level.tokens[ticket.tenant] = level.tokens.get(ticket.tenant, 0) + ticket.cost
-        self.queued_requests += ticket.num_left
-        self.queued_tokens += ticket.cost
+    def offer(self, entry: QueueEntry, now: float) -> list[QueueEntry]:
+        """Grant the entry or let it wait. Raises QueueFullError if it would wait past `expires`, or too much waits."""
+        if not self._levels and self._fits(entry):
+            self._grant(entry, now)
+            return [entry]
+        self._throughput.pass_time(now, bool(self._levels))
+        self._check(entry, now)
+        level = self._levels.setdefault(entry.priority, PriorityLevel())
+        level.queues.setdefault(entry.tenant, deque()).append(entry)
+        level.tokens[entry.tenant] = level.tokens.get(entry.tenant, 0) + entry.cost
+        self.queued_requests += entry.num_left
+        self.queued_tokens += entry.cost
         return self._granted(now)
 
     def resize(self, capacity: PoolCapacity, now: float) -> list[QueueEntry]:
-        """Nodes came or went."""
-        self._pace.pass_time(now, bool(self._levels))
+        """Nodes joined or left."""
+        self._throughput.pass_time(now, bool(self._levels))
         self.capacity = capacity
         return self._granted(now)
 
-    def credit_prefix_hit(self, ticket: QueueEntry, cached_tokens: int) -> None:
-        """So much of its prompt is on its node already, and shared with others."""
-        shared = min(cached_tokens, ticket.prompt_tokens)
-        if ticket.is_granted:
+    def credit_prefix_hit(self, entry: QueueEntry, cached_tokens: int) -> None:
+        """Its node has cached this much of the prompt, and shares it with other requests."""
+        shared = min(cached_tokens, entry.prompt_tokens)
+        if entry.is_granted:
             self.held_tokens -= shared
-            self.owed_tokens -= shared if ticket.has_pending_prefill else 0
-            ticket.prompt_tokens -= shared
+            self.pending_prefill_tokens -= shared if entry.has_pending_prefill else 0
+            entry.prompt_tokens -= shared
 
-    def prompt_computed(self, ticket: QueueEntry, now: float) -> list[QueueEntry]:
-        """Its prompt is."""
-        if not (ticket.is_granted and ticket.has_pending_prefill):
+    def prompt_computed(self, entry: QueueEntry, now: float) -> list[QueueEntry]:
+        """The prompt is computed."""
+        if not (entry.is_granted and entry.has_pending_prefill):
             return []
-        self._pace.pass_time(now, bool(self._levels))
-        self._settle_prompt(ticket)
+        self._throughput.pass_time(now, bool(self._levels))
+        self._settle_prompt(entry)
         return self._granted(now)
 
-    def release(self, ticket: QueueEntry, generated: int, now: float) -> list[QueueEntry]:
-        """One of its samples is over, wherever it was."""
-        self._pace.pass_time(now, bool(self._levels))
-        if not ticket.is_granted:
-            self._leave(ticket)
+    def release(self, entry: QueueEntry, generated: int, now: float) -> list[QueueEntry]:
+        """One of its samples ended, waiting or granted."""
+        self._throughput.pass_time(now, bool(self._levels))
+        if not entry.is_granted:
+            self._leave(entry)
             return self._granted(now)
-        is_last = ticket.num_left == 1
-        tokens = ticket.sample_tokens + (ticket.prompt_tokens if is_last else 0)
+        is_last = entry.num_left == 1
+        tokens = entry.sample_tokens + (entry.prompt_tokens if is_last else 0)
         if is_last:
-            self._settle_prompt(ticket)
-        ticket.num_left -= 1
+            self._settle_prompt(entry)
+        entry.num_left -= 1
         self.held_requests -= 1
         self.held_tokens -= tokens
-        self._served[ticket.tenant] += generated - ticket.sample_tokens  # what was charged, put right
+        self._served[entry.tenant] += generated - entry.sample_tokens  # correct what was charged
         if self._levels:
-            self._pace.finished(tokens / max(1, self.capacity.requests))
-        if ticket.granted_at is not None and generated:
-            self._stayed_s = FORGET * self._stayed_s + now - ticket.granted_at
+            self._throughput.finished(tokens / max(1, self.capacity.requests))
+        if entry.granted_at is not None and generated:
+            self._stayed_s = FORGET * self._stayed_s + now - entry.granted_at
             self._generated = FORGET * self._generated + generated
         return self._granted(now)
 
-    def paused(self, ticket: QueueEntry, now: float) -> list[QueueEntry]:
-        """One of its samples holds nothing for a while, until `resumed`."""
-        self._pace.pass_time(now, bool(self._levels))
-        ticket.granted_at = None
+    def paused(self, entry: QueueEntry, now: float) -> list[QueueEntry]:
+        """One of its samples holds nothing until `resumed`."""
+        self._throughput.pass_time(now, bool(self._levels))
+        entry.granted_at = None
         self.held_requests -= 1
-        self.held_tokens -= ticket.sample_tokens
+        self.held_tokens -= entry.sample_tokens
         return self._granted(now)
 
-    def resumed(self, ticket: QueueEntry) -> None:
+    def resumed(self, entry: QueueEntry) -> None:
         self.held_requests += 1
-        self.held_tokens += ticket.sample_tokens
+        self.held_tokens += entry.sample_tokens
 
-    # ---- what follows -------------------------------------------------------------------------------------------
+    # ---- predictions ---------------------------------------------------------------------------------------------
 
-    def expected_wait_s(self, ticket: QueueEntry) -> float:
-        """Until its turn, were it offered now. 0: nobody has waited yet, so that nothing is known."""
+    def expected_wait_s(self, entry: QueueEntry) -> float:
+        """Return the seconds until its slot if it were offered now; 0 while nothing is known."""
         slots = max(1, self.capacity.requests)
-        pace = slots * self._pace.tokens_per_s(self.held_tokens / slots)
-        ahead = sum(sum(level.tokens.values()) for at, level in self._levels.items() if at < ticket.priority)
-        level = self._levels.get(ticket.priority)
-        ahead += level.share(ticket.tenant, ticket.cost) if level else ticket.cost
-        return ahead / pace if pace else inf
+        rate = slots * self._throughput.tokens_per_s(self.held_tokens / slots)
+        ahead = sum(sum(level.tokens.values()) for at, level in self._levels.items() if at < entry.priority)
+        level = self._levels.get(entry.priority)
+        ahead += level.share(entry.tenant, entry.cost) if level else entry.cost
+        return ahead / rate if rate else inf
 
-    def expected_latency_s(self, ticket: QueueEntry) -> float:
-        """On the nodes, until its answer is complete."""
-        return ticket.sample_tokens * self._stayed_s / self._generated if self._generated else 0.0
+    def expected_latency_s(self, entry: QueueEntry) -> float:
+        """Return the seconds on the nodes until its answer is complete."""
+        return entry.sample_tokens * self._stayed_s / self._generated if self._generated else 0.0
 
-    def _check(self, ticket: QueueEntry, now: float) -> None:
-        wait_s = self.expected_wait_s(ticket)
-        latest = min(ticket.expires, ticket.deadline - CAUTION * self.expected_latency_s(ticket))
+    def _check(self, entry: QueueEntry, now: float) -> None:
+        wait_s = self.expected_wait_s(entry)
+        latest = min(entry.expires, entry.deadline - CAUTION * self.expected_latency_s(entry))
         if now + CAUTION * wait_s > latest:
             raise QueueFullError(wait_s)
         limit = self._max_queued_tokens or max(LEAST_QUEUED_TOKENS, QUEUED_KV * self.capacity.kv_tokens)
-        if self.queued_tokens + ticket.cost <= limit:
+        if self.queued_tokens + entry.cost <= limit:
             return
-        # The queue is full: who has less than a tenant's share of it may come all the same.
-        tenants = {tenant for level in self._levels.values() for tenant in level.queues} | {ticket.tenant}
-        own = sum(level.tokens.get(ticket.tenant, 0) for level in self._levels.values())
-        if (own + ticket.cost) * len(tenants) > limit:
+        # The queue is full: a tenant that uses less than its share of it may enter nevertheless.
+        tenants = self.queued_tenants | {entry.tenant}
+        own = sum(level.tokens.get(entry.tenant, 0) for level in self._levels.values())
+        if (own + entry.cost) * len(tenants) > limit:
             raise QueueFullError(max(1.0, wait_s))
 
-    def _fits(self, ticket: QueueEntry) -> bool:
+    def _fits(self, entry: QueueEntry) -> bool:
         room = self.capacity
         if not self.held_requests:
-            return True  # whatever its size: more will not come
+            return True  # whatever its size: it will never get more room
         return (
-            self.held_requests + ticket.num_left <= room.requests
-            and self.held_tokens + ticket.cost <= room.kv_tokens
-            and (self.owed_prompts < room.prompts or self.owed_tokens + ticket.prompt_tokens <= room.prompt_tokens)
+            self.held_requests + entry.num_left <= room.requests
+            and self.held_tokens + entry.cost <= room.kv_tokens
+            and (
+                self.pending_prefills < room.prompts
+                or self.pending_prefill_tokens + entry.prompt_tokens <= room.prompt_tokens
+            )
         )
 
     def _granted(self, now: float) -> list[QueueEntry]:
@@ -231,48 +254,144 @@ class Admission:
         while self._levels:
             level = self._levels[min(self._levels)]
             tenant = min(level.queues, key=lambda name: max(self._served.get(name, 0.0), self._virtual))
-            ticket = level.queues[tenant][0]
-            if not self._fits(ticket):
+            entry = level.queues[tenant][0]
+            if not self._fits(entry):
                 break
-            self._remove(ticket)
-            self._grant(ticket, now)
-            granted.append(ticket)
+            self._remove(entry)
+            self._grant(entry, now)
+            granted.append(entry)
         return granted
 
-    def _grant(self, ticket: QueueEntry, now: float) -> None:
-        ticket.state = EntryState.GRANTED
-        ticket.granted_at = now
-        self.held_requests += ticket.num_left
-        self.held_tokens += ticket.cost
-        self.owed_tokens += ticket.prompt_tokens
-        self.owed_prompts += 1
-        self._virtual = max(self._virtual, self._served.get(ticket.tenant, 0.0))
-        self._served[ticket.tenant] = self._virtual + ticket.cost
+    def _grant(self, entry: QueueEntry, now: float) -> None:
+        entry.state = EntryState.GRANTED
+        entry.granted_at = now
+        self.held_requests += entry.num_left
+        self.held_tokens += entry.cost
+        self.pending_prefill_tokens += entry.prompt_tokens
+        self.pending_prefills += 1
+        self._virtual = max(self._virtual, self._served.get(entry.tenant, 0.0))
+        self._served[entry.tenant] = self._virtual + entry.cost
 
-    def _settle_prompt(self, ticket: QueueEntry) -> None:
-        if ticket.has_pending_prefill:
-            ticket.has_pending_prefill = False
-            self.owed_tokens -= ticket.prompt_tokens
-            self.owed_prompts -= 1
+    def _settle_prompt(self, entry: QueueEntry) -> None:
+        if entry.has_pending_prefill:
+            entry.has_pending_prefill = False
+            self.pending_prefill_tokens -= entry.prompt_tokens
+            self.pending_prefills -= 1
 
-    def _leave(self, ticket: QueueEntry) -> None:
-        """One sample of a ticket that waits is given up; the ticket with its last one."""
-        if ticket.num_left == 1:
-            self._remove(ticket)
+    def _leave(self, entry: QueueEntry) -> None:
+        """One sample of a waiting entry ended; with its last sample the entry leaves the queue."""
+        if entry.num_left == 1:
+            self._remove(entry)
         else:
-            self._levels[ticket.priority].tokens[ticket.tenant] -= ticket.sample_tokens
-            self.queued_tokens -= ticket.sample_tokens
+            self._levels[entry.priority].tokens[entry.tenant] -= entry.sample_tokens
+            self.queued_tokens -= entry.sample_tokens
             self.queued_requests -= 1
-        ticket.num_left -= 1
+        entry.num_left -= 1
 
-    def _remove(self, ticket: QueueEntry) -> None:
-        level = self._levels[ticket.priority]
-        queue = level.queues[ticket.tenant]
-        queue.remove(ticket)
-        level.tokens[ticket.tenant] -= ticket.cost
-        self.queued_tokens -= ticket.cost
-        self.queued_requests -= ticket.num_left
+    def _remove(self, entry: QueueEntry) -> None:
+        level = self._levels[entry.priority]
+        queue = level.queues[entry.tenant]
+        queue.remove(entry)
+        level.tokens[entry.tenant] -= entry.cost
+        self.queued_tokens -= entry.cost
+        self.queued_requests -= entry.num_left
         if not queue:
-            del level.queues[ticket.tenant], level.tokens[ticket.tenant]
+            del level.queues[entry.tenant], level.tokens[entry.tenant]
         if not level.queues:
-            del self._levels[ticket.priority]
+            del self._levels[entry.priority]
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatus:
+    """What waits in the router: samples, and tokens of prompts and answers."""
+
+    requests: int
+    tokens: int
+
+
+class AdmissionQueue:
+    """The queue in front of the nodes: `Admission` with a clock, and with the requests that wait.
+
+    The dispatcher enqueues each request, waits for its slot, and releases it sample by sample; the pool reports its
+    capacity (`CapacityListener`). Runs on the router's event loop. Each entry is released exactly once per sample.
+    """
+
+    def __init__(self, max_queue_s: float, ttft_slo_s: float, max_queued_tokens: int = 0) -> None:
+        """`ttft_slo_s` 0: no SLO; `max_queued_tokens`: see `Admission`."""
+        self._max_wait_s = min(max_queue_s, ttft_slo_s or inf)  # a longer wait alone would break the SLO
+        self._admission = Admission(max_queued_tokens)
+        self._waiting: dict[QueueEntry, asyncio.Event] = {}
+
+    def resize(self, capacity: PoolCapacity) -> None:
+        """Take the pool's new capacity, and wake the requests that fit now."""
+        self._wake(self._admission.resize(capacity, time.monotonic()))
+
+    def enqueue(self, request: GenerationRequest) -> QueueEntry:
+        """Return an entry, granted or waiting. Raises AdmissionRefusedError where it would wait too long."""
+        now, deadline = time.monotonic(), inf if request.deadline is None else request.deadline
+        entry = QueueEntry(
+            tenant=request.tenant,
+            priority=request.priority,
+            prompt_tokens=len(request.prompt),
+            sample_tokens=max(1, request.max_tokens // 2),  # as an attempt is charged
+            num_left=request.n,
+            expires=min(now + self._max_wait_s, deadline),
+            deadline=deadline,
+        )
+        self._waiting[entry] = asyncio.Event()
+        try:
+            self._wake(self._admission.offer(entry, now))
+        except QueueFullError as error:
+            del self._waiting[entry]
+            message = "The cluster has as many requests as it can answer in time; try again later."
+            raise overloaded(message, error.wait_s) from None
+        return entry
+
+    async def wait_for_slot(self, entry: QueueEntry) -> None:
+        """Return when the entry is granted. Raises UnavailableError when that takes too long."""
+        if entry.is_granted:
+            return
+        try:
+            async with asyncio.timeout(entry.expires - time.monotonic()):
+                await self._waiting[entry].wait()
+        except TimeoutError:
+            if entry.expires >= entry.deadline:
+                raise deadline_error() from None
+            raise UnavailableError("The request waited too long for a slot.", 2.0, code="queue_timeout") from None
+
+    def credit_prefix_hit(self, entry: QueueEntry, cached_tokens: int) -> None:
+        """The node that was chosen has cached this much of the prompt: it takes no room twice."""
+        self._admission.credit_prefix_hit(entry, cached_tokens)
+
+    def prompt_computed(self, entry: QueueEntry) -> None:
+        self._wake(self._admission.prompt_computed(entry, time.monotonic()))
+
+    def pause(self, entry: QueueEntry) -> None:
+        """One sample of the entry holds no slot until `resume`."""
+        self._wake(self._admission.paused(entry, time.monotonic()))
+
+    def resume(self, entry: QueueEntry) -> None:
+        self._admission.resumed(entry)
+
+    def release(self, entry: QueueEntry, num_generated: int) -> None:
+        """One sample of the entry ended."""
+        granted = self._admission.release(entry, num_generated, time.monotonic())
+        if not entry.num_left:
+            self._waiting.pop(entry, None)
+        self._wake(granted)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """Return the requests and the tokens that granted entries hold."""
+        return self._admission.held_requests, self._admission.held_tokens
+
+    def status(self) -> QueueStatus:
+        return QueueStatus(self._admission.queued_requests, self._admission.queued_tokens)
+
+    def _wake(self, granted: list[QueueEntry]) -> None:
+        for entry in granted:
+            self._waiting.pop(entry).set()

@@ -1,25 +1,26 @@
-"""One sample on one placement: what its two nodes say of it, in whatever order, until it is over or lost.
-
-It also keeps the router's own ledger of load: what an attempt makes its nodes compute and hold.
-"""
+"""One attempt to generate one sample on one placement, and what the attempts of a request share."""
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from router.dispatch.requests import SampleDelta
+from router.dispatch.admission import AdmissionQueue, QueueEntry
+from router.dispatch.requests import GenerationRequest
 from router.nodes.connection import NodeConnection
-from scheduler.cost import pairs_of
+from router.nodes.load import LoadCharge
 from shared import failpoints
 from shared.errors import RequestError, UnavailableError
 from shared.rpc.messages import Logprobs, TokenDelta, unpack_ids
 
-HANDOFF = ("handoff: ", "landing: ")  # how the prefill and the decode node begin to say that a handoff failed
+HANDOFF = ("handoff: ", "landing: ")  # prefixes of the errors by which nodes report a failed handoff
+UNREAD_BYTES = 128 << 10  # of one request's deltas: a connection buffers as much again, and the kernel its own share
+FULL_S = 0.05  # that the limit may be exceeded: a burst is read in the next iterations of the event loop
+SLOW_S = 30.0  # without a read, while generation waits for the client, until the request is given up
 
 
 class AttemptFailed(Exception):
-    """The attempt cannot go on; another may. `node` reported it or is gone; `is_suspect`: it died in the middle
-    of computing this request."""
+    """The attempt is over, another may succeed. `node` reported it or is gone; `is_suspect`: it crashed while it
+    computed this request."""
 
     def __init__(self, reason: str, node: str, *, is_gone: bool = False, is_suspect: bool = False) -> None:
         super().__init__(reason)
@@ -30,15 +31,26 @@ class AttemptFailed(Exception):
 
 
 class ClientBackpressure(Exception):
-    """Its client does not read: nothing is generated for it until it does."""
+    """The client does not read: nothing is generated for it until it does."""
 
 
-class AttemptObserver(Protocol):
-    """Whoever a sample belongs to."""
+@dataclass(slots=True)
+class RequestCounts:
+    """Requests by how they ended; each sample counts as one."""
 
-    def put(self, piece: SampleDelta) -> None: ...
-    def on_prefill_done(self, home: NodeConnection | None) -> None: ...
-    def on_prompt_computed(self) -> None: ...
+    running: int = 0
+    total: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    refused: int = 0  # they would have waited too long
+    moved: int = 0  # attempts that were retried
+    retried: int = 0  # of these: not because their node was lost
+    paused: int = 0  # attempts that ended because their client did not read
+
+    def end(self, outcome: str, times: int = 1) -> None:
+        """Count ends: "finished", "cancelled", "failed" or "refused"."""
+        setattr(self, outcome, getattr(self, outcome) + times)
 
 
 @dataclass(slots=True)
@@ -46,140 +58,291 @@ class SampleState:
     """What one sample has generated so far, over all attempts."""
 
     index: int
-    run: AttemptObserver
     tokens: list[int] = field(default_factory=list)
-    is_finished: bool = False
-    is_enough: bool = False  # for the client: a stop string was found
-    error: BaseException | None = None  # why it failed
+    outcome: str = ""  # how it ended
+    is_paused: bool = False  # it holds no slot, as its client does not read
+    attempt: "Attempt | None" = None  # under way
+
+
+class AdmittedRequest:
+    """What the samples of one request share, from its admission until the last of them ended.
+
+    The dispatcher creates it. It counts each sample's end and releases its slot, once, and bounds what is generated and
+    not read yet over all samples: when a client stops reading, the attempts are taken off the nodes. Runs on the
+    router's event loop.
+    """
+
+    def __init__(
+        self, request: GenerationRequest, entry: QueueEntry, queue: AdmissionQueue, counts: RequestCounts
+    ) -> None:
+        self.request = request
+        self.entry = entry
+        self.samples = [SampleState(index) for index in range(request.n)]
+        self.kv_node: NodeConnection | None = None  # the decode node that has the prompt's KV
+        self.first_is_computed = asyncio.Event()  # sample 0's prompt: the other samples may start
+        self._queue = queue
+        self._counts = counts
+        self._unread_bytes = 0
+        self._has_read = asyncio.Event()
+        self._num_reads = 0
+        self._overflow: asyncio.TimerHandle | None = None
+        self._slow: asyncio.TimerHandle | None = None
+        self._error: UnavailableError | None = None
+
+    def prompt_computed(self) -> None:
+        self._queue.prompt_computed(self.entry)
+
+    def end(self, sample: SampleState, outcome: str) -> None:
+        """Count the sample's end and release its slot; later calls do nothing."""
+        if sample.outcome:
+            return
+        sample.outcome = outcome
+        self.resume(sample)
+        self._queue.release(self.entry, len(sample.tokens))
+        self._counts.running -= 1
+        self._counts.end(outcome)
+
+    def close(self, outcome: str) -> None:
+        """End all samples that have not ended yet."""
+        for sample in self.samples:
+            self.end(sample, outcome)
+        for timer in (self._overflow, self._slow):
+            if timer is not None:
+                timer.cancel()
+
+    # ---- the client's pace --------------------------------------------------------------------------------------
+
+    def buffered(self, size: int) -> None:
+        self._unread_bytes += size
+        if self._unread_bytes > UNREAD_BYTES and self._overflow is None:
+            self._overflow = asyncio.get_running_loop().call_later(FULL_S, self._pause)
+
+    def read(self, size: int) -> None:
+        self._unread_bytes -= size
+        self._num_reads += 1
+        self._has_read.set()
+
+    async def wait_until_read(self) -> None:
+        """Return when the client has read most of what was generated. Raises UnavailableError if it never does."""
+        while self._unread_bytes > UNREAD_BYTES // 4 and self._error is None:
+            self._has_read.clear()
+            await self._has_read.wait()
+        if self._error is not None:
+            raise self._error
+
+    def resume(self, sample: SampleState) -> None:
+        if sample.is_paused:
+            sample.is_paused = False
+            self._queue.resume(self.entry)
+
+    def _pause(self) -> None:
+        self._overflow = None
+        if self._unread_bytes <= UNREAD_BYTES:
+            return
+        for sample in self.samples:
+            if sample.attempt is not None and sample.attempt.end(ClientBackpressure()):
+                sample.is_paused = True
+                self._queue.pause(self.entry)
+        if self._slow is None:
+            self._watch()
+
+    def _watch(self) -> None:
+        self._slow = asyncio.get_running_loop().call_later(SLOW_S, self._check_reads, self._num_reads)
+
+    def _check_reads(self, num_reads: int) -> None:
+        self._slow = None
+        if not any(sample.is_paused for sample in self.samples):
+            return
+        if self._num_reads > num_reads:
+            self._watch()
+            return
+        self._error = UnavailableError(f"Nothing was read for {SLOW_S:g} s.", status=408, code="slow_reader")
+        for sample in self.samples:
+            if sample.attempt is not None:
+                sample.attempt.discard(self._error)
+        self._has_read.set()
+        self.close("failed")
 
 
 class Attempt:
-    """One sample on one placement, until it is over or lost. Deltas of the two nodes may come in any order."""
+    """One sample on one placement: an async iterator over its deltas, in order, each once.
 
-    def __init__(self, sample: SampleState, identity: str, is_new: bool) -> None:
+    The connections of its two nodes feed it (`DeltaListener`); their deltas may arrive in any order. It is over once
+    the sample finished or it failed, and releases its nodes at that moment, even if its reader is late; the reader then
+    gets what was received before, and the error. Runs on the router's event loop.
+    """
+
+    def __init__(self, admitted: AdmittedRequest, sample: SampleState, number: int) -> None:
+        self.request = admitted.request
         self.sample = sample
-        self.id = identity
-        self.is_new = is_new  # the request's first: nothing of it was accepted yet
+        self.id = f"{self.request.id}.{sample.index}.{number}"
+        self.is_first = number == 0 and sample.index == 0  # the request's first: nothing of it was accepted yet
         self.prefill: NodeConnection | None = None
         self.decode: NodeConnection | None = None
-        self.cached_tokens = 0  # that the prefix index expects
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._admitted = admitted
         self._start = len(sample.tokens)
+        self._charge: LoadCharge | None = None
+        self._is_prompt_computed = False
         self._handed_off = False
         self._producers: set[NodeConnection] = set()
-        self._early: dict[int, tuple[NodeConnection, TokenDelta]] = {}
+        self._early: dict[int, tuple[NodeConnection, TokenDelta]] = {}  # by position
         self._prompt_logprobs: list[Logprobs] = []
-        self._charges: list[tuple[NodeConnection, int, int, int]] = []  # prompt tokens, their pairs, KV tokens
+        self._ready: deque[tuple[int, TokenDelta]] = deque()  # with their sizes
+        self._is_over = False
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def nodes(self) -> list[NodeConnection]:
+        return [node for node in (self.prefill, self.decode) if node is not None]
 
     @property
     def has_output(self) -> bool:
         return len(self.sample.tokens) > self._start
 
-    def produced_by(self, link: NodeConnection) -> bool:
-        """Whether tokens of this attempt came from there."""
-        return link in self._producers
+    def produced_by(self, node: NodeConnection) -> bool:
+        """Return whether tokens of this attempt came from this node."""
+        return node in self._producers
 
-    def connection_to(self, node: str) -> NodeConnection | None:
-        return next((link for link in (self.prefill, self.decode) if link is not None and link.info.id == node), None)
+    def begin(self, prefill: NodeConnection | None, decode: NodeConnection, cached_tokens: int) -> None:
+        """Take these nodes: charge the load to them. `cached_tokens`: of the prompt, expected where it is computed."""
+        self.prefill, self.decode = prefill, decode
+        num_tokens = len(self.request.prompt) + len(self.sample.tokens)
+        left = self.request.max_tokens - len(self.sample.tokens)
+        self._charge = LoadCharge((prefill or decode).load, decode.load, num_tokens, cached_tokens, left)
+        self._charge.apply()
+        self.sample.attempt = self
 
-    def pause(self) -> None:
-        if not self.done.done():
-            self.done.set_exception(ClientBackpressure())
+    def end(self, error: Exception | None) -> bool:
+        """End the attempt, on every node that still runs it. Return False if it was over before."""
+        if self._is_over:
+            return False
+        self._is_over, self._error = True, error
+        if self._charge is not None:
+            self._prompt_computed()
+            self._charge.release()
+        for node in self.nodes:
+            if error is None and self.sample.outcome == "finished":
+                node.forget(self.id)
+            else:
+                node.abort(self.id)
+        self._wake()
+        return True
 
-    def on_delta(self, link: NodeConnection, delta: TokenDelta) -> None:
+    def discard(self, error: Exception) -> None:
+        """End the attempt with an error, and drop what was not read."""
+        self.end(error)
+        self._error = error
+        self._drop_unread()
+
+    def close(self) -> None:
+        """The reader is done with it."""
+        self.end(None)
+        self._drop_unread()
+        self.sample.attempt = None
+
+    # ---- the reader's side --------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> "Attempt":
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        while not self._ready:
+            if self._error is not None:
+                raise self._error
+            if self._is_over:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        size, delta = self._ready.popleft()
+        self._admitted.read(size)
+        return delta
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _drop_unread(self) -> None:
+        while self._ready:
+            self._admitted.read(self._ready.popleft()[0])
+
+    # ---- the nodes' side ----------------------------------------------------------------------------------------
+
+    def on_delta(self, connection: NodeConnection, delta: TokenDelta) -> None:
         try:
-            self._process(link, delta)
+            self._process(connection, delta)
         except ValueError:
-            raise  # of a node that garbles its words nothing is believed
-        except Exception as error:  # noqa: BLE001 - it fails this request alone, where it is awaited
-            if not self.done.done():
-                self.done.set_exception(error)
+            raise  # a malformed message invalidates the connection
+        except Exception as error:  # noqa: BLE001 - fails this request alone, where it is read
+            self.end(error)
 
-    def _process(self, link: NodeConnection, delta: TokenDelta) -> None:
-        if self.done.done():
+    def on_node_lost(self, connection: NodeConnection) -> None:
+        if connection is self.prefill and self._handed_off and self.has_output:
+            return  # the KV has arrived and the first token is here: the prefill node is no longer needed
+        computes = self.decode if self.prefill is None or self._handed_off else self.prefill
+        is_suspect = connection is computes and connection.has_crashed
+        node = connection.info.id
+        self.end(AttemptFailed(f"node {node} is gone", node, is_gone=True, is_suspect=is_suspect))
+
+    def _process(self, connection: NodeConnection, delta: TokenDelta) -> None:
+        if self._is_over:
             return
-        self._handed_off = self._handed_off or delta.handed_off or (link is self.decode and bool(delta.tokens))
+        self._handed_off = self._handed_off or delta.handed_off or (connection is self.decode and bool(delta.tokens))
         if delta.error:
-            if link is not self.decode and self._handed_off:
-                return  # the prefill node did not hear that its commit succeeded
-            self._fail(link, delta)
-            return
-        if self._handed_off or self.prefill is None or delta.finish:
-            self._uncharge_prompt()
+            if connection is self.decode or not self._handed_off:
+                self.end(_failure(connection, delta))
+            return  # otherwise the prefill node missed that its commit succeeded
+        if not self._is_prompt_computed and (self._handed_off or self.prefill is None or delta.finish):
+            self._prompt_computed()
             if self.sample.index == 0:
-                self.sample.run.on_prefill_done(self.decode if self._handed_off or self.prefill is None else None)
+                if self._handed_off or self.prefill is None:
+                    self._admitted.kv_node = self.decode
+                self._admitted.first_is_computed.set()
         self._prompt_logprobs += delta.prompt_logprobs
         if not delta.tokens and not delta.finish:
             return
-        self._early[delta.position] = link, delta
+        self._early[delta.position] = connection, delta
         while (ready := self._early.pop(len(self.sample.tokens), None)) is not None:
             self._publish(*ready)
             if ready[1].finish:
-                self.sample.is_finished = True
-                self.done.set_result(None)
+                self._admitted.end(self.sample, "finished")
+                self.end(None)
                 return
 
-    def on_node_lost(self, link: NodeConnection) -> None:
-        # Landed, and its first token is here: the prefill node has nothing left to say.
-        if self.done.done() or (link is self.prefill and self._handed_off and self.has_output):
-            return
-        computes = self.decode if self.prefill is None or self._handed_off else self.prefill
-        is_suspect = link is computes and link.has_crashed
-        self.done.set_exception(
-            AttemptFailed(f"node {link.info.id} is gone", link.info.id, is_gone=True, is_suspect=is_suspect)
-        )
+    def _prompt_computed(self) -> None:
+        self._is_prompt_computed = True
+        if self._charge is not None and self._charge.release_prompt():
+            self._admitted.prompt_computed()
 
-    def _publish(self, link: NodeConnection, delta: TokenDelta) -> None:
+    def _publish(self, connection: NodeConnection, delta: TokenDelta) -> None:
         failpoints.reach("router.told", self.id)
-        tokens = unpack_ids(delta.tokens)
         is_first = not self.sample.tokens
-        self.sample.tokens += tokens
-        self._producers.add(link)
-        self.sample.run.put(
-            SampleDelta(
-                self.sample.index,
-                tokens,
-                delta.logprobs,
-                self._prompt_logprobs if is_first else [],
-                delta.finish or None,
-                delta.cached_tokens if is_first else 0,
-            )
-        )
-        self._prompt_logprobs = []  # told whole with the first token, so an attempt before it leaves no trace
+        self.sample.tokens += unpack_ids(delta.tokens)
+        self._producers.add(connection)
+        # Prompt logprobs are delivered whole with the first token, so that a failed attempt before it leaves no trace.
+        delta.prompt_logprobs, self._prompt_logprobs = (self._prompt_logprobs if is_first else []), []
+        if not is_first:
+            delta.cached_tokens = 0
+        size = size_of(delta)
+        self._ready.append((size, delta))
+        self._admitted.buffered(size)
+        self._wake()
 
-    def _fail(self, link: NodeConnection, delta: TokenDelta) -> None:
-        if delta.retry:
-            self.done.set_exception(AttemptFailed(delta.error, link.info.id))
-        elif delta.error in {"internal", "numerical", "no_token"}:
-            self.done.set_exception(UnavailableError(f"The model failed on this request ({delta.error}).", status=500))
-        else:
-            self.done.set_exception(RequestError(delta.error))
 
-    # ---- the router's own ledger of load, for placement ----------------------------------------------------------
+def _failure(connection: NodeConnection, delta: TokenDelta) -> Exception:
+    if delta.retry:
+        return AttemptFailed(delta.error, connection.info.id)
+    if delta.error in {"internal", "numerical", "no_token"}:
+        return UnavailableError(f"The model failed on this request ({delta.error}).", status=500)
+    return RequestError(delta.error)
 
-    def charge(self, num_tokens: int, max_new_tokens: int) -> None:
-        assert self.decode is not None
-        work = max(0, num_tokens - self.cached_tokens)
-        computes = self.decode if self.prefill is None else self.prefill
-        pairs = pairs_of(num_tokens - work, work)
-        self._charges = [(computes, work, pairs, 0), (self.decode, 0, 0, num_tokens + max_new_tokens // 2)]
-        for link, outstanding, pairs, kv_tokens in self._charges:
-            link.outstanding_tokens += outstanding
-            link.outstanding_pairs += pairs
-            link.kv_tokens += kv_tokens
-        self.decode.prefilling += 1
 
-    def _uncharge_prompt(self) -> None:
-        if len(self._charges) == 2:
-            self.sample.run.on_prompt_computed()
-            link, outstanding, pairs, _ = self._charges.pop(0)
-            link.outstanding_tokens = max(0, link.outstanding_tokens - outstanding)
-            link.outstanding_pairs = max(0, link.outstanding_pairs - pairs)
-            if self.decode is not None:
-                self.decode.prefilling = max(0, self.decode.prefilling - 1)
-
-    def uncharge(self) -> None:
-        self._uncharge_prompt()
-        for link, _, _, kv_tokens in self._charges:
-            link.kv_tokens = max(0, link.kv_tokens - kv_tokens)
-        self._charges = []
+def size_of(delta: TokenDelta) -> int:
+    """Return about how many bytes the delta takes in this process."""
+    size = 384 + 10 * len(delta.tokens)
+    if delta.logprobs or delta.prompt_logprobs:
+        size += sum(200 + 80 * len(entry.top_tokens) for entry in delta.logprobs + delta.prompt_logprobs)
+    return size

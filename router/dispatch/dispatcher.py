@@ -1,6 +1,6 @@
-"""One request's journey, top to bottom: place it, send it, stream what comes back, go on elsewhere when a node dies.
+"""The way of one request through the cluster: admit it, place it, send it, stream its tokens, retry when a node fails.
 
-The router owns the request: the prompt and the tokens so far are here, so any node may be lost at any moment.
+The router owns the request: it has the prompt and the tokens so far, so any node may be lost at any moment.
 """
 
 import asyncio
@@ -9,105 +9,179 @@ import logging
 import random
 import time
 from array import array
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from math import inf
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from router.dispatch.attempt import HANDOFF, Attempt, AttemptFailed, ClientBackpressure, SampleState
+from router.dispatch.admission import AdmissionQueue, AdmissionRefusedError, QueueStatus, deadline_error, overloaded
+from router.dispatch.attempt import (
+    HANDOFF,
+    AdmittedRequest,
+    Attempt,
+    AttemptFailed,
+    ClientBackpressure,
+    RequestCounts,
+    SampleState,
+)
 from router.dispatch.failover import Failover, RetryBudget
-from router.dispatch.queue import MAX_RETRY_AFTER_S, AdmissionQueue
-from router.dispatch.requests import GenerationRequest
-from router.dispatch.run import AdmissionRefusedError, GenerationRun, deadline_error
+from router.dispatch.requests import GenerationRequest, TokenStream
 from router.history.history import RequestHistory
 from router.nodes.connection import NodeConnection
-from router.nodes.pool import NodePool
+from router.nodes.pool import NodePool, PlacementCandidate
+from router.nodes.status import PoolStatus
 from scheduler.placement import Placement
 from shared import failpoints
 from shared.errors import RequestError, UnavailableError
 from shared.rpc.messages import SubmitRequest, pack_ids
 
 log = logging.getLogger("baton.dispatch")
-WAIT_NEW_S = 1.0  # for a node, before a new request is turned away
+WAIT_NEW_S = 1.0  # for a node, before a new request is refused
 WAIT_UNDER_WAY_S = 30.0  # for a node, before a request that was accepted is given up
 RETRY_PAUSE_S = 0.05  # times the attempts so far, more or less by half
-NEWS_S = 0.2  # within so long after a failed handoff it is mostly known which end died
+NEWS_S = 0.2  # after a failed handoff it is mostly known within this time which of its nodes died
 SEED_STEP = 0x9E3779B97F4A7C15  # spreads the seeds of samples (the golden ratio, as in splitmix64)
 Found = TypeVar("Found")
-
-
-@dataclass(slots=True)
-class RequestCounts:
-    """Requests by how they ended; one sample is one request here."""
-
-    running: int = 0
-    total: int = 0
-    finished: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    refused: int = 0  # they would have waited too long
-    moved: int = 0  # attempts that went on elsewhere
-    retried: int = 0  # of these: not since their node died
-    paused: int = 0  # attempts that ended as their client did not read
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchRules:
     """`disaggregate`: see `scheduler.placement.place`. `ttft_slo_s`: a request whose first token is predicted later
-    is refused; 0: none is. `max_queue_s`, `max_queued_tokens`: see `router.dispatch.admission`."""
+    is refused; 0: none is."""
 
     max_attempts: int = 5
     disaggregate: str = "auto"
     ttft_slo_s: float = 0.0
-    max_queue_s: float = 30.0
-    max_queued_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DispatcherStatus:
+    """`placements`: attempts by the reason of their placement."""
+
+    model: str
+    router: str
+    pool: PoolStatus
+    requests: RequestCounts
+    placements: dict[str, int]
+    queue: QueueStatus
+
+    def as_json(self) -> dict[str, Any]:
+        fields = asdict(self)
+        return {"model": fields.pop("model"), "router": fields.pop("router"), **fields.pop("pool"), **fields}
 
 
 class Dispatcher:
-    def __init__(self, fleet: NodePool, model: str, rules: DispatchRules, records: RequestHistory) -> None:
-        self._pool = fleet
+    """Generates every admitted request, whatever happens to the nodes.
+
+    The HTTP side calls `admit` for each request and reads its streams. Everything runs in the reader's task, on the
+    router's event loop. Each sample's tokens are delivered in order and once, and when the context is left nothing of
+    the request is left on any node, in the queue or in the load of a node; it is counted once per sample.
+    """
+
+    def __init__(
+        self, pool: NodePool, queue: AdmissionQueue, model: str, rules: DispatchRules, history: RequestHistory
+    ) -> None:
+        self._pool = pool
+        self._queue = queue
         self._model = model
         self._rules = rules
-        self._history = records
+        self._history = history
         self._counts = RequestCounts()
-        self._placements: dict[str, int] = {}  # reason -> how many
-        self._queue = AdmissionQueue(fleet, rules.max_queue_s, rules.ttft_slo_s, rules.max_queued_tokens)
+        self._placements: dict[str, int] = {}  # attempts by reason
         self._retry_budget = RetryBudget()
-
-    async def submit(self, generation: GenerationRequest) -> GenerationRun:
-        """Raises Unavailable when no node takes requests or it would wait too long, Rejected when it can never fit."""
-        late_s = inf if generation.deadline is None else generation.deadline - time.monotonic()
-        if late_s <= 0:
-            raise deadline_error()
-        await self._wait_for(lambda: self.ready() or None, min(WAIT_NEW_S, late_s))
-        self._counts.total += generation.n
-        try:
-            ticket = self._queue.enqueue(generation)
-        except (AdmissionRefusedError, RequestError) as error:
-            self._count("refused" if isinstance(error, AdmissionRefusedError) else "failed", generation.n)
-            raise
-        self._counts.running += generation.n
-        self._retry_budget.requested()
-        return GenerationRun(generation, ticket, self.run_attempts, self._queue.on_prompt_computed, self._ended)
 
     def ready(self) -> bool:
         return any(self._pool.routable())
 
-    def status(self) -> dict[str, object]:
-        counts = self._counts
-        requests = {name: getattr(counts, name) for name in RequestCounts.__dataclass_fields__}
-        return {
-            "model": self._model,
-            "router": self._pool.router,
-            **self._pool.status(),
-            "requests": requests,
-            "placements": dict(self._placements),
-            "queue": self._queue.status(),
-        }
+    def status(self) -> DispatcherStatus:
+        return DispatcherStatus(
+            model=self._model,
+            router=self._pool.router,
+            pool=self._pool.status(),
+            requests=replace(self._counts),
+            placements=dict(self._placements),
+            queue=self._queue.status(),
+        )
+
+    # ---- one request --------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def admit(self, request: GenerationRequest) -> AsyncIterator[list[TokenStream]]:
+        """Admit a request, and provide one stream for each sample; see `GenerationBackend.admit`.
+
+        Raises UnavailableError when no node takes requests or the request would wait too long, RequestError when no
+        node could ever hold it. At the request's deadline, it cancels the block and raises UnavailableError.
+        """
+        late_s = inf if request.deadline is None else request.deadline - time.monotonic()
+        if late_s <= 0:
+            raise deadline_error()
+        await self._wait_for(lambda: self.ready() or None, min(WAIT_NEW_S, late_s))
+        self._counts.total += request.n
+        try:
+            self._check_fits(request)
+            entry = self._queue.enqueue(request)
+        except (AdmissionRefusedError, RequestError) as error:
+            self._counts.end("refused" if isinstance(error, AdmissionRefusedError) else "failed", request.n)
+            raise
+        self._counts.running += request.n
+        self._retry_budget.requested()
+        admitted = AdmittedRequest(request, entry, self._queue, self._counts)
+        streams = [self.generate(admitted, sample) for sample in admitted.samples]
+        deadline = asyncio.timeout(None if request.deadline is None else request.deadline - time.monotonic())
+        try:
+            async with deadline:
+                yield streams
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise deadline_error() from None
+        finally:
+            admitted.close("failed" if deadline.expired() else "cancelled")
+            for stream in streams:
+                await stream.aclose()
+
+    async def generate(self, admitted: AdmittedRequest, sample: SampleState) -> TokenStream:
+        """Yield the tokens of one sample, retrying on other nodes from the last delivered token.
+
+        Sample 0 runs alone until its prompt is computed; the others then go to the node that has its KV. Raises
+        UnavailableError or RequestError when the sample cannot be completed.
+        """
+        try:
+            if sample.index:
+                await admitted.first_is_computed.wait()
+            await self._queue.wait_for_slot(admitted.entry)
+            failover = Failover(self._rules.max_attempts)
+            for number in itertools.count():
+                attempt = Attempt(admitted, sample, number)
+                row = array("i", admitted.request.prompt + sample.tokens)  # hashed for placement, and sent
+                try:
+                    await self._place(admitted, attempt, row, failover)
+                    self._submit(attempt, row)
+                    async for delta in attempt:
+                        yield delta
+                    self._pool.served(*attempt.nodes)
+                    return
+                except AttemptFailed as failure:
+                    await self._wait_to_retry(attempt, failure, failover, number)
+                except ClientBackpressure:
+                    self._counts.paused += 1
+                    await admitted.wait_until_read()
+                    admitted.resume(sample)
+                finally:
+                    attempt.close()
+        except GeneratorExit:  # the client has enough of this sample
+            admitted.end(sample, "finished")
+            raise
+        except Exception as error:
+            admitted.end(sample, "refused" if isinstance(error, AdmissionRefusedError) else "failed")
+            raise
+        finally:
+            if sample.index == 0:
+                admitted.first_is_computed.set()
 
     async def _wait_for(self, find: Callable[[], Found | None], wait_s: float) -> Found:
-        """Return what `find` returns, called again after each change of the pool while it returns None. Raise
+        """Return what `find` returns, called again after each change of the pool while it returns None. Raises
         UnavailableError after `wait_s`."""
         if (found := find()) is not None:
             return found
@@ -122,161 +196,126 @@ class Dispatcher:
                 "No node of this cluster takes requests right now.", retry_after_s=2.0, code="node_lost"
             ) from None
 
-    def _ended(self, run: GenerationRun, sample: SampleState, how: str) -> None:
-        """Every sample that was accepted ends here, once."""
-        self._queue.release(run.ticket, len(sample.tokens))
-        self._counts.running -= 1
-        self._count(how)
-
-    def _count(self, how: str, times: int = 1) -> None:
-        setattr(self._counts, how, getattr(self._counts, how) + times)
-
-    # ---- one sample ---------------------------------------------------------------------------------------------
-
-    async def run_attempts(self, run: GenerationRun, sample: SampleState) -> None:
-        """Attempts until the sample is finished. Raises Unavailable or Rejected."""
-        await self._queue.wait_for_slot(run.ticket, run.generation.deadline)
-        failover = Failover(self._rules.max_attempts)
-        for number in itertools.count():
-            attempt = Attempt(
-                sample, f"{run.generation.id}.{sample.index}.{number}", is_new=number == 0 and sample.index == 0
-            )
-            try:
-                await self._attempt(run, attempt, failover)
-                return
-            except AttemptFailed as lost:
-                await self._retry_or_raise(attempt, lost, failover, number)
-            except ClientBackpressure:
-                self._counts.paused += 1
-                async with self._queue.paused(run.ticket):
-                    await run.until_read()
-
-    async def _attempt(self, run: GenerationRun, attempt: Attempt, failover: Failover) -> None:
-        try:
-            await self._start(run, attempt, failover)
-            await attempt.done
-            self._pool.served(*filter(None, (attempt.prefill, attempt.decode)))
-        finally:
-            run.attempts.pop(attempt.sample.index, None)
-            self._end(attempt)
-
-    async def _retry_or_raise(self, attempt: Attempt, lost: AttemptFailed, failover: Failover, number: int) -> None:
-        """Returns when the next attempt may begin. Raises Unavailable or Rejected when there is to be none."""
-        self._counts.moved += 1
-        self._history.migrated(attempt.id, lost.reason)
-        log.warning("request %s goes on elsewhere: %s", attempt.id, lost)
-        pause_s = RETRY_PAUSE_S * min(number, self._rules.max_attempts) * random.uniform(0.5, 1.5)
-        if not lost.is_gone:
-            pause_s = max(pause_s, await self._retry_wait_s(attempt, lost))
-        failover.record_failure(attempt, lost, (link.info.id for link in self._pool.routable()[1]))
-        await asyncio.sleep(pause_s)
-
-    async def _retry_wait_s(self, attempt: Attempt, lost: AttemptFailed) -> float:
-        """By a node that lives: a handoff failed, or it is busy. Waits a moment for the news that an end of the attempt
-        is gone: then the other is not to blame, and what goes on elsewhere is no retry. Returns how long a retry has
-        to wait for its turn."""
-        ends = [link for link in (attempt.prefill, attempt.decode) if link is not None]
-        with suppress(TimeoutError):
-            async with asyncio.timeout(NEWS_S):
-                while not any(link.is_leaving or not link.is_alive for link in ends):
-                    await self._pool.change()
-                return 0.0
-        if lost.reason.startswith(HANDOFF):
-            self._pool.failed(*ends)
-        self._counts.retried += 1
-        return self._retry_budget.take(time.monotonic())
-
-    async def _start(self, run: GenerationRun, attempt: Attempt, failover: Failover) -> None:
-        """Place the attempt, as soon as a node can take it, and send it. Sent to P, it names D; sent to D alone, it
-        names no node. The wait does not count as an attempt. Raise UnavailableError when it is too long."""
-        generation, sample = run.generation, attempt.sample
-        tokens = generation.prompt + sample.tokens
-        row = array("i", tokens)  # as it is hashed, and as it is sent
-        prefill, decode = await self._wait_for(lambda: self._place(run, attempt, row, failover), WAIT_UNDER_WAY_S)
-        attempt.prefill, attempt.decode = prefill, decode
-        run.attempts[sample.index] = attempt
-        submit = SubmitRequest(
-            attempt.id,
-            self._pool.router,
-            row.tobytes(),
-            len(generation.prompt),
-            generation.max_tokens,
-            replace(generation.sampling, seed=(generation.sampling.seed + sample.index * SEED_STEP) % 2**63),
-            generation.min_tokens,
-            pack_ids(sorted(generation.stop_tokens)),
-            generation.salt,
-            generation.priority,
-            decode.info.address if prefill is not None else "",
-            generation.share_prefix,
-            generation.traceparent,
+    def _check_fits(self, request: GenerationRequest) -> None:
+        """Raise RequestError if no node could hold the request even alone."""
+        prefill, decode = self._pool.routable()
+        largest = max(decode or prefill, key=lambda node: node.kv_capacity_tokens, default=None)
+        tokens = len(request.prompt) + request.max_tokens
+        if largest is None or tokens <= largest.kv_capacity_tokens:
+            return
+        size = largest.info.block_tokens
+        raise RequestError(
+            f"{tokens} tokens need {-(-tokens // size)} blocks of {size} tokens, and the KV cache has "
+            f"{largest.info.num_blocks - 1}: shorten the request or give the nodes more --kv-cache-memory",
+            "max_tokens",
+            "request_too_large",
         )
-        if sample.index or sample.tokens:  # told once
-            submit.sampling.prompt_logprobs = None
-        attempt.charge(len(tokens), generation.max_tokens - len(sample.tokens))
-        failpoints.reach("router.placed", attempt.id)
-        if prefill is not None:
-            decode.listen(attempt.id, attempt)
-            prefill.submit(submit, attempt)
-        else:
-            decode.submit(submit, attempt)
 
-    def _place(
-        self, run: GenerationRun, attempt: Attempt, row: "array[int]", failover: Failover
-    ) -> tuple[NodeConnection | None, NodeConnection] | None:
-        """Return the nodes of the attempt, None while no node can take it."""
-        sibling, avoid = run.kv_node, failover.avoid
-        if attempt.sample.index and sibling in self._pool.routable()[1] and sibling.info.id not in avoid:
+    # ---- one attempt --------------------------------------------------------------------------------------------
+
+    async def _place(self, admitted: AdmittedRequest, attempt: Attempt, row: "array[int]", failover: Failover) -> None:
+        """Give the attempt its nodes as soon as a node can take it; the wait does not count as an attempt. Raises
+        UnavailableError when it is too long, AdmissionRefusedError when the first token would be too late."""
+        request, sample = attempt.request, attempt.sample
+        sibling = admitted.kv_node
+        if sample.index and sibling in self._pool.routable()[1] and sibling.info.id not in failover.avoid:
             self._record_placement(attempt, Placement(None, sibling.info.id, "sibling"))
-            return None, sibling  # the prompt's KV is there already
-        proposal = self._pool.place(
-            attempt.id, row, run.generation.salt, avoid, self._rules.disaggregate, failover.prefix_node
-        )
-        if proposal is None:
-            return None
-        found = proposal.placement
-        if attempt.is_new:
-            self._check_slo(found)
-            self._queue.credit_prefix_hit(run.ticket, proposal.cached_tokens)
-        self._record_placement(attempt, found)
-        self._pool.prefixes.record(proposal.hashes, *filter(None, (found.prefill, found.decode)))
-        attempt.cached_tokens = proposal.cached_tokens
-        return (None if found.prefill is None else self._pool.connection(found.prefill)), self._pool.connection(
-            found.decode
-        )
+            attempt.begin(None, sibling, 0)  # the prompt's KV is there already
+            return
 
-    def _check_slo(self, found: Placement) -> None:
-        """Raises Refused when the first token is predicted later than the SLO. Without a prediction all may come, and
-        with one that is stale one may: else a node once taken for too slow would refuse everybody for ever."""
-        slo_s, estimate = self._rules.ttft_slo_s, found.estimate
-        if not slo_s or estimate is None or estimate.first_token_s <= slo_s:
+        def choose() -> PlacementCandidate | None:
+            return self._pool.choose(
+                attempt.id, row, request.salt, failover.avoid, self._rules.disaggregate, failover.prefix_node
+            )
+
+        candidate = await self._wait_for(choose, WAIT_UNDER_WAY_S)
+        placement = candidate.placement
+        prefill = None if placement.prefill is None else self._pool.connection(placement.prefill)
+        decode = self._pool.connection(placement.decode)
+        if attempt.is_first:
+            self._check_slo(placement, prefill or decode)
+            self._queue.credit_prefix_hit(admitted.entry, candidate.cached_tokens)
+        self._record_placement(attempt, placement)
+        self._pool.prefixes.record(candidate.hashes, *filter(None, (placement.prefill, placement.decode)))
+        attempt.begin(prefill, decode, candidate.cached_tokens)
+
+    def _check_slo(self, placement: Placement, computes: NodeConnection) -> None:
+        """Raise AdmissionRefusedError if the first token is predicted later than the SLO.
+
+        Without a prediction every request is admitted. With a stale one too, or a node once measured as too slow would
+        never be measured again.
+        """
+        slo_s, estimate = self._rules.ttft_slo_s, placement.estimate
+        if not slo_s or estimate is None or estimate.first_token_s <= slo_s or computes.load.is_stale:
             return
-        if self._pool.connection(found.prefill or found.decode).is_stale:
-            return
-        late_s = min(estimate.first_token_s - slo_s, MAX_RETRY_AFTER_S)
-        raise AdmissionRefusedError(
+        raise overloaded(
             f"The first token is predicted in {estimate.first_token_s * 1000:.0f} ms, later than the "
             f"{slo_s * 1000:.0f} ms that this cluster promises; try again later.",
-            retry_after_s=late_s,
-            status=429,
-            code="overloaded",
+            estimate.first_token_s - slo_s,
         )
 
-    def _record_placement(self, attempt: Attempt, found: Placement) -> None:
-        self._placements[found.reason] = self._placements.get(found.reason, 0) + 1
+    def _record_placement(self, attempt: Attempt, placement: Placement) -> None:
+        self._placements[placement.reason] = self._placements.get(placement.reason, 0) + 1
         local_s, remote_s = (
             estimate.ready_s if estimate is not None and estimate.keeps_tbt else 0.0
-            for estimate in (found.local, found.remote)
+            for estimate in (placement.local, placement.remote)
         )
-        self._history.placed(attempt.id, found.prefill, found.decode, found.reason, local_s, remote_s)
+        self._history.placed(attempt.id, placement.prefill, placement.decode, placement.reason, local_s, remote_s)
 
-    @staticmethod
-    def _end(attempt: Attempt) -> None:
-        """Nothing of the attempt goes on anywhere."""
-        attempt.uncharge()
-        for link in (attempt.prefill, attempt.decode):
-            if link is None:
-                continue
-            if attempt.sample.is_finished:
-                link.forget(attempt.id)
-            else:
-                link.abort(attempt.id)
+    def _submit(self, attempt: Attempt, row: "array[int]") -> None:
+        """Send the attempt. It names a decode node only if a prefill node computes the prompt."""
+        request, sample, prefill, decode = attempt.request, attempt.sample, attempt.prefill, attempt.decode
+        assert decode is not None
+        sampling = replace(request.sampling, seed=(request.sampling.seed + sample.index * SEED_STEP) % 2**63)
+        if sample.index or sample.tokens:  # delivered with the first token of sample 0
+            sampling.prompt_logprobs = None
+        submit = SubmitRequest(
+            id=attempt.id,
+            router=self._pool.router,
+            tokens=row.tobytes(),
+            num_prompt=len(request.prompt),
+            max_tokens=request.max_tokens,
+            sampling=sampling,
+            min_tokens=request.min_tokens,
+            stop_tokens=pack_ids(sorted(request.stop_tokens)),
+            salt=request.salt,
+            priority=request.priority,
+            decode_node="" if prefill is None else decode.info.address,
+            share_prefix=request.share_prefix,
+            traceparent=request.traceparent,
+        )
+        failpoints.reach("router.placed", attempt.id)
+        if prefill is None:
+            decode.submit(submit, attempt)
+        else:
+            decode.listen(attempt.id, attempt)
+            prefill.submit(submit, attempt)
+
+    # ---- after a failure ----------------------------------------------------------------------------------------
+
+    async def _wait_to_retry(self, attempt: Attempt, failure: AttemptFailed, failover: Failover, number: int) -> None:
+        """Return when the next attempt may start. Raises UnavailableError or RequestError when there is none."""
+        self._counts.moved += 1
+        self._history.migrated(attempt.id, failure.reason)
+        log.warning("request %s is retried: %s", attempt.id, failure)
+        pause_s = RETRY_PAUSE_S * min(number, self._rules.max_attempts) * random.uniform(0.5, 1.5)
+        if not failure.is_gone and not await self._has_lost_node(attempt):
+            if failure.reason.startswith(HANDOFF):
+                self._pool.failed(*attempt.nodes)
+            self._counts.retried += 1
+            pause_s = max(pause_s, self._retry_budget.take(time.monotonic()))
+        failover.record_failure(attempt, failure, (node.info.id for node in self._pool.routable()[1]))
+        await asyncio.sleep(pause_s)
+
+    async def _has_lost_node(self, attempt: Attempt) -> bool:
+        """Return whether a node of the attempt is gone or leaving, waiting a moment for that news.
+
+        A node reports a failed handoff before the loss of the other node is known. Then the other node is to blame, and
+        retrying is no strain on the budget.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(NEWS_S):
+                while not any(node.is_leaving or not node.is_alive for node in attempt.nodes):
+                    await self._pool.change()
+                return True
+        return False

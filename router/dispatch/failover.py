@@ -1,7 +1,7 @@
-"""What a sample has been through, and where it may go on: whom it avoids, who still holds its KV, when it is given up.
+"""Failover: which nodes a sample avoids after a failure, which still has its KV, and when it is given up.
 
-A node that died takes its requests with it, and they go on at once. Everything else that goes on elsewhere is a retry,
-and retries of all requests together are kept to a small share of them: they must not be what overloads the nodes.
+Requests on a node that dies are retried at once. All other retries, of all requests together, are limited to a small
+share of the requests, so that retries cannot overload the nodes.
 """
 
 from collections.abc import Iterable
@@ -11,25 +11,26 @@ from router.dispatch.attempt import HANDOFF, Attempt, AttemptFailed
 from router.nodes.connection import NodeConnection
 from shared.errors import RequestError, UnavailableError
 
-MAX_DEATHS = 2  # of nodes under a request, before it counts as their cause
+MAX_CRASHES = 2  # of nodes that computed a request, until it counts as their cause
 RETRY_SHARE = 0.1  # of the requests
-RETRIES_PER_S = 3.0  # beside that
-BURST_S = 10.0  # so long they may be saved up
+RETRIES_PER_S = 3.0  # in addition
+BURST_S = 10.0  # worth of retries that may accumulate
 MAX_RETRY_WAIT_S = 10.0
 
 
 class RetryBudget:
-    """Of all requests together: a tenth of them, and 3 a second. Finagle's, but a retry waits for its turn."""
+    """The budget of all requests together: a tenth of them, and 3 a second. Finagle's, but a retry waits its turn."""
 
     def __init__(self) -> None:
         self._now = 0.0
         self._level = RETRIES_PER_S * BURST_S
 
     def requested(self) -> None:
+        """Count a new request."""
         self._level = min(self._level + RETRY_SHARE, RETRIES_PER_S * BURST_S)
 
     def take(self, now: float) -> float:
-        """Seconds to wait before one more retry. Raises Unavailable when too many wait already."""
+        """Return the seconds to wait before one more retry. Raises UnavailableError when too many wait already."""
         passed_s, self._now = max(0.0, now - self._now), now
         self._level = min(self._level + passed_s * RETRIES_PER_S, RETRIES_PER_S * BURST_S)
         wait_s = max(0.0, 1.0 - self._level) / RETRIES_PER_S
@@ -43,8 +44,8 @@ class RetryBudget:
 
 @dataclass(slots=True)
 class Failover:
-    """Of one sample. `avoid`: nodes that it is not placed on where others are. `holder`: the prefill node that has its
-    prompt's KV still, "" where none does."""
+    """The failures of one sample. `avoid`: nodes that it is not placed on while there are others. `prefix_node`: the
+    prefill node that still has its prompt's KV, or ""."""
 
     max_attempts: int
     avoid: set[str] = field(default_factory=set)
@@ -53,28 +54,30 @@ class Failover:
     _at_fault: set[str] = field(default_factory=set)  # prefill nodes whose handoff failed
     _crashed: list[NodeConnection] = field(default_factory=list)
 
-    def record_failure(self, attempt: Attempt, lost: AttemptFailed, decode_nodes: Iterable[str]) -> None:
-        """Learns from an attempt that is lost. `decode_nodes`: who could generate. Raises Unavailable or Rejected when
-        it was the last one."""
-        # A node that lives, and moves what it has begun, has done its part: not so one that died of it.
-        self.failures += lost.is_gone or not attempt.has_output
-        self._blame(attempt, lost, decode_nodes)
-        if lost.is_suspect and (link := attempt.connection_to(lost.node)) is not None:
-            self._suspect(attempt, link)
+    def record_failure(self, attempt: Attempt, failure: AttemptFailed, decode_nodes: Iterable[str]) -> None:
+        """Record a failed attempt. `decode_nodes`: those that could generate. Raises UnavailableError or RequestError
+        when it was the last one."""
+        # Do not count an attempt that produced tokens on a node that is alive: such a node only moves its requests.
+        self.failures += failure.is_gone or not attempt.has_output
+        self._assign_fault(attempt, failure, decode_nodes)
+        if failure.is_suspect:
+            node = next(node for node in attempt.nodes if node.info.id == failure.node)
+            self._record_crash(attempt, node)
         if self.failures >= self.max_attempts:
             raise UnavailableError(f"The request was given up after {self.max_attempts} attempts.", code="node_lost")
 
-    def _blame(self, attempt: Attempt, lost: AttemptFailed, decode_nodes: Iterable[str]) -> None:
-        """A handoff has two ends. One that is gone is at fault. Where both live the decode node is taken first, as with
-        another one the blocks are only sent again; the prefill node when that failed too, or there is no other."""
+    def _assign_fault(self, attempt: Attempt, failure: AttemptFailed, decode_nodes: Iterable[str]) -> None:
+        """Decide which end of a handoff to avoid. A node that is gone is at fault. If both are alive, avoid the decode
+        node first, since another one only needs the blocks sent again; avoid the prefill node when its handoff fails
+        again, or when there is no other decode node."""
         prefill, decode = attempt.prefill, attempt.decode
         self.prefix_node = ""
         if prefill is None or decode is None:
-            self.avoid.add(lost.node)
+            self.avoid.add(failure.node)
             return
-        gone = {link.info.id for link in (prefill, decode) if not link.is_alive}
-        if gone or not lost.reason.startswith(HANDOFF):
-            self.avoid |= gone or {lost.node}
+        gone = {node.info.id for node in (prefill, decode) if not node.is_alive}
+        if gone or not failure.reason.startswith(HANDOFF):
+            self.avoid |= gone or {failure.node}
         else:
             self.avoid.add(decode.info.id)
             if prefill.info.id in self._at_fault or all(name in self.avoid for name in decode_nodes):
@@ -83,17 +86,19 @@ class Failover:
         if prefill.info.id not in self.avoid:
             self.prefix_node = prefill.info.id
 
-    def _suspect(self, attempt: Attempt, link: NodeConnection) -> None:
-        """A node died while it computed this sample, of which it had told nothing yet. Where that happens twice, the
-        sample is the likeliest cause. A node that is back in the same life had lost its connection only."""
-        if attempt.produced_by(link):  # it did well there for a while
+    def _record_crash(self, attempt: Attempt, node: NodeConnection) -> None:
+        """Apply the poison rule: after two crashes without a token in between, the request itself is the likely cause.
+
+        A node that is back in the same incarnation did not crash, but only lost its connection.
+        """
+        if attempt.produced_by(node):
             self._crashed = []
             return
         self._crashed = [earlier for earlier in self._crashed if not earlier.is_alive]
-        self._crashed.append(link)
-        if len(self._crashed) >= MAX_DEATHS:
+        self._crashed.append(node)
+        if len(self._crashed) >= MAX_CRASHES:
             raise RequestError(
-                f"{MAX_DEATHS} nodes died while they computed this request; it is not tried again.",
+                f"{MAX_CRASHES} nodes died while they computed this request; it is not tried again.",
                 code="poison",
                 status=422,
             )

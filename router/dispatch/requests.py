@@ -1,10 +1,15 @@
-"""What the rim hands to dispatch and gets back: token ids in, token ids out. Neither text nor HTTP is known here."""
+"""What the HTTP side and the dispatcher exchange: token ids in, token ids out. Neither text nor HTTP is known here."""
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
-from typing import Protocol
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
-from shared.rpc.messages import Logprobs, SamplingParams
+from shared.rpc.messages import SamplingParams, TokenDelta
+
+Item = TypeVar("Item")
+MERGED_ITEMS = 16  # held between several streams and a slow reader
 
 
 @dataclass(slots=True, frozen=True)
@@ -20,9 +25,9 @@ class ModelCard:
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """One prompt and how to continue it, `n` times. Checked: every id is below the vocabulary, everything fits.
+    """One prompt and how to continue it, `n` times. Validated: every id is in the vocabulary, and everything fits.
 
-    Sample i is drawn with a seed that dispatch derives from `sampling.seed` and i.
+    Sample i is drawn with a seed that the dispatcher derives from `sampling.seed` and i.
     """
 
     id: str
@@ -37,50 +42,70 @@ class GenerationRequest:
     share_prefix: bool = True
     traceparent: str = ""  # W3C trace context of the client's request
     tenant: str = ""  # of the client's API key; "" without keys
-    deadline: float | None = None  # on the monotonic clock, in seconds: when nobody waits for it any more
+    deadline: float | None = None  # on the monotonic clock, in seconds
 
 
-@dataclass(slots=True)
-class SampleDelta:
-    """What one step did for sample `index`: its next tokens, in order, none lost and none twice.
+TokenStream = AsyncGenerator[TokenDelta, None]
+"""The tokens of one sample: each delta continues the one before, none is lost and none comes twice.
 
-    `logprobs` has one entry a token when they were asked for. `prompt_logprobs` covers the prompt from its second
-    token on, in order, and comes with pieces of sample 0 only. A sample's last piece has `finish`, "stop" (its
-    last token is one of `stop_tokens`) or "length", and may hold no tokens. `cached_tokens` is how many of the
-    prompt's tokens were found in a prefix cache; 0 where it is not known yet.
-    """
-
-    index: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)
-    prompt_logprobs: list[Logprobs] = field(default_factory=list)
-    finish: str | None = None
-    cached_tokens: int = 0
+`prompt_logprobs` are complete in the first delta of sample 0 and empty elsewhere; `cached_tokens` is set in the first
+delta only. The last delta has `finish`, "stop" (its last token is one of `stop_tokens`) or "length", and may hold no
+tokens. Raises RequestError or UnavailableError when the sample cannot be completed.
+"""
 
 
-class TokenStream(Protocol):
-    """The pieces of all samples of one generation, as they come; ends when every sample finished or was cancelled."""
-
-    def __aiter__(self) -> AsyncIterator[SampleDelta]: ...
-
-    async def __anext__(self) -> SampleDelta:
-        """Raises Unavailable when the generation cannot be completed."""
-
-    def cancel(self, index: int) -> None:
-        """This sample is over for the client: no more pieces of it. Does not wait, and may be repeated."""
-
-    async def close(self) -> None:
-        """Cancels whatever still runs, on every node. May be repeated."""
+class StatusReport(Protocol):
+    def as_json(self) -> Mapping[str, Any]:
+        """Return what `/v1/status` shows; JSON types only."""
 
 
 class GenerationBackend(Protocol):
-    """Everything behind the rim."""
+    """What the HTTP side needs of the dispatcher."""
 
-    async def submit(self, generation: GenerationRequest) -> TokenStream:
-        """Raises Rejected or Unavailable; returns once the generation is accepted, not when it runs."""
+    def admit(self, request: GenerationRequest) -> AbstractAsyncContextManager[Sequence[TokenStream]]:
+        """Admit a request, and provide the streams of its `n` samples. Raises RequestError or UnavailableError.
 
-    def status(self) -> dict[str, object]:
-        """What `/v1/status` shows; JSON types only."""
+        Closing a stream ends its sample: the client has enough of it. Leaving the context ends all of them, at once and
+        on every node.
+        """
+
+    def status(self) -> StatusReport: ...
 
     def ready(self) -> bool:
-        """Whether a generation submitted now would find a node."""
+        """Return whether a request admitted now would find a node."""
+
+
+async def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
+    """Yield the items of all streams as they arrive. The first error ends it and is raised."""
+    if len(streams) == 1:
+        async for only in streams[0]:
+            yield only
+        return
+    queue: asyncio.Queue[tuple[Item | None, Exception | None]] = asyncio.Queue(MERGED_ITEMS)
+
+    async def feed(stream: AsyncGenerator[Item, None]) -> None:
+        try:
+            async for item in stream:
+                await queue.put((item, None))
+            await queue.put((None, None))
+        except Exception as error:  # noqa: BLE001 - raised below, where the items are read
+            for task in feeds:  # at once: the reader may be slow
+                if task is not asyncio.current_task():
+                    task.cancel()
+            await queue.put((None, error))
+
+    feeds = [asyncio.create_task(feed(stream)) for stream in streams]
+    try:
+        num_open = len(feeds)
+        while num_open:
+            item, error = await queue.get()
+            if error is not None:
+                raise error
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in feeds:
+            task.cancel()
+        await asyncio.gather(*feeds, return_exceptions=True)

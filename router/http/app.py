@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
@@ -28,9 +27,9 @@ from router.http.auth import AuthMiddleware
 from router.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
 from router.http.keys import ApiKeys
 from router.http.openapi import openapi_route
-from router.http.parsing import check_ids, encode, parse_request, run_in_thread
+from router.http.output import RequestOutput
+from router.http.parsing import build_requests, check_ids, encode, run_in_thread
 from router.http.responses import ResponseFormatter
-from router.http.session import RequestSession
 from router.metrics.request_metrics import Collected, RequestMetrics, SloTargets
 from router.nodes.status import whole_status
 from router.text.tokenizer import Tokenizer
@@ -69,8 +68,8 @@ def build_app(
     post = partial(JsonEndpoint, rim, RequestLimits(max_concurrent_requests, request_timeout_s, body_timeout_s))
     feed = EventStream(records, rim.whole_status)
     api = [
-        Route("/v1/completions", post(CompletionBody, rim.generate), methods=["POST"]),
-        Route("/v1/chat/completions", post(ChatBody, rim.generate), methods=["POST"]),
+        Route("/v1/completions", post(CompletionBody, rim.completions), methods=["POST"]),
+        Route("/v1/chat/completions", post(ChatBody, rim.completions), methods=["POST"]),
         Route("/tokenize", post(TokenizeBody, rim.tokenize), methods=["POST"]),
         Route("/detokenize", post(DetokenizeBody, rim.detokenize), methods=["POST"]),
         Route("/v1/models", rim.models),
@@ -136,39 +135,34 @@ class ApiHandlers:
         self._records = records
         self._request_metrics = metrics
 
-    async def generate(self, body: Body, reply: ResponseWriter) -> None:
-        """POST /v1/completions and /v1/chat/completions."""
+    async def completions(self, body: Body, reply: ResponseWriter) -> None:
+        """Handle POST /v1/completions and /v1/chat/completions."""
         assert isinstance(body, CompletionBody | ChatBody)
-        name = ("chatcmpl-" if isinstance(body, ChatBody) else "cmpl-") + token_hex(16)
-        reply.name(name)
-        order = await parse_request(
-            body,
-            self.model,
-            self._tokenizer,
-            name,
-            int(time.time()),
-            reply.traceparent,
-            reply.identity,
-            reply.deadline,
+        request_id = ("chatcmpl-" if isinstance(body, ChatBody) else "cmpl-") + token_hex(16)
+        reply.name(request_id)
+        requests = await build_requests(
+            body, self.model, self._tokenizer, request_id, reply.traceparent, reply.identity, reply.deadline
         )
-        exchange = RequestSession(order, self._tokenizer, self._request_metrics, self._records, reply.arrived)
-        reply.add_log_fields(exchange.log_fields)
-        form = ResponseFormatter(exchange, self._tokenizer, self.model.name)
+        output = RequestOutput(
+            request_id, body, requests, self._tokenizer, self._request_metrics, self._records, reply.arrived
+        )
+        reply.add_log_fields(output.log_fields)
+        formatter = ResponseFormatter(output, body, self._tokenizer, self.model.name, int(time.time()))
         try:
-            async with aclosing(exchange.deltas(self._dispatcher)) as said_by_samples:
-                async for prompt, sample, said in said_by_samples:
+            async with output.open(self._dispatcher) as deltas:
+                async for choice, delta in deltas:
                     if body.stream:
-                        await reply.events(form.events(prompt, sample, said))
+                        await reply.events(formatter.events(choice, delta))
                     else:
-                        form.collect(sample, said)
+                        formatter.collect(choice, delta)
         finally:
-            used = (exchange.num_prompt_tokens, exchange.num_cached, exchange.num_generated)
+            used = (output.num_prompt_tokens, output.num_cached, output.num_generated)
             self._request_metrics.used(reply.identity.tenant, *used)
         if body.stream:
-            await reply.events(form.ending())
+            await reply.events(formatter.ending())
             await reply.end()
         else:
-            await reply.json(form.answer())
+            await reply.json(formatter.answer())
 
     async def tokenize(self, body: Body, reply: ResponseWriter) -> None:
         """POST /tokenize, in vLLM's shape."""
@@ -218,7 +212,7 @@ class ApiHandlers:
         return JSONResponse(self.whole_status())
 
     def whole_status(self) -> dict[str, Any]:
-        return whole_status(self._dispatcher.status(), self._records, self._request_metrics)
+        return whole_status(self._dispatcher.status().as_json(), self._records, self._request_metrics)
 
     async def health(self, _request: Request) -> Response:
         """The router itself lives; whether anybody can compute is `/ready`."""

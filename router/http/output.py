@@ -1,79 +1,228 @@
-"""One sample's answer: its tokens become the text that its client is told, up to where a stop string ends it."""
+"""The output of one HTTP request: its choices' tokens become text, up to where a stop string ends them."""
 
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
-from router.dispatch.requests import GenerationRequest, SampleDelta
+from router.dispatch.requests import GenerationBackend, GenerationRequest, TokenStream, merge
+from router.history.history import RequestHistory
+from router.http.bodies import GenerateBody
+from router.metrics.request_metrics import RequestMetrics, SampleTimings
 from router.text.detokenizer import StopStrings
 from router.text.tokenizer import Tokenizer
-from shared.rpc.messages import Logprobs
+from shared.errors import UnavailableError
+from shared.rpc.messages import Logprobs, TokenDelta, unpack_ids
+
+SETTLE_DELAY_S = 1.0  # after the last token, until the nodes' records of the request have arrived
 
 
 @dataclass(slots=True)
 class TextDelta:
-    """What one piece adds to a sample. `text` may lag behind `tokens`: characters and stop strings are held back."""
+    """What one token delta adds to a choice. `text` may lag behind `tokens`: while characters are incomplete or may
+    become a stop string, they are held back."""
 
     text: str
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
-    first: bool = False
+    is_first: bool = False
+    finish: str | None = None  # in the last one: "stop" or "length"
+    stop_reason: str | int | None = None  # the stop string or token that ended the choice
+
+
+@dataclass(slots=True)
+class PromptOutput:
+    """What the choices of one prompt share."""
+
+    request: GenerationRequest
+    cached_tokens: int = 0
+    logprobs: list[Logprobs] = field(default_factory=list)
+    has_logprobs: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def take_logprobs(self, delta: TokenDelta, *, is_first_sample: bool) -> None:
+        """Take the prompt logprobs from sample 0's first delta; the other samples wait for them."""
+        if self.request.sampling.prompt_logprobs is None or self.has_logprobs.is_set():
+            return
+        if not is_first_sample:
+            await self.has_logprobs.wait()
+            return
+        if len(delta.prompt_logprobs) < len(self.request.prompt) - 1:
+            raise UnavailableError("A node left out the prompt's logprobs.", status=500, code="no_prompt_logprobs")
+        self.logprobs = delta.prompt_logprobs
+        self.has_logprobs.set()
 
 
 class OutputProcessor:
-    """Follows sample `index` of a request. It has ended when `finish` is set, and then hears nothing more."""
+    """One choice: detokenizes its tokens and searches its text for stop strings. The last delta has `finish`."""
+
+    def __init__(
+        self, index: int, prompt: PromptOutput, tokenizer: Tokenizer, body: GenerateBody, timings: SampleTimings
+    ) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.timings = timings
+        self.num_tokens = 0
+        self._min_tokens = prompt.request.min_tokens
+        self._include_stop = body.include_stop_str_in_output
+        self._detokenizer = tokenizer.detokenizer(prompt.request.prompt, skip_special_tokens=body.skip_special_tokens)
+        self._stops = StopStrings(body.stop, include=self._include_stop)
+        self._is_first = True
+
+    def process(self, delta: TokenDelta) -> TextDelta:
+        """Return what `delta` adds. A stop string ends the choice, and the tokens after it are dropped."""
+        ids = unpack_ids(delta.tokens)
+        added = TextDelta("", is_first=self._is_first)
+        self._is_first = False
+        last = len(ids) - 1
+        for place, token in enumerate(ids):
+            self.num_tokens += 1
+            added.tokens.append(token)
+            if delta.logprobs:
+                added.logprobs.append(delta.logprobs[place])
+            if delta.finish == "stop" and place == last and not self._include_stop:
+                continue  # the text does not include the token that ends it
+            added.text += self._without_stop(self._detokenizer.push((token,)))
+            if self._stops.matched is not None:
+                break
+        if delta.finish and self._stops.matched is None:
+            added.text += self._without_stop(self._detokenizer.finish())
+        if self._stops.matched is not None:
+            added.finish, added.stop_reason = "stop", self._stops.matched
+        elif delta.finish:
+            added.finish = delta.finish
+            added.text += self._stops.finish()
+            if delta.finish == "stop" and ids:
+                added.stop_reason = ids[-1]
+        return added
+
+    def _without_stop(self, text: str) -> str:
+        """Return the text before a stop string, and none that may become one. Below the minimum length none counts."""
+        return text if self.num_tokens <= self._min_tokens else self._stops.push(text)
+
+
+Output = tuple[OutputProcessor, TextDelta]
+
+
+class RequestOutput:
+    """The choices of one HTTP request, their tokens as text, and their measurements.
+
+    The handler of the request opens it once, and writes what it yields. Whatever happens, when it is left every sample
+    is over on the nodes, and counted once in the metrics and the history.
+    """
 
     def __init__(
         self,
-        index: int,
-        generation: GenerationRequest,
+        request_id: str,
+        body: GenerateBody,
+        requests: Sequence[GenerationRequest],
         tokenizer: Tokenizer,
-        *,
-        stops: tuple[str, ...],
-        include_stop: bool,
-        skip_special_tokens: bool,
+        metrics: RequestMetrics,
+        history: RequestHistory,
+        arrived: float,
     ) -> None:
-        self.index = index
-        self.num_tokens = 0
-        self.finish: str | None = None
-        self.stop_reason: str | int | None = None
-        self._generation = generation
-        self._include_stop = include_stop
-        self._detokenizer = tokenizer.detokenizer(generation.prompt, skip_special_tokens=skip_special_tokens)
-        self._stops = StopStrings(stops, include=include_stop)
-        self._first = True
+        """`arrived`: when the request arrived, on the monotonic clock."""
+        self.id = request_id
+        self.prompts = [PromptOutput(request) for request in requests]
+        self.choices = [
+            OutputProcessor(number * body.n + index, prompt, tokenizer, body, metrics.pace(arrived))
+            for number, prompt in enumerate(self.prompts)
+            for index in range(body.n)
+        ]
+        self.num_prompt_tokens = sum(len(request.prompt) for request in requests)
+        self.num_generated = 0  # tokens that were passed on
+        self._metrics = metrics
+        self._history = history
+        self._arrived = arrived
+        self._open = {choice.index: choice for choice in self.choices}
 
-    def process(self, piece: SampleDelta) -> TextDelta:
-        """What `piece` adds. A stop string in it ends the sample, and the tokens behind it are as if never drawn."""
-        said = TextDelta("", first=self._first)
-        self._first = False
-        last = len(piece.tokens) - 1
-        for place, token in enumerate(piece.tokens):
-            self.num_tokens += 1
-            said.tokens.append(token)
-            if piece.logprobs:
-                said.logprobs.append(piece.logprobs[place])
-            if piece.finish == "stop" and place == last and not self._include_stop:
-                continue  # the token that stops the row is no part of the text
-            said.text += self._searched(self._detokenizer.push((token,)))
-            if self._stops.matched is not None:
-                break
-        if piece.finish is not None and self._stops.matched is None:
-            said.text += self._searched(self._detokenizer.finish())
-        self._end(piece, said)
-        return said
+    @property
+    def num_cached(self) -> int:
+        return sum(prompt.cached_tokens for prompt in self.prompts)
 
-    def _searched(self, text: str) -> str:
-        """Text that is no part of a stop string. An answer below its least length may contain stop strings."""
-        if self.num_tokens <= self._generation.min_tokens:
-            return text
-        return self._stops.push(text)
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds to the first token of any choice."""
+        return min((ttft_s for each in self.choices if (ttft_s := each.timings.ttft_s) is not None), default=None)
 
-    def _end(self, piece: SampleDelta, said: TextDelta) -> None:
-        if self._stops.matched is not None:
-            self.finish, self.stop_reason = "stop", self._stops.matched
-            return
-        self.finish = piece.finish
-        if piece.finish is None:
-            return
-        said.text += self._stops.finish()
-        if piece.finish == "stop" and piece.tokens:
-            self.stop_reason = piece.tokens[-1]
+    def log_fields(self) -> dict[str, object]:
+        """Return the request's fields in the access log: tokens, latency, and the nodes of its last attempt."""
+        prefill, decode = self._history.placed_on(self.id)
+        ttft_ms = None if self.ttft_s is None else round(1000 * self.ttft_s, 1)
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "cached_tokens": self.num_cached,
+            "tokens": self.num_generated,
+            "ttft_ms": ttft_ms,
+            "prefill": prefill,
+            "decode": decode,
+        }
+
+    @asynccontextmanager
+    async def open(self, dispatcher: GenerationBackend) -> AsyncIterator[AsyncGenerator[Output, None]]:
+        """Admit the prompts, and provide every choice's text as it comes. Raises RequestError and UnavailableError."""
+        streams: list[TokenStream] = []
+        outcome = "abort"
+        try:
+            async with AsyncExitStack() as admitted:
+                for prompt in self.prompts:
+                    request = prompt.request
+                    waited_s = time.monotonic() - self._arrived
+                    self._history.accepted(self.id, len(request.prompt), request.n, request.traceparent, waited_s)
+                    streams += await admitted.enter_async_context(dispatcher.admit(request))
+                    self._metrics.accepted(len(request.prompt), request.max_tokens)
+                async with aclosing(self._outputs(streams)) as outputs:
+                    yield outputs
+        except Exception:
+            outcome = "error"
+            raise
+        finally:
+            for choice in list(self._open.values()):
+                self._ended(choice, outcome)
+            asyncio.get_running_loop().call_later(SETTLE_DELAY_S, record_settled, self.id, self._history, self._metrics)
+
+    async def _outputs(self, streams: Sequence[TokenStream]) -> AsyncGenerator[Output, None]:
+        """Yield the text of all choices as it comes, and record what was written to the client."""
+        texts = [self._texts(choice, stream) for choice, stream in zip(self.choices, streams, strict=True)]
+        outputs = texts[0] if len(texts) == 1 else merge(texts)
+        try:
+            async for choice, delta in outputs:
+                self.num_generated += len(delta.tokens)
+                yield choice, delta
+                if delta.tokens:
+                    self._history.output(self.id, choice.index, len(delta.tokens))
+                if delta.finish is not None:
+                    self._ended(choice, delta.finish)
+                    if not self._open:
+                        await asyncio.sleep(0)  # send the last token before the rest of the work
+        finally:
+            for each in (outputs, *texts):
+                await each.aclose()
+
+    async def _texts(self, choice: OutputProcessor, stream: TokenStream) -> AsyncGenerator[Output, None]:
+        """Yield the text of one choice. Close the stream of its tokens when a stop string ends it."""
+        prompt, is_complete = choice.prompt, False
+        async for delta in stream:
+            await prompt.take_logprobs(delta, is_first_sample=choice.index % prompt.request.n == 0)
+            prompt.cached_tokens = max(prompt.cached_tokens, delta.cached_tokens)
+            added = choice.process(delta)
+            if added.tokens:
+                self._metrics.tokens(choice.timings, len(added.tokens), time.monotonic())
+            yield choice, added
+            is_complete = added.finish is not None
+            if is_complete and not delta.finish:
+                await stream.aclose()
+                return
+        if not is_complete:
+            raise AssertionError(f"{self.id}: the dispatcher ended a stream before choice {choice.index} was complete")
+
+    def _ended(self, choice: OutputProcessor, outcome: str) -> None:
+        del self._open[choice.index]
+        self._metrics.ended(choice.timings, outcome, time.monotonic())
+        self._history.ended(self.id, choice.index, outcome)
+
+
+def record_settled(request_id: str, history: RequestHistory, metrics: RequestMetrics) -> None:
+    """Record the request's phases, which are known once its nodes have reported."""
+    if (summary := history.summary(request_id)) is not None:
+        metrics.settled(summary)

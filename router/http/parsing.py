@@ -1,10 +1,9 @@
-"""An order: a checked body turned into generations, in token ids that fit the model's context."""
+"""From a validated body to generation requests: token ids that fit the model's context."""
 
 import asyncio
 import hashlib
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from router.dispatch.requests import GenerationRequest, ModelCard
@@ -14,27 +13,16 @@ from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.rpc.messages import SamplingParams
 
-COMPLETION_TOKENS = 16  # OpenAI's and vLLM's default for completions
-AT_ONCE = 8192  # characters encoded in about a millisecond; more goes to a thread
+COMPLETION_TOKENS = 16  # the default of OpenAI and vLLM for completions
+AT_ONCE = 8192  # characters, encoded in about a millisecond; longer texts are encoded on a thread
 ENCODE_S = 10.0
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-@dataclass(slots=True)
-class ParsedRequest:
-    """One HTTP request's generations, one a prompt; `texts` are the prompts as an echo repeats them."""
-
-    id: str
-    created: int
-    body: CompletionBody | ChatBody
-    generations: list[GenerationRequest]
-    texts: list[str]
-
-
 async def run_in_thread(work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-    """Runs `work` on a thread, so that other requests' tokens flow meanwhile. Raises Rejected after ENCODE_S."""
+    """Run `work` on a thread, so that it does not delay other requests. Raises RequestError after ENCODE_S."""
     try:
         async with asyncio.timeout(ENCODE_S):
             return await asyncio.to_thread(work, *args, **kwargs)
@@ -42,34 +30,33 @@ async def run_in_thread(work: Callable[Arguments, Result], *args: Arguments.args
         raise RequestError("This prompt takes too long to encode.") from None
 
 
-async def parse_request(
+async def build_requests(
     body: CompletionBody | ChatBody,
     model: ModelCard,
     tokenizer: Tokenizer,
-    order_id: str,
-    created: int,
+    request_id: str,
     traceparent: str = "",
     identity: Identity = ANONYMOUS,
     deadline: float | None = None,
-) -> ParsedRequest:
-    """Raises Rejected: an id beyond the vocabulary, or more tokens than the context holds."""
+) -> list[GenerationRequest]:
+    """Return one request for each prompt. Raises RequestError for ids beyond the vocabulary and too many tokens."""
     check_ids(body.stop_token_ids, model, "stop_token_ids")
     check_ids(list(body.logit_bias), model, "logit_bias")
-    prompts, texts = await _encoded(body, model, tokenizer)
+    prompts = await _encoded(body, model, tokenizer)
     sampling = _sampling(body)
     stop_tokens = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else model.eos_ids)
     salt = cache_namespace(identity.tenant, body.cache_salt)
-    generations = [
+    return [
         GenerationRequest(
-            id=f"{order_id}-{number}",
+            id=f"{request_id}-{number}",
             prompt=prompt,
-            max_tokens=_room(body, len(prompt), model),
+            max_tokens=_max_tokens(body, len(prompt), model),
             min_tokens=body.min_tokens,
             stop_tokens=stop_tokens,
             sampling=sampling,
             n=body.n,
             salt=salt,
-            # A tenant may let others go first, and not go before them.
+            # A tenant may lower its priority, and not raise it.
             priority=body.priority if identity.is_admin else max(0, body.priority),
             traceparent=traceparent,
             tenant=identity.tenant,
@@ -77,33 +64,33 @@ async def parse_request(
         )
         for number, prompt in enumerate(prompts)
     ]
-    return ParsedRequest(order_id, created, body, generations, texts)
 
 
 def cache_namespace(tenant: str, cache_salt: str | None) -> bytes:
-    """What the prefix cache is divided by, here and on every node: no tenant finds what another's prompts left there,
-    nor, by the time that its own take, whether they did. The client's salt only divides further."""
+    """Return the salt of the prefix cache, here and on every node.
+
+    Tenants share no cached prefixes, so that the duration of a request tells nothing about another tenant's prompts.
+    The client's own salt divides the cache further.
+    """
     parts = [tenant.encode(), *([] if cache_salt is None else [cache_salt.encode()])]
     return hashlib.sha256(b"".join(len(part).to_bytes(4) + part for part in parts)).digest() if any(parts) else b""
 
 
 def check_ids(ids: list[int], model: ModelCard, param: str) -> None:
-    """Raises Rejected if an id is not in the model's vocabulary."""
+    """Raise RequestError if an id is not in the model's vocabulary."""
     if ids and not (min(ids) >= 0 and max(ids) < model.vocab_size):
         raise RequestError(f"Token ids in `{param}` must be from 0 to {model.vocab_size - 1}.", param)
 
 
 async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Ids of a text; a long one is encoded on a thread."""
+    """Return the ids of a text. A long one is encoded on a thread."""
     if len(text) <= AT_ONCE:
         return tokenizer.encode(text, add_special_tokens)
     return await run_in_thread(tokenizer.encode, text, add_special_tokens)
 
 
-async def _encoded(
-    body: CompletionBody | ChatBody, model: ModelCard, tokenizer: Tokenizer
-) -> tuple[list[list[int]], list[str]]:
-    """Each prompt's ids and its text (empty unless it is echoed)."""
+async def _encoded(body: CompletionBody | ChatBody, model: ModelCard, tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the ids of each prompt."""
     if isinstance(body, ChatBody):
         ids = await run_in_thread(
             tokenizer.encode_chat,
@@ -115,29 +102,26 @@ async def _encoded(
         if not ids:
             raise RequestError("The conversation has no tokens.", "messages")
         check_ids(ids, model, "messages")
-        return [ids], [""]
+        return [ids]
     prompts: list[list[int]] = []
-    texts: list[str] = []
     for prompt in body.prompt:
-        if isinstance(prompt, str):
-            if (least := tokenizer.least_tokens(prompt)) >= model.max_model_len:
-                raise _too_long(f"at least {least}", model, "prompt")
-            ids = await encode(tokenizer, prompt, body.add_special_tokens)
-            if not ids:
-                raise RequestError("A prompt has no tokens.", "prompt")
-        else:
-            ids = prompt
+        ids = prompt if isinstance(prompt, list) else await _encoded_text(prompt, body, model, tokenizer)
         check_ids(ids, model, "prompt")
         prompts.append(ids)
-        if not body.echo:
-            texts.append("")
-        else:
-            texts.append(prompt if isinstance(prompt, str) else tokenizer.decode(ids, body.skip_special_tokens))
-    return prompts, texts
+    return prompts
 
 
-def _room(body: GenerateBody, num_prompt: int, model: ModelCard) -> int:
-    """How many tokens may be generated. Raises Rejected with both numbers when they do not fit."""
+async def _encoded_text(prompt: str, body: CompletionBody, model: ModelCard, tokenizer: Tokenizer) -> list[int]:
+    if (least := tokenizer.least_tokens(prompt)) >= model.max_model_len:
+        raise _too_long(f"at least {least}", model, "prompt")
+    ids = await encode(tokenizer, prompt, body.add_special_tokens)
+    if not ids:
+        raise RequestError("A prompt has no tokens.", "prompt")
+    return ids
+
+
+def _max_tokens(body: GenerateBody, num_prompt: int, model: ModelCard) -> int:
+    """Return how many tokens to generate at most. Raises RequestError with both numbers when they do not fit."""
     context, param = model.max_model_len, "messages" if isinstance(body, ChatBody) else "prompt"
     if num_prompt >= context:
         raise _too_long(str(num_prompt), model, param)
@@ -163,7 +147,8 @@ def _too_long(num_tokens: str, model: ModelCard, param: str) -> RequestError:
 
 
 def _sampling(body: CompletionBody | ChatBody) -> SamplingParams:
-    """Without a seed from the client one is drawn, so that a retry on another node repeats the same tokens."""
+    """Return the sampling parameters. Without a seed from the client one is drawn here, so that a retry on another node
+    continues with the same tokens."""
     prompt_logprobs = body.prompt_logprobs
     if isinstance(body, CompletionBody) and body.echo and prompt_logprobs is None:
         prompt_logprobs = body.logprobs

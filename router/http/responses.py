@@ -1,6 +1,6 @@
-"""OpenAI's answers as bytes: whole objects, and server-sent events built from a prefix and a suffix.
+"""OpenAI's responses: whole objects, and server-sent events.
 
-An event costs an escaped string and a few concatenations; everything that does not change is made once a sample.
+An event costs an escaped string and a few concatenations; what does not change is made once per choice.
 """
 
 import json
@@ -10,8 +10,7 @@ from typing import Any
 
 from router.http.bodies import ChatBody, CompletionBody
 from router.http.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
-from router.http.output import OutputProcessor, TextDelta
-from router.http.session import PromptState, RequestSession
+from router.http.output import OutputProcessor, PromptOutput, RequestOutput, TextDelta
 from router.text.tokenizer import Tokenizer
 from shared.rpc.messages import Logprobs
 
@@ -19,7 +18,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def dump(value: object) -> str:
-    """Compact JSON in ASCII: some clients split lines at U+2028 and U+0085 too."""
+    """Return compact JSON in ASCII: some clients also split lines at U+2028 and U+0085."""
     return json.dumps(value, separators=(",", ":"))
 
 
@@ -29,161 +28,172 @@ def event(value: object) -> bytes:
 
 @dataclass(slots=True)
 class ChoiceState:
-    """What is kept of one sample besides the sample: the beginning of its events, its offsets, or its whole text."""
+    """The beginning of one choice's events, its logprobs so far, and what is collected of a whole answer."""
 
     head: str
     logprobs: CompletionLogprobs | None
     texts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     entries: list[Logprobs] = field(default_factory=list)
+    last: TextDelta = field(default_factory=lambda: TextDelta(""))
 
 
 class ResponseFormatter:
-    """One request's answer in the shape of completions or of chat completions; a stream or one object."""
+    """Formats one request's output as a completion or a chat completion, streamed or whole.
 
-    def __init__(self, exchange: RequestSession, tokenizer: Tokenizer, model_name: str) -> None:
-        self._exchange = exchange
+    The handler of the request creates it, and passes each text delta either to `events` or to `collect`.
+    """
+
+    def __init__(
+        self, output: RequestOutput, body: CompletionBody | ChatBody, tokenizer: Tokenizer, model: str, created: int
+    ) -> None:
+        self._output = output
         self._tokenizer = tokenizer
-        self._body: CompletionBody | ChatBody = exchange.order.body
-        self._chat = isinstance(self._body, ChatBody)
-        self._echo = isinstance(self._body, CompletionBody) and self._body.echo
+        self._body = body
+        self._chat = isinstance(body, ChatBody)
+        self._echo: list[str] | None = None  # the prompts' texts, where they are echoed
+        if isinstance(body, CompletionBody) and body.echo:
+            self._echo = [
+                prompt if isinstance(prompt, str) else tokenizer.decode(prompt, body.skip_special_tokens)
+                for prompt in body.prompt
+            ]
         kind = ("chat.completion" if self._chat else "text_completion") + (
-            ".chunk" if self._chat and self._body.stream else ""
+            ".chunk" if self._chat and body.stream else ""
         )
-        order = exchange.order
-        self._whole = {"id": order.id, "object": kind, "created": order.created, "model": model_name}
+        self._whole = {"id": output.id, "object": kind, "created": created, "model": model}
         self._prefix = f"data: {dump(self._whole)[:-1]}"
-        self._body_usage = self._body.include_usage
-        self._choices = {
-            sample.index: self._choice(prompt, sample) for prompt in exchange.prompts for sample in prompt.samples
-        }
+        self._include_usage = body.include_usage
+        self._choices = [self._choice(choice) for choice in output.choices]
 
-    def _choice(self, prompt: PromptState, sample: OutputProcessor) -> ChoiceState:
+    def _choice(self, choice: OutputProcessor) -> ChoiceState:
         text_key = '"delta":{"content":' if self._chat else '"text":'
-        head = f'{self._prefix},"choices":[{{"index":{sample.index},{text_key}'
+        head = f'{self._prefix},"choices":[{{"index":{choice.index},{text_key}'
         if self._chat or self._body.num_logprobs is None:
             return ChoiceState(head, None)
         vocabulary = self._tokenizer.vocabulary
         skipped = vocabulary.special if self._body.skip_special_tokens else frozenset()
-        starts = self._echo or all(token in skipped for token in prompt.generation.prompt)
+        starts = self._echo is not None or all(token in skipped for token in choice.prompt.request.prompt)
         stripped = vocabulary.strip_start if starts else 0
         return ChoiceState(head, CompletionLogprobs(self._tokenizer, self._body.num_logprobs, skipped, stripped))
 
+    def _echoed(self, choice: OutputProcessor) -> str:
+        return "" if self._echo is None else self._echo[choice.index // self._body.n]
+
     # Streams
 
-    def events(self, prompt: PromptState, sample: OutputProcessor, said: TextDelta) -> bytes:
-        """The events for what was said; none while its text is held back and nothing else is to be told."""
-        text = prompt.text + said.text if said.first and self._echo else said.text
+    def events(self, choice: OutputProcessor, delta: TextDelta) -> bytes:
+        """Return the events for a text delta; none while its text is held back and nothing else was asked for."""
+        text = self._echoed(choice) + delta.text if delta.is_first else delta.text
         parts: list[str] = []
-        if said.first and self._chat:
-            parts.append(self._role_event(prompt, sample))
-        told = self._body.num_logprobs is not None or self._body.return_token_ids or self._body.continuous_usage
-        ends_apart = self._chat and sample.finish is not None
-        if text or (said.tokens and told) or (sample.finish is not None and not ends_apart):
-            parts.append(self._text_event(prompt, sample, said, text, "null" if ends_apart else self._finish(sample)))
+        if delta.is_first and self._chat:
+            parts.append(self._role_event(choice))
+        has_details = self._body.num_logprobs is not None or self._body.return_token_ids or self._body.continuous_usage
+        ends_apart = self._chat and delta.finish is not None
+        if text or (delta.tokens and has_details) or (delta.finish is not None and not ends_apart):
+            parts.append(self._text_event(choice, delta, text, "null" if ends_apart else self._finish(delta)))
         if ends_apart:
-            tail = f'"logprobs":null,"finish_reason":{self._finish(sample)}}}]{self._usage_so_far()}}}\n\n'
-            parts.append(f'{self._prefix},"choices":[{{"index":{sample.index},"delta":{{}},{tail}')
+            tail = f'"logprobs":null,"finish_reason":{self._finish(delta)}}}]{self._usage_so_far()}}}\n\n'
+            parts.append(f'{self._prefix},"choices":[{{"index":{choice.index},"delta":{{}},{tail}')
         return "".join(parts).encode("ascii")
 
-    def _role_event(self, prompt: PromptState, sample: OutputProcessor) -> str:
-        choice = {"index": sample.index, "delta": {"role": "assistant", "content": ""}}
-        ids = f',"prompt_token_ids":{dump(prompt.generation.prompt)}' if self._body.return_token_ids else ""
+    def _role_event(self, choice: OutputProcessor) -> str:
+        value = {"index": choice.index, "delta": {"role": "assistant", "content": ""}}
+        ids = f',"prompt_token_ids":{dump(choice.prompt.request.prompt)}' if self._body.return_token_ids else ""
         return (
-            f'{self._prefix}{ids},"choices":[{dump(choice)[:-1]},"logprobs":null,"finish_reason":null}}]'
+            f'{self._prefix}{ids},"choices":[{dump(value)[:-1]},"logprobs":null,"finish_reason":null}}]'
             f"{self._usage_so_far()}}}\n\n"
         )
 
-    def _text_event(self, prompt: PromptState, sample: OutputProcessor, said: TextDelta, text: str, finish: str) -> str:
-        choice = self._choices[sample.index]
+    def _text_event(self, choice: OutputProcessor, delta: TextDelta, text: str, finish: str) -> str:
+        state = self._choices[choice.index]
         logprobs, extras = "null", ""
-        if self._body.num_logprobs is not None and (said.logprobs or (said.first and self._echo)):
-            logprobs = dump(self._logprobs(choice, prompt, said.logprobs, first=said.first))
+        if self._body.num_logprobs is not None and (delta.logprobs or (delta.is_first and self._echo)):
+            logprobs = dump(self._logprobs(choice, delta.logprobs, is_first=delta.is_first))
         if self._body.return_token_ids:
-            extras = f',"token_ids":{dump(said.tokens)}'
-            if said.first and not self._chat:
-                extras += f',"prompt_token_ids":{dump(prompt.generation.prompt)}'
+            extras = f',"token_ids":{dump(delta.tokens)}'
+            if delta.is_first and not self._chat:
+                extras += f',"prompt_token_ids":{dump(choice.prompt.request.prompt)}'
         close = "}" if self._chat else ""
         return (
-            f'{choice.head}{encode_basestring_ascii(text)}{close},"logprobs":{logprobs},"finish_reason":{finish}'
+            f'{state.head}{encode_basestring_ascii(text)}{close},"logprobs":{logprobs},"finish_reason":{finish}'
             f"{extras}}}]{self._usage_so_far()}}}\n\n"
         )
 
-    def _finish(self, sample: OutputProcessor) -> str:
-        """The finish reason in JSON, and why it stopped where the stop was the client's."""
-        if sample.finish is None:
+    def _finish(self, delta: TextDelta) -> str:
+        """Return the finish reason and the stop reason in JSON."""
+        if delta.finish is None:
             return "null"
-        return f'"{sample.finish}","stop_reason":{dump(self._stop_reason(sample))}'
+        return f'"{delta.finish}","stop_reason":{dump(self._stop_reason(delta))}'
 
     def _usage_so_far(self) -> str:
-        if not self._body_usage:
+        if not self._include_usage:
             return ""
         return f',"usage":{dump(self.usage()) if self._body.continuous_usage else "null"}'
 
     def ending(self) -> bytes:
-        """The usage, if it was asked for, and the end of the stream."""
-        usage = event(self._whole | {"choices": [], "usage": self.usage()}) if self._body_usage else b""
+        """Return the usage, if it was asked for, and the end of the stream."""
+        usage = event(self._whole | {"choices": [], "usage": self.usage()}) if self._include_usage else b""
         return usage + DONE
 
     # Whole answers
 
-    def collect(self, sample: OutputProcessor, said: TextDelta) -> None:
-        choice = self._choices[sample.index]
-        choice.texts.append(said.text)
-        choice.tokens += said.tokens
-        choice.entries += said.logprobs
+    def collect(self, choice: OutputProcessor, delta: TextDelta) -> None:
+        state = self._choices[choice.index]
+        state.texts.append(delta.text)
+        state.tokens += delta.tokens
+        state.entries += delta.logprobs
+        state.last = delta
 
     def answer(self) -> dict[str, Any]:
-        """The whole answer, once everything is collected."""
-        choices = [self._whole_choice(prompt, sample) for prompt in self._exchange.prompts for sample in prompt.samples]
+        """Return the whole answer, once everything is collected."""
+        choices = [self._whole_choice(choice) for choice in self._output.choices]
         whole = self._whole | {"choices": choices, "usage": self.usage()}
         if self._chat and self._body.return_token_ids:
-            whole["prompt_token_ids"] = self._exchange.prompts[0].generation.prompt
+            whole["prompt_token_ids"] = self._output.prompts[0].request.prompt
         if self._chat and self._body.prompt_logprobs is not None:
-            whole["prompt_logprobs"] = self._prompt_logprobs(self._exchange.prompts[0])
+            whole["prompt_logprobs"] = self._prompt_logprobs(self._output.prompts[0])
         return whole
 
-    def _whole_choice(self, prompt: PromptState, sample: OutputProcessor) -> dict[str, Any]:
-        choice = self._choices[sample.index]
-        text = (prompt.text if self._echo else "") + "".join(choice.texts)
-        whole: dict[str, Any] = {"index": sample.index}
+    def _whole_choice(self, choice: OutputProcessor) -> dict[str, Any]:
+        state = self._choices[choice.index]
+        text = self._echoed(choice) + "".join(state.texts)
+        whole: dict[str, Any] = {"index": choice.index}
         whole |= {"message": {"role": "assistant", "content": text, "refusal": None}} if self._chat else {"text": text}
         wanted = self._body.num_logprobs is not None
-        whole["logprobs"] = self._logprobs(choice, prompt, choice.entries, first=True) if wanted else None
-        whole |= {"finish_reason": sample.finish, "stop_reason": self._stop_reason(sample)}
+        whole["logprobs"] = self._logprobs(choice, state.entries, is_first=True) if wanted else None
+        whole |= {"finish_reason": state.last.finish, "stop_reason": self._stop_reason(state.last)}
         if self._body.return_token_ids:
-            whole["token_ids"] = choice.tokens
+            whole["token_ids"] = state.tokens
             if not self._chat:
-                whole["prompt_token_ids"] = prompt.generation.prompt
+                whole["prompt_token_ids"] = choice.prompt.request.prompt
         if not self._chat and self._body.prompt_logprobs is not None:
-            whole["prompt_logprobs"] = self._prompt_logprobs(prompt)
+            whole["prompt_logprobs"] = self._prompt_logprobs(choice.prompt)
         return whole
 
     # Both
 
     def usage(self) -> dict[str, Any]:
-        """Tokens so far. A prompt counts once, however many samples continue it."""
-        prompt, generated = self._exchange.num_prompt_tokens, self._exchange.num_generated
+        """Return the tokens so far. A prompt counts once, however many choices continue it."""
+        prompt, generated = self._output.num_prompt_tokens, self._output.num_generated
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
-            "prompt_tokens_details": {"cached_tokens": self._exchange.num_cached},
+            "prompt_tokens_details": {"cached_tokens": self._output.num_cached},
         }
 
-    def _stop_reason(self, sample: OutputProcessor) -> str | int | None:
-        """The stop string or the token of `stop_token_ids`; an end of the model's own has none."""
-        reason = sample.stop_reason
+    def _stop_reason(self, delta: TextDelta) -> str | int | None:
+        """Return the stop string or the token of `stop_token_ids`; None where the model ended by itself."""
+        reason = delta.stop_reason
         return None if isinstance(reason, int) and reason not in self._body.stop_token_ids else reason
 
-    def _logprobs(
-        self, choice: ChoiceState, prompt: PromptState, entries: list[Logprobs], *, first: bool
-    ) -> dict[str, Any]:
-        if choice.logprobs is None:
+    def _logprobs(self, choice: OutputProcessor, entries: list[Logprobs], *, is_first: bool) -> dict[str, Any]:
+        table = self._choices[choice.index].logprobs
+        if table is None:
             return chat_logprobs(self._tokenizer, entries, self._body.num_logprobs or 0)
-        if first and self._echo:
-            return choice.logprobs.table([*prompt.prompt_logprobs, *entries], prompt.generation.prompt[0])
-        return choice.logprobs.table(entries)
+        if is_first and self._echo is not None:
+            return table.table([*choice.prompt.logprobs, *entries], choice.prompt.request.prompt[0])
+        return table.table(entries)
 
-    def _prompt_logprobs(self, prompt: PromptState) -> list[dict[str, Any] | None]:
-        return prompt_logprobs(self._tokenizer, prompt.prompt_logprobs, self._body.prompt_logprobs or 0)
+    def _prompt_logprobs(self, prompt: PromptOutput) -> list[dict[str, Any] | None]:
+        return prompt_logprobs(self._tokenizer, prompt.logprobs, self._body.prompt_logprobs or 0)

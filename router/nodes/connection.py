@@ -1,4 +1,4 @@
-"""The standing stream to one node: requests out, what it says of them in, and whether it lives."""
+"""The stream between the router and one node: requests out, their tokens in, and whether the node is alive."""
 
 import asyncio
 import logging
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
 from router.history.history import RequestHistory
-from scheduler.cost import MOST, CostModel
+from router.nodes.load import NodeLoad, kv_capacity_tokens
 from scheduler.disaggregate import NodeView
 from shared.rpc.connection import ANSWER_S, PING_S
 from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate, RouterCommand, SubmitRequest, TokenDelta
@@ -17,167 +17,140 @@ from shared.rpc.methods import ATTACH, PEER_FAILURES, STREAM_ENDED, connect
 log = logging.getLogger("baton.fleet")
 MAX_COMMAND_BYTES = 4 << 20
 REDIAL_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-STALE_S = 30.0  # without a step, what a node's step-time model says counts no longer
-LEARNT_PROMPT_TOKENS = 4096  # that a node computes itself before its step-time model is believed on prompts
-LIVENESS_INTERVALS = 8  # without a word, and a node is lost: together they last as long as its timeout
-SLOW_START_S = 10.0  # a node that joins others at work gets its full share of requests after so long
-BACKLOG_STEPS = 16  # a node should have so many steps' prompt tokens to compute, as they fit in a second or two
+LIVENESS_INTERVALS = 8  # without a message until a node is lost; together they last as long as its timeout
+SLOW_START_S = 10.0  # until a node that joins others at work gets its full share of requests
 
 
 class DeltaListener(Protocol):
-    """One request's attempt, told of everything that concerns it."""
+    """Receives what a node reports about one request."""
 
-    def on_delta(self, link: "NodeConnection", delta: TokenDelta) -> None: ...
-    def on_node_lost(self, link: "NodeConnection") -> None: ...
+    def on_delta(self, connection: "NodeConnection", delta: TokenDelta) -> None:
+        """Process a delta. Raises ValueError if it is malformed, which ends the stream to its node."""
+
+    def on_node_lost(self, connection: "NodeConnection") -> None:
+        """The node is lost, or has dropped all its requests. Called once; no deltas follow."""
 
 
 class NodeConnection:
-    """The standing stream to one life of one node."""
+    """The standing stream to one incarnation of one node, dialled again whenever it ends.
+
+    The pool creates it, and runs `run` as a task of the router's event loop, on which everything here happens. Attempts
+    send requests with `submit`, stop them with `abort`, and receive deltas as a `DeltaListener` until they `forget` the
+    request. The node is alive while messages arrive; when they stop, every listener is notified once, and `on_change`
+    is called before. `load` is the bookkeeping for placement.
+    """
 
     def __init__(
         self,
         router: str,
         info: NodeInfo,
         timeout_s: float,
-        changed: Callable[["NodeConnection"], None],
-        records: RequestHistory,
+        on_change: Callable[["NodeConnection"], None],
+        history: RequestHistory,
     ) -> None:
-        self.info = info  # the setter reads what placement wants of it
+        """`on_change` is called when the node becomes alive, ready or not ready, or is lost."""
+        self.info = info
         self.stats = NodeStats()
-        self._cost: CostModel | None = None
-        self._push_and_byte_s = (0.0, 0.0)
+        self.load = NodeLoad(info)
         self.is_alive = False
         self.alive_since = 0.0
         self.ramp_until = 0.0  # until then it is given less than its share
-        self.has_crashed = False  # its stream broke while it worked: it had not fallen silent, nor left
-        self.is_listed = True  # the registry has it
-        self.router_is_closing = False  # this router is ending
-        self.listeners: dict[str, DeltaListener] = {}
-        self.outstanding_tokens = 0  # prompt tokens sent there whose computation was not told yet
-        self.outstanding_pairs = 0  # query-key pairs of them
-        self.kv_tokens = 0  # tokens whose KV is, or will be, there
-        self.prefilling = 0  # attempts that generate there, and whose prompt is not computed yet
-        self.placed = 0  # attempts that named it, ever
+        self.has_crashed = False  # its stream broke while it worked: it neither fell silent nor was it leaving
+        self.is_listed = True  # in the registry
+        self.router_is_closing = False
+        self.listeners: dict[str, DeltaListener] = {}  # by attempt id
         self._router = router
         self._timeout_s = timeout_s
-        self._on_change = changed
-        self._records = records
+        self._on_change = on_change
+        self._history = history
         self._command = RouterCommand(router)
         self._wake = asyncio.Event()
-        self._last_active = time.monotonic()  # when it last computed something, or was given something to
         self._silent_intervals = 0
 
-    @property
-    def info(self) -> NodeInfo:
-        return self._info
-
-    @info.setter
-    def info(self, info: NodeInfo) -> None:
-        self._info = info
-        self._max_step_tokens = int(_fact(info, "max_step_tokens", 512))
-        self._tbt_slo_s = _fact(info, "tbt_slo_ms", 0) / 1000
-
-    @property
-    def is_stale(self) -> bool:
-        """Its steps are too long ago to predict from."""
-        return time.monotonic() - self._last_active > STALE_S
+    def update_info(self, info: NodeInfo) -> None:
+        """The registry has new information on the same incarnation of the node."""
+        self.info = info
+        self.load.read_attributes(info)
 
     @property
     def is_leaving(self) -> bool:
-        """It ends, or changes its role, as it was told to; or this router ends."""
+        """Whether the node shuts down or changes its role in an orderly way, or this router shuts down."""
         return self.router_is_closing or "draining" in {self.info.state, self.stats.state}
 
     @property
     def is_ready(self) -> bool:
-        """Takes new requests."""
+        """Whether the node takes new requests."""
         return self.is_alive and self.info.state == "ready" and self.stats.state == "ready"
 
     @property
     def kv_capacity_tokens(self) -> int:
-        return max(1, (self.info.num_blocks - 1) * self.info.block_tokens)
-
-    @property
-    def backlog_tokens(self) -> int:
-        """Prompt tokens that it should have before it, so that it never waits for more."""
-        return BACKLOG_STEPS * self._max_step_tokens
+        return kv_capacity_tokens(self.info)
 
     def has_room(self, now: float) -> bool:
-        """Whether it may be given one more request while it ramps up."""
+        """Whether the node may be given one more request during its slow start."""
         share = 1 - max(0.0, self.ramp_until - now) / SLOW_START_S
         if self.info.role == "prefill":
-            return self.outstanding_tokens <= share * self.backlog_tokens
+            return self.load.outstanding_tokens <= share * self.load.backlog_tokens
         return len(self.listeners) <= share * self.info.max_num_seqs
 
+    def view(self) -> NodeView:
+        return self.load.view(self.info, self.stats, len(self.listeners))
+
+    # ---- to the node --------------------------------------------------------------------------------------------
+
     def submit(self, submit: SubmitRequest, listener: DeltaListener) -> None:
+        """Send a request, and pass what the node reports about it to `listener`."""
         self.listen(submit.id, listener)
         self._command.submits.append(submit)
         self._wake.set()
 
     def listen(self, identity: str, listener: DeltaListener) -> None:
-        """Also hear what this node says of a request that another node hands to it."""
+        """Receive what this node reports about a request that another node hands to it."""
         self.listeners[identity] = listener
-        self.placed += 1
-        self._last_active = time.monotonic()
+        self.load.count_placement()
 
     def forget(self, identity: str) -> None:
-        """Nothing more is expected of it here."""
+        """Stop listening: the request is over on this node."""
         self.listeners.pop(identity, None)
 
     def abort(self, identity: str) -> None:
+        """Stop listening, and stop the request on the node."""
         if self.listeners.pop(identity, None) is None or not self.is_alive:
             return
         unsent = self._command.submits
         kept = [submit for submit in unsent if submit.id != identity]
-        if len(kept) < len(unsent):  # of one command the node takes the aborts first: this one would meet nothing
+        if len(kept) < len(unsent):
+            # A node handles aborts before submits, so an abort in the same message would find no request.
             self._command.submits = kept
         else:
             self._command.aborts.append(identity)
             self._wake.set()
 
-    def view(self) -> NodeView:
-        info, load = self.info, self.stats
-        in_blocks = (load.blocks_owned + load.blocks_reserved) * info.block_tokens
-        return NodeView(
-            info.id,
-            info.role,
-            max(self.outstanding_tokens, load.waiting_tokens),
-            max(len(self.listeners), load.running + load.waiting),
-            info.max_num_seqs,
-            max(self.kv_tokens, in_blocks),
-            self.kv_capacity_tokens,
-            self.placed,
-            self.outstanding_pairs,
-            load.blocks_owned * info.block_tokens,
-            self._max_step_tokens,
-            self._tbt_slo_s,
-            self._cost,
-            load.prompt_tokens >= LEARNT_PROMPT_TOKENS,
-            *self._push_and_byte_s,
-            info.block_bytes // info.block_tokens,
-            self.prefilling,
-            info.incarnation_id,
-            info.shared_pool_owner,
-            self.is_stale,
-        )
+    def take_command(self) -> RouterCommand:
+        """Return what is to be sent, and start a new command."""
+        command, self._command = self._command, RouterCommand(self._router)
+        return command
+
+    # ---- the stream ---------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Dials until the registry has dropped the node and its stream has ended."""
+        """Keep a stream to the node open until it has ended and the registry no longer lists the node."""
         tries = 0
         while self.is_listed:
             is_silent = False
             try:
                 tries = 0 if await self._serve_stream() else tries
-            except (*PEER_FAILURES, ValueError) as error:  # ValueError: a delta's tokens are no ids
+            except (*PEER_FAILURES, ValueError) as error:  # ValueError: malformed token ids
                 is_silent = isinstance(error, TimeoutError) or self._silent_intervals >= LIVENESS_INTERVALS
                 level = logging.WARNING if self.is_alive else logging.DEBUG
                 log.log(level, "node %s: %s", self.info.id, str(error) or "no sign of life")
             finally:
-                self._end(is_silent)
+                self.stream_ended(is_silent=is_silent)
             await asyncio.sleep(REDIAL_S[min(tries, len(REDIAL_S) - 1)])
             tries += 1
 
     async def _serve_stream(self) -> bool:
-        """One stream, from its start to its end. True when the node was alive on it."""
+        """Serve one stream until it ends. Return whether the node was alive on it."""
         channel = connect(self.info.address, answer_s=max(ANSWER_S, self._timeout_s - PING_S))
         self._command = RouterCommand(self._router)
         self._wake.clear()
@@ -187,9 +160,9 @@ class NodeConnection:
                 await stream.send_message(RouterCommand(self._router))
                 writer = asyncio.ensure_future(self._write(stream))
                 try:
-                    while (report := await stream.recv_message()) is not None:
+                    while (update := await stream.recv_message()) is not None:
                         self._silent_intervals = 0
-                        self._process(report)
+                        self.process(update)
                 finally:
                     writer.cancel()
                 return self.is_alive
@@ -200,22 +173,25 @@ class NodeConnection:
 
     @asynccontextmanager
     async def _liveness_timeout(self) -> AsyncIterator[None]:
-        """Raises TimeoutError where nothing is heard for the timeout. It counts moments, not time: one in which this
-        very process stood still is one, however long, and what came meanwhile is heard before the next."""
+        """Raise TimeoutError when no message arrives for the node's timeout.
+
+        It counts intervals instead of time: if this process stalls, that is one interval, however long, and messages
+        that arrived meanwhile are processed before the next one.
+        """
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle
 
-        def pass_moment() -> None:
+        def pass_interval() -> None:
             nonlocal timer
             self._silent_intervals += 1
             if self._silent_intervals >= LIVENESS_INTERVALS:
-                patience.reschedule(loop.time())
+                timeout.reschedule(loop.time())
             else:
-                timer = loop.call_later(self._timeout_s / LIVENESS_INTERVALS, pass_moment)
+                timer = loop.call_later(self._timeout_s / LIVENESS_INTERVALS, pass_interval)
 
-        timer = loop.call_later(self._timeout_s / LIVENESS_INTERVALS, pass_moment)
+        timer = loop.call_later(self._timeout_s / LIVENESS_INTERVALS, pass_interval)
         try:
-            async with asyncio.timeout(None) as patience:
+            async with asyncio.timeout(None) as timeout:
                 yield
         finally:
             timer.cancel()
@@ -225,58 +201,54 @@ class NodeConnection:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                command, self._command = self._command, RouterCommand(self._router)
-                for part in _parts(command):
+                for part in _parts(self.take_command()):
                     await stream.send_message(part)
 
-    def _process(self, report: NodeUpdate) -> None:
-        if report.stats is not None and report.stats.incarnation_id not in {"", self.info.incarnation_id}:
-            raise ValueError("another node, or another life of it, answers at its address")
-        self._records.take(self.info, report)
-        if report.stats is not None:
-            self._read_speed_models(report.stats)
-            if report.stats.steps != self.stats.steps:
-                self._last_active = time.monotonic()
-            was_ready, self.stats = self.is_ready, report.stats
-            if not self.is_alive:
-                self.is_alive, self.alive_since, self.has_crashed = True, time.monotonic(), False
-            if self.stats.state == "stuck":
-                self.has_crashed = True
-                self._fail_requests("is stuck")
-            if self.is_ready != was_ready:
-                self._on_change(self)
-        for delta in report.deltas:
+    # ---- from the node ------------------------------------------------------------------------------------------
+
+    def process(self, update: NodeUpdate) -> None:
+        """Process one message. Raises ValueError if it is malformed or from another node; the stream ends then."""
+        if update.stats is not None and update.stats.incarnation_id not in {"", self.info.incarnation_id}:
+            raise ValueError("another node, or another incarnation of it, answers at its address")
+        self._history.take(self.info, update)
+        if update.stats is not None:
+            self._process_stats(update.stats)
+        for delta in update.deltas:
             listener = self.listeners.get(delta.id)
             if listener is not None:
                 listener.on_delta(self, delta)
-            elif delta.tokens and not delta.finish:  # it was over here before it began there
+            elif delta.tokens and not delta.finish:  # the request ended here before the node started it
                 self._command.aborts.append(delta.id)
                 self._wake.set()
 
-    def _read_speed_models(self, load: NodeStats) -> None:
-        """What it says of its speed, read once a heartbeat and not for each placement. Nonsense counts as unsaid."""
-        self._cost = CostModel.unpacked(load.cost)
-        if self._cost is None:
-            load.cost = []
-        is_sound = len(load.transfer) == 2 and all(0 <= number < MOST for number in load.transfer)
-        self._push_and_byte_s = (load.transfer[0], load.transfer[1]) if is_sound else (0.0, 0.0)
+    def _process_stats(self, stats: NodeStats) -> None:
+        self.load.read_stats(stats, has_stepped=stats.steps != self.stats.steps)
+        was_ready, self.stats = self.is_ready, stats
+        if not self.is_alive:
+            self.is_alive, self.alive_since, self.has_crashed = True, time.monotonic(), False
+        if stats.state == "stuck":
+            self.has_crashed = True
+            self._fail_requests("is stuck")
+        if self.is_ready != was_ready:
+            self._on_change(self)
 
-    def _end(self, is_silent: bool = False) -> None:
+    def stream_ended(self, *, is_silent: bool = False) -> None:
+        """Mark the node as lost, and notify the listeners. `is_silent`: it stopped answering."""
         was_alive, self.is_alive = self.is_alive, False
         self.has_crashed = was_alive and not is_silent and not self.is_leaving
-        self.outstanding_tokens = self.outstanding_pairs = self.kv_tokens = self.prefilling = 0
-        if was_alive:  # to dial in vain is no news: telling it makes the fleet walk all that it knows
+        if was_alive:  # a failed reconnect changes nothing, and notifying the pool makes it scan all it knows
             self._on_change(self)
-            self._records.lost(self.info.id)
+            self._history.lost(self.info.id)
         self._fail_requests("is lost" if was_alive and not self.router_is_closing else "")
+        self.load.clear()
 
     def _fail_requests(self, what: str) -> None:
-        """All requests on the node go on elsewhere. Over a stream that lives, the node hears of it."""
+        """Notify every listener that the node dropped its request. Abort them on a node that is still connected."""
         listeners, self.listeners = self.listeners, {}
         if what and (listeners or not self.is_alive):
             log.warning("node %s %s with %d requests on it", self.info.id, what, len(listeners))
         if self.is_alive:
-            self._command.submits = []  # they are of these
+            self._command.submits = []  # all of them belong to these listeners
             self._command.aborts += listeners
             self._wake.set()
         for listener in listeners.values():
@@ -284,7 +256,7 @@ class NodeConnection:
 
 
 def _parts(command: RouterCommand) -> Iterator[RouterCommand]:
-    """A command in messages that stay below the cap: aborts first, then the submits, by the bytes of their tokens."""
+    """Split a command into messages below the size limit: aborts first, then submits by the bytes of their tokens."""
     part, size = RouterCommand(command.router, aborts=command.aborts), 0
     for submit in command.submits:
         if size > MAX_COMMAND_BYTES:
@@ -293,12 +265,3 @@ def _parts(command: RouterCommand) -> Iterator[RouterCommand]:
         part.submits.append(submit)
         size += len(submit.tokens)
     yield part
-
-
-def _fact(info: NodeInfo, name: str, otherwise: float) -> float:
-    """A number that a node says of itself; what it does not say, or garbles, is `otherwise`."""
-    try:
-        value = float(info.attributes[name])
-    except (KeyError, ValueError):
-        return otherwise
-    return value if 0 < value < 1e9 else otherwise

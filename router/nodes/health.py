@@ -1,25 +1,27 @@
-"""How far a node is trusted: after failures it is left out for a growing time. Pure: the time is an argument.
+"""Outlier ejection: after failures a node gets no requests for a growing time. Pure: the time is an argument.
 
-Envoy's outlier ejection, with its times doubled instead of added. Whoever asks must never leave out the last node.
+As in Envoy, except that the time doubles with each ejection instead of growing by a constant.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
-EJECT_S, MAX_EJECT_S = 1.0, 60.0  # left out for; the first time and at most
-FORGET_S = 60.0  # of good conduct, and the next failure is the first again
-MAX_FAILURES, WINDOW_S = 5, 10.0  # in a row within so long are as bad as a death
+EJECT_S, MAX_EJECT_S = 1.0, 60.0  # duration of the first ejection, and the longest
+FORGET_S = 60.0  # without a failure until the next ejection counts as the first again
+MAX_FAILURES, WINDOW_S = 5, 10.0  # failures in a row, within this time, that count as a crash
+MAX_DETECTORS = 1024
 
 
 @dataclass(slots=True)
 class OutlierDetector:
-    """Of one node under its name, through all its lives."""
+    """The failures of one node under its name, through all its incarnations."""
 
-    ejected_until: float = 0.0  # left out until then
-    times: int = 0  # that it was left out, of late
+    ejected_until: float = 0.0
+    times: int = 0  # recent ejections
     failures: deque[float] = field(default_factory=deque)
 
     def died(self, now: float) -> None:
+        """The node crashed or fell silent: eject it."""
         if now - self.ejected_until > FORGET_S:
             self.times = 0
         self.ejected_until = now + min(MAX_EJECT_S, EJECT_S * 2.0 ** min(self.times, 30))
@@ -27,7 +29,7 @@ class OutlierDetector:
         self.failures.clear()
 
     def failed(self, now: float) -> bool:
-        """Something that it had a part in failed. True when it is left out for that from now on."""
+        """Count a failure that involved the node. Return whether that ejects it."""
         self.failures.append(now)
         while now - self.failures[0] > WINDOW_S:
             self.failures.popleft()
@@ -43,5 +45,20 @@ class OutlierDetector:
         return now < self.ejected_until
 
     def is_forgotten(self, now: float) -> bool:
-        """Nothing of it counts any more."""
+        """Whether nothing that it recorded counts any more."""
         return now - max(self.ejected_until, *self.failures, 0.0) > FORGET_S
+
+
+class OutlierDetectors:
+    """The detectors of all nodes by name, in bounded number."""
+
+    def __init__(self) -> None:
+        self._by_node: dict[str, OutlierDetector] = {}
+
+    def of(self, node: str, now: float) -> OutlierDetector:
+        detector = self._by_node.get(node)
+        if detector is None:
+            if len(self._by_node) >= MAX_DETECTORS:
+                self._by_node = {name: kept for name, kept in self._by_node.items() if not kept.is_forgotten(now)}
+            detector = self._by_node[node] = OutlierDetector()
+        return detector

@@ -1,19 +1,18 @@
-"""The live nodes as the router sees them, judged alive by what comes over their streams.
+"""The pool of nodes: which are alive and take requests, and which of them a request is placed on.
 
-The registry says whom to dial; it never says that a node is dead while its stream lives.
+The registry lists the nodes to connect to. Whether a node is alive is decided by its stream alone.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Container, Sequence
-from typing import NamedTuple
+from collections.abc import Container, Sequence
+from typing import NamedTuple, Protocol
 
-from router.dispatch.admission import PoolCapacity
 from router.history.history import RequestHistory
 from router.nodes.connection import SLOW_START_S, NodeConnection
-from router.nodes.health import OutlierDetector
-from router.nodes.status import node_status
+from router.nodes.health import OutlierDetectors
+from router.nodes.status import PoolStatus, RegistryStatus, node_status
 from scheduler.disaggregate import NodeView
 from scheduler.placement import Placement, PrefixIndex, candidates, place
 from scheduler.prefix import block_hashes
@@ -22,14 +21,28 @@ from shared.registry import Registry
 from shared.rpc.messages import NodeInfo, NodeStats
 
 log = logging.getLogger("baton.fleet")
-PROMPTS_A_NODE = 2  # that it should have before it, whatever their length
-SPARE_REQUESTS = 8  # one more for each so many that a node runs at once: who waits there starts without a pause
-MAX_STANDINGS = 1024
-TIMER_S = 0.01  # a loop counts whole milliseconds, and may call so much too early: the node would be left out for good
+PROMPTS_PER_NODE = 2  # that a node should have queued, however long they are
+SPARE_REQUESTS = 8  # one extra request for this many that a node runs at once, so that it never waits for the router
+TIMER_S = 0.01  # timers may fire early by a millisecond, when the node would still be ejected
+
+
+class PoolCapacity(NamedTuple):
+    """What all nodes together should hold at once."""
+
+    requests: int = 0
+    kv_tokens: int = 0
+    prompt_tokens: int = 0  # not computed yet
+    prompts: int = 0  # that are admitted whatever their length
+
+
+class CapacityListener(Protocol):
+    """Is notified when the capacity of the pool may have changed."""
+
+    def resize(self, capacity: PoolCapacity) -> None: ...
 
 
 class PlacementCandidate(NamedTuple):
-    """A placement of a row, the hashes of the row's blocks, and how many tokens its computing node holds already."""
+    """A placement of a row, the hashes of its blocks, and how many of its tokens the computing node has cached."""
 
     placement: Placement
     hashes: list[bytes]
@@ -37,234 +50,268 @@ class PlacementCandidate(NamedTuple):
 
 
 class NodePool:
-    def __init__(self, router: str, registry: Registry, mode: str, timeout_s: float, records: RequestHistory) -> None:
+    """All nodes that the router knows, one `NodeConnection` each.
+
+    It follows the registry, ejects nodes that fail (`OutlierDetector`), ramps up those that join, and chooses the nodes
+    of each attempt. The dispatcher calls it on the router's event loop. A decision costs as little in a large pool as
+    in a small one: what changes only when a node changes is computed then.
+    """
+
+    def __init__(
+        self,
+        router: str,
+        registry: Registry,
+        mode: str,
+        timeout_s: float,
+        history: RequestHistory,
+        listener: CapacityListener | None = None,
+    ) -> None:
+        """`listener` is notified after every change of the pool. `timeout_s`: without a message, a node is lost."""
         self.router = router
-        self.prefixes = PrefixIndex()
-        self._registry = registry
         self.mode = mode
+        self.prefixes = PrefixIndex()
+        self.outliers = OutlierDetectors()
+        self._registry = registry
         self._timeout_s = timeout_s
-        self._records = records
+        self._history = history
+        self._listener = listener
         self._connections: dict[str, NodeConnection] = {}
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskGroup()
         self._changed = asyncio.Event()
-        self._routable: tuple[list[NodeConnection], list[NodeConnection]] | None = None  # None: to be found again
+        self._routable: tuple[list[NodeConnection], list[NodeConnection]] | None = None  # None: to be computed
         self._routable_by_name: dict[str, NodeConnection] = {}
         self._has_shared_pools = False
-        self._capacity: PoolCapacity | None = None  # as `_usable`
-        self._detectors: dict[str, OutlierDetector] = {}
-        self._ramps_until = 0.0  # the last of the links' own
-        self.on_change: Callable[[], None] = lambda: None  # told of each `change`
-        self._handoffs_before: dict[str, int] = {
-            "handoffs": 0,
-            "blocks_moved": 0,
-            "bytes_moved": 0,
-        }  # by nodes now gone
+        self._capacity: PoolCapacity | None = None  # None: to be computed
+        self._ramps_until = 0.0  # the latest of all connections
+        self._handoffs_before = {"handoffs": 0, "blocks_moved": 0, "bytes_moved": 0}  # by nodes that have left
+
+    # ---- the nodes ----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         await self._registry.start(self._reconcile)
 
     async def close(self) -> None:
-        for link in self._connections.values():
-            link.router_is_closing = True
+        for connection in self._connections.values():
+            connection.router_is_closing = True
         await self._registry.close()
         await self._tasks.close()
 
     def connection(self, node: str) -> NodeConnection:
         return self._connections[node]
 
+    def connections(self) -> list[NodeConnection]:
+        return list(self._connections.values())
+
     def find(self, node: str) -> NodeConnection | None:
         return self._connections.get(node)
 
-    def routable(self) -> tuple[list[NodeConnection], list[NodeConnection]]:
-        """Prefill and decode nodes that may be placed on, all of one fingerprint: only these can exchange KV.
+    def nodes(self) -> list[tuple[NodeInfo, NodeStats, bool]]:
+        """Return every node's info and latest stats, and whether it is alive."""
+        return [(each.info, each.stats, each.is_alive) for each in self._connections.values()]
 
-        Found again only after a node came, went, or became ready: a request costs as little among many nodes.
-        """
+    def status(self) -> PoolStatus:
+        totals = {
+            name: before + sum(int(getattr(each.stats, name)) for each in self._connections.values())
+            for name, before in self._handoffs_before.items()
+        }
+        return PoolStatus(
+            mode=self.mode,
+            registry=RegistryStatus(self._registry.kind, self._registry.state),
+            nodes=[node_status(info, stats, alive) for info, stats, alive in self.nodes()],
+            handoffs=totals["handoffs"],
+            blocks_moved=totals["blocks_moved"],
+            bytes_moved=totals["bytes_moved"],
+        )
+
+    async def change(self) -> None:
+        """Return when a node has come, gone, or changed whether it takes requests."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    def add(self, connection: NodeConnection) -> None:
+        """Add a connection, which the caller runs. Nodes that the registry lists are added automatically."""
+        self._connections[connection.info.id] = connection
+
+    def _reconcile(self) -> None:
+        """The registry changed: connect to new nodes, and drop those that are gone."""
+        listed = self._registry.nodes
+        for name, info in listed.items():
+            connection = self._connections.get(name)
+            if connection is not None and connection.info.incarnation_id == info.incarnation_id:
+                connection.update_info(info)
+                connection.is_listed = True
+                continue
+            if connection is not None:
+                self._drop(name)
+            self._connect(info)
+        for name, connection in list(self._connections.items()):
+            connection.is_listed = name in listed
+            if not connection.is_listed and not connection.is_alive:
+                self._drop(name)
+        self.notify()
+
+    def _connect(self, info: NodeInfo) -> None:
+        connection = NodeConnection(self.router, info, self._timeout_s, self.connection_changed, self._history)
+        self.add(connection)
+        self._runs[info.id] = self._tasks.start(connection.run())
+
+    def _drop(self, name: str) -> None:
+        connection = self._connections.pop(name)
+        connection.is_listed = False
+        for total in self._handoffs_before:
+            self._handoffs_before[total] += int(getattr(connection.stats, total))
+        run = self._runs.pop(name)
+        if run is not asyncio.current_task():
+            run.cancel()
+
+    def notify(self) -> None:
+        """A node changed: recompute what depends on it, and wake everything that waits for a change."""
+        self._routable = self._capacity = None
+        self._changed.set()
+        if self._listener is not None:
+            self._listener.resize(self.capacity())
+
+    def connection_changed(self, connection: NodeConnection) -> None:
+        """A connection became alive, ready or not ready, or was lost."""
+        if connection.is_alive:
+            self._start_slowly(connection)
+        elif not connection.is_leaving:
+            now = time.monotonic()
+            self.outliers.of(connection.info.id, now).died(now)
+            self._schedule_return(connection)
+        self.notify()
+        if not connection.is_alive:
+            self.prefixes.forget(connection.info.id)
+            if not connection.is_listed and self._connections.get(connection.info.id) is connection:
+                self._drop(connection.info.id)
+
+    def _start_slowly(self, connection: NodeConnection) -> None:
+        """Ramp up a node that joins others at work: it is empty, and would otherwise be given everything at once."""
+        now = time.monotonic()
+        if connection.alive_since < now - SLOW_START_S or not any(
+            other.is_alive and other.info.role == connection.info.role and other.alive_since < now - SLOW_START_S
+            for other in self._connections.values()
+        ):
+            return
+        connection.ramp_until = connection.alive_since + SLOW_START_S
+        self._ramps_until = max(self._ramps_until, connection.ramp_until)
+
+    # ---- outliers -----------------------------------------------------------------------------------------------
+
+    def failed(self, *connections: NodeConnection) -> None:
+        """These nodes failed at something together; which of them was at fault is unknown."""
+        now = time.monotonic()
+        for connection in connections:
+            if self.outliers.of(connection.info.id, now).failed(now):
+                self._schedule_return(connection)
+
+    def served(self, *connections: NodeConnection) -> None:
+        now = time.monotonic()
+        for connection in connections:
+            self.outliers.of(connection.info.id, now).succeeded()
+
+    def _schedule_return(self, connection: NodeConnection) -> None:
+        now = time.monotonic()
+        left_s = self.outliers.of(connection.info.id, now).ejected_until - now
+        log.info("node %s failed: other nodes are preferred for %.0f s", connection.info.id, left_s)
+        self.notify()
+        asyncio.get_running_loop().call_later(left_s + TIMER_S, self.notify)
+
+    # ---- placement ----------------------------------------------------------------------------------------------
+
+    def routable(self) -> tuple[list[NodeConnection], list[NodeConnection]]:
+        """Return the prefill and the decode nodes that take requests, all of one fingerprint so that they can exchange
+        KV. Recomputed only after a change."""
         if self._routable is None:
             prefill, decode = self._routable = self._find_routable()
-            self._routable_by_name = {link.info.id: link for link in prefill + decode}
-            self._has_shared_pools = any(link.info.shared_pool_owner for link in prefill)
+            self._routable_by_name = {each.info.id: each for each in prefill + decode}
+            self._has_shared_pools = any(each.info.shared_pool_owner for each in prefill)
         return self._routable
 
     def _find_routable(self) -> tuple[list[NodeConnection], list[NodeConnection]]:
-        ready = [link for link in self._connections.values() if link.is_ready]
-        decode = [link for link in ready if link.info.role == "decode"]
-        lenders = {"", *(link.info.incarnation_id for link in decode)}  # of the pools that prefill nodes may compute in
-        prefill = [link for link in ready if link.info.role == "prefill" and self.mode != "colocated"]
-        prefill = [link for link in prefill if link.info.shared_pool_owner in lenders]
-        prints = [link.info.fingerprint for link in decode or prefill]
-        if not prints:
+        ready = [each for each in self._connections.values() if each.is_ready]
+        decode = [each for each in ready if each.info.role == "decode"]
+        pool_owners = {"", *(each.info.incarnation_id for each in decode)}
+        prefill = [each for each in ready if each.info.role == "prefill" and self.mode != "colocated"]
+        prefill = [each for each in prefill if each.info.shared_pool_owner in pool_owners]
+        fingerprints = [each.info.fingerprint for each in decode or prefill]
+        if not fingerprints:
             return [], []
-        common = max(sorted(set(prints)), key=prints.count)
-        return self._without_outliers(_of(common, prefill)), self._without_outliers(_of(common, decode))
+        common = max(sorted(set(fingerprints)), key=fingerprints.count)
+        prefill = [each for each in prefill if each.info.fingerprint == common]
+        decode = [each for each in decode if each.info.fingerprint == common]
+        return self._without_outliers(prefill), self._without_outliers(decode)
 
-    def _without_outliers(self, links: list[NodeConnection]) -> list[NodeConnection]:
-        """Without those whose failures are too fresh; never nobody."""
+    def _without_outliers(self, connections: list[NodeConnection]) -> list[NodeConnection]:
+        """Drop ejected nodes, unless that would leave none."""
         now = time.monotonic()
-        return [link for link in links if not self._detector(link.info.id).is_ejected(now)] or links
-
-    def _detector(self, name: str) -> OutlierDetector:
-        standing = self._detectors.get(name)
-        if standing is None:
-            if len(self._detectors) >= MAX_STANDINGS:
-                now = time.monotonic()
-                self._detectors = {old: kept for old, kept in self._detectors.items() if not kept.is_forgotten(now)}
-            standing = self._detectors[name] = OutlierDetector()
-        return standing
-
-    def failed(self, *links: NodeConnection) -> None:
-        """These nodes failed at something together; who was at fault is not known."""
-        for link in links:
-            if self._detector(link.info.id).failed(time.monotonic()):
-                self._schedule_return(link)
-
-    def served(self, *links: NodeConnection) -> None:
-        for link in links:
-            self._detector(link.info.id).succeeded()
-
-    def _schedule_return(self, link: NodeConnection) -> None:
-        left_s = self._detector(link.info.id).ejected_until - time.monotonic()
-        log.info("node %s failed: for %.0f s others are preferred", link.info.id, left_s)
-        self._notify()
-        asyncio.get_running_loop().call_later(left_s + TIMER_S, self._notify)
+        kept = [each for each in connections if not self.outliers.of(each.info.id, now).is_ejected(now)]
+        return kept or connections
 
     def capacity(self) -> PoolCapacity:
-        """What the usable nodes should hold: all that they can generate, and prompts for a second or two."""
+        """Return what the routable nodes should hold: as much as they can generate, and prompts for a second or two."""
         prefill, decode = self.routable()
         if self._capacity is None:
+            generating = decode or prefill
             self._capacity = PoolCapacity(
-                sum(link.info.max_num_seqs * (SPARE_REQUESTS + 1) // SPARE_REQUESTS + 2 for link in decode or prefill),
-                sum(link.kv_capacity_tokens for link in decode or prefill),
-                sum(link.backlog_tokens for link in prefill + decode),
-                PROMPTS_A_NODE * len(prefill + decode),
+                requests=sum(_max_requests(each.info) for each in generating),
+                kv_tokens=sum(each.kv_capacity_tokens for each in generating),
+                prompt_tokens=sum(each.load.backlog_tokens for each in prefill + decode),
+                prompts=PROMPTS_PER_NODE * len(prefill + decode),
             )
         return self._capacity
 
-    def place(
+    def choose(
         self,
         identity: str,
         row: Sequence[int],
         salt: bytes,
         avoid: Container[str],
         disaggregate: str,
-        holder: str = "",
+        prefix_node: str = "",
     ) -> PlacementCandidate | None:
-        """Return the nodes that should take these tokens, None only if no node is routable. Nodes to `avoid` are taken
-        where only they can generate; of prefill nodes the `holder` alone where it is routable, as it has the KV. Looks
-        at a few nodes, however many there are."""
+        """Return the nodes that should take these tokens, or None if no node is routable.
+
+        Nodes to `avoid` are used only where no other node can generate. Of the prefill nodes, `prefix_node` is taken if
+        it is routable, since it has the KV. Looks at a few nodes, however many there are.
+        """
         prefill, decode = self.routable()
         if avoid:
-            preferred = [link for link in prefill if link.info.id not in avoid]
+            preferred = [each for each in prefill if each.info.id not in avoid]
             prefill = preferred if decode else preferred or prefill  # a decode node generates without a prefill node
-            decode = [link for link in decode if link.info.id not in avoid] or decode
+            decode = [each for each in decode if each.info.id not in avoid] or decode
         if time.monotonic() < self._ramps_until:
             prefill, decode = _with_room(prefill), _with_room(decode)
-        if holder:
-            prefill = [link for link in prefill if link.info.id == holder] or prefill
+        if prefix_node:
+            prefill = [each for each in prefill if each.info.id == prefix_node] or prefill
         if not (prefill or decode):
             return None
         block_tokens = (prefill or decode)[0].info.block_tokens
         hashes = block_hashes(row, block_tokens, salt)
         cached = {name: depth * block_tokens for name, depth in self.prefixes.overlap(hashes).items()}
-        knowers = [name for name in reversed(cached) if name not in avoid]  # the best first
-        decode_views = self._views(identity, decode, knowers)
-        if self._has_shared_pools:  # to a decode node in whose pool they compute: of these, those of the ones looked at
-            boots = {"", *(view.incarnation_id for view in decode_views)}
-            prefill = [link for link in prefill if link.info.shared_pool_owner in boots]
-        prefill_views = self._views(identity, prefill, knowers)
+        matches = [name for name in reversed(cached) if name not in avoid]  # the longest first
+        decode_views = self._views(identity, decode, matches)
+        if self._has_shared_pools:  # a prefill node hands over only to the decode node in whose pool it computes
+            owners = {"", *(view.incarnation_id for view in decode_views)}
+            prefill = [each for each in prefill if each.info.shared_pool_owner in owners]
+        prefill_views = self._views(identity, prefill, matches)
         placement = place(len(row), prefill_views, decode_views, cached, disaggregate)
         assert placement is not None
         return PlacementCandidate(placement, hashes, cached.get(placement.prefill or placement.decode, 0))
 
-    def _views(self, identity: str, links: list[NodeConnection], knowers: list[str]) -> list[NodeView]:
-        known = (self._routable_by_name[name] for name in knowers if name in self._routable_by_name)
-        knower = next((link for link in known if link.info.role == links[0].info.role), None) if links else None
-        return [link.view() for link in candidates(identity, links, knower)]
-
-    async def change(self) -> None:
-        """Returns when a node came, went, or became ready."""
-        self._changed.clear()
-        await self._changed.wait()
-
-    def status(self) -> dict[str, object]:
-        nodes = [node_status(link.info, link.stats, link.is_alive) for link in self._connections.values()]
-        totals = {
-            name: before + sum(int(getattr(link.stats, name)) for link in self._connections.values())
-            for name, before in self._handoffs_before.items()
-        }
-        registry = {"kind": self._registry.kind, "state": self._registry.state}
-        return {"mode": self.mode, "registry": registry, "nodes": nodes, **totals}
-
-    def nodes(self) -> list[tuple[NodeInfo, NodeStats, bool]]:
-        return [(link.info, link.stats, link.is_alive) for link in self._connections.values()]
-
-    def _reconcile(self) -> None:
-        """The registry changed: dial who is new, let go who is gone."""
-        listed = self._registry.nodes
-        for name, info in listed.items():
-            link = self._connections.get(name)
-            if link is not None and link.info.incarnation_id == info.incarnation_id:
-                link.info = info
-                link.is_listed = True
-                continue
-            if link is not None:
-                self._drop(name)
-            self._dial(info)
-        for name, link in list(self._connections.items()):
-            link.is_listed = name in listed
-            if not link.is_listed and not link.is_alive:
-                self._drop(name)
-        self._notify()
-
-    def _dial(self, info: NodeInfo) -> None:
-        link = self._connections[info.id] = NodeConnection(
-            self.router, info, self._timeout_s, self._connection_changed, self._records
-        )
-        self._runs[info.id] = self._tasks.start(link.run())
-
-    def _notify(self) -> None:
-        self._routable = self._capacity = None
-        self._changed.set()
-        self.on_change()
-
-    def _connection_changed(self, link: NodeConnection) -> None:
-        if link.is_alive:
-            self._ramp(link)
-        elif not link.is_leaving:
-            self._detector(link.info.id).died(time.monotonic())
-            self._schedule_return(link)
-        self._notify()
-        if not link.is_alive:
-            self.prefixes.forget(link.info.id)
-            if not link.is_listed and self._connections.get(link.info.id) is link:
-                self._drop(link.info.id)
-
-    def _ramp(self, link: NodeConnection) -> None:
-        """A node that has just joined others at work is empty, and would be given everything at once."""
-        now = time.monotonic()
-        if link.alive_since < now - SLOW_START_S or not any(
-            other.is_alive and other.info.role == link.info.role and other.alive_since < now - SLOW_START_S
-            for other in self._connections.values()
-        ):
-            return
-        link.ramp_until = link.alive_since + SLOW_START_S
-        self._ramps_until = max(self._ramps_until, link.ramp_until)
-
-    def _drop(self, name: str) -> None:
-        link = self._connections.pop(name)
-        link.is_listed = False
-        for total in self._handoffs_before:
-            self._handoffs_before[total] += int(getattr(link.stats, total))
-        run = self._runs.pop(name)
-        if run is not asyncio.current_task():
-            run.cancel()
+    def _views(self, identity: str, connections: list[NodeConnection], matches: list[str]) -> list[NodeView]:
+        """Return the nodes that a decision looks at: a few, and the one with the longest matching prefix."""
+        known = (self._routable_by_name[name] for name in matches if name in self._routable_by_name)
+        role = connections[0].info.role if connections else ""
+        prefix_match = next((each for each in known if each.info.role == role), None)
+        return [each.view() for each in candidates(identity, connections, prefix_match)]
 
 
-def _with_room(links: list[NodeConnection]) -> list[NodeConnection]:
+def _max_requests(info: NodeInfo) -> int:
+    return info.max_num_seqs * (SPARE_REQUESTS + 1) // SPARE_REQUESTS + 2
+
+
+def _with_room(connections: list[NodeConnection]) -> list[NodeConnection]:
     now = time.monotonic()
-    return [link for link in links if link.has_room(now)] or links
-
-
-def _of(fingerprint: str, links: Sequence[NodeConnection]) -> list[NodeConnection]:
-    return [link for link in links if link.info.fingerprint == fingerprint]
+    return [each for each in connections if each.has_room(now)] or connections

@@ -1,6 +1,7 @@
-"""How `/v1/status` shows the cluster."""
+"""The status of the cluster as `/v1/status` shows it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from router.history.bottleneck import bottleneck
@@ -9,52 +10,71 @@ from router.metrics.request_metrics import RequestMetrics, SloTargets
 from shared.rpc.messages import NodeInfo, NodeStats
 
 
-def node_status(info: NodeInfo, load: NodeStats, alive: bool) -> dict[str, object]:
+@dataclass(frozen=True, slots=True)
+class RegistryStatus:
+    kind: str
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """The nodes of the pool, and what all nodes that it ever had handed over."""
+
+    mode: str
+    registry: RegistryStatus
+    nodes: list[dict[str, object]]  # see `node_status`
+    handoffs: int
+    blocks_moved: int
+    bytes_moved: int
+
+
+def node_status(info: NodeInfo, stats: NodeStats, alive: bool) -> dict[str, object]:
     return {
         "id": info.id,
         "role": info.role,
         "address": info.address,
-        "state": load.state if alive else "lost",
+        "state": stats.state if alive else "lost",
         "alive": alive,
         "fingerprint": info.fingerprint,
-        "running": load.running,
-        "waiting": load.waiting,
+        "running": stats.running,
+        "waiting": stats.waiting,
         "blocks": {
-            "free": load.blocks_free,
-            "cached": load.blocks_cached,
-            "owned": load.blocks_owned,
-            "reserved": load.blocks_reserved,
-            "quarantined": load.blocks_quarantined,
-            "total": load.blocks_total,
+            "free": stats.blocks_free,
+            "cached": stats.blocks_cached,
+            "owned": stats.blocks_owned,
+            "reserved": stats.blocks_reserved,
+            "quarantined": stats.blocks_quarantined,
+            "total": stats.blocks_total,
         },
         "block_bytes": info.block_bytes,
         "block_tokens": info.block_tokens,
-        "steps": load.steps,
-        "prompt_tokens": load.prompt_tokens,
-        "generated_tokens": load.generated_tokens,
-        "preemptions": load.preemptions,
-        "handoffs": load.handoffs,
-        "handoffs_failed": load.handoffs_failed,
-        "blocks_moved": load.blocks_moved,
-        "bytes_moved": load.bytes_moved,
-        "channels": load.channels,
-        "channel_fallbacks": load.channel_fallbacks,
+        "steps": stats.steps,
+        "prompt_tokens": stats.prompt_tokens,
+        "generated_tokens": stats.generated_tokens,
+        "preemptions": stats.preemptions,
+        "handoffs": stats.handoffs,
+        "handoffs_failed": stats.handoffs_failed,
+        "blocks_moved": stats.blocks_moved,
+        "bytes_moved": stats.bytes_moved,
+        "channels": stats.channels,
+        "channel_fallbacks": stats.channel_fallbacks,
         "facts": info.attributes,
-        "cost": load.cost or None,
-        "records_dropped": load.records_dropped,
-        "overruns": load.overruns,
-        "rows_corrupt": load.rows_corrupt,
-        "breach": load.ledger_error,
+        "cost": stats.cost or None,
+        "records_dropped": stats.records_dropped,
+        "overruns": stats.overruns,
+        "rows_corrupt": stats.rows_corrupt,
+        "breach": stats.ledger_error,
     }
 
 
-def whole_status(status: dict[str, Any], records: RequestHistory, requests: RequestMetrics) -> dict[str, Any]:
-    """`/v1/status`: what dispatch says, what nodes did in the last seconds, what clients had in the last minute."""
+def whole_status(status: Mapping[str, Any], records: RequestHistory, requests: RequestMetrics) -> dict[str, Any]:
+    """Return the body of `/v1/status`: the dispatcher's status, the nodes' activity in the last seconds, and the
+    latencies of the last minute."""
     nodes = [
         node | {"clock_offset_ms": records.offset_ms(node["id"])} | _activity(records.activity(node["id"]))
         for node in status["nodes"]
     ]
-    whole = status | {"nodes": nodes, "latency": requests.latency()}
+    whole = dict(status) | {"nodes": nodes, "latency": requests.latency()}
     return whole | {"summary": bottleneck(whole)}
 
 
@@ -78,9 +98,9 @@ def _activity(activity: NodeActivity | None) -> dict[str, object]:
 
 
 def promised(ttft_slo_ms: float, nodes: Iterable[NodeInfo]) -> SloTargets:
-    """What clients may expect: the router's own word on the first token, the strictest decode node's on the rest."""
-    told = [info.attributes.get("tbt_slo_ms", "0") for info in nodes if info.role == "decode"]
-    tbt_ms = [value for text in told if (value := _number(text)) > 0]
+    """Return what clients may expect: the router's SLO for the first token, the strictest decode node's for others."""
+    values = [info.attributes.get("tbt_slo_ms", "0") for info in nodes if info.role == "decode"]
+    tbt_ms = [value for text in values if (value := _number(text)) > 0]
     return SloTargets(ttft_slo_ms / 1000, min(tbt_ms, default=0.0) / 1000)
 
 

@@ -14,7 +14,7 @@ from node.validation import check_submit
 from router.http.asgi import check_headers, label_of
 from router.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
 from router.http.connection import HttpConnection
-from router.http.parsing import parse_request
+from router.http.parsing import build_requests
 from router.text.model_files import read_model
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
@@ -50,11 +50,11 @@ def completion_bodies(data: bytes) -> None:
     try:
         body = read_body(CompletionBody, data, "m")
         model = read_model(DEMO, "m", 64, 0)
-        order = _loop().run_until_complete(parse_request(body, model, _tokenizer(), "cmpl-1", 0))
+        requests = _loop().run_until_complete(build_requests(body, model, _tokenizer(), "cmpl-1"))
     except RequestError as error:
         _refused(error)
         return
-    for generation in order.generations:
+    for generation in requests:
         assert 0 < len(generation.prompt) < 64
         assert len(generation.prompt) + generation.max_tokens <= 64
         submit = SubmitRequest(

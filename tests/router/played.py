@@ -1,28 +1,39 @@
-"""A router's dispatch over nodes that are played: the fleet is the real one, its links have no streams."""
+"""A dispatcher over nodes that the test plays: the pool is the real one, its connections have no streams."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from router.dispatch import dispatcher as dispatch_module
-from router.dispatch.dispatcher import Dispatcher, DispatchRules, GenerationRun
-from router.dispatch.requests import GenerationRequest, SampleDelta
+from router.dispatch import dispatcher as dispatcher_module
+from router.dispatch.admission import AdmissionQueue, QueueStatus
+from router.dispatch.dispatcher import Dispatcher, DispatchRules
+from router.dispatch.requests import GenerationRequest, TokenStream, merge
 from router.history.history import RequestHistory
-from router.nodes import health as standing
+from router.nodes import health
 from router.nodes.connection import NodeConnection
 from router.nodes.pool import NodePool
 from shared.registry import EmbeddedRegistry
-from shared.rpc.messages import NodeInfo, NodeUpdate, SamplingParams, SubmitRequest, TokenDelta, pack_ids
+from shared.rpc.messages import (
+    NodeInfo,
+    NodeStats,
+    NodeUpdate,
+    SamplingParams,
+    SubmitRequest,
+    TokenDelta,
+    pack_ids,
+    unpack_ids,
+)
 
 PROMPT = list(range(10, 19))
 ANSWER = list(range(50, 57))
 
 
-class Heard(RequestHistory):
-    """Keeps what it is told of attempts."""
+class KeptHistory(RequestHistory):
+    """A history that keeps what the dispatcher reports about attempts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,12 +50,13 @@ class Heard(RequestHistory):
 
 
 class Played(NodeConnection):
-    """A node whose words are the test's; it keeps what it was sent."""
+    """A node whose reports are the test's; it keeps what it was sent."""
 
-    def __init__(self, fleet: NodePool, name: str) -> None:
+    def __init__(self, pool: NodePool, name: str, history: RequestHistory) -> None:
         role = "prefill" if name.startswith("p") else "decode"
         info = NodeInfo(name, name, role, f"{name}:1", "m", "print", 4, 64, 1000, 512, 8)
-        super().__init__("router", info, 1.0, fleet._connection_changed, fleet._records)
+        super().__init__("router", info, 1.0, pool.connection_changed, history)
+        self.pool = pool
         self.is_alive = True
         self.submits: list[SubmitRequest] = []
         self.aborts: list[str] = []
@@ -59,25 +71,121 @@ class Played(NodeConnection):
         super().abort(identity)
 
     def say(self, *deltas: TokenDelta) -> None:
-        self._process(NodeUpdate(list(deltas)))
+        self.process(NodeUpdate(list(deltas)))
+
+    def report(self, stats: NodeStats) -> None:
+        self.process(NodeUpdate(stats=stats))
 
     def die(self) -> None:
-        self._end()
+        self.stream_ended()
 
     def fall_silent(self) -> None:
-        self._end(is_silent=True)
+        self.stream_ended(is_silent=True)
 
     def revive(self) -> None:
         self.is_alive = True
-        self._on_change(self)
+        self.pool.connection_changed(self)
+
+
+@dataclass
+class Piece:
+    """A delta of one sample, with its tokens as ids."""
+
+    index: int
+    delta: TokenDelta
+
+    @property
+    def tokens(self) -> list[int]:
+        return unpack_ids(self.delta.tokens)
+
+    @property
+    def finish(self) -> str | None:
+        return self.delta.finish or None
+
+
+class Reader:
+    """A client of one request. It reads as fast as it can or, `slowly`, one piece and then as many as `anext` asks for."""
+
+    def __init__(self, dispatcher: Dispatcher, request: GenerationRequest, *, slowly: bool = False) -> None:
+        self.pieces: list[Piece] = []
+        self._dispatcher = dispatcher
+        self._request = request
+        self._enough: set[int] = set()
+        self._slowly = slowly
+        self._wanted = asyncio.Semaphore(0)
+        self._news = asyncio.Event()
+        self._admitted = asyncio.Event()
+        self._num_given = 0
+        self.task = asyncio.create_task(self._read())
+        self.task.add_done_callback(lambda _: self._over())
+
+    async def admitted(self) -> None:
+        """Return once the request is admitted. Raises what refused it."""
+        await self._admitted.wait()
+        if self.task.done():
+            self.task.result()
+
+    def enough(self, index: int) -> None:
+        """Close this sample's stream after its next delta, as a stop string does."""
+        self._enough.add(index)
+
+    async def close(self) -> None:
+        """Disconnect."""
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+    async def __anext__(self) -> Piece:
+        self._wanted.release()
+        async with asyncio.timeout(5):
+            while len(self.pieces) == self._num_given and not self.task.done():
+                self._news.clear()
+                await self._news.wait()
+        if len(self.pieces) == self._num_given:
+            self.task.result()
+            raise StopAsyncIteration
+        self._num_given += 1
+        return self.pieces[self._num_given - 1]
+
+    async def rest(self) -> list[Piece]:
+        """Return everything that `anext` has not returned yet. Raises what ended the request."""
+        self._slowly = False
+        self._wanted.release()
+        async with asyncio.timeout(5):
+            await asyncio.wait([self.task])
+        if not self.task.cancelled():
+            self.task.result()
+        return self.pieces[self._num_given :]
+
+    def _over(self) -> None:
+        self._admitted.set()
+        self._news.set()
+
+    async def _read(self) -> None:
+        async with self._dispatcher.admit(self._request) as streams:
+            self._admitted.set()
+            samples = [self._sample(index, stream) for index, stream in enumerate(streams)]
+            async with aclosing(merge(samples)) as pieces:
+                async for piece in pieces:
+                    self.pieces.append(piece)
+                    self._news.set()
+                    if self._slowly:
+                        await self._wanted.acquire()
+
+    async def _sample(self, index: int, stream: TokenStream) -> AsyncGenerator[Piece, None]:
+        async for delta in stream:
+            yield Piece(index, delta)
+            if index in self._enough:
+                await stream.aclose()
+                return
 
 
 @dataclass
 class Stage:
     fleet: NodePool
+    queue: AdmissionQueue
     dispatch: Dispatcher
     nodes: dict[str, Played]
-    records: Heard
+    records: KeptHistory
 
     def __getattr__(self, name: str) -> Played:
         return self.nodes[name]
@@ -90,9 +198,10 @@ class Stage:
         deadline: float | None = None,
         tenant: str = "",
         priority: int = 0,
+        slowly: bool = False,
         **sampling: Any,
-    ) -> GenerationRun:
-        generation = GenerationRequest(
+    ) -> Reader:
+        request = GenerationRequest(
             name,
             list(PROMPT),
             max_tokens,
@@ -102,56 +211,66 @@ class Stage:
             tenant=tenant,
             priority=priority,
         )
-        run = await self.dispatch.submit(generation)
+        reader = Reader(self.dispatch, request, slowly=slowly)
+        await reader.admitted()
         await turns()
-        return run
+        return reader
 
     def sent(self) -> list[tuple[str, SubmitRequest]]:
         return [(name, submit) for name, node in self.nodes.items() for submit in node.submits]
 
     def attempt(self, number: int, sample: int = 0) -> tuple[Played, Played, SubmitRequest]:
-        """Who computes the prompt of this attempt, who generates, and what was sent."""
+        """Return the node that computes the prompt of this attempt, the one that generates, and what was sent."""
         identity = f"r.{sample}.{number}"
         ((name, submit),) = [(name, submit) for name, submit in self.sent() if submit.id == identity]
         where = submit.decode_node.partition(":")[0] or name
         return self.nodes[name], self.nodes[where], submit
 
     def counts(self) -> dict[str, int]:
-        requests: Any = self.dispatch.status()["requests"]
-        return dict(requests)
+        return dict(self.dispatch.status().as_json()["requests"])
 
     def check_over(self) -> None:
-        """Nothing of any request is left in the router, and the counts add up."""
+        """Check that nothing of any request is left in the router, and that the counts add up."""
         for name, node in self.nodes.items():
-            ledger = (node.outstanding_tokens, node.outstanding_pairs, node.kv_tokens, node.prefilling)
+            load = node.load
+            ledger = (load.outstanding_tokens, load.outstanding_pairs, load.kv_tokens, load.prefilling)
             assert (name, ledger, node.listeners) == (name, (0, 0, 0, 0), {})
-        held = self.dispatch._queue._admission
-        assert (held.held_requests, held.held_tokens, held.owed_tokens, held.owed_prompts) == (0, 0, 0, 0)
-        assert (held.queued_requests, held.queued_tokens, self.dispatch._queue._waiting) == (0, 0, {})
+        assert (self.queue.held, self.queue.num_waiting) == ((0, 0), 0)
+        assert self.queue.status() == QueueStatus(0, 0)
         counts = self.counts()
         assert counts["running"] == 0
         assert counts["total"] == sum(counts[name] for name in ("finished", "cancelled", "failed", "refused"))
 
 
-def stage(names: str = "p0 d0", max_attempts: int = 3, **rules: Any) -> Stage:
-    records = Heard()
-    fleet = NodePool("router", EmbeddedRegistry("router", "127.0.0.1", 0), "disaggregated", 1.0, records)
-    nodes = {name: Played(fleet, name) for name in names.split()}
-    fleet._connections.update(nodes)
-    return Stage(fleet, Dispatcher(fleet, "m", DispatchRules(max_attempts, **rules), records), nodes, records)
+def stage(
+    names: str = "p0 d0",
+    max_attempts: int = 3,
+    max_queue_s: float = 30.0,
+    max_queued_tokens: int = 0,
+    ttft_slo_s: float = 0.0,
+    disaggregate: str = "auto",
+) -> Stage:
+    history = KeptHistory()
+    queue = AdmissionQueue(max_queue_s, ttft_slo_s, max_queued_tokens)
+    pool = NodePool("router", EmbeddedRegistry("router", "127.0.0.1", 0), "disaggregated", 1.0, history, queue)
+    nodes = {name: Played(pool, name, history) for name in names.split()}
+    for node in nodes.values():
+        pool.add(node)
+    pool.notify()
+    rules = DispatchRules(max_attempts, disaggregate, ttft_slo_s)
+    return Stage(pool, queue, Dispatcher(pool, queue, "m", rules, history), nodes, history)
 
 
 async def turns() -> None:
-    for _ in range(8):
+    for _ in range(12):
         await asyncio.sleep(0)
 
 
-async def collect(run: GenerationRun) -> list[SampleDelta]:
-    async with asyncio.timeout(5):
-        return [piece async for piece in run]
+async def collect(reader: Reader) -> list[Piece]:
+    return await reader.rest()
 
 
-def tokens_of(pieces: list[SampleDelta], index: int = 0) -> list[int]:
+def tokens_of(pieces: list[Piece], index: int = 0) -> list[int]:
     return [token for piece in pieces if piece.index == index for token in piece.tokens]
 
 
@@ -167,8 +286,8 @@ def generated(identity: str, start: int = 0) -> list[TokenDelta]:
 @pytest.fixture(autouse=True, scope="module")
 def no_pauses() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch_module, "RETRY_PAUSE_S", 0.0)
-        patch.setattr(dispatch_module, "NEWS_S", 0.0)
-        patch.setattr(standing, "EJECT_S", 1e6)  # longer than any test: who died is back when a test says so
-        patch.setattr(standing, "MAX_EJECT_S", 1e6)
+        patch.setattr(dispatcher_module, "RETRY_PAUSE_S", 0.0)
+        patch.setattr(dispatcher_module, "NEWS_S", 0.0)
+        patch.setattr(health, "EJECT_S", 1e6)  # longer than any test: a node that died is back when a test says so
+        patch.setattr(health, "MAX_EJECT_S", 1e6)
         yield

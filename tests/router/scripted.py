@@ -1,81 +1,76 @@
-"""A generation backend that answers from a script, for tests of the API without nodes."""
+"""A dispatcher that answers every request with a script of tokens."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
 
-from router.dispatch.requests import GenerationRequest, ModelCard, SampleDelta
+from router.dispatch.requests import GenerationRequest, ModelCard, TokenStream
 from shared.errors import UnavailableError
-from shared.rpc.messages import Logprobs
+from shared.rpc.messages import Logprobs, TokenDelta, pack_ids
 
 EOS = 2
 MODEL = ModelCard("tiny", max_model_len=200, vocab_size=330, eos_ids=frozenset({EOS}), created=7)
 Script = Callable[[GenerationRequest, int], list[int]]
 
 
-class ScriptedAnswers:
-    """Yields every sample's script a token at a time, round robin, and ends samples as a node would."""
-
-    def __init__(self, owner: "ScriptedDispatcher", generation: GenerationRequest) -> None:
-        self.owner = owner
-        self.generation = generation
-        self.rows = {i: owner.script(generation, i)[: generation.max_tokens] for i in range(generation.n)}
-        self.told = dict.fromkeys(self.rows, 0)
-        self.cancelled: list[int] = []
-        self.closed = 0
-        self.gone = asyncio.Event()
-        self.turn = 0
-
-    def __aiter__(self) -> "ScriptedAnswers":
-        return self
-
-    async def __anext__(self) -> SampleDelta:
-        if self.owner.fails_after is not None and self.turn >= self.owner.fails_after:
-            raise UnavailableError("the node is gone", retry_after_s=3)
-        if self.owner.hangs_after is not None and self.turn >= self.owner.hangs_after:
-            self.owner.hanging.release()
-            await asyncio.Event().wait()
-        await asyncio.sleep(0)
-        if not self.told:
-            raise StopAsyncIteration
-        index = sorted(self.told, key=lambda i: (self.told[i], i))[0]
-        self.turn += 1
-        return self._piece(index)
-
-    def _piece(self, index: int) -> SampleDelta:
-        generation, at = self.generation, self.told[index]
-        tokens = self.rows[index][at : at + self.owner.tokens_per_piece]
-        for place, token in enumerate(tokens):
-            if token in generation.stop_tokens and at + place + 1 >= generation.min_tokens:
-                tokens = tokens[: place + 1]
-        self.told[index] = at + len(tokens)
-        finish = None
-        if tokens and tokens[-1] in generation.stop_tokens and self.told[index] >= generation.min_tokens:
-            finish = "stop"
-        elif self.told[index] >= len(self.rows[index]):
-            finish = "length"
-        piece = SampleDelta(index, tokens, finish=finish, cached_tokens=0 if at else self.owner.cached_tokens)
-        if generation.sampling.logprobs is not None:
-            piece.logprobs = [scored(token) for token in tokens]
-        if generation.sampling.prompt_logprobs is not None and index == 0:
-            rest = generation.prompt[1:]
-            half = len(rest) // 2
-            piece.prompt_logprobs = [scored(t) for t in (rest[:half] if at == 0 else rest[half:] if at == 1 else [])]
-        if finish is not None:
-            del self.told[index]
-        return piece
-
-    def cancel(self, index: int) -> None:
-        self.cancelled.append(index)
-        self.told.pop(index, None)
-
-    async def close(self) -> None:
-        self.closed += 1
-        self.gone.set()
-        self.told.clear()
-
-
 def scored(token: int) -> Logprobs:
     return Logprobs(token, -0.5, 1, [token, token + 1, token + 2], [-0.5, -1.5, float("-inf")])
+
+
+class ScriptedAnswers:
+    """One request: yields every sample's script, and ends samples as a node would."""
+
+    def __init__(self, owner: "ScriptedDispatcher", request: GenerationRequest) -> None:
+        self.owner = owner
+        self.request = request
+        self.cancelled: list[int] = []  # samples whose streams were closed before their end
+        self.closed = 0
+        self.gone = asyncio.Event()
+        self.num_deltas = 0
+
+    async def stream(self, index: int) -> TokenStream:
+        owner, request = self.owner, self.request
+        row = owner.script(request, index)[: request.max_tokens]
+        position, finish = 0, ""
+        while not finish:
+            await self._wait()
+            tokens = row[position : position + owner.tokens_per_piece]
+            for place, token in enumerate(tokens):
+                if token in request.stop_tokens and position + place + 1 >= request.min_tokens:
+                    tokens, finish = tokens[: place + 1], "stop"
+                    break
+            if not finish and position + len(tokens) >= len(row):
+                finish = "length"
+            delta = TokenDelta(f"{request.id}.{index}.0", position, pack_ids(tokens), finish=finish)
+            delta.cached_tokens = 0 if position else owner.cached_tokens
+            if request.sampling.logprobs is not None:
+                delta.logprobs = [scored(token) for token in tokens]
+            if request.sampling.prompt_logprobs is not None and index == position == 0:
+                delta.prompt_logprobs = [scored(token) for token in request.prompt[1:]][: owner.num_prompt_logprobs]
+            position += len(tokens)
+            try:
+                yield delta
+            except GeneratorExit:
+                self.cancelled.append(index)
+                raise
+
+    async def _wait(self) -> None:
+        owner, number = self.owner, self.num_deltas
+        self.num_deltas += 1
+        if owner.fails_after is not None and number >= owner.fails_after:
+            raise UnavailableError("the node is gone", retry_after_s=3)
+        if owner.hangs_after is not None and number >= owner.hangs_after:
+            owner.hanging.release()
+            await asyncio.Event().wait()
+        await asyncio.sleep(0)
+
+
+@dataclass
+class ScriptedStatus:
+    def as_json(self) -> Mapping[str, Any]:
+        return {"nodes": []}
 
 
 class ScriptedDispatcher:
@@ -83,21 +78,31 @@ class ScriptedDispatcher:
         self.script = script
         self.fails_after: int | None = None
         self.hangs_after: int | None = None
-        self.hanging = asyncio.Semaphore(0)  # released by all answers that wait for ever
+        self.hanging = asyncio.Semaphore(0)  # released by each stream that waits for ever
         self.refuses: Exception | None = None
         self.tokens_per_piece = 1
         self.cached_tokens = 0
+        self.num_prompt_logprobs: int | None = None  # that are sent; None: all
         self.is_ready = True
         self.answers: list[ScriptedAnswers] = []
 
-    async def submit(self, generation: GenerationRequest) -> ScriptedAnswers:
+    @asynccontextmanager
+    async def admit(self, request: GenerationRequest) -> AsyncIterator[list[TokenStream]]:
         if self.refuses is not None:
             raise self.refuses
-        self.answers.append(ScriptedAnswers(self, generation))
-        return self.answers[-1]
+        answers = ScriptedAnswers(self, request)
+        self.answers.append(answers)
+        streams = [answers.stream(index) for index in range(request.n)]
+        try:
+            yield streams
+        finally:
+            answers.closed += 1
+            answers.gone.set()
+            for stream in streams:
+                await stream.aclose()
 
-    def status(self) -> dict[str, object]:
-        return {"nodes": []}
+    def status(self) -> ScriptedStatus:
+        return ScriptedStatus()
 
     def ready(self) -> bool:
         return self.is_ready

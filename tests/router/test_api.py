@@ -16,9 +16,8 @@ import uvicorn
 from router.history.history import RequestHistory
 from router.http.app import build_app
 from router.http.logprobs import CompletionLogprobs
-from router.http.output import OutputProcessor
+from router.http.output import OutputProcessor, PromptOutput, RequestOutput
 from router.http.responses import ResponseFormatter
-from router.http.session import PromptState, RequestSession
 from router.metrics.request_metrics import RequestMetrics
 from shared.clock import now_ns
 from shared.errors import UnavailableError
@@ -118,7 +117,7 @@ async def test_a_stop_string_ends_the_sample_everywhere(client, dispatcher, byte
     (choice,) = answer["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("Once ", "stop", "upon")
     assert dispatcher.answers[0].cancelled == [0]
-    assert answer["usage"]["completion_tokens"] < len(dispatcher.answers[0].rows[0])
+    assert answer["usage"]["completion_tokens"] < len(dispatcher.script(dispatcher.answers[0].request, 0))
     answer = (await client.post("/v1/completions", json=body | {"include_stop_str_in_output": True})).json()
     assert answer["choices"][0]["text"] == "Once upon"
     answer = (
@@ -192,8 +191,9 @@ async def test_prompt_logprobs_are_vllms(client, byte_level):
     assert choice["text"].startswith("Once")
 
 
-async def test_prompt_logprobs_that_no_node_sent_are_told_as_such(client):
-    body = {"prompt": "a b c d", "prompt_logprobs": 1, "max_tokens": 1}  # the script sends half of them with a token
+async def test_prompt_logprobs_that_no_node_sent_are_told_as_such(client, dispatcher):
+    dispatcher.num_prompt_logprobs = 1
+    body = {"prompt": "a b c d", "prompt_logprobs": 1, "max_tokens": 1}
     response = await client.post("/v1/completions", json=body)
     assert (response.status_code, response.json()["error"]["code"]) == (500, "no_prompt_logprobs")
 
@@ -353,7 +353,7 @@ async def test_a_request_id_is_a_label_or_replaced(client, dispatcher, given, ke
     response = await client.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": given.encode()})
     assert (response.headers["x-request-id"] == given) is kept
     await client.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": given.encode()})
-    assert dispatcher.answers[0].generation.id != dispatcher.answers[1].generation.id
+    assert dispatcher.answers[0].request.id != dispatcher.answers[1].request.id
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -462,8 +462,8 @@ async def test_openais_own_client_is_content(dispatcher, byte_level):
 
 
 KINDS = (
-    RequestSession,
-    PromptState,
+    RequestOutput,
+    PromptOutput,
     ResponseFormatter,
     OutputProcessor,
     CompletionLogprobs,

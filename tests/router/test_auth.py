@@ -24,7 +24,7 @@ from router.http.asgi import deadline_of
 from router.http.auth import NO_KEY_NEEDED
 from router.http.bodies import CompletionBody, read_body
 from router.http.keys import ANONYMOUS, ApiKeys, Identity, identity_of
-from router.http.parsing import cache_namespace, parse_request
+from router.http.parsing import build_requests, cache_namespace
 from shared.errors import ConfigError, RequestError
 from tests.router.scripted import MODEL, ScriptedDispatcher
 
@@ -291,8 +291,8 @@ async def test_a_tenants_order_is_its_own(byte_level: Any) -> None:
     async def ordered(identity: Identity, **fields: object) -> Any:
         raw = '{"prompt": "a", "priority": -3' + "".join(f', "{k}": "{v}"' for k, v in fields.items()) + "}"
         body = read_body(CompletionBody, raw.encode(), "tiny")
-        order = await parse_request(body, MODEL, byte_level, "id", 0, identity=identity, deadline=7.0)
-        return order.generations[0]
+        (request,) = await build_requests(body, MODEL, byte_level, "id", identity=identity, deadline=7.0)
+        return request
 
     acme, other = await ordered(Identity("acme"), cache_salt="s"), await ordered(Identity("other"), cache_salt="s")
     assert acme.salt != other.salt

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from router.dispatch.requests import ModelCard
 from router.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_json, read_body
-from router.http.parsing import COMPLETION_TOKENS, parse_request
+from router.http.parsing import COMPLETION_TOKENS, build_requests
 from shared.errors import RequestError
 
 MODEL = ModelCard("m", max_model_len=100, vocab_size=330, eos_ids=frozenset({2}))
@@ -260,8 +260,8 @@ def test_detokenize_takes_ids(tokens):
     assert raised.value.param == "tokens"
 
 
-async def order_of(tokenizer, kind=CompletionBody, **fields):
-    return await parse_request(read_body(kind, body_of(kind, **fields), "m"), MODEL, tokenizer, "id", 0)
+async def requests_of(tokenizer, kind=CompletionBody, **fields):
+    return await build_requests(read_body(kind, body_of(kind, **fields), "m"), MODEL, tokenizer, "id")
 
 
 @pytest.mark.parametrize(
@@ -281,34 +281,34 @@ async def order_of(tokenizer, kind=CompletionBody, **fields):
 )
 async def test_what_the_model_cannot_hold_is_rejected(byte_level, fields, param):
     with pytest.raises(RequestError) as raised:
-        await order_of(byte_level, **fields)
+        await requests_of(byte_level, **fields)
     assert (raised.value.status, raised.value.param) == (400, param)
 
 
 async def test_the_context_is_filled_exactly_and_errors_tell_both_numbers(byte_level):
-    order = await order_of(byte_level, prompt=[1] * 60, max_tokens=40)
-    assert order.generations[0].max_tokens == 40
+    requests = await requests_of(byte_level, prompt=[1] * 60, max_tokens=40)
+    assert requests[0].max_tokens == 40
     with pytest.raises(RequestError, match=r"100 tokens; you asked for 101: 60 in the prompt and 41"):
-        await order_of(byte_level, prompt=[1] * 60, max_tokens=41)
-    assert (await order_of(byte_level, prompt=[1] * 99)).generations[0].max_tokens == 1
+        await requests_of(byte_level, prompt=[1] * 60, max_tokens=41)
+    assert (await requests_of(byte_level, prompt=[1] * 99))[0].max_tokens == 1
 
 
 async def test_defaults_are_vllms(byte_level):
-    completion = (await order_of(byte_level)).generations[0]
+    completion = (await requests_of(byte_level))[0]
     assert (completion.max_tokens, completion.stop_tokens) == (COMPLETION_TOKENS, frozenset({2}))
     assert (completion.sampling.temperature, completion.sampling.top_k, completion.n) == (1.0, 0, 1)
-    chat = (await order_of(byte_level, ChatBody)).generations[0]
+    chat = (await requests_of(byte_level, ChatBody))[0]
     assert chat.max_tokens == 100 - len(chat.prompt)
-    assert (await order_of(byte_level, ChatBody, max_completion_tokens=7, max_tokens=9)).generations[0].max_tokens == 7
+    assert (await requests_of(byte_level, ChatBody, max_completion_tokens=7, max_tokens=9))[0].max_tokens == 7
 
 
 @pytest.mark.parametrize("temperature", [0, -0.0, 1e-300, 1e-6])
 async def test_the_smallest_temperatures_are_greedy(byte_level, temperature):
-    assert (await order_of(byte_level, temperature=temperature)).generations[0].sampling.temperature == 0.0
+    assert (await requests_of(byte_level, temperature=temperature))[0].sampling.temperature == 0.0
 
 
 async def test_parameters_reach_the_generation(byte_level):
-    order = await order_of(
+    requests = await requests_of(
         byte_level,
         prompt=["a", [5, 6]],
         n=3,
@@ -322,17 +322,17 @@ async def test_parameters_reach_the_generation(byte_level):
         priority=-3,
         cache_salt="🧂/../\0",
     )
-    first, second = order.generations
+    first, second = requests
     assert (first.id, second.id, second.prompt, second.n) == ("id-0", "id-1", [5, 6], 3)
     assert first.sampling.logit_bias == {7: -100.0, 8: 2.0}
     assert (first.sampling.seed, first.sampling.top_k, first.sampling.logprobs) == (2**64 - 1, 0, 0)
     assert first.sampling.prompt_logprobs == 0
     assert (first.stop_tokens, first.priority, len(first.salt)) == (frozenset({9}), -3, 32)
-    other = await order_of(byte_level, cache_salt="b")
-    assert first.salt == second.salt != other.generations[0].salt
-    assert (await order_of(byte_level)).generations[0].salt == b""
+    other = await requests_of(byte_level, cache_salt="b")
+    assert first.salt == second.salt != other[0].salt
+    assert (await requests_of(byte_level))[0].salt == b""
 
 
 async def test_without_a_seed_every_request_draws_its_own(byte_level):
-    seeds = {(await order_of(byte_level)).generations[0].sampling.seed for _ in range(4)}
+    seeds = {(await requests_of(byte_level))[0].sampling.seed for _ in range(4)}
     assert len(seeds) == 4

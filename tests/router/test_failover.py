@@ -29,7 +29,7 @@ async def test_when_the_decode_node_dies_the_prompt_goes_back_to_the_node_that_h
     run = await here.submit()
     p, d, submit = here.attempt(0)
     other = here.p1 if p is here.p0 else here.p0
-    p.outstanding_tokens += 5000  # so that placement alone would take the other one
+    p.load.outstanding_tokens += 5000  # so that placement alone would take the other one
     p.say(token(submit.id, 0))
     d.say(TokenDelta(submit.id, 1, handed_off=True), token(submit.id, 1))
     d.die()
@@ -39,7 +39,7 @@ async def test_when_the_decode_node_dies_the_prompt_goes_back_to_the_node_that_h
     p.say(token(submit.id, 2))
     elsewhere.say(TokenDelta(submit.id, 3, handed_off=True), *generated(submit.id, 3))
     assert tokens_of(await collect(run)) == ANSWER
-    p.outstanding_tokens -= 5000
+    p.load.outstanding_tokens -= 5000
     here.check_over()
 
 
@@ -144,7 +144,7 @@ async def test_a_request_under_which_two_nodes_died_is_not_tried_again(said: lis
         ([2, 0], lambda d: d.die()),
         ([0, 1], lambda d: d.die()),
         ([0, 0], lambda d: (d.die(), d.revive())),
-        ([0, 0], lambda d: d._end(is_silent=True)),
+        ([0, 0], lambda d: d.fall_silent()),
         ([0, 0], lambda d: (setattr(d.stats, "state", "draining"), d.die())),
     ],
     ids=[
@@ -229,6 +229,7 @@ async def test_handoffs_that_fail_for_all_requests_at_once_are_paced_and_deaths_
     here = stage("p0 d0 d1", max_attempts=9)
     for node in here.nodes.values():
         node.info.max_num_seqs = node.info.num_blocks = 1000
+    here.fleet.notify()
     runs = [await here.submit(name=f"r{number}") for number in range(40)]
     monkeypatch.setattr(dispatch_module.asyncio, "sleep", slept)
     for number in range(40):
@@ -310,19 +311,19 @@ async def test_a_node_that_comes_back_is_given_little_at_first(monkeypatch: pyte
         node.alive_since = 1.0
     d1 = here.d1
     d1.alive_since = now[0]
-    here.fleet._connection_changed(d1)
+    here.fleet.connection_changed(d1)
     runs = []
     for number in range(6):
-        here.d0.kv_tokens = 3000  # so that placement alone would take the one that has returned
+        here.d0.load.kv_tokens = 3000  # so that placement alone would take the one that has returned
         runs.append(await here.submit(name=f"r{number}"))
     assert len(d1.submits) == 1
     now[0] += 5.0
     for number in range(6, 12):
-        here.d0.kv_tokens = 3000
+        here.d0.load.kv_tokens = 3000
         runs.append(await here.submit(name=f"r{number}"))
     assert len(d1.submits) == 5, "half of what it can run, and one"
     now[0] += 6.0
-    here.d0.kv_tokens = 3000
+    here.d0.load.kv_tokens = 3000
     runs.append(await here.submit(name="last"))
     assert d1.submits[-1].id == "last.0.0"
     monkeypatch.undo()
@@ -374,6 +375,7 @@ async def test_a_cluster_that_is_busy_everywhere_is_not_asked_again_without_end(
     here = stage("d0 d1", max_attempts=9)
     for node in here.nodes.values():
         node.info.max_num_seqs = node.info.num_blocks = 1000
+    here.fleet.notify()
     runs = [await here.submit(name=f"r{number}") for number in range(40)]
     num_sent = 0
     while len(here.sent()) > num_sent:
@@ -385,5 +387,7 @@ async def test_a_cluster_that_is_busy_everywhere_is_not_asked_again_without_end(
     for run in runs:
         with pytest.raises(UnavailableError, match="fail on the nodes at once"):
             await collect(run)
-    assert not any(standing.times for standing in here.fleet._detectors.values()), "to be busy is no failure"
+    assert not any(here.fleet.outliers.of(name, time.monotonic()).times for name in here.nodes), (
+        "being busy is no failure"
+    )
     here.check_over()

@@ -6,13 +6,14 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import pytest
 from starlette.requests import Request
 
 import router.nodes.connection as link_of_router
+from router.dispatch.admission import AdmissionQueue
 from router.dispatch.dispatcher import Dispatcher, DispatchRules
 from router.dispatch.requests import GenerationRequest
 from router.history.history import RequestHistory
@@ -34,6 +35,7 @@ from shared.rpc.messages import (
 )
 from shared.rpc.methods import ATTACH, RpcServer
 from tests.chaos.proxy import PARTITION, Relays
+from tests.router.played import Reader
 
 PATIENCE_S = 0.4
 
@@ -180,11 +182,11 @@ async def test_a_silent_node_is_lost_after_the_timeout_and_comes_back_when_it_sp
     async with stage("p0 d0", timeout_s=PATIENCE_S) as here:
         link, listener = here.fleet.connection("d0"), Heard()
         link.submit(submit("r"), listener)
-        link.kv_tokens = link.outstanding_tokens = 5
+        link.load.kv_tokens = link.load.outstanding_tokens = 5
         here.nodes["d0"].is_silent = True
         await here.alive("p0")
         assert (listener.losses, here.usable()) == ([link], (["p0"], []))
-        assert (link.listeners, link.kv_tokens, link.outstanding_tokens) == ({}, 0, 0)
+        assert (link.listeners, link.load.kv_tokens, link.load.outstanding_tokens) == ({}, 0, 0)
         here.nodes["d0"].is_silent = False
         await here.alive("p0", "d0")
         assert here.fleet.connection("d0") is link
@@ -266,7 +268,7 @@ async def test_a_new_life_of_a_node_replaces_the_old_one_and_what_ran_on_it_is_l
         assert await wait_until(lambda: node.num_open == 1, 5.0), "one router has one stream to a node"
         assert here.fleet.connection("d0").info.incarnation_id == "boot-2"
         assert here.fleet.prefixes.overlap([b"hash"]) == {}, "its cache died with it"
-        assert here.fleet.status()["handoffs"] == 3, "what it did stays counted"
+        assert here.fleet.status().handoffs == 3, "what it did stays counted"
 
 
 async def test_the_registry_forgetting_a_node_that_lives_changes_nothing_until_its_stream_ends() -> None:
@@ -352,7 +354,7 @@ async def test_avoided_nodes_are_placed_on_when_no_other_node_can_generate() -> 
     async with stage("p0 p1 d0") as here:
 
         def placed(*avoid: str) -> tuple[str | None, str] | None:
-            proposal = here.fleet.place("r", array("i", range(9)), b"", avoid, "always")
+            proposal = here.fleet.choose("r", array("i", range(9)), b"", avoid, "always")
             return None if proposal is None else (proposal.placement.prefill, proposal.placement.decode)
 
         async def lose(name: str) -> None:
@@ -395,9 +397,8 @@ async def test_a_fleet_that_closes_leaves_every_node() -> None:
 async def test_a_node_that_says_tokens_that_are_none_is_lost_and_dialled_again() -> None:
     """Token bytes that are no ids: the node is lost, like one that says anything else malformed, and dialled again."""
     async with stage("d0 d1") as here:
-        run = await Dispatcher(here.fleet, "m", DispatchRules(3), here.records).submit(
-            GenerationRequest("r", [1, 2, 3], 4, SamplingParams())
-        )
+        dispatcher = Dispatcher(here.fleet, AdmissionQueue(30.0, 0.0), "m", DispatchRules(3), here.records)
+        run = Reader(dispatcher, GenerationRequest("r", [1, 2, 3], 4, SamplingParams()))
         assert await wait_until(lambda: any(link.listeners for link in here.fleet.routable()[1]), 5.0)
         (link,) = [link for link in here.fleet.routable()[1] if link.listeners]
         await here.nodes[link.info.id].say(TokenDelta("r.0.0", 0, b"odd"))
@@ -445,7 +446,7 @@ async def test_a_load_of_nonsense_leaves_a_node_usable_and_its_status_json() -> 
         assert await wait_until(lambda: link.stats.steps == 3, 5.0)
         view = link.view()
         assert (view.cost, view.push_s, view.byte_s) == (None, 0.0, 0.0)
-        json.dumps(here.fleet.status(), allow_nan=False)
+        json.dumps(asdict(here.fleet.status()), allow_nan=False)
 
 
 async def post(admin: Admin, node: str, role: str) -> int:

@@ -16,14 +16,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.__main__ import _listener
-from router.dispatch import run as run_module
-from router.dispatch.admission import Admission, PoolCapacity, QueueEntry, QueueFullError
-from router.dispatch.requests import GenerationRequest, SampleDelta
+from router.dispatch import attempt as attempt_module
+from router.dispatch.admission import Admission, QueueEntry, QueueFullError, QueueStatus
+from router.dispatch.requests import GenerationRequest
+from router.nodes.pool import PoolCapacity
 from shared import failpoints
 from shared.errors import RequestError, UnavailableError
 from shared.lifecycle import wait_until
 from shared.rpc.messages import Logprobs, RouterCommand, SamplingParams, TokenDelta, pack_ids, unpack_ids
-from tests.router.played import ANSWER, PROMPT, Stage, collect, generated, no_pauses, stage, token, tokens_of, turns
+from tests.router.played import (
+    ANSWER,
+    PROMPT,
+    Piece,
+    Stage,
+    collect,
+    generated,
+    no_pauses,
+    stage,
+    token,
+    tokens_of,
+    turns,
+)
 
 __all__ = ["no_pauses"]
 SMALL = PoolCapacity(requests=4, kv_tokens=100, prompt_tokens=30, prompts=2)
@@ -58,8 +71,8 @@ class Model:
         assert it.queued_tokens == sum(each.cost for each in self.waiting)
         assert it.held_requests == sum(each.num_left for each in self.held)
         assert it.held_tokens == sum(each.cost for each in self.held)
-        assert it.owed_prompts == sum(each.has_pending_prefill for each in self.held)
-        assert it.owed_tokens == sum(each.prompt_tokens for each in self.held if each.has_pending_prefill)
+        assert it.pending_prefills == sum(each.has_pending_prefill for each in self.held)
+        assert it.pending_prefill_tokens == sum(each.prompt_tokens for each in self.held if each.has_pending_prefill)
         if len(self.held) > 1:
             assert it.held_requests <= it.capacity.requests or self.is_smaller
             assert it.held_tokens <= it.capacity.kv_tokens or self.is_smaller
@@ -112,7 +125,7 @@ def test_what_is_held_and_waits_adds_up_and_everybody_gets_a_turn(acts: list[tup
         it.held = [each for each in it.held if each.num_left]
         it.check()
     assert not it.waiting
-    assert (it.admission.held_tokens, it.admission.owed_tokens, it.admission._levels) == (0, 0, {})
+    assert (it.admission.held_tokens, it.admission.pending_prefill_tokens, it.admission.queued_tokens) == (0, 0, 0)
 
 
 @settings(max_examples=25)
@@ -128,7 +141,7 @@ def test_tenants_who_both_wait_get_the_same_tokens_whatever_the_size_of_their_re
         held += it.offer(ticket("modest", prompt=10), 0.0)
     served = {"greedy": 0, "modest": 0}
     counted = False
-    while any("modest" in level.queues for level in it._levels.values()):
+    while "modest" in it.queued_tenants:
         one = held.pop(0)
         counted = counted or one.tenant == "modest"  # what was there before anybody had to share
         served[one.tenant] += one.cost if counted else 0
@@ -291,6 +304,7 @@ def crowded(**rules: Any) -> Stage:
     """One node that should hold three requests."""
     here = stage("d0", **rules)
     here.d0.info = replace(here.d0.info, max_num_seqs=1)
+    here.fleet.notify()
     return here
 
 
@@ -309,7 +323,7 @@ async def test_what_the_nodes_should_not_hold_waits_in_the_router_and_goes_when_
     waiting = await here.submit(name="waiting")
     urgent = await here.submit(name="urgent", priority=-1)
     assert len(here.d0.submits) == 3
-    assert here.dispatch.status()["queue"] == {"requests": 2, "tokens": 2 * (len(PROMPT) + len(ANSWER) // 2)}
+    assert here.queue.status() == QueueStatus(2, 2 * (len(PROMPT) + len(ANSWER) // 2))
     await finish(here, "held-0")
     assert here.d0.submits[-1].id == "urgent.0.0"
     await finish(here, "held-1")
@@ -323,10 +337,12 @@ async def test_what_the_nodes_should_not_hold_waits_in_the_router_and_goes_when_
 
 async def test_a_light_load_is_placed_without_a_turn_of_the_loop_more() -> None:
     here = stage("d0")
-    run = await here.dispatch.submit(GenerationRequest("r", list(PROMPT), 4, SamplingParams()))
-    await asyncio.sleep(0)  # its task begins
-    assert len(here.d0.submits) == 1
-    await run.close()
+    async with here.dispatch.admit(GenerationRequest("r", list(PROMPT), 4, SamplingParams())) as (stream,):
+        reader = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)  # the task begins
+        assert len(here.d0.submits) == 1
+        here.d0.say(token("r.0.0", 0))
+        await reader
 
 
 async def test_who_is_turned_away_hears_it_at_once_with_a_time_to_return_and_no_node_hears_of_it() -> None:
@@ -360,11 +376,11 @@ async def test_what_is_given_up_before_it_was_sent_never_reaches_its_node() -> N
     """Of one command a node takes the aborts first."""
     here = stage("d0")
     sent = await here.submit(name="sent")
-    here.d0._command = RouterCommand("router")  # as when it was written
+    here.d0.take_command()  # as when it is written
     unsent = await here.submit(name="unsent")
     await unsent.close()
     await sent.close()
-    assert here.d0._command == RouterCommand("router", aborts=["sent.0.0"])
+    assert here.d0.take_command() == RouterCommand("router", aborts=["sent.0.0"])
     here.check_over()
 
 
@@ -396,9 +412,9 @@ async def test_who_leaves_the_queue_makes_room_in_it_and_nodes_that_come_empty_i
     runs = await fill(here)
     leaver, stayer = await here.submit(name="leaver"), await here.submit(name="stayer")
     await leaver.close()
-    assert here.dispatch.status()["queue"]["requests"] == 1
+    assert here.queue.status().requests == 1
     here.d0.info = replace(here.d0.info, max_num_seqs=8)
-    here.fleet._notify()
+    here.fleet.notify()
     await turns()
     assert here.d0.submits[-1].id == "stayer.0.0"
     for run in [*runs, stayer]:
@@ -422,7 +438,7 @@ async def test_at_its_deadline_a_request_ends_everywhere_in_whatever_phase_it_is
         here.p0.die()
         here.d0.die()
     await turns()
-    with pytest.raises(UnavailableError, match="time was over") as caught:
+    with pytest.raises(UnavailableError, match="timed out") as caught:
         await collect(run)
     assert (caught.value.status, caught.value.code) == (504, "deadline")
     assert phase in {"queued", "no_node"} or "r.0.0" in here.p0.aborts
@@ -434,7 +450,7 @@ async def test_at_its_deadline_a_request_ends_everywhere_in_whatever_phase_it_is
 
 async def test_a_request_whose_time_is_over_before_it_began_meets_no_node() -> None:
     here = stage("d0")
-    with pytest.raises(UnavailableError, match="time was over"):
+    with pytest.raises(UnavailableError, match="timed out"):
         await here.submit(deadline=time.monotonic() - 1)
     assert here.d0.submits == []
 
@@ -448,7 +464,7 @@ def spoken(identity: str, start: int, count: int) -> list[TokenDelta]:
 
 async def test_a_client_that_stops_reading_has_its_generation_taken_off_the_node_and_back_when_it_reads() -> None:
     here = stage("d0", max_attempts=1)
-    run = await here.submit(max_tokens=3000)
+    run = await here.submit(max_tokens=3000, slowly=True)
     said = 0
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
@@ -461,7 +477,7 @@ async def test_a_client_that_stops_reading_has_its_generation_taken_off_the_node
     tracemalloc.stop()
     assert held <= 256 << 10, f"{held} bytes are held for a client that reads nothing"
     assert here.d0.aborts == ["r.0.0"]
-    heard: list[SampleDelta] = []
+    heard: list[Piece] = []
     while len(here.d0.submits) == 1:
         heard.append(await anext(run))
         await turns()
@@ -485,9 +501,9 @@ async def test_a_burst_that_is_read_at_once_pauses_nothing() -> None:
 
 
 async def test_a_client_that_reads_nothing_for_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "SLOW_S", 0.1)
+    monkeypatch.setattr(attempt_module, "SLOW_S", 0.1)
     here = stage("d0")
-    run = await here.submit(n=2, max_tokens=3000)
+    run = await here.submit(n=2, max_tokens=3000, slowly=True)
     here.d0.say(*spoken("r.0.0", 0, 2000))
     assert await wait_until(lambda: not here.counts()["running"], 10.0)
     with pytest.raises(UnavailableError, match="Nothing was read") as caught:
@@ -508,7 +524,10 @@ def test_a_client_that_takes_nothing_or_is_gone_without_a_word_is_cut_off_by_the
 
 def test_what_is_held_for_a_client_counts_its_logprobs() -> None:
     entry = Logprobs(5, -1.0, 1, list(range(20)), [-1.0] * 20)
-    assert run_module.size_of(SampleDelta(0, [1], [entry])) > run_module.size_of(SampleDelta(0, [1])) + 1000
+    assert (
+        attempt_module.size_of(TokenDelta("r", tokens=pack_ids([1]), logprobs=[entry]))
+        > attempt_module.size_of(TokenDelta("r", tokens=pack_ids([1]))) + 1000
+    )
 
 
 # ---- every request is counted once -----------------------------------------------------------------------------------
@@ -525,7 +544,9 @@ def test_every_request_is_counted_once_however_it_ends(endings: list[tuple[str, 
         for number, (ending, n) in enumerate(endings):
             total += n
             try:
-                runs.append((ending, f"{ending}-{number}", await here.submit(n, name=f"{ending}-{number}")))
+                deadline = time.monotonic() + 0.05 if ending == "late" else None
+                run = await here.submit(n, name=f"{ending}-{number}", deadline=deadline)
+                runs.append((ending, f"{ending}-{number}", run))
             except UnavailableError:
                 assert here.counts()["refused"]
         for ending, name, run in runs:
@@ -550,7 +571,8 @@ async def end(here: Stage, how: str, name: str, run: Any) -> None:
             for delta in generated(f"{name}.0.0"):
                 say(delta)
         case "cancel":
-            run.cancel(0)
+            run.enough(0)
+            say(token(f"{name}.0.0", 0))
         case "reject" | "internal":
             say(TokenDelta(f"{name}.0.0", error="internal" if how == "internal" else "it is wrong"))
         case "kill":
@@ -561,7 +583,7 @@ async def end(here: Stage, how: str, name: str, run: Any) -> None:
             say(token(f"{name}.0.0", 0))
             failpoints.configure("", allowed=False)
         case "late":
-            run._expire()
+            await asyncio.wait([run.task])
         case "leave":
             await run.close()
     await turns()

@@ -23,9 +23,9 @@ def unbalanced(world: Any) -> list[str]:
             if not adapter.is_idle
         ]
     if world.router.is_up and world.router.fleet is not None:
-        for link in world.router.fleet._connections.values():
-            if link.listeners or link.outstanding_tokens or link.kv_tokens or link.prefilling:
-                found.append(f"router counts {link.info.id}: {sorted(link.listeners)} {link.kv_tokens}")
+        for link in world.router.fleet.connections():
+            if link.listeners or link.load.outstanding_tokens or link.load.kv_tokens or link.load.prefilling:
+                found.append(f"router counts {link.info.id}: {sorted(link.listeners)} {link.load.kv_tokens}")
     return found
 
 
@@ -34,7 +34,7 @@ def at_the_end(world: Any) -> list[str]:
     dispatch = world.router.dispatch
     if dispatch is None or not world.router.is_up:
         return ["the router is not up"]
-    requests: Any = dispatch.status()["requests"]
+    requests: Any = dispatch.status().as_json()["requests"]
     ends = ("finished", "cancelled", "failed", "refused")
     mine = [client for client in world.clients if client.started_in is world.router.process]
     found = []

@@ -2,16 +2,29 @@
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, NamedTuple
 
-from router.dispatch.requests import GenerationRequest, SampleDelta
+from router.dispatch.requests import GenerationRequest, TokenStream, merge
 from shared.errors import RequestError, UnavailableError
 from shared.lifecycle import wait_until
-from shared.rpc.messages import SamplingParams
+from shared.rpc.messages import SamplingParams, unpack_ids
 from tests.simulation.hosts import RouterHost
 from tests.simulation.scenario import Wish
 
 TYPED = {422, 429, 500, 503, 504}
+
+
+class Piece(NamedTuple):
+    index: int
+    tokens: list[int]
+    finish: str | None
+
+
+async def _pieces(index: int, stream: TokenStream) -> AsyncGenerator[Piece, None]:
+    async for delta in stream:
+        yield Piece(index, unpack_ids(delta.tokens), delta.finish or None)
 
 
 class Client:
@@ -53,15 +66,13 @@ class Client:
         try:
             assert self.host is not None
             assert self.host.dispatch is not None
-            run = await self.host.dispatch.submit(generation)
-            self._is_accepted = True
-            try:
-                async with asyncio.timeout(wish.cancels_after_s):
-                    await self._read(run)
-            except TimeoutError:
-                self._end("cancelled")
-            finally:
-                await run.close()
+            async with self.host.dispatch.admit(generation) as streams:
+                self._is_accepted = True
+                try:
+                    async with asyncio.timeout(wish.cancels_after_s):
+                        await self._read(streams)
+                except TimeoutError:
+                    self._end("cancelled")
         except (UnavailableError, RequestError) as error:
             self._failed(error)
         except asyncio.CancelledError:
@@ -74,16 +85,18 @@ class Client:
             self._end("finished")
             self._check_whole()
 
-    async def _read(self, run: Any) -> None:
-        async for piece in run:
-            self._hear(piece)
-            if self.wish.cancels_at is not None and self._pieces > self.wish.cancels_at:
-                self._end("cancelled")
-                return
-            if self.wish.reads_slowly_s:
-                await asyncio.sleep(self.wish.reads_slowly_s)
+    async def _read(self, streams: Sequence[TokenStream]) -> None:
+        samples = [_pieces(index, stream) for index, stream in enumerate(streams)]
+        async with aclosing(merge(samples)) as pieces:
+            async for piece in pieces:
+                self._hear(piece)
+                if self.wish.cancels_at is not None and self._pieces > self.wish.cancels_at:
+                    self._end("cancelled")
+                    return
+                if self.wish.reads_slowly_s:
+                    await asyncio.sleep(self.wish.reads_slowly_s)
 
-    def _hear(self, piece: SampleDelta) -> None:
+    def _hear(self, piece: Piece) -> None:
         self._pieces += 1
         wish, heard = self.wish, self._heard[piece.index]
         self.world.note(f"{wish.id}.{piece.index} hears {piece.tokens} {piece.finish or ''}")

@@ -14,6 +14,7 @@ from engine.components import EngineComponents
 from node.node import Node
 from node.process import NodeProcess
 from prefill_node.sender import HandoffSender
+from router.dispatch.admission import AdmissionQueue
 from router.dispatch.dispatcher import Dispatcher, DispatchRules
 from router.history.history import RequestHistory
 from router.nodes.pool import NodePool
@@ -183,8 +184,10 @@ class RouterHost(Host):
         else:
             registry = RedisRegistry("redis://sim", "default")
         records = RequestHistory()
-        self.fleet = NodePool(identity, registry, "disaggregated", NODE_TIMEOUT_S, records)
-        self.dispatch = Dispatcher(self.fleet, "sim", DispatchRules(disaggregate=scenario.disaggregate), records)
+        queue = AdmissionQueue(max_queue_s=30.0, ttft_slo_s=0.0)
+        self.fleet = NodePool(identity, registry, "disaggregated", NODE_TIMEOUT_S, records, queue)
+        rules = DispatchRules(disaggregate=scenario.disaggregate)
+        self.dispatch = Dispatcher(self.fleet, queue, "sim", rules, records)
         await self.fleet.start()
         await self.lifetime.draining.wait()
         await self.fleet.close()

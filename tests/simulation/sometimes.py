@@ -25,7 +25,7 @@ STATES = (
     "channel: a row without an open ticket is dropped",
     "channel: a row comes after its writer gave up",
     "ended in good order",
-    "log: request %s goes on elsewhere: %s",
+    "log: request %s is retried: %s",
     "log: handoff of %s failed: %s",
     "log: handoff of %s ended: %s",
 )

@@ -144,7 +144,7 @@ class World:
             return
         self.note(f"{process} {record.levelname} {record.getMessage()}")
         self.reached(f"log: {record.msg}")
-        if str(record.msg).startswith("request %s goes on elsewhere"):
+        if str(record.msg).startswith("request %s is retried"):
             self._moves(str(record.args[0] if record.args else ""))
         if record.levelno >= logging.ERROR and not self._is_planted(record):
             error = record.exc_info[1] if record.exc_info else None

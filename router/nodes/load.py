@@ -1,0 +1,143 @@
+"""The load and speed of one node as the router knows them: what placement decides by."""
+
+import time
+
+from scheduler.cost import MOST, CostModel, pairs_of
+from scheduler.disaggregate import NodeView
+from shared.rpc.messages import NodeInfo, NodeStats
+
+STALE_S = 30.0  # without a step, a node's step-time model is no longer trusted
+LEARNT_PROMPT_TOKENS = 4096  # that a node must have computed before its step-time model is trusted for prompts
+BACKLOG_STEPS = 16  # steps' worth of prompt tokens that a node should have queued: a second or two
+
+
+class NodeLoad:
+    """The work that this router has sent to a node, and the speed that the node reports.
+
+    Each `NodeConnection` owns one. Attempts change the counters through a `LoadCharge`; placement reads them through
+    `view`. The counters run ahead of the node's own reports, which arrive twice a second.
+    """
+
+    def __init__(self, info: NodeInfo) -> None:
+        self.outstanding_tokens = 0  # prompt tokens sent there that are not computed yet
+        self.outstanding_pairs = 0  # their query-key pairs
+        self.kv_tokens = 0  # tokens whose KV is, or will be, there
+        self.prefilling = 0  # requests that generate there and whose prompt is not computed yet
+        self.num_placed = 0  # attempts ever placed there
+        self._cost: CostModel | None = None
+        self._push_s = self._byte_s = 0.0
+        self._last_active = time.monotonic()  # when it last computed something, or was given something to compute
+        self.read_attributes(info)
+
+    def read_attributes(self, info: NodeInfo) -> None:
+        self._max_step_tokens = int(_attribute(info, "max_step_tokens", 512))
+        self._tbt_slo_s = _attribute(info, "tbt_slo_ms", 0) / 1000
+
+    def read_stats(self, stats: NodeStats, has_stepped: bool) -> None:
+        """Read the node's speed from a heartbeat. Invalid values count as missing, and are removed from `stats`."""
+        self._cost = CostModel.unpacked(stats.cost)
+        if self._cost is None:
+            stats.cost = []
+        is_valid = len(stats.transfer) == 2 and all(0 <= number < MOST for number in stats.transfer)
+        self._push_s, self._byte_s = stats.transfer if is_valid else (0.0, 0.0)
+        if has_stepped:
+            self._last_active = time.monotonic()
+
+    def count_placement(self) -> None:
+        self.num_placed += 1
+        self._last_active = time.monotonic()
+
+    def clear(self) -> None:
+        """Forget the work: the stream to the node ended."""
+        self.outstanding_tokens = self.outstanding_pairs = self.kv_tokens = self.prefilling = 0
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether its last step is too long ago to predict the next ones from it."""
+        return time.monotonic() - self._last_active > STALE_S
+
+    @property
+    def backlog_tokens(self) -> int:
+        """Prompt tokens that the node should have queued so that it never runs out of work."""
+        return BACKLOG_STEPS * self._max_step_tokens
+
+    def view(self, info: NodeInfo, stats: NodeStats, num_requests: int) -> NodeView:
+        """Return what placement reads. `num_requests`: that this router has on the node."""
+        in_blocks = (stats.blocks_owned + stats.blocks_reserved) * info.block_tokens
+        return NodeView(
+            id=info.id,
+            role=info.role,
+            outstanding_tokens=max(self.outstanding_tokens, stats.waiting_tokens),
+            running=max(num_requests, stats.running + stats.waiting),
+            max_num_seqs=info.max_num_seqs,
+            kv_tokens=max(self.kv_tokens, in_blocks),
+            kv_capacity_tokens=kv_capacity_tokens(info),
+            placed=self.num_placed,
+            outstanding_pairs=self.outstanding_pairs,
+            decode_context=stats.blocks_owned * info.block_tokens,
+            budget_tokens=self._max_step_tokens,
+            tbt_slo_s=self._tbt_slo_s,
+            cost=self._cost,
+            cost_is_learnt=stats.prompt_tokens >= LEARNT_PROMPT_TOKENS,
+            push_s=self._push_s,
+            byte_s=self._byte_s,
+            token_bytes=info.block_bytes // info.block_tokens,
+            prefilling=self.prefilling,
+            incarnation_id=info.incarnation_id,
+            shared_pool_owner=info.shared_pool_owner,
+            stale=self.is_stale,
+        )
+
+
+class LoadCharge:
+    """What one attempt adds to the load of its nodes, until `release`.
+
+    `computes` computes the prompt, `generates` holds the KV; they may be one node.
+    """
+
+    def __init__(
+        self, computes: NodeLoad, generates: NodeLoad, num_tokens: int, cached_tokens: int, max_new_tokens: int
+    ) -> None:
+        self._computes = computes
+        self._generates = generates
+        self._prompt_tokens = max(0, num_tokens - cached_tokens)
+        self._prompt_pairs = pairs_of(num_tokens - self._prompt_tokens, self._prompt_tokens)
+        self._kv_tokens = num_tokens + max_new_tokens // 2
+        self._has_prompt = self._has_kv = False
+
+    def apply(self) -> None:
+        self._has_prompt = self._has_kv = True
+        self._computes.outstanding_tokens += self._prompt_tokens
+        self._computes.outstanding_pairs += self._prompt_pairs
+        self._generates.kv_tokens += self._kv_tokens
+        self._generates.prefilling += 1
+
+    def release_prompt(self) -> bool:
+        """Release what the prompt's computation charged. Return False if that happened before."""
+        if not self._has_prompt:
+            return False
+        self._has_prompt = False
+        self._computes.outstanding_tokens -= self._prompt_tokens
+        self._computes.outstanding_pairs -= self._prompt_pairs
+        self._generates.prefilling -= 1
+        return True
+
+    def release(self) -> None:
+        """Release everything. May be called again."""
+        self.release_prompt()
+        if self._has_kv:
+            self._has_kv = False
+            self._generates.kv_tokens -= self._kv_tokens
+
+
+def kv_capacity_tokens(info: NodeInfo) -> int:
+    return max(1, (info.num_blocks - 1) * info.block_tokens)
+
+
+def _attribute(info: NodeInfo, name: str, default: float) -> float:
+    """Return a number from the node's attributes, or `default` where it is missing or invalid."""
+    try:
+        value = float(info.attributes[name])
+    except (KeyError, ValueError):
+        return default
+    return value if 0 < value < 1e9 else default

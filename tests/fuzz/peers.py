@@ -71,7 +71,7 @@ TICKET = bytes(range(16))
 @cache
 def _receiver() -> PlayedReceiver:
     receiver = PlayedReceiver(8, 16)
-    receiver.channel.open(TICKET, [1, 2])
+    receiver.channel.grant(TICKET, [1, 2])
     return receiver
 
 

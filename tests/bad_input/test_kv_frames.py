@@ -1,7 +1,5 @@
 """Pushes over tcp in any order and of any content (K4, K5, K7, K8): only rows of an open ticket ever change."""
 
-import asyncio
-import contextlib
 import struct
 from collections.abc import Iterator
 
@@ -10,11 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.kv import tcp
 from shared.kv.listener import MAGIC, VERSION, MalformedError
 from shared.kv.tcp import ACK, FRAME
 from tests.fuzz.kv import PlayedReceiver
-from tests.shared.test_kv_channels import frame_head, new_ticket, peers, raw_writer, until
 
 ROWS, ROW_BYTES = 8, 16
 TICKETS = [bytes([number]) * 16 for number in range(3)]
@@ -71,21 +67,6 @@ def test_only_rows_of_an_open_ticket_change_whatever_is_pushed(
         assert (receiver.memory.rows == expected).all()
         for ticket in opened:
             receiver.channel.revoke(TICKETS[ticket])
-
-
-async def test_a_writer_of_a_byte_now_and_then_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """K9: it is never silent for long, and yet its frame is not whole in the time that such a frame may take."""
-    monkeypatch.setattr(tcp, "LEAST_BYTES_PER_S", 1e9)
-    async with peers("tcp", 1, patience_s=0.5) as (receiver,):
-        ticket = new_ticket(receiver, [0])
-        with raw_writer(receiver) as raw:
-            raw.sendall(frame_head(ticket, [0]))
-            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
-                for _ in range(400):
-                    raw.sendall(b"x")
-                    await asyncio.sleep(0.05)
-                pytest.fail("20 s of single bytes were taken")
-        await until(lambda: receiver.lost == ["f" * 32])
 
 
 def test_a_frame_cut_anywhere_changes_no_row_that_is_not_its_own(receiver: PlayedReceiver) -> None:

@@ -10,7 +10,6 @@ import msgpack
 import pytest
 
 from node.validation import RANGES, check_submit
-from shared import registry
 from shared.registry import check_node
 from shared.rpc.codec import MAX_ITEMS, MAX_MESSAGE_BYTES, DecodeError, decode, encode
 from shared.rpc.messages import (
@@ -25,7 +24,6 @@ from shared.rpc.messages import (
     TokenDelta,
     pack_ids,
 )
-from tests.shared.test_registry import PlayedRedis
 
 MIB = 1 << 20
 SUBMIT = SubmitRequest("r", "router", pack_ids([1, 2]), 2, 5, SamplingParams(0.5, logit_bias={7: -1.0}, seed=3))
@@ -196,15 +194,3 @@ def test_a_node_that_cannot_be_is_not_listed(changes: dict[str, Any], complaint:
     check_node(INFO)
     with pytest.raises(DecodeError, match=complaint):
         check_node(decode(encode(replace(INFO, **changes)), NodeInfo))
-
-
-async def test_of_a_hundred_thousand_names_in_redis_some_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = PlayedRedis()
-    played.index["baton:c:nodes"] = {f"n{number:06}".encode() for number in range(100_000)}
-    played.put("a0", encode(replace(INFO, id="a0")))
-    played.put("a1", encode(replace(INFO, id="a1", address="h:70000")))
-    monkeypatch.setattr(registry, "_client", lambda _: played)
-    listed = registry.RedisRegistry("redis://played", "c", 60.0)
-    found, gone = await listed._read()
-    assert (list(found), len(gone)) == (["a0"], registry.MAX_NODES - 2)
-    assert listed.skipped == 100_002 - registry.MAX_NODES + 1

@@ -29,8 +29,7 @@ from shared.kv.checksum import checksums
 from shared.rpc.security import Secret
 from tests.chaos.drive import all_back
 from tests.chaos.listening import Heard, heard_during, percentile
-from tests.cluster.harness import DEMO, ROOT, Cluster, cluster, completion, free_port, wait_for
-from tests.cluster.test_failure import redis_server
+from tests.cluster.harness import DEMO, ROOT, Cluster, cluster, completion, free_port, redis_server, wait_for
 from tests.router import test_bad_input as bad
 
 Row = list[Cell]

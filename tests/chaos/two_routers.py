@@ -11,8 +11,7 @@ from pathlib import Path
 from tests.chaos.drive import CLIENTS
 from tests.chaos.evidence import at_rest
 from tests.chaos.traffic import Ask, Load, Outcome, run_into
-from tests.cluster.harness import cluster, wait_for
-from tests.cluster.test_failure import redis_server
+from tests.cluster.harness import cluster, redis_server, wait_for
 
 BEFORE_S = 2.0  # of load, before the kill
 TALK = Ask(0, (5, 6, 7), 4000)  # under way at the kill, whatever the others are at

@@ -18,7 +18,7 @@ from shared import failpoints
 from shared.config.settings import NodeSettings, RouterSettings, resolve
 from shared.errors import ConfigError
 from tests.cluster.harness import ROOT
-from tests.engine.test_weights import CONFIG, entry, raw
+from tests.engine.checkpoint_files import CONFIG, entry, raw
 from tests.fuzz.target import as_json, one_line, scratch, target
 
 FIELDS = [(kind, name) for kind in (RouterSettings, NodeSettings) for name in kind.model_fields]

@@ -13,7 +13,7 @@ from shared.rpc.codec import DecodeError, decode, encode
 from shared.rpc.messages import NodeInfo, SubmitRequest
 from tests.fuzz.kv import PlayedReceiver
 from tests.fuzz.target import one_line, target
-from tests.shared.test_codec import EXAMPLES
+from tests.shared.message_examples import EXAMPLES
 
 KINDS = [type(message) for message, _ in EXAMPLES]
 

@@ -17,14 +17,12 @@ REQUESTS = 60
 # The faults are far enough apart that no request is under two dead nodes: it would be taken for the cause.
 DEATHS = Row(
     "deaths",
-    "F1 F5 F7",
     "a prefill node killed in a middle chunk, another frozen in a push, a decode node killed at a last token",
     {P: ["prefill.after_chunk:6@*=kill"], D: ["decode.ended:40=kill"], "prefill-1": ["prefill.before_push:150=stop"]},
     thaw_s=3.0,
 )
 LINKS = Row(
     "links",
-    "F18 F19 F22 F23",
     "a KV link that is cut, flips bits and doubles data; an RPC link that is refused and falls silent",
     script=[
         # Cut first, and not for long: who fails over and over is left out for a while, and then there is no more to harm.

@@ -30,7 +30,7 @@ from shared.rpc.security import Secret
 from tests.chaos.drive import all_back
 from tests.chaos.listening import Heard, heard_during, percentile
 from tests.cluster.harness import DEMO, ROOT, Cluster, cluster, completion, free_port, redis_server, wait_for
-from tests.router import test_bad_input as bad
+from tests.router import bad_requests as bad
 
 Row = list[Cell]
 EMULATION = {

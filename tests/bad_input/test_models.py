@@ -34,7 +34,7 @@ Breaking = Callable[[Path], object]
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """The demo model, small enough to be broken anew for each case; its weights stay where they are until then."""
+    """The demo model, small enough to be copied and broken for each case."""
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS):
         shutil.copyfile(DEMO / name, tmp_path / name)
     return tmp_path
@@ -197,7 +197,7 @@ def test_a_node_ends_with_one_line(
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers_are_found_by_name(number: float, directory: Path) -> None:
+def test_nan_and_infinity_in_weights_are_reported_by_tensor(number: float, directory: Path) -> None:
     check_finite(directory)
     with_tensor(lambda tensors: tensors[NORM].__setitem__(3, number))(directory)
     with pytest.raises(ValueError, match=f"tensor '{NORM}' holds NaN or infinity"):
@@ -212,7 +212,7 @@ BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
 
 
 @pytest.mark.parametrize("pattern", [GPT4, KIMI, BLOOM, r"\(+a|b\)*", "(ab)+", "[(a+)]+", "(a+){1,3}", "(a|b)?"])
-def test_patterns_that_models_have_are_taken(pattern: str) -> None:
+def test_patterns_of_known_models_are_accepted(pattern: str) -> None:
     assert not may_backtrack_exponentially(pattern)
 
 
@@ -224,7 +224,7 @@ def test_patterns_that_may_backtrack_exponentially_are_refused(pattern: str) -> 
 
 
 @pytest.mark.parametrize("number", ["9" * 60_000, "9," * 30_000, "{9" * 30_000])
-def test_looking_at_a_pattern_takes_no_longer_than_reading_it(number: str) -> None:
+def test_checking_a_pattern_takes_linear_time(number: str) -> None:
     began_s = time.thread_time()
     assert not may_backtrack_exponentially("a{" + number)
     assert time.thread_time() - began_s < 2  # by trying all ways to part the digits it takes ten
@@ -261,7 +261,7 @@ WILD = {
 
 
 @pytest.mark.parametrize(("source", "complaint"), WILD.values(), ids=WILD)
-def test_a_wild_template_harms_nobody(source: str, complaint: str) -> None:
+def test_a_hostile_template_is_rejected(source: str, complaint: str) -> None:
     with pytest.raises(RequestError, match=complaint):
         rendered(ChatTemplate(source, {}, []))
 

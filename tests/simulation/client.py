@@ -1,4 +1,4 @@
-"""A client of the simulated router: asks, reads, perhaps slowly, perhaps not to the end, and checks each token (I1)."""
+"""A client of the simulated router: it reads its stream, perhaps slowly or only in part, and checks every token."""
 
 import asyncio
 import time

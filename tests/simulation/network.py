@@ -1,7 +1,7 @@
 """TCP between simulated processes: bytes come in order on each connection, late, in pieces, or not at all.
 
 A cut link loses no byte: what is under way comes when the link is whole again, as retransmissions would bring it. A
-process that dies resets its connections; one whose host vanished does not, and its peers hear nothing.
+process that dies resets its connections; one whose host vanished does not, and its peers are not notified.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ from typing import Any
 from tests.simulation.loop import CURRENT, WORLD, Process, SimLoop
 
 HIGH_BYTES, LOW_BYTES = 64 << 10, 16 << 10  # unread bytes at which a writer is paused, and goes on
-DELAYS_S = (0.0, 0.0, 0.002, 0.05)  # of a connection, beside what each of its segments takes
-CONNECT_S = 20.0  # until a connection that nobody answers fails
+DELAYS_S = (0.0, 0.0, 0.002, 0.05)  # per connection, added to the latency of each segment
+CONNECT_S = 20.0  # until an unanswered connection attempt fails
 WORLD_CONTEXT = Context()
 WORLD_CONTEXT.run(CURRENT.set, WORLD)
 
@@ -80,7 +80,7 @@ class Network:
         self._resume()
 
     def died(self, process: Process, *, silent: bool) -> None:
-        """Its ports are free, and its peers hear of it, unless its host vanished with it."""
+        """Free its ports and reset its connections, unless its host vanished with it."""
         for port, listener in list(self._listeners.items()):
             if listener.process is process and not silent:
                 del self._listeners[port]

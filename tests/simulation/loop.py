@@ -39,7 +39,7 @@ class Process:
         return self.name
 
 
-WORLD = Process("world")  # the machine room itself: never frozen, never killed
+WORLD = Process("world")  # the simulation itself: never frozen, never killed
 CURRENT: ContextVar[Process] = ContextVar("process", default=WORLD)
 
 

@@ -23,7 +23,7 @@ from engine.models.random import random_decoder
 from scheduler.request import Request, Slice, Step
 from shared.kv.memory import HostMemory
 from shared.rpc.messages import SamplingParams
-from tests.engine import test_overlap as overlap
+from tests.engine import drive as overlap
 from tests.engine.build import CPU, GREEDY, Blocks, generate, layout_of, piece, run_step, torch_runner
 from tests.engine.cuda_workload import (
     BLOCK_TOKENS,

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SEEDS = 200
 # Seeds that found a defect.
 FOUND: dict[int, str] = {
+    5: "a reservation that arrived after its cancellation was granted, and its blocks stayed in quarantine for good",
     4: "sending on a stream that its peer had just reset was logged as a failed task",
     16: "a Reserve call whose caller had gone or timed out swallowed its cancellation",
     143: "the same when its connection was lost",

@@ -1,10 +1,11 @@
-# Two commands matter: `make serve` runs the demo cluster, `make test` checks everything. Both set up .venv first.
+# `make serve` runs the demo cluster, `make test` runs every check in its short form. Both set up .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
-# A CPU wheel of torch where pip finds one (`pip config`, PIP_FIND_LINKS), else the registry's.
+# A CPU wheel of torch if pip finds one (`pip config`, PIP_FIND_LINKS), otherwise the wheel of the registry.
 TORCH ?= $(shell $(PYTHON) -c 'import platform; print("torch==2.13.0" if platform.system() == "Linux" else "torch")')
 
-.PHONY: serve test check lint types imports unit clocked unclocked chaos soak simulate fuzz schemathesis lock sbom clean
+.PHONY: serve test check lint types imports unit clocked unclocked \
+  nightly chaos cancels soak simulate mutations fuzz schemathesis lock sbom clean
 
 serve: .venv/installed
 	$(BIN)/baton up $(ARGS)
@@ -24,7 +25,7 @@ types:
 imports:
 	$(BIN)/lint-imports --no-cache
 
-# What compiles, interprets and simulates asks no clock: as types, it is at low priority in the time that clusters wait.
+# These tests do not depend on wall-clock time; run them at low priority next to the cluster tests.
 UNCLOCKED := tests/benchmarks tests/engine tests/gpu_less tests/scheduler tests/simulation
 unit:
 	@$(MAKE) --no-print-directory -j2 clocked unclocked
@@ -36,35 +37,50 @@ unclocked:
 	nice -n 19 $(BIN)/python -m pytest -q -o timeout=400 $(UNCLOCKED) $(PYTEST) > .venv/unclocked.log 2>&1; \
 	  status=$$?; cat .venv/unclocked.log; exit $$status
 
-# The fault matrix with real processes; the same for long, at half load. `--help` of `python -m tests.chaos` says more.
+# The exhaustive forms of what `make test` checks briefly; takes hours. `make -k nightly` continues after a failure.
+# The fault matrix and the cancels also rewrite their files in benchmarks/results.
+nightly: chaos cancels simulate mutations fuzz schemathesis
+
+# The fault matrix with real processes; see `python -m tests.chaos --help`.
 chaos: .venv/tested
 	$(BIN)/python -m tests.chaos $(ARGS)
 
+# Clients that disconnect at random moments during random faults.
+CANCELS ?= 10000
+cancels: .venv/tested
+	$(BIN)/python -m tests.chaos cancels --count $(CANCELS)
+
+# Half load with one fault a minute: reports memory, descriptors and threads that grow.
 MINUTES ?= 30
 soak: .venv/tested
 	$(BIN)/python -m tests.chaos soak --minutes $(MINUTES)
 
-# Whole clusters on a virtual clock, faults drawn by seed; `make simulate SEEDS=200 ARGS="--mutate all"` breaks them first.
+# Whole clusters on a virtual clock, with faults drawn by seed.
 SEEDS ?= 10000
 simulate: .venv/tested
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) $(ARGS)
 
-# Every reader of bytes from outside; with coverage where atheris is installed (`pip install atheris`, Linux).
+# Each mutation breaks the system in one place; at least one seed must notice.
+MUTATION_SEEDS ?= 60
+mutations: .venv/tested
+	$(BIN)/python -m tests.simulation --seeds $(MUTATION_SEEDS) --mutate all
+
+# Fuzz every parser of untrusted bytes; guided by coverage if atheris is installed (`pip install atheris`, Linux).
 RUNS ?= 1000000
 fuzz: .venv/tested
 	$(BIN)/python -m tests.fuzz.run --runs $(RUNS) --jobs $$(nproc) $(ARGS)
 
-# A live cluster against its own OpenAPI document, and OpenAI's where it is at hand.
+# A live cluster against its own OpenAPI document and, if available, OpenAI's.
 CASES ?= 50000
 schemathesis: .venv/tested
 	$(BIN)/python -m tests.bad_input.conformance --cases $(CASES)
 
-# The libraries that the image installs, with their hashes, anew from pyproject.toml.
+# The libraries that the image installs, with their hashes, resolved again from pyproject.toml.
 lock: .venv/installed .venv/tools
 	$(BIN)/python deploy/lock.py | .venv/tools/bin/uv pip compile - --quiet --universal --python-version 3.11 \
 	  --generate-hashes --no-annotate --custom-compile-command "make lock" --output-file requirements.lock
 
-# What is installed here, in CycloneDX's form.
+# The installed packages in CycloneDX format.
 sbom: .venv/installed .venv/tools
 	.venv/tools/bin/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --output-file sbom.json
 

@@ -1,7 +1,7 @@
-"""No test fails for being slow: speed is measured in `benchmarks/`."""
+"""Hypothesis without deadlines: speed is measured in `benchmarks/`."""
 
 from hypothesis import HealthCheck, settings
 
-UNCHECKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]  # what a fixture gives, no example changes
+UNCHECKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]  # no example changes a fixture
 settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=UNCHECKED)
 settings.load_profile("untimed")

@@ -1,9 +1,8 @@
-"""`python -m tests.chaos`: the fault matrix on loopback; `cancels`, `soak`, `wire`, `routers`, `figures`: see their
-`--help`.
+"""Run the fault matrix on loopback. The commands cancels, soak, wire, routers and figures have their own --help.
 
-Each row is a cluster of its own: a router, two prefill and two decode nodes that run the hash model, 8 clients. Prints
-the table, writes benchmarks/results/chaos.json (and docs/fault-tolerance.md is written from that by `python -m
-benchmarks document`), and ends with status 1 if a request was lost, a token wrong or a block not given back.
+Each row starts its own cluster: a router, two prefill and two decode nodes with the hash model, and 8 clients. Prints
+the table and writes benchmarks/results/chaos.json, from which `python -m benchmarks document` generates the tables in
+docs/. Exits with status 1 if a request was lost, a token was wrong or a block was not returned.
 """
 
 import argparse
@@ -15,9 +14,9 @@ from tests.chaos import cancels, figures, soak, two_routers, wire
 from tests.chaos.drive import Report, drive
 from tests.chaos.matrix import ROWS
 
-COLUMNS = ["fault", "in TRUST.md", "requests", "lost", "unequal", "moved", "faults", "restarts", "detected ms",
-           "longest gap ms", "less detection and prefill", "made of (ms)", "blocks balance"]  # fmt: skip
-COLUMNS_APART = ["fault", "in TRUST.md", "requests", "lost or unequal", "longest gap ms", "blocks balance"]
+COLUMNS = ["fault", "requests", "lost", "unequal", "moved", "faults", "restarts", "detected ms",
+           "longest gap ms", "less detection and prefill", "composition (ms)", "blocks returned"]  # fmt: skip
+COLUMNS_APART = ["fault", "requests", "lost or unequal", "longest gap ms", "blocks returned"]
 COMMANDS = {
     "cancels": cancels.main,
     "soak": soak.main,
@@ -31,14 +30,16 @@ def main(arguments: list[str]) -> int:
     if arguments and arguments[0] in COMMANDS:
         return COMMANDS[arguments[0]](arguments[1:])
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--rows", default="", help="names of rows, with commas; default: all")
-    parser.add_argument("--requests", type=int, default=800, help="at least so many a row")
-    parser.add_argument("--channel", default="", help="shm or tcp for all rows; default: as each has it")
-    parser.add_argument("--no-write", action="store_true", help="write no results file")
+    parser.add_argument("--rows", default="", help="comma-separated names of rows; default: all")
+    parser.add_argument("--requests", type=int, default=800, help="minimum requests per row")
+    parser.add_argument(
+        "--channel", default="", help="KV channel for all rows, shm or tcp; default: the one of each row"
+    )
+    parser.add_argument("--no-write", action="store_true", help="do not write the results file")
     chosen = parser.parse_args(arguments)
     names = [name.strip() for name in chosen.rows.split(",") if name.strip()]
     if unknown := set(names) - {row.name for row in ROWS}:
-        parser.error(f"no row {', '.join(sorted(unknown))}; there are: {', '.join(row.name for row in ROWS)}")
+        parser.error(f"unknown row {', '.join(sorted(unknown))}; choose from: {', '.join(row.name for row in ROWS)}")
     reports: list[Report] = []
     broken: list[str] = []
     for row in ROWS:
@@ -53,15 +54,15 @@ def main(arguments: list[str]) -> int:
             continue
         reports.append(report)
         print(
-            "  " + " | ".join(map(str, cells(report)[2:])),
+            "  " + " | ".join(map(str, cells(report)[1:])),
             *report.restarts,
             *report.complaints()[:20],
             sep="\n  ",
             flush=True,
         )
     bad = [report.row.name for report in reports if not report.is_good]
-    apart = [] if names else beyond(chosen.requests // 4)
-    bad += [str(row[0]) for row in apart if row[3] or row[5] != "yes"]
+    apart = [] if names else other_clusters(chosen.requests // 4)
+    bad += [str(row[0]) for row in apart if row[2] or row[4] != "yes"]
     result = document(reports, apart, chosen.requests)
     if names or chosen.no_write or broken:
         print(*(table.markdown() for table in result.tables), sep="\n")
@@ -77,7 +78,6 @@ def cells(report: Report) -> list[Cell]:
     harms = ", ".join(f"{count} {what}" for what, count in report.harms.items() if count)
     return [
         row.what + (f" ({harms})" if harms else ""),
-        row.rules,
         len(report.outcomes),
         report.num_lost,
         report.num_unequal,
@@ -92,14 +92,13 @@ def cells(report: Report) -> list[Cell]:
     ]
 
 
-def beyond(requests: int) -> list[list[Cell]]:
-    """Faults that need another cluster: two routers on one Redis, and a wire between hosts where that is permitted."""
+def other_clusters(requests: int) -> list[list[Cell]]:
+    """Run the faults that need another cluster: two routers on one Redis, and a network between hosts if permitted."""
     halves = two_routers.kill_one(requests)
-    what = f"one router of two killed: its {halves.broken_of_killed} streams cut; here, the requests through the other"
+    what = f"one of two routers killed: its {halves.broken_of_killed} streams cut; this row counts requests through the other router"
     rows: list[list[Cell]] = [
         [
             what,
-            "F13",
             halves.asked,
             len(halves.lost),
             round(1000 * halves.longest_gap_s),
@@ -109,22 +108,19 @@ def beyond(requests: int) -> list[list[Cell]]:
     for name, outcomes, held in wire.scenes(requests) if wire.is_permitted() else ():
         bad = sum(bool(outcome.lost) or outcome.is_unequal for outcome in outcomes)
         longest_ms = round(1000 * max(outcome.gap_s for outcome in outcomes))
-        rule, _, about = name.partition(": ")
-        rows.append(
-            [f"wire to the decode nodes: {about}", rule, len(outcomes), bad, longest_ms, "; ".join(held) or "yes"]
-        )
+        rows.append([f"network to the decode nodes: {name}", len(outcomes), bad, longest_ms, "; ".join(held) or "yes"])
     return rows
 
 
 def document(reports: list[Report], apart: list[list[Cell]], requests: int) -> Result:
-    tables = [Table("Faults, one kind after the other", COLUMNS, [cells(report) for report in reports])]
+    tables = [Table("Faults, one kind at a time", COLUMNS, [cells(report) for report in reports])]
     if apart:
-        tables.append(Table("Routers and wires", COLUMNS_APART, apart))
+        tables.append(Table("Routers and networks", COLUMNS_APART, apart))
     return Result(
         "chaos",
         "Two prefill and two decode nodes, one router, all real processes on one host; 8 clients stream prompts of 20 "
         f"to 6,000 tokens, at least {requests} requests a row, with the hash model, whose tokens prove that the right "
-        "KV arrived. Nodes that end are started again.",
+        "KV arrived. Nodes that exit are restarted.",
         tables,
         [dict(zip(COLUMNS, cells(report), strict=True)) | {"name": report.row.name, "restarted": report.restarts}
          for report in reports],
@@ -133,5 +129,5 @@ def document(reports: list[Report], apart: list[list[Cell]], requests: int) -> R
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the cluster's processes end with us
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also stop the cluster's processes
     sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,6 @@
-"""`python -m tests.chaos cancels --count 10000`: clients that hang up at random moments, among random faults.
+"""Disconnect clients at random moments during random faults, and check that nothing leaks.
 
-Afterwards, and after idle seconds, nothing may be left of it anywhere: no block, descriptor, thread, shared memory or
-socket, in the router or in a node.
+Once the cluster is idle, no block, descriptor, thread, shared memory or socket may be left in the router or in a node.
 """
 
 import argparse
@@ -21,8 +20,8 @@ from tests.chaos.evidence import at_rest
 from tests.chaos.traffic import ask, check, run
 from tests.cluster.harness import Cluster, cluster, wait_for
 
-IDLE_S = 1.0  # connections to nodes that died are let go within that
-MOST_S = 0.5  # until a client hangs up; most do much sooner
+IDLE_S = 1.0  # connections to dead nodes are closed within this time
+MOST_S = 0.5  # until a client disconnects; most do much earlier
 WARM = 96
 FAULT_EVERY_S = 5.0
 FAULTS = {
@@ -37,8 +36,8 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos cancels", description=__doc__)
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--channel", default="shm")
-    parser.add_argument("--no-faults", action="store_true", help="only hang up")
-    parser.add_argument("--no-write", action="store_true", help="write no results file")
+    parser.add_argument("--no-faults", action="store_true", help="inject no faults")
+    parser.add_argument("--no-write", action="store_true", help="do not write the results file")
     chosen = parser.parse_args(arguments)
     with cluster(2, 2, kv_channel=chosen.channel, heartbeat_s=0.5, log_format="json") as running:
         left = cancels(running, chosen.count, 0.0 if chosen.no_faults else FAULT_EVERY_S)
@@ -46,8 +45,8 @@ def main(arguments: list[str]) -> int:
     rows.append(["leaks", "; ".join(left.leaks) or "none"])
     result = Result(
         "cancels",
-        "Clients hang up at random moments in every phase of their requests, while nodes are killed, ended and frozen "
-        "at random. Counted after the cluster has been idle for some seconds, against the same after a warm-up.",
+        "Clients disconnect at random moments in every phase of their requests, while nodes are killed, stopped and frozen "
+        "at random. Resources are counted once the cluster is idle and compared with the counts after a warm-up.",
         [Table("Cancels and faults", ["what", "number"], rows)],
         vars(chosen),
         command=f"python -m tests.chaos cancels --count {chosen.count}",
@@ -57,7 +56,7 @@ def main(arguments: list[str]) -> int:
 
 
 class Left:
-    """What remains after all of it."""
+    """Counts of what happened, and what leaked."""
 
     def __init__(self, counts: Counter[str], leaks: list[str]) -> None:
         self.counts = counts
@@ -65,10 +64,10 @@ class Left:
 
 
 def cancels(running: Cluster, count: int, fault_every_s: float, seed: int = 1) -> Left:
-    """`fault_every_s` 0: no faults. Raises AssertionError when a node does not come back."""
+    """Run `count` cancelled requests; `fault_every_s` 0: no faults. Raises AssertionError if a node does not come back."""
     with Supervisor(running, {}, thaw_s=60.0) as supervisor:
         hang_up_all(running, WARM, seed=seed + 1)
-        _whole(running, range(3 * CLIENTS))  # every connection between nodes is there
+        _whole(running, range(3 * CLIENTS))  # opens every connection between nodes
         at_rest(running)
         time.sleep(IDLE_S)
         before, about_before = count_all(running), left_about(running)
@@ -83,15 +82,17 @@ def cancels(running: Cluster, count: int, fault_every_s: float, seed: int = 1) -
         time.sleep(IDLE_S)
         after, about = count_all(running), left_about(running) - about_before
     restarts = supervisor.restarts
-    about["unix sockets"] -= len(restarts)  # a killed node's is swept a minute after, by whoever starts then
+    about["unix sockets"] -= len(
+        restarts
+    )  # the socket of a killed node is removed a minute later, when a process starts
     found = held + lost + leaks(before, after) + [f"{num} {what} more" for what, num in about.items() if num > 0]
     if len(restarts) > (num_ended := sum(num for what, num in counts_of_faults.items() if "SIG" in what)):
-        found.append(f"{len(restarts) - num_ended} nodes ended by themselves: {restarts}")
+        found.append(f"{len(restarts) - num_ended} nodes exited without a fault: {restarts}")
     return Left(counts + counts_of_faults + Counter({"nodes restarted": len(restarts)}), found)
 
 
 def hang_up_all(running: Cluster, count: int, seed: int) -> Counter[str]:
-    """`count` requests by several clients, each given up at a random moment. How many saw what before they did."""
+    """Send `count` requests, each cancelled at a random moment. Return how many reached which phase."""
     counts: Counter[str] = Counter()
     lock = threading.Lock()
 
@@ -111,37 +112,37 @@ def hang_up_all(running: Cluster, count: int, seed: int) -> Counter[str]:
 
 
 def hang_up(running: Cluster, index: int, rng: random.Random) -> str:
-    """Asks, and closes the socket after a random time: often short, as the phases before the first token are."""
+    """Send a request and close the socket after a random time, often a short one, as the phases before the first token are."""
     place = urlsplit(running.url)
     body = json.dumps(ask(index).body(running.model)).encode()
     path = "/v1/chat/completions" if ask(index).is_chat else "/v1/completions"
     head = f"POST {path} HTTP/1.1\r\nhost: b\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    patience_s = MOST_S * rng.random() ** 2
-    heard = b""
+    wait_s = MOST_S * rng.random() ** 2
+    received = b""
     try:
         with socket.create_connection((place.hostname or "", place.port or 0), 10) as connection:
             whole = head.encode() + body
             if rng.random() < 0.02:
-                connection.sendall(whole[: rng.randrange(len(whole))])  # not even asked to the end
-                return "hung up in the request"
+                connection.sendall(whole[: rng.randrange(len(whole))])  # an incomplete request
+                return "disconnected in the request"
             connection.sendall(whole)
-            until = time.monotonic() + patience_s
-            while (left_s := until - time.monotonic()) > 0 and not heard.endswith(b"0\r\n\r\n"):
+            until = time.monotonic() + wait_s
+            while (left_s := until - time.monotonic()) > 0 and not received.endswith(b"0\r\n\r\n"):
                 connection.settimeout(left_s)
-                heard = heard[-16:] + (data := connection.recv(65_536))
+                received = received[-16:] + (data := connection.recv(65_536))
                 if not data:
                     break
     except TimeoutError:
         pass
     except OSError as error:
         return f"{type(error).__name__}"
-    if heard.endswith(b"0\r\n\r\n"):
+    if received.endswith(b"0\r\n\r\n"):
         return "answered before"
-    return "hung up in the answer" if heard else "hung up before the answer"
+    return "disconnected in the answer" if received else "disconnected before the answer"
 
 
 def _whole(running: Cluster, indexes: range) -> list[str]:
-    """Requests that nobody cancels, several at once; those that went wrong."""
+    """Send concurrent requests that are not cancelled, and return those that failed."""
     outcomes = []
     threads = [
         threading.Thread(target=lambda index=index: outcomes.append(run(running.url, running.model, ask(index))))
@@ -157,7 +158,7 @@ def _whole(running: Cluster, indexes: range) -> list[str]:
 
 
 class _Faults:
-    """Every so often one at random, at a random node, on a thread until stopped."""
+    """Injects a random fault into a random node every `every_s` seconds, on a thread."""
 
     def __init__(self, running: Cluster, every_s: float, rng: random.Random) -> None:
         self._running, self._every_s, self._rng = running, every_s, rng
@@ -176,7 +177,7 @@ class _Faults:
     def _harm(self) -> None:
         while not self._over.wait(self._every_s):
             if not all_back(self._running):
-                continue  # one at a time: with every node down there is nothing to find out
+                continue  # one fault at a time: with all nodes down nothing is tested
             name = self._rng.choice(sorted(set(self._running.processes) - set(self._running.urls)))
             what = self._rng.choice(sorted(FAULTS))
             self._counts[f"{name.partition('-')[0]} nodes: {what}"] += 1

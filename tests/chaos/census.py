@@ -1,4 +1,4 @@
-"""Counts what a process may leak: memory, descriptors by kind, threads; and what lies about in shared places."""
+"""Count what a process may leak: memory, descriptors by kind, threads, sockets and shared memory."""
 
 import os
 import stat
@@ -12,13 +12,13 @@ import psutil
 from tests.cluster.harness import Cluster
 
 MIB = 1 << 20
-# Threads that a process may still start of its own accord: asyncio's own pool, and one that pushes KV to each peer.
+# Threads that a process may still start: the pool of asyncio and the threads that push KV.
 POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
 
 
 @dataclass(slots=True)
 class Count:
-    """Of one process. `descriptors` are by what they are: socket, memfd, file, …."""
+    """Resources of one process. `descriptors` counts them by kind: socket, memfd, file, and so on."""
 
     pid: int
     rss_mib: float
@@ -31,7 +31,7 @@ class Count:
 
 
 def count(pid: int) -> Count:
-    """Raises psutil.NoSuchProcess when it has ended."""
+    """Count the resources of a process. Raises psutil.NoSuchProcess if it has ended."""
     process = psutil.Process(pid)
     with process.oneshot():
         rss_mib, threads = process.memory_info().rss / MIB, process.num_threads()
@@ -43,7 +43,7 @@ def count_all(running: Cluster) -> dict[str, Count]:
 
 
 def left_about(running: Cluster) -> Counter[str]:
-    """Sockets in the KV directory, and named shared memory that a process has mapped: that would outlive it."""
+    """Count sockets in the KV directory and mapped files in /dev/shm, which would outlive their process."""
     directory = Path(str(running.settings["kv_directory"]))
     sockets = sum(stat.S_ISSOCK(path.stat().st_mode) for path in directory.iterdir())
     alive = [process.pid for process in running.processes.values() if process.poll() is None]
@@ -52,7 +52,7 @@ def left_about(running: Cluster) -> Counter[str]:
 
 
 def leaks(before: Mapping[str, Count], after: Mapping[str, Count]) -> list[str]:
-    """What each process has more of than before; a pool of threads may have filled up meanwhile."""
+    """Return what each process has more of than before. Thread pools may have grown to their size."""
     found = []
     for name, now in after.items():
         then = before[name]

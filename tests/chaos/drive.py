@@ -1,5 +1,6 @@
-"""Runs one row of the matrix: a cluster of real processes, clients, faults in their phases, and a supervisor that
-starts again what has ended; then looks at what the clients saw and at what the nodes still hold.
+"""Run one row of the matrix: a cluster of real processes, clients, faults at given phases, and a supervisor.
+
+The supervisor restarts processes that exit. Afterwards, check what the clients received and what the nodes still hold.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ ALLOWED: dict[str, object] = {"allow_failpoints": "true"}
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """To one life of a process, `at_s` after the load began: a signal, or several with pauses before each."""
+    """Signals to a process, `at_s` after the load began, each after a pause."""
 
     name: str
     at_s: float
@@ -36,7 +37,7 @@ class Signals:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Harms a node's link for a while."""
+    """A fault on a node's link for `for_s` seconds."""
 
     name: str
     kind: str  # "kv" or "rpc"
@@ -47,24 +48,23 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kind of fault. `lives`: the failpoints of a process's first life, of its second, …; those after have none."""
+    """One kind of fault. `lives` has the failpoints of a process's first start, its second, and so on; later starts have none."""
 
     name: str
-    rules: str  # of TRUST.md: "F1"
     what: str
     lives: Mapping[str, Sequence[str]] = field(default_factory=dict)
     script: Sequence[Signals | Link] = ()
-    thaw_s: float = 1.0  # a process that stopped itself goes on after
+    thaw_s: float = 1.0  # until a process that stopped itself is continued
     channel: str = "shm"
     prefill: int = 2
     decode: int = 2
-    may_lose: int = 0  # clients that hear of it, as nothing else is possible: their router died, or their request is it
+    may_lose: int = 0  # requests that may fail: their router died, or they are the cause of the fault
     settings: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Report:
-    """What came of a row."""
+    """The result of a row."""
 
     row: Row
     outcomes: list[Outcome]
@@ -73,8 +73,8 @@ class Report:
     status: dict[str, Any]
     detected_s: float | None
     gap: Gap | None
-    unbalanced: list[str]  # nodes, and what they still hold
-    harms: dict[str, int]  # what the relays did
+    unbalanced: list[str]  # nodes and the blocks they still hold
+    harms: dict[str, int]  # faults injected by the relays, by kind
 
     @property
     def num_lost(self) -> int:
@@ -91,19 +91,19 @@ class Report:
 
     @property
     def died_alone(self) -> list[str]:
-        """Processes that ended though nothing was done to them."""
+        """Processes that exited although no fault was injected into them."""
         harmed = {fault.name for fault in self.faults}
         return [f"{name} ended with status {status}" for name, status in self.restarts if name not in harmed]
 
     def complaints(self) -> list[str]:
-        """One line each, for people."""
-        said = [f"lost: {outcome.ask.index}: {outcome.lost}" for outcome in self.outcomes if outcome.lost]
-        said += [f"unequal: {outcome.ask.index} ({outcome.id})" for outcome in self.outcomes if outcome.is_unequal]
-        return said + self.unbalanced + self.died_alone
+        """Return one line per problem."""
+        found = [f"lost: {outcome.ask.index}: {outcome.lost}" for outcome in self.outcomes if outcome.lost]
+        found += [f"unequal: {outcome.ask.index} ({outcome.id})" for outcome in self.outcomes if outcome.is_unequal]
+        return found + self.unbalanced + self.died_alone
 
 
 class Supervisor:
-    """Starts anew every node that ends, as `baton up` does, and lets those go on that stopped themselves."""
+    """Restart every node that exits, as `baton up` does, and continue those that stopped themselves."""
 
     def __init__(self, running: Cluster, lives: Mapping[str, Iterator[str]], thaw_s: float) -> None:
         self.restarts: list[tuple[str, int]] = []
@@ -137,7 +137,7 @@ class Supervisor:
 
 
 def all_back(running: Cluster) -> bool:
-    """Every process runs, and the router talks with every node."""
+    """Return whether every process runs and the router is connected to every node."""
     try:
         alive = {node["id"] for node in running.status()["nodes"] if node["alive"]}
     except OSError:
@@ -167,7 +167,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def drive(row: Row, requests: int, channel: str = "") -> Report:
-    """Raises AssertionError when a fault of the row did not happen, or the cluster does not come to rest."""
+    """Run the row. Raises AssertionError if one of its faults did not happen or the cluster does not become idle."""
     lives = {name: iter(failpoints) for name, failpoints in row.lives.items()}
     own = {name: armed(next(life)) for name, life in lives.items()}
     with Relays() as relays, contextlib.ExitStack() as cleanup:
@@ -212,14 +212,14 @@ def _is_link(act: Signals | Link) -> bool:
 
 
 def _proxied(relays: Relays, own: dict[str, dict[str, object]], name: str) -> dict[str, Proxy]:
-    """Puts a node behind relays: others know it under another address."""
+    """Put a node behind relays: it advertises another address."""
     (rpc_port, rpc), (kv_port, kv) = _relay(relays), _relay(relays)
     own[name] = own.get(name, {}) | {"port": rpc_port, "kv_port": kv_port, "advertise": PROXY_HOST}
     return {"rpc": rpc, "kv": kv}
 
 
 def _relay(relays: Relays) -> tuple[int, Proxy]:
-    """On a port that is free on both hosts."""
+    """Return a relay on a port that is free at both addresses."""
     while True:
         port = free_port()
         with contextlib.suppress(OSError):
@@ -229,7 +229,7 @@ def _relay(relays: Relays) -> tuple[int, Proxy]:
 def _play(
     script: Sequence[Signals | Link], running: Cluster, proxies: Mapping[str, Mapping[str, Proxy]]
 ) -> list[Fault]:
-    """Does what the script says when it says so; links are whole again when it returns."""
+    """Run the script at its times and restore the links."""
     faults: list[Fault] = []
     began = time.monotonic()
     for act in sorted(script, key=lambda act: act.at_s):
@@ -247,4 +247,4 @@ def _play(
 def _send(process: "subprocess.Popen[bytes]", act: Signals) -> None:
     for pause_s, number in act.signals:
         time.sleep(pause_s)
-        process.send_signal(number)  # of a process that has ended, nothing
+        process.send_signal(number)  # no effect on a process that has exited

@@ -1,4 +1,4 @@
-"""What a row of the matrix leaves behind: the logs of its processes, the timeline of a request, the nodes' blocks."""
+"""Evidence from a run: the logs of its processes, the timeline of a request and the blocks of its nodes."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ FIRED = re.compile(r"failpoint (?P<site>[\w.]+) \(.*\): (?P<action>\S+)")
 
 @dataclass(slots=True)
 class Fault:
-    """Something that was done to a process, at a Unix time."""
+    """A fault that was injected into a process, with its Unix time."""
 
     name: str
     what: str
@@ -26,7 +26,7 @@ class Fault:
 
 @dataclass(slots=True)
 class Gap:
-    """The longest time without a token, in seconds, of one request, and what it went by with."""
+    """The longest time without a token of one request, in seconds, and its parts."""
 
     whole_s: float
     parts_s: dict[str, float]
@@ -36,7 +36,7 @@ class Gap:
 
 
 def at_rest(running: Cluster, timeout_s: float = 20.0) -> tuple[dict[str, Any], list[str]]:
-    """The status once nothing is under way, and what is not as it should be then."""
+    """Wait until the cluster is idle. Return its status and what is still held."""
     with contextlib.suppress(AssertionError):
         wait_for(lambda: not _held(running.status()), "all blocks given back", timeout_s)
     time.sleep(0.6)  # another heartbeat
@@ -45,23 +45,23 @@ def at_rest(running: Cluster, timeout_s: float = 20.0) -> tuple[dict[str, Any], 
 
 
 def _held(status: dict[str, Any]) -> list[str]:
-    said = []
+    found = []
     for node in status["nodes"]:
         blocks = node["blocks"]
         if not node["alive"]:
-            said.append(f"{node['id']} is not alive")
+            found.append(f"{node['id']} is not alive")
         elif any(blocks[kind] for kind in ("owned", "reserved", "quarantined")):
-            said.append(f"{node['id']} holds {blocks}")
+            found.append(f"{node['id']} holds {blocks}")
         elif blocks["free"] + blocks["cached"] != blocks["total"]:
-            said.append(f"{node['id']} does not balance: {blocks}")
-    return said
+            found.append(f"{node['id']} does not balance: {blocks}")
+    return found
 
 
-# ---- what the logs tell ----------------------------------------------------------------------------------------------
+# ---- logs ------------------------------------------------------------------------------------------------------------
 
 
 def lines(running: Cluster, name: str) -> list[dict[str, Any]]:
-    """A process's log, all of its lives; what is no JSON is left out."""
+    """Return the JSON lines of a process's log, across restarts."""
     found = []
     for line in (running.directory / f"{name}.log").read_text().splitlines():
         with contextlib.suppress(ValueError):
@@ -70,7 +70,7 @@ def lines(running: Cluster, name: str) -> list[dict[str, Any]]:
 
 
 def fired(running: Cluster) -> list[Fault]:
-    """All failpoints that were reached so far."""
+    """Return all failpoints that have fired."""
     found = []
     for name in list(running.processes):
         for line in lines(running, name):
@@ -80,7 +80,7 @@ def fired(running: Cluster) -> list[Fault]:
 
 
 def detection_s(running: Cluster, faults: Sequence[Fault]) -> float | None:
-    """Of the faults that made the router give a node up, the longest until it did, from the logs of both."""
+    """Return the longest time until the router dropped a node after its fault, from the logs of both; None if it dropped none."""
     news = [(_unix_ns(line), str(line["message"])) for line in lines(running, "router") if "time" in line]
     found = []
     for fault in faults:
@@ -97,15 +97,15 @@ def _unix_ns(line: Mapping[str, Any]) -> int:
 
 
 def gap_of(running: Cluster, outcome: Outcome, faults: Sequence[Fault]) -> Gap:
-    """Takes the gap apart: until the fault in it, until the request was queued elsewhere, and what went on there."""
+    """Split the gap: until the fault, until the request was queued on another node, and its phases there."""
     begin, end = (at / 1e6 for at in outcome.gap_ns)
     try:
         spans = running.get(f"/v1/requests/{outcome.id}/timeline")["spans"]
     except OSError:
         return Gap(outcome.gap_s, {})
     at = [fault.at_ns / 1e6 for fault in faults if begin < fault.at_ns / 1e6 < end]
-    anew = [span["start_ms"] for span in spans if span["kind"] == "queued" and begin < span["start_ms"] < end]
-    cuts = [begin, min(at, default=begin), max(anew, default=begin)]
+    requeued = [span["start_ms"] for span in spans if span["kind"] == "queued" and begin < span["start_ms"] < end]
+    cuts = [begin, min(at, default=begin), max(requeued, default=begin)]
     parts = {
         "before the fault": cuts[1] - begin,
         "until queued": max(0.0, cuts[2] - cuts[1]),
@@ -120,7 +120,7 @@ def gap_of(running: Cluster, outcome: Outcome, faults: Sequence[Fault]) -> Gap:
 
 
 def _overlap(spans: Sequence[Mapping[str, Any]], kind: str, begin: float, end: float) -> float:
-    """Milliseconds of [begin, end] in which some span of this kind ran."""
+    """Return the milliseconds of [begin, end] that spans of this kind cover."""
     found, until = 0.0, begin
     for span in sorted((span for span in spans if span["kind"] == kind), key=lambda span: span["start_ms"]):
         first, last = max(until, span["start_ms"]), min(end, span["end_ms"] if span["end_ms"] is not None else end)

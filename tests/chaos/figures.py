@@ -1,8 +1,8 @@
-"""`python -m tests.chaos figures`: what is promised beside the matrix, measured: restarts, Redis, slow readers, cancels,
-bad input, checksums, tenants, start. Writes benchmarks/results/figures.json.
+"""Measure promises that the matrix does not cover: restarts, Redis, slow readers, cancels, bad input, checksums,
+tenants, start. Writes benchmarks/results/figures.json.
 
-Nodes are emulated where tokens are timed, with steps of 8 ms and more, so that this measures what is done to a cluster
-and not how fast two cores compute; the others run the hash model, or, for tenants and the start, the demo model.
+Where tokens are timed, nodes are emulated with steps of at least 8 ms, so that the result does not depend on the speed
+of this machine. The others run the hash model or, for tenants and start, the demo model.
 """
 
 import argparse
@@ -28,10 +28,9 @@ from benchmarks.result import Cell, Result, Table, median
 from shared.kv.checksum import checksums
 from shared.rpc.security import Secret
 from tests.chaos.drive import all_back
-from tests.chaos.listening import Heard, heard_during, percentile
-from tests.cluster.harness import DEMO, ROOT, Cluster, cluster, completion, free_port, wait_for
-from tests.cluster.test_failure import redis_server
-from tests.router import test_bad_input as bad
+from tests.chaos.streams import StreamTimings, percentile, timings_during
+from tests.cluster.harness import DEMO, ROOT, Cluster, cluster, completion, free_port, redis_server, wait_for
+from tests.router import bad_requests as bad
 
 Row = list[Cell]
 EMULATION = {
@@ -54,11 +53,11 @@ def emulated(prefill: int, decode: int, registry: str = "", **settings: object) 
             yield running
 
 
-# ---- while clients listen -------------------------------------------------------------------------------------------
+# ---- during streams ------------------------------------------------------------------------------------------------
 
 
 def rolling_restart(seconds: float) -> list[Row]:
-    """Every node ends by SIGTERM and is started again, one after the other."""
+    """Restart every node by SIGTERM, one at a time."""
 
     def restart_each() -> None:
         for name in sorted(set(running.processes) - set(running.urls)):
@@ -68,51 +67,51 @@ def rolling_restart(seconds: float) -> list[Row]:
             wait_for(lambda: all_back(running), f"{name} back", 60)
 
     with emulated(2, 2) as running:
-        calm, restarting = heard_during(running, lambda: time.sleep(seconds)), heard_during(running, restart_each)
+        calm, restarting = timings_during(running, lambda: time.sleep(seconds)), timings_during(running, restart_each)
     return _compared("every node restarted under load", calm, restarting, 1.5)
 
 
 def redis_outage(seconds: float) -> list[Row]:
-    """Redis, which holds the registry, is killed, and comes back empty."""
+    """Kill the Redis that holds the registry and restart it empty."""
     with tempfile.TemporaryDirectory() as directory, redis_server(Path(directory)) as (url, start):
         server = start()
         with emulated(2, 2, url) as running:
-            calm = heard_during(running, lambda: time.sleep(seconds / 2))
+            calm = timings_during(running, lambda: time.sleep(seconds / 2))
             server.kill()
             server.wait()
-            without = heard_during(running, lambda: time.sleep(seconds))
+            without = timings_during(running, lambda: time.sleep(seconds))
             start()
             wait_for(lambda: running.status()["registry"]["state"] == "ok", "Redis is found again", 30)
     return _compared(f"Redis dead for {seconds:g} s", calm, without, 1.1)
 
 
-def _compared(what: str, calm: Heard, heard: Heard, goal: float) -> list[Row]:
-    p99s = [percentile(each.gaps_s, 0.99) for each in (calm, heard)]
+def _compared(what: str, calm: StreamTimings, disturbed: StreamTimings, goal: float) -> list[Row]:
+    p99s = [percentile(each.gaps_s, 0.99) for each in (calm, disturbed)]
     text = f"{1000 * p99s[1]:.1f} ms of {1000 * p99s[0]:.1f}, {p99s[1] / p99s[0]:.2f} times"
     return [
-        [f"{what}: requests failed", f"{len(heard.failed)} of {heard.num_answers}", "0", not heard.failed],
+        [f"{what}: requests failed", f"{len(disturbed.failed)} of {disturbed.num_answers}", "0", not disturbed.failed],
         [f"{what}: p99 between tokens", text, f"≤ {goal:g} times", p99s[1] <= goal * p99s[0]],
     ]
 
 
 def slow_clients(seconds: float) -> list[Row]:
-    """They ask for long answers and read a byte a second; measured once the router has taken them off the nodes."""
+    """Request long answers and read a byte a second; measured once the router has removed them from the nodes."""
     with emulated(1, 1) as running:
         router = psutil.Process(running.processes["router"].pid)
-        calm = heard_during(running, lambda: time.sleep(seconds))
+        calm = timings_during(running, lambda: time.sleep(seconds))
         before = router.memory_info().rss
         with contextlib.ExitStack() as cleanup:
             sockets = [cleanup.enter_context(_slow(running)) for _ in range(SLOW_CLIENTS)]
             wait_for(lambda: _is_waited_for(running), "slow readers are off the nodes", 120)
             grown = router.memory_info().rss - before
-            heard = heard_during(running, lambda: _read_slowly(sockets, seconds))
+            disturbed = timings_during(running, lambda: _read_slowly(sockets, seconds))
     each_kib = grown / SLOW_CLIENTS / 1024
-    rows = _compared(f"{SLOW_CLIENTS} clients who read a byte a second", calm, heard, 1.1)
+    rows = _compared(f"{SLOW_CLIENTS} clients who read a byte a second", calm, disturbed, 1.1)
     return [*rows, ["memory of the router for each of them", f"{each_kib:.0f} KiB", "≤ 256 KiB", each_kib <= 256]]
 
 
 def _slow(running: Cluster) -> socket.socket:
-    """Has asked, with room for little of the answer."""
+    """Return a socket with a small receive buffer that has sent a request."""
     body = json.dumps(completion(running.model, [5] * 20, SLOW_TOKENS, stream=True))
     asked = socket.socket()
     asked.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -135,11 +134,11 @@ def _read_slowly(sockets: Sequence[socket.socket], seconds: float) -> None:
         time.sleep(1.0)
 
 
-# ---- one after the other --------------------------------------------------------------------------------------------
+# ---- one at a time -------------------------------------------------------------------------------------------------
 
 
 def cancels(count: int) -> list[Row]:
-    """From a client's hanging up until the router knows of both nodes that they hold nothing of it."""
+    """Measure the time from a client's disconnect until the router sees that both nodes hold nothing of it."""
     rng, took_s = random.Random(1), []
     with emulated(1, 1, heartbeat_s=0.05) as running:
         for _ in range(count):
@@ -155,7 +154,7 @@ def cancels(count: int) -> list[Row]:
 
 
 def bad_inputs() -> list[Row]:
-    """The table of the tests, each row on a connection of its own."""
+    """Send each row of the table of bad requests on its own connection."""
     rows = bad.JSON_ROWS + bad.HTTP_ROWS + bad.KEY_ROWS + bad.FIELD_ROWS
     took_s, statuses = [], []
     with _with_keys(dict.fromkeys((bad.ACME, bad.OTHER), "who"), max_connections=bad.MAX_CONNECTIONS) as running:
@@ -175,8 +174,8 @@ def bad_inputs() -> list[Row]:
 
 
 def tenants(count: int) -> list[Row]:
-    """How well the time to the first token tells prompts that a tenant had sent from others: of another, and of one's
-    own. The area under the curve: 0.5 is a guess, 1 is certainty."""
+    """Measure how well the time to the first token reveals which prompts were sent before, by another tenant and by
+    the same one, as the area under the curve: 0.5 is a guess, 1 is certainty."""
     rng = random.Random(1)
     keys = {"one": "sk-one-" + "1" * 20, "other": "sk-other-" + "2" * 20}
     with _with_keys({key: name for name, key in keys.items()}, runner="torch", num_blocks=20_000) as running:
@@ -184,20 +183,20 @@ def tenants(count: int) -> list[Row]:
         known = set(rng.sample(range(2 * count), count))
         for index in sorted(known):
             _first_token_s(running, keys["one"], prompts[index])
-        told: dict[str, list[tuple[bool, float]]] = {"other": [], "one": []}
-        for name, of_tenant in told.items():
+        samples: dict[str, list[tuple[bool, float]]] = {"other": [], "one": []}
+        for name, of_tenant in samples.items():
             for index in rng.sample(range(2 * count), 2 * count):
                 of_tenant.append((index in known, _first_token_s(running, keys[name], prompts[index])))
-    across, within = (_area(told[name]) for name in ("other", "one"))
+    across, within = (_area(samples[name]) for name in ("other", "one"))
     return [
-        [f"another tenant's prompts, told by their time ({2 * count})", f"AUC {across:.3f}", "0.45 to 0.55", 0.45 <= across <= 0.55],
+        [f"another tenant's prompts, recognized by their time ({2 * count})", f"AUC {across:.3f}", "0.45 to 0.55", 0.45 <= across <= 0.55],
         ["one's own", f"AUC {within:.3f}", "> 0.9", within > 0.9],
     ]  # fmt: skip
 
 
-def _area(told: Sequence[tuple[bool, float]]) -> float:
-    """Of pairs of a known and an unknown prompt, how many have the known one sooner."""
-    known, others = ([took_s for is_known, took_s in told if is_known is wanted] for wanted in (True, False))
+def _area(samples: Sequence[tuple[bool, float]]) -> float:
+    """Return the share of pairs of a known and an unknown prompt in which the known one is faster."""
+    known, others = ([took_s for is_known, took_s in samples if is_known is wanted] for wanted in (True, False))
     return float(np.mean(np.array(known)[:, None] < np.array(others)[None, :]))
 
 
@@ -212,7 +211,7 @@ def _first_token_s(running: Cluster, key: str, prompt: list[int]) -> float:
 
 @contextlib.contextmanager
 def _with_keys(tenants_of: dict[str, str], **settings: object) -> Iterator[Cluster]:
-    """One co-located node, behind a router that asks for one of these keys, or the admin's."""
+    """One co-located node behind a router that requires one of these keys or the admin key."""
     lines = [f"{name}:{sha256(key.encode()).hexdigest()}" for key, name in tenants_of.items()]
     with tempfile.NamedTemporaryFile("w") as file:
         file.write("\n".join([*lines, f"ops:{sha256(bad.ADMIN.encode()).hexdigest()}:admin"]))
@@ -223,7 +222,7 @@ def _with_keys(tenants_of: dict[str, str], **settings: object) -> Iterator[Clust
 
 
 def start(count: int) -> list[Row]:
-    """`baton up` with the demo model, its kernels compiled before, until the first token."""
+    """Measure `baton up` with the demo model and cached kernels until the first token."""
     took_s = [_started_s() for _ in range(count + 1)][1:]
     return [["`baton up`, a prefill and a decode node: until the first token", f"{median(took_s):.1f} s", "≤ 5 s", median(took_s) <= 5]]  # fmt: skip
 
@@ -248,7 +247,7 @@ def _started_s() -> float:
 
 
 def checks(count: int) -> list[Row]:
-    """Bits flipped in rows of KV, and what checksums and proofs cost."""
+    """Flip bits in rows of KV, and measure the cost of checksums."""
     rng = np.random.default_rng(1)
     rows = rng.integers(0, 256, (64, 64 << 10), dtype=np.uint8)
     sums = [checksums(rows, [index]) for index in range(len(rows))]
@@ -257,7 +256,7 @@ def checks(count: int) -> list[Row]:
         rows[row, byte] ^= 1 << bit
         found += checksums(rows, [row]) != sums[row]
         rows[row, byte] ^= 1 << bit
-    many = np.resize(rows, (4096, rows.shape[1]))  # 256 MiB: not what caches hold
+    many = np.resize(rows, (4096, rows.shape[1]))  # 256 MiB: larger than the caches
     sum_s = _seconds_of(lambda: checksums(many, range(len(many))), 3)
     secret, header = Secret((b"k" * 32,)), bytes(200)
     sign_us = 1e6 * _seconds_of(lambda: secret.sign("kv caller", header), 20_000)
@@ -282,8 +281,13 @@ def _seconds_of(call: Callable[[], object], count: int) -> float:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos figures", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0, help="that Redis is dead; the others are a part of it")
-    parser.add_argument("--no-write", action="store_true", help="write no results file")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="duration of the Redis outage; the other parts take a fraction of it",
+    )
+    parser.add_argument("--no-write", action="store_true", help="do not write the results file")
     chosen = parser.parse_args(arguments)
     parts: list[Callable[[], list[Row]]] = [
         lambda: rolling_restart(chosen.seconds / 3),

@@ -1,7 +1,7 @@
-"""The fault matrix that processes on one host can show: which rows of TRUST.md's F table, and by what they are done.
+"""The rows of the fault matrix that processes on one host can produce, and how each fault is caused.
 
-Numbers at failpoints: chunks of a prompt of 6,000 tokens, pushes of it, tokens of an answer (`@*`: of one request),
-or passings by anybody.
+The number at a failpoint counts how often it is reached by one request (`@*`) or by all requests together: chunks of a
+prompt of 6,000 tokens, pushes of its KV, or tokens of an answer.
 """
 
 import signal
@@ -15,8 +15,8 @@ P, D = "prefill-0", "decode-0"
 REFUSED: Final = Harm(refuse=True)
 ONE_WAY: Final = Harm(silent=frozenset({"up"}))
 NO_ANSWER: Final = Harm(silent=frozenset({"down"}))
-SMALL_POOL: Final = {"num_blocks": 450}  # 7,200 tokens: one long prompt, and little beside it
-BEGIN_S = 2.0  # of load, before the first scripted fault
+SMALL_POOL: Final = {"num_blocks": 450}  # 7,200 tokens: one long prompt and little else
+BEGIN_S = 2.0  # of load before the first scripted fault
 
 
 def _kills(*sites: str) -> list[str]:
@@ -32,54 +32,47 @@ def _frozen(name: str, for_s: float) -> list[Signals]:
 
 
 ROWS: Final[list[Row]] = [
-    Row("none", "", "no fault"),
+    Row("none", "no fault"),
     # ---- crashes, phase by phase ----
-    Row("queued", "F1", "prefill node killed as it takes a request", {P: _kills("node.taken:40")}),
+    Row("queued", "prefill node killed as it accepts a request", {P: _kills("node.taken:40")}),
     Row(
         "chunk",
-        "F1",
-        "prefill node killed in the first chunk, a middle and the last one",
+        "prefill node killed in the first chunk, a middle chunk and the last chunk",
         {P: _kills("prefill.after_chunk:1@*", "prefill.after_chunk:6@*", "prefill.after_chunk:11@*")},
     ),
     Row(
         "push",
-        "F2 F3",
         "prefill node killed before, between and after its pushes",
         {P: _kills("prefill.before_push:1@*", "prefill.before_push:4@*", "prefill.after_push:5@*")},
     ),
     Row(
         "commit",
-        "F2 F4",
         "prefill node killed before and after a commit",
         {P: _kills("prefill.before_commit:20", "prefill.after_commit:20")},
     ),
     Row(
         "reserved",
-        "F6",
-        "decode node killed as room is granted, at a commit, as it landed",
+        "decode node killed at a reservation, at a commit and after the KV arrived",
         {D: _kills("decode.reserved:20", "decode.before_check:20", "decode.landed:20")},
     ),
     Row(
         "token",
-        "F7",
-        "decode node killed at an answer's first tokens, its 100th, its last",
+        "decode node killed at the first tokens of an answer, the 100th and the last",
         {D: _kills("decode.token:3@*", "decode.token:100@*", "decode.ended:20")},
     ),
-    Row("last decode", "F8", "the only decode node killed", {D: _kills("decode.token:100@*")}, decode=1),
+    Row("last decode", "the only decode node killed", {D: _kills("decode.token:100@*")}, decode=1),
     # ---- frozen, hung, broken ----
-    Row("freeze 1 s", "F5", "prefill node frozen for 1 s in a push", {P: ["prefill.before_push:40=stop"]}),
+    Row("freeze 1 s", "prefill node frozen for 1 s in a push", {P: ["prefill.before_push:40=stop"]}),
     Row(
         "freeze",
-        "F5",
         "prefill node frozen for 12 s in a chunk, and again in a push",
         {P: ["prefill.after_chunk:100=stop,prefill.before_push:500=stop"]},
         thaw_s=12.0,
     ),
-    Row("decode freeze 1 s", "F9", "decode node frozen for 1 s at a token", {D: ["decode.token:500=stop"]}),
-    Row("decode freeze", "F9", "decode node frozen for 10 s at a token", {D: ["decode.token:500=stop"]}, thaw_s=10.0),
+    Row("decode freeze 1 s", "decode node frozen for 1 s at a token", {D: ["decode.token:500=stop"]}),
+    Row("decode freeze", "decode node frozen for 10 s at a token", {D: ["decode.token:500=stop"]}, thaw_s=10.0),
     Row(
         "all frozen prefill first",
-        "F5 F9",
         "both nodes frozen, the prefill node for 6 s and the decode node for 45 s",
         script=[*_frozen(D, 45.0), *_frozen(P, 6.0)],
         thaw_s=100.0,
@@ -88,21 +81,19 @@ ROWS: Final[list[Row]] = [
     ),
     Row(
         "all frozen decode first",
-        "F5 F9",
         "both nodes frozen, the decode node for 6 s and the prefill node for 45 s",
         script=[*_frozen(P, 45.0), *_frozen(D, 6.0)],
         thaw_s=100.0,
         prefill=1,
         decode=1,
     ),
-    Row("hang", "F10", "prefill node's step loop hangs", {P: ["engine.step:100=hang"]}),
-    Row("decode hang", "F10", "decode node's step loop hangs", {D: ["engine.step:500=hang"]}),
-    Row("engine", "F11", "exception on the prefill engine's thread", {P: ["engine.step:100=raise"]}),
-    Row("decode engine", "F11", "exception on the decode engine's thread", {D: ["engine.step:500=raise"]}),
-    # ---- asked to end ----
+    Row("hang", "prefill node's step loop hangs", {P: ["engine.step:100=hang"]}),
+    Row("decode hang", "decode node's step loop hangs", {D: ["engine.step:500=hang"]}),
+    Row("engine", "exception on the prefill engine's thread", {P: ["engine.step:100=raise"]}),
+    Row("decode engine", "exception on the decode engine's thread", {D: ["engine.step:500=raise"]}),
+    # ---- shutdown ----
     Row(
         "drain",
-        "F15",
         "SIGTERM to every node, one after the other",
         script=[
             Signals(name, BEGIN_S + 6 * number, ((0.0, TERM),))
@@ -111,7 +102,6 @@ ROWS: Final[list[Row]] = [
     ),
     Row(
         "drain cut short",
-        "F16",
         "SIGTERM, then SIGKILL 50 ms later",
         script=[
             Signals(name, BEGIN_S + 8 * number, ((0.0, TERM), (0.05, KILL))) for number, name in enumerate((D, P))
@@ -119,40 +109,39 @@ ROWS: Final[list[Row]] = [
     ),
     Row(
         "second signal",
-        "F17",
         "SIGTERM twice within 20 ms",
         script=[
             Signals(name, BEGIN_S + 8 * number, ((0.0, TERM), (0.02, TERM))) for number, name in enumerate((D, P))
         ],
     ),
     # ---- the KV link ----
-    Row("kv refused", "F18", "KV connections refused for 4 s", script=_link("kv", REFUSED, 4), channel="tcp"),
-    Row("kv silent", "F19", "KV link silent for 8 s, no reset", script=_link("kv", PARTITION, 8), channel="tcp"),
-    Row("kv one way", "F20", "KV link: nothing arrives for 8 s", script=_link("kv", ONE_WAY, 8), channel="tcp"),
-    Row("kv no answer", "F20", "KV link: no answer for 8 s", script=_link("kv", NO_ANSWER, 8), channel="tcp"),
-    Row("kv cut", "F22", "KV link reset at a byte", script=_link("kv", Harm(cut_at=4000), 8), channel="tcp"),
-    Row("kv flipped", "F23", "bits flipped on the KV link", script=_link("kv", Harm(corrupt=0.1), 8), channel="tcp"),
-    Row("kv doubled", "F23", "data doubled on the KV link", script=_link("kv", Harm(double=0.1), 8), channel="tcp"),
-    Row("kv slow", "F24", "KV link at 4 KiB/s", script=_link("kv", Harm(bytes_per_s=4096), 8), channel="tcp"),
-    Row("late writer", "F25", "prefill node stalls for 12 s before a push", {P: ["prefill.before_push:60=sleep-12"]}),
-    Row("long step", "F26", "a prefill step of 3 s", {P: ["engine.step:100=sleep-3"]}),
-    # ---- no fault but little room ----
-    Row("small pools", "F28 F29 F30", "KV pools of 7,200 tokens", settings=SMALL_POOL),
+    Row("kv refused", "KV connections refused for 4 s", script=_link("kv", REFUSED, 4), channel="tcp"),
+    Row("kv silent", "KV link silent for 8 s, no reset", script=_link("kv", PARTITION, 8), channel="tcp"),
+    Row("kv one way", "KV link: no data arrives for 8 s", script=_link("kv", ONE_WAY, 8), channel="tcp"),
+    Row("kv no answer", "KV link: no answer for 8 s", script=_link("kv", NO_ANSWER, 8), channel="tcp"),
+    Row("kv cut", "KV link reset after a number of bytes", script=_link("kv", Harm(cut_at=4000), 8), channel="tcp"),
+    Row("kv flipped", "bits flipped on the KV link", script=_link("kv", Harm(corrupt=0.1), 8), channel="tcp"),
+    Row("kv doubled", "data doubled on the KV link", script=_link("kv", Harm(double=0.1), 8), channel="tcp"),
+    Row("kv slow", "KV link at 4 KiB/s", script=_link("kv", Harm(bytes_per_s=4096), 8), channel="tcp"),
+    Row("late writer", "prefill node stalls for 12 s before a push", {P: ["prefill.before_push:60=sleep-12"]}),
+    Row("long step", "a prefill step of 3 s", {P: ["engine.step:100=sleep-3"]}),
+    # ---- no fault, small pools ----
+    Row("small pools", "KV pools of 7,200 tokens", settings=SMALL_POOL),
     # ---- the RPC link ----
-    Row("rpc refused", "F18", "RPC connections refused for 4 s", script=_link("rpc", REFUSED, 4)),
-    Row("rpc silent", "F19", "RPC link silent for 6 s, no reset", script=_link("rpc", PARTITION, 6)),
-    Row("rpc one way", "F20", "RPC link: nothing arrives for 6 s", script=_link("rpc", ONE_WAY, 6)),
-    Row("rpc no answer", "F20", "RPC link: nothing comes back for 6 s", script=_link("rpc", NO_ANSWER, 6)),
-    Row("rpc cut", "F22", "RPC link reset at a byte", script=_link("rpc", Harm(cut_at=9000), 6)),
-    Row("rpc slow", "F24", "RPC link delayed by 20 ms a chunk", script=_link("rpc", Harm(delay_s=0.02), 6)),
-    Row("prefill rpc silent", "F19", "prefill node's RPC link silent for 6 s", script=_link("rpc", PARTITION, 6, P)),
-    # ---- requests that do harm ----
-    Row("same address", "F38", "decode node killed, started at its address", {D: _kills("decode.token:100@*")},
+    Row("rpc refused", "RPC connections refused for 4 s", script=_link("rpc", REFUSED, 4)),
+    Row("rpc silent", "RPC link silent for 6 s, no reset", script=_link("rpc", PARTITION, 6)),
+    Row("rpc one way", "RPC link: no data arrives for 6 s", script=_link("rpc", ONE_WAY, 6)),
+    Row("rpc no answer", "RPC link: no data comes back for 6 s", script=_link("rpc", NO_ANSWER, 6)),
+    Row("rpc cut", "RPC link reset after a number of bytes", script=_link("rpc", Harm(cut_at=9000), 6)),
+    Row("rpc slow", "RPC link delayed by 20 ms a chunk", script=_link("rpc", Harm(delay_s=0.02), 6)),
+    Row("prefill rpc silent", "prefill node's RPC link silent for 6 s", script=_link("rpc", PARTITION, 6, P)),
+    # ---- harmful requests ----
+    Row("same address", "decode node killed and restarted at its address", {D: _kills("decode.token:100@*")},
         script=_link("rpc", Harm(), 0)),
-    Row("poison", "F45", "each prefill node dies of a long prompt",
+    Row("poison", "a long prompt kills each prefill node",
         {P: _kills("prefill.after_chunk:11@*"), "prefill-1": _kills("prefill.after_chunk:11@*")}, may_lose=8),
-    Row("one request", "F46", "an exception in one request's part of a step", {D: ["engine.slice:500=raise"]}),
+    Row("one request", "an exception in one request's part of a step", {D: ["engine.slice:500=raise"]}),
     # ---- the router ----
-    Row("router", "F12 F14", "router killed, and started again", script=[Signals("router", 4.0, ((0.0, KILL),))],
+    Row("router", "router killed and restarted", script=[Signals("router", 4.0, ((0.0, KILL),))],
         may_lose=16),
 ]  # fmt: skip

@@ -1,7 +1,7 @@
-"""A TCP relay that harms what passes: refuses, falls silent, cuts at a byte, flips bits, doubles chunks, slows down.
+"""A TCP relay with faults: it refuses, falls silent, resets at a byte, flips bits, duplicates chunks or slows down.
 
-A node listens on 127.0.0.1 and advertises another loopback address, where a relay listens on the same port. So what
-others say to it, over RPC or the KV channel, goes through here. After Toxiproxy.
+A node listens on 127.0.0.1 and advertises another loopback address, where a relay listens on the same port, so all RPC
+and KV traffic to the node passes the relay. Modelled on Toxiproxy.
 """
 
 import asyncio
@@ -14,15 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 CHUNK_BYTES = 65_536
-LOOK_S = 0.02  # how often a silent direction looks whether it may speak again
-INTRODUCTION_BYTES = 512  # at a connection's start, never harmed: a connection that cannot begin proves little
+LOOK_S = 0.02  # poll interval of a silent direction
+INTRODUCTION_BYTES = 512  # at a connection's start, never damaged, because a connection that cannot start tests little
 
 
 @dataclass(frozen=True, slots=True)
 class Harm:
-    """What a link does from now on. `up` is towards the node behind the relay. Shares are of chunks."""
+    """The faults of a link. `up` is towards the node behind the relay. Shares are of chunks."""
 
-    refuse: bool = False  # connections are reset at once, those that stand too
+    refuse: bool = False  # connections are reset at once, including existing ones
     silent: frozenset[str] = frozenset()  # directions ("up", "down") in which no byte moves; nothing is lost
     delay_s: float = 0.0  # each chunk waits
     bytes_per_s: float = 0.0  # upwards; 0: as fast as it goes
@@ -59,11 +59,11 @@ class Proxy:
             self.reset()
 
     def reset(self) -> None:
-        """All connections that stand, both ends."""
+        """Reset both ends of all existing connections."""
         self._relays.call(lambda: [task.cancel() for task in self._tasks])
 
     async def serve(self) -> None:
-        """Until cancelled."""
+        """Accept connections until cancelled."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -97,7 +97,7 @@ class Proxy:
             _reset(far)
 
     async def _pump(self, source: socket.socket, target: socket.socket, direction: str) -> None:
-        """Raises OSError when either end is gone, or this connection is to be cut."""
+        """Relay one direction. Raises OSError when either end closes or this connection is to be reset."""
         loop = asyncio.get_running_loop()
         passed = 0
         while data := await loop.sock_recv(source, self._most(direction)):
@@ -172,7 +172,7 @@ class Relays:
 
 
 def _reset(connection: socket.socket) -> None:
-    """Ends it with RST, as a host does that knows nothing of it."""
+    """Close the connection with RST."""
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()

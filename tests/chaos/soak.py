@@ -27,7 +27,7 @@ from tests.cluster.harness import Cluster, cluster, wait_for
 
 SAMPLE_S = 10.0
 WARM_FAULT_S = 15.0
-LIFE_WARM_S = 60.0  # of a process that was started anew: its memory grows until it has seen everything once
+LIFE_WARM_S = 60.0  # of a restarted process: its memory grows until every code path has run once
 SHARE = 0.5  # of the time that a client asks
 SHARE_AN_HOUR = {"memory": 0.01, "descriptors": 0.1, "threads": 0.1}  # of what a process has: less is flat
 KILL, TERM = ((0.0, signal.SIGKILL),), ((0.0, signal.SIGTERM),)
@@ -57,9 +57,9 @@ class Sample:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--warm-up", type=float, default=10.0, help="minutes before these, which are left out")
+    parser.add_argument("--warm-up", type=float, default=10.0, help="minutes of warm-up, which the slopes leave out")
     parser.add_argument("--fault-every-s", type=float, default=60.0)
-    parser.add_argument("--no-write", action="store_true", help="write no results file")
+    parser.add_argument("--no-write", action="store_true", help="do not write the results file")
     chosen = parser.parse_args(arguments)
     prefixes = {"router": [sys.executable, "-m", "tests.chaos.small_memory"]}
     with cluster(2, 2, prefixes=prefixes, heartbeat_s=0.5, log_format="json") as running:
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
         ["lost", sum(bool(outcome.lost) for outcome in outcomes)],
         ["unequal", sum(outcome.is_unequal for outcome in outcomes)],
         ["faults", soaked.num_faults],
-        ["processes started anew", soaked.num_restarts],
+        ["processes restarted", soaked.num_restarts],
         ["left behind", "; ".join(bad) or "nothing"],
     ]
     result = Result(
@@ -179,7 +179,7 @@ def slopes(samples: Sequence[Sample], warm_up_s: float) -> list[list[Cell]]:
 
 def _fit(points: list[tuple[int, float, float]]) -> tuple[float | None, float | None]:
     """Slope and its standard error of (life, x, y), each life with a height of its own; None with too few points. What
-    is over or under the line mostly is so for a while: such samples tell less than so many independent ones."""
+    is over or under the line mostly is so for a while: such samples carry less information than independent ones."""
     by_life: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for life, x, y in points:
         by_life[life].append((x, y))

@@ -73,7 +73,7 @@ def answer(prompt: tuple[int, ...], count: int) -> list[int]:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a request. `lost`: why its client saw an error, or the end of a stream that was none."""
+    """The result of a request. `lost`: the error that its client saw, such as a truncated stream."""
 
     ask: Ask
     id: str = ""
@@ -91,14 +91,14 @@ class Outcome:
 
 
 def run(url: str, model: str, asked: Ask) -> Outcome:
-    """Sends a request and reads its stream to the end. Never raises: whatever goes wrong is in the outcome."""
+    """Send a request and read its stream to the end. Never raises: errors are in the outcome."""
     outcome = Outcome(asked)
     run_into(outcome, url, model)
     return outcome
 
 
 def run_into(outcome: Outcome, url: str, model: str) -> None:
-    """As `run`, for who looks on as the tokens come."""
+    """Like `run`, for callers that read the outcome while tokens arrive."""
     asked = outcome.ask
     outcome.began_ns, outcome.prompt = now_ns(), asked.prompt
     try:
@@ -123,7 +123,7 @@ def _stream(url: str, body: dict[str, Any], outcome: Outcome) -> None:
 
 
 def _read(stream: http.client.HTTPResponse, outcome: Outcome) -> None:
-    told_ns = outcome.began_ns
+    last_ns = outcome.began_ns
     finished = 0
     while line := stream.readline():
         if not line.startswith(b"data: "):
@@ -141,8 +141,8 @@ def _read(stream: http.client.HTTPResponse, outcome: Outcome) -> None:
         if tokens := choice.get("token_ids"):
             outcome.tokens.setdefault(choice["index"], []).extend(tokens)
             at_ns = now_ns()
-            outcome.gap_ns = max(outcome.gap_ns, (told_ns, at_ns), key=lambda gap: gap[1] - gap[0])
-            told_ns = at_ns
+            outcome.gap_ns = max(outcome.gap_ns, (last_ns, at_ns), key=lambda gap: gap[1] - gap[0])
+            last_ns = at_ns
         finished += choice["finish_reason"] is not None
     raise ValueError("the stream ended without [DONE]")
 
@@ -151,8 +151,8 @@ def check(outcome: Outcome) -> None:
     """Compares every token with the hash model's own answer."""
     asked = outcome.ask
     right = answer(outcome.prompt, asked.max_tokens)
-    told = [outcome.tokens.get(index) for index in range(asked.n)]
-    outcome.is_unequal = told != [right] * asked.n or not (asked.is_chat or outcome.prompt == asked.prompt)
+    received = [outcome.tokens.get(index) for index in range(asked.n)]
+    outcome.is_unequal = received != [right] * asked.n or not (asked.is_chat or outcome.prompt == asked.prompt)
 
 
 class Load:
@@ -190,7 +190,7 @@ class Load:
                 index, self._next = self._next, self._next + 1
             outcome = run(self._url, self._model, ask(index))
             while outcome.lost.startswith("ConnectionRefusedError") and self._last is None:
-                time.sleep(0.05)  # no router is there: as any client would, it tries again
+                time.sleep(0.05)  # the router is restarting: retry as any client would
                 outcome = run(self._url, self._model, ask(index))
             self.outcomes.append(outcome)  # of a list, this is atomic
             if self._share < 1.0:

@@ -1,4 +1,4 @@
-"""`python -m tests.chaos routers`: two routers on one Redis, one of them is killed: only its own streams break (F13)."""
+"""Kill one of two routers on one Redis: only the streams through it break."""
 
 import argparse
 import signal
@@ -11,31 +11,30 @@ from pathlib import Path
 from tests.chaos.drive import CLIENTS
 from tests.chaos.evidence import at_rest
 from tests.chaos.traffic import Ask, Load, Outcome, run_into
-from tests.cluster.harness import cluster, wait_for
-from tests.cluster.test_failure import redis_server
+from tests.cluster.harness import cluster, redis_server, wait_for
 
-BEFORE_S = 2.0  # of load, before the kill
-TALK = Ask(0, (5, 6, 7), 4000)  # under way at the kill, whatever the others are at
+BEFORE_S = 2.0  # of load before the kill
+TALK = Ask(0, (5, 6, 7), 4000)  # in progress at the kill, independent of the other requests
 
 
 @dataclass(slots=True)
 class Halves:
-    """What became of the requests to the router that lived, and to the one that was killed."""
+    """Results of the requests to the surviving router and to the killed one."""
 
     asked: int
     lost: list[str]
     longest_gap_s: float
     asked_of_killed: int
-    broken_of_killed: int  # streams that were under way
+    broken_of_killed: int  # streams in progress at the kill
     held: list[str]
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos routers", description=__doc__)
-    parser.add_argument("--requests", type=int, default=400, help="at least so many to the router that lives")
+    parser.add_argument("--requests", type=int, default=400, help="minimum requests to the surviving router")
     halves = kill_one(parser.parse_args(arguments).requests)
     print(
-        f"lives: {halves.asked} requests, {len(halves.lost)} lost; killed: {halves.asked_of_killed} requests, "
+        f"surviving router: {halves.asked} requests, {len(halves.lost)} lost; killed router: {halves.asked_of_killed} requests, "
         f"{halves.broken_of_killed} streams cut; held: {halves.held or 'nothing'}",
         *halves.lost,
         sep="\n",
@@ -44,7 +43,7 @@ def main(arguments: list[str]) -> int:
 
 
 def kill_one(requests: int, nodes: int = 2) -> Halves:
-    """Half of the clients at either router, so many nodes of each role. Raises AssertionError when the cluster does not start."""
+    """Run half of the clients at each router. Raises AssertionError if the cluster does not start."""
     with tempfile.TemporaryDirectory() as directory, redis_server(Path(directory)) as (url, start):
         start()
         with cluster(nodes, nodes, registry=url, routers=2, heartbeat_s=0.5, log_format="json") as running:
@@ -59,7 +58,7 @@ def kill_one(requests: int, nodes: int = 2) -> Halves:
             wait_for(lambda: bool(talk.tokens), "a token of the stream that is to break", 60)
             num_before = len(lives.outcomes)
             running.send_signal("router-1", signal.SIGKILL)
-            wait_for(lambda: len(lives.outcomes) > num_before + CLIENTS, "the first router serves on", 60)
+            wait_for(lambda: len(lives.outcomes) > num_before + CLIENTS, "the first router continues to serve", 60)
             talking.join()
             of_killed, of_living = [*dies.finish(0), talk], lives.finish(requests)
             _, held = at_rest(running)

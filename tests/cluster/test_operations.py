@@ -14,9 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.harness import DEMO, ROOT, Cluster, cluster, expected, wait_for
+from tests.cluster.harness import DEMO, ROOT, Cluster, cluster, expected, redis_server, wait_for
 from tests.cluster.load import Load
-from tests.cluster.test_failure import redis_server
 
 GUARD = Path(__file__).parent / "guard"
 SOCKET_NAME = re.compile(r"[0-9a-f]{32}")

@@ -22,9 +22,8 @@ from shared.registry import RedisAnnouncer, RedisRegistry
 from shared.rpc.codec import decode, encode
 from shared.rpc.messages import NodeInfo
 from shared.rpc.methods import connect
-from tests.cluster.harness import Cluster, cluster, completion, expected, wait_for
+from tests.cluster.harness import Cluster, cluster, completion, expected, redis_server, wait_for
 from tests.cluster.load import Load, streamed
-from tests.cluster.test_failure import redis_server
 
 INFO = NodeInfo("d0", "boot-1", "decode", "127.0.0.1:1", "m", "print", 4, 64, 100, 512, 8)
 PATIENCE_S = 20.0

@@ -1,7 +1,7 @@
 """The CUDA runner on a CPU, over a double of CUDA graphs that poisons whatever a replay does not write again: the same
 tokens as the reference runner, whatever is captured, padded, carried over or in flight."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
@@ -18,50 +18,27 @@ from engine.cuda.runner import CudaRunner, greedy
 from engine.cuda.staging import StepBuffers, StepCapacity, StepShape
 from engine.kernels.torch_kernels import TorchKernels
 from engine.kv_pool import KVPool
-from engine.models.config import ModelConfig, Rope
 from engine.models.decoder import Decoder
 from engine.models.random import random_decoder
-from engine.runner import PendingStep, Runner, SliceOutput
 from scheduler.request import Request, Slice, Step
 from shared.kv.memory import HostMemory
 from shared.rpc.messages import SamplingParams
-from tests.engine import test_overlap as overlap
+from tests.engine import drive as overlap
 from tests.engine.build import CPU, GREEDY, Blocks, generate, layout_of, piece, run_step, torch_runner
+from tests.engine.cuda_workload import (
+    BLOCK_TOKENS,
+    CAPACITY,
+    CONFIG,
+    NUM_BLOCKS,
+    SEEDS,
+    VOCABULARY,
+    Answer,
+    answer,
+    drive,
+    requests_of,
+)
 
 torch.set_num_threads(1)
-VOCABULARY, NUM_BLOCKS, BLOCK_TOKENS = 97, 240, 4
-CAPACITY = StepCapacity(slices=9, tokens=40, blocks=16, block_tokens=BLOCK_TOKENS)
-CONFIG = ModelConfig(
-    architecture="Qwen3ForCausalLM",
-    hidden_size=32,
-    intermediate_size=52,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab_size=VOCABULARY,
-    rms_norm_eps=1e-6,
-    rope=Rope(),
-    tie_word_embeddings=False,
-    qkv_bias=True,
-    output_bias=False,
-    mlp_bias=False,
-    qk_norm=True,
-    windows=(0, 7),
-    max_position_embeddings=64,
-    bos_token_id=None,
-    eos_token_ids=(),
-)
-SAMPLINGS = [
-    GREEDY,
-    SamplingParams(seed=1),
-    SamplingParams(seed=2, temperature=0.7, top_p=0.9),
-    SamplingParams(seed=3, top_k=8, min_p=0.01, presence_penalty=0.4, frequency_penalty=0.2),
-    replace(GREEDY, repetition_penalty=1.2, logit_bias={5: 3.0}),
-    replace(GREEDY, logprobs=2),
-    replace(GREEDY, prompt_logprobs=1),
-]
-SEEDS = range(3)
 CAPTURES = ["nothing", "pieces", "decodes whole"]
 
 
@@ -115,67 +92,6 @@ def cuda_runner(model: Decoder, captures: str) -> tuple[CudaRunner, Blocks, KVPo
     return runner, Blocks(NUM_BLOCKS, BLOCK_TOKENS), pool
 
 
-def requests_of(blocks: Blocks, seed: int, samplings: Sequence[SamplingParams] = SAMPLINGS) -> list[Request]:
-    random = Random(seed)
-    return [
-        blocks.request(
-            [random.randrange(VOCABULARY) for _ in range(random.randrange(1, 45))],
-            sampling,
-            random.randrange(1, 18),
-            needs_prompt_logprobs=sampling.prompt_logprobs is not None,
-        )
-        for sampling in samplings
-    ]
-
-
-def drive(runner: Runner, requests: Sequence[Request], seed: int, ahead: bool) -> list[list[SliceOutput]]:
-    """Steps of random slices in random order; with `ahead`, each is launched before the one before it is waited for.
-    Returns each request's outputs."""
-    random = Random(seed)
-    told: dict[str, list[SliceOutput]] = {request.id: [] for request in requests}
-    pending: tuple[Step, PendingStep] | None = None
-
-    def finish(step: Step, of: PendingStep) -> None:
-        for one, output in zip(step.slices, of.wait(), strict=True):
-            one.request.num_sampling -= one.samples
-            told[one.request.id].append(output)
-            if output.token is not None:
-                one.request.tokens.append(output.token)
-
-    for number in range(1000):
-        waits = pending is not None and any(one.request.sampling.presence_penalty for one in pending[0].slices)
-        if pending is not None and (waits or not ahead):
-            finish(*pending)
-            pending = None
-        slices, left = [], random.choice([3, 9, 40])
-        for request in random.sample(list(requests), len(requests)):
-            behind = min(left, request.num_tokens - request.num_scheduled)
-            if behind > 0 and request.num_tokens - request.num_prompt < request.max_tokens:
-                count = random.randrange(1, behind + 1)
-                samples = request.num_scheduled + count == request.num_tokens
-                slices.append(Slice(request, request.num_scheduled, count, samples, 0))
-                request.num_scheduled += count
-                request.num_sampling += samples
-                left -= count
-        before, pending = pending, None
-        if slices:
-            step = Step(number, slices, [])
-            pending = step, runner.launch(step, before[0] if before is not None else None)
-        if before is not None:
-            finish(*before)
-        elif pending is None:
-            return list(told.values())
-    raise AssertionError("requests that never end")
-
-
-Answer = tuple[list[list[int]], list[list[float]]]  # of each request: its tokens, its logprobs
-
-
-def answer(requests: Sequence[Request], outputs: list[list[SliceOutput]]) -> Answer:
-    assert not any(output.error for told in outputs for output in told)
-    return [request.tokens for request in requests], [_logprobs(told) for told in outputs]
-
-
 @pytest.fixture(scope="module")
 def expected(model: Decoder) -> dict[int, Answer]:
     """By seed, from the reference runner, in other steps."""
@@ -199,11 +115,6 @@ def test_random_workloads_get_what_the_reference_gives(
     assert tokens == expected[seed][0]
     for ours, theirs in zip(logprobs, expected[seed][1], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
-
-
-def _logprobs(outputs: list[SliceOutput]) -> list[float]:
-    sampled = [output.logprobs.logprob for output in outputs if output.logprobs is not None]
-    return sampled + [entry.logprob for output in outputs for entry in output.prompt_logprobs]
 
 
 @pytest.mark.parametrize("aborts", [False, True])

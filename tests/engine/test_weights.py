@@ -1,7 +1,6 @@
 """Everything that may be wrong with a model directory is one clear line; nothing in it is ever run."""
 
 import json
-import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,8 @@ from engine.models.decoder import load_model
 from engine.weights import INDEX, MAX_HEADER_BYTES, Checkpoint, fingerprint
 from shared.model_files import resolve
 from tests.engine.build import CPU
+from tests.engine.checkpoint_files import CONFIG, entry, raw
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 8,
-    "intermediate_size": 6,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 11,
-    "max_position_embeddings": 64,
-    "eos_token_id": 2,
-}
 SHAPES = {
     "model.embed_tokens.weight": (11, 8),
     "model.norm.weight": (8,),
@@ -209,15 +198,6 @@ def test_a_loaded_model_does_not_change_with_its_file(directory: Path) -> None:
     with file.open("r+b") as stream:
         stream.write(b"\xff" * file.stat().st_size)
     assert torch.equal(taken, before)
-
-
-def raw(header: dict[str, Any] | bytes, data: bytes = b"", length: int | None = None) -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text) if length is None else length) + text + data
-
-
-def entry(start: int, end: int, shape: list[Any], dtype: str = "F32") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Fuzz targets: settings, and files of models, keys, traces, cost models and reports."""
+"""Fuzz targets: settings, and files with models, keys, traces, cost models and reports."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ from shared import failpoints
 from shared.config.settings import NodeSettings, RouterSettings, resolve
 from shared.errors import ConfigError
 from tests.cluster.harness import ROOT
-from tests.engine.test_weights import CONFIG, entry, raw
+from tests.engine.checkpoint_files import CONFIG, entry, raw
 from tests.fuzz.target import as_json, one_line, scratch, target
 
 FIELDS = [(kind, name) for kind in (RouterSettings, NodeSettings) for name in kind.model_fields]
@@ -37,7 +37,7 @@ def _setting(name: str, value: bytes) -> bytes:
     bytes_per_byte=2000,
 )  # fmt: skip
 def setting_values(data: bytes) -> None:
-    """The first byte says which setting the rest is given to, as text."""
+    """Give the text after the first byte to the setting that the first byte selects."""
     if not data:
         return
     kind, name = FIELDS[data[0] % len(FIELDS)]
@@ -143,7 +143,7 @@ def cost_files(data: bytes) -> None:
 
 @target(as_json({"schema": "baton.compare/1", "created": "x", "arms": [{"name": "a", "settings": {}}], "valid": True}))
 def reports(data: bytes) -> None:
-    with suppress(ValueError, RecursionError):  # the reader's own, and told by its caller
+    with suppress(ValueError, RecursionError):  # documented errors, which the caller reports
         value = json.loads(data)
         if isinstance(value, dict):
             assert problems_of(value)

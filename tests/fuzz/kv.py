@@ -1,4 +1,4 @@
-"""A TCP channel's receiving end without its socket: what a writer might say, as bytes that are all there at once."""
+"""The receiving end of a TCP channel without a socket: all bytes from the writer are available at once."""
 
 import asyncio
 from typing import Any
@@ -6,12 +6,14 @@ from typing import Any
 from shared.kv.memory import HostMemory
 from shared.kv.tcp import FRAME, TcpChannel
 
-BOOT = "0" * 32
+INCARNATION = "0" * 32
 
 
-class PlayedWire:
-    """What a connection and its receiving end are to the channel; `answers` are what it sends back. `data` has no
-    checksums of heads, which would keep nearly all that is drawn from being read any further."""
+class FakeWire:
+    """The connection that the channel reads from. `answers` has the bytes that the channel sends back.
+
+    `data` has no checksums of frame headers: with them, nearly every drawn input would be rejected at its first header.
+    """
 
     def __init__(self, data: bytes) -> None:
         self.answers: list[bytes] = []
@@ -22,7 +24,7 @@ class PlayedWire:
         pass
 
     def wait(self, for_ever: bool = False) -> None:
-        raise AssertionError("everything is there, or the end")
+        raise AssertionError("the wire has all bytes from the start and never waits")
 
     def receive(self, buffers: list[memoryview]) -> int:
         begun = self._at
@@ -48,24 +50,24 @@ class PlayedWire:
         self.answers.append(data)
 
 
-class PlayedReceiver:
-    """A pool and its channel; `hear` is what its thread does with one connection, up to its end."""
+class FakeReceiver:
+    """A pool and its channel; `receive` does what the channel's thread does with one connection."""
 
     def __init__(self, num_rows: int, row_bytes: int) -> None:
         self.loop = asyncio.new_event_loop()
         self.memory = HostMemory(num_rows, row_bytes)
-        start = TcpChannel.start(self.memory, BOOT, lambda _: None, "127.0.0.1")
+        start = TcpChannel.start(self.memory, INCARNATION, lambda _: None, "127.0.0.1")
         self.channel: Any = self.loop.run_until_complete(start)
 
-    def hear(self, data: bytes) -> list[bytes]:
-        """Raises EOFError at the end of `data`, MalformedError when it is no push; the answers are in the wire's."""
-        wire = PlayedWire(data)
+    def receive(self, data: bytes) -> list[bytes]:
+        """Return the channel's answers. Raises MalformedError if `data` is not a sequence of pushes."""
+        wire = FakeWire(data)
         staging = self.memory.staging()
         try:
             self.channel._receive(wire, wire, staging)
         except EOFError:
             return wire.answers
-        raise AssertionError("a channel hears on until its writer ends")
+        raise AssertionError("the channel stopped reading before the writer closed")
 
     def close(self) -> None:
         self.loop.run_until_complete(self.channel.close())

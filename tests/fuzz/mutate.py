@@ -1,6 +1,7 @@
-"""A small mutational fuzzer: seeds are bent, cut and spliced at random; exceptions, slowness and appetite are findings.
+"""A small mutational fuzzer: it mutates, cuts and splices seeds at random.
 
-It knows nothing of coverage, and needs nothing; `tests.fuzz.run` gives the same targets to atheris (libFuzzer).
+Exceptions, slow inputs and excessive memory are findings. It needs no coverage; `tests.fuzz.run` gives the same targets
+to atheris (libFuzzer).
 """
 
 import random
@@ -14,7 +15,7 @@ from pathlib import Path
 from tests.fuzz.targets import TARGETS, Target
 
 SLOW_S = 0.1  # of this thread's CPU
-WEIGHED_EVERY = 50  # executions: counting allocations makes each several times slower
+WEIGHED_EVERY = 50  # executions; tracing allocations makes one several times slower
 SPARE_BYTES = 2 << 20  # caches and buffers that do not depend on the input
 INTERESTING = (
     b"\x00", b"\xff", b"\x7f\xff\xff\xff", b"\x80\x00\x00\x00", b"\xdd\xff\xff\xff\xff", b"\xdf\x00\x10\x00\x00", b"\xc0",
@@ -24,26 +25,26 @@ INTERESTING = (
 
 
 class Finding(AssertionError):
-    """What an input did that no input may do. The input is kept, so that it can be run again."""
+    """An input that broke a target. The input is saved to a file so that it can be run again."""
 
     def __init__(self, name: str, data: bytes, what: str) -> None:
         file = Path(tempfile.gettempdir()) / f"baton-{name}-{blake2b(data, digest_size=4).hexdigest()}.input"
         file.write_bytes(data)
-        super().__init__(f"{name}: {what}; again: python -m tests.fuzz.run --target {name} --input {file}")
+        super().__init__(f"{name}: {what}; repeat with: python -m tests.fuzz.run --target {name} --input {file}")
 
 
 def inputs(target: Target, seed: int) -> Iterator[bytes]:
-    """The seeds as they are, and then without end what can be made of them."""
+    """Yield the seeds, then an endless sequence of their mutations."""
     yield from target.seeds
     draw = random.Random(seed)
     while True:
         data = bytearray(draw.choice(target.seeds))
         for _ in range(draw.choice((1, 1, 2, 4, 16))):
-            _bend(data, target, draw)
+            _mutate(data, target, draw)
         yield bytes(data[: 1 << 16])
 
 
-def _bend(data: bytearray, target: Target, draw: random.Random) -> None:
+def _mutate(data: bytearray, target: Target, draw: random.Random) -> None:
     at = draw.randrange(len(data) + 1)
     to = min(len(data), at + draw.choice((1, 1, 2, 4, 8, 64)))
     match draw.randrange(7):
@@ -65,7 +66,7 @@ def _bend(data: bytearray, target: Target, draw: random.Random) -> None:
 
 
 def run_one(name: str, data: bytes, *, weigh: bool) -> None:
-    """Raises Finding."""
+    """Run one input. Raises Finding."""
     target = TARGETS[name]
     peak = 0
     began = time.thread_time()
@@ -78,6 +79,7 @@ def run_one(name: str, data: bytes, *, weigh: bool) -> None:
         raise Finding(name, data, f"{type(error).__name__}: {error}"[:300]) from error
     took_s = time.thread_time() - began
     allowed = SPARE_BYTES + target.bytes_per_byte * len(data)
+    # The first run may also fill a cache or import a module.
     if peak > allowed and (again := _weighed(target, data)) > allowed:
         raise Finding(name, data, f"{again} bytes for {len(data)}")
     if took_s > SLOW_S and not weigh and _is_slow(target, data):
@@ -85,7 +87,7 @@ def run_one(name: str, data: bytes, *, weigh: bool) -> None:
 
 
 def _weighed(target: Target, data: bytes) -> int:
-    """Bytes at most. What the first time takes may be a table or a module that stays."""
+    """Return the peak allocation in bytes."""
     tracemalloc.start()
     try:
         target.fuzzed(data)
@@ -95,7 +97,7 @@ def _weighed(target: Target, data: bytes) -> int:
 
 
 def _is_slow(target: Target, data: bytes) -> bool:
-    """Not the first time only, nor for a garbage collection that it stood in the way of."""
+    """Return whether it is slow every time, and not only due to a cold cache or a garbage collection."""
     times = []
     for _ in range(3):
         began = time.thread_time()
@@ -105,8 +107,8 @@ def _is_slow(target: Target, data: bytes) -> bool:
 
 
 def fuzz(name: str, runs: int, seed: int) -> None:
-    """Raises Finding."""
+    """Run a target `runs` times. Raises Finding."""
     target = TARGETS[name]
-    target.fuzzed(target.seeds[0])  # loads what it needs
+    target.fuzzed(target.seeds[0])  # imports what it needs
     for number, data in zip(range(runs), inputs(target, seed), strict=False):
         run_one(name, data, weigh=number % WEIGHED_EVERY == 0)

@@ -1,4 +1,4 @@
-"""Fuzz targets: what peers say, over the control plane and the KV channel."""
+"""Fuzz targets: messages from peers over the control plane and the KV channel."""
 
 from contextlib import suppress
 from functools import cache
@@ -11,16 +11,16 @@ from shared.kv.tcp import FRAME
 from shared.registry import check_node
 from shared.rpc.codec import DecodeError, decode, encode
 from shared.rpc.messages import NodeInfo, SubmitRequest
-from tests.fuzz.kv import PlayedReceiver
+from tests.fuzz.kv import FakeReceiver
 from tests.fuzz.target import one_line, target
-from tests.shared.test_codec import EXAMPLES
+from tests.shared.message_examples import EXAMPLES
 
 KINDS = [type(message) for message, _ in EXAMPLES]
 
 
 @target(*(bytes([number]) + bytes.fromhex(wire) for number, (_, wire) in enumerate(EXAMPLES)))
 def control_messages(data: bytes) -> None:
-    """The first byte says which message the rest is taken for."""
+    """Decode the rest as the kind of message that the first byte selects."""
     if not data:
         return
     kind = KINDS[data[0] % len(KINDS)]
@@ -45,7 +45,7 @@ def registry_entries(data: bytes) -> None:
 
 @target(*(bytes.fromhex(wire) for message, wire in EXAMPLES if isinstance(message, SubmitRequest)))
 def submits(data: bytes) -> None:
-    with suppress(ValueError):  # Malformed is one
+    with suppress(ValueError):  # includes DecodeError
         submit = decode(data, SubmitRequest)
         tokens = check_submit(submit, max_model_len=64, vocab_size=10)
         assert 0 < len(tokens) <= 64
@@ -57,38 +57,38 @@ def submits(data: bytes) -> None:
 
 
 @target(*(PeerDescriptor(name, "127.0.0.1", "5000", "0" * 32, 64, 8).pack() for name in ("tcp", "shm", "cuda_ipc")))
-def cards(data: bytes) -> None:
+def descriptors(data: bytes) -> None:
     for channel in ("tcp", "shm", "cuda_ipc"):
         with suppress(DescriptorError):
-            card = PeerDescriptor.unpack(data, channel)
-            assert PeerDescriptor.unpack(card.pack(), channel) == card
-            assert 0 < card.num_rows < 2**32
+            descriptor = PeerDescriptor.unpack(data, channel)
+            assert PeerDescriptor.unpack(descriptor.pack(), channel) == descriptor
+            assert 0 < descriptor.num_rows < 2**32
 
 
-TICKET = bytes(range(16))
+RESERVATION = bytes(range(16))
 
 
 @cache
-def _receiver() -> PlayedReceiver:
-    receiver = PlayedReceiver(8, 16)
-    receiver.channel.open(TICKET, [1, 2])
+def _receiver() -> FakeReceiver:
+    receiver = FakeReceiver(8, 16)
+    receiver.channel.grant(RESERVATION, [1, 2])
     return receiver
 
 
 def _frame(rows: list[int]) -> bytes:
-    return FRAME.pack(MAGIC, VERSION, len(rows), TICKET, 16) + b"".join(row.to_bytes(4, "little") for row in rows)
+    return FRAME.pack(MAGIC, VERSION, len(rows), RESERVATION, 16) + b"".join(row.to_bytes(4, "little") for row in rows)
 
 
 @target(_frame([1, 2]) + bytes(32) + _frame([]), _frame([1, 3]) + bytes(32), _frame([]) * 3)
 def frames(data: bytes) -> None:
     receiver = _receiver()
     with suppress(MalformedError):
-        receiver.hear(data)
-    assert not receiver.memory.rows[[0, 3, 4, 5, 6, 7]].any(), "rows outside of the ticket"
+        receiver.receive(data)
+    assert not receiver.memory.rows[[0, 3, 4, 5, 6, 7]].any(), "rows outside the reservation"
 
 
-class PlayedSocket:
-    """A writer that says `data` and hangs up."""
+class FakeSocket:
+    """A writer that sends `data` and closes the connection."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -108,7 +108,7 @@ class PlayedSocket:
 def introductions(data: bytes) -> None:
     listener: Any = _receiver().channel._listener
     with suppress(MalformedError, EOFError):
-        boot = listener._introduction(PlayedSocket(data))
-        if boot is not None:
-            listener._release(boot)
-            assert len(boot) == 32
+        writer = listener._introduction(FakeSocket(data))
+        if writer is not None:
+            listener._release(writer)
+            assert len(writer) == 32

@@ -1,7 +1,7 @@
-"""`make fuzz RUNS=1000000`: every target for so many executions, under atheris where it is installed.
+"""Run every fuzz target `--runs` times, under atheris if it is installed.
 
-atheris (Google) is libFuzzer for Python: it watches which branches an input takes, and keeps the inputs that take new
-ones. It works in a process for each target; several of them at once with `--jobs`.
+atheris (Google) is libFuzzer for Python: it keeps the inputs that reach new branches. Each target runs in its own
+process, `--jobs` of them at a time.
 """
 
 import argparse
@@ -18,14 +18,14 @@ PACKAGES = ["compare", "engine", "router", "scheduler", "shared"]
 
 
 def main() -> int:
-    """0, or 1 when there was a finding; each is told with the input that makes it."""
+    """Return 1 if there was a finding, else 0. Findings are printed with the input that causes them."""
     options = argparse.ArgumentParser(description=str(__doc__).split("\n\n", maxsplit=1)[0])
-    options.add_argument("--runs", type=int, default=10_000, help="executions of each target")
-    options.add_argument("--target", help="only this one")
+    options.add_argument("--runs", type=int, default=10_000, help="executions per target")
+    options.add_argument("--target", help="run only this target")
     options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--jobs", type=int, default=1, help="targets at once")
+    options.add_argument("--jobs", type=int, default=1, help="targets to run in parallel")
     options.add_argument("--engine", choices=["atheris", "mutate"], default=_best_engine())
-    options.add_argument("--input", type=Path, help="a file with the one input that a finding names")
+    options.add_argument("--input", type=Path, help="run only the input in this file")
     options.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     chosen = options.parse_args()
     if chosen.child:
@@ -38,14 +38,14 @@ def main() -> int:
         return 0
     names = [chosen.target] if chosen.target else list(TARGETS)
     with ThreadPoolExecutor(chosen.jobs) as pool:
-        return max(pool.map(lambda name: _told(name, chosen), names))
+        return max(pool.map(lambda name: _report(name, chosen), names))
 
 
 def _best_engine() -> str:
     return "atheris" if find_spec("atheris") else "mutate"
 
 
-def _told(name: str, chosen: argparse.Namespace) -> int:
+def _report(name: str, chosen: argparse.Namespace) -> int:
     began = time.monotonic()
     code = "import sys; from tests.fuzz.mutate import fuzz; fuzz(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))"
     command = [sys.executable, "-c", code, name, str(chosen.runs), str(chosen.seed)]
@@ -54,7 +54,9 @@ def _told(name: str, chosen: argparse.Namespace) -> int:
         command += ["--runs", str(chosen.runs), "--seed", str(chosen.seed)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     took_s = time.monotonic() - began
-    print(f"{name:20} {chosen.runs} runs, {took_s:.0f} s: {'a finding' if ended.returncode else 'well'}", flush=True)
+    print(
+        f"{name:20} {chosen.runs} runs, {took_s:.0f} s: {'a finding' if ended.returncode else 'no finding'}", flush=True
+    )
     if ended.returncode:
         print(ended.stderr[-4000:], flush=True)
     return min(1, abs(ended.returncode))
@@ -69,18 +71,18 @@ def _under_atheris(name: str, runs: int, seed: int) -> int:
     corpus = Path(tempfile.mkdtemp(prefix="baton-corpus-"))
     for number, data in enumerate(TARGETS[name].seeds):
         (corpus / str(number)).write_bytes(data)
-    TARGETS[name].fuzzed(TARGETS[name].seeds[0])  # loads what it needs
+    TARGETS[name].fuzzed(TARGETS[name].seeds[0])  # imports what it needs
     number = 0
 
     def one(data: bytes) -> None:
         nonlocal number
         number += 1
         run_one(name, data, weigh=number % WEIGHED_EVERY == 0)
-        if number >= runs:  # libFuzzer ends the process by itself, without an end of ours
+        if number >= runs:  # libFuzzer exits without running our cleanup
             shutil.rmtree(corpus, ignore_errors=True)
             shutil.rmtree(scratch(), ignore_errors=True)
 
-    # Without reload=0 it looks each second for what others put into the corpus, which is gone at the end.
+    # Without reload=0 it rescans the corpus directory every second, and fails once that is deleted.
     flags = [f"-runs={runs}", f"-seed={seed}", "-max_len=65536", "-verbosity=0", "-reload=0"]
     atheris.Setup([sys.argv[0], *flags, str(corpus)], one)
     atheris.Fuzz()

@@ -1,4 +1,4 @@
-"""The fuzz targets, a little: `make fuzz` runs them for as long as is wanted."""
+"""A short run of every fuzz target; `make fuzz` runs them longer."""
 
 import tempfile
 import time
@@ -26,23 +26,23 @@ def test_no_input_breaks_a_reader(name: str) -> None:
 
 def _breaks(data: bytes) -> None:
     if b"]" in data:
-        raise KeyError("unforeseen")
+        raise KeyError("unexpected")
 
 
-def _eats(data: bytes) -> None:
+def _allocates(data: bytes) -> None:
     bytearray(len(data) << 22)
 
 
-def _lasts(data: bytes) -> None:
+def _is_slow(data: bytes) -> None:
     began = time.thread_time()
     while time.thread_time() - began < 0.12:
         pass
 
 
 @pytest.mark.parametrize(
-    ("fuzzed", "what"), [(_breaks, "KeyError: 'unforeseen'"), (_eats, "bytes for"), (_lasts, r"0\.\d+ s")]
+    ("fuzzed", "what"), [(_breaks, "KeyError: 'unexpected'"), (_allocates, "bytes for"), (_is_slow, r"0\.\d+ s")]
 )
-def test_a_finding_is_told_with_the_input_that_makes_it(
+def test_a_finding_names_the_input_that_causes_it(
     fuzzed: Fuzzed, what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))

@@ -20,7 +20,7 @@ from engine.models.random import random_decoder
 from engine.runner import TorchRunner
 from scheduler.request import Request, Step
 from tests.engine.build import GREEDY, Blocks, layout_of, piece, run_step
-from tests.engine.test_cuda_runner import (
+from tests.engine.cuda_workload import (
     BLOCK_TOKENS,
     CAPACITY,
     CONFIG,

@@ -4,11 +4,15 @@ Any stale, foreign or missing slot changes the tokens, so a right answer proves 
 """
 
 import hashlib
+import random
 from collections import deque
 
+from hypothesis import strategies as st
+
+from scheduler.budget import SloBudget
 from scheduler.cost import work_of
 from scheduler.request import Request, RequestState, Slice, Step
-from scheduler.scheduler import Scheduler, StepOutput
+from scheduler.scheduler import Scheduler, StepLimits, StepOutput
 
 VOCABULARY = 50
 LANDING_TURNS = 3
@@ -142,3 +146,42 @@ class Driver:
 
 def request(name: str, prompt: list[int], max_tokens: int, **fields: object) -> Request:
     return Request(name, list(prompt), len(prompt), max_tokens, **fields)
+
+
+@st.composite
+def traffic(draw: st.DrawFn) -> tuple[Scheduler, list[tuple[int, Request]], int]:
+    """A scheduler, requests with the turns at which they arrive, and the driver's depth. Of the requests some land or
+    leave, some are resumed and some want the logits of their prompt."""
+    block_tokens = draw(st.sampled_from([1, 2, 4, 16]))
+    limits = StepLimits(
+        max_num_batched_tokens=draw(st.integers(1, 40)),
+        max_num_seqs=draw(st.integers(1, 8)),
+        long_prefill_token_threshold=draw(st.sampled_from([0, 0, 3, 8])),
+        max_num_partial_prefills=draw(st.integers(1, 3)),
+        tile_tokens=draw(st.sampled_from([1, 1, 4])),
+    )
+    budget = draw(st.sampled_from([None, SloBudget(10.0, 40, floor=1, first=3), SloBudget(0.5, 12, floor=2)]))
+    seed = draw(st.integers(0, 2**32))
+    rng = random.Random(seed)
+    longest = 60
+    num_blocks = 1 + draw(st.integers(-(-longest // block_tokens), 4 * (-(-longest // block_tokens))))
+    stems = [[rng.randrange(3, 50) for _ in range(24)] for _ in range(2)]
+    arrivals = []
+    for index in range(draw(st.integers(1, 12))):
+        prompt = rng.choice(stems)[: rng.randrange(25)] + [rng.randrange(3, 50) for _ in range(rng.randrange(1, 16))]
+        way = rng.random()
+        arrival = request(
+            f"r{index}",
+            prompt,
+            rng.randrange(2, 20),
+            salt=rng.choice([b"", b"tenant"]),
+            priority=rng.choice([0, 0, 0, 1]),
+            receive_kv=way < 0.25,
+            send_kv=way > 0.85,
+            needs_prompt_logprobs=rng.random() < 0.1,
+        )
+        if not arrival.receive_kv and rng.random() < 0.2:
+            arrival.tokens += expected(prompt, rng.randrange(1, arrival.max_tokens), arrival.salt)
+        arrivals.append((rng.randrange(20), arrival))
+    scheduler = Scheduler(limits, num_blocks, block_tokens, budget=budget)
+    return scheduler, arrivals, draw(st.sampled_from([1, 1, 2]))

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from scheduler.blocks import BlockPool
 from scheduler.request import Request
 from scheduler.scheduler import AUDIT_STEPS, Scheduler, StepLimits
-from tests.scheduler.drive import Driver, request
-from tests.scheduler.test_scheduler import traffic
+from tests.scheduler.drive import Driver, request, traffic
 
 
 @settings(max_examples=60)

@@ -23,6 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.kv import tcp
 from shared.kv.channel import ChannelError, DescriptorError, PeerDescriptor, PeerLostError, ReservationRefusedError
 from shared.kv.checksum import checksums
 from shared.kv.listener import (
@@ -692,6 +693,21 @@ async def test_a_writer_that_falls_silent_in_mid_push_is_given_up(tcp_receiver: 
         raw.sendall(words)
         assert is_hung_up_on(raw)
     await until(lambda: tcp_receiver.lost == ["f" * 32])
+
+
+async def test_a_writer_that_sends_single_bytes_slowly_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is never silent for long, but the frame takes longer than a frame of that size may take."""
+    monkeypatch.setattr(tcp, "LEAST_BYTES_PER_S", 1e9)
+    async with peers("tcp", 1, patience_s=0.5) as (receiver,):
+        ticket = new_ticket(receiver, [0])
+        with raw_writer(receiver) as raw:
+            raw.sendall(frame_head(ticket, [0]))
+            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                for _ in range(400):
+                    raw.sendall(b"x")
+                    await asyncio.sleep(0.05)
+                pytest.fail("the receiver read single bytes for 20 s")
+        await until(lambda: receiver.lost == ["f" * 32])
 
 
 async def test_a_writer_that_is_silent_between_pushes_is_not_given_up(tcp_receiver: Peer) -> None:

@@ -404,3 +404,13 @@ async def test_in_a_cluster_with_a_secret_entries_that_were_not_signed_with_it_a
         await node.close()
     finally:
         security.configure("", {})
+
+
+async def test_of_a_hundred_thousand_names_in_redis_only_max_nodes_are_read(redis: PlayedRedis) -> None:
+    redis.index["baton:c:nodes"] = {f"n{number:06}".encode() for number in range(100_000)}
+    redis.put("a0", encode(replace(INFO, id="a0")))
+    redis.put("a1", encode(replace(INFO, id="a1", address="h:70000")))
+    listed = RedisRegistry("redis://played", "c", 60.0)
+    found, gone = await listed._read()
+    assert (list(found), len(gone)) == (["a0"], registry_module.MAX_NODES - 2)
+    assert listed.skipped == 100_002 - registry_module.MAX_NODES + 1

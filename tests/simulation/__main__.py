@@ -1,4 +1,4 @@
-"""`python -m tests.simulation`: many seeds on all cores, or one with its log; ends with what was reached, and what not."""
+"""Simulate clusters: many seeds on all cores, or one with its log. Prints which faults and states were reached."""
 
 import argparse
 import os
@@ -15,12 +15,17 @@ REPLAY = "python -m tests.simulation --seed {seed} --log"
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=200, help="how many")
-    parser.add_argument("--first", type=int, default=0, help="the first one")
-    parser.add_argument("--seed", type=int, help="only this one")
-    parser.add_argument("--log", action="store_true", help="with --seed: print what happened")
+    parser.add_argument("--seeds", type=int, default=200, help="number of seeds")
+    parser.add_argument("--first", type=int, default=0, help="first seed")
+    parser.add_argument("--seed", type=int, help="run only this seed")
+    parser.add_argument("--log", action="store_true", help="with --seed: print the log of the run")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--mutate", choices=[*MUTATIONS, "all"], default="", help="break the system first: is it seen?")
+    parser.add_argument(
+        "--mutate",
+        choices=[*MUTATIONS, "all"],
+        default="",
+        help="apply a mutation first and report whether it is detected",
+    )
     options = parser.parse_args()
     if options.seed is not None:
         return _replay(options.seed, options.mutate, options.log)
@@ -51,7 +56,9 @@ def _many(seeds: range, jobs: int) -> int:
             print(f"{done} seeds, {bad} bad, {time.monotonic() - began:.0f} s", flush=True)
     text, missing = table(reached)
     print(text)
-    print(f"{len(seeds)} seeds, {virtual_s:.0f} virtual seconds in {time.monotonic() - began:.1f} s; {bad} violated")
+    print(
+        f"{len(seeds)} seeds, {virtual_s:.0f} virtual seconds in {time.monotonic() - began:.1f} s; {bad} with violations"
+    )
     if missing:
         print(f"never reached: {', '.join(missing)}")
     return 1 if bad else 0
@@ -62,7 +69,7 @@ def _mutate(names: list[str], seeds: range, jobs: int) -> int:
     for name in names:
         caught = [result for result in results(seeds, name, jobs) if result.violations]
         missed += not caught
-        first = f"seed {caught[0].seed}: {caught[0].violations[0][:120]}" if caught else "NOBODY NOTICED"
+        first = f"seed {caught[0].seed}: {caught[0].violations[0][:120]}" if caught else "NOT DETECTED"
         print(f"{name:32} {len(caught):4} of {len(seeds)}  {first}", flush=True)
     return 1 if missed else 0
 

@@ -1,8 +1,9 @@
-"""KV channels between simulated processes: the contract of `shared.kv.channel`, both kinds, and what can go wrong.
+"""KV channels between simulated processes, of both kinds that `shared.kv.channel` defines, with faults.
 
-`fenced` (as tcp): the receiver's process takes each row and looks at the ticket; rows may come late, after a partition
-or a freeze. One-sided (as shm): the writer's process writes into the peer's memory, whatever the ticket, as long as its
-connection stands; so a writer that was frozen goes on where it was. Faults are drawn for each push by `Weather`.
+`fenced` (like tcp): the receiver's process accepts each row if the reservation allows it; rows may arrive late, after a
+partition or a freeze. One-sided (like shm): the writer's process writes into the peer's memory regardless of the
+reservation while its connection is open, so a frozen writer continues where it stopped. `Weather` draws a fault for each
+push.
 """
 
 import asyncio
@@ -20,12 +21,12 @@ from shared.kv.staging import Staging
 from tests.simulation.loop import CURRENT, Process
 from tests.simulation.network import WORLD_CONTEXT, Network
 
-PATIENCE_S = 2.0
+TIMEOUT_S = 2.0
 FAULTS = ("stall", "drop", "flip", "swap", "duplicate", "refuse")
 
 
 class SimMemory:
-    """See KVMemory. Rows begin as noise, so that reading what nobody wrote shows."""
+    """See KVMemory. Rows start with a pattern, so that reading unwritten rows gives wrong tokens."""
 
     sums = "xxh3"
 
@@ -42,7 +43,7 @@ class SimMemory:
 
 @dataclass(slots=True)
 class Weather:
-    """What pushes meet: `faults` of them one each, whichever come first by the draw."""
+    """Draws faults: at most `faults` pushes have one each."""
 
     random: Random
     faults: int
@@ -58,7 +59,7 @@ class Weather:
 
 
 class Exchange:
-    """Who has which channels: cards lead here."""
+    """All channels by descriptor."""
 
     def __init__(self, network: Network, weather: Weather) -> None:
         self.network = network
@@ -66,7 +67,7 @@ class Exchange:
         self.channels: dict[tuple[str, str], SimChannel] = {}  # (name, boot)
 
     def died(self, process: Process, *, silent: bool) -> None:
-        """Its connections end. Of a host that vanished, one-sided peers (on the same host) went with it or see it."""
+        """End its connections. If its host vanished, only one-sided peers, which are on the same host, notice."""
         for channel in list(self.channels.values()):
             if channel.process is process:
                 channel.leave(silent and channel.fenced)
@@ -92,7 +93,7 @@ class SimChannel:
         on_writer_lost: Callable[[str], None],
         is_promised: Callable[[int], bool],
     ) -> None:
-        """`is_promised`: whether a block of ours is some writer's to fill, or in quarantine for one."""
+        """`is_promised`: whether a block is reserved for a writer or in quarantine."""
         self.name = name
         self.fenced = name == "tcp"
         self.process = CURRENT.get()
@@ -103,7 +104,7 @@ class SimChannel:
         self._on_writer_lost = on_writer_lost
         self._is_promised = is_promised
         self._writers: Counter[str] = Counter()
-        self._tickets: dict[bytes, frozenset[int]] = {}
+        self._granted: dict[bytes, frozenset[int]] = {}
         self._lines: dict[str, Line] = {}
         self._card = PeerDescriptor(name, "host", self.process.name, boot, memory.row_bytes, memory.num_rows)
         self._loop = asyncio.get_running_loop()
@@ -115,14 +116,14 @@ class SimChannel:
     def descriptor(self) -> bytes:
         return self._card.pack()
 
-    def grant(self, ticket: bytes, rows: Sequence[int]) -> None:
-        check_open(ticket, rows, self._memory.num_rows)
-        if ticket in self._tickets:
-            raise ValueError("the ticket is open already")
-        self._tickets[ticket] = frozenset(rows)
+    def grant(self, reservation_id: bytes, rows: Sequence[int]) -> None:
+        check_open(reservation_id, rows, self._memory.num_rows)
+        if reservation_id in self._granted:
+            raise ValueError("the reservation is already granted")
+        self._granted[reservation_id] = frozenset(rows)
 
-    def revoke(self, ticket: bytes) -> None:
-        self._tickets.pop(ticket, None)
+    def revoke(self, reservation_id: bytes) -> None:
+        self._granted.pop(reservation_id, None)
 
     def fence_writer(self, boot: str) -> bool:
         if self._writers[boot]:
@@ -134,14 +135,14 @@ class SimChannel:
     def admit(self, boot: str, wanted: str) -> None:
         """Raises PeerLostError when the writer is turned away."""
         if self._is_closed or wanted != self._boot:
-            raise PeerLostError("it was started anew")
+            raise PeerLostError("it was restarted")
         if boot in self.barred:
-            self._exchange.weather.reached("channel: a barred writer is refused")
-            raise PeerLostError("it took us for dead and gave our rows to others")
+            self._exchange.weather.reached("channel: a fenced writer is refused")
+            raise PeerLostError("it considered us dead and reassigned our rows")
         self._writers[boot] += 1
 
     def part(self, boot: str) -> None:
-        """A writer's connection has ended; heard a moment later."""
+        """A writer's connection has ended; the process learns of it after a latency."""
         if self._is_closed:
             return
         context = WORLD_CONTEXT.copy()
@@ -153,18 +154,18 @@ class SimChannel:
         if not self._writers[boot]:
             self._on_writer_lost(boot)
 
-    def land(self, ticket: bytes, row: int, data: NDArray[np.uint8]) -> bool:
-        """One row came, at the receiver's process."""
-        if row not in self._tickets.get(ticket, frozenset()):
-            self._exchange.weather.reached("channel: a row without an open ticket is dropped")
+    def land(self, reservation_id: bytes, row: int, data: NDArray[np.uint8]) -> bool:
+        """Accept one row in the receiver's process if it is reserved."""
+        if row not in self._granted.get(reservation_id, frozenset()):
+            self._exchange.weather.reached("channel: a row without a reservation is dropped")
             return False
         self.fill(row, data)
         return True
 
     def fill(self, row: int, data: NDArray[np.uint8]) -> None:
-        """A byte from outside goes only where a writer was promised room: elsewhere it is somebody's KV (I3)."""
+        """Write a row. Outside reserved blocks this would corrupt the KV of another request."""
         if not self._is_promised(row):
-            self._exchange.weather.violate(f"{self.process}: a writer filled block {row}, which is nobody's to fill")
+            self._exchange.weather.violate(f"{self.process}: a writer filled block {row}, which is not reserved")
         self._memory.rows[row] = data
 
     # ---- writer --------------------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ class SimChannel:
         peer.check_row_bytes(self._memory.row_bytes)
         return self.fenced or (self.name, peer.incarnation_id) in self._exchange.channels
 
-    async def push(self, card: bytes, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
+    async def push(self, card: bytes, reservation_id: bytes, source: Sequence[int], target: Sequence[int]) -> None:
         if self._is_closed:
             raise ChannelError("the channel is closed")
         peer = PeerDescriptor.unpack(card, self.name)
@@ -183,13 +184,13 @@ class SimChannel:
         line = self._lines.setdefault(peer.incarnation_id, Line())
         async with line.lock:
             try:
-                await self._move(line, peer, ticket, source, target)
+                await self._move(line, peer, reservation_id, source, target)
             except PeerLostError:
                 self._hang_up(peer.incarnation_id)
                 raise
 
     async def _move(
-        self, line: Line, card: PeerDescriptor, ticket: bytes, source: Sequence[int], target: Sequence[int]
+        self, line: Line, card: PeerDescriptor, reservation_id: bytes, source: Sequence[int], target: Sequence[int]
     ) -> None:
         exchange, random = self._exchange, self._exchange.weather.random
         fault = exchange.weather.of_push() if source else ""
@@ -213,19 +214,23 @@ class SimChannel:
             data = self._memory.rows[source[order[place]]].copy()
             if place == breaks_at:
                 if fault == "stall":
-                    await asyncio.sleep(PATIENCE_S)
-                    self._late(peer, ticket, row, data)
+                    await asyncio.sleep(TIMEOUT_S)
+                    self._late(peer, reservation_id, row, data)
                 raise PeerLostError("the connection was reset")
             if fault == "flip" and not place:
                 data[int(random.random() * len(data))] ^= 1 << int(random.random() * 8)
-            refused |= not await self._write(line, peer, ticket, row, data)
+            refused |= not await self._write(line, peer, reservation_id, row, data)
             if fault == "duplicate" and self.fenced:
-                self._loop.call_later(random.random() * 4.0, peer.land_late, ticket, row, data, context=WORLD_CONTEXT)
+                self._loop.call_later(
+                    random.random() * 4.0, peer.land_late, reservation_id, row, data, context=WORLD_CONTEXT
+                )
         if refused:
-            raise ReservationRefusedError("the peer refused rows: the ticket is not open for them")
+            raise ReservationRefusedError("the peer refused rows: they are not reserved")
 
-    async def _write(self, line: Line, peer: "SimChannel", ticket: bytes, row: int, data: NDArray[np.uint8]) -> bool:
-        """False: the receiver refused it."""
+    async def _write(
+        self, line: Line, peer: "SimChannel", reservation_id: bytes, row: int, data: NDArray[np.uint8]
+    ) -> bool:
+        """Return False if the receiver refused the row."""
         if not line.is_open or peer._is_closed or not self.process.alive:
             raise PeerLostError("the connection has ended")
         if not self.fenced:
@@ -234,13 +239,13 @@ class SimChannel:
         try:
             await self._patient(peer)
         except PeerLostError:
-            self._late(peer, ticket, row, data)
+            self._late(peer, reservation_id, row, data)
             raise
-        return peer.land(ticket, row, data)
+        return peer.land(reservation_id, row, data)
 
     async def _patient(self, peer: "SimChannel") -> None:
-        """Waits until the peer can take a byte. Raises PeerLostError after the channel's patience."""
-        network, until = self._exchange.network, self._loop.time() + PATIENCE_S
+        """Wait until the peer can receive. Raises PeerLostError after the channel's timeout."""
+        network, until = self._exchange.network, self._loop.time() + TIMEOUT_S
         while (
             peer.process.thaws_at > self._loop.time()
             or not peer.process.alive
@@ -250,22 +255,22 @@ class SimChannel:
             )
         ):
             if not self.fenced and peer.process.alive:
-                return  # memory needs nobody
+                return  # shared memory needs no receiver
             if self._loop.time() > until:
                 raise PeerLostError("it took no byte for too long")
             await asyncio.sleep(0.05)
 
-    def _late(self, peer: "SimChannel", ticket: bytes, row: int, data: NDArray[np.uint8]) -> None:
-        """The writer gave up; what is under way in a network comes yet."""
+    def _late(self, peer: "SimChannel", reservation_id: bytes, row: int, data: NDArray[np.uint8]) -> None:
+        """The writer gave up; data in the network still arrives."""
         if self.fenced:
-            self._exchange.weather.reached("channel: a row comes after its writer gave up")
+            self._exchange.weather.reached("channel: a row arrives after its writer gave up")
             later = 3.0 * self._exchange.weather.random.random()
-            self._loop.call_later(later, peer.land_late, ticket, row, data, context=WORLD_CONTEXT)
+            self._loop.call_later(later, peer.land_late, reservation_id, row, data, context=WORLD_CONTEXT)
 
-    def land_late(self, ticket: bytes, row: int, data: NDArray[np.uint8]) -> None:
-        """A row that was under way in the network."""
+    def land_late(self, reservation_id: bytes, row: int, data: NDArray[np.uint8]) -> None:
+        """Accept a row that was delayed in the network."""
         if not self._is_closed and self.process.alive:
-            self.land(ticket, row, data)
+            self.land(reservation_id, row, data)
 
     # ---- ends ------------------------------------------------------------------------------------------------------
 
@@ -279,7 +284,7 @@ class SimChannel:
             peer.part(self._boot)
 
     def leave(self, silent: bool) -> None:
-        """The process is gone, or ends. `silent`: its peers are not told."""
+        """The process has ended or closes the channel. `silent`: its peers are not notified."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -292,7 +297,7 @@ class SimChannel:
                     channel.lost(self._boot)
 
     def lost(self, boot: str) -> None:
-        """A receiver that this process writes to is gone: the next push connects anew."""
+        """A receiver that this process writes to is gone: the next push reconnects."""
         if (line := self._lines.get(boot)) is not None:
             line.is_open = False
 

@@ -1,4 +1,4 @@
-"""What must be so once all is quiet: nothing held, nothing left, every count adds up (I2, I4, I6)."""
+"""Checks for an idle cluster: nothing is held or left behind, and all counts add up."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A client of the simulated router: asks, reads, perhaps slowly, perhaps not to the end, and checks each token (I1)."""
+"""A client of the simulated router: it reads its stream, perhaps slowly or only in part, and checks every token."""
 
 import asyncio
 import time
@@ -37,16 +37,16 @@ class Client:
         self.why = ""
         self.host: RouterHost | None = None
         self.started_in: Any = None  # the router's process
-        self._heard: dict[int, list[int]] = {index: [] for index in range(wish.n)}
+        self._received: dict[int, list[int]] = {index: [] for index in range(wish.n)}
         self._finished: set[int] = set()
         self._pieces = 0
         self._is_accepted = False
 
     def has_heard(self, index: int) -> bool:
-        return bool(self._heard[index])
+        return bool(self._received[index])
 
     async def come(self) -> None:
-        """In the machine room: goes to a router once its time has come and one is up."""
+        """Wait for the arrival time and a running router, then start the request there."""
         wish = self.wish
         await asyncio.sleep(wish.arrives_s)
         router = self.world.router
@@ -89,32 +89,32 @@ class Client:
         samples = [_pieces(index, stream) for index, stream in enumerate(streams)]
         async with aclosing(merge(samples)) as pieces:
             async for piece in pieces:
-                self._hear(piece)
+                self._receive(piece)
                 if self.wish.cancels_at is not None and self._pieces > self.wish.cancels_at:
                     self._end("cancelled")
                     return
                 if self.wish.reads_slowly_s:
                     await asyncio.sleep(self.wish.reads_slowly_s)
 
-    def _hear(self, piece: Piece) -> None:
+    def _receive(self, piece: Piece) -> None:
         self._pieces += 1
-        wish, heard = self.wish, self._heard[piece.index]
-        self.world.note(f"{wish.id}.{piece.index} hears {piece.tokens} {piece.finish or ''}")
+        wish, received = self.wish, self._received[piece.index]
+        self.world.note(f"{wish.id}.{piece.index} receives {piece.tokens} {piece.finish or ''}")
         if piece.index in self._finished:
-            self.world.violate(f"{wish.id}.{piece.index} hears {piece.tokens} after its end")
-        heard += piece.tokens
-        if heard != wish.expected[: len(heard)]:
-            self.world.violate(f"{wish.id}.{piece.index} heard {heard}, the right tokens are {wish.expected}")
+            self.world.violate(f"{wish.id}.{piece.index} receives {piece.tokens} after its end")
+        received += piece.tokens
+        if received != wish.expected[: len(received)]:
+            self.world.violate(f"{wish.id}.{piece.index} received {received}, the expected tokens are {wish.expected}")
         if piece.finish is not None:
             self._finished.add(piece.index)
-            is_stop = bool(heard) and heard[-1] in wish.stop_tokens
+            is_stop = bool(received) and received[-1] in wish.stop_tokens
             if piece.finish != ("stop" if is_stop else "length"):
-                self.world.violate(f"{wish.id}.{piece.index} ended with {piece.finish} after {heard}")
+                self.world.violate(f"{wish.id}.{piece.index} ended with {piece.finish} after {received}")
 
     def _check_whole(self) -> None:
-        for index, heard in self._heard.items():
-            if heard != self.wish.expected or index not in self._finished:
-                self.world.violate(f"{self.wish.id}.{index} ended with {heard} of {self.wish.expected}")
+        for index, received in self._received.items():
+            if received != self.wish.expected or index not in self._finished:
+                self.world.violate(f"{self.wish.id}.{index} ended with {received} of {self.wish.expected}")
 
     def _failed(self, error: UnavailableError | RequestError) -> None:
         self._end("failed", str(error.message))

@@ -1,6 +1,6 @@
 """An asyncio event loop on which a whole cluster lives: virtual time, and processes that run in an order drawn by seed.
 
-Time jumps to the next timer when nobody can run. Each process has its own queue of callbacks, in their order, as
+Time jumps to the next timer when no process can run. Each process has its own queue of callbacks, in their order, as
 asyncio promises it; whose turn it is is drawn. A process may be frozen, slow, or dead: then its callbacks run late, or
 never. Nothing here reads a real clock, and nothing iterates in an order that hangs on addresses in memory, so one seed
 is one course of events, bit for bit. After FoundationDB's simulator (Zhou et al., SIGMOD 2021).
@@ -39,7 +39,7 @@ class Process:
         return self.name
 
 
-WORLD = Process("world")  # the machine room itself: never frozen, never killed
+WORLD = Process("world")  # the simulation itself: never frozen, never killed
 CURRENT: ContextVar[Process] = ContextVar("process", default=WORLD)
 
 
@@ -179,7 +179,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     # ---- turns -----------------------------------------------------------------------------------------------------
 
     def run(self, main: Coroutine[Any, Any, Any], max_turns: int) -> Any:
-        """Runs `main`, in the machine room, to its end. Raises RuntimeError when that takes more turns than allowed."""
+        """Run `main` outside all processes until it ends. Raises RuntimeError after `max_turns` turns."""
         asyncio._set_running_loop(self)
         try:
             task = self.create_task(main)
@@ -251,7 +251,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             raise
         except Died:
             pass
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is told
+        except BaseException as error:  # noqa: BLE001 - all errors are reported
             self._on_error(handle.process, "exception in a callback", error)
 
 

@@ -1,6 +1,6 @@
-"""The system, broken on purpose in one place at a time: a simulation that does not notice has a hole.
+"""Mutations: each breaks the system in one place. A simulation that does not detect one has a gap.
 
-`MUTATIONS[name]()` is a context in which the system is broken so.
+`MUTATIONS[name]()` is a context manager that applies the mutation.
 """
 
 from collections.abc import Callable, Iterator
@@ -152,10 +152,10 @@ async def _acknowledged(*_: Any) -> bool:
 
 
 MUTATIONS: dict[str, Broken] = {
-    "reservations stay open": _in_place_of(SimChannel, "revoke", lambda self, ticket: None),
+    "reservations are not revoked": _in_place_of(SimChannel, "revoke", lambda self, ticket: None),
     "a release is forgotten": _around(BlockPool, "release", lambda original, self, blocks: original(self, blocks[1:])),
     "leases are ignored": _in_place_of(ReservationTable, "expired", lambda *_: []),
-    "a barred writer is let in": _in_place_of(HandoffReceiver, "_can_write", lambda self, writer: False),
+    "a fenced writer is admitted": _in_place_of(HandoffReceiver, "_can_write", lambda self, writer: False),
     "quarantine is skipped": _in_place_of(ReservationTable, "abort", _quarantine_skipped),
     "checksums are not compared": _in_place_of(HandoffReceiver, "_check", _not_compared),
     "prefixes without salt": _in_place_of(
@@ -163,27 +163,27 @@ MUTATIONS: dict[str, Broken] = {
     ),
     "positions are ignored": _around(Attempt, "on_delta", _positions_ignored),
     "a delta is lost": _around(RouterSessions, "send", _some_lost),
-    "half blocks are pushed": _around(Handoff, "_action", _half_blocks),
-    "rows to the wrong places, unchecked": lambda: _both(
+    "incomplete blocks are pushed": _around(Handoff, "_action", _half_blocks),
+    "rows go to wrong blocks, unchecked": lambda: _both(
         mock.patch.object(HandoffReceiver, "_check", _not_compared), _around(Handoff, "_action", _shifted)()
     ),
-    "received blocks are mixed up": _around(Scheduler, "kv_received", _blocks_swapped),
-    "what was generated counts as prompt": _around(NodeConnection, "submit", _miscounted),
-    "a node's death is not told": _in_place_of(Attempt, "on_node_lost", lambda self, link: None),
-    "no node left counts as an attempt": _around(Dispatcher, "_wait_for", _not_waited_for),
+    "received blocks are swapped": _around(Scheduler, "kv_received", _blocks_swapped),
+    "generated tokens count as prompt": _around(NodeConnection, "submit", _miscounted),
+    "a node failure is not reported": _in_place_of(Attempt, "on_node_lost", lambda self, link: None),
+    "waiting for a node counts as an attempt": _around(Dispatcher, "_wait_for", _not_waited_for),
     "avoided prefill nodes stay avoided": _around(NodePool, "choose", partial(_avoided_for_good, "prefill")),
     "avoided decode nodes stay avoided": _around(NodePool, "choose", partial(_avoided_for_good, "decode")),
-    "who is lost is not dialled again": _in_place_of(router.nodes.connection, "REDIAL_S", (1000.0,)),
-    "orphans are kept": _in_place_of(ActiveRequests, "abort_router", _orphans_kept),
-    "stops are not said": _in_place_of(DecodePeers, "_acknowledged", _acknowledged),
-    "a lost stop is not made up for": lambda: _both(
+    "lost nodes are not reconnected": _in_place_of(router.nodes.connection, "REDIAL_S", (1000.0,)),
+    "requests of a lost router are kept": _in_place_of(ActiveRequests, "abort_router", _orphans_kept),
+    "cancelled reservations are not released": _in_place_of(DecodePeers, "_acknowledged", _acknowledged),
+    "a lost stop is not repaired": lambda: _both(
         mock.patch.object(DecodePeers, "stop", _nothing),
         mock.patch.object(ReservationTable, "quarantined", return_value=[]),
     ),
-    "a cancelled request reserves late": _in_place_of(
+    "a cancelled request may still reserve": _in_place_of(
         HandoffReceiver, "_remember_cancelled", lambda self, request_id: None
     ),
-    "a preempted row resumes too far on": _around(Scheduler, "_hold", _block_too_far),
-    "blocks freed under a step": _around(Scheduler, "_free", _freed_under_a_step),
+    "a preempted request resumes at a later position": _around(Scheduler, "_hold", _block_too_far),
+    "blocks are freed during a step": _around(Scheduler, "_free", _freed_under_a_step),
     "epochs are not compared": _around(Scheduler, "update", _any_epoch),
 }

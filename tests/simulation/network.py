@@ -2,7 +2,8 @@
 
 A cut link loses no byte: what is under way comes when the link is whole again, as retransmissions would bring it. A
 connection can stall while others to the same process work, as one does that lost segments: what was sent over it, its
-end included, then arrives after what was sent later over another connection. A process that dies resets its connections; one whose host vanished does not, and its peers hear nothing.
+end included, then arrives after what was sent later over another connection. A process that dies resets its
+connections; one whose host vanished does not, and its peers are not notified.
 """
 
 import asyncio
@@ -14,9 +15,9 @@ from typing import Any
 from tests.simulation.loop import CURRENT, WORLD, Process, SimLoop
 
 HIGH_BYTES, LOW_BYTES = 64 << 10, 16 << 10  # unread bytes at which a writer is paused, and goes on
-DELAYS_S = (0.0, 0.0, 0.002, 0.05)  # of a connection, beside what each of its segments takes
+DELAYS_S = (0.0, 0.0, 0.002, 0.05)  # per connection, added to the latency of each segment
 RESEND_S = 0.2  # at most, between two segments of a connection that stalled
-CONNECT_S = 20.0  # until a connection that nobody answers fails
+CONNECT_S = 20.0  # until an unanswered connection attempt fails
 WORLD_CONTEXT = Context()
 WORLD_CONTEXT.run(CURRENT.set, WORLD)
 
@@ -88,7 +89,7 @@ class Network:
         self._resume()
 
     def died(self, process: Process, *, silent: bool) -> None:
-        """Its ports are free, and its peers hear of it, unless its host vanished with it."""
+        """Free its ports and reset its connections, unless its host vanished with it."""
         for port, listener in list(self._listeners.items()):
             if listener.process is process and not silent:
                 del self._listeners[port]

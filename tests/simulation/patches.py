@@ -1,4 +1,4 @@
-"""For as long as a simulation runs: the clocks are virtual, chance is seeded, and nothing leaves the process."""
+"""Patches during a simulation: virtual clocks, seeded randomness, and no access outside the process."""
 
 import contextlib
 import gc
@@ -78,18 +78,18 @@ def _numbered(numbers: Iterator[int]) -> Callable[[Any], int]:
 
 
 @contextlib.contextmanager
-def _logs_to(heard: Callable[[logging.LogRecord], None]) -> Iterator[None]:
-    """All warnings and errors of the system go to `heard`, and nowhere else."""
+def _logs_to(receive: Callable[[logging.LogRecord], None]) -> Iterator[None]:
+    """All warnings and errors of the system go to `receive` only."""
 
-    class Hearer(logging.Handler):
+    class Receiver(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            heard(record)
+            receive(record)
 
-    hearer, undo = Hearer(), []
+    receiver, undo = Receiver(), []
     for name in ("baton", "grpclib", "asyncio"):
         logger = logging.getLogger(name)
         undo.append((logger, logger.handlers, logger.level, logger.propagate))
-        logger.handlers, logger.propagate = [hearer], False
+        logger.handlers, logger.propagate = [receiver], False
         logger.setLevel(logging.WARNING)
     try:
         yield
@@ -101,7 +101,7 @@ def _logs_to(heard: Callable[[logging.LogRecord], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """When garbage is collected hangs on all that ran before. What dead processes leave behind complains to nobody."""
+    """Disable garbage collection, whose moments depend on earlier runs in this process."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -112,8 +112,8 @@ def _without_collections() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unmourned() -> Iterator[None]:
-    """Coroutines of dead processes are let go in the middle of what they did: what they say of it is nobody's concern."""
+def without_teardown_errors() -> Iterator[None]:
+    """Silence the errors of coroutines of dead processes, which are destroyed while they are suspended."""
     before = sys.unraisablehook
     sys.unraisablehook = lambda _: None
     try:
@@ -121,7 +121,7 @@ def unmourned() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
             logging.disable()
-            gc.collect()  # runs their last words, and keeps what these touch
+            gc.collect()  # the first collection runs their finally blocks
             gc.collect()
     finally:
         logging.disable(logging.NOTSET)

@@ -1,11 +1,11 @@
-"""A Redis that nobody runs: sets and keys with a time to live, which may be down, late, empty or full of nonsense."""
+"""An in-memory Redis: sets and keys with a time to live. It may be down, slow, empty or return garbage."""
 
 import asyncio
 from typing import Any
 
 
 class FakeRedis:
-    """What `shared.registry` asks of a client, over a store that all clients of one simulation share."""
+    """The client methods that `shared.registry` uses, over a store that all clients of a simulation share."""
 
     def __init__(self, store: "Store") -> None:
         self._store = store
@@ -50,7 +50,7 @@ def _encoded(text: str | bytes) -> bytes:
 
 
 class Store:
-    """`down_until`: refuses; `hangs_until`: answers nobody in time; `lies`: hands out garbage."""
+    """`down_until`: refuses connections; `hangs_until`: times out; `lies_until`: returns truncated values."""
 
     def __init__(self) -> None:
         self.keys: dict[str, tuple[bytes, float]] = {}
@@ -58,7 +58,7 @@ class Store:
         self.down_until = self.hangs_until = self.lies_until = 0.0
 
     async def answer(self) -> None:
-        """Raises OSError when there is no answer."""
+        """Wait for the answer. Raises OSError if there is none."""
         now = asyncio.get_running_loop().time()
         await asyncio.sleep(0.0005)
         if now < self.down_until:

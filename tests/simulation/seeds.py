@@ -1,4 +1,4 @@
-"""Runs seeds, one or many, here or on several cores, with the system whole or broken."""
+"""Run one or many seeds, in this process or on several cores, with or without a mutation."""
 
 import gc
 import os
@@ -14,7 +14,7 @@ from tests.simulation.world import Result, simulate
 
 @cache
 def _settled() -> None:
-    """What the libraries made is left out of every collection after this."""
+    """Exclude the objects of imported libraries from later garbage collections."""
     gc.collect()
     gc.freeze()
 
@@ -26,7 +26,7 @@ def run_one(seed: int, mutation: str = "", *, keeps_log: bool = False) -> Result
 
 
 def results(seeds: Iterable[int], mutation: str = "", jobs: int | None = None) -> Iterator[Result]:
-    """In the order of the seeds. `jobs`: processes; None: one a core."""
+    """Yield results in the order of the seeds. `jobs`: number of processes; None: one per core."""
     jobs = jobs or len(os.sched_getaffinity(0))
     if jobs == 1:
         yield from (run_one(seed, mutation) for seed in seeds)

@@ -1,4 +1,4 @@
-"""What a set of seeds must have reached at least once: a fault that never strikes proves nothing ("sometimes" asserts)."""
+"""Faults and states that a set of seeds must reach at least once, because a fault that never occurs proves nothing."""
 
 from collections import Counter
 
@@ -20,11 +20,11 @@ STATES = (
     "state: moved before a token",
     "state: moved in decode",
     "state: a moved request found its blocks",
-    "channel: a barred writer is refused",
+    "channel: a fenced writer is refused",
     "channel: a writer that seems dead is connected",
-    "channel: a row without an open ticket is dropped",
-    "channel: a row comes after its writer gave up",
-    "ended in good order",
+    "channel: a row without a reservation is dropped",
+    "channel: a row arrives after its writer gave up",
+    "exited in order",
     "log: request %s is retried: %s",
     "log: handoff of %s failed: %s",
     "log: handoff of %s ended: %s",
@@ -38,7 +38,7 @@ WANTED = (
 
 
 def table(reached: Counter[str]) -> tuple[str, list[str]]:
-    """How often each was reached, and which never were. Other things that were reached stand below."""
+    """Return a table of how often each was reached, the unlisted ones last, and the names that were never reached."""
     others = [what for what in sorted(reached) if what not in WANTED]
     lines = [f"{reached[what]:9}  {what}" for what in (*WANTED, *others)]
     return "\n".join(lines), [what for what in WANTED if not reached[what]]

@@ -1,4 +1,4 @@
-"""The simulation as CI runs it: 200 seeds without a violation, each replayable bit for bit, and holes would show."""
+"""The simulation as `make test` runs it: 200 seeds without a violation, exact replay, and some mutations."""
 
 import os
 import subprocess
@@ -15,21 +15,21 @@ from tests.simulation.sometimes import WANTED, table
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = 200
-# Seeds that found a defect, and which.
+# Seeds that found a defect.
 FOUND: dict[int, str] = {
     5: "a reservation that arrived after its cancellation was granted, and its blocks stayed in quarantine for good",
     4: "sending on a stream that its peer had just reset was logged as a failed task",
-    16: "a Reserve whose caller was gone or out of time swallowed its cancellation",
-    143: "the same, as its connection was lost",
-    9047: "the simulation told a node to end that had just been started, and its life before heard it",
+    16: "a Reserve call whose caller had gone or timed out swallowed its cancellation",
+    143: "the same when its connection was lost",
+    9047: "the simulation signalled a node that had just started, and its previous process received the signal",
 }
-# Of the mutations, those that the first seeds notice; `make simulate ARGS="--mutate all"` tries all.
+# The mutations that the first seeds detect; `make mutations` applies all of them.
 QUICK = (
     "a release is forgotten",
-    "received blocks are mixed up",
+    "received blocks are swapped",
     "prefixes without salt",
     "quarantine is skipped",
-    "no node left counts as an attempt",
+    "waiting for a node counts as an attempt",
     "avoided prefill nodes stay avoided",
     "avoided decode nodes stay avoided",
 )
@@ -47,12 +47,12 @@ def test_no_seed_of_two_hundred_violates_an_invariant() -> None:
 
 
 @pytest.mark.parametrize("seed", FOUND)
-def test_what_a_seed_once_found_stays_mended(seed: int) -> None:
+def test_seeds_that_found_a_defect_pass(seed: int) -> None:
     assert run_one(seed).violations == []
 
 
 def test_a_seed_replays_bit_for_bit() -> None:
-    """Also in another process, whose strings hash otherwise."""
+    """Also in another process with another string hash seed."""
     here = run_one(4, keeps_log=True)
     assert len(here.lines) > 40
     assert run_one(5).fingerprint != here.fingerprint
@@ -71,15 +71,15 @@ def test_a_seed_replays_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_what_a_mutation_breaks_is_still_there(name: str) -> None:
+def test_a_mutation_applies(name: str) -> None:
     with MUTATIONS[name]():
         pass
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_broken_system_is_noticed(name: str) -> None:
+def test_a_mutation_is_detected(name: str) -> None:
     assert name in MUTATIONS
-    assert any(run_one(seed, name).violations for seed in range(60)), "nobody noticed"
+    assert any(run_one(seed, name).violations for seed in range(60)), "no seed detected it"
 
 
 def test_time_is_virtual() -> None:

@@ -35,7 +35,7 @@ class Inbox:
     def __init__(self, engine: "SimEngine") -> None:
         self._engine = engine
         self._commands: deque[Command | None] = deque()
-        self._is_told = False  # that it is empty
+        self._is_reported = False  # the reader knows that it is empty
         self.is_last = False  # nothing of the turn comes after a wait
 
     def put(self, command: Command | None) -> None:
@@ -45,11 +45,11 @@ class Inbox:
     def get(self, block: bool = True, timeout: float | None = None) -> Command | None:
         """Raises queue.Empty, as if the time were over, and Idle when it is asked once more."""
         if self._commands:
-            self._is_told = False
+            self._is_reported = False
             return self._commands.popleft()
-        if block and (self._is_told or self.is_last):
+        if block and (self._is_reported or self.is_last):
             raise Idle
-        self._is_told = block
+        self._is_reported = block
         raise queue.Empty
 
     def get_nowait(self) -> Command | None:

@@ -25,7 +25,7 @@ from tests.simulation.faults import RESTART_S, Faults
 from tests.simulation.hosts import Host, NodeHost, RouterHost
 from tests.simulation.loop import CURRENT, EPOCH_S, WORLD, Process, SimLoop
 from tests.simulation.network import Network
-from tests.simulation.patches import simulated, unmourned
+from tests.simulation.patches import simulated, without_teardown_errors
 from tests.simulation.redis import Store
 from tests.simulation.scenario import Scenario, draw
 from tests.simulation.turns import SimEngine, imbalance
@@ -34,9 +34,9 @@ MAX_TURNS = 600_000
 MAX_VIOLATIONS = 20
 START_S = 10.0
 ANSWER_S = 100.0  # after the last fault: by then each request has its answer
-REST_S = 100.0  # after the last answer: by then nothing is held for anybody
+REST_S = 100.0  # after the last answer: by then nothing is held for a request
 END_S = 30.0
-OPERATORS = {"_set_role"}  # who stand beside the router
+OPERATORS = {"_set_role"}  # run by operators, not by the router
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class World:
         self.note("all is well from here on")
         await asyncio.gather(*coming)
         await self._within(ANSWER_S, lambda: [c.wish.id for c in self.clients if not c.outcome], "has no answer")
-        await asyncio.sleep(0.1)  # who has heard enough hangs up by then
+        await asyncio.sleep(0.1)  # clients that cancel disconnect by then
         await self._within(REST_S, lambda: unbalanced(self), "is still held")
         await self._within(START_S, self._missing, "is not there again")
         for text in at_the_end(self):
@@ -119,7 +119,7 @@ class World:
                 self.violate(f"after {limit_s:.0f} s {left} {what}")
             await asyncio.sleep(0.1)
 
-    # ---- what is told ------------------------------------------------------------------------------------------------
+    # ---- reports -----------------------------------------------------------------------------------------------------
 
     def note(self, text: str) -> None:
         if self.is_over:
@@ -228,7 +228,7 @@ class World:
             return
         names = [task.get_coro().__qualname__ for task in self._tasks_of(host.process) if task is not host.task]
         host.left = [name for name in names if name not in OPERATORS]
-        self.reached("ended in good order")
+        self.reached("exited in order")
         self.died(host)
         if not self.is_ending:
             self.loop.call_later(self.random.choice(RESTART_S), self.faults._restart, host)
@@ -236,7 +236,7 @@ class World:
 
 def simulate(seed: int, *, keeps_log: bool = False) -> Result:
     """One run, from the drawing of its scenario to the burial of its dead."""
-    with unmourned():
+    with without_teardown_errors():
         return _run(draw(seed), keeps_log=keeps_log)
 
 

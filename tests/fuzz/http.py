@@ -1,4 +1,4 @@
-"""Fuzz targets: what clients send to the router, as bytes, headers and bodies."""
+"""Fuzz targets: bytes, headers and bodies that clients send to the router."""
 
 import asyncio
 import json
@@ -29,9 +29,9 @@ PROMPT = {"model": "m", "prompt": "once", "max_tokens": 4, "temperature": 0, "st
 CHAT = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "max_tokens": 4, "logprobs": True}
 
 
-def _refused(error: RequestError) -> None:
+def _check_rejection(error: RequestError) -> None:
     assert 400 <= error.status < 500
-    assert len(error.message) < 500, "what the client sent is not repeated at length"
+    assert len(error.message) < 500, "the message must not repeat the input at length"
     json.dumps(error.message)
 
 
@@ -52,7 +52,7 @@ def completion_bodies(data: bytes) -> None:
         model = read_model(DEMO, "m", 64, 0)
         requests = _loop().run_until_complete(build_requests(body, model, _tokenizer(), "cmpl-1"))
     except RequestError as error:
-        _refused(error)
+        _check_rejection(error)
         return
     for generation in requests:
         assert 0 < len(generation.prompt) < 64
@@ -67,7 +67,9 @@ def completion_bodies(data: bytes) -> None:
             generation.min_tokens,
             messages.pack_ids(sorted(generation.stop_tokens)),
         )
-        check_submit(decode(encode(submit), SubmitRequest), 64, model.vocab_size)  # what the rim takes, nodes take
+        check_submit(
+            decode(encode(submit), SubmitRequest), 64, model.vocab_size
+        )  # nodes accept what the router accepts
 
 
 @target(as_json(CHAT), as_json({"messages": [{"role": "system", "content": "x", "name": "y"}]}), bytes_per_byte=4000)
@@ -76,7 +78,7 @@ def chat_bodies(data: bytes) -> None:
         try:
             read_body(kind, data, "m")
         except RequestError as error:
-            _refused(error)
+            _check_rejection(error)
 
 
 @target(b"content-type: application/json\nx-request-id: a-b\ntraceparent: 00-%b-%b-01" % (b"a" * 32, b"b" * 16))
@@ -90,8 +92,8 @@ def header_values(data: bytes) -> None:
     assert "\r" not in traceparent_of(Headers(scope=scope).getlist("traceparent"))
 
 
-class PlayedTransport(asyncio.Transport):
-    """Takes all that is written, for as long as it is open."""
+class FakeTransport(asyncio.Transport):
+    """Accepts all writes while it is open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,11 +141,11 @@ POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/j
     bytes_per_byte=500,
 )
 def http_requests(data: bytes) -> None:
-    """A connection is told these bytes in two pieces, and then its end."""
+    """Feed the bytes to a connection in two pieces, then close it."""
     loop = _loop()
 
     async def serve() -> None:
-        transport, state = PlayedTransport(), ServerState()
+        transport, state = FakeTransport(), ServerState()
         connection = HttpConnection(_http(), state, {}, loop)
         connection.connection_made(transport)
         for piece in (data[: len(data) // 2], data[len(data) // 2 :]):

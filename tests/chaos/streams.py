@@ -1,4 +1,4 @@
-"""Clients that stream one answer after the other and note when each token comes, while something is done."""
+"""Clients that stream one answer after another and time every token while something is done to the cluster."""
 
 import asyncio
 import random
@@ -14,8 +14,8 @@ PROMPT_TOKENS, ANSWER_TOKENS = 200, 64
 
 
 @dataclass(slots=True)
-class Heard:
-    """By all clients together. Seconds between tokens."""
+class StreamTimings:
+    """Results of all clients together."""
 
     gaps_s: list[float] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -26,18 +26,18 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[int(share * (len(values) - 1))]
 
 
-def heard_during(running: Cluster, work: Callable[[], object], clients: int = 8) -> Heard:
-    """What they hear from when `work` begins, on a thread, until their last answers after it has ended."""
-    heard = Heard()
-    asyncio.run(_listen(running, work, clients, heard))
-    return heard
+def timings_during(running: Cluster, work: Callable[[], object], clients: int = 8) -> StreamTimings:
+    """Run `work` on a thread and return the timings of the streams until the last one ends after it."""
+    timings = StreamTimings()
+    asyncio.run(_listen(running, work, clients, timings))
+    return timings
 
 
-async def _listen(running: Cluster, work: Callable[[], object], clients: int, heard: Heard) -> None:
+async def _listen(running: Cluster, work: Callable[[], object], clients: int, timings: StreamTimings) -> None:
     over = asyncio.Event()
     async with aiohttp.ClientSession(running.url, headers=running.headers) as session, asyncio.TaskGroup() as group:
         for number in range(clients):
-            group.create_task(_client(session, running.model, random.Random(number), heard, over))
+            group.create_task(_client(session, running.model, random.Random(number), timings, over))
         try:
             await asyncio.to_thread(work)
         finally:
@@ -45,19 +45,19 @@ async def _listen(running: Cluster, work: Callable[[], object], clients: int, he
 
 
 async def _client(
-    session: aiohttp.ClientSession, model: str, rng: random.Random, heard: Heard, over: asyncio.Event
+    session: aiohttp.ClientSession, model: str, rng: random.Random, timings: StreamTimings, over: asyncio.Event
 ) -> None:
     while not over.is_set():
         prompt = [rng.randrange(3, DEMO_VOCABULARY) for _ in range(PROMPT_TOKENS)]
         try:
-            await _answer(session, completion(model, prompt, ANSWER_TOKENS, stream=True), heard)
-            heard.num_answers += 1
+            await _answer(session, completion(model, prompt, ANSWER_TOKENS, stream=True), timings)
+            timings.num_answers += 1
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            heard.failed.append(f"{type(error).__name__}: {error}")
+            timings.failed.append(f"{type(error).__name__}: {error}")
 
 
-async def _answer(session: aiohttp.ClientSession, body: dict[str, object], heard: Heard) -> None:
-    told: float | None = None
+async def _answer(session: aiohttp.ClientSession, body: dict[str, object], timings: StreamTimings) -> None:
+    last: float | None = None
     async with session.post("/v1/completions", json=body) as answer:
         if answer.status != 200:
             raise ValueError(f"status {answer.status}: {await answer.text()}")
@@ -69,7 +69,7 @@ async def _answer(session: aiohttp.ClientSession, body: dict[str, object], heard
             if line.startswith(b'data: {"error"'):
                 raise ValueError(line.decode())
             now = time.monotonic()
-            if told is not None:
-                heard.gaps_s.append(now - told)
-            told = now
+            if last is not None:
+                timings.gaps_s.append(now - last)
+            last = now
     raise ValueError("the stream ended without [DONE]")

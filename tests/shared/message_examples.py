@@ -1,0 +1,75 @@
+"""One example of every control message with its bytes on the wire."""
+
+from shared.rpc.messages import (
+    Ack,
+    CommitRequest,
+    JoinReply,
+    Logprobs,
+    NodeInfo,
+    NodeStats,
+    NodeUpdate,
+    PushedNotice,
+    RenewReply,
+    RenewRequest,
+    RequestEvent,
+    ReserveReply,
+    ReserveRequest,
+    RouterCommand,
+    SamplingParams,
+    SetRoleRequest,
+    StepRecord,
+    StopRequest,
+    SubmitRequest,
+    TokenDelta,
+    pack_ids,
+)
+
+SUBMIT = SubmitRequest("r", "router", pack_ids([1, 2]), 2, 5, SamplingParams(0.5, logit_bias={7: -1.0}, seed=3))
+
+
+EXAMPLES: list[tuple[object, str]] = [
+    (
+        SamplingParams(0.5, logit_bias={7: -1.0}, seed=3),
+        "9bcb3fe0000000000000cb3ff000000000000000cb000000000000000003cb3ff0000000000000cb0000000000000000cb00000000000000008107cbbff0000000000000c0c0",
+    ),
+    (
+        SUBMIT,
+        "9da172a6726f75746572c408010000000200000002059bcb3fe0000000000000cb3ff000000000000000cb000000000000000003cb3ff0000000000000cb0000000000000000cb00000000000000008107cbbff0000000000000c0c000c400c40000a0c3a0",
+    ),
+    (RouterCommand("router", aborts=["r"]), "93a6726f757465729091a172"),
+    (Logprobs(4, -0.5, 1, [4], [-0.5]), "9504cbbfe000000000000001910491cbbfe0000000000000"),
+    (TokenDelta("r", 3, pack_ids([9]), "stop"), "9aa17203c40409000000a473746f70a0c2009090c2"),
+    (
+        NodeStats(running=2, channels={"d": "shm"}),
+        "dc001ea572656164790200000000000000000000000000000000000081a164a373686d00909000000000a0a0",
+    ),
+    (
+        StepRecord(
+            *(7, 10**18, 1500, 40, 1450, 64, "slo", 1, 32, 528, 2, 70, 0, 3, 1, 5, 4, 3, 2),
+            members=pack_ids([4, 0, 32]),
+        ),
+        "dc001407cf0de0b6b3a7640000cd05dc28cd05aa40a3736c6f0120cd0210024600030105040302c40c040000000000000020000000",
+    ),
+    (
+        RequestEvent("r", "transfer", 10**18, 250, -1, 2, 512, "h:1", "shm"),
+        "9aa172a87472616e73666572cf0de0b6b3a7640000ccfaff02cd0200a3683a31a373686da0",
+    ),
+    (NodeUpdate([TokenDelta("r")]), "94919aa17200c400a0a0c2009090c2c09090"),
+    (
+        NodeInfo("n", "b", "decode", "h:1", "m", "f", 16, 64, 9, 512, 8),
+        "9fa16ea162a66465636f6465a3683a31a16da166104009cd020008a0a5726561647980a0",
+    ),
+    (JoinReply("router"), "91a6726f75746572"),
+    (
+        ReserveRequest(SUBMIT, "w", "f"),
+        "939da172a6726f75746572c408010000000200000002059bcb3fe0000000000000cb3ff000000000000000cb000000000000000003cb3ff0000000000000cb0000000000000000cb00000000000000008107cbbff0000000000000c0c000c400c40000a0c3a0a177a166",
+    ),
+    (ReserveReply(b"t", 1, pack_ids([5]), {"shm": b"c"}), "96c4017401c4040500000081a373686dc40163a0c400"),
+    (CommitRequest(b"t", 4, b"s"), "93c4017404c40173"),
+    (PushedNotice(b"t", b"s"), "92c40174c40173"),
+    (RenewRequest("w", b"tt"), "92a177c4027474"),
+    (RenewReply("", True, b"t"), "93a0c3c40174"),
+    (StopRequest(b"t", "why", "r"), "93c40174a3776879a172"),
+    (SetRoleRequest("decode"), "92a66465636f6465cb403e000000000000"),
+    (Ack(), "92a0c2"),
+]

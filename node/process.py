@@ -36,7 +36,7 @@ from shared.kv_gpu.pool import NAME as POOL
 from shared.kv_gpu.pool import PoolClient, PoolOwner, descriptor_file
 from shared.lifecycle import ProcessLifetime, freeze_gc, run
 from shared.registry import Announcer, announcer
-from shared.rpc import security
+from shared.rpc import tls
 from shared.rpc.methods import ATTACH, SET_ROLE, RpcServer, unary
 
 log = logging.getLogger("baton.node")
@@ -55,7 +55,7 @@ def main(settings: NodeSettings, role: Role) -> int:
     try:
         failpoints.configure(settings.failpoint, allowed=settings.allow_failpoints)
         listens = {"--host": settings.host, "--kv-host": settings.kv_host or settings.host}
-        security.configure(settings.cluster_secret_file, listens)
+        tls.configure(settings.cluster_secret_file, listens)
         private(settings.kv_directory)
         borrowed = _borrowed(settings, boot) if role is PREFILL and settings.kv_channel == POOL else None
         computer = build(_options(settings), borrowed)

@@ -16,7 +16,7 @@ from prefill_node.circuit_breaker import CircuitBreaker
 from shared.kv.channel import ChannelError, KVChannel
 from shared.lifecycle import TaskGroup
 from shared.rpc import messages
-from shared.rpc.connection import GuardedChannel
+from shared.rpc.connection import RpcChannel
 from shared.rpc.methods import RENEW, STOP, PeerError, connect
 
 log = logging.getLogger("baton.handoff")
@@ -42,7 +42,7 @@ class DecodePeer:
     """A decode node as seen from here."""
 
     address: str
-    rpc: GuardedChannel
+    rpc: RpcChannel
     asking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_ASKING))
     channel: KVChannel | None = None  # the last one chosen, and the cards that it was chosen from
     descriptors: dict[str, bytes] = field(default_factory=dict)

@@ -1,7 +1,8 @@
-"""The receiving end of a channel: lets writers in, a thread for each, and tells when the last of one has gone.
+"""The receiving end of a channel: admits writers, runs a thread for each, and reports when the last of one has gone.
 
-It speaks only the introduction, in which both sides prove the cluster's secret if there is one; what follows on a
-connection is the channel's own (`serve`).
+It handles only the greeting; what follows on a connection is up to the channel (`serve`). A greeting names a
+reservation: 16 random bytes, which the writer received over the TLS of the RPC that made it. Over tcp only a writer
+that names an open one is admitted; a unix socket is protected by its permissions.
 """
 
 import asyncio
@@ -14,14 +15,19 @@ from collections import Counter
 from collections.abc import Callable
 from enum import IntEnum
 
-from shared.kv.channel import DescriptorError, PeerDescriptor, PeerLostError, is_incarnation_id
-from shared.rpc import security
-from shared.rpc.security import CHALLENGE, OPENING, PROOF_BYTES, AuthenticationError, Called, Caller, Secret, complaints
+from shared.kv.channel import (
+    RESERVATION_ID_BYTES,
+    DescriptorError,
+    PeerDescriptor,
+    PeerLostError,
+    ReservationRefusedError,
+    is_incarnation_id,
+)
 
 MAGIC = b"BTKV"
-VERSION = 2
-PURPOSE = "kv"
-HELLO = struct.Struct("<4sHxxI32s32s")  # magic, version, row bytes, the writer's boot, the boot it wants to reach
+VERSION = 3
+# Magic, version, row bytes, the writer's incarnation id, that of the process it wants to reach, a reservation id.
+HELLO = struct.Struct("<4sHxxI32s32s16s")
 ANSWER = struct.Struct("<4sHH")  # magic, version, Verdict
 MAX_CONNECTIONS_PER_ADDRESS = 64  # a whole host of nodes, and still few threads
 MAX_CONNECTIONS_PER_WRITER = 4  # one is in use; a lost one may linger until its end is noticed
@@ -35,6 +41,7 @@ class HandshakeVerdict(IntEnum):
     OTHER_BOOT = 2
     TOO_MANY = 3
     BARRED = 4
+    NO_RESERVATION = 5
 
 
 REFUSALS = {
@@ -50,12 +57,12 @@ class MalformedError(Exception):
 
 
 class ChannelListener:
-    """Accepts on `server` (bound and listening) until `close`; must be made on the event loop.
+    """Accepts writers on `server` (bound and listening) until `close`; must be created on the event loop.
 
-    `serve(connection, boot)` runs in the connection's thread once a writer is introduced: it sends WELCOME, and
-    ends when the writer does. `on_writer_lost(boot)` is called on the loop when the last connection of that writer
-    has ended, for whatever reason but our own `close`. `patience_s` bounds each part of the introduction. Writers have
-    to prove this process's secret, if it has one.
+    `serve(connection, boot)` runs in the connection's thread once a writer is admitted: it sends WELCOME, and returns
+    when the writer ends. `on_writer_lost(boot)` is called on the loop when the last connection of that writer has ended
+    for any reason but our own `close`. `patience_s` bounds the wait for a greeting. `is_open(reservation_id)` decides
+    whether a writer that names this reservation is admitted.
     """
 
     def __init__(
@@ -66,21 +73,22 @@ class ChannelListener:
         serve: Callable[[socket.socket, str], None],
         on_writer_lost: Callable[[str], None],
         patience_s: float,
+        is_open: Callable[[bytes], bool] = lambda _: True,
     ) -> None:
         self._server = server
         self._boot = boot
-        self._secret = security.own()
         self._row_bytes = row_bytes
         self._serve = serve
         self._on_writer_lost = on_writer_lost
         self._patience_s = patience_s
+        self._is_open = is_open
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()  # guards all below
         self._threads: dict[socket.socket, threading.Thread] = {}
         self._num_open: Counter[str] = Counter()  # connections by address, and by writer's boot once introduced
         self._barred: set[str] = set()
         self._closing = False
-        self.num_rejected = 0  # connections closed for what they said, or for being too many
+        self.num_rejected = 0  # connections closed for a protocol error, an unknown reservation or a limit
         self._thread = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
         self._thread.start()
 
@@ -132,11 +140,9 @@ class ChannelListener:
             boot = self._introduction(connection)
             if boot is not None:
                 self._serve(connection, boot)
-        except (MalformedError, AuthenticationError) as error:
+        except MalformedError:
             with self._lock:
                 self.num_rejected += 1
-            if isinstance(error, AuthenticationError):
-                complaints.warn(address, f"KV writer refused: {error}")
         except (OSError, EOFError):
             pass  # it hung up, or was silent for too long; its end is told below
         finally:
@@ -153,13 +159,16 @@ class ChannelListener:
                 self._loop.call_soon_threadsafe(self._on_writer_lost, told)
 
     def _introduction(self, connection: socket.socket) -> str | None:
-        """The writer's boot, or None when it was turned away."""
-        greeting = self._greeting(connection)
-        magic, version, row_bytes, boot_field, wanted = HELLO.unpack(greeting)
-        boot: str = boot_field.decode("ascii", "replace")
-        if (magic, version) != (MAGIC, VERSION) or not is_incarnation_id(boot):
+        """Return the writer's boot, or None if it was turned away."""
+        magic = receive_exactly(connection, len(MAGIC), self._patience_s)
+        if magic != MAGIC:
             raise MalformedError
-        verdict = self._verdict(boot, row_bytes, wanted)
+        greeting = magic + receive_exactly(connection, HELLO.size - len(magic), self._patience_s)
+        _, version, row_bytes, boot_field, wanted, reservation_id = HELLO.unpack(greeting)
+        boot: str = boot_field.decode("ascii", "replace")
+        if version != VERSION or not is_incarnation_id(boot):
+            raise MalformedError
+        verdict = self._verdict(boot, row_bytes, wanted, reservation_id)
         if verdict is HandshakeVerdict.WELCOME:
             return boot
         with self._lock:
@@ -167,23 +176,11 @@ class ChannelListener:
         connection.sendall(ANSWER.pack(MAGIC, VERSION, verdict))
         return None
 
-    def _greeting(self, connection: socket.socket) -> bytes:
-        """What the writer says of itself. With a secret, nothing of it is read that its proof does not cover."""
-        secret, patience_s = self._secret, self._patience_s
-        if secret is None:
-            first = receive_exactly(connection, len(MAGIC), patience_s)
-            if first != MAGIC:  # known at once, since a writer that proves a secret waits for an answer here
-                raise MalformedError
-            return first + receive_exactly(connection, HELLO.size - len(first), patience_s)
-        called = Called(secret, PURPOSE)
-        connection.sendall(called.challenge(receive_exactly(connection, OPENING.size, patience_s)))
-        answer = receive_exactly(connection, PROOF_BYTES + HELLO.size, patience_s)
-        called.check(answer[:PROOF_BYTES], answer[PROOF_BYTES:])
-        return answer[PROOF_BYTES:]
-
-    def _verdict(self, boot: str, row_bytes: int, wanted: bytes) -> HandshakeVerdict:
+    def _verdict(self, boot: str, row_bytes: int, wanted: bytes, reservation_id: bytes) -> HandshakeVerdict:
         if wanted != self._boot.encode():
             return HandshakeVerdict.OTHER_BOOT
+        if not self._is_open(reservation_id):
+            return HandshakeVerdict.NO_RESERVATION
         if row_bytes != self._row_bytes:
             return HandshakeVerdict.OTHER_ROW_BYTES
         with self._lock:
@@ -208,42 +205,22 @@ class ChannelListener:
         return True
 
 
-def pack_greeting(card: PeerDescriptor, boot: str) -> bytes:
-    """How the writer `boot` introduces itself to the owner of `card`."""
-    return HELLO.pack(MAGIC, VERSION, card.row_bytes, boot.encode(), card.incarnation_id.encode())
-
-
-def introduce(
-    connection: socket.socket, card: PeerDescriptor, boot: str, patience_s: float, secret: Secret | None = None
-) -> None:
-    """The writer's part, up to the answer: both sides prove `secret`, by default this process's, if there is one.
-
-    Raises NotTrustedError, or OSError when the connection ends. Leaves the timeout at `patience_s`.
-    """
-    greeting = pack_greeting(card, boot)
-    if secret := secret or security.own():
-        caller = Caller(secret, PURPOSE)
-        try:
-            connection.sendall(caller.opening)
-            challenge = receive_exactly(connection, CHALLENGE.size, patience_s)
-        except (EOFError, ConnectionError):
-            raise AuthenticationError(
-                "it hung up at the introduction, as one does that has no cluster secret"
-            ) from None
-        greeting = caller.answer(challenge, greeting) + greeting
-        connection.settimeout(patience_s)
-    connection.sendall(greeting)
+def pack_greeting(card: PeerDescriptor, boot: str, reservation_id: bytes = bytes(RESERVATION_ID_BYTES)) -> bytes:
+    """Return how the writer `boot` greets the owner of `card`."""
+    return HELLO.pack(MAGIC, VERSION, card.row_bytes, boot.encode(), card.incarnation_id.encode(), reservation_id)
 
 
 def check_answer(data: bytes) -> None:
     """Raises CardError or PeerLostError unless `data` is a welcome."""
     if len(data) != ANSWER.size:
-        raise PeerLostError("it hung up at the introduction, as one does that has a cluster secret when we prove none")
+        raise PeerLostError("it hung up at the greeting")
     magic, version, verdict = ANSWER.unpack(data)
     if (magic, version) != (MAGIC, VERSION):
         raise PeerLostError(f"it is not a KV channel of version {VERSION}")
     if verdict == HandshakeVerdict.OTHER_ROW_BYTES:
         raise DescriptorError("the peer's KV rows are not of the size that its card says")
+    if verdict == HandshakeVerdict.NO_RESERVATION:
+        raise ReservationRefusedError("it does not know the reservation, or has closed it")
     if verdict != HandshakeVerdict.WELCOME:
         raise PeerLostError(REFUSALS.get(verdict, "it refused us"))
 

@@ -75,7 +75,7 @@ class LocalChannel(Generic[Memory]):
         """What a writer is given after the welcome: bytes, and descriptors."""
         raise NotImplementedError
 
-    def _link(self, card: PeerDescriptor) -> ChannelLink:
+    def _link(self, card: PeerDescriptor, _ticket: bytes) -> ChannelLink:
         raise NotImplementedError
 
     @property

@@ -41,7 +41,7 @@ class ChannelLink(Protocol):
 class _Peer:
     """One peer for the life of one connection. Once `lost` it stays so: the next push makes another."""
 
-    def __init__(self, card: PeerDescriptor, connect: Callable[[], ChannelLink]) -> None:
+    def __init__(self, card: PeerDescriptor, connect: Callable[[bytes], ChannelLink]) -> None:
         self._name = f"{card.channel} peer {card.incarnation_id[:8]} at {card.endpoint}"
         self._connect = connect
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-push-{card.incarnation_id[:8]}")
@@ -83,7 +83,7 @@ class _Peer:
     def _run(self, ticket: bytes, source: Sequence[int], target: Sequence[int], stop: threading.Event) -> None:
         try:
             if not self.lost and self._link is None:
-                self._link = self._linked()
+                self._link = self._linked(ticket)
             if not self.lost and self._link is not None:
                 self._link.push(ticket, source, target, lambda: stop.is_set() or self.lost)
             if self.lost:
@@ -98,9 +98,9 @@ class _Peer:
             kind = PeerLostError if isinstance(error, OSError | EOFError) else type(error)
             raise kind(f"{self._name}: {error}") from error
 
-    def _linked(self) -> ChannelLink:
+    def _linked(self, ticket: bytes) -> ChannelLink:
         try:
-            return self._connect()
+            return self._connect(ticket)
         except (ValueError, OverflowError) as error:  # an address that no system call takes
             raise DescriptorError(f"not an address: {error}") from error
 
@@ -113,7 +113,7 @@ class _Peer:
 class ChannelPeers:
     """Whom we write to, by boot id; must be made on the event loop. `connect` runs in the peer's thread."""
 
-    def __init__(self, row_bytes: int, num_rows: int, connect: Callable[[PeerDescriptor], ChannelLink]) -> None:
+    def __init__(self, row_bytes: int, num_rows: int, connect: Callable[[PeerDescriptor, bytes], ChannelLink]) -> None:
         self._row_bytes = row_bytes
         self._num_rows = num_rows
         self._connect = connect
@@ -134,7 +134,7 @@ class ChannelPeers:
         peer = self._peers.get(card.incarnation_id)
         if peer is None or peer.hung_up():
             self._retire_lost()
-            peer = self._peers[card.incarnation_id] = _Peer(card, lambda: self._linked(card))
+            peer = self._peers[card.incarnation_id] = _Peer(card, lambda ticket: self._linked(card, ticket))
         try:
             await peer.push(ticket, source, target)
         finally:
@@ -150,8 +150,8 @@ class ChannelPeers:
         await asyncio.gather(*self._leaving)
         self._hangups.close()
 
-    def _linked(self, card: PeerDescriptor) -> ChannelLink:
-        link = self._connect(card)
+    def _linked(self, card: PeerDescriptor, ticket: bytes) -> ChannelLink:
+        link = self._connect(card, ticket)
         with contextlib.suppress(ValueError):  # closed meanwhile
             self._hangups.register(link.socket, select.EPOLLRDHUP | select.EPOLLET)
         return link

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from shared.kv.channel import DescriptorError, PeerDescriptor, PeerLostError
-from shared.kv.listener import ANSWER, check_answer, introduce
+from shared.kv.listener import ANSWER, check_answer, pack_greeting
 from shared.kv.local import LocalChannel, host_id
 from shared.kv.memory import HostMemory, Rows
 from shared.kv.peers import hung_up
@@ -48,7 +48,7 @@ class ShmChannel(LocalChannel[HostMemory]):
     def _offer(self) -> tuple[bytes, list[int]]:
         return b"", [self._fd]
 
-    def _link(self, card: PeerDescriptor) -> "_Mapping":
+    def _link(self, card: PeerDescriptor, _ticket: bytes) -> "_Mapping":
         return _Mapping(card, self._boot, self._rows, self._patience_s)
 
     def _let_go(self) -> None:
@@ -98,7 +98,7 @@ def attach(card: PeerDescriptor, boot: str, patience_s: float) -> tuple[socket.s
         connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         connection.settimeout(patience_s)
         connection.connect(card.endpoint)
-        introduce(connection, card, boot, patience_s)
+        connection.sendall(pack_greeting(card, boot))
         rows = _received(connection, card)
         undo.pop_all()
     return connection, rows

@@ -23,7 +23,7 @@ from shared.kv.listener import (
     ChannelListener,
     MalformedError,
     check_answer,
-    introduce,
+    pack_greeting,
     receive_exactly,
 )
 from shared.kv.peers import ChannelPeers
@@ -78,8 +78,10 @@ class TcpChannel:
         self._tickets: dict[bytes, _Ticket] = {}
         self._scratch = memoryview(bytearray(row_bytes))  # shared by all threads: nobody reads it
         self._card = PeerDescriptor(self.name, host, str(server.getsockname()[1]), boot, row_bytes, num_rows)
-        self._peers = ChannelPeers(row_bytes, num_rows, lambda card: _Connection(card, boot, self._staging, patience_s))
-        self._listener = ChannelListener(server, boot, row_bytes, self._serve, on_writer_lost, patience_s)
+        self._peers = ChannelPeers(row_bytes, num_rows, self._connect)
+        self._listener = ChannelListener(
+            server, boot, row_bytes, self._serve, on_writer_lost, patience_s, self._tickets.__contains__
+        )
 
     @classmethod
     async def start(
@@ -137,6 +139,10 @@ class TcpChannel:
         await self._peers.close()
         self._listener.close()
         self._staging = _none_left  # lets go of the memory, whoever may still hold this channel
+
+    def _connect(self, card: PeerDescriptor, ticket: bytes) -> "_Connection":
+        greeting = pack_greeting(card, self._card.incarnation_id, ticket)
+        return _Connection(card, greeting, self._staging, self._patience_s)
 
     def _serve(self, connection: socket.socket, _boot: str) -> None:
         """Receive pushes until the writer ends, is silent in the middle of one, or says what is not our protocol."""
@@ -246,14 +252,16 @@ class _Wire:
 class _Connection:
     """The writing end of a connection: frames out, one answer a push."""
 
-    def __init__(self, card: PeerDescriptor, boot: str, staging: Callable[[], Staging], patience_s: float) -> None:
+    def __init__(
+        self, card: PeerDescriptor, greeting: bytes, staging: Callable[[], Staging], patience_s: float
+    ) -> None:
         self._row_bytes = card.row_bytes
         self._patience_s = patience_s
         with contextlib.ExitStack() as undo:
             self.socket = socket.create_connection((card.host, int(card.endpoint)), patience_s)
             undo.callback(self.socket.close)
             _keep_alive(self.socket)
-            introduce(self.socket, card, boot, patience_s)
+            self.socket.sendall(greeting)
             check_answer(receive_exactly(self.socket, ANSWER.size, patience_s))
             self._staging = staging()
             undo.pop_all()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from shared.kv.channel import DescriptorError, PeerDescriptor, PeerLostError
-from shared.kv.listener import ANSWER, check_answer, introduce
+from shared.kv.listener import ANSWER, check_answer, pack_greeting
 from shared.kv.local import LocalChannel, host_id
 from shared.kv.peers import hung_up
 from shared.kv.shm import runs
@@ -67,7 +67,7 @@ class CudaIpcChannel(LocalChannel[DeviceRows]):
         data = OFFER.pack(region.kind.encode(), region.size, region.handle)
         return data, [] if region.descriptor is None else [region.descriptor]
 
-    def _link(self, card: PeerDescriptor) -> "_Copier":
+    def _link(self, card: PeerDescriptor, _ticket: bytes) -> "_Copier":
         if self._region is None or not self._reaches(card.host):
             raise DescriptorError("the peer's GPU cannot be written to from here")
         return _Copier(card, self._boot, self._region, self._patience_s)
@@ -135,7 +135,7 @@ def attach(card: PeerDescriptor, boot: str, gpu: CudaDevice, patience_s: float) 
         connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         connection.settimeout(patience_s)
         connection.connect(card.endpoint)
-        introduce(connection, card, boot, patience_s)
+        connection.sendall(pack_greeting(card, boot))
         data, descriptors, _, _ = socket.recv_fds(connection, ANSWER.size + OFFER.size, 1, socket.MSG_CMSG_CLOEXEC)
         for descriptor in descriptors:
             undo.callback(os.close, descriptor)

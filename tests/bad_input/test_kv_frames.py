@@ -51,7 +51,7 @@ def test_only_rows_of_an_open_ticket_change_whatever_is_pushed(
     expected = np.zeros((ROWS, ROW_BYTES), np.uint8)
     for opened, pushed, ending in turns:
         for ticket, rows in opened.items():
-            receiver.channel.open(TICKETS[ticket], rows)
+            receiver.channel.grant(TICKETS[ticket], rows)
         accepted = refused = 0
         acks = []
         for ticket, rows, fill in pushed:
@@ -70,7 +70,7 @@ def test_only_rows_of_an_open_ticket_change_whatever_is_pushed(
             assert answers == [ACK.pack(MAGIC, VERSION, *ack) for ack in acks]
         assert (receiver.memory.rows == expected).all()
         for ticket in opened:
-            receiver.channel.shut(TICKETS[ticket])
+            receiver.channel.revoke(TICKETS[ticket])
 
 
 async def test_a_writer_of_a_byte_now_and_then_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,10 +89,10 @@ async def test_a_writer_of_a_byte_now_and_then_is_given_up(monkeypatch: pytest.M
 
 
 def test_a_frame_cut_anywhere_changes_no_row_that_is_not_its_own(receiver: PlayedReceiver) -> None:
-    receiver.channel.open(TICKETS[0], [2])
+    receiver.channel.grant(TICKETS[0], [2])
     whole = packed((0, [2, 3], 7))
     for length in range(len(whole)):
         receiver.memory.rows[:] = 0
         receiver.hear(whole[:length])
         assert not receiver.memory.rows[[0, 1, 3, 4, 5, 6, 7]].any()
-    receiver.channel.shut(TICKETS[0])
+    receiver.channel.revoke(TICKETS[0])

@@ -8,7 +8,6 @@ import fcntl
 import heapq
 import os
 import random
-import secrets
 import select
 import struct
 import subprocess
@@ -19,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.secret import write_secret
 from tests.chaos.drive import CLIENTS, all_back
 from tests.chaos.evidence import at_rest
 from tests.chaos.traffic import Load, Outcome
@@ -141,8 +141,7 @@ def through(lines: tuple[Line, Line], for_s: float, requests: int, directory: Pa
     """Router, prefill nodes and clients here, decode nodes at the other end. The outcomes, and what is not as it should
     be afterwards. Raises AssertionError when the nodes do not come back."""
     secret = directory / "secret"  # beyond loopback, processes know each other by it
-    secret.touch(mode=0o600)
-    secret.write_text(secrets.token_hex(32) + "\n")
+    write_secret(secret)
     with Wire() as wire:
         inside: dict[str, object] = {"host": THERE}
         with cluster(

@@ -104,7 +104,10 @@ class PlayedSocket:
         assert len(data) < 128
 
 
-@target(HELLO.pack(MAGIC, VERSION, 16, b"f" * 32, b"0" * 32), HELLO.pack(MAGIC, VERSION, 15, b"f" * 32, b"0" * 32))
+@target(
+    HELLO.pack(MAGIC, VERSION, 16, b"f" * 32, b"0" * 32, bytes(16)),
+    HELLO.pack(MAGIC, VERSION, 15, b"f" * 32, b"0" * 32, bytes(16)),
+)
 def introductions(data: bytes) -> None:
     listener: Any = _receiver().channel._listener
     with suppress(MalformedError, EOFError):

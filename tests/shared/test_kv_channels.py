@@ -32,17 +32,14 @@ from shared.kv.listener import (
     MAX_CONNECTIONS_PER_WRITER,
     VERSION,
     WELCOME,
-    introduce,
+    check_answer,
     pack_greeting,
-    receive_exactly,
 )
 from shared.kv.local import host_id
 from shared.kv.memory import HostMemory
 from shared.kv.peers import ChannelPeers
 from shared.kv.shm import ShmChannel, runs
 from shared.kv.tcp import ACK, FRAME, MAX_FRAME_ROWS, TcpChannel, checked
-from shared.rpc import security
-from shared.rpc.security import CHALLENGE, OPENING, AuthenticationError, Called, Caller, Secret
 from tests.shared.kv_peer import Peer
 
 ROOT = Path(__file__).parents[2]
@@ -504,6 +501,8 @@ async def test_an_unknown_a_shut_or_a_foreign_ticket_moves_no_byte() -> None:
         shut = new_ticket(receiver)
         receiver.channel.revoke(shut)
         partly = new_ticket(receiver, [0, 2, 4])
+        connected = new_ticket(receiver)  # else the greeting would be refused, for the first two
+        await writer.channel.push(receiver.channel.descriptor(), connected, [], [])
         for ticket, allowed in ((bytes(16), []), (shut, []), (partly, [0, 2, 4])):
             with pytest.raises(ReservationRefusedError, match=f"{6 - len(allowed)} of 6 rows"):
                 await writer.channel.push(receiver.channel.descriptor(), ticket, [9] * 6, list(range(6)))
@@ -567,9 +566,17 @@ def raw_connection(receiver: Peer) -> socket.socket:
     return raw
 
 
+def greeting_to(receiver: Peer, boot: str = "f" * 32) -> bytes:
+    """A writer's, which names a reservation of no rows."""
+    reservation_id = secrets.token_bytes(16)
+    receiver.channel.grant(reservation_id, [])
+    card = PeerDescriptor.unpack(receiver.channel.descriptor(), receiver.channel.name)
+    return pack_greeting(card, boot, reservation_id)
+
+
 def raw_writer(receiver: Peer, boot: str = "f" * 32) -> socket.socket:
     raw = raw_connection(receiver)
-    raw.sendall(pack_greeting(PeerDescriptor.unpack(receiver.channel.descriptor(), receiver.channel.name), boot))
+    raw.sendall(greeting_to(receiver, boot))
     assert raw.recv(ANSWER.size, socket.MSG_WAITALL) == WELCOME
     return raw
 
@@ -606,11 +613,11 @@ ME, YOU = b"f" * 32, b"0" * 32
 STRANGE_HELLOS = {
     "text": b"GET / HTTP/1.1\r\nHost: node\r\nAccept: */*\r\nUser-Agent: somebody or other, at length\r\n\r\n",
     "zeros": bytes(HELLO.size),
-    "wrong magic": HELLO.pack(b"NOPE", VERSION, ROW_BYTES, ME, YOU),
-    "version 0": HELLO.pack(MAGIC, 0, ROW_BYTES, ME, YOU),
-    "version 255": HELLO.pack(MAGIC, 255, ROW_BYTES, ME, YOU),
-    "no boot": HELLO.pack(MAGIC, VERSION, ROW_BYTES, b"\xff" * 32, YOU),
-    "another boot": HELLO.pack(MAGIC, VERSION, ROW_BYTES, ME, YOU),
+    "wrong magic": HELLO.pack(b"NOPE", VERSION, ROW_BYTES, ME, YOU, bytes(16)),
+    "version 0": HELLO.pack(MAGIC, 0, ROW_BYTES, ME, YOU, bytes(16)),
+    "version 255": HELLO.pack(MAGIC, 255, ROW_BYTES, ME, YOU, bytes(16)),
+    "no boot": HELLO.pack(MAGIC, VERSION, ROW_BYTES, b"\xff" * 32, YOU, bytes(16)),
+    "another boot": HELLO.pack(MAGIC, VERSION, ROW_BYTES, ME, YOU, bytes(16)),
 }
 
 
@@ -708,7 +715,7 @@ async def test_a_stranger_who_says_nothing_is_given_up(kind: str) -> None:
     async with peers(kind, 1, patience_s=0.1) as (receiver,):
         for words in (
             b"",
-            pack_greeting(PeerDescriptor.unpack(receiver.channel.descriptor(), receiver.channel.name), "f" * 32)[:20],
+            greeting_to(receiver, "f" * 32)[:20],
         ):
             with raw_connection(receiver) as raw:
                 raw.sendall(words)
@@ -720,9 +727,7 @@ async def test_a_writer_has_few_connections_and_is_lost_with_the_last(pair: tupl
     writer, receiver = pair
     raws = [raw_writer(receiver) for _ in range(MAX_CONNECTIONS_PER_WRITER)]
     with raw_connection(receiver) as one_more:
-        one_more.sendall(
-            pack_greeting(PeerDescriptor.unpack(receiver.channel.descriptor(), receiver.channel.name), "f" * 32)
-        )
+        one_more.sendall(greeting_to(receiver, "f" * 32))
         assert ANSWER.unpack(one_more.recv(ANSWER.size))[2] != 0
         assert is_hung_up_on(one_more)
     assert receiver.channel.num_rejected == 1
@@ -764,134 +769,33 @@ async def test_a_crowd_of_connections_is_turned_away_and_service_returns_with_th
         await works(writer, receiver)
 
 
-# The cluster's secret
-
-OURS = Secret((b"our-secret-0123456789-abcdefghijklm",))
-THEIRS = Secret((b"their-secret-0123456789-abcdefghijk",))
+# Admission
 
 
-@pytest.fixture
-def secret(tmp_path: Path) -> Iterator[None]:
-    """Peers that are made from here on have a secret."""
-    path = tmp_path / "secret"
-    path.touch(mode=0o600)
-    path.write_bytes(OURS.keys[0])
-    security.configure(str(path), {})
-    yield
-    security.configure("", {})
-
-
-@pytest.mark.usefixtures("secret")
-async def test_peers_with_one_secret_push_as_ever(pair: tuple[Peer, Peer]) -> None:
-    writer, receiver = pair
-    await works(writer, receiver)
-    await works(receiver, writer)
-    assert receiver.channel.num_rejected == 0
-
-
-def unproved(raw: socket.socket, greeting: bytes, _card: PeerDescriptor) -> None:
-    raw.sendall(greeting)
-
-
-def with_another_secret(raw: socket.socket, _greeting: bytes, card: PeerDescriptor) -> None:
-    with pytest.raises(AuthenticationError, match="another cluster secret"):
-        introduce(raw, card, "f" * 32, PATIENCE_S, THEIRS)
-    raw.shutdown(socket.SHUT_WR)
-
-
-def of_a_false_version(raw: socket.socket, _greeting: bytes, _card: PeerDescriptor) -> None:
-    raw.sendall(OPENING.pack(security.MAGIC, 255, bytes(16)))
-
-
-def wrong_proof(raw: socket.socket, greeting: bytes, _card: PeerDescriptor) -> None:
-    raw.sendall(Caller(OURS, "kv").opening)
-    receive_exactly(raw, CHALLENGE.size, PATIENCE_S)
-    raw.sendall(bytes(32) + greeting)
-
-
-def changed_greeting(raw: socket.socket, greeting: bytes, _card: PeerDescriptor) -> None:
-    caller = Caller(OURS, "kv")
-    raw.sendall(caller.opening)
-    proof = caller.answer(receive_exactly(raw, CHALLENGE.size, PATIENCE_S), greeting)
-    raw.sendall(proof + greeting[:-1] + (b"1" if greeting.endswith(b"0") else b"0"))
-
-
-def proof_for_rpcs(raw: socket.socket, greeting: bytes, _card: PeerDescriptor) -> None:
-    raw.sendall(Caller(OURS, "kv").opening)
-    challenge = receive_exactly(raw, CHALLENGE.size, PATIENCE_S)
-    with pytest.raises(AuthenticationError):
-        Caller(OURS, "rpc").answer(challenge, greeting)
-    raw.sendall(OURS.sign("rpc caller", challenge[8:24], greeting) + greeting)
-
-
-def cut(raw: socket.socket, greeting: bytes, _card: PeerDescriptor) -> None:
-    caller = Caller(OURS, "kv")
-    raw.sendall(caller.opening)
-    proof = caller.answer(receive_exactly(raw, CHALLENGE.size, PATIENCE_S), greeting)
-    raw.sendall((proof + greeting)[:-1])
-    raw.shutdown(socket.SHUT_WR)
-
-
-@pytest.mark.usefixtures("secret")
-@pytest.mark.parametrize(
-    "speak",
-    [unproved, with_another_secret, of_a_false_version, wrong_proof, changed_greeting, proof_for_rpcs, cut],
-)
-@pytest.mark.parametrize("kind", ["tcp", "shm"])
-async def test_a_writer_without_the_proof_is_hung_up_on_before_it_is_listened_to(
-    kind: str, speak: Callable[[socket.socket, bytes, PeerDescriptor], None]
-) -> None:
-    async with peers(kind) as (writer, receiver):
-        card = PeerDescriptor.unpack(receiver.channel.descriptor(), kind)
-        with raw_connection(receiver) as raw:
-            await asyncio.to_thread(speak, raw, pack_greeting(card, "f" * 32), card)
+async def test_a_tcp_writer_that_names_no_open_reservation_is_turned_away(tcp_receiver: Peer) -> None:
+    opened, shut = secrets.token_bytes(16), secrets.token_bytes(16)
+    card = PeerDescriptor.unpack(tcp_receiver.channel.descriptor(), "tcp")
+    for reservation_id in (opened, shut):
+        tcp_receiver.channel.grant(reservation_id, [0])
+    tcp_receiver.channel.revoke(shut)
+    for number, reservation_id in enumerate((bytes(16), shut, secrets.token_bytes(16)), 1):
+        with raw_connection(tcp_receiver) as raw:
+            raw.sendall(pack_greeting(card, "f" * 32, reservation_id))
+            with pytest.raises(ReservationRefusedError):
+                check_answer(await asyncio.to_thread(raw.recv, ANSWER.size, socket.MSG_WAITALL))
             assert await asyncio.to_thread(is_hung_up_on, raw)
-        hung_up_itself = speak in {with_another_secret, cut}
-        await until(lambda: receiver.channel.num_rejected == (0 if hung_up_itself else 1))
+        await until(lambda count=number: tcp_receiver.channel.num_rejected == count)
+    with raw_connection(tcp_receiver) as raw:
+        raw.sendall(pack_greeting(card, "f" * 32, opened))
+        assert await asyncio.to_thread(raw.recv, ANSWER.size, socket.MSG_WAITALL) == WELCOME
+    assert tcp_receiver.channel.num_rejected == 3
+
+
+async def test_a_push_whose_reservation_is_closed_before_it_connects_is_refused_and_the_next_one_is_well() -> None:
+    async with peers("tcp") as (writer, receiver):
+        with pytest.raises(ReservationRefusedError, match="does not know the reservation, or has closed it"):
+            await writer.channel.push(receiver.channel.descriptor(), secrets.token_bytes(16), [0], [0])
         await works(writer, receiver)
-        assert receiver.lost == []
-
-
-@pytest.mark.usefixtures("secret")
-@pytest.mark.parametrize("kind", ["tcp", "shm", "cuda_ipc"])
-@pytest.mark.parametrize("answer", ["welcome", "another secret", "reflection", "hang up"])
-async def test_a_receiver_without_the_proof_is_told_nothing(kind: str, answer: str, directory: str) -> None:
-    writer = await Peer.start(kind, NUM_ROWS, ROW_BYTES, directory)
-    heard = b""
-
-    def serve(connection: socket.socket, opening: bytes) -> None:
-        nonlocal heard
-        words = {
-            "welcome": WELCOME + bytes(CHALLENGE.size),
-            "another secret": Called(THEIRS, "kv").challenge(opening),
-            "reflection": opening + bytes(32),
-            "hang up": b"",
-        }[answer]
-        connection.sendall(words)
-        with contextlib.suppress(ConnectionResetError):
-            while words and (piece := connection.recv(4096)):
-                heard += piece
-
-    with (
-        false_receiver(kind, directory, serve, OPENING.size) as card,
-        pytest.raises(PeerLostError, match="cluster secret"),
-    ):
-        await writer.channel.push(card, bytes(16), [0], [0])
-    assert heard == b""
-    await writer.close()
-
-
-@pytest.mark.parametrize("kind", ["tcp", "shm"])
-async def test_a_receiver_that_has_no_secret_is_found_out_at_once(
-    kind: str, directory: str, request: pytest.FixtureRequest
-) -> None:
-    receiver = await Peer.start(kind, NUM_ROWS, ROW_BYTES, directory, patience_s=3 * PATIENCE_S)
-    request.getfixturevalue("secret")
-    writer = await Peer.start(kind, NUM_ROWS, ROW_BYTES, directory, patience_s=PATIENCE_S)
-    with pytest.raises(PeerLostError, match="hung up at the introduction, as one does that has no cluster secret"):
-        await writer.channel.push(receiver.channel.descriptor(), new_ticket(receiver), [0], [0])
-    await writer.close()
-    await receiver.close()
 
 
 # Cancelled exchanges
@@ -942,7 +846,7 @@ async def test_a_link_whose_push_ended_in_any_other_way_is_never_used_again() ->
 
     made: list[Link] = []
 
-    def connect(_: PeerDescriptor) -> Link:
+    def connect(_: PeerDescriptor, __: bytes) -> Link:
         made.append(Link(len(made)))
         return made[-1]
 

@@ -142,7 +142,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["up", "--mode", "x"], "baton up: --mode 'x': must be disaggregated or colocated"),
         (["up", "--model", "/nowhere"], "baton up: --model /nowhere: is no directory"),
         (["up", "--prefill", "-1"], "baton up: --prefill '-1': must be a whole number from 0"),
-        (["router"], "baton router: --model (or BATON_MODEL) is needed"),
+        (["router"], "baton router: --model (or BATON_MODEL) is required"),
         (["prefill", "--kv-channel", "x"], "baton prefill: --kv-channel 'x': must be auto, pool, cuda_ipc, shm or tcp"),
         (["decode", "--registry", "x"], "baton decode: --registry 'x': must be host:port"),
         (["chat", "--temperature", "9"], "baton chat: "),

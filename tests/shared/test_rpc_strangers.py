@@ -549,6 +549,7 @@ async def test_a_server_that_never_proves_itself_is_given_up(ours: Identity, mon
 
 async def test_bytes_may_come_in_any_pieces(ours: Identity) -> None:
     """As the first call in the segment that ends the handshake, or byte by byte."""
+    ended = asyncio.Event()
     async with serving(ours) as served:
 
         async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -567,9 +568,13 @@ async def test_bytes_may_come_in_any_pieces(ours: Identity) -> None:
                     writer.write(data)
             writer.close()
             await forwarding
+            back.close()
+            ended.set()
 
         server = await asyncio.start_server(relay, "127.0.0.1", 0)
         async with server:
             channel = connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", ours)
             assert await STOP.call(channel, StopRequest(b"ticket"), WAIT_S) == Ack("heard")
             channel.close()
+            async with asyncio.timeout(WAIT_S):
+                await ended.wait()

@@ -281,5 +281,5 @@ def test_baton_up_has_a_secret_of_its_own_in_a_directory_of_its_own(tmp_path: Pa
     open_to_all = tmp_path / "open"
     open_to_all.mkdir()
     open_to_all.chmod(0o1777)
-    with pytest.raises(ConfigError, match="others may write there"):
+    with pytest.raises(ConfigError, match="other users can write there"):
         own_secret(str(open_to_all))

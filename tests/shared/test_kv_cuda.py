@@ -325,7 +325,7 @@ async def test_a_pool_on_a_gpu_is_lent_under_that_gpus_uuid(tmp_path: Path) -> N
     memory = FakeDeviceMemory(NUM_ROWS, ROW_BYTES, device)
     inner = await CudaIpcChannel.start(memory, secrets.token_hex(16), lambda _: None, tmp_path)
     ours = PoolOwner(inner, descriptor_file(tmp_path, device))
-    with pytest.raises(ValueError, match="no decode node lends"):
+    with pytest.raises(ValueError, match="no decode node shares"):
         PoolClient.attach(tmp_path, gpu(0), secrets.token_hex(16), 0.0, 1.0)
     borrower = await asyncio.to_thread(PoolClient.attach, tmp_path, gpu(1), secrets.token_hex(16), 1.0, 1.0)
     assert borrower.region is not None

@@ -212,8 +212,8 @@ def test_the_url_may_come_from_the_environment(
     [
         (404, b"{}", "status 404"),
         (200, b"hello", "JSON"),
-        (200, b"[]", "something else"),
-        (200, b'{"nodes": 1}', "something else"),
+        (200, b"[]", "did not answer with a status"),
+        (200, b'{"nodes": 1}', "did not answer with a status"),
         (500, b"", "status 500"),
     ],
 )

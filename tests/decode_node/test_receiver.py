@@ -360,7 +360,7 @@ async def test_a_grant_that_breaks_leaves_no_room_taken_though_nobody_asks_for_i
 
     async with bench(kind, tmp_path) as here:
         with monkeypatch.context() as patch:
-            patch.setattr(here.receiver._channels[0], "open", broken)
+            patch.setattr(here.receiver._channels[0], "grant", broken)
             with pytest.raises(ValueError, match="planted"):
                 await here.reserve()
         if kind == "shm":  # a ticket that nobody heard of: only the writer's word says that it is unused

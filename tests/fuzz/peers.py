@@ -71,7 +71,7 @@ TICKET = bytes(range(16))
 @cache
 def _receiver() -> PlayedReceiver:
     receiver = PlayedReceiver(8, 16)
-    receiver.channel.open(TICKET, [1, 2])
+    receiver.channel.grant(TICKET, [1, 2])
     return receiver
 
 
@@ -105,8 +105,8 @@ class PlayedSocket:
 
 
 @target(
-    HELLO.pack(MAGIC, VERSION, 16, b"f" * 32, b"0" * 32, bytes(16)),
-    HELLO.pack(MAGIC, VERSION, 15, b"f" * 32, b"0" * 32, bytes(16)),
+    HELLO.pack(MAGIC, VERSION, 16, b"f" * 32, b"0" * 32, TICKET),
+    HELLO.pack(MAGIC, VERSION, 15, b"f" * 32, b"0" * 32, TICKET),
 )
 def introductions(data: bytes) -> None:
     listener: Any = _receiver().channel._listener

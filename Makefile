@@ -77,7 +77,7 @@ schemathesis: .venv/tested
 
 # The libraries that the image installs, with their hashes, resolved again from pyproject.toml.
 lock: .venv/installed .venv/tools
-	$(BIN)/python deploy/lock.py | .venv/tools/bin/uv pip compile - --quiet --universal --python-version 3.11 \
+	$(BIN)/python deploy/lock.py | .venv/tools/bin/uv pip compile - --quiet --universal --python-version 3.11.3 \
 	  --generate-hashes --no-annotate --custom-compile-command "make lock" --output-file requirements.lock
 
 # The installed packages in CycloneDX format.

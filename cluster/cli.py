@@ -1,4 +1,4 @@
-"""The `baton` command. What a command needs is imported when it runs, so that `baton --help` is quick."""
+"""The `baton` command. Each command imports what it needs when it runs, so that `baton --help` is fast."""
 
 import sys
 import tomllib
@@ -14,15 +14,16 @@ from compare.cli import compare
 from shared.config.command_line import command_of, markup_mode, run_app
 from shared.config.settings import NodeSettings, RouterSettings
 
-Url = Annotated[str, typer.Option("--url", envvar="BATON_URL", help="The router's URL.")]
+Url = Annotated[str, typer.Option("--url", envvar="BATON_URL", help="URL of the router.")]
 ApiKey = Annotated[
-    str, typer.Option("--api-key", envvar="BATON_API_KEY", show_default=False, help="For a router that wants one.")
+    str,
+    typer.Option("--api-key", envvar="BATON_API_KEY", show_default=False, help="API key, if the router requires one."),
 ]
 LOCAL_URL = "http://127.0.0.1:8000"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `baton` with `argv`, by default the process's. Returns, or raises SystemExit with, the exit status."""
+    """Run `baton` with `argv`, by default `sys.argv`. Return the exit status, or raise SystemExit with it."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     status = run_app(_app(), arguments or ["--help"], "baton")
     return status if isinstance(status, int) else 0
@@ -31,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _app() -> typer.Typer:
     app = typer.Typer(rich_markup_mode=markup_mode(), pretty_exceptions_enable=False)
     app.callback(help="Serves large language models with prefill and decode on separate pools.")(_options)
-    app.command("up", help="Start a cluster on this machine, and watch it.")(command_of(LocalSettings, "baton up", _up))
+    app.command("up", help="Start a cluster on this machine and supervise it.")(
+        command_of(LocalSettings, "baton up", _up)
+    )
     app.command("router", help="Run one router.")(command_of(RouterSettings, "baton router", _router))
     app.command("prefill", help="Run one prefill node.")(command_of(NodeSettings, "baton prefill", _prefill))
     app.command("decode", help="Run one decode node.")(command_of(NodeSettings, "baton decode", _decode))
@@ -40,22 +43,22 @@ def _app() -> typer.Typer:
     app.command(
         "compare", help="Compare arms under the same traffic: which keeps the SLO, with what confidence, and why."
     )(compare)
-    app.command("role", help="Make a node of a running cluster a prefill or a decode node.")(_role)
-    app.command("doctor", help="Examine this installation, and that modes and KV channels give the same tokens.")(
+    app.command("role", help="Change the role of a node in a running cluster.")(_role)
+    app.command("doctor", help="Check this installation, and that modes and KV channels give the same tokens.")(
         command_of(DoctorSettings, "baton doctor", _doctor)
     )
     app.command("secret", help="Write a new secret for the processes of a cluster (--cluster-secret-file).")(_secret)
-    app.command("key", help="Draw an API key for a tenant: `baton key NAME >> FILE` for --api-keys-file.")(_key)
-    app.command("chat", help="Talk to a running cluster.")(_chat)
+    app.command("key", help="Create an API key for a tenant: `baton key NAME >> FILE` for --api-keys-file.")(_key)
+    app.command("chat", help="Chat with the model of a running cluster.")(_chat)
     return app
 
 
 def _options(
     show_version: Annotated[
-        bool, typer.Option("--version", help="Print the version, and end.", callback=lambda on: on and _print_version())
+        bool, typer.Option("--version", help="Print the version and exit.", callback=lambda on: on and _print_version())
     ] = False,
 ) -> None:
-    """Of `baton` itself."""
+    """Options of `baton` itself."""
 
 
 def _print_version() -> None:
@@ -94,7 +97,7 @@ def _decode(settings: NodeSettings) -> int:
 def _status(
     url: Url = LOCAL_URL,
     api_key: ApiKey = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the router's own document.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON document of the router.")] = False,
 ) -> int:
     from cluster.status import show_status
 
@@ -108,8 +111,8 @@ def _top(url: Url = LOCAL_URL, api_key: ApiKey = "") -> int:
 
 
 def _role(
-    node: Annotated[str, typer.Argument(help="Its name, as `baton status` shows it.")],
-    role: Annotated[str, typer.Argument(help="prefill or decode.")],
+    node: Annotated[str, typer.Argument(help="Name of the node, as shown by `baton status`.")],
+    role: Annotated[str, typer.Argument(help="New role: prefill or decode.")],
     url: Url = LOCAL_URL,
     api_key: ApiKey = "",
 ) -> int:
@@ -125,8 +128,8 @@ def _doctor(settings: DoctorSettings) -> int:
 
 
 def _secret(
-    file: Annotated[Path, typer.Argument(help="Where to; only you may read it.")],
-    if_absent: Annotated[bool, typer.Option("--if-absent", help="Be content with the file that is there.")] = False,
+    file: Annotated[Path, typer.Argument(help="File to write, readable only by you.")],
+    if_absent: Annotated[bool, typer.Option("--if-absent", help="Do nothing if the file exists.")] = False,
 ) -> int:
     from cluster.secret import run_secret
 
@@ -134,8 +137,10 @@ def _secret(
 
 
 def _key(
-    tenant: Annotated[str, typer.Argument(help="Whose: several keys may be one tenant's.")],
-    admin: Annotated[bool, typer.Option("--admin", help="It may see and change the whole cluster.")] = False,
+    tenant: Annotated[str, typer.Argument(help="Name of the tenant, which may have several keys.")],
+    admin: Annotated[
+        bool, typer.Option("--admin", help="Allow access to status, metrics and roles of the cluster.")
+    ] = False,
 ) -> int:
     from cluster.key import make_key
 
@@ -145,8 +150,10 @@ def _key(
 def _chat(
     url: Url = LOCAL_URL,
     api_key: ApiKey = "",
-    system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.", show_default="router's")] = None,
+    system: Annotated[str, typer.Option(help="System prompt.")] = "",
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum tokens of an answer.", show_default="router's")
+    ] = None,
     temperature: Annotated[
         float | None, typer.Option(min=0.0, max=2.0, help="0 is greedy.", show_default="router's")
     ] = None,

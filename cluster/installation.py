@@ -30,7 +30,7 @@ from shared.kv.memory import HostMemory
 from shared.lifecycle import wait_until
 from shared.model_files import DEMO_MODEL, resolve
 from shared.registry import RedisRegistry
-from shared.rpc import security
+from shared.rpc import tls
 
 FLOOR = re.compile(r"([\w.-]+)>=([\d.]+)")  # of a requirement without an extra
 OTHER_FILES = 256  # that a process has open beside its clients: nodes, libraries, logs
@@ -175,10 +175,10 @@ def open_files(settings: DoctorSettings) -> str:
 
 def secret_files(settings: DoctorSettings) -> str:
     """Those that are given; from here on this process is one of their cluster."""
-    security.configure(settings.cluster_secret_file, {"--registry-host": settings.registry_host})
+    tls.configure(settings.cluster_secret_file, {"--registry-host": settings.registry_host})
     if settings.api_keys_file or settings.api_keys:
         ApiKeys(settings.api_keys_file, settings.api_keys)
-    elif not security.is_loopback(settings.host):
+    elif not tls.is_loopback(settings.host):
         raise CheckFailedError(
             f"--host {settings.host} is open to everybody who reaches it: give --api-keys-file, see `baton key`"
         )

@@ -61,10 +61,10 @@ class LocalSettings(ServingSettings, ComputingSettings):
     decode: int = Field(default=0, ge=0, le=256, description="Number of decode nodes; 0: 1, colocated 1 + --prefill.")
     devices: Devices = Field(
         default=(),
-        description="GPUs as in cuda:0,cuda:1: prefill, then decode nodes in turn; empty: all nodes on --device.",
+        description="GPUs, as in cuda:0,cuda:1, given to prefill, then decode nodes in turn; empty: --device for all.",
     )
     registry_host: Host = Field(default="127.0.0.1", description="Address that nodes join at.")
-    registry_port: Port = Field(default=0, description="Port that nodes join at; 0: any that is free.")
+    registry_port: Port = Field(default=0, description="Port that nodes join at; 0: any free port.")
 
     @model_validator(mode="after")
     def _tells_loss_from_silence(self) -> "LocalSettings":
@@ -102,10 +102,8 @@ class LocalSettings(ServingSettings, ComputingSettings):
 class DoctorSettings(LocalSettings):
     """The examination"""
 
-    url: str = Field(
-        default="", description="Router of a running cluster to examine; empty: small ones are started here."
-    )
-    api_key: str = Field(default="", repr=False, description="Shown to that router: an admin's.")
+    url: str = Field(default="", description="URL of a running cluster to check; empty: start small ones here.")
+    api_key: str = Field(default="", repr=False, description="Admin key for that router.")
 
 
 def _not_poolable(num_prefill: int, places: Sequence[str]) -> str:

@@ -1,27 +1,49 @@
-"""`baton secret` writes a new secret of a cluster; `baton up` has one too, so that no other user's process joins it."""
+"""`baton secret` writes the secret of a cluster; `baton up` has one, so that no other user's process can join."""
 
+import datetime
 import os
 import secrets
 import sys
 from pathlib import Path
 
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
 from shared.errors import ConfigError
 from shared.kv.local import private
 
-NAME = "cluster-secret"
-RANDOM_BYTES = 32
+NAME = "cluster-secret.pem"
+
+
+def new_pem() -> bytes:
+    """Return a new private key and its self-signed certificate, which does not expire: clocks need not agree."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    # A name of its own keeps the certificates apart while one replaces the other.
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"baton cluster {secrets.token_hex(8)}")])
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(datetime.datetime(2020, 1, 1))
+        .not_valid_after(datetime.datetime(9999, 12, 31, 23, 59, 59))
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    encoded_key = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return encoded_key + certificate.public_bytes(serialization.Encoding.PEM)
 
 
 def write_secret(path: Path) -> bool:
-    """A new secret that only its owner may read; whole when it appears. False: there is a file already, which stays.
+    """Write a new secret that only its owner can read, complete when it appears. False: the file exists and is kept.
 
     Raises OSError.
     """
     written = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with open(descriptor, "w", encoding="ascii") as file:
-            file.write(secrets.token_urlsafe(RANDOM_BYTES) + "\n")
+        with open(descriptor, "wb") as file:
+            file.write(new_pem())
         os.link(written, path)
     except FileExistsError:
         return False
@@ -31,11 +53,11 @@ def write_secret(path: Path) -> bool:
 
 
 def run_secret(file: Path, *, if_absent: bool) -> int:
-    """Returns the exit status: 1, after one line on stderr, when nothing was written and that is not well."""
+    """Return the exit status: 1, after one line on stderr, if nothing was written and that is an error."""
     try:
         if write_secret(file) or if_absent:
             return 0
-        problem = "is there already; to change it, see docs/security.md"
+        problem = "exists already; docs/security.md says how to change a secret"
     except OSError as error:
         problem = f"cannot be written: {error.strerror}"
     print(f"baton secret: {file}: {problem}", file=sys.stderr)
@@ -43,7 +65,7 @@ def run_secret(file: Path, *, if_absent: bool) -> int:
 
 
 def own_secret(directory: str) -> str:
-    """The file of this user's own secret, in a private directory, written where there is none. Raises ConfigError."""
+    """Return the file of this user's own secret in a private directory, written if needed. Raises ConfigError."""
     try:
         path = private(directory).absolute() / NAME
         write_secret(path)

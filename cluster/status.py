@@ -1,4 +1,4 @@
-"""`baton status`: what the router's status page says, as a table. It judges nothing."""
+"""`baton status`: the status of a cluster, as a table."""
 
 import json
 import sys
@@ -13,11 +13,11 @@ COLUMNS = ("node", "role", "state", "running", "waiting", "KV blocks", "steps", 
 
 
 class RouterUnreachableError(Exception):
-    """Nothing that speaks as a Baton router answers at the URL; the message says so in one line."""
+    """No Baton router answers at the URL. The message is one line."""
 
 
 def show_status(url: str, api_key: str, *, as_json: bool) -> int:
-    """Returns the exit status: 1, after one line on stderr, when no router answers."""
+    """Return the exit status: 1, after one line on stderr, if no router answers."""
     try:
         status = fetch_status(url, api_key)
     except RouterUnreachableError as error:
@@ -36,7 +36,7 @@ def show_status(url: str, api_key: str, *, as_json: bool) -> int:
 
 
 def fetch_status(url: str, api_key: str = "") -> dict[str, Any]:
-    """The document of GET /v1/status. Raises Unreachable."""
+    """Return the document of GET /v1/status. Raises RouterUnreachableError."""
     try:
         # No proxy: the default URL is this machine's.
         headers = bearer(api_key)
@@ -50,14 +50,14 @@ def fetch_status(url: str, api_key: str = "") -> dict[str, Any]:
     except ValueError:
         raise RouterUnreachableError(f"{url} did not answer with JSON; is it a router?") from None
     if not isinstance(status, dict) or not isinstance(status.get("nodes"), list):
-        raise RouterUnreachableError(f"{url} answered with something else than a status; is it a router?")
+        raise RouterUnreachableError(f"{url} did not answer with a status; is it a router?")
     return status
 
 
 def refusal(url: str, status: int) -> str:
-    """What an answer that is none says of the remedy."""
+    """Explain a refused request, with the remedy if there is one."""
     if status in {401, 403}:
-        return f"{url} wants an admin's key: give --api-key, or set BATON_API_KEY"
+        return f"{url} requires an admin key: give --api-key, or set BATON_API_KEY"
     return f"{url} answered with status {status}; is it a router?"
 
 
@@ -66,13 +66,13 @@ def summary(status: dict[str, Any]) -> str:
     return (
         f"{status.get('model', '?')}, {status.get('mode', '?')}; "
         f"registry {registry.get('kind', '?')}: {registry.get('state', '?')}; "
-        f"requests: {requests.get('running', 0)} running, {requests.get('total', 0)} in all; "
+        f"requests: {requests.get('running', 0)} running, {requests.get('total', 0)} in total; "
         f"handoffs: {status.get('handoffs', 0)}, {size_text(status.get('bytes_moved', 0))} moved"
     )
 
 
 def row_of(node: dict[str, Any]) -> tuple[str, ...]:
-    """One node in the order of COLUMNS. Blocks in use are all that are neither free nor merely cached."""
+    """Return the row of a node. Blocks in use are those that are neither free nor only cached."""
     blocks = node.get("blocks") or {}
     total = blocks.get("total", 0)
     used = total - blocks.get("free", 0) - blocks.get("cached", 0)

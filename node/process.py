@@ -42,7 +42,7 @@ from shared.kv_gpu.pool import NAME as POOL
 from shared.kv_gpu.pool import PoolClient, PoolOwner, descriptor_file
 from shared.lifecycle import ProcessLifetime, freeze_gc, run
 from shared.registry import Announcer, announcer
-from shared.rpc import security
+from shared.rpc import tls
 from shared.rpc.methods import ATTACH, SET_ROLE, RpcServer, unary
 
 log = logging.getLogger("baton.node")
@@ -67,7 +67,7 @@ def main(settings: NodeSettings, role: Role, factories: Mapping[str, RoleFactory
     try:
         failpoints.configure(settings.failpoint, allowed=settings.allow_failpoints)
         listens = {"--host": settings.host, "--kv-host": settings.kv_host or settings.host}
-        security.configure(settings.cluster_secret_file, listens)
+        tls.configure(settings.cluster_secret_file, listens)
         private(settings.kv_directory)
         pool = _shared_pool(settings, incarnation_id) if role is PREFILL and settings.kv_channel == POOL else None
         components = build(_build_options(settings), pool)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from node.stats import HandoffCounters
 from shared.kv.channel import RESERVATION_ID_BYTES, ChannelError, KVChannel
 from shared.lifecycle import TaskGroup
-from shared.rpc.connection import GuardedChannel
+from shared.rpc.connection import RpcChannel
 from shared.rpc.messages import RenewRequest, StopRequest
 from shared.rpc.methods import RENEW, STOP, PeerError, connect
 
@@ -84,7 +84,7 @@ class DecodePeer:
     """A decode node as this prefill node sees it."""
 
     address: str
-    rpc: GuardedChannel
+    rpc: RpcChannel
     reserving: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_RESERVING))
     channel: KVChannel | None = None  # the last one chosen, and the descriptors it was chosen from
     descriptors: dict[str, bytes] = field(default_factory=dict)

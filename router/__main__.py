@@ -39,7 +39,7 @@ from shared.errors import ConfigError
 from shared.lifecycle import ProcessLifetime, freeze_gc, run
 from shared.model_files import resolve
 from shared.registry import EmbeddedRegistry, RedisRegistry, Registry
-from shared.rpc import security
+from shared.rpc import tls
 
 log = logging.getLogger("baton.router")
 
@@ -50,7 +50,7 @@ def main(settings: RouterSettings) -> int:
         failpoints.configure(settings.failpoint, allowed=settings.allow_failpoints)
         # With Redis there is no registry port; the API's port has keys of its own.
         listens = {} if settings.registry else {"--registry-host": settings.registry_host or settings.host}
-        security.configure(settings.cluster_secret_file, listens)
+        tls.configure(settings.cluster_secret_file, listens)
         directory = resolve(settings.model)
         is_local = Path(settings.model).exists()
         name = settings.served_model_name or (directory.resolve().name if is_local else settings.model)

@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+import threading
 from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -11,6 +12,7 @@ from typing import Any
 
 TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 NOTHING: Mapping[str, str] = MappingProxyType({})
+MAX_PEERS = 1024  # remembered by a RateLimitedLog
 LINE_ENDS = {ord(end): repr(end)[1:-1] for end in "\n\r\v\f\x1b\x1c\x1d\x1e\x85\u2028\u2029"}
 _about: ContextVar[Mapping[str, str]] = ContextVar("about", default=NOTHING)
 
@@ -63,3 +65,28 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
+
+
+class RateLimitedLog:
+    """Logs the first problem with a peer, and its next one only after `reset`, so that retries do not fill the log."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._peers: dict[str, None] = {}  # oldest first
+        self._lock = threading.Lock()  # KV channels log from threads
+
+    def warn(self, peer: str, text: str) -> None:
+        with self._lock:
+            is_new = peer not in self._peers
+            if is_new and len(self._peers) >= MAX_PEERS:
+                del self._peers[next(iter(self._peers))]
+            self._peers[peer] = None
+        self._logger.log(logging.WARNING if is_new else logging.DEBUG, "%s: %s", peer, text)
+
+    def reset(self, peer: str) -> None:
+        """The peer is well: log its next problem."""
+        with self._lock:
+            self._peers.pop(peer, None)
+
+
+peer_log = RateLimitedLog(logging.getLogger("baton.security"))

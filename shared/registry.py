@@ -19,11 +19,11 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from shared.lifecycle import TaskGroup
-from shared.rpc import security
+from shared.logs import peer_log
+from shared.rpc import tls
 from shared.rpc.codec import DecodeError, decode, encode
 from shared.rpc.messages import JoinReply, NodeInfo
 from shared.rpc.methods import JOIN, PEER_FAILURES, RpcServer, connect
-from shared.rpc.security import Secret, complaints
 
 log = logging.getLogger("baton.registry")
 REDIS_TIMEOUT_S = 0.5
@@ -190,24 +190,24 @@ def _keys(cluster: str) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class Sealed:
-    """An entry under a secret: the encoded NodeInfo, and a proof over it and over the key that it is kept at."""
+    """An entry of a cluster with a secret: the encoded NodeInfo, and a signature over it and its key in Redis."""
 
     info: bytes
     proof: bytes
 
 
-def seal(info: NodeInfo, key: str, secret: Secret | None) -> bytes:
-    """What is kept in Redis at `key`."""
+def seal(info: NodeInfo, key: str, identity: tls.Identity | None) -> bytes:
+    """Return the value to store in Redis at `key`."""
     data = encode(info)
-    return data if secret is None else encode(Sealed(data, secret.sign("registry", key.encode(), data)))
+    return data if identity is None else encode(Sealed(data, identity.sign(key, data)))
 
 
-def unseal(value: bytes, key: str, secret: Secret | None) -> NodeInfo:
-    """Raises Malformed for what is no entry of a node, or was not signed by one that has the secret."""
-    if secret is not None:
+def unseal(value: bytes, key: str, identity: tls.Identity | None) -> NodeInfo:
+    """Inverse of `seal`. Raises DecodeError for a value that is malformed or not signed by a member of the cluster."""
+    if identity is not None:
         sealed = decode(value, Sealed)
-        if not secret.is_signed(sealed.proof, "registry", key.encode(), sealed.info):
-            raise DecodeError("it was not signed with the cluster's secret")
+        if not identity.is_signed(sealed.proof, key, sealed.info):
+            raise DecodeError("it is not signed with the cluster's secret")
         value = sealed.info
     return decode(value, NodeInfo)
 
@@ -217,7 +217,7 @@ class RedisAnnouncer:
 
     def __init__(self, url: str, cluster: str, heartbeat_s: float) -> None:
         self._client = _client(url)
-        self._secret = security.own()
+        self._identity = tls.own()
         self._prefix, self._index = _keys(cluster)
         self._heartbeat_s = heartbeat_s
         self._info: NodeInfo | None = None
@@ -247,7 +247,7 @@ class RedisAnnouncer:
             try:
                 lease_ms = int(1000 * LEASE_HEARTBEATS * self._heartbeat_s)
                 key = self._prefix + self._info.id
-                await self._client.set(key, seal(self._info, key, self._secret), px=lease_ms)
+                await self._client.set(key, seal(self._info, key, self._identity), px=lease_ms)
                 await self._client.sadd(self._index, self._info.id)
                 complained = False
             except REDIS_FAILURES as error:
@@ -271,7 +271,7 @@ class RedisRegistry:
         self.state = "down"
         self.skipped = 0  # entries that were not a NodeInfo
         self._client = _client(url)
-        self._secret = security.own()
+        self._identity = tls.own()
         self._prefix, self._index = _keys(cluster)
         self._interval_s = heartbeat_s
         self._absent_since: dict[str, float] = {}
@@ -318,11 +318,11 @@ class RedisRegistry:
                 gone.append(member)
                 continue
             try:
-                info = unseal(value, self._prefix + name, self._secret)
+                info = unseal(value, self._prefix + name, self._identity)
                 check_node(info)
             except DecodeError as error:
                 self.skipped += 1
-                complaints.warn(self._prefix, f"an entry in Redis is skipped: {error}")
+                peer_log.warn(self._prefix, f"an entry in Redis is skipped: {error}")
                 continue
             if info.id == name:
                 found[name] = info

@@ -1,6 +1,6 @@
-"""The command line of every process: an option a setting, made from the settings themselves.
+"""The command line of every process, with an option for each setting.
 
-Wrong usage and wrong values are one line on stderr and status 2.
+Wrong usage and wrong values are reported in one line on stderr, with status 2.
 """
 
 import inspect
@@ -23,7 +23,7 @@ Misuse = cast(type[Exception], next(kind for kind in typer.BadParameter.__mro__ 
 
 
 def settings_from_command_line(kind: type[S], argv: Sequence[str], prog: str) -> S:
-    """For `__main__`. Ends the process after --help and --print-config, and with status 2 for a bad value."""
+    """Return the settings for `__main__`. Exits after --help and --print-config, and with status 2 for a bad value."""
     app = typer.Typer(add_completion=False, rich_markup_mode=markup_mode())
     app.command(help=f"Run one process: {prog}.")(command_of(kind, prog, lambda settings: settings))
     result = run_app(app, argv, prog)
@@ -33,12 +33,12 @@ def settings_from_command_line(kind: type[S], argv: Sequence[str], prog: str) ->
 
 
 def markup_mode() -> Literal["rich"] | None:
-    """Boxes and colours are for terminals."""
+    """Use boxes and colours only on terminals."""
     return "rich" if sys.stdout.isatty() else None
 
 
 def run_app(app: typer.Typer, argv: Sequence[str], prog: str) -> Any:
-    """What the command returned, or 0 after --help. Wrong usage is one line on stderr and SystemExit(2)."""
+    """Return what the command returned, or 0 after --help. Wrong usage prints one line and raises SystemExit(2)."""
     try:
         return typer.main.get_command(app).main(args=list(argv), prog_name=prog, standalone_mode=False)
     except Misuse as error:
@@ -49,9 +49,9 @@ def run_app(app: typer.Typer, argv: Sequence[str], prog: str) -> Any:
 
 
 def command_of(kind: type[S], prog: str, run: Callable[[S], Any]) -> Callable[..., Any]:
-    """A function that Typer takes for a command with an option a field, and that runs `run` with the settings.
+    """Return a function for Typer: a command with an option for each field, which calls `run` with the settings.
 
-    A ConfigError, of the settings or out of `run`, is one line on stderr and status 2.
+    A ConfigError, from the settings or from `run`, prints one line on stderr and exits with status 2.
     """
 
     def command(print_config: bool, **flags: object) -> Any:
@@ -62,14 +62,14 @@ def command_of(kind: type[S], prog: str, run: Callable[[S], Any]) -> Callable[..
                 return 0
             for name in kind.needed:
                 if not getattr(settings, name):
-                    raise ConfigError(f"{flag_of(name)} (or {variable_of(name)}) is needed")
+                    raise ConfigError(f"{flag_of(name)} (or {variable_of(name)}) is required")
             return run(settings)
         except ConfigError as error:
             print(f"{prog}: {error}", file=sys.stderr)
             raise SystemExit(2) from None
 
     parameters = [_parameter(name, field, _panel(kind, name)) for name, field in kind.model_fields.items()]
-    about = typer.Option("--print-config", help="Print every setting with where it comes from, and end.")
+    about = typer.Option("--print-config", help="Print every setting with its source, and exit.")
     parameters.append(_keyword("print_config", Annotated[bool, about], default=False))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -77,11 +77,11 @@ def command_of(kind: type[S], prog: str, run: Callable[[S], Any]) -> Callable[..
 
 
 def _parameter(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
-    """Values stay text: pydantic is the one that reads them, from wherever they come."""
+    """Return the option of a field. Values stay text: pydantic parses them, whatever their source."""
     flag = flag_of(name)
     default = format_value(field.get_default(call_default_factory=True), field)
     about = str(field.description)
-    if default and f"{default}: " not in about:  # there, the text says already what the default does
+    if default and f"{default}: " not in about:  # the text already explains the default
         about += f" Default: {default}."
     if field.annotation is bool:
         flag += f"/--no-{flag[2:]}"
@@ -108,7 +108,7 @@ def _metavar(field: FieldInfo) -> str:
 
 
 def _panel(kind: type[Settings], name: str) -> str:
-    """The class that declares the field says what it is about."""
+    """Return the title of the group in --help: the docstring of the class that declares the field."""
     owner = next(base for base in kind.__mro__ if name in inspect.get_annotations(base))
     return str(owner.__doc__).split(";")[0]
 
@@ -118,7 +118,7 @@ def _shown(value: str, field: FieldInfo) -> str:
 
 
 def print_settings(settings: Settings, sources: Mapping[str, str]) -> None:
-    """A table on a terminal; elsewhere `name = value  # source`."""
+    """Print a table on a terminal, and `name = value  # source` elsewhere."""
     fields = type(settings).model_fields
     rows = [
         (name, _shown(format_value(getattr(settings, name), fields[name]), fields[name]), source)

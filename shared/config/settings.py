@@ -1,6 +1,6 @@
-"""Every setting of every process: its default, its help, its bounds; and where its value comes from.
+"""Every setting of every process: its default, its help text, its bounds, and where its value comes from.
 
-A flag is over `BATON_<FIELD>` in the environment, which is over the default. Nobody else reads the environment.
+A flag overrides `BATON_<FIELD>` in the environment, which overrides the default. No other module reads the environment.
 """
 
 import difflib
@@ -24,7 +24,7 @@ PREFIX = "BATON_"
 CLIENTS = ("url", "api_key")  # of the commands that ask a router
 MAX_CPU = 4095
 SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,6})?) ?(?:([KMGT])(I?))?B?", re.IGNORECASE | re.ASCII)
-MAX_SIZE = 10**18  # as many digits as are read: what one process is told it hands on to others in bytes
+MAX_SIZE = 10**18  # as many digits as are parsed: a process passes sizes on to others in bytes
 SIZE_FORMS = "bytes, or a number with KiB, MiB, GiB, TiB, kB, MB, GB or TB, as in 512MiB"
 EVERY_ADDRESS = ("0.0.0.0", "::")
 
@@ -33,7 +33,7 @@ EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 def parse_size(value: int | str) -> int:
-    """Bytes of "512MiB" (1024s), "2GB" (1000s) or "4096". Raises ValueError for anything that is no such size."""
+    """Return the bytes in "512MiB" (1024s), "2GB" (1000s) or "4096". Raises ValueError for anything else."""
     match = SIZE.fullmatch(str(value).strip())
     # "2G" is 2 GB to some programs and 2 GiB to others.
     if match is None or (match[2] and not match[0].upper().endswith("B")):
@@ -41,12 +41,12 @@ def parse_size(value: int | str) -> int:
     exponent = " KMGT".index(match[2].upper()) if match[2] else 0
     size = Fraction(match[1]) * (1024 if match[3] else 1000) ** exponent
     if 0 < size < 1 or size >= MAX_SIZE:
-        raise ValueError(f"must be whole bytes, and fewer than an exabyte: {SIZE_FORMS}")
+        raise ValueError(f"must be whole bytes, and less than an exabyte: {SIZE_FORMS}")
     return int(size)
 
 
 def parse_cpus(value: str | Iterable[int]) -> tuple[int, ...]:
-    """CPU numbers of "0,2-3", in order and once each; "" is none. Raises ValueError."""
+    """Return the CPU numbers in "0,2-3", sorted and without duplicates; "" is none. Raises ValueError."""
     if not isinstance(value, str):
         return tuple(sorted(set(value)))
     cpus: set[int] = set()
@@ -60,7 +60,7 @@ def parse_cpus(value: str | Iterable[int]) -> tuple[int, ...]:
 
 
 def format_value(value: object, field: FieldInfo | None = None) -> str:
-    """As the command line and the environment take it."""
+    """Format a value as the command line and the environment accept it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int) and field is not None and is_size(field) and value and value % (1 << 20) == 0:
@@ -73,7 +73,7 @@ def is_size(field: FieldInfo) -> bool:
 
 
 def private_directory() -> str:
-    """For unix sockets: nobody else may write there, and its path is short, as a socket's has to be."""
+    """Return a directory for unix sockets that no other user can write to, with the short path that sockets need."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and os.access(runtime, os.W_OK):
         return str(Path(runtime) / "baton")
@@ -96,7 +96,7 @@ def _check_registry(value: str) -> str:
     try:
         parts = urlsplit(value)
         valid = parts.scheme in {"redis", "rediss", "unix"} and (parts.port or 0) >= 0 and (parts.netloc or parts.path)
-    except ValueError:  # its words repeat the URL, with the password
+    except ValueError:  # its message repeats the URL, with the password
         valid = False
     if not valid:
         raise ValueError("must be redis://host:port/database, rediss:// or unix:// for a URL")
@@ -145,13 +145,13 @@ LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidat
 
 
 class Settings(BaseModel):
-    """Frozen; an unknown key is an error. `needed` may not be empty when a process starts."""
+    """Base of all settings: frozen, without unknown keys. The fields in `needed` must not be empty at the start."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
     needed: ClassVar[tuple[str, ...]] = ("model",)
 
     def environment(self) -> dict[str, str]:
-        """What makes another process read the same settings: one variable for each that is not at its default."""
+        """Return the environment in which another process reads the same settings."""
         return {
             variable_of(name): format_value(getattr(self, name))
             for name, field in type(self).model_fields.items()
@@ -164,17 +164,20 @@ class CommonSettings(Settings):
 
     model: str = Field(default="", description="Model: a directory, or a hub id such as Qwen/Qwen3-0.6B.")
     max_model_len: CountOrNone = Field(
-        default=0, description="Longest prompt and answer together, in tokens; 0: the model's."
+        default=0, description="Maximum tokens of a prompt and its completion together; 0: the limit of the model."
     )
     cluster: Label = Field(
-        default="default", description="Name of the cluster, which keeps several apart in one Redis."
+        default="default", description="Name of the cluster. Clusters with different names can share a Redis."
     )
-    drain_timeout_s: Seconds = Field(default=30.0, description="How long a process that ends waits for its requests.")
-    log_level: LogLevel = Field(default="info", description="How much is logged.")
-    log_format: Literal["text", "json"] = Field(default="text", description="Lines for people, or one object a line.")
+    drain_timeout_s: Seconds = Field(default=30.0, description="On shutdown, seconds to wait for requests in progress.")
+    log_level: LogLevel = Field(default="info", description="Lowest level that is logged.")
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="Log format: text, or one JSON object per line."
+    )
     cluster_secret_file: str = Field(
         default="",
-        description="File with the secret that all processes of a cluster share; needed beyond loopback.",
+        description="PEM file from `baton secret`, or directory with ca.crt, tls.crt and tls.key; required to listen "
+        "beyond loopback.",
     )
     failpoint: str = Field(default="", description="For tests: where this process fails; see shared/failpoints.py.")
     allow_failpoints: bool = Field(default=False, description="For tests: without it, --failpoint is refused.")
@@ -184,122 +187,154 @@ class ServingSettings(CommonSettings):
     """The router"""
 
     host: Host = Field(default="127.0.0.1", description="Address that the OpenAI API listens on.")
-    port: Port = Field(default=8000, description="Its port; 0: any that is free.")
+    port: Port = Field(default=8000, description="Port of the API; 0: any free port.")
     registry: Annotated[str, AfterValidator(_check_router_registry)] = Field(
-        default="", description="redis://host:port when several routers share nodes; empty: the router is the registry."
+        default="",
+        description="redis://host:port, for several routers that share nodes; empty: the router is the registry.",
     )
-    registry_host: HostOrNone = Field(default="", description="Address that nodes join at; empty: that of --host.")
-    registry_port: Port = Field(default=8001, description="Port that nodes join at; 0: any that is free.")
-    served_model_name: str = Field(default="", description="Name that clients ask for; empty: the model directory's.")
+    registry_host: HostOrNone = Field(default="", description="Address that nodes join at; empty: the same as --host.")
+    registry_port: Port = Field(default=8001, description="Port that nodes join at; 0: any free port.")
+    served_model_name: str = Field(
+        default="", description="Model name in the API; empty: the name of the model directory."
+    )
     mode: Literal["disaggregated", "colocated"] = Field(
         default="disaggregated",
-        description="Whether prompts go to prefill nodes, or decode nodes compute them themselves.",
+        description="Where prompts are computed: on prefill nodes, or on the decode nodes themselves.",
     )
     disaggregate: Literal["always", "never", "auto"] = Field(
         default="auto",
-        description="Whether a prompt goes to a prefill node: always, never, or where that is predicted to be faster.",
+        description="When a prompt is sent to a prefill node: always, never, or if that is predicted to be faster.",
     )
     ttft_slo_ms: Milliseconds = Field(
-        default=0.0, description="Requests whose first token is predicted later than this get status 429; 0: none."
+        default=0.0,
+        description="Reject requests whose first token is predicted to take longer, with status 429; 0: accept all.",
     )
     max_queue_s: Seconds = Field(
-        default=30.0, description="A request that would wait longer for its turn, or does, is turned away."
+        default=30.0,
+        description="Maximum seconds in the admission queue. Requests that wait longer, or are predicted to, are "
+        "rejected.",
     )
     max_queued_tokens: CountOrNone = Field(
-        default=0, description="Tokens that may wait for their turn; 0: 4 times the nodes' KV, 262,144 at least."
+        default=0,
+        description="Maximum tokens in the admission queue; 0: 4 times the KV capacity of the nodes, at least 262,144.",
     )
     api_keys_file: str = Field(
-        default="", description="File of API keys, one `tenant:sha256` a line (see `baton key`); empty: none is needed."
+        default="",
+        description="File of API keys, one `tenant:sha256` per line (see `baton key`); empty: no key is required.",
     )
-    api_keys: str = Field(default="", description="More such lines, with commas between; any makes keys needed.")
-    admin_host: Host = Field(default="127.0.0.1", description="Address that the admin surface listens on.")
+    api_keys: str = Field(
+        default="", description="API keys in the same form, separated by commas. If there are any, requests need a key."
+    )
+    admin_host: Host = Field(default="127.0.0.1", description="Address that the admin endpoints listen on.")
     admin_port: Port = Field(
-        default=0, description="Port of dashboard, status, metrics and roles; 0: the API's, with the key of an admin."
+        default=0,
+        description="Port of the dashboard, status, metrics and roles; 0: the port of the API, with an admin key.",
     )
     request_timeout_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
-        default=0.0, description="Longest that a request may take, and what x-request-timeout is cut to; 0: no limit."
+        default=0.0, description="Maximum seconds for a request, and upper bound of x-request-timeout; 0: no limit."
     )
-    node_timeout_s: Seconds = Field(default=2.5, description="A node without a sign of life for so long is lost.")
+    node_timeout_s: Seconds = Field(
+        default=2.5, description="Treat a node as lost after this many seconds without a message."
+    )
     max_connections: Count = Field(
-        default=10_000, description="Beyond so many, the one that waits longest for a request is closed."
+        default=10_000, description="Maximum HTTP connections. Beyond it, the one that has been idle longest is closed."
     )
-    max_concurrent_requests: Count = Field(default=1024, description="More requests than that at once get status 429.")
+    max_concurrent_requests: Count = Field(
+        default=1024, description="Maximum requests in progress. Further ones get status 429."
+    )
     max_attempts: Annotated[int, Field(ge=1, le=100)] = Field(
-        default=5, description="Nodes that a request is tried on before it fails."
+        default=5, description="Maximum attempts for a request, each on another node if possible, before it fails."
     )
 
 
 class ComputingSettings(CommonSettings):
     """The nodes; names are vLLM's where it has one"""
 
-    device: Device = Field(default="auto", description="Where a node computes.")
+    device: Device = Field(default="auto", description="Device that the node computes on.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Of activations; auto: float32 on the CPU, the model's own elsewhere."
+        default="auto", description="Data type of activations; auto: float32 on the CPU, that of the model on a GPU."
     )
     weight_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="That weights are held in; auto: --dtype, on the CPU the checkpoint's. Its arithmetic is float32.",
+        description="Data type of weights; auto: --dtype on a GPU, that of the checkpoint on the CPU, which computes "
+        "in float32.",
     )
     quantization: Literal["none", "int8"] = Field(
-        default="none", description="int8: weights and activations of matrix products in 8 bits (CPU)."
+        default="none", description="int8: compute matrix products with 8-bit weights and activations (CPU only)."
     )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="That KV is held in; auto: --dtype, on the CPU float16 with --quantization int8."
+        default="auto",
+        description="Data type of the KV cache; auto: --dtype, or float16 on the CPU with --quantization int8.",
     )
     attention_backend: Literal["auto", "torch", "numba", "triton", "flash_attn"] = Field(
-        default="auto", description="What computes attention; auto: the fastest that can run here."
+        default="auto", description="Attention backend; auto: the fastest that this machine supports."
     )
-    enforce_eager: bool = Field(default=False, description="Never replay CUDA graphs.")
+    enforce_eager: bool = Field(default=False, description="Do not use CUDA graphs.")
     async_scheduling: Literal["auto", "on", "off"] = Field(
-        default="auto", description="Plan a step while the one before runs; auto: where it was measured to pay."
+        default="auto",
+        description="Plan a step while the previous one runs; auto: only where it was measured to be faster.",
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.9, description="Share of a GPU's memory that this node takes, weights included."
+        default=0.9, description="Fraction of GPU memory that the node uses, including weights."
     )
     kv_cache_memory: Size = Field(
-        default=0, description="Memory for KV blocks, as in 2GB; 0: 512MiB on the CPU, what is free on a GPU."
+        default=0, description="Memory for KV blocks, as in 2GB; 0: 512MiB on the CPU, the free memory on a GPU."
     )
-    num_blocks: CountOrNone = Field(default=0, description="Number of KV blocks instead; 0: as many as fit the memory.")
+    num_blocks: CountOrNone = Field(
+        default=0, description="Number of KV blocks, instead of their memory; 0: as many as fit."
+    )
     block_size: Annotated[int, Field(ge=0, le=1024)] = Field(
-        default=0, description="Tokens of one KV block; 0: 16 on the CPU, 64 on a GPU."
+        default=0, description="Tokens per KV block; 0: 16 on the CPU, 64 on a GPU."
     )
-    max_num_batched_tokens: Count = Field(default=512, description="Tokens that one step computes at most.")
-    max_num_seqs: Count = Field(default=64, description="Requests that run at once.")
+    max_num_batched_tokens: Count = Field(default=512, description="Maximum tokens computed in one step.")
+    max_num_seqs: Count = Field(default=64, description="Maximum requests that run at the same time.")
     long_prefill_token_threshold: CountOrNone = Field(
-        default=0, description="Largest chunk of one prompt; 0: the step's."
+        default=0, description="Maximum tokens of one prompt in a step; 0: --max-num-batched-tokens."
     )
-    max_num_partial_prefills: Count = Field(default=1, description="Prompts that a step may leave unfinished.")
+    max_num_partial_prefills: Count = Field(
+        default=1, description="Maximum prompts that are partially computed at the same time."
+    )
     policy: Policy = Field(
         default="stall_free", description="How prompts and decodes share steps; see docs/policies.md."
     )
     tbt_slo_ms: Milliseconds = Field(
-        default=0.0, description="Longest time between two tokens: sets each step's tokens itself; 0: as given above."
+        default=0.0,
+        description="Target for the longest time between two tokens, which sets the tokens of each step; 0: a fixed "
+        "number.",
     )
     emulate: str = Field(
-        default="", description="Cost model (a name or a JSON file) whose times are slept instead of computing."
+        default="", description="Cost model (a name or a JSON file) whose step times are slept instead of computing."
     )
-    enable_prefix_caching: bool = Field(default=True, description="Keep computed prompts for others that begin alike.")
+    enable_prefix_caching: bool = Field(default=True, description="Reuse the KV of prompts that share a prefix.")
     kv_channel: Literal["auto", "pool", "cuda_ipc", "shm", "tcp"] = Field(
-        default="auto", description="How KV travels: see docs/operations.md; auto: the best that both ends can do."
+        default="auto",
+        description="How KV is transferred, see docs/operations.md; auto: the fastest that both nodes support.",
     )
     kv_directory: str = Field(
-        default_factory=private_directory, min_length=1, description="Private directory for the channel's sockets."
+        default_factory=private_directory,
+        min_length=1,
+        description="Private directory for the sockets of the KV channel.",
     )
-    reserve_timeout_s: Seconds = Field(default=30.0, description="How long a handoff waits for room on a decode node.")
-    push_timeout_s: Seconds = Field(default=2.0, description="A push that moves no byte for so long has failed.")
+    reserve_timeout_s: Seconds = Field(
+        default=30.0, description="Maximum seconds that a handoff waits for free blocks on a decode node."
+    )
+    push_timeout_s: Seconds = Field(
+        default=2.0, description="Fail a KV transfer after this many seconds without a byte."
+    )
     stuck_s: Seconds = Field(
         default=5.0,
-        description="A node without progress for so long ends, to be started anew; slow steps get more by themselves.",
+        description="Exit, for the supervisor to restart the node, after this many seconds without progress. Slow "
+        "steps get more.",
     )
     heartbeat_s: Annotated[float, Field(ge=0.05, le=60)] = Field(
-        default=0.5, description="Time between two signs of life."
+        default=0.5, description="Seconds between two heartbeats."
     )
     cpus: Cpus = Field(default=(), description="CPUs to run on, as in 0,2-3; empty: all.")
     threads: Annotated[int, Field(ge=0, le=4096)] = Field(
-        default=0, description="Threads that compute; 0: one for each of the CPUs."
+        default=0, description="Number of compute threads; 0: one per CPU."
     )
     runner: Literal["torch", "hash"] = Field(
-        default="torch", description="hash: a testing model that hashes its KV instead of computing."
+        default="torch", description="hash: a model for tests, which hashes its KV instead of computing."
     )
 
 
@@ -310,18 +345,19 @@ class RouterSettings(ServingSettings):
 class NodeSettings(ComputingSettings):
     """This node"""
 
-    id: LabelOrNone = Field(default="", description="Unique name; empty: made of role, host and process id.")
-    host: Host = Field(default="127.0.0.1", description="Address that the node's RPCs listen on.")
-    port: Port = Field(default=0, description="Their port; 0: any that is free.")
+    id: LabelOrNone = Field(default="", description="Unique name; empty: derived from role, host and process id.")
+    host: Host = Field(default="127.0.0.1", description="Address that the node listens on for RPCs.")
+    port: Port = Field(default=0, description="Port for RPCs; 0: any free port.")
     advertise: HostOrNone = Field(
         default="",
-        description="Address at which others reach this node; empty: --host, or the one towards the registry.",
+        description="Address at which other processes reach this node; empty: --host, or the local address towards "
+        "the registry.",
     )
     registry: Annotated[str, AfterValidator(_check_registry)] = Field(
-        default="127.0.0.1:8001", description="host:port where the router's registry listens, or redis://host:port."
+        default="127.0.0.1:8001", description="host:port of the registry in the router, or redis://host:port."
     )
-    kv_host: HostOrNone = Field(default="", description="Address for KV over tcp; empty: that of --host.")
-    kv_port: Port = Field(default=0, description="Port for KV over tcp; 0: any that is free.")
+    kv_host: HostOrNone = Field(default="", description="Address for KV over tcp; empty: the same as --host.")
+    kv_port: Port = Field(default=0, description="Port for KV over tcp; 0: any free port.")
 
 
 # ---- where a value comes from --------------------------------------------------------------------------------------
@@ -338,10 +374,10 @@ def variable_of(name: str) -> str:
 
 
 def resolve(kind: type[S], flags: Mapping[str, object], environment: Mapping[str, str]) -> tuple[S, dict[str, str]]:
-    """The settings, and the source of each: "flag --port", "environment BATON_PORT" or "default".
+    """Return the settings and the source of each: "flag --port", "environment BATON_PORT" or "default".
 
-    `flags` maps fields to what the command line gave, None where it gave nothing. An empty variable counts as unset.
-    Raises ConfigError: one line with the source's name, the value and the allowed ones.
+    `flags` maps fields to values from the command line, None for those not given. An empty variable counts as unset.
+    Raises ConfigError: one line that names the source, the value and the values allowed.
     """
     _refuse_misspelt(kind, environment)
     given = {name: (f"flag {flag_of(name)}", value) for name, value in flags.items() if value is not None}
@@ -356,25 +392,28 @@ def resolve(kind: type[S], flags: Mapping[str, object], environment: Mapping[str
 
 
 def _refuse_misspelt(kind: type[Settings], environment: Mapping[str, str]) -> None:
-    """A variable close to a setting's name. Others may mean another process, or come from a container platform."""
+    """Raise ConfigError for a variable whose name is close to that of a setting.
+
+    Other variables may be meant for another process, or come from a container platform.
+    """
     known = {*kind.model_fields, *RouterSettings.model_fields, *NodeSettings.model_fields, *CLIENTS}
     for variable in sorted(environment):
         name = variable.removeprefix(PREFIX).lower()
         if not variable.startswith(PREFIX) or name in known:
             continue
         if close := difflib.get_close_matches(name, sorted(known), 1, cutoff=0.85):
-            raise ConfigError(f"{variable} is no setting; did you mean {variable_of(close[0])}?")
+            raise ConfigError(f"{variable} is not a setting; did you mean {variable_of(close[0])}?")
 
 
 def _complaint(kind: type[Settings], error: ValidationError, sources: Mapping[str, str]) -> str:
-    """Only of the first: a second line would hide it."""
+    """Describe the first error in one line; further lines would hide it."""
     first = error.errors(include_url=False)[0]
     own_words = str(first["ctx"]["error"]) if first["type"] == "value_error" else ""
     if not first["loc"]:
         return own_words
     name = str(first["loc"][0])
     if name not in kind.model_fields:
-        return f"{name} is no setting"
+        return f"{name} is not a setting"
     source = sources.get(name, flag_of(name)).split(" ")[-1]
     value = repr(hide_password(str(first["input"])))
     shown = value if len(value) <= 80 else value[:77] + "..."
@@ -382,7 +421,7 @@ def _complaint(kind: type[Settings], error: ValidationError, sources: Mapping[st
 
 
 def allowed(field: FieldInfo) -> str:
-    """In words, the values that a field takes."""
+    """Describe the values that a field accepts."""
     if get_origin(field.annotation) is Literal:
         *most, last = get_args(field.annotation)
         return f"{', '.join(most)} or {last}"
@@ -398,6 +437,6 @@ def allowed(field: FieldInfo) -> str:
 
 
 def hide_password(text: str) -> str:
-    """Without the password of a URL, or of what is none but may be meant as one: a wrong one is shown in an error."""
+    """Hide the password in a URL, or in text that may be meant as one: errors quote wrong values."""
     hidden = re.sub(r"(://[^:@]*:).+@", r"\1***@", text, flags=re.DOTALL)
     return re.sub(r"([?&]password=)[^&#]+", r"\1***", hidden)

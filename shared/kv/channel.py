@@ -1,4 +1,4 @@
-"""What a KV channel is: it moves rows of bytes from our pool into a peer's, and knows nothing else of them."""
+"""The interface of a KV channel, which moves rows of bytes from our pool into the pool of a peer."""
 
 import string
 from collections.abc import Sequence
@@ -11,73 +11,75 @@ DESCRIPTOR_VERSION = "baton-kv-1"
 
 
 class ChannelError(Exception):
-    """A push did not happen, or not wholly. The text says why, in words for an operator."""
+    """A push failed, wholly or in part. The text is for an operator."""
 
 
 class DescriptorError(ChannelError):
-    """The card is not one this channel can write to: garbled, another machine's, or of another row size."""
+    """This channel cannot write to the owner of the descriptor: it is malformed, or of another machine or row size."""
 
 
 class ReservationRefusedError(ChannelError):
-    """The peer takes no rows, or not these, under this ticket; the connection is well."""
+    """The peer accepts no rows, or not these, under this reservation; the connection stays usable."""
 
 
 class PeerLostError(ChannelError):
-    """The peer ended, hung up, or was silent for too long. Another push may connect anew."""
+    """The peer ended, hung up, or was silent for too long. Another push may connect again."""
 
 
 class KVChannel(Protocol):
     """Both directions of one process: peers write into our pool, and we write into theirs.
 
     A KV block is one row of a 2-D byte matrix. `fenced` says who stops a stale writer. True: the receiver drops the
-    rows of a shut ticket itself. False: writes are one-sided, so the rows of a shut ticket may be used again only
-    when the writer said that it stopped, or its loss was told (`on_writer_lost`, given at the start).
+    rows of a revoked reservation itself. False: writes are one-sided, so the rows of a revoked reservation may be
+    reused only after the writer reported that it stopped, or `on_writer_lost` (given at the start) reported its loss.
     """
 
     name: str
     fenced: bool
 
     def descriptor(self) -> bytes:
-        """Receiver: how a peer may write into our pool. Opaque to everyone but the peer's channel of that name."""
+        """Receiver: return how a peer can write into our pool. Only the peer's channel of the same name reads it."""
         ...
 
-    def grant(self, ticket: bytes, rows: Sequence[int]) -> None:
-        """Receiver: these rows of ours may be filled under `ticket` (16 bytes, hard to guess, never used again).
+    def grant(self, reservation_id: bytes, rows: Sequence[int]) -> None:
+        """Receiver: allow writes to these rows under `reservation_id` (16 bytes, hard to guess, never used again).
 
-        Raises ValueError for a ticket of another length or already open, or a row outside our pool.
+        Raises ValueError for an id of another length or already open, or a row outside our pool.
         """
         ...
 
-    def revoke(self, ticket: bytes) -> None:
-        """Receiver: when this returns, no further byte of the ticket lands (if `fenced`). Idempotent."""
+    def revoke(self, reservation_id: bytes) -> None:
+        """Receiver: end a reservation. If `fenced`, no byte is written under it once this returns. Idempotent."""
         ...
 
-    def fence_writer(self, boot: str) -> bool:
-        """Receiver: refuse the process with this boot id from now on, as it is taken for dead.
+    def fence_writer(self, incarnation_id: str) -> bool:
+        """Receiver: refuse the process with this incarnation id from now on, because it is treated as dead.
 
-        False: it is connected at this moment, so it can write until its loss is told, and is not barred.
+        False: it is connected now, so it can write until its loss is reported, and is not refused.
         """
         ...
 
-    def reachable(self, card: bytes) -> bool:
-        """Writer: whether a push to the card's owner could work from here. Raises CardError for an unfit card."""
+    def reachable(self, descriptor: bytes) -> bool:
+        """Writer: return whether a push to the owner of `descriptor` could work from here. Raises DescriptorError."""
         ...
 
-    async def push(self, card: bytes, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
+    async def push(
+        self, descriptor: bytes, reservation_id: bytes, source: Sequence[int], target: Sequence[int]
+    ) -> None:
         """Writer: copy our rows `source` to the peer's rows `target`; done when they are readable there.
 
-        Raises ChannelError. However it ends, by cancellation too, this push writes nothing more afterwards.
+        Raises ChannelError. After it ends in any way, including cancellation, it writes nothing more.
         """
         ...
 
     async def close(self) -> None:
-        """End both directions: pushes under way fail, peers see us gone. Idempotent."""
+        """End both directions: pushes in progress fail, and peers see the connection end. Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PeerDescriptor:
-    """Where a peer's pool is: `host` and `endpoint` are a channel's own, `boot` fences off its past lives."""
+    """Where a peer's pool is. Each channel defines `host` and `endpoint`; `incarnation_id` tells restarts apart."""
 
     channel: str
     host: str
@@ -92,15 +94,17 @@ class PeerDescriptor:
 
     @classmethod
     def unpack(cls, data: bytes, channel: str) -> Self:
-        """Inverse of `pack`. Raises CardError for anything that is not a card of `channel`: peers send these."""
+        """Inverse of `pack`, for input from peers. Raises DescriptorError unless it is a descriptor of `channel`."""
         try:
-            version, name, host, endpoint, boot, row_bytes, num_rows = data[:MAX_DESCRIPTOR_BYTES].decode().split("\n")
-            card = cls(name, host, endpoint, boot, _count(row_bytes), _count(num_rows))
+            version, name, host, endpoint, incarnation_id, row_bytes, num_rows = (
+                data[:MAX_DESCRIPTOR_BYTES].decode().split("\n")
+            )
+            descriptor = cls(name, host, endpoint, incarnation_id, _count(row_bytes), _count(num_rows))
         except ValueError as error:  # UnicodeDecodeError is one
-            raise DescriptorError(f"not the card of a KV channel: {error}") from error
-        if (version, name) != (DESCRIPTOR_VERSION, channel) or not is_incarnation_id(boot):
-            raise DescriptorError(f"not the card of a {channel} channel: {version} {name}")
-        return card
+            raise DescriptorError(f"not the descriptor of a KV channel: {error}") from error
+        if (version, name) != (DESCRIPTOR_VERSION, channel) or not is_incarnation_id(incarnation_id):
+            raise DescriptorError(f"not the descriptor of a {channel} channel: {version} {name}")
+        return descriptor
 
     def check_row_bytes(self, row_bytes: int) -> None:
         if self.row_bytes != row_bytes:
@@ -114,15 +118,15 @@ def is_incarnation_id(text: str) -> bool:
     return len(text) == 32 and set(text) <= set(string.hexdigits)
 
 
-def check_incarnation_id(boot: str) -> None:
-    if not is_incarnation_id(boot):
-        raise ValueError(f"a boot id has 32 hexadecimal digits, unlike {boot!r}")
+def check_incarnation_id(incarnation_id: str) -> None:
+    if not is_incarnation_id(incarnation_id):
+        raise ValueError(f"an incarnation id has 32 hexadecimal digits, unlike {incarnation_id!r}")
 
 
-def check_open(ticket: bytes, rows: Sequence[int], num_rows: int) -> None:
-    """Raises ValueError unless `ticket` has its 16 bytes and every row is in a pool of `num_rows`."""
-    if len(ticket) != RESERVATION_ID_BYTES:
-        raise ValueError(f"a ticket has {RESERVATION_ID_BYTES} bytes, not {len(ticket)}")
+def check_open(reservation_id: bytes, rows: Sequence[int], num_rows: int) -> None:
+    """Raise ValueError unless `reservation_id` has 16 bytes and every row is in a pool of `num_rows`."""
+    if len(reservation_id) != RESERVATION_ID_BYTES:
+        raise ValueError(f"a reservation id has {RESERVATION_ID_BYTES} bytes, not {len(reservation_id)}")
     if rows and not 0 <= min(rows) <= max(rows) < num_rows:
         raise ValueError(f"rows {min(rows)} to {max(rows)} are not all in a pool of {num_rows}")
 

@@ -1,7 +1,7 @@
-"""What the channels within one host share: a private unix socket over which a writer is let in and given our memory.
+"""The base of the channels within one host: a private unix socket, over which a writer is given our memory.
 
-From then on the socket says nothing; its end of file is how each side learns, in either direction, that the other is
-gone. Writes are one-sided: not `fenced`.
+After that the socket carries nothing; its end of file tells each side that the other is gone. Writes are one-sided:
+not `fenced`.
 """
 
 import contextlib
@@ -38,15 +38,19 @@ class LocalChannel(Generic[Memory]):
     def __init__(
         self,
         memory: Memory,
-        boot: str,
+        incarnation_id: str,
         on_writer_lost: Callable[[str], None],
         server: socket.socket,
         patience_s: float,
     ) -> None:
         self._path = str(server.getsockname())
-        self._card = PeerDescriptor(self.name, self._place(), self._path, boot, memory.row_bytes, memory.num_rows)
+        self._descriptor = PeerDescriptor(
+            self.name, self._place(), self._path, incarnation_id, memory.row_bytes, memory.num_rows
+        )
         self._peers = ChannelPeers(memory.row_bytes, memory.num_rows, self._link)
-        self._listener = ChannelListener(server, boot, memory.row_bytes, self._serve, on_writer_lost, patience_s)
+        self._listener = ChannelListener(
+            server, incarnation_id, memory.row_bytes, self._serve, on_writer_lost, patience_s
+        )
         self._patience_s = patience_s
         self._closed = False
 
@@ -54,62 +58,64 @@ class LocalChannel(Generic[Memory]):
     async def start(
         cls,
         memory: Memory,
-        boot: str,
+        incarnation_id: str,
         on_writer_lost: Callable[[str], None],
         directory: str | Path,
         patience_s: float = PATIENCE_S,
     ) -> Self:
         """Listen in `directory`, which writers must see under the same path. Raises OSError when it cannot be."""
-        check_incarnation_id(boot)
-        return cls(memory, boot, on_writer_lost, _listening(directory), patience_s)
+        check_incarnation_id(incarnation_id)
+        return cls(memory, incarnation_id, on_writer_lost, _listening(directory), patience_s)
 
     def _place(self) -> str:
-        """Where our memory is, for the card."""
+        """Return where our memory is, for the descriptor."""
         raise NotImplementedError
 
     def _reaches(self, place: str) -> bool:
-        """Whether we can write to memory there."""
+        """Return whether we can write to memory there."""
         raise NotImplementedError
 
     def _offer(self) -> tuple[bytes, list[int]]:
-        """What a writer is given after the welcome: bytes, and descriptors."""
+        """Return what a writer is sent after the welcome: bytes, and file descriptors."""
         raise NotImplementedError
 
-    def _link(self, card: PeerDescriptor) -> ChannelLink:
+    def _link(self, descriptor: PeerDescriptor, _reservation_id: bytes) -> ChannelLink:
         raise NotImplementedError
 
     @property
     def num_rejected(self) -> int:
-        """Connections that were closed for what they said, or for being too many."""
+        """Connections rejected: protocol error or connection limit."""
         return self._listener.num_rejected
 
     def descriptor(self) -> bytes:
-        return self._card.pack()
+        return self._descriptor.pack()
 
-    def grant(self, ticket: bytes, rows: Sequence[int]) -> None:
-        check_open(ticket, rows, self._card.num_rows)
+    def grant(self, reservation_id: bytes, rows: Sequence[int]) -> None:
+        check_open(reservation_id, rows, self._descriptor.num_rows)
 
-    def revoke(self, ticket: bytes) -> None:
+    def revoke(self, reservation_id: bytes) -> None:
         pass
 
-    def fence_writer(self, boot: str) -> bool:
-        return self._listener.fence_writer(boot)
+    def fence_writer(self, incarnation_id: str) -> bool:
+        return self._listener.fence_writer(incarnation_id)
 
-    def reachable(self, card: bytes) -> bool:
-        """Whether the card's owner is alive on this machine and its socket can be reached from this container.
+    def reachable(self, descriptor: bytes) -> bool:
+        """Return whether the owner is alive on this machine and its socket can be reached from this container.
 
-        Raises CardError when it is no card of this channel, or its rows have another size than ours.
+        Raises DescriptorError if it is not a descriptor of this channel, or its rows differ in size from ours.
         """
-        peer = PeerDescriptor.unpack(card, self.name)
-        peer.check_row_bytes(self._card.row_bytes)
+        peer = PeerDescriptor.unpack(descriptor, self.name)
+        peer.check_row_bytes(self._descriptor.row_bytes)
         return self.is_live(peer)
 
     def is_live(self, peer: PeerDescriptor) -> bool:
-        """As `reachable`, whatever the size of its rows."""
+        """Like `reachable`, for rows of any size."""
         return self._reaches(peer.host) and _answers(peer.endpoint)
 
-    async def push(self, card: bytes, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
-        await self._peers.push(PeerDescriptor.unpack(card, self.name), ticket, source, target)
+    async def push(
+        self, descriptor: bytes, reservation_id: bytes, source: Sequence[int], target: Sequence[int]
+    ) -> None:
+        await self._peers.push(PeerDescriptor.unpack(descriptor, self.name), reservation_id, source, target)
 
     async def close(self) -> None:
         await self._peers.close()
@@ -124,7 +130,7 @@ class LocalChannel(Generic[Memory]):
         """Of the memory, whoever may still hold this channel."""
         raise NotImplementedError
 
-    def _serve(self, connection: socket.socket, _boot: str) -> None:
+    def _serve(self, connection: socket.socket, _incarnation_id: str) -> None:
         data, descriptors = self._offer()
         socket.send_fds(connection, [WELCOME + data], descriptors)
         connection.settimeout(None)
@@ -138,7 +144,7 @@ def _answers(path: str) -> bool:
         probe.setblocking(False)
         try:
             probe.connect(path)
-        except BlockingIOError:  # a full backlog: it is there, and busy
+        except BlockingIOError:  # the backlog is full: it is alive, and busy
             return True
         except (OSError, ValueError):
             return False
@@ -146,7 +152,7 @@ def _answers(path: str) -> bool:
 
 
 def _listening(directory: str | Path) -> socket.socket:
-    """A unix socket that only our user can reach; its random name clashes with no leftover of a dead process."""
+    """Return a listening unix socket that only our user can reach, with a random name."""
     _sweep(Path(directory))
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     path = Path(directory).absolute() / secrets.token_hex(16)
@@ -162,7 +168,7 @@ def _listening(directory: str | Path) -> socket.socket:
 
 
 def _sweep(directory: Path) -> None:
-    """Removes the sockets that killed processes left: old ones on which nobody listens."""
+    """Remove the sockets that killed processes left behind: old ones without a listener."""
     for path in directory.iterdir() if directory.is_dir() else ():
         with contextlib.suppress(OSError):
             if not path.is_socket() or time.time() - path.stat().st_mtime < SWEEP_AGE_S:
@@ -180,16 +186,18 @@ def _unlink(path: str) -> None:
 
 
 def private(directory: str | Path) -> Path:
-    """The directory, made where there is none. Raises OSError when others could put their sockets and cards there: a
-    writer would hand them its prompts. What the machine's administrator made for us (a volume) is trusted."""
+    """Return the directory, created if needed. Raises OSError if other users can create sockets and descriptors there.
+
+    A writer would send them its prompts. A directory of the administrator (a volume) is trusted.
+    """
     path = Path(directory)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
     if found.st_uid not in {os.getuid(), 0} or found.st_mode & stat.S_ISVTX:
-        raise OSError(f"--kv-directory {path}: others may write there; give a directory of your own")
+        raise OSError(f"--kv-directory {path}: other users can write there; give a directory of your own")
     return path
 
 
 def host_id() -> str:
-    """The same for all processes and containers of one running kernel, and for no others."""
+    """Return the id of the running kernel, which all its processes and containers share."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,4 +1,4 @@
-"""The writing end of a channel: one thread and one connection a peer, pushes one after another, and clean ends."""
+"""The writing end of a channel: a thread and a connection for each peer, with one push at a time."""
 
 import asyncio
 import contextlib
@@ -24,10 +24,12 @@ class ChannelLink(Protocol):
 
     socket: socket.socket
 
-    def push(self, ticket: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]) -> None:
+    def push(
+        self, reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
+    ) -> None:
         """Move rows; return early, at a boundary that the next push can follow, when `stopped()`.
 
-        Raises TicketRefusedError when the link stays good; OSError, EOFError or PeerLostError when it does not.
+        Raises ReservationRefusedError when the link stays good; OSError, EOFError or PeerLostError when it does not.
         """
         ...
 
@@ -41,20 +43,20 @@ class ChannelLink(Protocol):
 class _Peer:
     """One peer for the life of one connection. Once `lost` it stays so: the next push makes another."""
 
-    def __init__(self, card: PeerDescriptor, connect: Callable[[], ChannelLink]) -> None:
-        self._name = f"{card.channel} peer {card.incarnation_id[:8]} at {card.endpoint}"
+    def __init__(self, descriptor: PeerDescriptor, connect: Callable[[bytes], ChannelLink]) -> None:
+        self._name = f"{descriptor.channel} peer {descriptor.incarnation_id[:8]} at {descriptor.endpoint}"
         self._connect = connect
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-push-{card.incarnation_id[:8]}")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-push-{descriptor.incarnation_id[:8]}")
         self._link: ChannelLink | None = None  # owned by the thread
         self.lost = False
 
     def hung_up(self) -> bool:
         return self.lost or (self._link is not None and hung_up(self._link.socket))
 
-    async def push(self, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
+    async def push(self, reservation_id: bytes, source: Sequence[int], target: Sequence[int]) -> None:
         """Wait for our turn and for the end of our bytes, even if cancelled: only then is it safe to go on."""
         stop = threading.Event()
-        call = self._thread.submit(self._run, ticket, source, target, stop)
+        call = self._thread.submit(self._run, reservation_id, source, target, stop)
         moving = asyncio.wrap_future(call)
         cancelled: asyncio.CancelledError | None = None
         while not moving.done():
@@ -80,12 +82,12 @@ class _Peer:
         await asyncio.wrap_future(self._thread.submit(self._drop))
         self._thread.shutdown()
 
-    def _run(self, ticket: bytes, source: Sequence[int], target: Sequence[int], stop: threading.Event) -> None:
+    def _run(self, reservation_id: bytes, source: Sequence[int], target: Sequence[int], stop: threading.Event) -> None:
         try:
             if not self.lost and self._link is None:
-                self._link = self._linked()
+                self._link = self._linked(reservation_id)
             if not self.lost and self._link is not None:
-                self._link.push(ticket, source, target, lambda: stop.is_set() or self.lost)
+                self._link.push(reservation_id, source, target, lambda: stop.is_set() or self.lost)
             if self.lost:
                 raise PeerLostError("the connection has ended")
         except ReservationRefusedError:
@@ -98,9 +100,9 @@ class _Peer:
             kind = PeerLostError if isinstance(error, OSError | EOFError) else type(error)
             raise kind(f"{self._name}: {error}") from error
 
-    def _linked(self) -> ChannelLink:
+    def _linked(self, reservation_id: bytes) -> ChannelLink:
         try:
-            return self._connect()
+            return self._connect(reservation_id)
         except (ValueError, OverflowError) as error:  # an address that no system call takes
             raise DescriptorError(f"not an address: {error}") from error
 
@@ -111,9 +113,12 @@ class _Peer:
 
 
 class ChannelPeers:
-    """Whom we write to, by boot id; must be made on the event loop. `connect` runs in the peer's thread."""
+    """The peers we write to, by incarnation id; must be created on the event loop.
 
-    def __init__(self, row_bytes: int, num_rows: int, connect: Callable[[PeerDescriptor], ChannelLink]) -> None:
+    `connect` runs in the thread of the peer.
+    """
+
+    def __init__(self, row_bytes: int, num_rows: int, connect: Callable[[PeerDescriptor, bytes], ChannelLink]) -> None:
         self._row_bytes = row_bytes
         self._num_rows = num_rows
         self._connect = connect
@@ -126,17 +131,21 @@ class ChannelPeers:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._hangups.fileno(), self._on_hangup)
 
-    async def push(self, card: PeerDescriptor, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
+    async def push(
+        self, descriptor: PeerDescriptor, reservation_id: bytes, source: Sequence[int], target: Sequence[int]
+    ) -> None:
         if self._closed:
             raise ChannelError("the channel is closed")
-        card.check_row_bytes(self._row_bytes)
-        _check_rows(card, ticket, source, target, self._num_rows)
-        peer = self._peers.get(card.incarnation_id)
+        descriptor.check_row_bytes(self._row_bytes)
+        _check_rows(descriptor, reservation_id, source, target, self._num_rows)
+        peer = self._peers.get(descriptor.incarnation_id)
         if peer is None or peer.hung_up():
             self._retire_lost()
-            peer = self._peers[card.incarnation_id] = _Peer(card, lambda: self._linked(card))
+            peer = self._peers[descriptor.incarnation_id] = _Peer(
+                descriptor, lambda reservation_id: self._linked(descriptor, reservation_id)
+            )
         try:
-            await peer.push(ticket, source, target)
+            await peer.push(reservation_id, source, target)
         finally:
             if peer.lost:
                 self._retire_lost()
@@ -150,8 +159,8 @@ class ChannelPeers:
         await asyncio.gather(*self._leaving)
         self._hangups.close()
 
-    def _linked(self, card: PeerDescriptor) -> ChannelLink:
-        link = self._connect(card)
+    def _linked(self, descriptor: PeerDescriptor, reservation_id: bytes) -> ChannelLink:
+        link = self._connect(descriptor, reservation_id)
         with contextlib.suppress(ValueError):  # closed meanwhile
             self._hangups.register(link.socket, select.EPOLLRDHUP | select.EPOLLET)
         return link
@@ -161,11 +170,11 @@ class ChannelPeers:
         self._retire_lost()
 
     def _retire_lost(self) -> None:
-        self._retire([boot for boot, peer in self._peers.items() if peer.hung_up()])
+        self._retire([incarnation_id for incarnation_id, peer in self._peers.items() if peer.hung_up()])
 
-    def _retire(self, boots: list[str]) -> None:
-        for boot in boots:
-            leaving = self._loop.create_task(self._peers.pop(boot).close())
+    def _retire(self, incarnation_ids: list[str]) -> None:
+        for incarnation_id in incarnation_ids:
+            leaving = self._loop.create_task(self._peers.pop(incarnation_id).close())
             self._leaving.add(leaving)
             leaving.add_done_callback(self._leaving.discard)
 
@@ -181,13 +190,13 @@ def hung_up(connection: socket.socket) -> bool:
 
 
 def _check_rows(
-    card: PeerDescriptor, ticket: bytes, source: Sequence[int], target: Sequence[int], num_rows: int
+    descriptor: PeerDescriptor, reservation_id: bytes, source: Sequence[int], target: Sequence[int], num_rows: int
 ) -> None:
     """Targets come from the peer, and a one-sided write outside its pool would be a write into nowhere."""
-    if len(ticket) != RESERVATION_ID_BYTES:
-        raise ChannelError(f"a ticket has {RESERVATION_ID_BYTES} bytes, not {len(ticket)}")
+    if len(reservation_id) != RESERVATION_ID_BYTES:
+        raise ChannelError(f"a reservation id has {RESERVATION_ID_BYTES} bytes, not {len(reservation_id)}")
     if len(source) != len(target):
         raise ChannelError(f"{len(source)} rows to push, {len(target)} rows to fill")
-    for side, rows, limit in (("our", source, num_rows), ("the peer's", target, card.num_rows)):
+    for side, rows, limit in (("our", source, num_rows), ("the peer's", target, descriptor.num_rows)):
         if rows and not 0 <= min(rows) <= max(rows) < limit:
             raise ChannelError(f"rows {min(rows)} to {max(rows)} are not all in {side} pool of {limit}")

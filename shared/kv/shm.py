@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from shared.kv.channel import DescriptorError, PeerDescriptor, PeerLostError
-from shared.kv.listener import ANSWER, check_answer, introduce
+from shared.kv.listener import ANSWER, check_answer, pack_greeting
 from shared.kv.local import LocalChannel, host_id
 from shared.kv.memory import HostMemory, Rows
 from shared.kv.peers import hung_up
@@ -29,15 +29,15 @@ class ShmChannel(LocalChannel[HostMemory]):
     def __init__(
         self,
         memory: HostMemory,
-        boot: str,
+        incarnation_id: str,
         on_writer_lost: Callable[[str], None],
         server: socket.socket,
         patience_s: float,
     ) -> None:
         self._rows = memory.rows
-        self._boot = boot
+        self._incarnation_id = incarnation_id
         self._fd = os.dup(memory.fd)  # ours, so that a closed memory can never send out another file's number
-        super().__init__(memory, boot, on_writer_lost, server, patience_s)
+        super().__init__(memory, incarnation_id, on_writer_lost, server, patience_s)
 
     def _place(self) -> str:
         return host_id()
@@ -48,8 +48,8 @@ class ShmChannel(LocalChannel[HostMemory]):
     def _offer(self) -> tuple[bytes, list[int]]:
         return b"", [self._fd]
 
-    def _link(self, card: PeerDescriptor) -> "_Mapping":
-        return _Mapping(card, self._boot, self._rows, self._patience_s)
+    def _link(self, descriptor: PeerDescriptor, _reservation_id: bytes) -> "_Mapping":
+        return _Mapping(descriptor, self._incarnation_id, self._rows, self._patience_s)
 
     def _let_go(self) -> None:
         os.close(self._fd)
@@ -59,11 +59,13 @@ class ShmChannel(LocalChannel[HostMemory]):
 class _Mapping:
     """A peer's pool, mapped into this process for as long as the peer lives."""
 
-    def __init__(self, card: PeerDescriptor, boot: str, rows: Rows, patience_s: float) -> None:
+    def __init__(self, descriptor: PeerDescriptor, incarnation_id: str, rows: Rows, patience_s: float) -> None:
         self._ours = rows
-        self.socket, self._theirs = attach(card, boot, patience_s)
+        self.socket, self._theirs = attach(descriptor, incarnation_id, patience_s)
 
-    def push(self, _ticket: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]) -> None:
+    def push(
+        self, _reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
+    ) -> None:
         """Copy row by row at the speed of memcpy; numpy lets the other threads run meanwhile."""
         row_bytes = self._ours.shape[1]
         copied = 0  # bytes since the last look
@@ -87,50 +89,50 @@ class _Mapping:
         self.socket.close()  # last, since this tells the peer that we write no more
 
 
-def attach(card: PeerDescriptor, boot: str, patience_s: float) -> tuple[socket.socket, Rows]:
-    """The memory of the card's owner, mapped, and the connection that tells it of us: to be closed after the mapping.
+def attach(descriptor: PeerDescriptor, incarnation_id: str, patience_s: float) -> tuple[socket.socket, Rows]:
+    """Map the memory of the owner. Return the mapping, and the connection that announces us, to be closed after it.
 
-    Raises CardError, PeerLostError, or OSError.
+    Raises DescriptorError, PeerLostError, or OSError.
     """
-    if card.host != host_id():
+    if descriptor.host != host_id():
         raise DescriptorError("the peer is on another machine")
     with contextlib.ExitStack() as undo:
         connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         connection.settimeout(patience_s)
-        connection.connect(card.endpoint)
-        introduce(connection, card, boot, patience_s)
-        rows = _received(connection, card)
+        connection.connect(descriptor.endpoint)
+        connection.sendall(pack_greeting(descriptor, incarnation_id))
+        rows = _received(connection, descriptor)
         undo.pop_all()
     return connection, rows
 
 
-def _received(connection: socket.socket, card: PeerDescriptor) -> Rows:
+def _received(connection: socket.socket, descriptor: PeerDescriptor) -> Rows:
     answer, fds, _, _ = socket.recv_fds(connection, ANSWER.size, 1, socket.MSG_CMSG_CLOEXEC)
     try:
         check_answer(answer)
         if not fds:
             raise PeerLostError("it sent no memory")
-        return _map(fds[0], card)
+        return _map(fds[0], descriptor)
     finally:
         for fd in fds:
             os.close(fd)
 
 
-def _map(fd: int, card: PeerDescriptor) -> Rows:
+def _map(fd: int, descriptor: PeerDescriptor) -> Rows:
     """uint8 [num_rows, row_bytes] over the peer's memfd, its pages touched.
 
-    Raises PeerLostError unless its size is what the card says, for ever: a mapping longer than its file is a SIGBUS.
+    Raises PeerLostError unless its size is sealed and as in the descriptor: a mapping longer than its file is a SIGBUS.
     """
-    size = card.num_rows * card.row_bytes
+    size = descriptor.num_rows * descriptor.row_bytes
     try:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     except OSError:  # not a memfd
         sealed = 0
     if not sealed or os.fstat(fd).st_size != size:
-        raise PeerLostError(f"what it sent is not a sealed memory of {size} bytes")
+        raise PeerLostError(f"it did not send a sealed memory of {size} bytes")
     flat = np.frombuffer(mmap.mmap(fd, size), np.uint8)
     flat[:: mmap.PAGESIZE].max()  # a read: the pool is in use
-    return flat.reshape(card.num_rows, card.row_bytes)
+    return flat.reshape(descriptor.num_rows, descriptor.row_bytes)
 
 
 def runs(source: Sequence[int], target: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """The KV channel between hosts: length-prefixed frames over TCP, straight from the pool and straight into it.
 
-Blocking sockets in threads, no event loop: that has a quarter of the cost. The receiver looks up the ticket and the
-rows of a frame before it chooses where the bytes land, so a stale writer cannot harm: `fenced`.
+Blocking sockets in threads take a quarter of the CPU time of an event loop. The receiver looks up the reservation and
+the rows of a frame before it decides where the bytes are written, so a stale writer does no harm: `fenced`.
 """
 
 import contextlib
@@ -23,25 +23,25 @@ from shared.kv.listener import (
     ChannelListener,
     MalformedError,
     check_answer,
-    introduce,
+    pack_greeting,
     receive_exactly,
 )
 from shared.kv.peers import ChannelPeers
 from shared.kv.staging import KVMemory, Staging
 
 # A push is some frames and one without rows; then the receiver answers with an ACK.
-# A frame's head: magic, version, number of rows, ticket, bytes of a row; and a CRC-32 of it, as rows that a flipped bit
-# adds to their number would be waited for in vain. Then u32 rows, then their bytes, which a commit has checksums of.
+# A frame's header: magic, version, number of rows, reservation id, bytes per row; and a CRC-32 of it, because rows that
+# a flipped bit adds to their number would never arrive. Then u32 rows, then their bytes, with checksums in the commit.
 FRAME, FRAME_CHECK = struct.Struct("<4sHH16sI"), struct.Struct("<I")
 ACK = struct.Struct("<4sHxxII")  # magic, version, rows accepted, rows refused
 PATIENCE_S = 2.0
-LEAST_BYTES_PER_S = 256 << 10  # of a frame: who sends a byte now and then holds blocks and a thread all the same
+LEAST_BYTES_PER_S = 256 << 10  # of a frame: a slow writer holds blocks and a thread
 MAX_FRAME_ROWS = 512  # with two buffers for the header well below the kernel's 1,024 buffers a call
 FRAME_BYTES = 4 << 20  # few calls a frame, hence few waits for the interpreter lock; a cancelled push ends at one
 
 
-class _Ticket:
-    """Rows that may be filled, until shut.
+class _OpenRows:
+    """Rows that may be written until `shut`.
 
     The lock is held around every receive into the rows and never while waiting for bytes. So `shut` waits for at
     most one copy out of the socket's buffer, and after it no byte lands: the rest of the row goes to scratch.
@@ -66,7 +66,7 @@ class TcpChannel:
     def __init__(
         self,
         memory: KVMemory,
-        boot: str,
+        incarnation_id: str,
         on_writer_lost: Callable[[str], None],
         server: socket.socket,
         host: str,
@@ -75,17 +75,21 @@ class TcpChannel:
         num_rows, row_bytes = memory.num_rows, memory.row_bytes
         self._staging = memory.staging
         self._patience_s = patience_s
-        self._tickets: dict[bytes, _Ticket] = {}
+        self._reservations: dict[bytes, _OpenRows] = {}
         self._scratch = memoryview(bytearray(row_bytes))  # shared by all threads: nobody reads it
-        self._card = PeerDescriptor(self.name, host, str(server.getsockname()[1]), boot, row_bytes, num_rows)
-        self._peers = ChannelPeers(row_bytes, num_rows, lambda card: _Connection(card, boot, self._staging, patience_s))
-        self._listener = ChannelListener(server, boot, row_bytes, self._serve, on_writer_lost, patience_s)
+        self._descriptor = PeerDescriptor(
+            self.name, host, str(server.getsockname()[1]), incarnation_id, row_bytes, num_rows
+        )
+        self._peers = ChannelPeers(row_bytes, num_rows, self._connect)
+        self._listener = ChannelListener(
+            server, incarnation_id, row_bytes, self._serve, on_writer_lost, patience_s, self._reservations.__contains__
+        )
 
     @classmethod
     async def start(
         cls,
         memory: KVMemory,
-        boot: str,
+        incarnation_id: str,
         on_writer_lost: Callable[[str], None],
         host: str,
         port: int = 0,
@@ -96,50 +100,56 @@ class TcpChannel:
 
         `patience_s` is for how long a peer may move no byte in the middle of a push.
         """
-        check_incarnation_id(boot)
+        check_incarnation_id(incarnation_id)
         if advertised is None and host in ("", "0.0.0.0", "::"):
-            raise ValueError(f"listening on every address ({host!r}): say under which one peers reach this node")
+            raise ValueError(f"listening on every address ({host!r}): give the one at which peers reach this node")
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         server = socket.create_server((host, port), family=family, backlog=128)
-        return cls(memory, boot, on_writer_lost, server, advertised or host, patience_s)
+        return cls(memory, incarnation_id, on_writer_lost, server, advertised or host, patience_s)
 
     @property
     def num_rejected(self) -> int:
-        """Connections that were closed for what they said, or for being too many."""
+        """Connections rejected: protocol error, unknown reservation or connection limit."""
         return self._listener.num_rejected
 
     def descriptor(self) -> bytes:
-        return self._card.pack()
+        return self._descriptor.pack()
 
-    def grant(self, ticket: bytes, rows: Sequence[int]) -> None:
-        check_open(ticket, rows, self._card.num_rows)
-        if ticket in self._tickets:
-            raise ValueError("the ticket is open already")
-        self._tickets[ticket] = _Ticket(rows)
+    def grant(self, reservation_id: bytes, rows: Sequence[int]) -> None:
+        check_open(reservation_id, rows, self._descriptor.num_rows)
+        if reservation_id in self._reservations:
+            raise ValueError("the reservation is open already")
+        self._reservations[reservation_id] = _OpenRows(rows)
 
-    def revoke(self, ticket: bytes) -> None:
-        known = self._tickets.pop(ticket, None)
+    def revoke(self, reservation_id: bytes) -> None:
+        known = self._reservations.pop(reservation_id, None)
         if known is not None:
             known.shut()
 
-    def fence_writer(self, boot: str) -> bool:
-        return self._listener.fence_writer(boot)
+    def fence_writer(self, incarnation_id: str) -> bool:
+        return self._listener.fence_writer(incarnation_id)
 
-    def reachable(self, card: bytes) -> bool:
+    def reachable(self, descriptor: bytes) -> bool:
         """Any address may be: only the push itself finds out."""
-        PeerDescriptor.unpack(card, self.name).check_row_bytes(self._card.row_bytes)
+        PeerDescriptor.unpack(descriptor, self.name).check_row_bytes(self._descriptor.row_bytes)
         return True
 
-    async def push(self, card: bytes, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
-        await self._peers.push(PeerDescriptor.unpack(card, self.name), ticket, source, target)
+    async def push(
+        self, descriptor: bytes, reservation_id: bytes, source: Sequence[int], target: Sequence[int]
+    ) -> None:
+        await self._peers.push(PeerDescriptor.unpack(descriptor, self.name), reservation_id, source, target)
 
     async def close(self) -> None:
         await self._peers.close()
         self._listener.close()
         self._staging = _none_left  # lets go of the memory, whoever may still hold this channel
 
-    def _serve(self, connection: socket.socket, _boot: str) -> None:
-        """Receive pushes until the writer ends, is silent in the middle of one, or says what is not our protocol."""
+    def _connect(self, descriptor: PeerDescriptor, reservation_id: bytes) -> "_Connection":
+        greeting = pack_greeting(descriptor, self._descriptor.incarnation_id, reservation_id)
+        return _Connection(descriptor, greeting, self._staging, self._patience_s)
+
+    def _serve(self, connection: socket.socket, _incarnation_id: str) -> None:
+        """Receive pushes until the writer ends, is silent in the middle of one, or violates the protocol."""
         with contextlib.closing(self._staging()) as staging:
             connection.sendall(WELCOME)
             connection.setblocking(False)
@@ -150,13 +160,13 @@ class TcpChannel:
         accepted = refused = 0
         pushing = False
         while True:
-            magic, version, count, ticket, row_bytes = FRAME.unpack(wire.head(may_idle=not pushing))
-            known = (magic, version, row_bytes) == (MAGIC, VERSION, self._card.row_bytes)
+            magic, version, count, reservation_id, row_bytes = FRAME.unpack(wire.head(may_idle=not pushing))
+            known = (magic, version, row_bytes) == (MAGIC, VERSION, self._descriptor.row_bytes)
             if not known or count > MAX_FRAME_ROWS:
                 raise MalformedError
             if count:
                 wire.fill(indices[: 4 * count])
-                granted = self._tickets.get(ticket) or _Ticket(())
+                granted = self._reservations.get(reservation_id) or _OpenRows(())
                 landed = self._land(wire, staging, granted, indices[: 4 * count].cast("I"))
                 accepted, refused = accepted + landed, refused + count - landed
             else:
@@ -165,29 +175,29 @@ class TcpChannel:
                 accepted = refused = 0
             pushing = count > 0
 
-    def _land(self, wire: "_Wire", staging: Staging, ticket: _Ticket, rows: memoryview) -> int:
+    def _land(self, wire: "_Wire", staging: Staging, granted: _OpenRows, rows: memoryview) -> int:
         """Receive a frame's rows, each into the pool or into scratch; how many of them landed whole."""
-        size = self._card.row_bytes
+        size = self._descriptor.row_bytes
         num_landed = len(rows)
-        wanted = [row for row in rows if row in ticket.rows]
+        wanted = [row for row in rows if row in granted.rows]
         room = iter(staging.room(wanted))
-        places = [next(room) if row in ticket.rows else self._scratch for row in rows]
+        places = [next(room) if row in granted.rows else self._scratch for row in rows]
         done = 0
         wire.expect(len(rows) * size)
         while done < len(rows) * size:
             row, offset = divmod(done, size)
-            with ticket.lock:
-                if not ticket.open:
+            with granted.lock:
+                if not granted.open:
                     places = [self._scratch] * len(rows)
                     num_landed = min(num_landed, row)
                 received = wire.receive([places[row][offset:], *places[row + 1 :]])
             if not received:
                 wire.wait()
             done += received
-        with ticket.lock:
-            if ticket.open:
+        with granted.lock:
+            if granted.open:
                 staging.write(wanted)
-        return sum(row in ticket.rows for row in rows[:num_landed])
+        return sum(row in granted.rows for row in rows[:num_landed])
 
 
 class _Wire:
@@ -246,14 +256,16 @@ class _Wire:
 class _Connection:
     """The writing end of a connection: frames out, one answer a push."""
 
-    def __init__(self, card: PeerDescriptor, boot: str, staging: Callable[[], Staging], patience_s: float) -> None:
-        self._row_bytes = card.row_bytes
+    def __init__(
+        self, descriptor: PeerDescriptor, greeting: bytes, staging: Callable[[], Staging], patience_s: float
+    ) -> None:
+        self._row_bytes = descriptor.row_bytes
         self._patience_s = patience_s
         with contextlib.ExitStack() as undo:
-            self.socket = socket.create_connection((card.host, int(card.endpoint)), patience_s)
+            self.socket = socket.create_connection((descriptor.host, int(descriptor.endpoint)), patience_s)
             undo.callback(self.socket.close)
             _keep_alive(self.socket)
-            introduce(self.socket, card, boot, patience_s)
+            self.socket.sendall(greeting)
             check_answer(receive_exactly(self.socket, ANSWER.size, patience_s))
             self._staging = staging()
             undo.pop_all()
@@ -263,18 +275,20 @@ class _Connection:
         limit = struct.pack("ll", int(seconds), int(fraction * 1e6))
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
-    def push(self, ticket: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]) -> None:
+    def push(
+        self, reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
+    ) -> None:
         """Send the rows and wait for the answer. A push that is stopped sends fewer rows, but whole frames."""
         row_bytes = self._row_bytes
         per_frame = min(MAX_FRAME_ROWS, max(1, FRAME_BYTES // row_bytes))
         sent = 0
         while sent < len(source) and not stopped():
             rows = source[sent : sent + per_frame]
-            head = checked(FRAME.pack(MAGIC, VERSION, len(rows), ticket, row_bytes))
+            head = checked(FRAME.pack(MAGIC, VERSION, len(rows), reservation_id, row_bytes))
             indices = struct.pack(f"<{len(rows)}I", *target[sent : sent + per_frame])
             self._send([memoryview(head + indices), *self._staging.read(rows)])
             sent += len(rows)
-        self._send([memoryview(checked(FRAME.pack(MAGIC, VERSION, 0, ticket, row_bytes)))])
+        self._send([memoryview(checked(FRAME.pack(MAGIC, VERSION, 0, reservation_id, row_bytes)))])
         self._check_ack(sent)
 
     def interrupt(self) -> None:
@@ -290,7 +304,7 @@ class _Connection:
             try:
                 sent = self.socket.sendmsg(buffers)
             except BlockingIOError as error:
-                raise TimeoutError(f"it took no byte for {self._patience_s} s") from error
+                raise TimeoutError(f"it accepted no byte for {self._patience_s} s") from error
             while buffers and sent >= len(buffers[0]):
                 sent -= len(buffers.pop(0))
             if sent:
@@ -301,10 +315,10 @@ class _Connection:
         self.socket.settimeout(None)
         magic, version, accepted, refused = ACK.unpack(answer)
         if (magic, version, accepted + refused) != (MAGIC, VERSION, num_rows):
-            raise PeerLostError("its answer makes no sense")
+            raise PeerLostError("its acknowledgement is invalid")
         if refused:
             raise ReservationRefusedError(
-                f"the peer refused {refused} of {num_rows} rows: the ticket is not open for them"
+                f"the peer refused {refused} of {num_rows} rows: the reservation is not open for them"
             )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from shared.kv.channel import DescriptorError, PeerDescriptor, PeerLostError
-from shared.kv.listener import ANSWER, check_answer, introduce
+from shared.kv.listener import ANSWER, check_answer, pack_greeting
 from shared.kv.local import LocalChannel, host_id
 from shared.kv.peers import hung_up
 from shared.kv.shm import runs
@@ -44,15 +44,15 @@ class CudaIpcChannel(LocalChannel[DeviceRows]):
     def __init__(
         self,
         memory: DeviceRows,
-        boot: str,
+        incarnation_id: str,
         on_writer_lost: Callable[[str], None],
         server: socket.socket,
         patience_s: float,
     ) -> None:
         self._region: CudaRegion | None = memory.region
         self._uuid = memory.region.gpu.uuid
-        self._boot = boot
-        super().__init__(memory, boot, on_writer_lost, server, patience_s)
+        self._incarnation_id = incarnation_id
+        super().__init__(memory, incarnation_id, on_writer_lost, server, patience_s)
 
     def _place(self) -> str:
         return f"{host_id()} {self._uuid}"
@@ -67,16 +67,16 @@ class CudaIpcChannel(LocalChannel[DeviceRows]):
         data = OFFER.pack(region.kind.encode(), region.size, region.handle)
         return data, [] if region.descriptor is None else [region.descriptor]
 
-    def _link(self, card: PeerDescriptor) -> "_Copier":
-        if self._region is None or not self._reaches(card.host):
+    def _link(self, descriptor: PeerDescriptor, _reservation_id: bytes) -> "_Copier":
+        if self._region is None or not self._reaches(descriptor.host):
             raise DescriptorError("the peer's GPU cannot be written to from here")
-        return _Copier(card, self._boot, self._region, self._patience_s)
+        return _Copier(descriptor, self._incarnation_id, self._region, self._patience_s)
 
     def _let_go(self) -> None:
         self._region = None
 
-    def _serve(self, connection: socket.socket, boot: str) -> None:
-        super()._serve(connection, boot)
+    def _serve(self, connection: socket.socket, incarnation_id: str) -> None:
+        super()._serve(connection, incarnation_id)
         if not self._closed:
             time.sleep(SETTLE_S)
 
@@ -84,17 +84,19 @@ class CudaIpcChannel(LocalChannel[DeviceRows]):
 class _Copier:
     """A peer's pool, mapped into this process for as long as the peer lives."""
 
-    def __init__(self, card: PeerDescriptor, boot: str, ours: CudaRegion, patience_s: float) -> None:
+    def __init__(self, descriptor: PeerDescriptor, incarnation_id: str, ours: CudaRegion, patience_s: float) -> None:
         self._ours = ours
-        self._row_bytes = card.row_bytes
+        self._row_bytes = descriptor.row_bytes
         with contextlib.ExitStack() as undo:
-            self.socket, self._theirs = attach(card, boot, ours.gpu, patience_s)
+            self.socket, self._theirs = attach(descriptor, incarnation_id, ours.gpu, patience_s)
             undo.callback(self.socket.close)
             undo.callback(self._theirs.close)
             self._stream = CudaStream(ours.gpu)
             undo.pop_all()
 
-    def push(self, _ticket: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]) -> None:
+    def push(
+        self, _reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
+    ) -> None:
         """Copy neighbouring rows at once, and wait for each piece: the other threads run meanwhile."""
         size = self._row_bytes
         copies: list[tuple[int, int, int]] = []
@@ -126,28 +128,32 @@ class _Copier:
         self.socket.close()  # last, since this tells the peer that we write no more
 
 
-def attach(card: PeerDescriptor, boot: str, gpu: CudaDevice, patience_s: float) -> tuple[socket.socket, CudaRegion]:
-    """The memory of the card's owner, mapped for `gpu`, and the connection that tells it of us.
+def attach(
+    descriptor: PeerDescriptor, incarnation_id: str, gpu: CudaDevice, patience_s: float
+) -> tuple[socket.socket, CudaRegion]:
+    """The memory of the descriptor's owner, mapped for `gpu`, and the connection that tells it of us.
 
-    Raises CardError, PeerLostError, or OSError when the driver or the socket refuses.
+    Raises DescriptorError, PeerLostError, or OSError when the driver or the socket refuses.
     """
     with contextlib.ExitStack() as undo:
         connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         connection.settimeout(patience_s)
-        connection.connect(card.endpoint)
-        introduce(connection, card, boot, patience_s)
-        data, descriptors, _, _ = socket.recv_fds(connection, ANSWER.size + OFFER.size, 1, socket.MSG_CMSG_CLOEXEC)
-        for descriptor in descriptors:
-            undo.callback(os.close, descriptor)
+        connection.connect(descriptor.endpoint)
+        connection.sendall(pack_greeting(descriptor, incarnation_id))
+        data, fds, _, _ = socket.recv_fds(connection, ANSWER.size + OFFER.size, 1, socket.MSG_CMSG_CLOEXEC)
+        for fd in fds:
+            undo.callback(os.close, fd)
         check_answer(data[: ANSWER.size])
         if len(data) != ANSWER.size + OFFER.size:
             raise PeerLostError("it offered no memory")
         kind, size, handle = OFFER.unpack(data[ANSWER.size :])
         name = kind.rstrip(b"\0").decode("ascii", "replace")
-        if size < card.num_rows * card.row_bytes or (name == VMM) != bool(descriptors):
-            raise PeerLostError(f"what it offered is no memory of {card.num_rows} rows of {card.row_bytes} bytes")
-        region = CudaRegion.attach(gpu, name, size, descriptors[0] if descriptors else None, handle)
-        for descriptor in descriptors:  # mapped memory needs no descriptor
-            os.close(descriptor)
+        if size < descriptor.num_rows * descriptor.row_bytes or (name == VMM) != bool(fds):
+            raise PeerLostError(
+                f"what it offered is no memory of {descriptor.num_rows} rows of {descriptor.row_bytes} bytes"
+            )
+        region = CudaRegion.attach(gpu, name, size, fds[0] if fds else None, handle)
+        for fd in fds:  # mapped memory needs no descriptor
+            os.close(fd)
         undo.pop_all()
     return connection, region

@@ -1,8 +1,8 @@
 """The KV channel that moves nothing: a prefill node computes in the pool of the one decode node on its device.
 
-The decode node lends its memory (`PoolOwner`) and leaves a card where prefill nodes look; a prefill node maps it at its
-start (`PoolClient`), instead of having a pool of its own, and computes in the blocks that each handoff is granted. A
-connection as of `shm` or `cuda_ipc` says who still may write. Not `fenced`.
+The decode node shares its memory (`PoolOwner`) and writes its descriptor to a file in a common directory. A prefill
+node maps the memory at its start (`PoolClient`), instead of having a pool of its own, and computes in the blocks that
+each handoff is granted. A connection of `shm` or `cuda_ipc` shows which clients are alive. Not `fenced`.
 """
 
 import asyncio
@@ -33,23 +33,25 @@ LOOK_S = 0.2
 
 
 def descriptor_file(directory: str | Path, gpu: CudaDevice | None) -> Path:
-    """Where the lender of a device leaves its card: one for the host, one for each GPU."""
+    """Return the file with the descriptor of a device's pool owner: one for the host, one for each GPU."""
     return Path(directory) / f"{NAME}-{gpu.uuid if gpu is not None else 'host'}"
 
 
 class PoolOwner:
-    """See KVChannel: the decode node's end. `inner`: the channel over whose socket borrowers come in; it is closed
+    """See KVChannel: the decode node's end. `inner`: the channel over whose socket clients come in; it is closed
     with this one."""
 
     name = NAME
     fenced = False
 
     def __init__(self, inner: LocalChannel[Any], path: Path) -> None:
-        """Raises OSError when another live decode node lends its pool at `path` already."""
+        """Raises OSError if another live decode node shares its pool at `path`."""
         self._inner = inner
         self._path = path
         if _is_live(inner, path):
-            raise OSError(f"{path}: another decode node lends its pool there; one a device can, or take --kv-directory")
+            raise OSError(
+                f"{path}: another decode node shares its pool there; only one per device can (see --kv-directory)"
+            )
         written = path.with_suffix(f".{os.getpid()}")
         written.write_bytes(inner.descriptor())
         written.replace(path)
@@ -57,20 +59,22 @@ class PoolOwner:
     def descriptor(self) -> bytes:
         return self._inner.descriptor()
 
-    def grant(self, ticket: bytes, rows: Sequence[int]) -> None:
-        self._inner.grant(ticket, rows)
+    def grant(self, reservation_id: bytes, rows: Sequence[int]) -> None:
+        self._inner.grant(reservation_id, rows)
 
-    def revoke(self, ticket: bytes) -> None:
-        """Nothing: a writer asks nobody."""
+    def revoke(self, reservation_id: bytes) -> None:
+        """Do nothing: clients write without asking."""
 
-    def fence_writer(self, boot: str) -> bool:
-        return self._inner.fence_writer(boot)
+    def fence_writer(self, incarnation_id: str) -> bool:
+        return self._inner.fence_writer(incarnation_id)
 
-    def reachable(self, card: bytes) -> bool:
+    def reachable(self, descriptor: bytes) -> bool:
         return False
 
-    async def push(self, card: bytes, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
-        raise ChannelError("who lends its pool computes for nobody else's")
+    async def push(
+        self, descriptor: bytes, reservation_id: bytes, source: Sequence[int], target: Sequence[int]
+    ) -> None:
+        raise ChannelError("the owner of a shared pool does not push to others")
 
     async def close(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -80,7 +84,7 @@ class PoolOwner:
 
 
 def _is_live(channel: LocalChannel[Any], path: Path) -> bool:
-    """Whether the card's owner lives, whatever its block size: a killed one leaves its card, and is in nobody's way."""
+    """Return whether the owner in `path` is alive. A killed owner leaves a stale descriptor file; it is ignored."""
     try:
         return channel.is_live(PeerDescriptor.unpack(path.read_bytes(), channel.name))
     except (FileNotFoundError, DescriptorError):
@@ -90,7 +94,7 @@ def _is_live(channel: LocalChannel[Any], path: Path) -> bool:
 class PoolClient:
     """See KVChannel, and KVMemory: the prefill node's end, and what it has for a pool.
 
-    `rows`: uint8 [num_rows, row_bytes] of the host; on a GPU there are none, and its memory is `region`. The lender
+    `rows`: uint8 [num_rows, row_bytes] of the host; on a GPU there are none, and its memory is `region`. The owner
     counts us as a writer until `close`; all computing has to be over by then.
     """
 
@@ -98,41 +102,45 @@ class PoolClient:
     fenced = False
     sums: ClassVar[str] = "xxh3"
 
-    def __init__(self, card: PeerDescriptor, connection: socket.socket, rows: Rows, region: CudaRegion | None) -> None:
+    def __init__(
+        self, descriptor: PeerDescriptor, connection: socket.socket, rows: Rows, region: CudaRegion | None
+    ) -> None:
         self.rows = rows
         self.region = region
-        self.num_rows, self.row_bytes = card.num_rows, card.row_bytes
-        self.lender = card.incarnation_id
-        self._card = card.pack()
+        self.num_rows, self.row_bytes = descriptor.num_rows, descriptor.row_bytes
+        self.lender = descriptor.incarnation_id
+        self._descriptor = descriptor.pack()
         self._connection = connection
 
     @classmethod
-    def attach(cls, directory: str | Path, gpu: CudaDevice | None, boot: str, wait_s: float, patience_s: float) -> Self:
-        """Waits for a lender on this device. Blocks. Raises ValueError when none comes within `wait_s`."""
+    def attach(
+        cls, directory: str | Path, gpu: CudaDevice | None, incarnation_id: str, wait_s: float, patience_s: float
+    ) -> Self:
+        """Wait for an owner on this device, blocking. Raises ValueError after `wait_s`."""
         path, until = descriptor_file(directory, gpu), time.monotonic() + wait_s
         while True:
             try:
-                return cls._attached(path.read_bytes(), gpu, boot, patience_s)
+                return cls._attached(path.read_bytes(), gpu, incarnation_id, patience_s)
             except (OSError, ChannelError) as error:
                 reason = str(error)
             if time.monotonic() > until:
                 raise ValueError(
-                    f"--kv-channel pool: no decode node lends its pool in {path.parent} ({reason}): start one on this "
+                    f"--kv-channel pool: no decode node shares its pool in {path.parent} ({reason}): start one on this "
                     "device with the same --kv-channel and --kv-directory"
                 )
             time.sleep(LOOK_S)
 
     @classmethod
-    def _attached(cls, data: bytes, gpu: CudaDevice | None, boot: str, patience_s: float) -> Self:
+    def _attached(cls, data: bytes, gpu: CudaDevice | None, incarnation_id: str, patience_s: float) -> Self:
         if gpu is None:
-            card = PeerDescriptor.unpack(data, shm.ShmChannel.name)
-            return cls(card, *shm.attach(card, boot, patience_s), None)
-        card = PeerDescriptor.unpack(data, cuda_ipc.CudaIpcChannel.name)
-        connection, region = cuda_ipc.attach(card, boot, gpu, patience_s)
-        return cls(card, connection, np.empty((0, 0), np.uint8), region)
+            descriptor = PeerDescriptor.unpack(data, shm.ShmChannel.name)
+            return cls(descriptor, *shm.attach(descriptor, incarnation_id, patience_s), None)
+        descriptor = PeerDescriptor.unpack(data, cuda_ipc.CudaIpcChannel.name)
+        connection, region = cuda_ipc.attach(descriptor, incarnation_id, gpu, patience_s)
+        return cls(descriptor, connection, np.empty((0, 0), np.uint8), region)
 
     def fitting(self, row_bytes: int) -> Self:
-        """Itself. Raises ValueError when its rows are not blocks of so many bytes."""
+        """Return itself. Raises ValueError unless its blocks have `row_bytes` bytes."""
         if row_bytes != self.row_bytes:
             raise ValueError(
                 f"--kv-channel pool: the decode node's KV blocks have {self.row_bytes} bytes, ours {row_bytes}: both "
@@ -141,7 +149,7 @@ class PoolClient:
         return self
 
     def watch(self, on_lost: Callable[[], None]) -> None:
-        """`on_lost` is called on the running loop, once, when the lender has ended."""
+        """Call `on_lost` once, on the running loop, when the owner has ended."""
         loop = asyncio.get_running_loop()
 
         def look() -> None:
@@ -160,22 +168,24 @@ class PoolClient:
     def descriptor(self) -> bytes:
         return b""
 
-    def grant(self, ticket: bytes, rows: Sequence[int]) -> None:
-        raise ValueError("a borrowed pool takes nothing from others")
+    def grant(self, reservation_id: bytes, rows: Sequence[int]) -> None:
+        raise ValueError("the client of a shared pool receives nothing from others")
 
-    def revoke(self, ticket: bytes) -> None:
-        """Nothing is open."""
+    def revoke(self, reservation_id: bytes) -> None:
+        """Do nothing: no reservation is open."""
 
-    def fence_writer(self, boot: str) -> bool:
+    def fence_writer(self, incarnation_id: str) -> bool:
         return True
 
-    def reachable(self, card: bytes) -> bool:
-        return card == self._card and not hung_up(self._connection)
+    def reachable(self, descriptor: bytes) -> bool:
+        return descriptor == self._descriptor and not hung_up(self._connection)
 
-    async def push(self, card: bytes, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
-        """The rows are there: they were computed there."""
-        if not self.reachable(card):
-            raise PeerLostError("the decode node whose pool was computed in is gone")
+    async def push(
+        self, descriptor: bytes, reservation_id: bytes, source: Sequence[int], target: Sequence[int]
+    ) -> None:
+        """Do nothing: the rows were computed in the pool of the decode node."""
+        if not self.reachable(descriptor):
+            raise PeerLostError("the decode node that owns the shared pool is gone")
 
     async def close(self) -> None:
         if self._connection.fileno() < 0:

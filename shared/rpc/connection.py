@@ -1,52 +1,76 @@
-"""A connection of RPCs: who is at its other end has to prove the cluster's secret, and to say something in time.
+"""HTTP/2 connections between Baton's processes: grpclib, with limits for hostile peers and detection of silent ones.
 
-One handshake a connection, before HTTP/2, and not metadata of each call: a unary call's message follows its headers at
-once, so only a proof before the first call keeps prompts from a false node; calls and messages then cost nothing more;
-and what comes from somebody unproved never reaches the RPCs. Who begins with plain HTTP/2 instead is told
-UNAUTHENTICATED for every call.
+grpclib's own protocol class accepts messages of any size, any number of frames and connections, and does not notice a
+peer that stopped answering while bytes for it are unsent. These classes replace it, using grpclib's public parts
+(Connection, Stream, EventsProcessor, AbstractHandler, request_handler). The one override of private methods is
+`RpcChannel`; tests/shared/test_services.py fails if a release of grpclib stops calling them.
 """
 
 import asyncio
+import contextlib
+import re
+import ssl
+import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import grpclib.client
 import grpclib.server
-from grpclib.exceptions import StreamTerminatedError
-from grpclib.protocol import H2Protocol
+from grpclib.config import Configuration
+from grpclib.const import Handler as Method
+from grpclib.const import Status
+from grpclib.encoding.base import CodecBase
+from grpclib.exceptions import GRPCError, StreamTerminatedError
+from grpclib.protocol import AbstractHandler, Connection, EventsProcessor, H2Protocol
+from grpclib.protocol import Stream as H2Stream
 from h2.config import H2Configuration
-from h2.events import DataReceived, PingAckReceived
+from h2.connection import H2Connection
+from h2.errors import ErrorCodes
+from h2.events import DataReceived, Event, PingAckReceived, StreamEnded, StreamReset
+from h2.exceptions import DenialOfServiceError
+from h2.exceptions import ProtocolError as H2ProtocolError
+from h2.settings import SettingCodes
 
-from shared.rpc.cancellation import take_back_cancellations
-from shared.rpc.limits import CarefulHandler
-from shared.rpc.security import (
-    CHALLENGE,
-    MAGIC,
-    OPENING,
-    PROOF_BYTES,
-    AuthenticationError,
-    Called,
-    Caller,
-    Secret,
-    complaints,
-)
+from shared.logs import peer_log
+from shared.rpc.codec import MAX_MESSAGE_BYTES, DecodeError
+from shared.rpc.tls import AuthenticationError, Identity
 
-PURPOSE = "rpc"
-PREFACE_S = 4.0  # for a connection to introduce itself
-CONNECT_S = 5.0  # to reach a peer, and for its proof
-# A peer that is frozen or cut off sends no reset. It is found after 2.0 to 2.6 s, where a channel is not more patient.
+HANDSHAKE_S = 4.0
+CONNECT_S = 5.0  # to reach a peer, including the TLS handshake
+# A peer that is frozen or cut off sends no reset. A client finds out after 2.0 to 2.6 s unless it allows more.
 PING_S = 0.65
 ANSWER_S = 1.9
-FLUSH_S = 1.0  # for what is unsent when a connection is closed
-MAX_CONNECTIONS_PER_ADDRESS = 1024  # `baton up` may have 512 nodes on one
-MAX_UNPROVED = 128  # of a server, from everywhere; it takes milliseconds to prove the secret
+SERVER_ANSWER_S = 6.0  # clients find out first; this frees what a lost client holds, or one that sends nothing
+FLUSH_S = 1.0  # for unsent bytes when a connection is closed
+MAX_CONNECTIONS_PER_ADDRESS = 1024  # `baton up` may run 512 nodes on one
 
-take_back_cancellations()
+WINDOW_BYTES = 4 << 20
+MAX_CLOSED_STREAMS = 1024  # remembered by a connection; h2's default is 64 times as many
+FEED_BYTES = 16 << 10  # between two looks at the budget of frames
+# Budget for frames that carry next to nothing, against rapid resets (CVE-2023-44487) and floods of pings, settings etc.
+FRAMES_AT_ONCE = 10_000
+FRAMES_PER_S = 5_000  # several times what 1,000 calls a second need
+SMALL_BYTES = 64  # a data frame below this counts
+RESET_FRAMES = 10  # the price of a reset: starting and ending a call is what costs
+REJECTED_FRAMES = 20
+
+MAX_TIMEOUT_S = 3600
+TIMEOUT = re.compile(r"(\d{1,20})([HMSmun])", re.ASCII)
+UNIT_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+HEADERS = {":method", ":path", "content-type", "te", "grpc-timeout", "user-agent"}  # the others are ignored
+Headers = list[tuple[str, str]]
 
 
-class Outgoing:
-    """A transport which says that it has ended as grpclib does: uvloop's RuntimeError could mean anything, and asyncio
-    says nothing. And which does end."""
+# ---- one connection --------------------------------------------------------------------------------------------------
+
+
+class ClosingTransport:
+    """A transport that raises StreamTerminatedError when it is closed, and whose `close` ends within FLUSH_S.
+
+    uvloop raises RuntimeError for a write after the end and asyncio ignores it; both wait without limit for a peer that
+    takes no bytes.
+    """
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -63,308 +87,349 @@ class Outgoing:
             raise StreamTerminatedError("Connection lost") from error
 
     def close(self) -> None:
-        """What is unsent may go yet, but to who takes no bytes it never would, and the connection would never end."""
-        self._transport.close()
-        if self._transport.get_write_buffer_size():
-            asyncio.get_running_loop().call_later(FLUSH_S, self._abort)
-
-    def _abort(self) -> None:
-        if self._transport.get_write_buffer_size():
-            self._transport.abort()
+        if not self._transport.is_closing():
+            self._transport.close()
+            asyncio.get_running_loop().call_later(FLUSH_S, self._transport.abort)
 
 
-class Guarded(H2Protocol):
-    """One connection, of either side: HTTP/2 once both have introduced themselves, and an end for whatever is none."""
+class BoundedStream(H2Stream):
+    """A stream whose messages are checked for their length and compression before they are received."""
 
-    _transport: asyncio.Transport
-    _peer = "?"
+    _at_header = True
 
-    def __init__(self, handler: Any, config: Any, h2_config: H2Configuration, secret: Secret | None) -> None:
-        super().__init__(handler, config, h2_config)
-        self._secret = secret
-        self._said = b""  # by the other side, before HTTP/2 began
-        self._has_begun = False
-        self._pinged_at: float | None = None  # the ping that is not answered
+    async def recv_data(self, size: int) -> bytes:
+        """Called by grpclib for the 5 bytes before a message, then for the message."""
+        if size > MAX_MESSAGE_BYTES:
+            raise GRPCError(
+                Status.RESOURCE_EXHAUSTED, f"a message of {size} bytes is over the limit of {MAX_MESSAGE_BYTES}"
+            )
+        try:
+            data = await super().recv_data(size)
+        except AssertionError:  # how grpclib reports a stream that ended too soon
+            raise DecodeError("the stream ended within a message") from None
+        if self._at_header and data[:1] > b"\0":
+            raise GRPCError(Status.UNIMPLEMENTED, "compressed messages are not supported")
+        if not self._at_header and len(data) < size:
+            raise DecodeError(f"the stream ended before a message of {size} bytes")
+        self._at_header = not self._at_header
+        return data
+
+
+class RpcConnection(Connection):
+    """grpclib's state of a connection, with bounded streams."""
+
+    def __init__(self, http: H2Connection, transport: ClosingTransport, config: Configuration) -> None:
+        super().__init__(http, cast(asyncio.Transport, transport), config=config)
+        self.http = http
+        self._sender = cast(asyncio.Transport, transport)
+
+    def create_stream(self, *, stream_id: int | None = None, wrapper: Any = None) -> H2Stream:
+        return BoundedStream(self, self.http, self._sender, stream_id=stream_id, wrapper=wrapper)
+
+
+class PeerProtocol(H2Protocol):
+    """One HTTP/2 connection, of either side, from `connection_made` to `connection_lost`."""
+
+    connection: RpcConnection
+    transport: asyncio.Transport
+    peer = "?"
+
+    def __init__(self, handler: AbstractHandler, is_client: bool, answer_s: float) -> None:
+        config = Configuration()
+        super().__init__(
+            handler,
+            config.__for_client__() if is_client else config.__for_server__(),
+            H2Configuration(
+                client_side=is_client,
+                header_encoding="ascii",
+                validate_inbound_headers=False,
+                validate_outbound_headers=False,
+                normalize_inbound_headers=False,
+                normalize_outbound_headers=False,
+            ),
+        )
+        self.fell_silent = False
+        self._answer_s = answer_s
+        self._loop = asyncio.get_running_loop()
+        self._pinged_at: float | None = None  # the ping that is not answered yet
+        self._checked_at = 0.0
+        self._watch: asyncio.TimerHandle | None = None
+        self._frames_left = float(FRAMES_AT_ONCE)
+        self._earned_at = time.monotonic()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        address = transport.get_extra_info("peername")
-        self._peer = str(address[0]) if isinstance(address, tuple) else "local"
-
-    def data_received(self, data: bytes) -> None:
-        if not self._has_begun:
-            self._said += data
-            try:
-                data = self._introduced()
-            except AuthenticationError as error:
-                self._refuse(error)
-                return
-        if data:
-            self._take(data)
+        self.transport = cast(asyncio.Transport, transport)
+        self.peer = peer_name(transport)
+        http = H2Connection(config=self.h2_config)
+        http.MAX_CLOSED_STREAMS = MAX_CLOSED_STREAMS
+        http.initiate_connection()
+        http.increment_flow_control_window(WINDOW_BYTES - http.local_settings.initial_window_size)
+        http.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: WINDOW_BYTES})
+        self.connection = RpcConnection(http, ClosingTransport(self.transport), self.config)
+        self.connection.flush()
+        self.processor = EventsProcessor(self.handler, self.connection)
+        self._checked_at = self._loop.time()
+        self._watch = self._loop.call_later(PING_S, self._ping)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        if self._has_begun:
-            super().connection_lost(exc)
-            self.connection.write_ready.set()  # who waits to write is to find out, and not to wait for ever
-        else:
-            self.handler.close()
+        if self._watch is not None:
+            self._watch.cancel()
+        super().connection_lost(exc)
+        self.connection.write_ready.set()  # a call that waits to write must fail, not wait without end
 
-    def pause_writing(self) -> None:
-        if self._has_begun:
-            super().pause_writing()
+    def data_received(self, data: bytes) -> None:
+        for start in range(0, len(data), FEED_BYTES):
+            if self.connection.is_closing():
+                return
+            self._process(data[start : start + FEED_BYTES])
 
-    def resume_writing(self) -> None:
-        if self._has_begun:
-            super().resume_writing()
+    def spend(self, frames: int) -> None:
+        """Count frames against the budget. Raises DenialOfServiceError when it is used up."""
+        self._frames_left -= frames
+        if self._frames_left < 0:
+            now = time.monotonic()
+            self._frames_left = min(FRAMES_AT_ONCE, self._frames_left + FRAMES_PER_S * (now - self._earned_at))
+            self._earned_at = now
+            if self._frames_left < 0:
+                self.connection.http.close_connection(ErrorCodes.ENHANCE_YOUR_CALM)
+                raise DenialOfServiceError("too many frames that carry nothing")
 
-    def _introduced(self) -> bytes:
-        """What of `_said` is HTTP/2's, which has begun then; nothing while more must come. Raises NotTrustedError."""
-        raise NotImplementedError
-
-    def _refuse(self, error: AuthenticationError) -> None:
-        raise NotImplementedError
-
-    def _begin(self) -> None:
-        self._has_begun = True
-        self._said = b""
-        super().connection_made(cast(asyncio.Transport, Outgoing(self._transport)))
-
-    def _take(self, data: bytes) -> bool:
-        """HTTP/2. True when a whole frame of it came."""
+    def _process(self, data: bytes) -> None:
         try:
             events = self.connection.feed(data)
-        except Exception as error:  # noqa: BLE001 - whatever a stranger's bytes lead to ends his connection alone
-            complaints.warn(self._peer, f"RPC connection closed: {str(error) or type(error).__name__}")
-            self._flush()  # says why, if it was a fault of HTTP/2
+            self.spend(sum(map(_cost, events)))
+            self._flush()
+            for event in events:
+                if type(event) is DataReceived and not event.flow_controlled_length:
+                    continue  # grpclib takes an empty frame in the middle of a message for the end of the stream
+                if type(event) is PingAckReceived:
+                    self._pinged_at = None
+                with contextlib.suppress(NotImplementedError):  # a frame of an extension
+                    self.processor.process(event)
+            self._flush()
+        except Exception as error:  # noqa: BLE001 - invalid input of any kind closes only this connection
+            peer_log.warn(self.peer, f"RPC connection closed: {str(error) or type(error).__name__}")
+            with contextlib.suppress(StreamTerminatedError):
+                self._flush()  # sends the reason, if it was an error of HTTP/2
             self.processor.close("Protocol error")
-            return False
-        self._flush()
-        for event in events:
-            if type(event) is DataReceived and not event.flow_controlled_length:
-                continue  # grpclib takes an empty frame in the middle for the end
-            if type(event) is PingAckReceived:
-                self._pinged_at = None
-            try:
-                self.processor.process(event)
-            except NotImplementedError:  # a frame of some extension
-                continue
-        self._flush()
-        return bool(events)
 
     def _flush(self) -> None:
         if not self.connection.is_closing():
             self.connection.flush()
 
-
-class ServerConnection(Guarded):
-    """The side that was connected to."""
-
-    handler: "CarefulHandler"
-
-    def __init__(self, handler: Any, config: Any, h2_config: H2Configuration, server: "GuardedServer") -> None:
-        super().__init__(handler, config, h2_config, server.secret)
-        self._server = server
-        self._is_counted = False  # in `server.open`
-        self._called: Called | None = None
-        self._deadline = asyncio.get_running_loop().call_later(PREFACE_S, self._hang_up)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        (self._admit if self._secret is None else self._wait)()
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        self._deadline.cancel()
-        self._server.unproved.pop(self, None)
-        if self._is_counted:
-            self._server.open -= Counter([self._peer])  # drops who has none left
-        super().connection_lost(exc)
-
-    def _wait(self) -> None:
-        """Nothing is proved yet. Of too many such, the oldest of the same address goes, else the oldest of all."""
-        unproved = self._server.unproved
-        if len(unproved) >= MAX_UNPROVED:
-            complaints.warn(self._peer, f"{MAX_UNPROVED} RPC connections have proved nothing yet: the oldest is closed")
-            oldest = next((one for one in unproved if one._peer == self._peer), next(iter(unproved)))
-            del unproved[oldest]
-            oldest._hang_up()
-        unproved[self] = None
-
-    def _admit(self) -> None:
-        """It is proved, or needs no proof."""
-        self._server.unproved.pop(self, None)
-        self._server.open[self._peer] += 1
-        self._is_counted = True
-        if self._server.open[self._peer] > MAX_CONNECTIONS_PER_ADDRESS:
-            complaints.warn(self._peer, f"has {MAX_CONNECTIONS_PER_ADDRESS} RPC connections: no more are taken")
-            self._hang_up()
-        else:
-            self._begin()
-
-    def _hang_up(self) -> None:
-        self._transport.abort()
-
-    def _introduced(self) -> bytes:
-        assert self._secret is not None
-        if self._called is None:
-            if not MAGIC.startswith(self._said[: len(MAGIC)]):
-                return self._as_stranger()
-            if len(self._said) < OPENING.size:
-                return b""
-            called = Called(self._secret, PURPOSE)
-            self._transport.write(called.challenge(self._said[: OPENING.size]))
-            self._called, self._said = called, self._said[OPENING.size :]
-        if len(self._said) < PROOF_BYTES:
-            return b""
-        self._called.check(self._said[:PROOF_BYTES])
-        complaints.reset(self._peer)
-        rest = self._said[PROOF_BYTES:]
-        self._admit()
-        return rest if self._has_begun else b""
-
-    def _as_stranger(self) -> bytes:
-        """HTTP/2 with somebody who proves nothing: every call is refused, and the deadline stays."""
-        complaints.warn(self._peer, "RPCs refused: no proof of the cluster's secret")
-        self.handler.refusal = "the cluster's secret was not proved: give --cluster-secret-file"
-        said = self._said
-        self._begin()
-        return said
-
-    def _refuse(self, error: AuthenticationError) -> None:
-        complaints.warn(self._peer, f"RPC connection refused: {error}")
-        self._hang_up()
-
-    def _take(self, data: bytes) -> bool:
-        has_heard = super()._take(data)
-        if has_heard and not (self._deadline.cancelled() or self.handler.refusal):
-            self._deadline.cancel()
-        return has_heard
-
-
-class ClientConnection(Guarded):
-    """The side that connected. `ready` is set once the other side has proved the secret, and fails if it does not."""
-
-    def __init__(self, handler: Any, config: Any, h2_config: H2Configuration, channel: "GuardedChannel") -> None:
-        super().__init__(handler, config, h2_config, channel.secret)
-        self._channel = channel
-        self._caller = Caller(channel.secret, PURPOSE) if channel.secret is not None else None
-        self._loop = asyncio.get_running_loop()
-        self.ready: asyncio.Future[None] = self._loop.create_future()
-        self._watch: asyncio.TimerHandle | None = None
-        self._watched_at = 0.0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        if self._caller is None:
-            self._begin()
-            self.ready.set_result(None)
-        else:
-            self._transport.write(self._caller.opening)
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        self._fail(exc or ConnectionResetError("it hung up at the introduction"))
-        if self._watch is not None:
-            self._watch.cancel()
-        super().connection_lost(exc)
-
-    def abort(self) -> None:
-        """Hang up before it is ready."""
-        self.ready.cancel()
-        self._transport.abort()
-
-    def _begin(self) -> None:
-        super()._begin()
-        self._watched_at = self._loop.time()
-        self._watch = self._loop.call_later(PING_S, self._ping)
-
     def _ping(self) -> None:
-        now, connection = self._loop.time(), self.connection
-        if connection.is_closing():
+        now = self._loop.time()
+        if self.connection.is_closing():
             return
         if self._pinged_at is None:
             self._pinged_at = now
-            cast(Any, connection)._connection.ping(bytes(8))
-            connection.flush()
+            self.connection.http.ping(bytes(8))
+            self.connection.flush()
         else:
-            self._pinged_at += max(0.0, now - self._watched_at - PING_S)  # as long as it was us who stood still
-            if now - self._pinged_at > self._channel.answer_s:
-                self._channel.fell_silent = True
+            self._pinged_at += max(0.0, now - self._checked_at - PING_S)  # for as long as this process stood still
+            if now - self._pinged_at > self._answer_s:
+                self.fell_silent = True
                 self.processor.close("it does not answer")
-                self._transport.abort()
+                self.transport.abort()
                 return
-        self._watched_at = now
+        self._checked_at = now
         self._watch = self._loop.call_later(PING_S, self._ping)
 
-    def _introduced(self) -> bytes:
-        assert self._caller is not None
-        size = CHALLENGE.size
-        if MAGIC.startswith(self._said[: len(MAGIC)]) and len(self._said) < size:
-            return b""
-        # Who has no secret speaks HTTP/2 at once, in fewer bytes than a challenge has.
-        proof, rest = self._caller.answer(self._said[:size].ljust(size)), self._said[size:]
-        self._transport.write(proof)
-        self._begin()
-        self.ready.set_result(None)
-        return rest
 
-    def _refuse(self, error: AuthenticationError) -> None:
-        self._fail(error)
-        self._transport.abort()
-
-    def _fail(self, error: BaseException) -> None:
-        if not self.ready.done():
-            self.ready.set_exception(error)
-            self.ready.exception()  # who waited may have given up
+def peer_name(transport: asyncio.BaseTransport) -> str:
+    address = transport.get_extra_info("peername")
+    return str(address[0]) if isinstance(address, tuple) else "local"
 
 
-class GuardedServer(grpclib.server.Server):
-    """grpclib's, with all of the above. `secret`: what its callers have to prove, None for nothing."""
-
-    def __init__(self, handlers: Any, *, secret: Secret | None, **options: Any) -> None:
-        super().__init__(handlers, **options)
-        self.secret = secret
-        self.open: Counter[str] = Counter()  # connections by address, without `unproved`
-        self.unproved: dict[ServerConnection, None] = {}  # connections, oldest first
-
-    def _protocol_factory(self) -> H2Protocol:
-        self.__gc_step__()
-        handler = CarefulHandler(self._mapping, self._codec, self._status_details_codec, self.__dispatch__)
-        self._handlers.add(handler)
-        return ServerConnection(handler, self._config, self._h2_config, self)
+def _cost(event: Event) -> int:
+    if type(event) is DataReceived:
+        return len(event.data) < SMALL_BYTES
+    return RESET_FRAMES if type(event) is StreamReset else type(event) is not StreamEnded
 
 
-class GuardedChannel(grpclib.client.Channel):
-    """grpclib's, which gives up on a peer that does not prove `secret`, if there is one, or does not answer a ping for
-    `answer_s`. `fell_silent`: it did so once for the latter."""
+# ---- server ----------------------------------------------------------------------------------------------------------
+
+
+class ServerProtocol(PeerProtocol):
+    """A connection that a client made, once its certificate is proved where one is needed."""
+
+    def __init__(self, listener: "RpcListener") -> None:
+        super().__init__(CallHandler(listener.methods, listener.codec, self), False, listener.answer_s)
+        self._listener = listener
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._listener.opened(self)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._listener.closed(self)
+        super().connection_lost(exc)
+
+
+class CallHandler(AbstractHandler):
+    """The calls of one connection to a server: a task for each."""
+
+    def __init__(self, methods: Mapping[str, Method], codec: CodecBase, protocol: PeerProtocol) -> None:
+        self._methods = dict(methods)
+        self._codec = codec
+        self._protocol = protocol
+        self._dispatch = grpclib.server.Server([]).__dispatch__
+        self._tasks: dict[H2Stream, asyncio.Task[None]] = {}
+
+    def accept(self, stream: H2Stream, headers: Headers, release_stream: Callable[[], Any]) -> None:
+        try:
+            known = _checked(headers)
+        except GRPCError as error:
+            self._protocol.spend(REJECTED_FRAMES)
+            work = _reject(stream, error)
+        else:
+            # The stream is released below: a task that is cancelled before it starts would never release it.
+            work = grpclib.server.request_handler(
+                self._methods, stream, known, self._codec, None, self._dispatch, lambda: None
+            )
+        task = self._tasks[stream] = asyncio.get_running_loop().create_task(work)
+
+        def release(_: "asyncio.Task[None]") -> None:
+            del self._tasks[stream]
+            release_stream()
+
+        task.add_done_callback(release)
+
+    def cancel(self, stream: H2Stream) -> None:
+        if stream in self._tasks:
+            self._tasks[stream].cancel()
+
+    def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+
+    def tasks(self) -> list["asyncio.Task[None]"]:
+        return list(self._tasks.values())
+
+
+class RpcListener:
+    """Accepts connections on one port, over TLS if there is an identity, until `close`."""
 
     def __init__(
-        self, host: str, port: int, *, secret: Secret | None, answer_s: float = ANSWER_S, **options: Any
+        self, methods: Mapping[str, Method], codec: CodecBase, identity: Identity | None, answer_s: float
     ) -> None:
-        super().__init__(host, port, **options)
-        self.secret = secret
+        self.methods = methods
+        self.codec = codec
         self.answer_s = answer_s
-        self.fell_silent = False
+        self._identity = identity
+        self._server: asyncio.Server | None = None
+        self._connections: dict[ServerProtocol, None] = {}
+        self._per_address: Counter[str] = Counter()
+
+    @property
+    def num_connections(self) -> int:
+        """Connections that are past the TLS handshake."""
+        return len(self._connections)
+
+    async def start(self, host: str, port: int) -> int:
+        """Return the port in use. Raises OSError if it cannot be bound."""
+        tls: dict[str, Any] = (
+            {"ssl": self._identity.server_context, "ssl_handshake_timeout": HANDSHAKE_S} if self._identity else {}
+        )
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: ServerProtocol(self), host, port, **tls)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def close(self, timeout_s: float = 2.0) -> None:
+        """Stop listening, cancel the calls in progress, wait for them up to `timeout_s`, and close all connections."""
+        if self._server is not None:
+            self._server.close()
+        for protocol in self._connections:
+            protocol.handler.close()
+        tasks = [task for protocol in self._connections for task in cast(CallHandler, protocol.handler).tasks()]
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+        for protocol in list(self._connections):
+            protocol.processor.close()
+
+    def opened(self, protocol: ServerProtocol) -> None:
+        self._connections[protocol] = None
+        self._per_address[protocol.peer] += 1
+        if self._per_address[protocol.peer] > MAX_CONNECTIONS_PER_ADDRESS:
+            peer_log.warn(protocol.peer, f"has {MAX_CONNECTIONS_PER_ADDRESS} RPC connections: no more are accepted")
+            protocol.transport.abort()
+
+    def closed(self, protocol: ServerProtocol) -> None:
+        if self._connections.pop(protocol, self) is None:
+            self._per_address[protocol.peer] -= 1
+            if not self._per_address[protocol.peer]:
+                del self._per_address[protocol.peer]
+
+
+def _checked(headers: Headers) -> Headers:
+    """Return the headers that a call needs, with a timeout within bounds. Raises GRPCError."""
+    known = [(name, value) for name, value in headers if name in HEADERS]
+    names = [name for name, _ in known]
+    if len(set(names)) < len(names) or not {":method", ":path"} <= set(names):
+        raise GRPCError(Status.INVALID_ARGUMENT, "a call needs one :method and one :path, and no header twice")
+    return [(name, bounded_timeout(value) if name == "grpc-timeout" else value) for name, value in known]
+
+
+def bounded_timeout(text: str) -> str:
+    """Return a grpc-timeout of at most an hour. Raises GRPCError."""
+    match = TIMEOUT.fullmatch(text)
+    if match is None:
+        raise GRPCError(Status.INVALID_ARGUMENT, "grpc-timeout: must be a whole number and one of H, M, S, m, u, n")
+    seconds = int(match[1]) * UNIT_S[match[2]]
+    if not seconds:
+        raise GRPCError(Status.DEADLINE_EXCEEDED, "grpc-timeout: expired before the call")
+    return text if seconds < MAX_TIMEOUT_S else f"{MAX_TIMEOUT_S}S"
+
+
+async def _reject(stream: H2Stream, error: GRPCError) -> None:
+    with contextlib.suppress(H2ProtocolError, StreamTerminatedError):  # it was reset, or the connection ended
+        trailers = [("grpc-status", str(error.status.value)), ("grpc-message", str(error.message))]
+        await stream.send_headers(
+            [(":status", "200"), ("content-type", "application/grpc+msgpack"), *trailers], end_stream=True
+        )
+        if stream.closable:
+            stream.reset_nowait()
+
+
+# ---- client ----------------------------------------------------------------------------------------------------------
+
+
+class RpcChannel(grpclib.client.Channel):
+    """A channel to one peer, which connects when it is first used and again after a loss.
+
+    A connection is given up when the peer does not prove its certificate or leaves a ping unanswered for `answer_s`.
+    """
+
+    def __init__(self, host: str, port: int, identity: Identity | None, codec: CodecBase, answer_s: float) -> None:
+        super().__init__(host, port, codec=codec, ssl=identity.client_context if identity else None)
+        self._answer_s = answer_s
+        self._name = f"{host}:{port}"
+        self._last: PeerProtocol | None = None
 
     @property
     def is_connected(self) -> bool:
-        return self._connected
+        return self._last is not None and not self._last.connection.is_closing()
+
+    @property
+    def fell_silent(self) -> bool:
+        """Whether the last connection ended because the peer did not answer."""
+        return self._last is not None and self._last.fell_silent
 
     def _protocol_factory(self) -> H2Protocol:
-        return ClientConnection(grpclib.client.Handler(), self._config, self._h2_config, self)
+        return PeerProtocol(grpclib.client.Handler(), True, self._answer_s)
 
     async def _create_connection(self) -> H2Protocol:
-        """Raises OSError, NotTrustedError among them, or TimeoutError."""
-        peer, connection = f"{self._host}:{self._port}", None
+        """Raises OSError, including AuthenticationError and TimeoutError."""
         try:
             async with asyncio.timeout(CONNECT_S):
-                connection = cast(ClientConnection, await super()._create_connection())
-                await connection.ready
-                if connection.connection.is_closing():  # before anybody could use it, and grpclib would not see that
-                    raise ConnectionResetError("it hung up at once")
-        except BaseException as error:
-            if connection is not None:
-                connection.abort()
-            if isinstance(error, AuthenticationError):
-                complaints.warn(peer, f"not spoken to: {error}")
-            raise
-        complaints.reset(peer)
-        return connection
+                protocol = cast(PeerProtocol, await super()._create_connection())
+        except ssl.SSLError as error:
+            other = isinstance(error, ssl.SSLCertVerificationError)
+            problem = "its certificate is of another cluster" if other else f"no TLS ({error.reason}): it has no secret"
+            peer_log.warn(self._name, f"not connected: {problem}")
+            raise AuthenticationError(f"{problem}; give all processes the same --cluster-secret-file") from error
+        if protocol.connection.is_closing():  # grpclib would not notice
+            raise ConnectionResetError("the peer hung up at once")
+        peer_log.reset(self._name)
+        self._last = protocol
+        return protocol

@@ -74,7 +74,7 @@ NODES: dict[str, tuple[dict[str, Any], str]] = {
     "memory that no machine has": ({"kv_cache_memory": 10**17}, "memory"),
     "a GPU for what needs none": ({"device": "cuda"}, "--device cuda"),
     "bfloat16 on a CPU": ({"runner": "torch", "dtype": "bfloat16"}, "--weight-dtype"),
-    "a directory of everybody": ({"kv_directory": "/tmp"}, "--kv-directory /tmp: others may write there"),
+    "a directory of everybody": ({"kv_directory": "/tmp"}, "--kv-directory /tmp: other users can write there"),
     "a directory that is a file": ({"kv_directory": str(DEMO / "config.json")}, "config.json"),
     "a failpoint without leave": ({"failpoint": "engine.step=kill"}, "BATON_ALLOW_FAILPOINTS"),
     "an unknown failpoint": ({"failpoint": "x.y=kill", "allow_failpoints": True}, "BATON_FAILPOINT 'x.y=kill'"),

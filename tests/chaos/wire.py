@@ -9,7 +9,6 @@ import fcntl
 import heapq
 import os
 import random
-import secrets
 import select
 import struct
 import subprocess
@@ -20,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.secret import write_secret
 from tests.chaos.drive import CLIENTS, all_back
 from tests.chaos.evidence import at_rest
 from tests.chaos.traffic import Load, Outcome
@@ -144,8 +144,7 @@ def through(lines: tuple[Line, Line], for_s: float, requests: int, directory: Pa
     Return the outcomes and what is still held afterwards. Raises AssertionError if the nodes do not come back.
     """
     secret = directory / "secret"  # required beyond loopback
-    secret.touch(mode=0o600)
-    secret.write_text(secrets.token_hex(32) + "\n")
+    write_secret(secret)
     with Wire() as wire:
         inside: dict[str, object] = {"host": THERE}
         with cluster(

@@ -165,12 +165,12 @@ def test_a_node_with_another_secret_is_refused_and_nothing_is_placed_on_it(serve
     served.start("decode-9")
     stranger = served.processes.pop("decode-9")
     try:
-        wait_for(lambda: "it has another cluster secret" in served.log("decode-9"), "the node says why", 60.0)
+        wait_for(lambda: "its certificate is of another cluster" in served.log("decode-9"), "the node says why", 60.0)
         prompt = prompt_of(9, 40)
         assert served.complete(prompt, 4) == expected(prompt, 4)
         time.sleep(1.0)  # several tries
         assert set(served.nodes()) == {"prefill-0", "decode-0"}
-        assert served.log("decode-9").count("another cluster secret") == 1, "a try is not a line"
+        assert served.log("decode-9").count("not connected: its certificate") == 1, "a try is not a line"
     finally:
         stranger.terminate()
         assert stranger.wait(20) == 0, "it drains like any other"

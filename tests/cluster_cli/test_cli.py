@@ -142,7 +142,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["up", "--mode", "x"], "baton up: --mode 'x': must be disaggregated or colocated"),
         (["up", "--model", "/nowhere"], "baton up: --model /nowhere: is no directory"),
         (["up", "--prefill", "-1"], "baton up: --prefill '-1': must be a whole number from 0"),
-        (["router"], "baton router: --model (or BATON_MODEL) is needed"),
+        (["router"], "baton router: --model (or BATON_MODEL) is required"),
         (["prefill", "--kv-channel", "x"], "baton prefill: --kv-channel 'x': must be auto, pool, cuda_ipc, shm or tcp"),
         (["decode", "--registry", "x"], "baton decode: --registry 'x': must be host:port"),
         (["chat", "--temperature", "9"], "baton chat: "),
@@ -212,8 +212,8 @@ def test_the_url_may_come_from_the_environment(
     [
         (404, b"{}", "status 404"),
         (200, b"hello", "JSON"),
-        (200, b"[]", "something else"),
-        (200, b'{"nodes": 1}', "something else"),
+        (200, b"[]", "did not answer with a status"),
+        (200, b'{"nodes": 1}', "did not answer with a status"),
         (500, b"", "status 500"),
     ],
 )

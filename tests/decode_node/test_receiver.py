@@ -312,7 +312,7 @@ async def test_a_frozen_writer_that_wakes_up_after_its_lease_cannot_write_any_mo
         reserved = await here.reserve()
         await here.empty()
         assert await wait_until(lambda: here.errors() == ["handoff: its lease expired"], 5.0)
-        with pytest.raises(ChannelError, match="took us for dead"):
+        with pytest.raises(ChannelError, match="treats us as dead"):
             await here.push(reserved)
 
 

@@ -104,7 +104,10 @@ class FakeSocket:
         assert len(data) < 128
 
 
-@target(HELLO.pack(MAGIC, VERSION, 16, b"f" * 32, b"0" * 32), HELLO.pack(MAGIC, VERSION, 15, b"f" * 32, b"0" * 32))
+@target(
+    HELLO.pack(MAGIC, VERSION, 16, b"f" * 32, b"0" * 32, TICKET),
+    HELLO.pack(MAGIC, VERSION, 15, b"f" * 32, b"0" * 32, TICKET),
+)
 def introductions(data: bytes) -> None:
     listener: Any = _receiver().channel._listener
     with suppress(MalformedError, EOFError):

@@ -228,7 +228,7 @@ def test_a_tenant_finds_only_its_own_prompts_in_the_cache(live: Cluster, salt: s
 def test_baton_commands_show_the_key(live: Cluster, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.delenv("BATON_API_KEY", raising=False)
     assert main(["status", "--url", live.url]) == 1
-    assert "wants an admin's key: give --api-key" in capsys.readouterr().err
+    assert "requires an admin key: give --api-key" in capsys.readouterr().err
     assert main(["status", "--url", live.url, "--api-key", ADMIN]) == 0
     assert "prefill-0" in capsys.readouterr().out
     monkeypatch.setenv("BATON_API_KEY", ADMIN)

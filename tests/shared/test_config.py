@@ -50,7 +50,7 @@ def test_an_empty_variable_counts_as_unset() -> None:
 
 
 def test_a_misspelt_variable_is_refused_and_a_foreign_one_is_not() -> None:
-    with pytest.raises(ConfigError, match="BATON_MAX_NUM_SEQ is no setting; did you mean BATON_MAX_NUM_SEQS"):
+    with pytest.raises(ConfigError, match="BATON_MAX_NUM_SEQ is not a setting; did you mean BATON_MAX_NUM_SEQS"):
         resolve(RouterSettings, {}, {"BATON_MAX_NUM_SEQ": "4"})
     resolve(RouterSettings, {}, {"BATON_SERVICE_HOST": "x", "BATON_PORT_8000_TCP_ADDR": "x", "BATON_URL": "x"})
     resolve(RouterSettings, {}, {"BATON_MAX_NUM_SEQS": "nodes only", "PORT": "x"})
@@ -79,7 +79,7 @@ def test_settings_cannot_be_changed_and_take_no_unknown_key(kind: type[Settings]
         kind().port = 5
     with pytest.raises(ValidationError):
         kind(prot=5)
-    with pytest.raises(ConfigError, match="prot is no setting"):
+    with pytest.raises(ConfigError, match="prot is not a setting"):
         resolve(kind, {"prot": "5"}, {})
 
 
@@ -156,7 +156,7 @@ def test_a_bad_variable_is_named_as_such(capsys: pytest.CaptureFixture[str], mon
         (["--port"], "--port"),
         (["surplus"], "surplus"),
         (["--enable-prefix-caching=maybe"], "--enable-prefix-caching"),
-        ([], "--model (or BATON_MODEL) is needed"),
+        ([], "--model (or BATON_MODEL) is required"),
         (["--model", "m", "--kv-directory", ""], "--kv-directory ''"),
     ],
 )

@@ -257,7 +257,7 @@ async def test_a_lender_that_ends_is_told_to_its_borrower_and_nothing_is_handed_
 
 async def test_one_pool_a_device_is_lent_and_its_place_is_free_again_when_its_owner_is_dead(tmp_path: Path) -> None:
     memory, ours = await lender(tmp_path, [])
-    with pytest.raises(OSError, match="another decode node lends its pool there"):
+    with pytest.raises(OSError, match="another decode node shares its pool there"):
         await lender(tmp_path, [])
     assert descriptor_file(tmp_path, None).read_bytes() == ours.descriptor()
     await ours._inner.close()  # as if it was killed: its card stays
@@ -274,7 +274,7 @@ async def test_what_a_killed_owner_left_is_in_nobodys_way_whatever_its_block_siz
     path = descriptor_file(tmp_path, None)
     larger = HostMemory(NUM_ROWS, 2 * ROW_BYTES)
     before = PoolOwner(await ShmChannel.start(larger, secrets.token_hex(16), lambda _: None, tmp_path), path)
-    with pytest.raises(OSError, match="another decode node lends its pool there"):
+    with pytest.raises(OSError, match="another decode node shares its pool there"):
         await lender(tmp_path, [])
     await before._inner.close()  # as if it was killed: its card stays
     for left in (path.read_bytes(), b"half a ca"):
@@ -290,12 +290,12 @@ def test_a_directory_in_which_others_may_put_their_cards_is_refused(tmp_path: Pa
     assert stat.S_IMODE(private(tmp_path / "of" / "ours").stat().st_mode) == 0o700
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o1777)
-    with pytest.raises(OSError, match=r"^--kv-directory .*shared: others may write there"):
+    with pytest.raises(OSError, match=r"^--kv-directory .*shared: other users can write there"):
         private(tmp_path / "shared")
     if os.getuid() == 0:
         (tmp_path / "taken").mkdir()
         os.chown(tmp_path / "taken", 12345, 12345)
-        with pytest.raises(OSError, match=r"^--kv-directory .*taken: others may write there"):
+        with pytest.raises(OSError, match=r"^--kv-directory .*taken: other users can write there"):
             private(tmp_path / "taken")
 
 
@@ -304,7 +304,7 @@ async def test_a_borrower_waits_for_its_lender_and_says_whom_it_lacks(tmp_path: 
     for content in (None, b"nonsense"):
         if content is not None:
             descriptor_file(tmp_path, None).write_bytes(content)
-        with pytest.raises(ValueError, match="--kv-channel pool: no decode node lends its pool in"):
+        with pytest.raises(ValueError, match="--kv-channel pool: no decode node shares its pool in"):
             PoolClient.attach(tmp_path, None, boot, 0.0, 1.0)
     waiting = asyncio.create_task(asyncio.to_thread(PoolClient.attach, tmp_path, None, boot, 10.0, 1.0))
     await asyncio.sleep(0.3)
@@ -325,7 +325,7 @@ async def test_a_pool_on_a_gpu_is_lent_under_that_gpus_uuid(tmp_path: Path) -> N
     memory = FakeDeviceMemory(NUM_ROWS, ROW_BYTES, device)
     inner = await CudaIpcChannel.start(memory, secrets.token_hex(16), lambda _: None, tmp_path)
     ours = PoolOwner(inner, descriptor_file(tmp_path, device))
-    with pytest.raises(ValueError, match="no decode node lends"):
+    with pytest.raises(ValueError, match="no decode node shares"):
         PoolClient.attach(tmp_path, gpu(0), secrets.token_hex(16), 0.0, 1.0)
     borrower = await asyncio.to_thread(PoolClient.attach, tmp_path, gpu(1), secrets.token_hex(16), 1.0, 1.0)
     assert borrower.region is not None

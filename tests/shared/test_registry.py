@@ -13,14 +13,15 @@ import pytest
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from cluster.secret import write_secret
 from shared import registry as registry_module
 from shared.lifecycle import wait_until
+from shared.logs import peer_log
 from shared.registry import EmbeddedRegistry, RedisAnnouncer, RedisRegistry, StreamAnnouncer, announcer
-from shared.rpc import security
+from shared.rpc import tls
 from shared.rpc.codec import DecodeError, encode
 from shared.rpc.messages import JoinReply, NodeInfo
 from shared.rpc.methods import JOIN, connect
-from shared.rpc.security import complaints
 
 INFO = NodeInfo("d0", "boot-1", "decode", "127.0.0.1:1", "m", "print", 4, 64, 100, 512, 8)
 BEAT_S = 0.03
@@ -382,16 +383,15 @@ async def test_an_announcer_comes_back_after_an_outage_into_an_empty_redis(redis
 async def test_in_a_cluster_with_a_secret_entries_that_were_not_signed_with_it_are_skipped(
     redis: PlayedRedis, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name, text in (("ours", "our-secret-0123456789-abcdefghijklm"), ("theirs", "a-secret-of-0123456789-others")):
-        (tmp_path / name).touch(mode=0o600)
-        (tmp_path / name).write_text(text * 2)
+    for name in ("ours", "theirs"):
+        write_secret(tmp_path / name)
     redis.put("unsigned", encode(replace(INFO, id="unsigned")))
-    complaints.reset("baton:c:node:")
+    peer_log.reset("baton:c:node:")
     try:
-        security.configure(str(tmp_path / "theirs"), {})
+        tls.configure(str(tmp_path / "theirs"), {})
         stranger = RedisAnnouncer("redis://played", "c", BEAT_S)
         await stranger.start(replace(INFO, id="stranger"))
-        security.configure(str(tmp_path / "ours"), {})
+        tls.configure(str(tmp_path / "ours"), {})
         node = RedisAnnouncer("redis://played", "c", BEAT_S)
         await node.start(INFO)
         async with watching() as registry:
@@ -403,7 +403,7 @@ async def test_in_a_cluster_with_a_secret_entries_that_were_not_signed_with_it_a
         await stranger.close()
         await node.close()
     finally:
-        security.configure("", {})
+        tls.configure("", {})
 
 
 async def test_of_a_hundred_thousand_names_in_redis_only_max_nodes_are_read(redis: PlayedRedis) -> None:

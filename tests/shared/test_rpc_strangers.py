@@ -1,10 +1,13 @@
-"""RPC servers and callers against who has no business with them: table G of bad inputs, floods, and the secret."""
+"""RPC servers and clients against strangers: malformed calls, floods, and peers without the cluster's certificate."""
 
 import asyncio
 import logging
+import ssl
 import struct
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import h2.config
@@ -16,15 +19,16 @@ from grpclib.const import Status
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
+from cluster.secret import write_secret
 from shared.lifecycle import wait_until
+from shared.logs import peer_log
 from shared.rpc import connection as grpc_connection
-from shared.rpc import limits as grpc_limits
-from shared.rpc import security
+from shared.rpc import tls
 from shared.rpc.codec import encode
-from shared.rpc.connection import ServerConnection
+from shared.rpc.connection import SERVER_ANSWER_S, bounded_timeout
 from shared.rpc.messages import Ack, NodeUpdate, RouterCommand, StopRequest
 from shared.rpc.methods import ATTACH, STOP, PeerError, RpcServer, connect, unary
-from shared.rpc.security import CHALLENGE, Called, Caller, Secret, complaints
+from shared.rpc.tls import Identity
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEADERS = [
@@ -35,17 +39,15 @@ HEADERS = [
     ("te", "trailers"),
     ("content-type", "application/grpc+msgpack"),
 ]
-OURS = Secret((b"our-secret-0123456789-abcdefghijklm",))
-THEIRS = Secret((b"their-secret-0123456789-abcdefghijk",))
 WAIT_S = 20.0
 
 
 class Served:
     """A server, what it was told, and how many connections it holds."""
 
-    def __init__(self, secret: Secret | None = None) -> None:
+    def __init__(self, identity: Identity | None = None, answer_s: float = SERVER_ANSWER_S) -> None:
         self.heard: list[StopRequest] = []
-        self.server = RpcServer({STOP: unary(self._stop), ATTACH: self._attach}, secret)
+        self.server = RpcServer({STOP: unary(self._stop), ATTACH: self._attach}, identity, answer_s)
         self.port = 0
 
     async def _stop(self, stop: StopRequest) -> Ack:
@@ -62,10 +64,10 @@ class Served:
 
     @property
     def num_open(self) -> int:
-        return self.server._server.open.total() + len(self.server._server.unproved)
+        return self.server.num_connections
 
-    async def works(self, secret: Secret | None = None) -> None:
-        channel = connect(self.address, secret)
+    async def works(self, identity: Identity | None = None) -> None:
+        channel = connect(self.address, identity)
         try:
             assert await STOP.call(channel, StopRequest(b"well"), WAIT_S) == Ack("heard")
         finally:
@@ -73,8 +75,8 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(secret: Secret | None = None) -> AsyncIterator[Served]:
-    served = Served(secret)
+async def serving(identity: Identity | None = None, answer_s: float = SERVER_ANSWER_S) -> AsyncIterator[Served]:
+    served = Served(identity, answer_s)
     served.port = await served.server.start("127.0.0.1", 0)
     try:
         yield served
@@ -152,7 +154,8 @@ async def raw(served: Served, *, http: bool = True) -> AsyncIterator[Raw]:
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """At most one line for each connection with garbage, which these tests have one of; and no traceback."""
-    complaints.reset("127.0.0.1")
+    peer_log.reset("127.0.0.1")
+    peer_log.reset("an RPC client")
     yield
     lines = [record for record in caplog.get_records("call") if record.levelno >= logging.WARNING]
     assert not [record for record in lines if record.exc_info]
@@ -168,6 +171,24 @@ def frame(kind: int, flags: int = 0, stream: int = 0, data: bytes = b"") -> byte
 
 
 GOOD = message(encode(StopRequest(b"ticket")))
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Identity:
+    return identity_in(tmp_path_factory.mktemp("ours"))
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Identity:
+    return identity_in(tmp_path_factory.mktemp("theirs"))
+
+
+def identity_in(directory: Path) -> Identity:
+    write_secret(directory / "secret")
+    return tls.read_identity(str(directory / "secret"))
+
+
+REFUSED = "refused without a certificate of this cluster"
 
 
 # Calls
@@ -226,8 +247,8 @@ async def test_what_headers_ask_gets_its_status(headers: dict[str, str], status:
 
 
 async def test_a_timeout_is_an_hour_at_most() -> None:
-    assert grpc_limits._timeout("99999999999H") == "3600S"
-    assert grpc_limits._timeout("3599S") == "3599S"
+    assert bounded_timeout("99999999999H") == "3600S"
+    assert bounded_timeout("3599S") == "3599S"
 
 
 async def test_a_call_that_never_sends_its_message_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,27 +258,33 @@ async def test_a_call_that_never_sends_its_message_is_ended(monkeypatch: pytest.
         assert await client.status() is Status.DEADLINE_EXCEEDED
 
 
-async def test_calls_that_are_cancelled_leave_nothing_whenever_that_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    connections: list[ServerConnection] = []
-    made = ServerConnection.connection_made
+async def test_calls_that_are_cancelled_leave_nothing_whenever_that_is() -> None:
+    begun = ended = 0
 
-    def noted(self: ServerConnection, transport: asyncio.BaseTransport) -> None:
-        connections.append(self)
-        made(self, transport)
+    async def wait(stream: Any) -> None:
+        nonlocal begun, ended
+        begun += 1
+        try:
+            await stream.recv_message()
+            await stream.send_message(Ack("heard"))
+        finally:
+            ended += 1
 
-    monkeypatch.setattr(ServerConnection, "connection_made", noted)
-    async with serving() as served, raw(served) as client:
+    server = RpcServer({STOP: wait})
+    served = Served()
+    served.port = await server.start("127.0.0.1", 0)
+    async with raw(served) as client:
         for stream in range(1, 101, 2):
             client.http.send_headers(stream, HEADERS, end_stream=False)
             if stream % 3 == 0:
                 client.transport.write(client.http.data_to_send())
-                await asyncio.sleep(0.002)  # its handler has begun
+                assert await wait_until(lambda: begun > ended, WAIT_S)
             client.http.reset_stream(stream)
-            client.transport.write(client.http.data_to_send())  # else both come at once
-        client.call(201, GOOD)
-        assert await client.status(201) is Status.OK
-        assert len(connections) == 1
-        assert await wait_until(lambda: not connections[0].processor.streams, WAIT_S)
+            client.transport.write(client.http.data_to_send())  # else both arrive at once
+        for stream in range(101, 301, 2):  # as many as may be open, so none of the others is still counted
+            client.call(stream, GOOD[:-1], end=False)
+        assert await wait_until(lambda: begun - ended == 100, WAIT_S)
+    await server.close()
 
 
 # Connections
@@ -266,29 +293,30 @@ async def test_calls_that_are_cancelled_leave_nothing_whenever_that_is(monkeypat
 GARBAGE = {
     "nothing": b"",
     "HTTP/1.1": b"GET / HTTP/1.1\r\nHost: node\r\n\r\n",
-    "TLS": bytes.fromhex("160301020001000 1fc0303".replace(" ", "")) + bytes(500),
+    "half a TLS greeting": bytes.fromhex("1603010200010001fc0303") + bytes(100),
     "half a preface": PREFACE[:10],
     "a preface and silence": PREFACE,
     "a frame of 16 MiB": PREFACE + b"\xff\xff\xff\x00\x00\x00\x00\x00\x00",
     "data for no stream": PREFACE + frame(4) + frame(0, 0, 7, b"data"),
-    "half an opening": security.MAGIC,
     "zeros": bytes(10_000),
 }
 
 
-@pytest.mark.parametrize("secret", [None, OURS], ids=["open", "secret"])
+@pytest.mark.parametrize("is_open", [True, False], ids=["open", "secret"])
 @pytest.mark.parametrize("words", GARBAGE.values(), ids=GARBAGE)
 async def test_who_says_nothing_or_nonsense_is_hung_up_on(
-    words: bytes, secret: Secret | None, monkeypatch: pytest.MonkeyPatch
+    words: bytes, is_open: bool, ours: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert grpc_connection.PREFACE_S <= 5
-    monkeypatch.setattr(grpc_connection, "PREFACE_S", 0.1)
-    async with serving(secret) as served:
+    assert grpc_connection.HANDSHAKE_S <= 5
+    monkeypatch.setattr(grpc_connection, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(grpc_connection, "PING_S", 0.1)
+    identity = None if is_open else ours
+    async with serving(identity, answer_s=0.2) as served:
         async with raw(served, http=False) as client:
             client.transport.write(words)
             await client.end()
         assert await wait_until(lambda: not served.num_open, WAIT_S)
-        await served.works(secret)
+        await served.works(identity)
         assert len(served.heard) == 1
 
 
@@ -321,8 +349,8 @@ ERROR_OF_FLOOD = {
 async def test_a_flood_ends_its_connection_alone(
     flood: bytes, error: ErrorCodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpc_limits, "FRAMES_AT_ONCE", 300)
-    monkeypatch.setattr(grpc_limits, "FRAMES_PER_S", 0)
+    monkeypatch.setattr(grpc_connection, "FRAMES_AT_ONCE", 300)
+    monkeypatch.setattr(grpc_connection, "FRAMES_PER_S", 0)
     async with serving() as served, raw(served) as client:
         client.transport.write(flood * 400)
         await client.end()
@@ -331,8 +359,8 @@ async def test_a_flood_ends_its_connection_alone(
 
 
 async def test_empty_data_is_neither_the_end_of_a_message_nor_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_limits, "FRAMES_AT_ONCE", 300)
-    monkeypatch.setattr(grpc_limits, "FRAMES_PER_S", 0)
+    monkeypatch.setattr(grpc_connection, "FRAMES_AT_ONCE", 300)
+    monkeypatch.setattr(grpc_connection, "FRAMES_PER_S", 0)
     async with serving() as served, raw(served) as client:
         client.call(1, GOOD[:3], end=False)
         client.transport.write(frame(0, 0, 1))
@@ -347,8 +375,8 @@ async def test_empty_data_is_neither_the_end_of_a_message_nor_free(monkeypatch: 
 
 @pytest.mark.parametrize("kind", ["reset", "left open", "refused"])
 async def test_a_flood_of_calls_ends_its_connection_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_limits, "FRAMES_PER_S", 0)
-    monkeypatch.setattr(grpc_limits, "FRAMES_AT_ONCE", 2_000)
+    monkeypatch.setattr(grpc_connection, "FRAMES_PER_S", 0)
+    monkeypatch.setattr(grpc_connection, "FRAMES_AT_ONCE", 2_000)
     num_begun = 0
     async with serving() as served, raw(served) as client:
         for stream in range(1, 20_001, 2):
@@ -372,37 +400,29 @@ async def test_a_flood_of_calls_ends_its_connection_alone(kind: str, monkeypatch
         await served.works()
 
 
-# The secret
+# The certificate
 
 
-async def test_who_proves_nothing_gives_way_to_those_who_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_connection, "MAX_UNPROVED", 3)
+async def test_who_proves_nothing_is_in_nobodys_way(ours: Identity, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_connection, "MAX_CONNECTIONS_PER_ADDRESS", 2)
-    monkeypatch.setattr(grpc_connection, "PREFACE_S", 60.0)
-    async with serving(OURS) as served, AsyncExitStack() as cleanup:
-        channel = connect(served.address, OURS)
+    monkeypatch.setattr(grpc_connection, "HANDSHAKE_S", 60.0)
+    async with serving(ours) as served, AsyncExitStack() as cleanup:
+        for number in range(20):
+            stranger = await cleanup.enter_async_context(raw(served, http=False))
+            stranger.transport.write(GARBAGE["half a TLS greeting"] if number % 2 else b"")
+        channel = connect(served.address, ours)
         cleanup.callback(channel.close)
         stream = await cleanup.enter_async_context(ATTACH.open(channel))
         await stream.send_message(RouterCommand("router"))
         assert await stream.recv_message() == NodeUpdate()
-        words = (b"", security.MAGIC, PREFACE, Caller(OURS, "rpc").opening, b"", b"")
-        strangers = []
-        for said in words:
-            strangers.append(await cleanup.enter_async_context(raw(served, http=False)))
-            strangers[-1].transport.write(said)
-            await asyncio.sleep(0.01)
-        assert await wait_until(lambda: [one.is_closed for one in strangers] == [True] * 3 + [False] * 3, WAIT_S)
-        assert served.num_open == 1 + 3
-        await served.works(OURS)  # a proved one takes the second place of the address, and a stranger's while it proves
-        await stream.send_message(RouterCommand("router"))
-        assert await stream.recv_message() == NodeUpdate(), "whoever has proved it stays"
+        await served.works(ours)
+        assert served.num_open <= 2
 
 
-async def test_who_has_the_secret_is_served_on_calls_and_streams() -> None:
-    async with serving(OURS) as served:
-        await served.works(OURS)
-        await served.works(Secret(OURS.keys + THEIRS.keys))
-        channel = connect(served.address, OURS)
+async def test_who_has_the_certificate_is_served_on_calls_and_streams(ours: Identity) -> None:
+    async with serving(ours) as served:
+        await served.works(ours)
+        channel = connect(served.address, ours)
         async with ATTACH.open(channel) as stream:
             for _ in range(3):
                 await stream.send_message(RouterCommand("router"))
@@ -410,92 +430,71 @@ async def test_who_has_the_secret_is_served_on_calls_and_streams() -> None:
         channel.close()
 
 
-@pytest.mark.parametrize("secret", [None, THEIRS], ids=["none", "another"])
-async def test_who_has_not_is_refused_at_once_and_told_so_once(
-    secret: Secret | None, caplog: pytest.LogCaptureFixture
+async def test_who_has_another_certificate_is_neither_calls_nor_is_called_and_is_logged_once(
+    ours: Identity, theirs: Identity, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serving(OURS) as served:
-        complaints.reset(served.address)
-        refusal = "another cluster secret" if secret else "was not proved"
+    async with serving(ours) as served:
+        peer_log.reset(served.address)
         for _ in range(5):
-            channel = connect(served.address, secret)
-            with pytest.raises(PeerError, match=refusal):
+            channel = connect(served.address, theirs)
+            with pytest.raises(PeerError, match="its certificate is of another cluster; give all"):
                 await STOP.call(channel, StopRequest(b"ticket"), WAIT_S)
             channel.close()
+        assert await wait_until(lambda: not served.num_open, WAIT_S)
         assert served.heard == []
-        lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-        assert len(lines) == 1
-        assert ("not spoken to" if secret else "no proof") in lines[0]
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert lines == [f"{served.address}: not connected: its certificate is of another cluster"]
 
 
-async def test_plain_http_gets_unauthenticated_for_every_call_and_an_end() -> None:
-    async with serving(OURS) as served, raw(served) as client:
-        for stream in (1, 3):
-            client.call(stream, GOOD)
-            assert await client.status(stream) is Status.UNAUTHENTICATED
-        assert served.heard == []
-
-
-class Tapped:
-    """A relay to a server that keeps what callers said; `wrong` changes the bytes on the way to it."""
-
-    def __init__(self, served: Served) -> None:
-        self.served = served
-        self.said = b""
-
-    async def relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", self.served.port)
-
-        async def forth() -> None:
-            while data := await reader.read(65_536):
-                self.said += data
-                back.write(data)
-            back.close()
-
-        forwarding = asyncio.create_task(forth())
-        with suppress(ConnectionError):
-            while data := await there.read(65_536):
-                writer.write(data)
-        writer.close()
-        await forwarding
-
-
-async def test_what_one_connection_said_is_worth_nothing_on_another_or_elsewhere() -> None:
-    async with serving(OURS) as served, serving(OURS) as other:
-        tapped = Tapped(served)
-        server = await asyncio.start_server(tapped.relay, "127.0.0.1", 0)
-        async with server:
-            channel = connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", OURS)
-            assert await STOP.call(channel, StopRequest(b"ticket"), WAIT_S) == Ack("heard")
+async def test_a_client_that_trusts_the_server_but_is_not_trusted_gets_nothing(
+    ours: Identity, theirs: Identity, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With TLS 1.3 it believes itself connected, and may have sent its call, before the server refuses it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    careless = replace(theirs, client_context=context)
+    async with serving(ours) as served:
+        for _ in range(5):
+            channel = connect(served.address, careless)
+            with pytest.raises(PeerError):
+                await STOP.call(channel, StopRequest(b"ticket"), WAIT_S)
             channel.close()
-            assert b"ticket" in tapped.said
-            for target in (served, other):
-                async with raw(target, http=False) as client:
-                    client.transport.write(tapped.said)
-                    await client.end()
-        assert (len(served.heard), len(other.heard)) == (1, 0)
+        assert await wait_until(lambda: not served.num_open, WAIT_S)
+        assert served.heard == []
+        await served.works(ours)
+    refusals = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+    assert REFUSED in refusals[0]
 
 
-FALSE_SERVERS: dict[str, Callable[[bytes], bytes]] = {
-    "without a secret": lambda _: frame(4) + frame(8, 0, 0, struct.pack(">I", 1)),
-    "with another": lambda opening: Called(THEIRS, "rpc").challenge(opening),
-    "that reflects": lambda opening: opening + Caller(OURS, "rpc").opening + bytes(8),
-    "that was recorded": lambda _: Called(OURS, "rpc").challenge(Caller(OURS, "rpc").opening),
-    "for KV": lambda opening: Called(OURS, "kv").challenge(opening),
-    "of zeros": lambda _: bytes(CHALLENGE.size),
-}
+async def test_plain_http_is_hung_up_on(ours: Identity) -> None:
+    async with serving(ours) as served:
+        channel = connect(served.address)
+        with pytest.raises(PeerError):
+            await STOP.call(channel, StopRequest(b"ticket"), WAIT_S)
+        channel.close()
+        assert served.heard == []
+        await served.works(ours)
 
 
-@pytest.mark.parametrize("answer", FALSE_SERVERS.values(), ids=FALSE_SERVERS)
-async def test_a_false_server_never_sees_what_it_is_called_for(answer: Callable[[bytes], bytes]) -> None:
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        (b"", ""),
+        (frame(4) + frame(8, 0, 0, struct.pack(">I", 1)), "no TLS .*: it has no secret"),
+        (bytes(1000), "no TLS"),
+    ],
+    ids=["hangs up", "plain HTTP/2", "zeros"],
+)
+async def test_a_false_server_never_sees_what_it_is_called_for(ours: Identity, answer: bytes, complaint: str) -> None:
     said, ended = b"", asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal said
         said += await reader.read(65_536)
-        writer.write(answer(said))
+        writer.write(answer)
         with suppress(ConnectionError):
-            while data := await reader.read(65_536):
+            while answer and (data := await reader.read(65_536)):
                 said += data
         writer.close()
         ended.set()
@@ -503,16 +502,31 @@ async def test_a_false_server_never_sees_what_it_is_called_for(answer: Callable[
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        channel = connect(address, OURS)
-        with pytest.raises(PeerError, match="cluster secret"):
-            await STOP.call(channel, StopRequest(b"ticket"), WAIT_S)
+        channel = connect(address, ours)
+        with pytest.raises(PeerError, match=complaint or None):
+            await STOP.call(channel, StopRequest(b"the prompt"), WAIT_S)
         channel.close()
         async with asyncio.timeout(WAIT_S):
             await ended.wait()
-    assert len(said) == len(Caller(OURS, "rpc").opening)
+    assert said.startswith(b"\x16\x03\x01"), "a TLS greeting"
+    assert b"the prompt" not in said
 
 
-async def test_a_server_that_never_proves_itself_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_with_another_certificate_never_sees_what_it_is_called_for(
+    ours: Identity, theirs: Identity
+) -> None:
+    """Even if it accepts anybody."""
+    theirs.server_context.verify_mode = ssl.CERT_NONE
+    async with serving(theirs) as served:
+        channel = connect(served.address, ours)
+        with pytest.raises(PeerError, match="its certificate is of another cluster"):
+            await STOP.call(channel, StopRequest(b"the prompt"), WAIT_S)
+        channel.close()
+        assert served.heard == []
+    theirs.server_context.verify_mode = ssl.CERT_REQUIRED
+
+
+async def test_a_server_that_never_proves_itself_is_given_up(ours: Identity, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_connection, "CONNECT_S", 0.1)
     ended = asyncio.Event()
 
@@ -525,7 +539,7 @@ async def test_a_server_that_never_proves_itself_is_given_up(monkeypatch: pytest
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
-        channel = connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", OURS)
+        channel = connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", ours)
         with pytest.raises(PeerError):
             await STOP.call(channel, StopRequest(b"ticket"), WAIT_S)
         async with asyncio.timeout(WAIT_S):
@@ -533,16 +547,34 @@ async def test_a_server_that_never_proves_itself_is_given_up(monkeypatch: pytest
         channel.close()
 
 
-async def test_an_introduction_may_come_in_any_pieces() -> None:
-    async with serving(OURS) as served, raw(served, http=False) as client:
-        caller = Caller(OURS, "rpc")
-        for byte in caller.opening:
-            client.transport.write(bytes([byte]))
-            await asyncio.sleep(0)
-        assert await wait_until(lambda: len(client.received) == CHALLENGE.size, WAIT_S)
-        for byte in caller.answer(client.received):
-            client.transport.write(bytes([byte]))
-            await asyncio.sleep(0)
-        client.transport.write(client.begin())
-        client.call(1, GOOD)
-        assert await client.status() is Status.OK
+async def test_bytes_may_come_in_any_pieces(ours: Identity) -> None:
+    """As the first call in the segment that ends the handshake, or byte by byte."""
+    ended = asyncio.Event()
+    async with serving(ours) as served:
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            there, back = await asyncio.open_connection("127.0.0.1", served.port)
+
+            async def forth() -> None:
+                while data := await reader.read(65_536):
+                    for byte in data:
+                        back.write(bytes([byte]))
+                        await asyncio.sleep(0)
+                back.close()
+
+            forwarding = asyncio.create_task(forth())
+            with suppress(ConnectionError):
+                while data := await there.read(65_536):
+                    writer.write(data)
+            writer.close()
+            await forwarding
+            back.close()
+            ended.set()
+
+        server = await asyncio.start_server(relay, "127.0.0.1", 0)
+        async with server:
+            channel = connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", ours)
+            assert await STOP.call(channel, StopRequest(b"ticket"), WAIT_S) == Ack("heard")
+            channel.close()
+            async with asyncio.timeout(WAIT_S):
+                await ended.wait()

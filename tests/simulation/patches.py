@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import itertools
 import logging
 import os
 import random
@@ -13,8 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
-
-import grpclib.server
 
 import shared.clock
 import shared.registry
@@ -43,7 +40,6 @@ def simulated(world: Any) -> Iterator[None]:
     def token_bytes(count: int | None = None) -> bytes:
         return bytes(seeded.getrandbits(8) for _ in range(count or 32))
 
-    numbers = itertools.count(1)
     before = random.getstate()
     random.seed(world.scenario.seed)
     with contextlib.ExitStack() as stack:
@@ -62,19 +58,10 @@ def simulated(world: Any) -> Iterator[None]:
             (shared.registry, "_client", lambda *_, **__: FakeRedis(world.store)),
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
-        # Sets of these would be walked in the order of their addresses in memory.
-        stack.enter_context(mock.patch.object(grpclib.server.Handler, "__hash__", _numbered(numbers), create=True))
         stack.enter_context(_logs_to(world.log))
         stack.callback(random.setstate, before)
         stack.enter_context(_without_collections())
         yield
-
-
-def _numbered(numbers: Iterator[int]) -> Callable[[Any], int]:
-    def number(handler: Any) -> int:
-        return int(handler.__dict__.setdefault("_simulated_number", next(numbers)))
-
-    return number
 
 
 @contextlib.contextmanager

@@ -1,0 +1,156 @@
+"""Mutual TLS between the processes of a cluster, and the signature on their entries in Redis.
+
+One PEM file (or a directory in cert-manager's layout) is the identity of every process and its only trust root: a peer
+is a member of the cluster if its certificate is signed by that root. Host names are not checked. Nodes are dialled at
+addresses that change with each start, and no member is trusted with more than another.
+"""
+
+import base64
+import hmac
+import ipaddress
+import os
+import re
+import socket
+import ssl
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.errors import ConfigError
+from shared.logs import peer_log
+
+MAX_FILE_BYTES = 1 << 16
+PRIVATE_KEY = re.compile(rb"-----BEGIN ([A-Z ]*PRIVATE KEY)-----([A-Za-z0-9+/=\s]+)-----END \1-----")
+REGISTRY_PURPOSE = b"baton registry 1"
+
+
+class AuthenticationError(ConnectionError):
+    """The peer is not a member of this cluster, or does not accept that this process is one."""
+
+
+class ServerHandshake(ssl.SSLObject):
+    """The server's side of a connection. It logs clients that are refused, which asyncio does not report."""
+
+    def do_handshake(self) -> None:
+        try:
+            super().do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
+        except ssl.SSLError as error:
+            peer_log.warn("an RPC client", f"refused without a certificate of this cluster: {error.reason}")
+            raise
+        peer_log.reset("an RPC client")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Identity:
+    """The certificate and key of this process, and the roots that it trusts.
+
+    A file may hold several certificates and keys: the first pair is presented and signs, all are accepted. So a secret
+    can be replaced without a moment at which two processes refuse each other.
+    """
+
+    server_context: ssl.SSLContext
+    client_context: ssl.SSLContext
+    registry_keys: tuple[bytes, ...]
+
+    def sign(self, name: str, data: bytes) -> bytes:
+        """Return an HMAC-SHA256 over `data` and the name that it is stored under."""
+        return _signature(self.registry_keys[0], name, data)
+
+    def is_signed(self, proof: bytes, name: str, data: bytes) -> bool:
+        return any(hmac.compare_digest(_signature(key, name, data), proof) for key in self.registry_keys)
+
+
+def _signature(key: bytes, name: str, data: bytes) -> bytes:
+    encoded = name.encode()
+    return hmac.digest(key, len(encoded).to_bytes(4, "big") + encoded + data, "sha256")
+
+
+def read_identity(path: str) -> Identity:
+    """Load a PEM file written by `baton secret`, or a directory with ca.crt, tls.crt and tls.key.
+
+    Raises ConfigError, which never quotes the contents.
+    """
+    flag = f"--cluster-secret-file {path}"
+    file = Path(path)
+    certificate, key, roots = (file, file, file)
+    if file.is_dir():
+        certificate, key, roots = file / "tls.crt", file / "tls.key", file / "ca.crt"
+    found = PRIVATE_KEY.findall(_read_private(key, flag))
+    if not found:
+        raise ConfigError(f"{flag}: {key.name} holds no private key in PEM; `baton secret FILE` writes a new one")
+    try:
+        contexts = []
+        for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
+            context = ssl.SSLContext(protocol)
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_cert_chain(certificate, key, password="")  # without a password, OpenSSL would ask the terminal
+            context.load_verify_locations(roots)
+            contexts.append(context)
+        keys = [base64.b64decode(body) for _, body in found]
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or "not base64"
+        raise ConfigError(
+            f"{flag}: cannot be used as a certificate with its private key ({reason}); `baton secret FILE` writes both"
+        ) from None
+    server, client = contexts
+    server.sslobject_class = ServerHandshake
+    return Identity(server, client, tuple(hmac.digest(each, REGISTRY_PURPOSE, "sha256") for each in keys))
+
+
+def _read_private(path: Path, flag: str) -> bytes:
+    """Read a file that only its owner may read. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            status, read_only = os.fstat(file.fileno()), os.fstatvfs(file.fileno()).f_flag & os.ST_RDONLY
+            data = file.read(MAX_FILE_BYTES)
+    except OSError as error:
+        raise ConfigError(f"{flag}: cannot be read: {error.strerror}; `baton secret FILE` writes a new one") from None
+    # A container platform mounts secrets read-only, owned by root and readable; it controls who sees the mount.
+    is_mounted = status.st_uid == 0 and read_only and not status.st_mode & 0o022
+    if status.st_mode & 0o077 and not is_mounted:
+        raise ConfigError(
+            f"{flag}: other users can read it (mode {stat.S_IMODE(status.st_mode):04o}); run `chmod 600 {path}`"
+        )
+    return data
+
+
+# ---- the identity of this process ------------------------------------------------------------------------------------
+
+_own: list[Identity] = []  # at most one; every connection asks for it, so that none is left unprotected
+
+
+def configure(path: str, listens: Mapping[str, str]) -> None:
+    """Use the identity in `path`, if given, for every connection that this process makes or accepts from now on.
+
+    `listens` maps flags to the addresses that this process will listen on. Raises ConfigError if the file cannot be
+    used, or if there is none and an address can be reached from other machines.
+    """
+    _own.clear()
+    if path:
+        _own.append(read_identity(path))
+        return
+    for flag, host in listens.items():
+        if not is_loopback(host):
+            raise ConfigError(
+                f"{flag} {host}: listening beyond this machine needs a cluster secret: write one with `baton secret "
+                "FILE`, and give every process --cluster-secret-file FILE"
+            )
+
+
+def own() -> Identity | None:
+    """Return the identity of this process, if it has one."""
+    return _own[0] if _own else None
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach a host name or address. Raises ConfigError if it does not resolve."""
+    try:
+        found = {str(address[0]).partition("%")[0] for *_, address in socket.getaddrinfo(host, None)}
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"{host}: cannot be resolved to an address to listen on: {error}") from None
+    return all(ipaddress.ip_address(address).is_loopback for address in found)

@@ -19,9 +19,7 @@ from torch import Tensor
 from benchmarks.result import Cell, Result, Table, in_turn, parser
 from engine.attention.selection import attention_on_cpu
 from engine.batch import Batch, build
-from engine.kernels.interface import StepKernels
-from engine.kernels.selection import kernels_on_cpu
-from engine.kernels.torch_kernels import TorchKernels
+from engine.kernels import StepKernels, TorchKernels, kernels_on_cpu
 from engine.kv_pool import KVPool
 from engine.models.config import ModelConfig, Rope
 from scheduler.request import Request, Slice

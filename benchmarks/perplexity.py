@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.result import Cell, Result, Table, parser
 from engine.attention.selection import attention_on_cpu
-from engine.kernels.selection import kernels_on_cpu
+from engine.kernels import kernels_on_cpu
 from engine.kv_pool import KVPool
 from engine.linear.interface import Linear, LinearFormat
 from engine.linear.selection import linear_on_cpu

@@ -6,7 +6,7 @@ import socket
 from importlib.metadata import PackageNotFoundError, version
 from urllib.parse import urlsplit
 
-from engine.components import EngineComponents
+from engine.options import EngineComponents
 from scheduler.budget import Budget
 from scheduler.role import Role
 from shared.config.settings import EVERY_ADDRESS, NodeSettings

@@ -12,8 +12,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from engine.components import BuildOptions, EngineComponents, build, on_gpu
+from engine.components import build, on_gpu
 from engine.cuda.memory import DeviceMemory
+from engine.options import BuildOptions, EngineComponents
 from engine.runner import Runner, set_ahead
 from node.emulated_link import EmulatedLink
 from node.node import Node

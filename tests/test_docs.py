@@ -46,7 +46,7 @@ def test_what_a_page_names_exists(page: Path) -> None:
 
 def drawn(title: str, legal: dict[States, frozenset[States]]) -> str:
     lines = [
-        f"{title:9}{state.value:12}→ {', '.join(sorted(s.value for s in after))}"
+        f"{title:9}{state.value:13}→ {', '.join(sorted(s.value for s in after))}"
         for state, after in legal.items()
         if after
     ]

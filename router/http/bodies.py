@@ -23,7 +23,6 @@ MAX_LOGPROBS = 20
 MAX_NAME = 64
 INT32 = 2**31 - 1
 ROLES = ("system", "developer", "user", "assistant")
-GREEDY_BELOW = 1e-5  # a smaller temperature divides logits into infinities; vLLM draws the same line
 
 # Fields of OpenAI's that say nothing about the tokens: who asks, what is kept, how it is billed.
 IGNORED = frozenset(

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from router.dispatch.requests import GenerationRequest, ModelCard
-from router.http.bodies import GREEDY_BELOW, ChatBody, CompletionBody, GenerateBody
+from router.http.bodies import ChatBody, CompletionBody, GenerateBody
 from router.http.keys import ANONYMOUS, Identity
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
-from shared.rpc.messages import SamplingParams
+from shared.rpc.messages import GREEDY_BELOW, SamplingParams
 
 COMPLETION_TOKENS = 16  # OpenAI's and vLLM's default for completions
 AT_ONCE = 8192  # characters encoded in about a millisecond; more goes to a thread

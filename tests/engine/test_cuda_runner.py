@@ -12,11 +12,10 @@ from torch import Tensor
 from engine.attention.interface import AttentionBackend
 from engine.attention.torch_attention import TorchAttention, TorchPlan
 from engine.batch import Batch
-from engine.cuda.fake_graph import FakeGraphPool
 from engine.cuda.graphs import GraphRecording
 from engine.cuda.runner import CudaRunner, greedy
 from engine.cuda.staging import StepBuffers, StepCapacity, StepShape
-from engine.kernels.torch_kernels import TorchKernels
+from engine.kernels import TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.config import ModelConfig, Rope
 from engine.models.decoder import Decoder
@@ -27,6 +26,7 @@ from shared.kv.memory import HostMemory
 from shared.rpc.messages import SamplingParams
 from tests.engine import test_overlap as overlap
 from tests.engine.build import CPU, GREEDY, Blocks, generate, layout_of, piece, run_step, torch_runner
+from tests.engine.fake_graph import FakeGraphPool
 
 torch.set_num_threads(1)
 VOCABULARY, NUM_BLOCKS, BLOCK_TOKENS = 97, 240, 4

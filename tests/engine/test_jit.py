@@ -107,7 +107,7 @@ def test_kernels_are_compiled_once_and_again_when_what_was_kept_is_damaged(tmp_p
     assert probed(tmp_path) == ""
     for kept in (tmp_path / "engine" / "__pycache__").rglob("*.nb[ic]"):  # as after a loss of power
         kept.write_bytes(b"")
-    assert "of no use, compiling them anew" in probed(tmp_path)
+    assert "cannot be used, compiling them again" in probed(tmp_path)
     probed(tmp_path)
     assert probed(tmp_path) == ""
 
@@ -128,7 +128,7 @@ def test_a_machine_that_cannot_compile_serves_by_torch(
         + """
 import torch
 from engine.attention.selection import attention_on_cpu
-from engine.kernels.selection import kernels_on_cpu
+from engine.kernels import kernels_on_cpu
 from engine.sampling import Row, sample
 from shared.rpc.messages import Sampling
 from tests.gpu_less.contract import config_of, pool_of

@@ -22,11 +22,12 @@ from torch import Tensor
 
 import engine.runner
 import engine.sampling
+import engine.sampling_params
 import scheduler.scheduler
 from engine.engine import Engine
 from engine.models.decoder import Decoder
 from engine.runner import SliceOutput
-from engine.step_deadline import FIRST_S, StepDeadline
+from engine.step_time_fit import FIRST_S, StepDeadline
 from node import active_requests, router_sessions
 from node.watchdog import Watchdog, Watched
 from scheduler.cost import StepWork
@@ -142,8 +143,8 @@ def marked(sampling: SamplingParams) -> SamplingParams:
 HOOKS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "row": (engine.runner, "row_of", lambda piece: piece.request.id == VICTIM),
     "bias": (engine.sampling, "_shifts", lambda row: row.sampling.seed == 77),
-    "penalties": (engine.sampling, "is_penalized", lambda sampling: sampling.seed == 77),
-    "noise": (engine.sampling, "key_of", lambda seed, _position: seed == 77),
+    "penalties": (engine.sampling_params, "is_penalized", lambda sampling: sampling.seed == 77),
+    "noise": (engine.sampling_params, "key_of", lambda seed, _position: seed == 77),
     "logprobs": (engine.sampling, "describe", lambda _logits, _tokens, tops: 13 in tops),
     "prompt logprobs": (engine.runner, "describe", lambda _logits, _tokens, tops: 12 in tops),
     "update": (scheduler.scheduler, "extend_hashes", lambda _h, tokens, *_: tokens[:1] == [60] and len(tokens) > 14),
@@ -301,7 +302,7 @@ async def test_a_router_ends_only_its_own_requests_and_ids_are_taken_once(monkey
         )
         other.commands.put_nowait(RouterCommand("other", [theft], aborts=["r", "nobody"]))
         assert await wait_until(lambda: bool(errors(other)), 5.0)
-        assert "already here" in errors(other)[0][0]
+        assert "already exists on this node" in errors(other)[0][0]
         assert running.owns("r")
         line.commands.put_nowait(RouterCommand("router", aborts=["r", "r"]))
         assert await wait_until(lambda: not running.active.router_of, 5.0)

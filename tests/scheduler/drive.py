@@ -6,8 +6,7 @@ Any stale, foreign or missing slot changes the tokens, so a right answer proves 
 import hashlib
 from collections import deque
 
-from scheduler.cost import work_of
-from scheduler.request import Request, RequestState, Slice, Step
+from scheduler.request import Request, RequestState, Slice, Step, work_of
 from scheduler.scheduler import Scheduler, StepOutput
 
 VOCABULARY = 50

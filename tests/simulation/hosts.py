@@ -8,7 +8,7 @@ import asyncio
 from contextvars import Context
 from typing import Any
 
-from engine.components import EngineComponents
+from engine.options import EngineComponents
 from node import process as node_process
 from node.node import Node
 from router.dispatch.dispatcher import Dispatcher, DispatchRules

@@ -159,7 +159,9 @@ class World:
 
     def _is_planted(self, record: logging.LogRecord) -> bool:
         if record.exc_info is None:
-            return self.faults.fired_raise or (self.hangs and str(record.msg).startswith(("stuck", "the engine died")))
+            return self.faults.fired_raise or (
+                self.hangs and str(record.msg).startswith(("stuck", "the engine died", "the engine failed"))
+            )
         return _comes_from(record.exc_info[1], FailpointError)
 
     def _uncaught(self, process: Process, text: str, error: BaseException | None) -> None:

@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.counter_rng import key_of
-from shared.rpc.messages import GREEDY_BELOW, Logprobs, SamplingParams
+from shared.limits import GREEDY_BELOW
+from shared.rpc.messages import Logprobs, SamplingParams
 
 BROKEN, NOTHING_ALLOWED = -1, -2  # returned instead of a token: see NUMERICAL and NO_TOKEN
 NUMERICAL = "numerical"  # a logit of the row is not finite

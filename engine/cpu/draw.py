@@ -37,7 +37,7 @@ from engine.cpu.simd import (
     written,
 )
 from engine.sampling_params import BROKEN, NOTHING_ALLOWED, WORDS
-from shared.rpc.messages import GREEDY_BELOW
+from shared.limits import GREEDY_BELOW
 
 WORK = 4  # elementary operations per logit, for `engine.cpu.jit.PARALLEL_WORK`
 WEIGHED = 64 * LANES  # scores whose weights are summed in float32 before the sum continues in float64

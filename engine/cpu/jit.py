@@ -27,7 +27,7 @@ import numba
 import torch
 from numba.core import types
 
-from shared.rpc.messages import GREEDY_BELOW
+from shared.limits import GREEDY_BELOW
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine import sampling_params
 from engine.counter_rng import GOLDEN
-from shared.rpc.messages import GREEDY_BELOW
+from shared.limits import GREEDY_BELOW
 
 WORDS = tl.constexpr(sampling_params.WORDS)
 GREEDY = tl.constexpr(GREEDY_BELOW)

@@ -12,7 +12,8 @@ from router.http.bodies import ChatBody, CompletionBody, GenerateBody
 from router.http.keys import ANONYMOUS, Identity
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
-from shared.rpc.messages import GREEDY_BELOW, SamplingParams
+from shared.limits import GREEDY_BELOW
+from shared.rpc.messages import SamplingParams
 
 COMPLETION_TOKENS = 16  # OpenAI's and vLLM's default for completions
 AT_ONCE = 8192  # characters encoded in about a millisecond; more goes to a thread

@@ -24,9 +24,6 @@ def unpack_ids(data: bytes) -> list[int]:
     return row
 
 
-GREEDY_BELOW = 1e-5  # a temperature below this is greedy: dividing by it would overflow float32 logits (as in vLLM)
-
-
 @dataclass(slots=True)
 class SamplingParams:
     """How the next token is drawn; names and meanings are vLLM's. temperature 0 is greedy."""

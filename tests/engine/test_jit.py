@@ -129,12 +129,13 @@ def test_a_machine_that_cannot_compile_serves_by_torch(
 import torch
 from engine.attention.selection import attention_on_cpu
 from engine.kernels import kernels_on_cpu
-from engine.sampling import Row, sample
-from shared.rpc.messages import Sampling
+from engine.sampling import sample
+from engine.sampling_params import SamplingRow
+from shared.rpc.messages import SamplingParams
 from tests.gpu_less.contract import config_of, pool_of
 pool = pool_of(2, 16, 4, torch.float32, 9, torch.device("cpu"))
 assert attention_on_cpu("auto", pool).name == kernels_on_cpu(config_of(64, 4, 2, 16), pool).name == "torch"
-assert sample(torch.tensor([[0.0, 3.0]]), [Row(Sampling(temperature=0.0), [0], 1, 1)])[0].token == 1
+assert sample(torch.tensor([[0.0, 3.0]]), [SamplingRow(SamplingParams(temperature=0.0), [0], 1, 1)])[0].token == 1
 try:
     attention_on_cpu("numba", pool)
 except ValueError as error:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from engine import sampling as sampling_module
 from engine.counter_rng import GOLDEN, MASK, gumbel, key_of
-from engine.sampling import CANDIDATES, SamplingRow, adjust, draw, parameters_of, restrict, sample
+from engine.sampling import CANDIDATES, adjust, draw, restrict, sample
+from engine.sampling_params import SamplingRow, parameters_of
 from shared.rpc.messages import SamplingParams
 
 torch.set_num_threads(1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine import sampling
-from engine.sampling import SamplingRow
+from engine.sampling_params import SamplingRow, parameters_of
 from shared.rpc.messages import SamplingParams
 
 FILTERS = [
@@ -35,7 +35,7 @@ def rows_of(samplings: Sequence[SamplingParams], positions: Sequence[int] | None
 
 
 def parameters_of(rows: Sequence[SamplingRow], device: torch.device) -> Tensor:
-    return torch.from_numpy(sampling.parameters_of(rows)).to(device)
+    return torch.from_numpy(parameters_of(rows)).to(device)
 
 
 def expected(logits: Tensor, rows: list[SamplingRow]) -> list[int]:

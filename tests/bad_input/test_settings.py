@@ -78,7 +78,7 @@ NODES: dict[str, tuple[dict[str, Any], str]] = {
     "a directory that is a file": ({"kv_directory": str(DEMO / "config.json")}, "config.json"),
     "a failpoint without leave": ({"failpoint": "engine.step=kill"}, "BATON_ALLOW_FAILPOINTS"),
     "an unknown failpoint": ({"failpoint": "x.y=kill", "allow_failpoints": True}, "BATON_FAILPOINT 'x.y=kill'"),
-    "an unknown device to emulate": ({"emulate": "nothing"}, "--emulate nothing: is no file, and none of"),
+    "an unknown device to emulate": ({"emulate": "nothing"}, "--emulate nothing: is neither a file nor one of"),
 }  # fmt: skip
 
 

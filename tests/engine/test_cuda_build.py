@@ -116,7 +116,7 @@ def test_what_cannot_be_is_one_clear_line(gpu: HostGpu, options: dict[str, objec
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton has wheels for Linux only")
 def test_where_triton_cannot_launch_torchs_kernels_are_taken() -> None:
-    asked = "from engine.cuda.device import Gpu; print(Gpu.has_triton(None))"
+    asked = "from engine.cuda.device import CudaAccelerator; print(CudaAccelerator.has_triton(None))"
     told = subprocess.run(
         [sys.executable, "-c", asked], cwd=MODEL.parents[1], capture_output=True, text=True, check=True
     )

@@ -13,7 +13,9 @@ import pytest
 if importlib.util.find_spec("numba") is None:
     pytest.skip("numba is not installed", allow_module_level=True)
 
-from engine.cpu.jit import HERE, _cache_directory, _is_ours, _places
+from engine.cpu.jit import _cache_directory, _is_ours, _places
+
+ROOT = Path(__file__).parents[2]
 
 x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs all convert float16")
 
@@ -101,11 +103,12 @@ def probed(where: Path) -> str:
 
 
 def test_kernels_are_compiled_once_and_again_when_what_was_kept_is_damaged(tmp_path: Path) -> None:
-    shutil.copytree(HERE, tmp_path / "engine", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in ("engine", "shared"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "probe.py").write_text(PROBE)
     assert "compiling kernels for this CPU" in probed(tmp_path)
     assert probed(tmp_path) == ""
-    for kept in (tmp_path / "engine" / "__pycache__").rglob("*.nb[ic]"):  # as after a loss of power
+    for kept in (tmp_path / "engine" / "cpu" / "__pycache__").rglob("*.nb[ic]"):  # as after a loss of power
         kept.write_bytes(b"")
     assert "cannot be used, compiling them again" in probed(tmp_path)
     probed(tmp_path)
@@ -145,7 +148,7 @@ else:
 """
     )
     command, whole = [sys.executable, "-c", code], os.environ | environment
-    run = subprocess.run(command, cwd=HERE.parent, env=whole, capture_output=True, text=True, check=False, timeout=100)
+    run = subprocess.run(command, cwd=ROOT, env=whole, capture_output=True, text=True, check=False, timeout=100)
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("\n") == 1, run.stderr
     assert reason in run.stderr

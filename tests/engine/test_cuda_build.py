@@ -121,7 +121,7 @@ def test_where_triton_cannot_launch_torchs_kernels_are_taken() -> None:
         [sys.executable, "-c", asked], cwd=MODEL.parents[1], capture_output=True, text=True, check=True
     )
     assert told.stdout.strip() == "False"
-    assert "no Triton kernels" in told.stderr
+    assert "Triton does not work" in told.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

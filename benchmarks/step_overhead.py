@@ -24,8 +24,9 @@ from torch import Tensor
 from benchmarks.models import checkpoint
 from benchmarks.result import Cell, Result, Table, in_turn, median, parser
 from engine.batch import Batch
-from engine.components import BuildOptions, build
+from engine.components import build
 from engine.engine import Engine, EngineListener, StepTiming
+from engine.options import BuildOptions
 from engine.runner import Runner, SliceOutput, TorchRunner, row_of
 from engine.sampling import sample
 from node.output_publisher import OutputListener, OutputPublisher, PrefillProgress

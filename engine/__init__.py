@@ -1,1 +1,1 @@
-"""Runs steps on a device: models, attention over paged KV, sampling. It decides nothing about what runs when."""
+"""Runs the scheduler's steps on a device: models, attention over paged KV, and sampling."""

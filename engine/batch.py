@@ -1,7 +1,6 @@
-"""Packs the slices of a step into the flat integer tensors that a forward pass reads. Knows no model.
+"""Packs the slices of a step into the flat integer tensors that a forward pass reads. Independent of the model.
 
-Nothing here grows with a request's context but one copy of its row of the block table, so a decode costs the same in
-Python however long it has run.
+The Python work per slice does not grow with the request's context, except for copying its row of the block table.
 """
 
 from collections.abc import Sequence
@@ -16,31 +15,31 @@ from engine.kv_pool import DUMMY_BLOCK
 from scheduler.request import Request, RequestState, Slice, tokens_of
 
 IntArray = NDArray[np.int32]
-KEPT_ROWS = 1024  # block rows of ended requests are let go of beyond this
+KEPT_ROWS = 1024  # rows of ended requests are dropped when more than this are cached
 
 
 @dataclass(slots=True)
 class Batch:
-    """T tokens of S slices, one after the other.
+    """A step's input: T tokens of S slices, one slice after another.
 
-    `starts` and `kv_lens` are host copies, so that planning never waits for a device. A slice's queries are the
-    last tokens of its context: token j of slice s stands at position kv_lens[s] - (its count) + j.
+    `starts` and `kv_lens` are host copies, so that planning never waits for a device. A slice's queries are the last
+    tokens of its context: token j of slice s is at position kv_lens[s] - count + j.
 
-    `carried` is not empty only where the step before is still pending: (t, d) says that token t of this batch is draw
-    d of that step, counted in the order of its own `sampled`. `tokens[t]` is 0 until the runner has put the draw in.
+    `carried` is used while the previous step is pending: an entry (t, d) says that token t of this batch is draw d of
+    that step, counted in the order of its `sampled`. `tokens[t]` is 0 until the runner replaces it with the draw.
     """
 
     tokens: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     slots: Tensor  # int64 [T]: block * block_tokens + offset, where the token's KV goes
     cu_q: Tensor  # int32 [S + 1]: slice s holds tokens cu_q[s] to cu_q[s + 1]
-    kv_len: Tensor  # int32 [S], this step's tokens included
-    block_table: Tensor  # int32 [S, most blocks of a slice], padded with the dummy block
+    kv_len: Tensor  # int32 [S]: context length, including this step's tokens
+    block_table: Tensor  # int32 [S, largest number of blocks], padded with the dummy block
     logit_rows: Tensor  # int64: the last token of every sampling slice, then the rows of `scored`
-    starts: list[int]  # first token's position, by slice
+    starts: list[int]  # position of each slice's first token
     kv_lens: list[int]
     sampled: list[int]  # slices that sample, ascending
-    scored: list[tuple[int, int]]  # (slice, how many of its first rows) whose prompt logits are wanted
+    scored: list[tuple[int, int]]  # (slice, number of its first rows) that need prompt logprobs
     carried: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -48,8 +47,10 @@ class Batch:
         return [end - start for start, end in zip(self.starts, self.kv_lens, strict=True)]
 
     def drawing(self) -> "Batch | None":
-        """Of each slice that draws its last token alone: the rows of `logit_rows`, in their order. None where these
-        are all tokens, or more of them are asked for."""
+        """Return a batch of only the last token of each sampling slice, in the order of `logit_rows`.
+
+        Returns None if that would be the whole batch, or if prompt logprobs need other rows as well.
+        """
         if self.scored or len(self.sampled) == len(self.tokens):
             return None
         rows, kv_lens = self.logit_rows, [self.kv_lens[index] for index in self.sampled]
@@ -69,30 +70,30 @@ class Batch:
         )
 
 
-def num_scored(piece: Slice) -> int:
-    """How many rows of a slice are followed by a prompt token whose logprob is wanted."""
-    request = piece.request
-    return max(0, min(piece.end, request.num_prompt - 1) - piece.start) if request.needs_prompt_logprobs else 0
+def num_scored(slice_: Slice) -> int:
+    """Return how many rows of a slice precede a prompt token whose logprob was requested."""
+    request = slice_.request
+    return max(0, min(slice_.end, request.num_prompt - 1) - slice_.start) if request.needs_prompt_logprobs else 0
 
 
 class BlockRows:
-    """The blocks of requests as int32 arrays, kept between steps and extended, not copied, as a request grows."""
+    """Caches the block lists of requests as int32 arrays, and extends them as requests grow."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, tuple[Request, list[int], IntArray]] = {}  # by id, with the list that they were read from
+        self._rows: dict[str, tuple[Request, list[int], IntArray]] = {}  # by id, with the list that was converted
 
     def table(self, slices: Sequence[Slice], block_tokens: int) -> IntArray:
-        """[slices, most blocks of one]: only what a slice reads; a request may own blocks that it has not reached."""
-        counts = [-(-piece.end // block_tokens) for piece in slices]
+        """Return the block table, int32 [slices, largest number of blocks], with only the blocks that a slice reads."""
+        counts = [-(-slice_.end // block_tokens) for slice_ in slices]
         table = np.full((len(slices), max(counts, default=0)), DUMMY_BLOCK, np.int32)
-        for index, (piece, count) in enumerate(zip(slices, counts, strict=True)):
-            table[index, :count] = self._row(piece.request, count)[:count]
+        for index, (slice_, count) in enumerate(zip(slices, counts, strict=True)):
+            table[index, :count] = self._row(slice_.request, count)[:count]
         if len(self._rows) > KEPT_ROWS + 2 * len(slices):
             self._rows = {name: row for name, row in self._rows.items() if row[0].state is not RequestState.DONE}
         return table
 
     def _row(self, request: Request, count: int) -> IntArray:
-        """A list of blocks only ever grows; a request that was preempted gets another list."""
+        """Return at least `count` blocks of a request. A block list only grows; preemption replaces it by a new one."""
         kept = self._rows.get(request.id)
         row = kept[2] if kept is not None and kept[1] is request.blocks else _NONE
         if len(row) < count:
@@ -111,31 +112,32 @@ def build(
     before: Sequence[Slice] = (),
     rows: BlockRows | None = None,
 ) -> Batch:
-    """The batch of one step. `before`: the slices of the step that is still pending, whose draws may be `carried`.
+    """Build the batch of one step on `device`.
 
-    Raises ValueError when a slice reaches beyond its request's tokens or blocks: the scheduler's fault.
+    `before` holds the slices of the step that is still pending, whose draws may be `carried`. Raises ValueError if a
+    slice reaches beyond its request's tokens or blocks, which is a scheduler bug.
     """
     tokens: list[int] = []
     cu_q = [0]
     carried: list[tuple[int, int]] = []
     draws: dict[int, int] = {}
-    for piece in slices:
-        request, end = piece.request, piece.start + piece.count
+    for slice_ in slices:
+        request, end = slice_.request, slice_.start + slice_.count
         missing = end - len(request.tokens)
-        tokens += tokens_of(request, piece)
+        tokens += tokens_of(request, slice_)
         if missing > 0:
             draws = draws or _draws_of(before)
             carried.append((len(tokens), draws.get(id(request), -1)))
             tokens.append(0)
         if missing > (id(request) in draws) or end > len(request.blocks) * block_tokens:
-            raise ValueError(f"request {request.id}: slice to {end} has no tokens or no blocks there")
+            raise ValueError(f"request {request.id}: a slice ends at {end}, beyond the request's tokens or blocks")
         cu_q.append(len(tokens))
-    sampled = [index for index, piece in enumerate(slices) if piece.samples]
-    scored = [(index, count) for index, piece in enumerate(slices) if (count := num_scored(piece))]
+    sampled = [index for index, slice_ in enumerate(slices) if slice_.samples]
+    scored = [(index, count) for index, slice_ in enumerate(slices) if (count := num_scored(slice_))]
     logit_rows = [cu_q[index + 1] - 1 for index in sampled]
     for index, count in scored:
         logit_rows += range(cu_q[index], cu_q[index] + count)
-    starts, kv_lens = [piece.start for piece in slices], [piece.end for piece in slices]
+    starts, kv_lens = [slice_.start for slice_ in slices], [slice_.end for slice_ in slices]
     table = (rows or BlockRows()).table(slices, block_tokens)
     positions, slots = _places(np.array(starts, np.int64), np.array(cu_q, np.int64), table, block_tokens)
 
@@ -160,14 +162,14 @@ def build(
 
 
 def _draws_of(before: Sequence[Slice]) -> dict[int, int]:
-    """By request: which draw of the pending step is its next token."""
-    return {id(piece.request): draw for draw, piece in enumerate(piece for piece in before if piece.samples)}
+    """Map id(request) to the draw of the pending step that is its next token."""
+    return {id(slice_.request): draw for draw, slice_ in enumerate(slice_ for slice_ in before if slice_.samples)}
 
 
 def _places(
     starts: NDArray[np.int64], cu_q: NDArray[np.int64], table: IntArray, block_tokens: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Position and slot of every token."""
+    """Return the position and the KV slot of every token."""
     counts = np.diff(cu_q)
     slices = np.repeat(np.arange(len(starts)), counts)
     positions = np.arange(cu_q[-1]) + np.repeat(starts - cu_q[:-1], counts)

@@ -1,4 +1,4 @@
-"""Noise without a state: splitmix64 (Steele, Lea and Flood 2014) over seed, position and token, as Gumbel numbers."""
+"""Stateless Gumbel noise: splitmix64 (Steele, Lea and Flood 2014) over seed, position and token."""
 
 from torch import Tensor
 
@@ -7,36 +7,36 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def _mix(value: int) -> int:
-    """splitmix64's finalizer over Python's integers, for the two numbers a row has."""
+    """Return splitmix64's finalizer of a Python integer."""
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK
     return value ^ value >> 31
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same bits: torch has no arithmetic on uint64."""
+    """Return the int64 with the same bits, since torch has no arithmetic on uint64."""
     return value - 2**64 if value >= 2**63 else value
 
 
 def key_of(seed: int, position: int) -> int:
-    """An int64 that stands for one draw; `seed` counts modulo 2**64."""
+    """Return the int64 key of one draw. `seed` is taken modulo 2**64."""
     return _signed(_mix(_mix(seed + GOLDEN & MASK) + position * GOLDEN & MASK))
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    """A right shift that brings in zeros, where int64's own repeats the sign."""
+    """Shift right logically; int64's own shift repeats the sign bit."""
     return values.bitwise_right_shift(bits).bitwise_and(2 ** (64 - bits) - 1)
 
 
 def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Standard Gumbel noise, float64, a function of the key (int64, of seed and position) and the token alone.
+    """Return standard Gumbel noise, float64, as a function of key and token alone.
 
-    Keys and tokens are broadcast against each other. On a CPU this costs 10 ns a number.
+    `keys` (int64, from `key_of`) and `tokens` (int64) are broadcast against each other. Costs 10 ns per number.
     """
     values = keys + (tokens + 1) * _signed(GOLDEN)
     values = (values ^ _shifted(values, 30)) * _signed(0xBF58476D1CE4E5B9)
     values = (values ^ _shifted(values, 27)) * _signed(0x94D049BB133111EB)
     values = values ^ _shifted(values, 31)
-    # 52 bits and a half: exact in float64, so neither end of (0, 1) is ever reached.
+    # 52 bits plus one half are exact in float64, so the uniform number is never 0 or 1.
     uniform = (_shifted(values, 12).double() + 0.5) * 2.0**-52
     return -(-uniform.log()).log()

@@ -1,7 +1,7 @@
-"""A runner that takes the time of an emulated device, and whose tokens prove that the right KV is in the right place.
+"""A runner that takes as long as an emulated device, and whose tokens prove that the right KV is in the right place.
 
 The KV of a position is a running sum over all tokens up to it: 32 bytes, computed for a whole chunk at once and read
-back from the pool at its last position only. So a step costs microseconds, and its answer depends on every token.
+back from the pool at the last position only. A step costs microseconds, and its result depends on every token.
 """
 
 import hashlib
@@ -14,24 +14,23 @@ from numpy.typing import NDArray
 
 from engine.emulation import Emulation
 from engine.runner import Runner, SliceOutput
-from scheduler.cost import work_of
-from scheduler.request import Slice, Step
+from scheduler.request import Slice, Step, work_of
 
 log = logging.getLogger("baton.emulated")
-LANES = 4  # of 8 bytes, a position
-EMULATED_HEAD_DIM = LANES  # a KVLayout of 1 layer, 1 head, K and V in float32 has 32 bytes a token too
-# What the loop needs between two passes, and a sleep that ends late, come off the next pass up to this much, as on a
-# device that is fed ahead.
+LANES = 4  # of 8 bytes per position
+EMULATED_HEAD_DIM = LANES  # a KVLayout with 1 layer, 1 head and float32 also has 32 bytes per token
+# The engine's time between two passes and a sleep that ends late shorten the next pass by up to this much, as on a
+# device that has its next step queued.
 ABSORBED_S = 0.002
 
 Lanes = NDArray[np.uint64]
 
 
 class EmulatedRunner(Runner):
-    """Stands in for `TorchRunner`. `rows` is the pool, uint8 [num_blocks, block_tokens * 32].
+    """Replaces `TorchRunner`. `rows` is the KV pool, uint8 [num_blocks, block_tokens * 32].
 
-    Sampling is ignored: there is one next token, and it has no logprobs. `overruns` counts passes that ended too late
-    because this machine is too slow for what it emulates.
+    Sampling parameters are ignored: the next token is determined, and has no logprobs. `overruns` counts passes that
+    ended late because this machine is too slow for the emulated device.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class EmulatedRunner(Runner):
 
     def run(self, step: Step) -> list[SliceOutput]:
         started = self._clock()
-        outputs = [self._run_slice(piece) for piece in step.slices]
+        outputs = [self._run_slice(slice_) for slice_ in step.slices]
         begins = self._pass_ends if started - self._pass_ends <= ABSORBED_S else started
         self._pass_ends = begins + self._cost.seconds(work_of(step))
         rest_s = self._pass_ends - self._clock()
@@ -68,24 +67,24 @@ class EmulatedRunner(Runner):
         self.overruns += 1
         if self.overruns.bit_count() == 1:  # at 1, 2, 4, 8 …
             log.warning(
-                "%d passes ended late, the last by %.1f ms: this machine is too slow for what it emulates",
+                "%d passes ended late, the last one by %.1f ms: this machine is too slow for the emulated device",
                 self.overruns,
                 late_s * 1000,
             )
 
-    def _run_slice(self, piece: Slice) -> SliceOutput:
-        request, size = piece.request, self._block_tokens
-        positions = np.arange(piece.start, piece.end)
+    def _run_slice(self, slice_: Slice) -> SliceOutput:
+        request, size = slice_.request, self._block_tokens
+        positions = np.arange(slice_.start, slice_.end)
         blocks = np.asarray(request.blocks)
-        before = piece.start - 1
+        before = slice_.start - 1
         state: Lanes = self._kv[blocks[before // size], before % size] if before >= 0 else _root(request.salt)
-        states = state + _sums(request.tokens[piece.start : piece.end], piece.start)
+        states = state + _sums(request.tokens[slice_.start : slice_.end], slice_.start)
         self._kv[blocks[positions // size], positions % size] = states
-        return SliceOutput(_token(states[-1], self._vocab_size) if piece.samples else None)
+        return SliceOutput(_token(states[-1], self._vocab_size) if slice_.samples else None)
 
 
 def expected_tokens(prompt: Iterable[int], num_tokens: int, vocab_size: int, salt: bytes = b"") -> list[int]:
-    """What an `EmulatedRunner` must generate after `prompt`, on whatever nodes and over whatever channels."""
+    """Return the tokens that an `EmulatedRunner` must generate after `prompt`, on any nodes and KV channels."""
     pending, state, position = list(prompt), _root(salt), 0
     generated: list[int] = []
     while len(generated) < num_tokens:
@@ -101,7 +100,7 @@ def _root(salt: bytes) -> Lanes:
 
 
 def _sums(tokens: list[int], start: int) -> Lanes:
-    """Running sums, modulo 2**64, of one pseudorandom number a token, position and lane: uint64 [tokens, LANES]."""
+    """Return running sums modulo 2**64 of pseudorandom numbers by token and position, uint64 [tokens, LANES]."""
     ids = np.asarray(tokens, np.uint64)
     positions = np.arange(start, start + len(tokens), dtype=np.uint64)
     places = (positions << np.uint64(32)) | ids
@@ -110,7 +109,7 @@ def _sums(tokens: list[int], start: int) -> Lanes:
 
 
 def _mixed(keys: Lanes) -> Lanes:
-    """splitmix64 (Steele, Lea and Flood 2014): neighbouring keys give unrelated numbers."""
+    """Return splitmix64 (Steele, Lea and Flood 2014) of each key."""
     mixed = (keys + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,6 +1,6 @@
-"""A device that is emulated: how long its steps take, how much KV it holds, how fast its link is; read from JSON.
+"""Descriptions of emulated devices, read from JSON: step times, KV capacity and link speed.
 
-The files in `costs/` state where each number comes from, and how far the model is from the published points.
+The files in `costs/` state the source of each number, and how far the model is from the published measurements.
 """
 
 import json
@@ -12,12 +12,12 @@ from typing import Any
 from scheduler.cost import CostModel
 
 COSTS = Path(__file__).parent / "costs"
-MOST = 1e15  # of any number here: beyond all devices
+MOST = 1e15  # largest number accepted
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """A push of KV lasts `latency_s`, and one second for each `bytes_per_s`."""
+    """A push of n bytes of KV takes `latency_s` + n / `bytes_per_s` seconds."""
 
     latency_s: float
     bytes_per_s: float
@@ -25,7 +25,7 @@ class LinkSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Emulation:
-    """One model on one device. `kv_tokens`: tokens whose KV its memory holds."""
+    """One model on one device. Its memory holds the KV of `kv_tokens` tokens."""
 
     name: str
     cost: CostModel
@@ -35,35 +35,36 @@ class Emulation:
 
 
 def load_emulation(name: str) -> Emulation:
-    """`name`: one of `costs/` or a JSON file, and maybe `@` and one of its links, as in h200-llama-3.1-8b@100gbe.
+    """Load an emulation by name: a file in `costs/` or a JSON file, optionally with a link, as in
+    h200-llama-3.1-8b@100gbe.
 
-    Raises ValueError in one line that names the file, the field and the remedy.
+    Raises ValueError with one line that names the file and the field.
     """
     base, _, link = (name, "", "") if Path(name).is_file() else name.partition("@")
     path = Path(base) if Path(base).is_file() else COSTS / f"{base}.json"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in COSTS.glob("*.json")))
-        raise ValueError(f"--emulate {name}: is no file, and none of {known}")
+        raise ValueError(f"--emulate {name}: is neither a file nor one of {known}")
     try:
         return _emulation(json.loads(path.read_text()), name if link else path.stem, link)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"--emulate {path}: is no JSON: {error}") from None
+        raise ValueError(f"--emulate {path}: not valid JSON: {error}") from None
     except (TypeError, ValueError) as error:
-        told = " ".join(str(error)[:300].split())  # names in the file may hold line ends
-        raise ValueError(f"--emulate {path}: {told}") from None
+        message = " ".join(str(error)[:300].split())  # names in the file may contain newlines
+        raise ValueError(f"--emulate {path}: {message}") from None
 
 
 def _emulation(data: Any, name: str, link: str) -> Emulation:
     cost = _get(data, "cost")
     known = [field.name for field in fields(CostModel)]
     if unknown := sorted(set(cost) - set(known)):
-        raise ValueError(f"cost.{unknown[0]} is none of {', '.join(known)}")
+        raise ValueError(f"cost.{unknown[0]} is not one of {', '.join(known)}")
     model = CostModel(**{field: _number(cost, field, "cost.") for field in cost})
     if not any(model.packed()):
-        raise ValueError("cost is all zero: then no step takes time")
+        raise ValueError("cost is all zero, so no step would take time")
     links, chosen = _get(data, "links"), link or data.get("link", "")
     if chosen not in links:
-        raise ValueError(f"link {chosen!r} is none of {', '.join(sorted(links))}")
+        raise ValueError(f"link {chosen!r} is not one of {', '.join(sorted(links))}")
     return Emulation(
         name,
         model,

@@ -1,15 +1,12 @@
-"""The engine: one thread that owns the scheduler and the device. Everyone else posts a command.
+"""The engine: one thread that owns the scheduler and the device.
 
-The loop is: take commands, decide a step, launch it, tell what it did. It knows no router, no peer and no channel.
-With a runner that runs ahead it decides and launches the next step first, so that the device never waits for the
-host; a request that turns out to have ended is in that step in vain (the overlapped scheduling of SGLang, vLLM's
-async scheduling).
+The loop takes commands, decides a step, launches it, and reports its results. With a runner that runs ahead it decides
+and launches the next step before it processes the results of the previous one, so that the device never waits for the
+host; a request that turns out to have ended is computed once in vain (SGLang's overlapped scheduling, vLLM's async
+scheduling).
 
-Only the device's own failure ends it: a request that fails alone ends alone, once the device has proved itself.
-
-A turn lasts from the end of the turn before (or, when the loop had waited, from where it went on) until its step was
-told: what a client sees between two tokens. That is what the step-time model is fitted to; a record splits it into
-the pass and the rest.
+A turn of the loop lasts from the end of the previous turn (or from the end of a wait for work) until the results of its
+step have been reported. That is the time a client sees between two tokens, and the step-time model is fitted to it.
 """
 
 import logging
@@ -21,8 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from engine.runner import PendingStep, Runner, SliceOutput, leads
-from engine.step_deadline import StepDeadline
-from engine.step_time_fit import CostFit
+from engine.step_time_fit import CostFit, StepDeadline
 from scheduler.request import Request, RequestState, Slice, Step
 from scheduler.scheduler import Scheduler, StepOutput
 from shared import failpoints
@@ -36,7 +32,7 @@ STUCK_S = 5.0
 
 
 class StepTiming(NamedTuple):
-    """A step that was run: when its pass began, how long that took, and the rest of its turn of the engine's loop."""
+    """The times of a step: when its pass began (Unix time), how long the pass took, and the rest of its turn."""
 
     step: Step
     start_ns: int
@@ -45,78 +41,105 @@ class StepTiming(NamedTuple):
 
 
 class EngineListener(Protocol):
-    """Whom the engine tells, on its own thread: the state at each turn, for which landings room was found, what a
-    step will do and what it did, how long that took, how the engine died."""
+    """Receives the engine's reports. All methods are called on the engine's thread and must not block."""
 
-    def on_turn(self, scheduler: Scheduler) -> None: ...
+    def on_turn(self, scheduler: Scheduler) -> None:
+        """A turn of the loop begins, or the idle engine has looked for commands."""
+        ...
 
-    def on_receiving(self, requests: list[Request]) -> None: ...
+    def on_receiving(self, requests: list[Request]) -> None:
+        """Blocks have been reserved for the KV of these requests."""
+        ...
 
-    def on_scheduled(self, step: Step) -> None: ...
+    def on_scheduled(self, step: Step) -> None:
+        """A step has been decided and is about to be launched."""
+        ...
 
-    def on_step(self, step: Step, events: list[StepOutput], outputs: list[SliceOutput]) -> None: ...
+    def on_step(self, step: Step, events: list[StepOutput], outputs: list[SliceOutput]) -> None:
+        """A step is done: what the scheduler made of it, and the runner's output for each slice."""
+        ...
 
-    def on_ran(self, ran: StepTiming) -> None: ...
+    def on_ran(self, ran: StepTiming) -> None:
+        """The turn of a step is over."""
+        ...
 
-    def on_failure(self, error: BaseException) -> None: ...
+    def on_failure(self, error: BaseException) -> None:
+        """The engine has failed and its thread is about to end."""
+        ...
 
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A step that was launched and not told yet. `pending` None: it failed to start, or failed with the one before."""
+    """A step that was launched and whose results have not been processed.
+
+    `pending` is None if the launch failed, or if the step before it failed.
+    """
 
     step: Step
     pending: PendingStep | None
     launched_ns: int
-    leads: bool  # the next step may be decided and launched before this one is told
+    leads: bool  # the next step may be launched before this one's results are processed
 
 
 class Engine:
-    def __init__(self, scheduler: Scheduler, runner: Runner, tell: EngineListener, stuck_s: float = STUCK_S) -> None:
-        """`stuck_s`: see `node.watchdog.StepDeadline`."""
+    """Runs the scheduler's steps on the runner's device, on a thread of its own.
+
+    The node creates the engine, starts and stops it, and reaches the scheduler only through `post`. `post`,
+    `is_running`, `progress` and `allowed_s` may be used from any thread; scheduler and runner belong to the engine's
+    thread, which also makes all calls to the listener.
+
+    Commands run between two steps, in the order in which they were posted. If a step fails, its slices run again one by
+    one, and only the requests that fail again end. Before that is reported, the engine checks that the device still
+    works; if it does not, or if anything else fails, the engine calls `on_failure` and its thread ends.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, listener: EngineListener, stuck_s: float = STUCK_S
+    ) -> None:
+        """`stuck_s` is the shortest watchdog deadline: see `StepDeadline.least_s`."""
         self._scheduler = scheduler
         self._runner = runner
-        self._listener = tell
+        self._listener = listener
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._fit = CostFit()
-        self._flight: InFlightStep | None = None  # between two turns, only with a runner that runs ahead
+        self._flight: InFlightStep | None = None  # kept from one turn to the next only if the runner runs ahead
         self._turn_began_ns = self._pass_ended_ns = now_ns()
-        self._patience = StepDeadline(stuck_s)
+        self._deadline = StepDeadline(stuck_s)
         self._idle_s = min(IDLE_S, stuck_s / 4)  # an idle engine must not look like a stuck one
-        self._is_audited = True  # nobody came since the blocks were last looked at one by one
-        self.progress = 0  # another number at every turn of the loop, at least once a second where nothing runs
-        self.allowed_s = stuck_s  # that it may stay the same: as long as the step under way may take
+        self._is_audited = True  # no command has come since the last full check of the ledger
+        self.progress = 0  # changes at every turn of the loop, and at least once a second while idle
+        self.allowed_s = stuck_s  # the watchdog's deadline for `progress` to change, in seconds
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Ends the loop after the step under way. Blocks."""
+        """End the loop after the current step. Blocks for up to `timeout_s` seconds."""
         self._inbox.put(None)
         self._thread.join(timeout_s)
 
     @property
     def is_running(self) -> bool:
-        """A step may be under way, also after a `stop` that waited too long for it."""
+        """Return whether the thread runs; it may still do so after a `stop` that timed out."""
         return self._thread.is_alive()
 
     def post(self, command: Command) -> None:
-        """Runs `command` with the scheduler, between two steps. From any thread; the order is kept."""
+        """Queue `command`, to be called with the scheduler between two steps. Thread-safe; order is preserved."""
         self._inbox.put(command)
 
     def _run(self) -> None:
         try:
             while self._take_commands():
                 self._turn()
-            self._land()
+            self._finish_in_flight()
         except BaseException as error:
-            log.exception("the engine died")
+            log.exception("the engine failed")
             self._listener.on_failure(error)
             raise
 
     def _take_commands(self) -> bool:
-        """Waits for a command when there is nothing to run. False: stop."""
+        """Run the queued commands, waiting for one if there is nothing to run. Return False to stop the loop."""
         wait = waited = not self._scheduler.has_work and self._flight is None
         while True:
             self.progress += 1
@@ -137,16 +160,16 @@ class Engine:
             wait = wait and not self._scheduler.has_work
 
     def _audit(self) -> None:
-        """Once after commands came, when there is nothing to run: with many blocks it takes as long as a step."""
+        """Check the ledger while idle, once after each burst of commands: with many blocks this takes a step's time."""
         if not self._is_audited:
             self._is_audited = True
             self._scheduler.audit()
 
     def _turn(self) -> None:
-        """Tells of one step at most."""
+        """Decide and launch a step, and process the results of one step at most."""
         before = self._flight
         if before is not None and not before.leads:
-            self._land()
+            self._finish_in_flight()
             return
         step = self._scheduler.schedule()
         if step.receiving:
@@ -157,18 +180,18 @@ class Engine:
         elif self._flight is None:
             self._wait_for_room(step)
         elif not self._flight.leads:
-            self._land()
+            self._finish_in_flight()
 
-    def _land(self) -> None:
-        """Nothing is in flight any more."""
+    def _finish_in_flight(self) -> None:
+        """Process the results of the step in flight, if there is one."""
         if (flight := self._flight) is not None:
             self._flight = None
             self._finish(flight)
 
     def _launch(self, step: Step, before: InFlightStep | None) -> InFlightStep:
         self._listener.on_scheduled(step)
-        patience = self._patience.seconds
-        self.allowed_s = max(patience(step), patience(before.step) if before is not None else 0.0)
+        deadline = self._deadline.seconds
+        self.allowed_s = max(deadline(step), deadline(before.step) if before is not None else 0.0)
         failpoints.reach("engine.step")
         began_ns = now_ns()
         try:
@@ -182,13 +205,13 @@ class Engine:
     def _finish(self, flight: InFlightStep) -> None:
         step, outputs = flight.step, self._outputs(flight)
         ended_ns = now_ns()
-        # The device begins a step when it is done with the one before.
+        # The device begins a step when it has finished the previous one.
         began_ns, self._pass_ended_ns = max(flight.launched_ns, self._pass_ended_ns), ended_ns
         tokens = [output.token for output in outputs]
         events = self._scheduler.update(step, tokens, [bool(output.error) for output in outputs])
         self._listener.on_step(step, events, outputs)
-        if not any(output.error for output in outputs):  # what failed may have taken no time
-            self._patience.observe(step.work.tokens, (ended_ns - began_ns) / 1e9)
+        if not any(output.error for output in outputs):  # a failed step may have taken no time
+            self._deadline.observe(step.work.tokens, (ended_ns - began_ns) / 1e9)
         self._ran(step, began_ns, ended_ns - began_ns)
 
     def _ran(self, step: Step, began_ns: int, pass_ns: int) -> None:
@@ -199,7 +222,7 @@ class Engine:
         self._listener.on_ran(StepTiming(step, began_ns, pass_ns, max(0, turn_ns - pass_ns)))
 
     def _wait_for_room(self, step: Step) -> None:
-        """Whoever waits, waits for blocks that a landing or leaving request holds: a command will say so."""
+        """Wait for a command: the blocks that requests wait for become free when a command ends a transfer."""
         if step.receiving or not self._scheduler.has_work:
             return
         try:
@@ -214,7 +237,7 @@ class Engine:
             command(self._scheduler)
 
     def _outputs(self, flight: InFlightStep) -> list[SliceOutput]:
-        """Of a step, and when it raised, of each of its slices alone, so that only the culprit fails."""
+        """Return the outputs of a step. If it raised, run each slice alone, so that only the faulty request fails."""
         if flight.pending is not None:
             try:
                 outputs = flight.pending.wait()
@@ -222,11 +245,11 @@ class Engine:
                 log.exception("step %d failed; its slices run one by one", flight.step.number)
             else:
                 return outputs
-        self._call_back()
+        self._discard_next()
         return self._run_each(flight.step)
 
-    def _call_back(self) -> None:
-        """The step behind a failed one read what that did not write: it ends, and is run again in its turn."""
+    def _discard_next(self) -> None:
+        """Discard the step launched after a failed one, which read KV that was not written; it will run again."""
         if (behind := self._flight) is None:
             return
         if behind.pending is not None:
@@ -235,40 +258,42 @@ class Engine:
         behind.pending, behind.leads = None, False
 
     def _run_each(self, step: Step) -> list[SliceOutput]:
-        live = [_is_live(piece) for piece in step.slices]
+        live = [_is_live(slice_) for slice_ in step.slices]
         outputs = [
-            self._run_alone(step, piece) if lives else SliceOutput()
-            for piece, lives in zip(step.slices, live, strict=True)
+            self._run_alone(step, slice_) if lives else SliceOutput()
+            for slice_, lives in zip(step.slices, live, strict=True)
         ]
         if any(output.error == INTERNAL for output in outputs):
-            self._prove_device()
+            self._check_device()
         return outputs
 
-    def _prove_device(self) -> None:
-        """Whoever failed alone is at fault itself, or the device is. Then it is the engine's death, before anybody is
-        told to have failed: all go on elsewhere."""
+    def _check_device(self) -> None:
+        """Raise RuntimeError if the device is at fault, and not a request.
+
+        The engine then fails before any request is reported as failed, so that all are retried on other nodes.
+        """
         self.progress += 1
         try:
             self._runner.warm_up()
         except Exception as error:
-            raise RuntimeError("the device fails with any work") from error
+            raise RuntimeError("the device fails on any work") from error
 
-    def _run_alone(self, step: Step, piece: Slice) -> SliceOutput:
+    def _run_alone(self, step: Step, slice_: Slice) -> SliceOutput:
         self.progress += 1
         try:
-            _pass_slices([piece])
-            return self._runner.run(Step(step.number, [piece], []))[0]
+            _pass_slices([slice_])
+            return self._runner.run(Step(step.number, [slice_], []))[0]
         except Exception:
-            log.exception("request %s failed", piece.request.id)
+            log.exception("request %s failed", slice_.request.id)
             return SliceOutput(error=INTERNAL)
 
 
 def _pass_slices(slices: list[Slice]) -> None:
     if failpoints.armed():
-        for piece in slices:
-            failpoints.reach("engine.slice", piece.request.id)
+        for slice_ in slices:
+            failpoints.reach("engine.slice", slice_.request.id)
 
 
-def _is_live(piece: Slice) -> bool:
-    """It still has its tokens and blocks: neither ended nor preempted since it was decided."""
-    return piece.request.state is RequestState.RUNNING and piece.epoch == piece.request.epoch
+def _is_live(slice_: Slice) -> bool:
+    """Return whether the request was neither ended nor preempted since the slice was scheduled."""
+    return slice_.request.state is RequestState.RUNNING and slice_.epoch == slice_.request.epoch

@@ -1,7 +1,8 @@
-"""A model without arithmetic: KV is a hash of the past, the next token a hash of all KV that is read back.
+"""A test model without arithmetic: the KV of a position is a hash of all tokens up to it, and the next token is a hash
+of all KV read back.
 
-It runs wherever a real model does, at the speed of hashing, and any stale, torn, foreign or misplaced block
-changes its output; so a right answer proves the transport, the scheduler and the recovery around it.
+Any stale, torn, foreign or misplaced block changes the output, so correct output verifies the transport, the scheduler
+and the recovery around the model.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from engine.runner import Runner, SliceOutput
 from scheduler.request import Request, RequestState, Slice, Step, cdiv
 
-KV_BYTES = 8  # of one position and layer; a KVLayout of 1 head, head_dim 1 and float32 has the same size
+KV_BYTES = 8  # per position and layer, as in a KVLayout with 1 head, head_dim 1 and float32
 
 
 @dataclass(slots=True)
@@ -28,9 +29,10 @@ class HashedPrefix:
 
 
 class HashRunner(Runner):
-    """Stands in for `TorchRunner`. `rows` is the pool, uint8 [num_blocks, row_bytes].
+    """Replaces `TorchRunner`. `rows` is the KV pool, uint8 [num_blocks, row_bytes].
 
-    Sampling is ignored: there is one next token, and it has no logprobs. Raises ValueError for rows too short.
+    Sampling parameters are ignored: the next token is determined, and has no logprobs. Raises ValueError if the rows
+    are too short.
     """
 
     def __init__(self, rows: NDArray[np.uint8], block_tokens: int, layers: int, vocab_size: int) -> None:
@@ -47,37 +49,37 @@ class HashRunner(Runner):
         self._prefixes = {
             id: kept for id, kept in self._prefixes.items() if kept.request.state is not RequestState.DONE
         }
-        return [self._run_slice(piece) for piece in step.slices]
+        return [self._run_slice(slice_) for slice_ in step.slices]
 
-    def _run_slice(self, piece: Slice) -> SliceOutput:
-        self._store(piece)
-        if not piece.samples:
+    def _run_slice(self, slice_: Slice) -> SliceOutput:
+        self._store(slice_)
+        if not slice_.samples:
             return SliceOutput()
-        blocks = piece.request.blocks[: cdiv(piece.end, self._block_tokens)]
-        read = self._rows[blocks].reshape(-1)[: piece.end * self._layers * KV_BYTES]
+        blocks = slice_.request.blocks[: cdiv(slice_.end, self._block_tokens)]
+        read = self._rows[blocks].reshape(-1)[: slice_.end * self._layers * KV_BYTES]
         digest = hashlib.blake2b(read.data, digest_size=8).digest()
         return SliceOutput(_token(digest, self._vocab_size))
 
-    def _store(self, piece: Slice) -> None:
-        prefix = self._prefix(piece)
+    def _store(self, slice_: Slice) -> None:
+        prefix = self._prefix(slice_)
         kv = bytearray()
-        for position in range(piece.start, piece.end):
-            prefix.state = _next_state(prefix.state, piece.request.tokens[position])
+        for position in range(slice_.start, slice_.end):
+            prefix.state = _next_state(prefix.state, slice_.request.tokens[position])
             kv += _kv_of(prefix.state, position, self._layers)
-        prefix.end = piece.end
-        new = np.frombuffer(kv, np.uint8).reshape(piece.count, -1)
+        prefix.end = slice_.end
+        new = np.frombuffer(kv, np.uint8).reshape(slice_.count, -1)
         size = self._block_tokens
-        edges = [piece.start, *range(cdiv(piece.start + 1, size) * size, piece.end, size), piece.end]
+        edges = [slice_.start, *range(cdiv(slice_.start + 1, size) * size, slice_.end, size), slice_.end]
         for start, end in pairwise(edges):
-            row = self._rows[piece.request.blocks[start // size]].reshape(size, -1)
-            row[start % size : start % size + end - start] = new[start - piece.start : end - piece.start]
+            row = self._rows[slice_.request.blocks[start // size]].reshape(size, -1)
+            row[start % size : start % size + end - start] = new[start - slice_.start : end - slice_.start]
 
-    def _prefix(self, piece: Slice) -> HashedPrefix:
-        """The running hash up to the slice: kept from the slice before, else computed from the tokens."""
-        request = piece.request
+    def _prefix(self, slice_: Slice) -> HashedPrefix:
+        """Return the running hash up to the slice: kept from the previous slice, or computed from the tokens."""
+        request = slice_.request
         kept = self._prefixes.get(request.id)
-        if kept is None or kept.request is not request or kept.end != piece.start:
-            kept = HashedPrefix(request, piece.start, _state_after(request.tokens[: piece.start], request.salt))
+        if kept is None or kept.request is not request or kept.end != slice_.start:
+            kept = HashedPrefix(request, slice_.start, _state_after(request.tokens[: slice_.start], request.salt))
             self._prefixes[request.id] = kept
         return kept
 
@@ -85,7 +87,7 @@ class HashRunner(Runner):
 def expected_tokens(
     prompt: Iterable[int], num_tokens: int, salt: bytes = b"", layers: int = 2, vocab_size: int = 512
 ) -> list[int]:
-    """What a `HashRunner` with these `layers` and `vocab_size` must generate after `prompt`: no pool, no blocks."""
+    """Return the tokens that a `HashRunner` must generate after `prompt`, computed without a KV pool."""
     state, position, kv = _state_after((), salt), 0, hashlib.blake2b(digest_size=8)
     pending, generated = list(prompt), list[int]()
     while len(generated) < num_tokens:
@@ -110,7 +112,7 @@ def _next_state(state: bytes, token: int) -> bytes:
 
 
 def _kv_of(state: bytes, position: int, layers: int) -> bytes:
-    """8 bytes a layer, keyed by all tokens up to the position and by the position itself."""
+    """Return 8 bytes per layer, a function of the position and of all tokens up to it."""
     where = position.to_bytes(8, "little")
     return b"".join(
         hashlib.blake2b(where + layer.to_bytes(8, "little"), digest_size=KV_BYTES, key=state).digest()

@@ -1,4 +1,4 @@
-"""The KV pool of a device: a typed view of memory that peers may also write, and how many blocks fit into it."""
+"""The KV pool of a device: a typed view of memory that peers may also write, and its size in blocks."""
 
 from typing import Protocol
 
@@ -10,21 +10,21 @@ from shared.kv.layout import KVLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Block 0 is never handed out: padded entries of a block table point there.
+# Block 0 is never allocated: padded entries of a block table refer to it.
 DUMMY_BLOCK = 0
 
 
 class PoolMemory(Protocol):
-    """Rows of bytes, one a block, on the host (numpy) or a device (torch, uint8): [num_rows, row_bytes]."""
+    """Memory with a row of bytes per block, uint8 [num_rows, row_bytes], on the host (numpy) or a device (torch)."""
 
     @property
     def rows(self) -> "np.ndarray[tuple[int, int], np.dtype[np.uint8]] | Tensor": ...
 
 
 class KVPool:
-    """`tensor` is the memory itself in `layout.shape`, not a copy: what a peer writes into a row is seen here.
+    """A view of `memory` as a tensor of shape `layout.shape`. Bytes that a peer writes into a row appear in `tensor`.
 
-    Raises ValueError when the memory's rows are not the layout's blocks.
+    Raises ValueError if the memory's rows do not match the layout's blocks.
     """
 
     def __init__(self, layout: KVLayout, memory: PoolMemory) -> None:
@@ -32,35 +32,35 @@ class KVPool:
         if tuple(memory.rows.shape) != wanted:
             raise ValueError(f"KV memory has {tuple(memory.rows.shape)} rows x bytes, the layout needs {wanted}")
         self.layout = layout
-        self.memory = memory  # keeps the mapping alive as long as the view of it
+        self.memory = memory  # keeps the mapping alive as long as the view
         rows = memory.rows if isinstance(memory.rows, Tensor) else torch.from_numpy(memory.rows)
         self.tensor = rows.view(DTYPES[layout.dtype]).view(layout.shape)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """K and V of one layer, strided views [num_blocks, kv_heads, block_tokens, head_dim]."""
+        """Return K and V of one layer, strided views [num_blocks, kv_heads, block_tokens, head_dim]."""
         both = self.tensor[:, :, index]
         return both[..., 0, :], both[..., 1, :]
 
 
 def check_holds(layout: KVLayout, max_model_len: int) -> None:
-    """Raises ValueError, with the arithmetic, unless the pool holds one request of `max_model_len` tokens."""
+    """Raise ValueError unless the pool holds one request of `max_model_len` tokens."""
     room = (layout.num_blocks - 1) * layout.block_tokens
     if max_model_len > room:
         needed = 1 + -(-max_model_len // layout.block_tokens)
         raise ValueError(
             f"--max-model-len {max_model_len}: the KV pool holds {room} tokens ({layout.num_blocks - 1} blocks of "
-            f"{layout.block_tokens}); give --num-blocks {needed}, or --kv-cache-memory {needed * layout.block_bytes}"
+            f"{layout.block_tokens}); use --num-blocks {needed} or --kv-cache-memory {needed * layout.block_bytes}"
         )
 
 
 def blocks_for(memory_bytes: int, one_block: KVLayout) -> int:
-    """How many blocks fit, the dummy included. Raises ValueError when not even one usable block does."""
+    """Return how many blocks fit, including the dummy. Raises ValueError if fewer than two do."""
     num_blocks = memory_bytes // one_block.block_bytes
     if num_blocks < 2:
         raise ValueError(
             f"{memory_bytes} bytes of KV memory hold {max(0, num_blocks)} blocks of {one_block.block_bytes} bytes "
             f"({one_block.layers} layers x {one_block.kv_heads} heads x {one_block.block_tokens} tokens x 2 x "
-            f"{one_block.head_dim} x {one_block.dtype}); at least 2 are needed: give it "
-            f"{2 * one_block.block_bytes} bytes or more"
+            f"{one_block.head_dim} x {one_block.dtype}); at least 2 are needed, which "
+            f"take {2 * one_block.block_bytes} bytes"
         )
     return num_blocks

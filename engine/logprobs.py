@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens as a client sees them: of the raw logits, before any penalty or temperature (vLLM)."""
+"""Log-probabilities of tokens, computed from the raw logits before any penalty or temperature, as in vLLM."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ from shared.rpc.messages import Logprobs
 
 
 def describe(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[Logprobs]:
-    """One entry a row of `logits` [R, vocab]: of tokens[r], with the num_top[r] most likely beside it.
+    """Return one entry per row of `logits` [R, vocab]: the logprob of tokens[r] and of the num_top[r] likeliest tokens.
 
-    The rank counts the tokens that are as likely or likelier, so the most likely one has rank 1.
+    The rank counts the tokens that are at least as likely, so the most likely token has rank 1.
     """
     if not tokens:
         return []

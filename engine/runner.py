@@ -1,4 +1,4 @@
-"""Runs one step on a device and says what came out of each slice. What a step holds was decided elsewhere."""
+"""Runs steps on a device and returns the output of each slice."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -9,39 +9,40 @@ from torch import Tensor
 
 from engine.attention.interface import AttentionBackend
 from engine.batch import Batch, BlockRows, build
-from engine.kernels.interface import Kernels
+from engine.kernels import Kernels
 from engine.kv_pool import DUMMY_BLOCK, KVPool
 from engine.logprobs import describe
 from engine.models.decoder import Decoder
-from engine.sampling import NUMERICAL, DrawResult, SamplingRow, is_penalized, sample
+from engine.sampling import sample
+from engine.sampling_params import NUMERICAL, DrawResult, SamplingRow, is_penalized
 from scheduler.request import Request, Slice, Step, cdiv
 from shared.rpc.messages import Logprobs, SamplingParams
 
-MAX_SCORED_LOGITS = 2**24  # of prompt logprobs at once: 64 MiB, where a whole chunk of a large vocabulary takes GiBs
-WARM_TOKENS = 128  # of the first pass: enough that all kernels are made, and over in a moment
+MAX_SCORED_LOGITS = 2**24  # prompt logits computed at once: 64 MiB; a whole chunk of a large vocabulary would take GiBs
+WARM_TOKENS = 128  # tokens of the warm-up pass: enough for all kernels to be compiled
 
 
 @dataclass(slots=True)
 class SliceOutput:
-    """Of one slice. `error` is not empty when the request must end: "numerical" or "no_token"."""
+    """The output of one slice. With an `error` ("numerical", "no_token" or "internal") the request must end."""
 
     token: int | None = None
     logprobs: Logprobs | None = None
-    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # entry i: of the token at slice.start + i + 1
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # entry i is for the token at slice.start + i + 1
     error: str = ""
 
 
 class PendingStep(Protocol):
-    """A step that was launched."""
+    """A launched step."""
 
     def wait(self) -> list[SliceOutput]:
-        """Blocks until the step is done: one output a slice, in order. Raises what the step raised."""
+        """Block until the step is done. Return one output per slice, in order, or raise what the step raised."""
         ...
 
 
 @dataclass(slots=True)
 class FinishedStep:
-    """Of a runner that is done with a step when `launch` returns."""
+    """A pending step that was already finished when `launch` returned."""
 
     outputs: list[SliceOutput]
 
@@ -50,57 +51,61 @@ class FinishedStep:
 
 
 class Runner(Protocol):
-    """Runs steps in the order in which they are given. Requests are read, never changed; running a step twice is
-    harmless.
+    """Runs steps in the order in which they are given, called from the engine's thread.
 
-    `can_run_ahead`: one step may be launched while one earlier step is pending (never more). `ahead`: the engine does
-    so; a runner sets it where that pays, `set_ahead` as the user wants it.
+    A runner reads requests and never changes them; running a step twice is harmless. If `can_run_ahead`, a step may be
+    launched while one earlier step is pending, never more. The engine does so if `ahead` is set, initially by the
+    runner if it pays off, or by `set_ahead` as the user chose.
     """
 
-    overruns: int = 0  # steps that an emulated device would have ended sooner
+    overruns: int = 0  # steps that took longer than on the emulated device
     can_run_ahead: bool = False
     ahead: bool = False
 
     def run(self, step: Step) -> list[SliceOutput]:
-        """`launch` and `wait` in one, with nothing pending."""
+        """Launch a step and wait for it. No step may be pending."""
         ...
 
     def launch(self, step: Step, before: Step | None = None) -> PendingStep:
-        """Starts a step; what it reads of the requests (tokens, blocks) is read before this returns.
+        """Start a step. Tokens and blocks of its requests are read before this returns.
 
-        `before`: the step that is pending, if one is. Where a slice's last token is still being sampled there,
-        `engine.batch.build(..., before=before.slices)` says in `Batch.carried` which draw it is, and the runner puts
-        it into `Batch.tokens` where it runs. When `before` fails, so does this step: its `wait` raises.
+        `before` is the pending step, if there is one. If it still samples the last token of a slice,
+        `engine.batch.build(..., before=before.slices)` records in `Batch.carried` which draw that is, and the runner
+        copies it into `Batch.tokens` on the device. If `before` fails, this step fails too: its `wait` raises.
         """
         return FinishedStep(self.run(step))
 
     def warm_up(self) -> None:
-        """Runs a little, in no request's blocks, so that none waits for what only the first pass does."""
+        """Run a little in the dummy block, so that no request waits for one-time work such as compilation."""
         return
 
 
 class WholePass(Protocol):
-    """A faster way through the model for some batches, to the same logits."""
+    """A faster implementation of the forward pass for some batches, with identical logits."""
 
     def takes(self, batch: Batch) -> bool: ...
 
     def logits(self, batch: Batch) -> Tensor:
-        """float32 [S, vocab_size] of a batch that it takes, whose slices all draw; stores the KV of all tokens."""
+        """Store the KV of all tokens and return the logits, float32 [S, vocab_size]. Requires `takes(batch)`."""
         ...
 
 
 def set_ahead(runner: Runner, mode: str) -> None:
-    """`mode`: "on" or "off" as `--async-scheduling` says; "auto" leaves what the runner chose. Raises ValueError for
-    "on" where the runner cannot."""
+    """Apply `--async-scheduling`: "on", "off", or "auto" for the runner's own choice.
+
+    Raises ValueError for "on" if the runner cannot run ahead.
+    """
     if mode == "on" and not runner.can_run_ahead:
         raise ValueError("--async-scheduling on: this runner takes one step at a time; use auto or off")
     runner.ahead = {"on": True, "off": False}.get(mode, runner.ahead)
 
 
 def leads(step: Step) -> bool:
-    """Whether the next step may be built before this one's tokens are known: not where the next draw of one of its
-    requests depends on all tokens before it, as penalties do."""
-    return not any(piece.samples and is_penalized(piece.request.sampling) for piece in step.slices)
+    """Return whether the next step may be built before this step's tokens are known.
+
+    That is not possible if a request has penalties, since its next draw then depends on all tokens before it.
+    """
+    return not any(slice_.samples and is_penalized(slice_.request.sampling) for slice_ in step.slices)
 
 
 @dataclass(slots=True)
@@ -114,10 +119,11 @@ class RunningStep:
 
 
 class TorchRunner(Runner):
-    """Runs a decoder over the paged pool. A request's payload is its `shared.rpc.messages.SamplingParams`.
+    """Runs a decoder over the paged KV pool. `Request.sampling` must be a `shared.rpc.messages.SamplingParams`.
 
-    Running ahead, the passes have a thread of their own, which plays the device: torch lets go of the interpreter
-    inside its kernels. The batch is still built by the caller.
+    When running ahead, passes run on a worker thread, which torch's kernels leave free to overlap with the caller
+    because they release the interpreter lock. The caller's thread still builds the batch. Raises ValueError if the KV
+    pool's layout does not match the model.
     """
 
     can_run_ahead = True
@@ -128,7 +134,7 @@ class TorchRunner(Runner):
         config, layout = model.config, pool.layout
         wanted = (config.num_layers, config.num_kv_heads, config.head_dim)
         if (layout.layers, layout.kv_heads, layout.head_dim) != wanted:
-            raise ValueError(f"the KV pool is laid out for another model: {layout}, the model has {wanted}")
+            raise ValueError(f"the KV pool has the layout of another model: {layout}; the model has {wanted}")
         self._model = model
         self._block_tokens = layout.block_tokens
         self._backend = backend
@@ -137,7 +143,7 @@ class TorchRunner(Runner):
         self._whole_pass = _whole_pass(model, kernels, backend)
         self._block_rows = BlockRows()
         self._worker: ThreadPoolExecutor | None = None
-        self._draws: list[DrawResult] | None = None  # of the step that ran last; None: it failed
+        self._draws: list[DrawResult] | None = None  # of the last step; None if it failed
 
     def run(self, step: Step) -> list[SliceOutput]:
         return self._pass(step, self._build(step))
@@ -150,7 +156,7 @@ class TorchRunner(Runner):
         return RunningStep(self._worker.submit(self._pass, step, batch))
 
     def warm_up(self) -> None:
-        """A chunk and a decode, on the thread that computes; their KV goes to the dummy block."""
+        """Run a chunk and a decode on the computing thread; their KV goes to the dummy block."""
         count = min(WARM_TOKENS, self._model.config.max_position_embeddings)
         request = Request("warm-up", [0] * count, count, 1, sampling=SamplingParams(seed=0))
         request.blocks = [DUMMY_BLOCK] * cdiv(count, self._block_tokens)
@@ -176,7 +182,7 @@ class TorchRunner(Runner):
         return outputs
 
     def _computed(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits of the slices that draw, and the hidden state of each row of `batch.scored`."""
+        """Return the logits of the sampling slices, and the hidden state of each row of `batch.scored`."""
         if self._whole_pass is not None and self._whole_pass.takes(batch):
             return self._whole_pass.logits(batch), torch.empty(0)
         attention, drawing = self._backend.plan(batch), batch.drawing()
@@ -185,10 +191,10 @@ class TorchRunner(Runner):
         return self._model.logits(hidden[: len(batch.sampled)]), hidden[len(batch.sampled) :]
 
     def _carry(self, batch: Batch) -> None:
-        """The draws of the step before become this one's tokens. Where a draw failed, its request is over."""
+        """Copy draws of the previous step into this one's tokens. If a draw failed, its request is over anyway."""
         draws, self._draws = self._draws, None
         if batch.carried and draws is None:
-            raise RuntimeError("the step before, whose tokens this one reads, failed")
+            raise RuntimeError("the previous step, whose tokens this one reads, failed")
         for at, index in batch.carried:
             batch.tokens[at] = (draws or [])[index].token or 0
 
@@ -201,20 +207,20 @@ class TorchRunner(Runner):
                 self._score_rows(step.slices[index], start, rows, outputs[index])
             row += count
 
-    def _score_rows(self, piece: Slice, start: int, hidden: Tensor, output: SliceOutput) -> None:
-        """Appends the logprobs of the prompt tokens that follow the slice's tokens from `start` on."""
+    def _score_rows(self, slice_: Slice, start: int, hidden: Tensor, output: SliceOutput) -> None:
+        """Append the logprobs of the prompt tokens that follow the slice's tokens from `start` on."""
         logits = self._model.logits(hidden)
         if not bool(logits.sum(dim=1).isfinite().all()):
             output.token, output.logprobs, output.error = None, None, NUMERICAL
             return
-        first = piece.start + start + 1
-        following = piece.request.tokens[first : first + len(hidden)]
-        num_top = piece.request.sampling.prompt_logprobs or 0
+        first = slice_.start + start + 1
+        following = slice_.request.tokens[first : first + len(hidden)]
+        num_top = slice_.request.sampling.prompt_logprobs or 0
         output.prompt_logprobs += describe(logits, following, [num_top] * len(hidden))
 
 
 def _whole_pass(model: Decoder, kernels: Kernels, backend: AttentionBackend) -> WholePass | None:
-    """Where everything of a pass is our own kernels for a CPU."""
+    """Return the fused pass if all kernels and attention are the numba ones, otherwise None."""
     if (kernels.name, backend.name) != ("numba", "numba"):
         return None
     from engine.cpu.fused_decode import fused_decode_of
@@ -222,8 +228,8 @@ def _whole_pass(model: Decoder, kernels: Kernels, backend: AttentionBackend) -> 
     return fused_decode_of(model, kernels, backend)
 
 
-def row_of(piece: Slice) -> SamplingRow:
-    request = piece.request
+def row_of(slice_: Slice) -> SamplingRow:
+    request = slice_.request
     return SamplingRow(
-        request.sampling, request.tokens, request.num_prompt, piece.end, request.stop_tokens, request.min_tokens
+        request.sampling, request.tokens, request.num_prompt, slice_.end, request.stop_tokens, request.min_tokens
     )

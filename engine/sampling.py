@@ -1,13 +1,12 @@
-"""Draws the next token of many rows at once. A draw depends on its row's logits, seed and position: nothing else.
+"""Samples the next token of many rows at once. A draw depends only on its row's logits, parameters, seed and position.
 
-Meanings and order are vLLM's: min_tokens and bias, penalties, temperature, min_p, top_k, top_p. The draw is a
-Gumbel-max over counter-based noise (`engine.counter_rng`), so neither the batch, nor chunking, nor the
-node that draws can change it.
+The meaning and order of the parameters are vLLM's: min_tokens and bias, penalties, temperature, min_p, top_k, top_p.
+The draw takes the maximum after adding Gumbel noise from a counter-based generator (`engine.counter_rng`), so it does
+not depend on the batch, on chunking, or on the node.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -18,62 +17,28 @@ from torch import Tensor
 from engine.counter_rng import gumbel, key_of
 from engine.cpu.numba_support import why_not_compiled
 from engine.logprobs import describe
-from shared.rpc.messages import Logprobs, SamplingParams
+from engine.sampling_params import (
+    BROKEN,
+    NO_TOKEN,
+    NOTHING_ALLOWED,
+    NUMERICAL,
+    DrawResult,
+    SamplingRow,
+    parameters_of,
+)
+from shared.rpc.messages import SamplingParams
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
-GREEDY_BELOW = 1e-5  # temperatures that leave no choice in float32 (vLLM's bound)
-CANDIDATES = 256  # sorted first; a row whose top_p or top_k reaches further is sorted whole
-BROKEN, NOTHING_ALLOWED = -1, -2  # instead of a token
-WORDS = 5  # of a row, as `parameters_of` packs them
-NUMERICAL = "numerical"
-NO_TOKEN = "no_token"
-
-
-@dataclass(slots=True)
-class SamplingRow:
-    """What one drawn token depends on beside its logits. `tokens` may go on beyond `position`: that is not read."""
-
-    sampling: SamplingParams
-    tokens: Sequence[int]  # prompt, and what was generated
-    num_prompt: int
-    position: int  # index in the row of the token to draw
-    stop_tokens: frozenset[int] = frozenset()
-    min_tokens: int = 0
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.sampling.temperature < GREEDY_BELOW
-
-    @property
-    def forbids_stop(self) -> bool:
-        return self.position - self.num_prompt < self.min_tokens and bool(self.stop_tokens)
-
-    @property
-    def is_penalized(self) -> bool:
-        return is_penalized(self.sampling)
-
-
-def is_penalized(sampling: SamplingParams) -> bool:
-    """Whether a draw depends on the tokens before it."""
-    return sampling.repetition_penalty != 1.0 or bool(sampling.presence_penalty or sampling.frequency_penalty)
-
-
-@dataclass(slots=True)
-class DrawResult:
-    """`error` is "numerical" (the row's logits are not finite) or "no_token" (every token is banned), or empty."""
-
-    token: int | None = None
-    logprobs: Logprobs | None = None
-    error: str = ""
+CANDIDATES = 256  # sorted first; a row whose top_p or top_k reaches further is sorted completely
 
 
 @torch.inference_mode()
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawResult]:
-    """One draw a row of `logits`, float32 [R, vocab]; left unchanged. No row's fault touches another row."""
+    """Return one draw per row of `logits`, float32 [R, vocab], which is not changed. An error affects only its row."""
     if not rows:
         return []
-    compiled = _compiled_draw() if logits.device.type == "cpu" else None
+    compiled = compiled_draw() if logits.device.type == "cpu" else None
     adjusted = adjust(logits, rows)
     if compiled is not None:
         tokens = compiled(logits, adjusted, torch.from_numpy(parameters_of(rows)))
@@ -85,11 +50,12 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawResult]:
 
 
 def draw(logits: Tensor, adjusted: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """Of each row a token, `BROKEN` or `NOTHING_ALLOWED`: what every faster form of the draw must come to.
+    """Return for each row a token, `BROKEN` or `NOTHING_ALLOWED`. This is the reference for faster implementations.
 
-    A row's logits must be finite. Greedy rows take the first of the most likely tokens. Others divide the adjusted
-    logits by the temperature (float32), keep the tokens that `restrict` leaves, and take the one whose score is the
-    largest after adding `engine.counter_rng.gumbel` of its id and of `key_of(seed, position)`, in float64.
+    A row with a logit that is not finite is BROKEN. Greedy rows take the first of the likeliest tokens. Other rows
+    divide the adjusted logits by the temperature (float32), keep the tokens that `restrict` leaves, and take the
+    token with the largest score after adding `engine.counter_rng.gumbel` of the token and of `key_of(seed, position)`,
+    in float64.
     """
     finite = logits.sum(dim=1).isfinite()
     best, chosen = adjusted.max(dim=1)
@@ -97,29 +63,20 @@ def draw(logits: Tensor, adjusted: Tensor, rows: Sequence[SamplingRow]) -> list[
     if drawing:
         at = torch.tensor(drawing, device=logits.device)
         chosen[at] = _draw(adjusted[at], [rows[index] for index in drawing])
-    # One transfer for all rows.
+    # One transfer from the device for all rows.
     chosen = torch.where(best == -math.inf, NOTHING_ALLOWED, chosen)
     tokens: list[int] = torch.where(finite, chosen, BROKEN).tolist()
     return tokens
 
 
 @cache
-def _compiled_draw() -> Callable[[Tensor, Tensor, Tensor], list[int]] | None:
-    """None on a machine that cannot compile."""
+def compiled_draw() -> Callable[[Tensor, Tensor, Tensor], list[int]] | None:
+    """Return the compiled draw for CPUs, or None if this machine cannot compile it."""
     if why_not_compiled():
         return None
     from engine.cpu.draw import draw as compiled
 
     return compiled
-
-
-def parameters_of(rows: Sequence[SamplingRow]) -> IntArray:
-    """int64 [R, WORDS], what a compiled draw reads of a row: temperature, top_p and min_p as the bits of float64,
-    top_k, and the noise's key (0 for greedy rows)."""
-    packed = np.empty((len(rows), WORDS), np.int64)
-    packed[:, :3].view(np.float64)[:] = [(r.sampling.temperature, r.sampling.top_p, r.sampling.min_p) for r in rows]
-    packed[:, 3:] = [(r.sampling.top_k, 0 if r.is_greedy else key_of(r.sampling.seed, r.position)) for r in rows]
-    return packed
 
 
 def _draw_of(token: int) -> DrawResult:
@@ -139,17 +96,17 @@ def _describe(logits: Tensor, rows: Sequence[SamplingRow], draws: list[DrawResul
             draws[index].logprobs = entry
 
 
-# ---- what shifts logits ----------------------------------------------------------------------------------------
+# ---- bias and penalties ----------------------------------------------------------------------------------------
 
 
 def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """`logits` with bans, bias and penalties; the same tensor when no row has any."""
+    """Return `logits` with bans, bias and penalties applied; the same tensor if no row has any."""
     shifts = [
         (index, token, amount)
         for index, row in enumerate(rows)
         if row.sampling.logit_bias or row.forbids_stop
         for token, amount in _shifts(row).items()
-        if 0 <= token < logits.shape[1]  # a stop token beyond the vocabulary can not be drawn anyway
+        if 0 <= token < logits.shape[1]  # a stop token beyond the vocabulary cannot be drawn anyway
     ]
     penalized = [(index, row) for index, row in enumerate(rows) if row.is_penalized]
     if not shifts and not penalized:
@@ -169,7 +126,7 @@ def _shifts(row: SamplingRow) -> dict[int, float]:
 
 
 def _penalize(logits: Tensor, rows: list[tuple[int, SamplingRow]]) -> None:
-    """Repetition counts prompt and generated tokens, presence and frequency the generated ones only."""
+    """Apply penalties in place: repetition to prompt and generated tokens, presence and frequency to generated ones."""
     columns: list[tuple[IntArray, IntArray, FloatArray, FloatArray]] = []
     for index, row in rows:
         seen, where = np.unique(np.array(row.tokens[: row.position], np.int64), return_inverse=True)
@@ -189,7 +146,7 @@ def _penalize(logits: Tensor, rows: list[tuple[int, SamplingRow]]) -> None:
 
 
 def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """int64 [R]: a token of each row, drawn from what temperature, min_p, top_k and top_p leave."""
+    """Return a token per row, int64 [R], drawn from the tokens that temperature, min_p, top_k and top_p leave."""
     device, sampling = logits.device, [row.sampling for row in rows]
     scores = logits / torch.tensor([one.temperature for one in sampling], device=device)[:, None]
     filtered = [index for index, one in enumerate(sampling) if one.min_p > 0 or one.top_k > 0 or one.top_p < 1]
@@ -201,13 +158,13 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def restrict(scores: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
-    """-inf for what the filters drop. Tokens as likely as the least one kept are kept too: no order decides."""
+    """Set the scores of tokens that the filters drop to -inf. Tokens as likely as the least likely one kept stay."""
     device, vocab = scores.device, scores.shape[1]
     min_p = torch.tensor([one.min_p for one in sampling], device=device)[:, None]
     scores = scores.masked_fill(scores < scores.amax(dim=1, keepdim=True) + min_p.log(), -math.inf)
     counts = [min(one.top_k, vocab) if one.top_k > 0 else vocab for one in sampling]
     top_k = torch.tensor(counts, device=device)[:, None]
-    # 1.0 means all tokens, also those that a sum rounded up to 1 would leave out.
+    # 1.0 means all tokens, including those that a sum rounded up to 1 would leave out.
     masses = [one.top_p if one.top_p < 1 else math.inf for one in sampling]
     top_p = torch.tensor(masses, device=device, dtype=torch.float64)[:, None]
     limited = ((top_k < vocab) | (top_p < 1))[:, 0].nonzero()[:, 0]
@@ -218,7 +175,7 @@ def restrict(scores: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
 
 
 def _least_kept(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """[R, 1]: the score of the last token within top_k whose predecessors hold less than top_p of their mass."""
+    """Return, [R, 1], the score of the last token within top_k whose predecessors have less than top_p of the mass."""
     width = min(CANDIDATES, scores.shape[1])
     least, reached = _least_of(scores.topk(width, dim=1).values, scores, top_k, top_p)
     beyond = (~reached).nonzero()[:, 0]
@@ -229,7 +186,7 @@ def _least_kept(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _least_of(ranked: Tensor, scores: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_least_kept` from the best scores, sorted; and by row, whether these reach as far as the row's filters."""
+    """Return `_least_kept` computed from the best scores, sorted, and whether these suffice for each row's filters."""
     width = ranked.shape[1]
     within = torch.arange(width, device=ranked.device) < top_k
     kept = ranked.double().masked_fill(~within, -math.inf)
@@ -240,5 +197,5 @@ def _least_of(ranked: Tensor, scores: Tensor, top_k: Tensor, top_p: Tensor) -> t
     inside = within & (before < top_p)
     inside[:, 0] = True
     least = ranked.masked_fill(~inside, math.inf).amin(dim=1, keepdim=True)
-    # Beyond `few`, the total is that of all tokens, which top_p means only where top_k leaves them all.
+    # Otherwise the total is that of all tokens, which is right for top_p only if top_k keeps all of them.
     return least, (few | (~inside[:, -1:] & (top_k == scores.shape[1])))[:, 0] | (width == scores.shape[1])

@@ -1,4 +1,4 @@
-"""Weights on disk: finds a model's directory, reads its safetensors files, and nothing else (no pickle, no code)."""
+"""Reads a model's safetensors files. Pickled weights are rejected, and no code of a model is run."""
 
 import json
 from hashlib import blake2b
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from engine.models.config import read_json
 
-MAX_HEADER_BYTES = 2**20  # 128 bytes a tensor: eight times the largest dense model's
-MAX_NAME_BYTES = 255  # what a file system takes
-EDGE_BYTES = 2**20  # of each end of a file that the fingerprint reads
+MAX_HEADER_BYTES = 2**20  # eight times the header of the largest dense model
+MAX_NAME_BYTES = 255  # limit of file systems
+EDGE_BYTES = 2**20  # read for the fingerprint at each end of a file
 INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def fingerprint(directory: Path) -> str:
-    """Of config.json and the weights: sizes, headers, and both ends of each file, 16 hex bytes.
+    """Return a digest of config.json and of the weight files' sizes, headers and ends, 32 hex digits.
 
-    Reads a few MiB whatever the size of the model. Two copies of a model agree; another revision, dtype or
+    Reads a few MiB regardless of the model's size. Copies of a model have equal digests; another revision, dtype or
     fine-tune does not, unless it differs only deep inside a file. Raises ValueError as `Checkpoint` does.
     """
     digest = blake2b((directory / "config.json").read_bytes(), digest_size=16)
@@ -38,7 +38,7 @@ def fingerprint(directory: Path) -> str:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """By name. Raises ValueError when there are none, or the index names one that is not in the directory."""
+    """Return the weight files by name. Raises ValueError if there are none, or one in the index is missing."""
     if (directory / INDEX).exists():
         named = read_json(directory / INDEX).get("weight_map")
         if not isinstance(named, dict) or not named:
@@ -52,7 +52,10 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _inside(directory: Path, name: str) -> Path:
-    """The hub's cache links a snapshot's files to the blobs beside it: the one way out that is allowed."""
+    """Return the file's path, or raise ValueError if it is not a safetensors file inside the directory.
+
+    A snapshot in the hub's cache may link to the hub's own blob directory; other links out of it are rejected.
+    """
     file, home = directory / name, directory.resolve()
     allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     is_name = Path(name).name == name and name.isprintable() and len(name.encode()) <= MAX_NAME_BYTES
@@ -69,18 +72,21 @@ def weight_bytes(directory: Path) -> int:
 
 
 def stored_dtype(directory: Path) -> str:
-    """torch's name of the dtype of the first matrix. Raises ValueError as `Checkpoint` does."""
+    """Return torch's name for the dtype of the first matrix. Raises ValueError as `Checkpoint` does."""
     for file in weight_files(directory):
         opened = _open(file)
         for name in _tensor_names(file):
-            piece = opened.get_slice(name)
-            if len(piece.get_shape()) == 2:
-                return DTYPE_NAMES[piece.get_dtype()]
+            tensor = opened.get_slice(name)
+            if len(tensor.get_shape()) == 2:
+                return DTYPE_NAMES[tensor.get_dtype()]
     raise ValueError(f"{directory}: no file has a matrix of weights")
 
 
 class Checkpoint:
-    """The tensors of a directory, each to be taken once, checked, in its own dtype and on the device asked for."""
+    """The tensors of a model directory. Each is taken once, in its stored dtype, on `device`, after checking its shape.
+
+    Raises ValueError if a file is malformed or a tensor is in two files.
+    """
 
     def __init__(self, directory: Path, device: torch.device) -> None:
         self._directory = directory
@@ -88,22 +94,22 @@ class Checkpoint:
         self._files: dict[str, Path] = {}  # by tensor
         for file in weight_files(directory):
             names = _tensor_names(file)
-            _open(file)  # raises for what our own look at the header does not see
+            _open(file)  # raises for errors that `_tensor_names` does not check
             for name in names:
                 if name in self._files:
-                    raise ValueError(f"{file}: tensor {name!r} is in another file too")
+                    raise ValueError(f"{file}: tensor {name!r} is also in another file")
                 self._files[name] = file
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """Raises ValueError when the tensor is missing (or was taken already), or has another shape."""
+        """Return a tensor. Raises ValueError if it is missing, was taken already, or has another shape."""
         if name not in self._files:
-            raise ValueError(f"{self._directory}: tensor {name!r} is missing; the config asks for {list(shape)}")
-        # Opened for each tensor: a mapping that stays keeps what was read of the file in our memory beside the copy.
+            raise ValueError(f"{self._directory}: tensor {name!r} is missing; the config needs {list(shape)}")
+        # The file is opened for each tensor: a lasting mapping would keep the pages read in memory alongside the copy.
         with _open(self._files.pop(name)) as file:
             found = file.get_slice(name).get_shape()
             if list(shape) != found:
-                raise ValueError(f"{self._directory}: tensor {name!r} is {found}, the config asks for {list(shape)}")
-            # A copy: whoever overwrites the file must not change a running model.
+                raise ValueError(f"{self._directory}: tensor {name!r} is {found}, the config needs {list(shape)}")
+            # Copied, so that overwriting the file does not change a running model.
             tensor: Tensor = file.get_tensor(name)
             return tensor.to(self._device, copy=True)
 
@@ -111,17 +117,16 @@ class Checkpoint:
         self._files.pop(name, None)
 
     def finish(self) -> None:
-        """Raises ValueError when a tensor was not asked for: the config is then not this model's."""
+        """Raise ValueError if tensors are left over: the config then belongs to another model."""
         if self._files:
             raise ValueError(
-                f"{self._directory}: {len(self._files)} tensors that the config has no place for, "
+                f"{self._directory}: {len(self._files)} tensors are not part of the model that config.json describes, "
                 f"such as {min(self._files)[:100]!r}"
             )
 
 
 def check_finite(directory: Path) -> None:
-    """Reads every weight, which takes as long as loading them. Raises ValueError naming a tensor with NaN or infinity,
-    and as `Checkpoint` does."""
+    """Read every weight and raise ValueError if a tensor holds NaN or infinity. Takes as long as loading the model."""
     for file in weight_files(directory):
         for name in _tensor_names(file):
             with _open(file) as opened:
@@ -148,7 +153,7 @@ def _read_header(file: Path) -> bytes:
 
 
 def _tensor_names(file: Path) -> list[str]:
-    """Raises ValueError unless the tensors' bytes fill the file, in some order, without a hole."""
+    """Return the tensors in a file. Raises ValueError unless their bytes fill the file without holes or overlaps."""
     header = _read_header(file)
     try:
         entries = json.loads(header, object_pairs_hook=_unique)

@@ -54,7 +54,7 @@ class NodeServices:
         sessions: RouterSessions | None = None,
         make_engine: Callable[[Scheduler, Runner, EngineListener, float], Engine] = Engine,
     ) -> Self:
-        """Wire the services of one node. `stuck_s` is the least time a step may take: see `engine.step_deadline`."""
+        """Wire the services of one node. `stuck_s` is the least time a step may take: see `engine.step_time_fit`."""
         recorder = recorder or StepRecorder()
         sessions = sessions or RouterSessions(recorder)
         publisher, counters = OutputPublisher(scheduler, recorder), HandoffCounters()

@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.components import BuildOptions, EngineComponents, build, on_gpu
+from engine.components import build, on_gpu
 from engine.cuda.memory import DeviceMemory
 from engine.engine import Engine
+from engine.options import BuildOptions, EngineComponents
 from engine.runner import set_ahead
 from engine.startup import stage
 from node.active_requests import RequestRules

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from urllib.parse import urlsplit
 
-from engine.components import EngineComponents
+from engine.options import EngineComponents
 from engine.runner import Runner
 from node.output_publisher import OutputPublisher
 from node.recorder import StepRecorder

@@ -1,4 +1,5 @@
-"""Pure decisions: which tokens run next, which blocks hold them, which node takes a request.
+"""Scheduling decisions: which tokens run next, which blocks hold them, and which node takes a request.
 
-Standard library only; no clock, no I/O, no randomness. Drivers (the engine, the simulator) do what is decided here.
+This package uses only the standard library and has no clock, I/O or randomness. The engine and the simulator carry
+out its decisions.
 """

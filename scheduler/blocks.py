@@ -1,6 +1,7 @@
-"""The block pool's ledger: every block is free, cached, owned, reserved or quarantined, and the sum is constant.
+"""The ledger of KV blocks. Every block is free, cached, owned, reserved or quarantined; the total is constant.
 
-It counts and names blocks; the bytes are the KV pool's. Block 0 is a dummy that pads batches and is never given out.
+The ledger deals in block numbers only; the bytes belong to the KV pool. Block 0 is a dummy that pads batches and is
+never allocated.
 """
 
 from collections import Counter
@@ -10,8 +11,11 @@ from typing import NamedTuple
 
 
 class Ledger(NamedTuple):
-    """free: empty. cached: nobody's, content kept. owned: of requests. reserved: a peer writes them.
-    quarantined: a peer may still write them, nobody reads them."""
+    """The number of blocks in each state.
+
+    free: empty. cached: without an owner, content kept for prefix hits. owned: held by requests. reserved: being
+    written by a peer. quarantined: a peer may still write to them, so they are neither read nor allocated.
+    """
 
     free: int
     cached: int
@@ -26,7 +30,11 @@ class Ledger(NamedTuple):
 
 
 class BlockPool:
-    """Counted references to blocks, with least-recently-used reuse of those that only the prefix cache knows."""
+    """Reference counts of KV blocks, with least-recently-used reuse of blocks that only the prefix cache refers to.
+
+    The scheduler owns the pool and is its only caller, on the engine's thread. The states of `Ledger` are exclusive:
+    `ledger_error` and `audit` check that. Methods assert their preconditions; a failed assertion is a scheduler bug.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 2, "a pool holds the dummy block and at least one other"
@@ -54,20 +62,25 @@ class BlockPool:
             self.total,
         )
 
-    # ---- what does not depend on the counts being right ----------------------------------------------------------
+    # ---- consistency checks --------------------------------------------------------------------------------------
 
     def ledger_error(self, num_held: int | None = None) -> str:
-        """What is wrong with the ledger as far as its sums show it, "" when nothing is. `num_held`: blocks of all
-        owners together, as the owners count them; None: they were not asked."""
+        """Return what is wrong with the ledger's sums, or "" if they agree.
+
+        `num_held` is the number of blocks that all owners hold by their own count; None skips that comparison.
+        """
         ledger = self.ledger()
         if not ledger.balances:
             return f"blocks do not balance: {ledger}"
         if num_held is None or (given := sum(self._references) - ledger.quarantined) == num_held:
             return ""
-        return f"{given} blocks were given out, and {num_held} are held: {ledger}"
+        return f"{given} blocks were allocated, and {num_held} are held: {ledger}"
 
     def audit(self, rows: Iterable[Sequence[int]]) -> str:
-        """As `breach`, by a walk over all blocks: about 0.5 µs each. `rows`: the blocks of every owner."""
+        """Check every block and return the first error, or "". `rows` holds the blocks of every owner.
+
+        Costs about 0.5 µs per block.
+        """
         holders = Counter(chain.from_iterable(rows))
         places = Counter(chain(self._empty, self._cached, self._reserved, self._quarantined))
         num_owned = 0
@@ -80,21 +93,21 @@ class BlockPool:
             if references != holders[block] + is_quarantined:
                 return f"block {block} has {holders[block]} holders and {references} references: {self.ledger()}"
             if block in self._cached and self._by_hash.get(self._hash_of[block] or b"") != block:
-                return f"block {block} is cached, and nobody can find it"
+                return f"block {block} is cached, but no hash refers to it"
         if 0 in holders or num_owned != self._owned:
-            return f"{num_owned} blocks are owned, of {self._owned} counted; block 0 is held {holders[0]} times"
+            return f"{num_owned} blocks are owned, but {self._owned} were counted; block 0 has {holders[0]} holders"
         return ""
 
-    # ---- blocks come and go ----------------------------------------------------------------------------------------
+    # ---- allocation ------------------------------------------------------------------------------------------------
 
     def take(self, count: int) -> list[int]:
-        """`count` blocks, owned by the caller, content undefined; empty ones first, then the longest unused."""
-        assert count <= self.available, f"{count} blocks asked for, {self.available} available"
+        """Allocate `count` blocks with undefined content: empty blocks first, then the least recently used."""
+        assert count <= self.available, f"{count} blocks requested, {self.available} available"
         self._owned += count
         return [self._pop() for _ in range(count)]
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more owner for each block."""
+        """Add an owner to each block."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._cached[block]
@@ -102,7 +115,7 @@ class BlockPool:
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One owner less for each block. The end of a row is given up first, as it is the least likely to be hit."""
+        """Remove an owner from each block. The end of the row is freed first: it is the least likely prefix hit."""
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} has no owner to release it"
             self._references[block] -= 1
@@ -111,7 +124,7 @@ class BlockPool:
                 self._retire(block)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks that hold the longest known prefix of `hashes`; nobody's ownership changes."""
+        """Return the blocks that hold the longest cached prefix of `hashes`, without changing their owners."""
         found: list[int] = []
         for name in hashes:
             block = self._by_hash.get(name)
@@ -121,37 +134,37 @@ class BlockPool:
         return found
 
     def count_unowned(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` `share` would take away from `available`."""
+        """Return by how much `share(blocks)` would reduce `available`."""
         return sum(self._references[block] == 0 for block in blocks)
 
     def remember(self, block: int, name: bytes) -> None:
-        """The block's content is whole and has this hash. The first block of a content keeps the name."""
+        """Register the hash of a complete block. If two blocks have equal content, the first keeps the hash."""
         assert self._references[block] > 0
         if self._hash_of[block] is None and name not in self._by_hash:
             self._hash_of[block] = name
             self._by_hash[name] = block
 
     def reserve(self, count: int) -> list[int]:
-        """`count` blocks for a peer to write."""
+        """Allocate `count` blocks for a peer to write."""
         blocks = self.take(count)
         self._owned -= count
         self._reserved.update(dict.fromkeys(blocks))
         return blocks
 
     def settle(self, blocks: Sequence[int]) -> None:
-        """The peer has written them: reserved blocks become their request's."""
+        """Turn reserved blocks, which the peer has written, into owned ones."""
         self._unreserve(blocks)
         self._owned += len(blocks)
 
     def give_up(self, blocks: Sequence[int], writer_stopped: bool) -> None:
-        """The peer will not finish. Blocks that it may still write to wait in quarantine for `clear`."""
+        """Cancel a reservation. Unless the writer has stopped, the blocks stay in quarantine until `clear`."""
         self._unreserve(blocks)
         self._quarantined.update(dict.fromkeys(blocks))
         if writer_stopped:
             self.clear(blocks)
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """The writer of these quarantined blocks is known to have stopped, or to be dead."""
+        """Free quarantined blocks once their writer is known to have stopped or died."""
         for block in blocks:
             del self._quarantined[block]
             self._references[block] -= 1

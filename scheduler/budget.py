@@ -1,6 +1,6 @@
-"""How many tokens a step may compute: a fixed number, or as many as keep it within a time between two tokens.
+"""How many tokens a step may compute: a fixed number, or as many as keep the time between two tokens below an SLO.
 
-Nothing here reads a clock: the model of how long a step takes is an input, so the same inputs give the same budgets.
+The step-time model is an input and no clock is read, so equal inputs give equal budgets.
 """
 
 from math import inf, sqrt
@@ -8,40 +8,43 @@ from typing import Protocol
 
 from scheduler.cost import CostModel, StepWork
 
-CEILING_TOKENS = 8192  # with an SLO: a step that nobody waits for; vLLM's default on large devices
-UNWATCHED_S = 2.0  # how long it may last: who comes meanwhile waits, and a node that makes no turn counts as stuck
-UNWATCHED_TOKENS = 512  # of such a step, before the model has seen larger ones
-FLOOR_TOKENS = 16  # prompts always progress by so much
-FLOOR_GROWTH = 1.1  # where decodes alone miss the SLO: prompts make their step longer by this factor, if that is more
-FIRST_TOKENS = 64  # of prompts in a step, before the model has seen any
-GROWTH = 1.25  # from one step to the next; shrinking is immediate
-ENGINE_SHARE = 0.9  # of the time between two tokens; the rest is for their way through the router to the client
-TRUST = 1.5  # times the largest step that a model was fitted on: so far is it believed
+CEILING_TOKENS = 8192  # most tokens of a step with an SLO but without decodes: vLLM's default on large devices
+UNWATCHED_S = 2.0  # longest step without decodes: new requests wait for it, and a long silence looks like a stuck node
+UNWATCHED_TOKENS = 512  # tokens of such a step before the model has seen larger ones
+FLOOR_TOKENS = 16  # prompt tokens that every step may compute
+FLOOR_GROWTH = 1.1  # if decodes alone miss the SLO, prompts may lengthen the step by this factor
+FIRST_TOKENS = 64  # prompt tokens of a step before there is a model
+GROWTH = 1.25  # largest growth from one step to the next; shrinking is immediate
+ENGINE_SHARE = 0.9  # the engine's share of the time between two tokens; the rest is for the router and the network
+TRUST = 1.5  # a model is trusted up to this multiple of the largest step it was fitted to
 
 
 class Budget(Protocol):
-    """Asked in this order, once a step: `begin`, `room` before each prompt that the step might compute, `end`."""
+    """The token budget of a step.
+
+    For each step the scheduler calls `begin`, then `room` before each prompt that the step may compute, then `end`.
+    """
 
     @property
     def ceiling(self) -> int:
-        """Tokens that no step exceeds."""
+        """The largest number of tokens of any step."""
         ...
 
     def begin(self, cost: CostModel | None, watched: bool) -> None:
-        """A step is being decided; `watched`: somebody waits for its next token while the step runs."""
+        """Start a step. `watched` is true if a running request waits for its next token during the step."""
         ...
 
     def room(self, work: StepWork, start: int) -> int:
-        """Tokens, from position `start` of some prompt on, that the step may take beside the `work` it has already."""
+        """Return how many prompt tokens from position `start` on may be added to a step that already has `work`."""
         ...
 
     def end(self, work: StepWork) -> tuple[int, str]:
-        """The step's work is decided. Returns how many tokens it was allowed, and why so many."""
+        """Finish a step with `work`. Return the tokens it was allowed and the reason."""
         ...
 
 
 class FixedBudget:
-    """Every step has the same number of tokens."""
+    """A budget that allows every step the same number of tokens."""
 
     def __init__(self, tokens: int) -> None:
         self.ceiling = tokens
@@ -57,12 +60,17 @@ class FixedBudget:
 
 
 class SloBudget:
-    """The largest step that the model predicts to last no longer than `target_s` at its residual quantile.
+    """The largest step that the model predicts, with its margin, to last no longer than `target_s` seconds.
 
-    The prediction counts the decodes that the step has already and the context that each chunk attends to. The reason
-    says what bound the step: "slo", "slo floor" (the target leaves prompts next to nothing, or cannot be met), "slo
-    growing" (more is likely to fit, but was not tried yet), "ceiling", "no decodes" (nobody waits for a token: up to
-    `UNWATCHED_S`) or "no model yet".
+    The prediction includes the step's decodes and the context that each chunk attends to. The owner is the scheduler;
+    all calls come from the engine's thread. The reason returned by `end` says what limited the step:
+
+    - "slo": the target.
+    - "slo floor": the target leaves almost no room for prompts or cannot be met; they get at least `floor` tokens.
+    - "slo growing": the model predicts that more would fit, but the budget grows by at most `GROWTH` per step.
+    - "ceiling": the largest step allowed.
+    - "no decodes": no request waits for a token, so the step may last up to `UNWATCHED_S`.
+    - "no model yet": no step-time model has been fitted.
     """
 
     def __init__(self, target_s: float, ceiling: int, floor: int = FLOOR_TOKENS, first: int = FIRST_TOKENS) -> None:
@@ -72,11 +80,11 @@ class SloBudget:
         self._first = first
         self._cost: CostModel | None = None
         self._watched = False
-        self._largest = 0  # prompt tokens of any step so far
-        self._trusted = first  # prompt tokens that the model in force is believed for
+        self._largest = 0  # most prompt tokens of any step so far
+        self._trusted = first  # prompt tokens up to which the current model is trusted
         self._granted = first  # prompt tokens that the last watched step was allowed
-        self._granted_before = first  # when the model in force came
-        self._grant: tuple[int, str] | None = None  # of the step being decided
+        self._granted_before = first  # `_granted` at the time the current model was set
+        self._grant: tuple[int, str] | None = None  # tokens and reason for the current step
 
     def begin(self, cost: CostModel | None, watched: bool) -> None:
         if cost is not self._cost:
@@ -100,7 +108,7 @@ class SloBudget:
         return min(self.ceiling, work.num_decodes + granted), reason
 
     def _grant_for(self, work: StepWork, start: int) -> tuple[int, str]:
-        """Prompt tokens of the whole step, those that `work` holds included."""
+        """Return the prompt tokens of the whole step, including those in `work`, and the reason."""
         if not self._watched:
             return self._unwatched(work, start), "no decodes"
         if self._cost is None:
@@ -109,7 +117,7 @@ class SloBudget:
         alone_s = self._cost.seconds(StepWork(num_decodes=work.num_decodes, decode_context=work.decode_context))
         is_missed = alone_s > limit_s
         fits = self._fits(FLOOR_GROWTH * alone_s if is_missed else limit_s, work, start)
-        # There is no slack to be wrong in: each model has to see what the one before it allowed.
+        # There is no slack for errors here, so the budget grows only once per model, not once per step.
         granted = min(self._granted, self._granted_before) if is_missed else self._granted
         tried = min(self._trusted, int(granted * GROWTH) + self._floor)
         if is_missed or fits < self._floor:
@@ -129,8 +137,8 @@ class SloBudget:
 
 
 def tokens_within(cost: CostModel, seconds: float, work: StepWork, start: int) -> float:
-    """The largest chunk from position `start` on that `work` may have in addition and still be predicted to last
-    `seconds`; 0 when it lasts longer without any.
+    """Return the largest chunk from position `start` on with which a step with `work` is predicted to last at most
+    `seconds`; 0 if the step takes longer even without the chunk.
 
     A chunk of n tokens costs `per_pair · (n·start + n·(n + 1)/2)`, and `per_token` for each token over the knee.
     """
@@ -146,16 +154,16 @@ def tokens_within(cost: CostModel, seconds: float, work: StepWork, start: int) -
 
 
 def _root(square: float, linear: float, value: float) -> float:
-    """The n >= 0 with square·n² + linear·n = value, in the form that stays exact for a small square."""
+    """Return the n >= 0 with square·n² + linear·n = value, in the form that stays exact for a small `square`."""
     bottom = linear + sqrt(linear * linear + 4 * square * value)
     return 2 * value / bottom if bottom > 0 else inf
 
 
 def budget_of(max_num_batched_tokens: int, tbt_slo_s: float) -> Budget:
-    """The budget that a node's settings ask for; `tbt_slo_s`: longest time between two tokens at the client, 0: any.
+    """Return the budget for a node's settings.
 
-    An SLO replaces the fixed number, which is then only a lower bound of the ceiling: who gives an SLO wants to be
-    held back by it alone.
+    `tbt_slo_s` is the longest time in seconds between two tokens at the client; 0 means no limit. With an SLO,
+    `max_num_batched_tokens` no longer limits steps: it is only a lower bound of the ceiling.
     """
     if tbt_slo_s <= 0:
         return FixedBudget(max_num_batched_tokens)

@@ -1,23 +1,25 @@
-"""Room for running requests: how many blocks they lack and may still want, and who gives up its own when there are
-too few. Plain functions of requests; nobody's blocks move here."""
+"""KV capacity: how many blocks requests lack and may still need, and which request to preempt when blocks run out.
+
+These are plain functions of requests; they allocate and free nothing.
+"""
 
 from collections.abc import Sequence
 
 from scheduler.request import Request, Step, cdiv
 
-# How much of what running requests may still generate is kept free when a new one is admitted: most stop early,
-# and preemption catches the rest (the estimate of SGLang's new-token ratio, with its cap on long limits).
+# The share of the tokens that running requests may still generate for which blocks are kept free when a request is
+# admitted. Most requests stop early, and preemption handles the rest (SGLang's new-token ratio, with its cap).
 GROWTH_SHARE = 0.3
 GROWTH_CAP_TOKENS = 4096
 
 
 def blocks_missing(request: Request, count: int, block_tokens: int) -> int:
-    """Blocks to allot before `count` more tokens can be computed."""
+    """Return how many blocks to allocate before `count` more tokens can be computed."""
     return max(0, cdiv(request.num_scheduled + count, block_tokens) - len(request.blocks))
 
 
 def growth_of(request: Request, block_tokens: int) -> int:
-    """Blocks to keep free for what a request may still generate here."""
+    """Return how many blocks to keep free for the tokens that a request may still generate on this node."""
     if request.send_kv:
         return 0
     tokens = GROWTH_SHARE * min(request.remaining_tokens, GROWTH_CAP_TOKENS)
@@ -25,7 +27,7 @@ def growth_of(request: Request, block_tokens: int) -> int:
 
 
 def growth_of_all(running: Sequence[Request], block_tokens: int) -> int:
-    """What running requests still need: the rest of prompts under way in full, their answers in part."""
+    """Return the blocks that running requests still need: all of their prompts, part of their answers."""
     growth = 0
     for request in running:
         rest = cdiv(request.num_tokens, block_tokens) - len(request.blocks)
@@ -34,13 +36,13 @@ def growth_of_all(running: Sequence[Request], block_tokens: int) -> int:
 
 
 def choose_preemption_victim(request: Request, running: Sequence[Request], step: Step) -> Request | None:
-    """Who is preempted so that `request` gets room: the last in turn that is not in this step yet, down to the
-    request itself; None: it has to wait.
+    """Return the request to preempt so that `request` gets blocks, or None if `request` has to wait.
 
-    A request that leaves is never preempted, as its blocks are being read by a transfer. A prompt behind which
-    only members of this step come waits for them: it is the older one.
+    The victim is the last running request that is not in this step yet, possibly `request` itself. A request that
+    sends its KV to a peer is never preempted, because a transfer reads its blocks. A request that is followed only by
+    requests of this step waits for them, since it is older.
     """
-    taken = {id(piece.request) for piece in step.slices}
+    taken = {id(slice_.request) for slice_ in step.slices}
     others_wait = False
     for candidate in reversed(running):
         if candidate is request:

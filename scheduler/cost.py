@@ -1,35 +1,26 @@
-"""What a step costs: its work in a few numbers, and a model of how long a device takes for that work."""
+"""The cost of a step: its work in a few numbers, and a model of how long a device takes for that work."""
 
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Self
-
-if TYPE_CHECKING:
-    from scheduler.request import Slice, Step
+from typing import Self
 
 
 @dataclass(slots=True)
 class StepWork:
-    """What a step asks of a device, in the terms its duration depends on.
+    """The work of a step, in the terms its duration depends on.
 
-    A slice that only computes the last token of its row is a decode; every other is a chunk of a prompt (also where
-    the row is a resumed one). A pair is one query token that attends to one key token.
+    A slice that computes only the last token of its row is a decode; any other slice is a prompt chunk, even if the
+    request was resumed. A pair is one query token that attends to one key token.
     """
 
     num_prefills: int = 0
     prefill_tokens: int = 0
     prefill_pairs: int = 0
     num_decodes: int = 0
-    decode_context: int = 0  # tokens whose KV the decodes read
+    decode_context: int = 0  # tokens whose KV the decodes read, summed over them
 
     @property
     def tokens(self) -> int:
         return self.prefill_tokens + self.num_decodes
-
-    def add(self, piece: "Slice") -> None:
-        if piece.is_decode:
-            self.add_decode(piece.end)
-        else:
-            self.add_chunk(piece.start, piece.count)
 
     def add_decode(self, context: int) -> None:
         self.num_decodes += 1
@@ -42,30 +33,23 @@ class StepWork:
 
 
 def pairs_of(start: int, count: int) -> int:
-    """Query-key pairs of positions [start, start + count) under causal attention."""
+    """Return the query-key pairs of positions [start, start + count) under causal attention."""
     return count * start + count * (count + 1) // 2
 
 
-def work_of(step: "Step") -> StepWork:
-    work = StepWork()
-    for piece in step.slices:
-        work.add(piece)
-    return work
-
-
-MOST = 1e6  # of any coefficient: beyond all devices, and small enough for sums of products
+MOST = 1e6  # largest coefficient accepted: more than any device needs, small enough for sums of products
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds of a step, all coefficients non-negative:
+    """A linear model of the seconds that a step takes. All coefficients are non-negative:
 
     overhead + per_token · max(knee_tokens, tokens) + per_pair · pairs + per_context · decode context
     + per_decode · decodes
 
-    `knee_tokens` is the batch below which matrix products take as long as reading the weights does (the roofline's
-    knee; 0 where a device has none to see). `margin`: a share of the steps given by the fit's quantile lasts at most
-    (1 + margin) times what is predicted.
+    Below `knee_tokens` tokens, matrix products take as long as reading the weights (the knee of the roofline; 0 if the
+    device shows none). Nearly all steps (see `engine.step_time_fit.QUANTILE`) last at most (1 + margin) times the
+    prediction.
     """
 
     overhead: float = 0.0
@@ -77,6 +61,7 @@ class CostModel:
     margin: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
+        """Return the predicted duration of a step."""
         return (
             self.overhead
             + self.per_token * max(self.knee_tokens, work.tokens)
@@ -86,11 +71,11 @@ class CostModel:
         )
 
     def packed(self) -> list[float]:
-        """In field order, for a message."""
+        """Return the fields in order, for a message."""
         return list(astuple(self))
 
     @classmethod
     def unpacked(cls, numbers: list[float]) -> Self | None:
-        """Inverse of `packed`; None for a row that is no model: of another length, or with what no device has."""
+        """Return the model that `packed` gave, or None if the length is wrong or a number is out of range."""
         is_model = len(numbers) == len(cls.__dataclass_fields__) and all(0 <= number <= MOST for number in numbers)
         return cls(*numbers) if is_model else None

@@ -1,8 +1,8 @@
-"""Conditional disaggregation: whether a prompt is computed on a prefill node, or by the decode node itself.
+"""Conditional disaggregation: compute a prompt on a prefill node, or on the decode node itself.
 
-Pure arithmetic over step-time models that the nodes fitted to their own steps (scheduler.fit). NVIDIA Dynamo decides
-by a fixed prompt length and queue depth; here both sides are predicted in seconds, and the sooner one is taken. The
-decode node is taken to mix chunks with decodes, as the policy stall_free does.
+The decision is arithmetic over step-time models that the nodes fit to their own steps (`engine.step_time_fit`). NVIDIA
+Dynamo decides by a fixed prompt length and queue depth; here both alternatives are predicted in seconds and the faster
+one is chosen. The decode node is assumed to mix chunks with decodes, as the policy stall_free does.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from scheduler.cost import CostModel, StepWork, pairs_of
 
 @dataclass(slots=True)
 class NodeView:
-    """What placement knows of a live node. Tokens are counted from what the router sent and the node told."""
+    """What placement knows about a live node, from the requests the router sent and the node's reports."""
 
     id: str
     role: str
@@ -25,20 +25,20 @@ class NodeView:
     max_num_seqs: int = 1
     kv_tokens: int = 0  # tokens whose KV is or will be there
     kv_capacity_tokens: int = 1
-    placed: int = 0  # requests ever sent there: among equals, whose turn it is
+    placed: int = 0  # requests ever sent there; breaks ties
     outstanding_pairs: int = 0  # query-key pairs of the outstanding tokens
     decode_context: int = 0  # tokens whose KV its decodes read each step
-    budget_tokens: int = 512  # of a step, at most
-    tbt_slo_s: float = 0.0  # longest time between two tokens that it promises; 0: none
+    budget_tokens: int = 512  # largest step
+    tbt_slo_s: float = 0.0  # its SLO for the time between two tokens; 0: none
     cost: CostModel | None = None
-    cost_is_learnt: bool = True  # it has computed enough of them for its model to tell what they cost
-    push_s: float = 0.0  # seconds a push of KV blocks takes, whatever its size
-    byte_s: float = 0.0  # and for each byte of it
+    cost_is_learnt: bool = True  # its model has seen enough prompt tokens to predict their cost
+    push_s: float = 0.0  # fixed seconds per push of KV blocks
+    byte_s: float = 0.0  # additional seconds per byte pushed
     token_bytes: int = 0  # KV of one token
-    prefilling: int = 0  # of those running: whose prompt is not computed yet, here or elsewhere
+    prefilling: int = 0  # running requests whose prompt is not computed yet, on this or another node
     incarnation_id: str = ""
-    shared_pool_owner: str = ""  # boot of the only decode node that a prefill node can hand prompts to; "": to any
-    stale: bool = False  # it ran nothing for so long that its model may not hold any more
+    shared_pool_owner: str = ""  # incarnation of the only decode node that it can hand prompts to; "": any
+    stale: bool = False  # it has been idle so long that its model may be out of date
 
     @property
     def num_decodes(self) -> int:
@@ -47,34 +47,35 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True)
 class LatencyEstimate:
-    """Predicted seconds of one prompt on one placement. The wait for room in a KV pool is not in it."""
+    """Predicted seconds for one prompt on one placement, excluding any wait for free KV blocks."""
 
-    wait_s: float  # for the prompts before it
-    compute_s: float  # of its own chunks
-    transfer_s: float = 0.0  # after its last chunk, until the decode node may go on
-    harm_s: float = 0.0  # that its chunks add to the tokens of all running decodes together
+    wait_s: float  # for prompts queued before it
+    compute_s: float  # its own chunks
+    transfer_s: float = 0.0  # after its last chunk, until the decode node can continue
+    harm_s: float = 0.0  # delay that its chunks add to running decodes, summed over them
     keeps_tbt: bool = True
 
     @property
     def first_token_s(self) -> float:
-        """The prefill node tells the first token itself, so the transfer delays only the second."""
+        """Seconds until the first token. The prefill node sends it, so the transfer delays only the second."""
         return self.wait_s + self.compute_s
 
     @property
     def ready_s(self) -> float:
-        """Until the decode node may compute the second token."""
+        """Seconds until the decode node can compute the second token."""
         return self.wait_s + self.compute_s + self.transfer_s
 
     @property
     def total_s(self) -> float:
-        """What everybody waits for it together."""
+        """Seconds that this request and all running decodes wait because of it."""
         return self.ready_s + self.harm_s
 
 
 def remote_estimate(node: NodeView, num_tokens: int, cached: int, cached_at_decode: int) -> LatencyEstimate | None:
-    """Of a prompt computed on a prefill node; None as long as its steps have no model.
+    """Predict a prompt of `num_tokens` tokens on a prefill node; None if the node has no model yet.
 
-    All but the last chunk's blocks travel while the next chunk is computed, as far as the link is fast enough.
+    `cached` and `cached_at_decode` are the prefix tokens that the prefill and the decode node hold. The blocks of every
+    chunk but the last are transferred while the next chunk is computed, as far as the link is fast enough.
     """
     if node.cost is None:
         return None
@@ -97,10 +98,11 @@ def remote_estimate(node: NodeView, num_tokens: int, cached: int, cached_at_deco
 
 
 def local_estimate(node: NodeView, teacher: CostModel | None, num_tokens: int, cached: int) -> LatencyEstimate | None:
-    """Of a prompt computed on a decode node, in the room that its decodes leave in each step; None without a model.
+    """Predict a prompt on a decode node, computed in the budget that its decodes leave; None without a model.
 
-    What prompts cost, a decode node learns only by computing some; until then it is taken from the prefill node's
-    model, `teacher`. Both agree where a node's own model knows all: decodes and chunk add up to the model's step.
+    A decode node learns the cost of prompts only by computing some. Until then the cost is taken from `teacher`, the
+    prefill node's model. With a complete model of its own, the predicted times of decodes and chunk add up to the
+    model's prediction for the whole step.
     """
     prompts = node.cost if node.cost_is_learnt or teacher is None else teacher
     if node.cost is None or prompts is None:
@@ -111,33 +113,36 @@ def local_estimate(node: NodeView, teacher: CostModel | None, num_tokens: int, c
     decodes = StepWork(num_decodes=num_decodes, decode_context=node.decode_context)
     alone_s = node.cost.seconds(decodes) if num_decodes else 0.0
     fits = _room(node, alone_s, prompts, decodes, num_tokens - own // 2)
-    room = max(fits, FLOOR_TOKENS) if node.tbt_slo_s else fits  # which an SLO grants prompts whatever it costs
+    room = max(fits, FLOOR_TOKENS) if node.tbt_slo_s else fits  # an SLO always grants prompts FLOOR_TOKENS
 
     def step_seconds(count: int) -> float:
         return alone_s + chunk_seconds(prompts, count + num_decodes, num_decodes)
 
     wait_s = prompt_seconds(step_seconds, node.outstanding_tokens, room) + prompts.per_pair * node.outstanding_pairs
     compute_s = prompt_seconds(step_seconds, own, room) + prompts.per_pair * pairs
-    if node.tbt_slo_s:  # slower tokens are what the SLO allows
+    if node.tbt_slo_s:  # delays within the SLO are not counted as harm
         return LatencyEstimate(wait_s, compute_s, keeps_tbt=fits >= min(own, FLOOR_TOKENS))
     return LatencyEstimate(wait_s, compute_s, harm_s=num_decodes * (compute_s - ceil(own / room) * alone_s))
 
 
 def prompt_seconds(step_seconds: Callable[[int], float], tokens: int, room: int) -> float:
-    """Of computing `tokens` prompt tokens, at most `room` a step; attention (`CostModel.per_pair`) is not in it."""
+    """Return the seconds to compute `tokens` prompt tokens, at most `room` per step, excluding attention."""
     full, rest = divmod(tokens, room)
     return (full * step_seconds(room) if full else 0.0) + (step_seconds(rest) if rest else 0.0)
 
 
 def chunk_seconds(cost: CostModel, tokens: int, beside: int = 0) -> float:
-    """Of a step of so many tokens without attention; with `beside`, what it takes longer than those tokens alone."""
+    """Return the predicted seconds of a step of `tokens` tokens, excluding attention.
+
+    With `beside`, return the extra seconds over a step of `beside` tokens instead.
+    """
     if not beside:
         return cost.overhead + cost.per_token * max(cost.knee_tokens, tokens)
     return cost.per_token * (max(cost.knee_tokens, tokens) - max(cost.knee_tokens, beside))
 
 
 def _room(node: NodeView, alone_s: float, cost: CostModel, decodes: StepWork, start: int) -> int:
-    """Prompt tokens, from position `start` on, that fit into a step beside the decodes."""
+    """Return how many prompt tokens from position `start` on fit into a step together with the decodes."""
     room = max(1, node.budget_tokens - decodes.num_decodes)
     if not node.tbt_slo_s or not decodes.num_decodes:
         return room
@@ -146,10 +151,10 @@ def _room(node: NodeView, alone_s: float, cost: CostModel, decodes: StepWork, st
 
 
 def choose(remote: LatencyEstimate | None, local: LatencyEstimate | None) -> tuple[bool, str]:
-    """Whether the prompt is computed by the decode node itself, and why (a word that is counted and shown).
+    """Return whether the decode node computes the prompt itself, and the reason (a metric label).
 
-    With a TBT SLO, local wins when it keeps it and is sooner. Without one, the delay that its chunks add to each
-    running decode counts as much as its own: the sum of what everybody waits decides. Ties go to the prefill node.
+    If the decode node has a TBT SLO, local wins if it keeps the SLO and is faster. Without an SLO, the delay that the
+    chunks add to running decodes is included in the local time. Ties go to the prefill node.
     """
     if remote is None or local is None:
         return False, "no_prediction"

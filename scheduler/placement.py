@@ -1,4 +1,4 @@
-"""Placement: which nodes take a request. Pure, over the router's own ledger of what it has sent where."""
+"""Placement: choose the nodes for a request, from the router's record of what it has sent where."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -8,45 +8,49 @@ from typing import TypeVar
 
 from scheduler.disaggregate import LatencyEstimate, NodeView, choose, local_estimate, remote_estimate
 
-# Above this many nodes a decision looks at two of them and at the best prefix match (power of two choices,
-# Mitzenmacher 2001), so that its cost does not grow with the cluster.
+# With more nodes than this, a decision considers two random nodes and the best prefix match (power of two choices,
+# Mitzenmacher 2001), so its cost does not grow with the cluster.
 SCAN_LIMIT = 16
-NOBODY: tuple[str, ...] = ()
+NO_NODES: tuple[str, ...] = ()
 Node = TypeVar("Node")
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`prefill` None: the decode node computes the prompt itself, for `reason`."""
+    """The nodes chosen for a request. If `prefill` is None, the decode node computes the prompt itself.
+
+    `reason` says why. The estimates are None if the nodes' step-time models are not known.
+    """
 
     prefill: str | None
     decode: str
     reason: str
-    local: LatencyEstimate | None = None  # where step-time models are known
+    local: LatencyEstimate | None = None
     remote: LatencyEstimate | None = None
 
     @property
     def estimate(self) -> LatencyEstimate | None:
-        """Of the way that was chosen."""
+        """The estimate of the chosen alternative."""
         return self.local if self.prefill is None else self.remote
 
 
 class PrefixIndex:
-    """Which nodes were sent which prefix blocks: bounded, what was not sent for long forgotten. A hint, not a promise.
+    """Records which nodes were sent which prefix blocks. A hint: nodes may have evicted the blocks since.
 
-    Two generations of at least `max_blocks / 2` blocks: whatever was sent during a generation outlives it by one. That
-    costs a third of a list in order of use, which touches its neighbours' memory for every block.
+    The router owns one index and calls it from its event loop. Memory is bounded by two generations of `max_blocks / 2`
+    blocks: an entry is dropped when it was not used during a whole generation. This takes a third of the time of an LRU
+    list, which has to update the neighbours of every block.
     """
 
     def __init__(self, max_blocks: int = 200_000) -> None:
         self._max_young = max(1, max_blocks // 2)
-        # Block -> who was sent it. Neighbouring blocks mostly share one tuple, and are compared by it alone.
+        # Block hash -> nodes. Neighbouring blocks mostly share one tuple object, so comparing identities suffices.
         self._young: dict[bytes, tuple[str, ...]] = {}
         self._old: dict[bytes, tuple[str, ...]] = {}
 
     def record(self, hashes: Sequence[bytes], *nodes: str) -> None:
-        """All of `hashes` were sent to all of `nodes`. Of each block the latest `SCAN_LIMIT` nodes are known."""
-        before, after = NOBODY, nodes
+        """Record that `hashes` were sent to each of `nodes`. At most `SCAN_LIMIT` nodes are kept per block."""
+        before, after = NO_NODES, nodes
         for name in hashes:
             known = self._holders(name)
             if known is not before:
@@ -56,12 +60,12 @@ class PrefixIndex:
             self._young, self._old = {}, self._young
 
     def _holders(self, name: bytes) -> tuple[str, ...]:
-        return self._young.get(name) or self._old.get(name, NOBODY)
+        return self._young.get(name) or self._old.get(name, NO_NODES)
 
     def overlap(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """Leading blocks of `hashes` that each node was sent, the fewest first."""
+        """Return how many leading blocks of `hashes` each node was sent, in ascending order of the count."""
         depth: dict[str, int] = {}
-        leading = before = self._holders(hashes[0]) if hashes else NOBODY
+        leading = before = self._holders(hashes[0]) if hashes else NO_NODES
         for index, name in enumerate(hashes):
             holders = self._holders(name)
             if holders is not before:
@@ -73,7 +77,7 @@ class PrefixIndex:
         return depth
 
     def forget(self, node: str) -> None:
-        """The node is gone and its cache with it. Walks the index: rare."""
+        """Remove a node that has gone. Scans the whole index."""
         others: dict[tuple[str, ...], tuple[str, ...]] = {}
         for generation in (self._young, self._old):
             for name, holders in generation.items():
@@ -83,13 +87,17 @@ class PrefixIndex:
                     generation[name] = others[holders]
 
 
-def candidates(request_id: str, nodes: Sequence[Node], knower: Node | None) -> Sequence[Node]:
-    """Whom a decision looks at: a few nodes all, of many two drawn ones and the `knower` of the longest prefix."""
+def candidates(request_id: str, nodes: Sequence[Node], prefix_match: Node | None) -> Sequence[Node]:
+    """Return the nodes that a placement decision considers.
+
+    Up to `SCAN_LIMIT` nodes are all considered. With more, the candidates are two nodes drawn by `request_id` and
+    `prefix_match`, the node with the longest prefix match.
+    """
     if len(nodes) <= SCAN_LIMIT:
         return nodes
     draw = int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest())
     drawn = [nodes[draw % len(nodes)], nodes[(draw >> 32) % len(nodes)]]
-    return drawn if knower is None else [*drawn, knower]
+    return drawn if prefix_match is None else [*drawn, prefix_match]
 
 
 def place(
@@ -99,12 +107,11 @@ def place(
     cached_tokens: Mapping[str, int],
     disaggregate: str = "always",
 ) -> Placement | None:
-    """The prefill node that would finish the prompt first and the decode node with the most room; None: nobody lives.
+    """Choose the prefill node with the least work and the decode node with the most room; None without live nodes.
 
-    Looks at every node that it is given: see `candidates`.
-    `cached_tokens`: prefix tokens that each node probably holds. `disaggregate`: "always" | "never" | "auto", which
-    compares that pair with that decode node alone, and with the one that has most of the prompt already
-    (scheduler.disaggregate).
+    Considers every node it is given; see `candidates`. `cached_tokens` maps node ids to the prefix tokens that each
+    probably holds. `disaggregate` is "always", "never" or "auto". "auto" compares the chosen pair with computing the
+    prompt on that decode node, or on the decode node with the longest prefix match (see `scheduler.disaggregate`).
     """
     generating = decode_nodes or prefill_nodes
     if not generating:
@@ -117,13 +124,13 @@ def place(
     prefill = min(prefill_nodes, key=lambda node: _prefill_work(node, num_tokens, cached_tokens))
     cached = cached_tokens.get(prefill.id, 0)
     remote = remote_estimate(prefill, num_tokens, cached, cached_tokens.get(decode.id, 0))
-    knower = max(generating, key=lambda node: cached_tokens.get(node.id, 0))
+    prefix_match = max(generating, key=lambda node: cached_tokens.get(node.id, 0))
     alone, local = min(
-        ((node, _local(node, prefill, num_tokens, cached_tokens)) for node in (decode, knower)),
+        ((node, _local(node, prefill, num_tokens, cached_tokens)) for node in (decode, prefix_match)),
         key=lambda pair: _total(pair[1]),
     )
     is_local, reason = choose(remote, local) if disaggregate == "auto" else (False, "disaggregated")
-    if is_local and prefill.stale:  # taken for too slow, it would never be measured again
+    if is_local and prefill.stale:  # otherwise a prefill node that was once slow would never be measured again
         is_local, reason = False, "stale_model"
     if is_local:
         return Placement(None, alone.id, reason, local, remote)
@@ -142,13 +149,14 @@ def _total(estimate: LatencyEstimate | None) -> float:
 
 
 def _prefill_work(node: NodeView, num_tokens: int, cached_tokens: Mapping[str, int]) -> tuple[int, int, int]:
-    """Tokens that the node computes until this prompt is done."""
+    """Return the sort key of a prefill node: first the tokens it computes until this prompt is done."""
     work = node.outstanding_tokens + num_tokens - min(num_tokens, cached_tokens.get(node.id, 0))
     return work, node.running, node.placed
 
 
 def _decode_load(node: NodeView, num_tokens: int, cached_tokens: Mapping[str, int]) -> tuple[float, int, int]:
-    """Share of the scarcer of memory and batch places in use once the request is there, prompt work included."""
+    """Return the sort key of a decode node: first its share of KV memory or batch slots in use, whichever is larger,
+    once this request is added."""
     new_tokens = num_tokens - min(num_tokens, cached_tokens.get(node.id, 0))
     memory = (node.kv_tokens + node.outstanding_tokens + new_tokens) / node.kv_capacity_tokens
     places = (node.running + 1) / node.max_num_seqs

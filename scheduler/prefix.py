@@ -1,7 +1,8 @@
-"""Block hashes: the name of a block is a hash of its tokens and of everything before it.
+"""Block hashes: each KV block is identified by a hash of its tokens and of all tokens before it.
 
-Chained over (parent hash, block tokens) from a root that folds in the salt, so equal hashes mean equal content
-of the whole prefix within one tenant (the scheme of vLLM's prefix caching; BLAKE2b, so nobody can forge one).
+Hashes are chained over (parent hash, block tokens) from a root that includes the salt, so equal hashes mean equal
+content of the whole prefix within one tenant. This is the scheme of vLLM's prefix caching; BLAKE2b makes it infeasible
+to construct a collision.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ def root_hash(salt: bytes) -> bytes:
 
 
 def extend_hashes(hashes: list[bytes], tokens: Sequence[int], block_tokens: int, salt: bytes) -> None:
-    """Appends to `hashes` those of the full blocks of `tokens` that it lacks. An array("i") is read in place."""
+    """Append the hashes that `hashes` lacks for the full blocks of `tokens`. An array("i") is read without a copy."""
     first, end = len(hashes) * block_tokens, len(tokens) // block_tokens * block_tokens
     if first >= end:
         return
@@ -25,13 +26,13 @@ def extend_hashes(hashes: list[bytes], tokens: Sequence[int], block_tokens: int,
     row, size = ids.cast("B"), ids.itemsize * block_tokens
     parent = hashes[-1] if hashes else root_hash(salt)
     for (block,) in struct.iter_unpack(f"{size}s", row):
-        # As a salt, which is mixed into the initial state: as a key it would be one more block to hash.
+        # The parent is passed as BLAKE2b's salt, which costs nothing; a key would be one more block to hash.
         parent = hashlib.blake2b(block, digest_size=DIGEST_BYTES, salt=parent).digest()
         hashes.append(parent)
 
 
 def block_hashes(tokens: Sequence[int], block_tokens: int, salt: bytes) -> list[bytes]:
-    """Of every full block of `tokens`, in order."""
+    """Return the hash of every full block of `tokens`, in order."""
     hashes: list[bytes] = []
     extend_hashes(hashes, tokens, block_tokens, salt)
     return hashes

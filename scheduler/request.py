@@ -1,4 +1,7 @@
-"""A request: a row of tokens, and cursors of how many of them have KV. It knows no phase, no clock and no device."""
+"""A request as the scheduler sees it: a row of tokens, and cursors that say how many of them have KV.
+
+It has no notion of prefill or decode, of time, or of a device.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,13 +12,13 @@ from scheduler.cost import StepWork
 
 
 class RequestState(Enum):
-    """Where a request stands on this node."""
+    """The state of a request on this node."""
 
-    WAITING = "waiting"  # holds no blocks; wants to be admitted
-    RECEIVING_KV = "landing"  # its blocks are reserved, a peer is writing them
-    RUNNING = "running"  # holds blocks; its cursor moves
-    SENDING_KV = "leaving"  # its prompt is computed here; its blocks are held until a peer has them
-    DONE = "done"  # holds nothing
+    WAITING = "waiting"  # holds no blocks and waits for admission
+    RECEIVING_KV = "receiving_kv"  # its blocks are reserved and a peer is writing them
+    RUNNING = "running"  # holds blocks and is being computed
+    SENDING_KV = "sending_kv"  # its prompt has been computed here; its blocks are held until a peer has them
+    DONE = "done"  # holds no blocks
 
 
 LEGAL: dict[RequestState, frozenset[RequestState]] = {
@@ -31,9 +34,12 @@ LEGAL: dict[RequestState, frozenset[RequestState]] = {
 class Request:
     """One sequence to generate.
 
-    `tokens` is the prompt and what was generated so far; `num_prompt` of them were the user's prompt (a resumed
-    request arrives with more tokens than that). Positions [0, num_computed) have KV; positions
-    [num_computed, num_scheduled) are being computed by steps that were decided and not yet told of by `update`.
+    `tokens` holds the prompt and the tokens generated so far; the first `num_prompt` are the user's prompt (a resumed
+    request arrives with more). Positions [0, num_computed) have KV. Positions [num_computed, num_scheduled) are being
+    computed by steps that `Scheduler.update` has not processed yet.
+
+    The node creates a request and adds it to the scheduler, which owns it from then on: only the engine's thread
+    changes it. `move_to` allows only the transitions in `LEGAL`.
     """
 
     id: str
@@ -42,34 +48,34 @@ class Request:
     max_tokens: int
     min_tokens: int = 0
     stop_tokens: frozenset[int] = frozenset()
-    salt: bytes = b""  # requests share cached blocks only within one salt
+    salt: bytes = b""  # requests share cached blocks only with requests of the same salt
     priority: int = 0  # smaller runs first
-    receive_kv: bool = False  # the prompt's KV comes from a peer
-    send_kv: bool = False  # ends here at its first token, and is handed to a peer
-    shared_pool: bool = False  # one node computes its prompt in another one's blocks
-    needs_prompt_logprobs: bool = False  # logits of all prompt positions are wanted, so no position may be skipped
-    sampling: Any = None  # for the runner and the node; never read here
+    receive_kv: bool = False  # the prompt's KV is computed by a peer and received
+    send_kv: bool = False  # ends on this node at its first token; the KV is sent to a peer
+    shared_pool: bool = False  # its prompt is computed directly in the blocks of another node
+    needs_prompt_logprobs: bool = False  # logits of all prompt positions are needed, so prefix hits are not used
+    sampling: Any = None  # a SamplingParams for the runner and the node; the scheduler does not read it
 
     arrival: int = -1  # order of arrival on this node
     state: RequestState = RequestState.WAITING
     blocks: list[int] = field(default_factory=list)
-    hashes: list[bytes] = field(default_factory=list)  # of the full blocks of `tokens`, as far as computed
+    hashes: list[bytes] = field(default_factory=list)  # of the full blocks of `tokens`, as far as known
     num_computed: int = 0
     num_scheduled: int = 0
-    num_sampling: int = 0  # tokens that steps in flight will append
+    num_sampling: int = 0  # tokens that steps in flight will sample
     num_in_flight: int = 0  # steps in flight that hold a slice of this request
     num_cached: int = 0  # tokens found in the prefix cache at first admission
-    epoch: int = 0  # counts preemptions: a slice of an older epoch moves no cursor
+    epoch: int = 0  # number of preemptions; a slice of an older epoch moves no cursor
     finish: str | None = None
 
     @property
     def borrows_blocks(self) -> bool:
-        """Its blocks, and the KV that they hold already, are another node's: given with it, and never this pool's."""
+        """True if its blocks belong to another node's pool and came with the request."""
         return self.shared_pool and self.send_kv
 
     @property
     def num_tokens(self) -> int:
-        """Length of the row once the steps in flight have told their tokens."""
+        """The length of the row once all steps in flight have sampled their tokens."""
         return len(self.tokens) + self.num_sampling
 
     @property
@@ -78,7 +84,7 @@ class Request:
 
     @property
     def remaining_tokens(self) -> int:
-        """How many more tokens this request may still generate."""
+        """The number of tokens that the request may still generate."""
         return max(0, self.max_tokens - (self.num_tokens - self.num_prompt))
 
     def move_to(self, state: RequestState) -> None:
@@ -86,7 +92,7 @@ class Request:
         self.state = state
 
     def finish_reason(self) -> str | None:
-        """Why the row ends at its last token, or None when it goes on."""
+        """Return "stop" or "length" if the row ends at its last token, otherwise None."""
         num_generated = self.num_generated
         if num_generated >= self.min_tokens and self.tokens[-1] in self.stop_tokens:
             return "stop"
@@ -95,7 +101,7 @@ class Request:
 
 @dataclass(slots=True)
 class Slice:
-    """Tokens [start, start + count) of one request in one step; `samples` says that a token follows the last."""
+    """Tokens [start, start + count) of one request in one step. If `samples`, the token after the last is sampled."""
 
     request: Request
     start: int
@@ -109,15 +115,16 @@ class Slice:
 
     @property
     def is_decode(self) -> bool:
-        """It computes the last token of its row and nothing else."""
+        """True if it computes only the last token of its row."""
         return self.samples and self.count == 1
 
 
 @dataclass(slots=True)
 class Step:
-    """One forward pass over slices, and the landings that were given room beside it.
+    """One forward pass over slices, and the requests for which blocks were reserved to receive KV.
 
-    `budget` tokens were allowed for `reason` (see scheduler.budget); `predicted_s` is 0 where no model predicted it.
+    The step was allowed `budget` tokens for `reason` (see `scheduler.budget`). `predicted_s` is its predicted duration
+    in seconds, 0 without a model.
     """
 
     number: int
@@ -130,9 +137,20 @@ class Step:
     predicted_s: float = 0.0
 
 
+def work_of(step: Step) -> StepWork:
+    """Return the work of all slices of `step`, counted from the slices themselves."""
+    work = StepWork()
+    for slice_ in step.slices:
+        if slice_.is_decode:
+            work.add_decode(slice_.end)
+        else:
+            work.add_chunk(slice_.start, slice_.count)
+    return work
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def tokens_of(request: Request, piece: Slice) -> Sequence[int]:
-    return request.tokens[piece.start : piece.end]
+def tokens_of(request: Request, slice_: Slice) -> Sequence[int]:
+    return request.tokens[slice_.start : slice_.end]

@@ -1,4 +1,4 @@
-"""A node's role is one word of data: where a request ends here."""
+"""A node's role, which decides where a request ends on it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,5 +11,5 @@ class Role:
 
 
 PREFILL = Role("prefill", ends_at="first_token")  # then the request is handed off
-DECODE = Role("decode", ends_at="last_token")  # takes handed-off KV, and prompts that nobody computed
+DECODE = Role("decode", ends_at="last_token")  # accepts handed-off KV and prompts that were not computed elsewhere
 ROLES: dict[str, Role] = {role.name: role for role in (PREFILL, DECODE)}

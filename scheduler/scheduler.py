@@ -1,8 +1,8 @@
 """The scheduler: decides which tokens of which requests the next step computes, and in which blocks.
 
-A request is behind by the tokens that have no KV yet; a step advances cursors under one budget. Prefill, chunking,
-decode, preemption, prefix hits and resumption are all "the cursor is behind". `schedule()` is legal again before
-`update()`, so a driver may decide step N+1 while the device runs step N. Owned by one thread; no clock, no I/O.
+A request is behind by the tokens that have no KV yet, and a step advances the cursors of requests within one token
+budget. Prefill, chunking, decode, resumption after preemption and prefix hits are all the same case: the cursor is
+behind the row.
 """
 
 import heapq
@@ -23,20 +23,24 @@ from scheduler.request import Request, RequestState, Slice, Step, cdiv
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Tokens a step, requests at once, and how long prompts share a step; names are vLLM's."""
+    """Limits on a step, named as in vLLM."""
 
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
-    long_prefill_token_threshold: int = 0  # a prompt's largest chunk; 0: the budget
+    long_prefill_token_threshold: int = 0  # largest chunk of a prompt; 0: the budget
     max_num_partial_prefills: int = 1  # prompts that a step may leave unfinished
-    tile_tokens: int = 1  # chunks end on a multiple of this where that does not stop progress
+    tile_tokens: int = 1  # chunks end on a multiple of this, unless that would prevent progress
 
 
-AUDIT_STEPS = 64  # between two checks that walk all requests; the cheapest one is made after every step
+AUDIT_STEPS = 64  # steps between ledger checks that walk all requests; a cheaper check follows every step
 
 
 class StepOutput(NamedTuple):
-    """What one slice of a step did: `token` what it sampled, `fault` what was raised over it: it failed alone."""
+    """The result of one slice of a step.
+
+    `token` is the sampled token, if any. `finish` is set when the request is over. `fault` is the exception that ended
+    this request alone.
+    """
 
     request: Request
     slice_index: int
@@ -47,6 +51,8 @@ class StepOutput(NamedTuple):
 
 @dataclass(slots=True)
 class SchedulerCounters:
+    """Totals since the node started. Cache queries and hits are counted in tokens."""
+
     steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -60,6 +66,18 @@ def _turn(request: Request) -> tuple[int, int]:
 
 
 class Scheduler:
+    """Decides each step and owns every request on the node, their blocks and the block ledger.
+
+    The driver (the engine's thread, or a simulator) calls all methods from one thread; nothing here blocks, reads a
+    clock or does I/O. A step goes through `schedule` and then `update`, in the same order. `schedule` may be called
+    again before `update`, so a driver may decide step N+1 while the device runs step N.
+
+    Guarantees: no step exceeds its budget or limits (except for a prompt that may not be chunked); every slice has
+    blocks for its tokens; waiting requests are admitted in order of priority, then arrival; a request that fails in
+    `update` ends alone with finish "error"; blocks are not reused while a step in flight or a peer may write to them.
+    An error in the block ledger stops nothing: it is kept in `ledger_error` for the driver to report.
+    """
+
     def __init__(
         self,
         limits: StepLimits,
@@ -68,32 +86,32 @@ class Scheduler:
         policy: Policy = STALL_FREE,
         budget: Budget | None = None,
     ) -> None:
-        """`budget`: tokens of each step; None: `limits.max_num_batched_tokens`, always."""
+        """`budget` None means `limits.max_num_batched_tokens` tokens for every step."""
         self.limits = limits
         self.policy = policy
         self.budget = budget or FixedBudget(limits.max_num_batched_tokens)
-        self.cost: CostModel | None = None  # how long a step takes; the driver's to set, between two steps
+        self.cost: CostModel | None = None  # step-time model, set by the driver between two steps
         self.block_tokens = block_tokens
         self.pool = BlockPool(num_blocks)
         self.requests: dict[str, Request] = {}
-        self.running: list[Request] = []  # by turn
+        self.running: list[Request] = []  # by priority, then arrival
         self.num_receiving = 0
         self.counters = SchedulerCounters()
-        self.ledger_error = ""  # of the block ledger: the first one that was found, for good
-        self._waiting: list[tuple[int, int, Request]] = []  # a heap by turn; entries no longer WAITING are skipped
+        self.ledger_error = ""  # the first error found in the block ledger; never cleared
+        self._waiting: list[tuple[int, int, Request]] = []  # a heap; entries no longer WAITING are skipped
         self._num_waiting = 0
         self._arrivals = 0
         self._steps = 0
-        self._parked: deque[tuple[int, list[int]]] = deque()  # freed blocks that steps in flight still use
-        # More running requests than tokens in a step would let the first ones starve the last.
+        self._parked: deque[tuple[int, list[int]]] = deque()  # (step, freed blocks that it still uses)
+        # With more running requests than tokens in a step, the first ones would starve the last.
         self._max_running = min(limits.max_num_seqs, self.budget.ceiling)
 
     # ---- commands -------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Takes a request in. Raises ValueError when it could never fit, or its id is taken."""
+        """Queue a request. Raises ValueError if it can never fit or its id is in use."""
         if request.id in self.requests:
-            raise ValueError(f"request {request.id} is already here")
+            raise ValueError(f"request {request.id} already exists on this node")
         if not request.borrows_blocks:
             self._check_fits(request)
         request.arrival = self._arrivals
@@ -103,8 +121,10 @@ class Scheduler:
         self._wait(request)
 
     def kv_received(self, request: Request, token: int) -> None:
-        """The peer has written the whole prompt's KV and sampled `token`: the request runs on from there. Nothing
-        happens when it was aborted meanwhile."""
+        """Continue a request whose prompt's KV a peer has written completely and for which it sampled `token`.
+
+        Does nothing if the request was aborted meanwhile.
+        """
         if request.state is not RequestState.RECEIVING_KV:
             return
         num_held = request.num_computed // self.block_tokens
@@ -112,18 +132,20 @@ class Scheduler:
         self._advance(request, len(request.tokens))
         request.tokens.append(token)
         self.num_receiving -= 1
-        request.receive_kv = False  # from here on it is as any other: preempted, it computes its prompt itself
+        request.receive_kv = False  # if it is preempted later, it computes its prompt here
         request.move_to(RequestState.RUNNING)
         insort(self.running, request, key=_turn)
 
     def release(self, request: Request) -> None:
-        """A peer has this leaving request's KV: its blocks stay as prefix cache only."""
+        """End a request whose KV a peer has received. Its blocks remain as prefix cache."""
         assert request.state is RequestState.SENDING_KV
         self._end(request)
 
     def abort(self, request: Request, writer_stopped: bool = True) -> list[int]:
-        """Ends a request in any state; one that is not here is over already, or was refused. Returns the blocks that
-        went to quarantine, for `pool.clear` later."""
+        """End a request in any state; does nothing if it is unknown or over.
+
+        Returns the blocks that went to quarantine because a peer may still write to them, for `pool.clear` later.
+        """
         if self.requests.get(request.id) is not request:
             return []
         if request.state is not RequestState.RECEIVING_KV:
@@ -145,7 +167,7 @@ class Scheduler:
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens that wait for their computation, started or not. Walks all requests."""
+        """The number of prompt tokens not computed yet, of waiting and running requests. Walks all requests."""
         behind = (r.num_tokens - r.num_computed - 1 for r in self.requests.values() if not r.receive_kv)
         return sum(count for count in behind if count > 0)
 
@@ -157,19 +179,19 @@ class Scheduler:
         return self.pool.ledger()
 
     def audit(self) -> str:
-        """Compares the ledger, block by block, with who holds what. Returns the breach, "" if there never was one."""
+        """Check the ledger block by block against the requests. Return the first error ever found, or ""."""
         self.ledger_error = self.ledger_error or self.pool.audit(self._held())
         return self.ledger_error
 
     def _held(self) -> list[list[int]]:
-        """The blocks of each owner."""
+        """Return the blocks of each owner."""
         rows = [request.blocks for request in self.requests.values() if not request.borrows_blocks]
         return rows + [blocks for _, blocks in self._parked]
 
     # ---- deciding -------------------------------------------------------------------------------------------
 
     def schedule(self) -> Step:
-        """The next step; without slices when nothing can run now."""
+        """Decide the next step. It has no slices if nothing can run now."""
         step = Step(self._steps, [], [])
         self.budget.begin(self.cost, self.num_receiving > 0 or any(map(self._decodes, self.running)))
         if not self.policy.prompts_first:
@@ -187,36 +209,39 @@ class Scheduler:
     def update(
         self, step: Step, tokens: Sequence[int | None], failed: Sequence[bool] | None = None
     ) -> list[StepOutput]:
-        """Tells what a step did: `tokens[i]` was sampled by slice i; where `failed[i]`, its request ends with finish
-        "error", as it does where telling it raises. Steps are told in the order in which they were scheduled."""
-        events: list[StepOutput] = []
-        for index, piece in enumerate(step.slices):
-            request, fault = piece.request, None
+        """Process the results of a step and return one output per slice whose request is not over.
+
+        `tokens[i]` was sampled by slice i. If `failed[i]`, or if processing slice i raises, its request ends with
+        finish "error". Steps must be passed in the order in which they were scheduled.
+        """
+        outputs: list[StepOutput] = []
+        for index, slice_ in enumerate(step.slices):
+            request, fault = slice_.request, None
             request.num_in_flight -= 1
-            request.num_sampling -= piece.samples
+            request.num_sampling -= slice_.samples
             if request.state is RequestState.DONE:
                 continue
             if failed is None or not failed[index]:
                 try:
-                    if piece.epoch == request.epoch:
-                        self._advance(request, piece.end)
-                    token = tokens[index] if piece.samples else None
+                    if slice_.epoch == request.epoch:
+                        self._advance(request, slice_.end)
+                    token = tokens[index] if slice_.samples else None
                     finish = None if token is None else self._append(request, token)
-                    events.append(StepOutput(request, index, token, finish))
+                    outputs.append(StepOutput(request, index, token, finish))
                     continue
                 except Exception as error:  # noqa: BLE001 - the driver logs it
                     fault = error
             request.finish = "error"
             self._end(request)
-            events.append(StepOutput(request, index, None, "error", fault))
+            outputs.append(StepOutput(request, index, None, "error", fault))
         while self._parked and self._parked[0][0] <= step.number:
             self.pool.release(self._parked.popleft()[1])
         self.counters.steps += 1
         self._check_ledger()
-        return events
+        return outputs
 
     def _check_ledger(self) -> None:
-        """A breach ends nothing: what the node serves goes on, and the driver tells those who watch it."""
+        """Record the first error in the ledger. The node keeps serving; the driver reports the error."""
         is_due = self.counters.steps % AUDIT_STEPS == 0
         self.ledger_error = self.ledger_error or self.pool.ledger_error(sum(map(len, self._held())) if is_due else None)
 
@@ -227,7 +252,7 @@ class Scheduler:
         for request in tuple(self.running):
             if left == 0:
                 break
-            # A request that an older one preempted in this very loop is not RUNNING any more.
+            # An older request may have preempted this one earlier in the loop.
             if not self._decodes(request) or request.state is not RequestState.RUNNING:
                 continue
             if self._make_room(request, 1, step) == 1:
@@ -236,7 +261,7 @@ class Scheduler:
 
     @staticmethod
     def _decodes(request: Request) -> bool:
-        """Its next token is what it lacks, and the steps in flight do not bring its last one here."""
+        """Return whether only its next token is missing, and steps in flight will not already produce its last one."""
         if request.num_tokens - request.num_scheduled != 1:
             return False
         return request.num_sampling == 0 or not (request.send_kv or request.remaining_tokens == 0)
@@ -258,8 +283,10 @@ class Scheduler:
             self._admit(step, partial, may_compute)
 
     def _admit(self, step: Step, partial: int, may_compute: bool) -> None:
-        """New requests by turn, as long as there is room; nobody overtakes the one that has to wait. Those that land
-        compute nothing, so they come in also where prompts may not be computed."""
+        """Admit waiting requests in order until one has to wait; none overtakes it.
+
+        Requests that receive their KV compute nothing, so they are admitted even if the step may not compute prompts.
+        """
         growth = None
         while (request := self._next_waiting()) is not None:
             if len(self.running) + self.num_receiving >= self._max_running or request.num_in_flight:
@@ -292,9 +319,9 @@ class Scheduler:
             growth += own_growth + needed - (available - self.pool.available)
 
     def _may_start(self, count: int, is_partial: bool, num_partial: int) -> bool:
-        """Whether a prompt is admitted of which the step can compute `count` tokens."""
+        """Return whether to admit a prompt of which the step can compute `count` tokens."""
         if self.policy.together:
-            return True  # with its batch, whenever its turn to compute comes
+            return True  # admitted with its batch, computed in a later step if need be
         may_stay_partial = self.policy.fills or num_partial < self.limits.max_num_partial_prefills
         return count > 0 and (may_stay_partial or not is_partial)
 
@@ -304,7 +331,7 @@ class Scheduler:
         return self._waiting[0][2] if self._waiting else None
 
     def _chunk(self, request: Request, start: int, step: Step) -> int:
-        """How many tokens of a prompt, from `start` on, this step may compute."""
+        """Return how many tokens of a prompt from `start` on this step may compute."""
         behind, num_prompts = request.num_tokens - start, step.work.num_prefills
         if self.policy.max_prompts is not None and num_prompts >= self.policy.max_prompts:
             return 0
@@ -322,7 +349,7 @@ class Scheduler:
         return count
 
     def _cached_prefix(self, request: Request) -> list[int]:
-        """Blocks that already hold a prefix; the last token is always computed, for its logits."""
+        """Return the cached blocks of the request's prefix. Its last token is always computed, for its logits."""
         if request.needs_prompt_logprobs or request.borrows_blocks:
             return []
         useful = len(request.tokens) if request.receive_kv and not request.shared_pool else len(request.tokens) - 1
@@ -349,16 +376,18 @@ class Scheduler:
     # ---- blocks ---------------------------------------------------------------------------------------------
 
     def _make_room(self, request: Request, count: int, step: Step) -> int:
-        """Allots blocks for `count` more tokens, preempting later requests if it must. Returns how many tokens have
-        blocks now; 0 when the request itself had to wait or was preempted."""
-        if request.num_scheduled + count <= len(request.blocks) * self.block_tokens:  # as most decodes do
+        """Allocate blocks for `count` more tokens, preempting later requests if necessary.
+
+        Returns how many tokens have blocks now; 0 if the request has to wait or was preempted itself.
+        """
+        if request.num_scheduled + count <= len(request.blocks) * self.block_tokens:  # true for most decodes
             return count
         while blocks_missing(request, count, self.block_tokens) > self.pool.available:
             victim = choose_preemption_victim(request, self.running, step)
             if victim is None:
                 break
             self._preempt(victim, step)
-            if victim is request or victim.num_in_flight:  # the blocks of a step in flight come free when it ends
+            if victim is request or victim.num_in_flight:  # its blocks become free when its step ends
                 return 0
         if self.policy.chunked:
             room = (len(request.blocks) + self.pool.available) * self.block_tokens - request.num_scheduled
@@ -399,19 +428,19 @@ class Scheduler:
     def _take_slice(self, step: Step, request: Request, count: int) -> None:
         start = request.num_scheduled
         samples = start + count == request.num_tokens
-        piece = Slice(request, start, count, samples, request.epoch)
-        step.slices.append(piece)
+        slice_ = Slice(request, start, count, samples, request.epoch)
+        step.slices.append(slice_)
         request.num_scheduled += count
         request.num_in_flight += 1
         request.num_sampling += samples
-        if piece.is_decode:
+        if slice_.is_decode:
             step.work.add_decode(start + 1)
         else:
             step.work.add_chunk(start, count)
             self.counters.prompt_tokens += count
 
     def _advance(self, request: Request, end: int) -> None:
-        """KV of [0, end) is there: whole blocks get their names."""
+        """Record that [0, end) has KV, and register the hashes of blocks that are now complete."""
         first = request.num_computed // self.block_tokens
         request.num_computed = end
         request.num_scheduled = max(request.num_scheduled, end)
@@ -428,7 +457,7 @@ class Scheduler:
         if request.finish is not None:
             self._end(request)
         elif request.send_kv:
-            assert request.state is RequestState.RUNNING, "a request that leaves is never preempted"
+            assert request.state is RequestState.RUNNING, "a request that sends its KV is never preempted"
             self.running.remove(request)
             request.move_to(RequestState.SENDING_KV)
         return request.finish
@@ -448,5 +477,5 @@ class Scheduler:
         if needed > self.pool.total:
             raise ValueError(
                 f"{tokens} tokens need {needed} blocks of {self.block_tokens} tokens, "
-                f"and the KV cache has {self.pool.total}: shorten the request or give the node more --kv-cache-memory"
+                f"and the KV cache has {self.pool.total}: shorten the request or increase --kv-cache-memory"
             )

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from benchmarks.peers.worker import serve
-from engine.components import BuildOptions, build
+from engine.components import build
 from engine.engine import Engine, EngineListener, StepTiming
+from engine.options import BuildOptions
 from engine.runner import SliceOutput
 from scheduler.budget import budget_of
 from scheduler.policy import POLICIES

@@ -1,1 +1,1 @@
-"""Attention over the paged KV pool: one interface, a backend per kind of device."""
+"""Attention over the paged KV pool: an interface and its backends."""

@@ -1,4 +1,4 @@
-"""What a model asks of attention: attend over everything stored before, this step's keys and values included."""
+"""The interface of attention over the KV pool, which already holds the keys and values of the current step."""
 
 from typing import Protocol
 
@@ -8,22 +8,22 @@ from engine.batch import Batch
 
 
 class AttentionPlan(Protocol):
-    """One step's attention, the same for every layer."""
+    """The attention of one step, for all layers."""
 
     def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
-        """q [T, heads, head_dim], after rotation; the step's K and V of this layer are in the pool already.
+        """Return attention for the rotated queries `q`, [T, heads, head_dim], in the same shape and dtype.
 
-        A query sees the positions of its own slice's context up to itself, and of these only the last `window` when
-        that is not 0. Scores are scaled by head_dim ** -0.5. Returns [T, heads, head_dim] in q's dtype.
+        The step's K and V of this layer must be in the pool. A query attends to the positions of its own request up to
+        itself; if `window` is not 0, only to the last `window` of them. Scores are scaled by head_dim ** -0.5.
         """
         ...
 
 
 class AttentionBackend(Protocol):
-    """Holds the pool. A backend may refuse a layout or a dtype at construction, with ValueError."""
+    """Attention over one KV pool. The constructor raises ValueError for a layout or dtype that it does not support."""
 
     name: str
 
     def plan(self, batch: Batch) -> AttentionPlan:
-        """What is worth computing once a step (splits, tables, masks), from the batch's host copies."""
+        """Compute what all layers of a step share (splits, tables, masks), from the batch's host copies."""
         ...

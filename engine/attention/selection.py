@@ -1,4 +1,4 @@
-"""Which attention backend a node uses: the one asked for, or the fastest that can run here."""
+"""Selects the attention backend of a node: the requested one, or the fastest that runs on this machine."""
 
 import logging
 
@@ -11,16 +11,16 @@ from engine.cuda.flash_attention import FLASH_2, FLASH_3, HOPPER, RUNS_ON, Flash
 from engine.kv_pool import KVPool
 
 log = logging.getLogger("baton.engine")
-OWN = "own"  # Triton's kernels where they run, torch's elsewhere
-BLOCK_TOKENS = 64  # on a GPU: a head's keys and values of a block are 32 KiB together
+OWN = "own"  # Triton's kernels if they run here, otherwise torch's
+BLOCK_TOKENS = 64  # per KV block on a GPU: one head's keys and values take 32 KiB
 NO_FLASH_ATTN = (
-    "--attention-backend flash_attn: no flash-attn package that runs on this GPU is installed: pip install "
-    "baton-serve[gpu], or use auto"
+    "--attention-backend flash_attn: no flash-attn package for this GPU is installed: pip install baton-serve[gpu], or "
+    "use auto"
 )
 
 
 def attention_on_cpu(name: str, pool: KVPool) -> AttentionBackend:
-    """Raises ValueError for a backend that cannot run on a CPU, or not here."""
+    """Return the backend `name` for a CPU. Raises ValueError if it does not run on a CPU or on this machine."""
     if name not in {"auto", "numba", "torch"}:
         raise ValueError(f"--attention-backend {name}: does not run on a CPU; use auto, numba or torch")
     if name == "torch" or (name == "auto" and why_not_compiled()):
@@ -33,11 +33,12 @@ def attention_on_cpu(name: str, pool: KVPool) -> AttentionBackend:
 
 
 def attention_on_cuda(name: str, pool: KVPool, triton: bool, computed: torch.dtype | None = None) -> AttentionBackend:
-    """`triton`: whether that package is here; `computed`: what queries are in, as the pool when it is not said.
+    """Return the backend `name` for a GPU. Experimental.
 
-    `auto` is FlashAttention 3 where that is installed, on the GPUs it was written for, and our own kernels elsewhere:
-    the other generations prefill or decode more slowly than they do, or are in beta. Raises ValueError for a backend
-    that is not here, or that the pool does not suit.
+    `triton` says whether that package works; `computed` is the dtype of queries, None for the pool's. "auto" selects
+    FlashAttention 3 if it is installed and suits the GPU, otherwise our Triton kernels: the other generations of
+    FlashAttention prefill or decode more slowly, or are in beta. Raises ValueError if the backend is not available or
+    does not support the pool.
     """
     if name == "numba":
         raise ValueError("--attention-backend numba: runs on a CPU only; use auto")
@@ -60,8 +61,8 @@ def attention_on_cuda(name: str, pool: KVPool, triton: bool, computed: torch.dty
         raise ValueError(NO_FLASH_ATTN)
     if not suits:
         raise ValueError(
-            f"--attention-backend flash_attn: KV in {pool.layout.dtype} under activations in {computed}: leave "
-            "--kv-cache-dtype out, or use triton"
+            f"--attention-backend flash_attn: KV in {pool.layout.dtype} under activations in {computed}: omit "
+            "--kv-cache-dtype, or use triton"
         )
     return FlashAttention(pool, found[0], ours)
 
@@ -89,12 +90,12 @@ def _flash_3_or(ours: AttentionBackend, pool: KVPool) -> AttentionBackend:
 
 
 def block_tokens_on_cuda(name: str, device: torch.device) -> int:
-    """Tokens of a KV block where none are asked for: FlashAttention 2 takes no fewer than 256."""
+    """Return the default tokens per KV block. FlashAttention 2 needs at least 256."""
     forced = name == "flash_attn" and flash_attn_here(device)[:1] == [FLASH_2]
     return 256 if forced else BLOCK_TOKENS
 
 
 def flash_attn_here(device: torch.device) -> list[str]:
-    """Generations of flash-attn that are installed and run on this GPU, best first."""
+    """Return the generations of flash-attn that are installed and run on this GPU, best first."""
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else HOPPER
     return [name for name in installed() if major in RUNS_ON[name]]

@@ -1,7 +1,7 @@
-"""Reference attention in plain torch: gathers each slice's blocks, then scaled dot product. Runs everywhere.
+"""Reference attention in plain torch: gathers each slice's blocks, then computes scaled dot product attention.
 
-Every slice is attended by itself, cut to its true length: what lies in the unused tail of a block, or in
-another request's blocks, never enters a sum, so a NaN there cannot spread.
+Each slice is computed separately and cut to its true length, so a NaN in the unused tail of a block or in another
+request's blocks cannot spread.
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from engine.kv_pool import KVPool
 
 @dataclass(slots=True)
 class _Reach:
-    """What one slice reads under one window."""
+    """What one slice reads, for one window size."""
 
     queries: slice  # rows of the packed batch
     pieces: Tensor  # int64 [kv_heads * blocks]: (block, head) pieces of a layer, head by head
-    length: int  # of the gathered tokens: the last block's tail is cut off
-    mask: Tensor | None  # bool [queries, context]; None where the context is all seen or plainly causal
+    length: int  # tokens of context; the tail of the last block is cut off
+    mask: Tensor | None  # bool [queries, context]; None if all is visible or the mask is plainly causal
     causal: bool
 
 
@@ -38,7 +38,7 @@ class TorchAttention:
 class TorchPlan:
     def __init__(self, pool: KVPool, batch: Batch) -> None:
         layout = pool.layout
-        # A (block, head) piece of one layer is contiguous: gathered head by head it needs no second copy.
+        # A (block, head) piece of a layer is contiguous, so gathering head by head needs no second copy.
         self._pieces = pool.tensor.view(-1, *layout.shape[2:])
         self._layout = layout
         self._batch = batch
@@ -75,7 +75,7 @@ class TorchPlan:
     def _reach(self, index: int, row: int, start: int, end: int, window: int) -> _Reach:
         size, heads = self._layout.block_tokens, self._layout.kv_heads
         device = self._pieces.device
-        first = max(0, start + 1 - window) // size if window else 0  # blocks that no query of the slice sees
+        first = max(0, start + 1 - window) // size if window else 0  # blocks before this are outside the window
         low = first * size
         blocks = self._batch.block_table[index, first : -(-end // size)].long()
         pieces = (blocks * heads + torch.arange(heads, device=device)[:, None]).flatten()

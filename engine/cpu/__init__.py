@@ -1,1 +1,1 @@
-"""Kernels for CPUs, compiled with numba. Optional: plain torch computes where numba is missing."""
+"""Optional kernels for CPUs, compiled with numba. Without them the engine uses plain torch."""

@@ -1,4 +1,4 @@
-"""Attention on a CPU by our own kernels: reads the pool where it lies, any block size, GQA group, window and dtype."""
+"""Attention on a CPU by numba kernels that read the KV pool in place, for any block size, GQA group and window."""
 
 from dataclasses import dataclass
 
@@ -14,24 +14,27 @@ from engine.cpu.malloc import empty
 from engine.cpu.simd import CODES, LANES
 from engine.kv_pool import KVPool
 
-# Queries times heads of a group that are computed together, at most: whole panels of a product's columns, whose sums
-# stay in the level 2 cache.
+# Most rows (queries times heads of a group) computed together: whole panels of a product's columns, whose sums fit
+# into the level 2 cache.
 MAX_ROWS = 128
-MIN_PART = 256  # tokens of a context that pay for being merged with other parts
-PARTS_PER_THREAD = 2  # so many pieces of work a thread, where contexts are few: one may be delayed
+MIN_PART = 256  # shortest part of a context that is worth merging with other parts
+PARTS_PER_THREAD = 2  # pieces of work per thread if contexts are few, so that one delayed thread matters less
 
 IntArray = NDArray[np.int32]
 
 
 class PoolMemoryView:
-    """What each thread computes in: queries of a decode, scores, sums (before them a chunk's queries), their maxima and
-    totals, lists of three tiles' tokens and of LANES rows (then scales), a chunk's queries as columns, how far they
-    see, and a widened tile."""
+    """The working memory of each thread.
+
+    Areas, in order: queries of a decode, scores, sums (initially a chunk's queries), maxima, totals, lists of three
+    tiles' tokens and of LANES rows (later scales), a chunk's queries as columns, how many tokens they see, and a tile
+    widened to float32.
+    """
 
     def __init__(self, threads: int, rows: int, head_dim: int) -> None:
         padded = -(-head_dim // LANES) * LANES
         stride = rows + 2 * LANES  # at most: an odd number of vectors
-        # Floats each; the row of zeros that fills up a decode's tile of keys lies before the turned queries.
+        # In floats. A row of zeros, which pads a decode's tile of keys, precedes the transposed queries.
         sizes = [
             FEW_ROWS * padded,
             TILE * stride,
@@ -57,7 +60,7 @@ class PoolMemoryView:
 
 
 class AttentionWork:
-    """A step's attention under one window, cut into items for the kernels; every key head is a unit of each."""
+    """A step's attention for one window, divided into items. Each item has one unit of work per key head."""
 
     def __init__(self, batch: Batch, kv_heads: int, group: int, window: int, threads: int) -> None:
         starts, ends = np.array(batch.starts, np.int64), np.array(batch.kv_lens, np.int64)
@@ -70,13 +73,13 @@ class AttentionWork:
         row = (counts.cumsum() - counts)[slices] + skipped
         start = starts[slices] + skipped
         low = np.maximum(0, start + 1 - window) if window else np.zeros_like(start)
-        # The fields of an item, as the kernel reads them: the last says where a part is kept, -1: it is no part.
+        # The fields of an item, as the kernel reads them. The last is where a part's result is stored, -1 for a whole.
         items = np.stack((slices, row, count, start, low, start + count, np.full_like(row, -1)), axis=1)
         length = start + count - low
-        cost = length * (count * group + 8)  # eight for reading the keys and values
+        cost = length * (count * group + 8)  # 8 accounts for reading the keys and values
         fair = max(1, kv_heads * int(cost.sum()) // (threads * PARTS_PER_THREAD))
         parts = np.minimum(-(-cost // fair), np.maximum(1, length // MIN_PART)) if threads > 1 else np.ones_like(row)
-        order = np.argsort(-cost // parts, kind="stable")  # the longest first, so that threads end together
+        order = np.argsort(-cost // parts, kind="stable")  # longest first, so that threads finish together
         items, parts = items[order], parts[order]
         self.merged = np.zeros((0, FIELDS), np.int32)
         self.part_rows = 0
@@ -86,7 +89,7 @@ class AttentionWork:
         self.operations = kv_heads * int(cost.sum())
 
     def _divided(self, items: NDArray[np.int64], parts: NDArray[np.int64], heads: int) -> NDArray[np.int64]:
-        """Cuts each item's context into its number of parts, and lists those that are to be merged."""
+        """Divide each item's context into its number of parts, and list the parts to merge."""
         number = np.arange(parts.sum()) - np.repeat(parts.cumsum() - parts, parts)
         whole, parts_of = np.repeat(items, parts, axis=0), np.repeat(parts, parts)
         low, length = whole[:, 4], whole[:, 5] - whole[:, 4]
@@ -104,7 +107,10 @@ class AttentionWork:
 
 
 class NumbaAttention:
-    """Queries must be float32. Kernels are compiled, or loaded from disk, when this module is imported."""
+    """Attention over `pool` by numba kernels. Queries must be float32.
+
+    Importing this module compiles the kernels or loads them from disk.
+    """
 
     name = "numba"
 
@@ -116,7 +122,7 @@ class NumbaAttention:
         return NumbaPlan(self, batch)
 
     def layer_address(self, layer: int) -> int:
-        """Of its keys and values in the first block."""
+        """Return the address of the layer's keys and values in the first block."""
         return self.pool.tensor.data_ptr() + layer * self.pool.layout.layer_bytes
 
     def memory(self, threads: int, group: int) -> PoolMemoryView:
@@ -142,7 +148,9 @@ class NumbaPlan:
         prepared = self.prepared(q.shape[1], window)
         out = empty(*q.shape)
         rest = (self._backend.layer_address(layer), *prepared.rest)
-        memory = self._backend.memory(torch.get_num_threads(), prepared.group)  # as many as the kernel will run on
+        memory = self._backend.memory(
+            torch.get_num_threads(), prepared.group
+        )  # the number of threads that the kernel runs on
         attend(prepared.operations, 0, *prepared.units, q.data_ptr(), out.data_ptr(), *rest, memory.address)
         if prepared.merged:
             units, items, parts, *shape = prepared.merged
@@ -150,7 +158,7 @@ class NumbaPlan:
         return out
 
     def prepared(self, num_heads: int, window: int) -> "PreparedAttention":
-        """For all layers of this window."""
+        """Return the arguments of the kernels for all layers with this window."""
         if window not in self._prepared:
             self._prepared[window] = self._prepare(num_heads, window)
         return self._prepared[window]
@@ -178,12 +186,12 @@ class NumbaPlan:
 
 @dataclass(frozen=True, slots=True)
 class PreparedAttention:
-    """What the kernels are called with for every layer, in their order, and what its addresses point to."""
+    """The kernels' arguments, which are the same for every layer, and the objects that their addresses refer to."""
 
     group: int
     operations: int
     merge_operations: int
     units: tuple[int, ...]
     rest: tuple[int, ...]
-    merged: tuple[int, ...]  # empty: no context is cut
+    merged: tuple[int, ...]  # empty if no context is divided
     kept: tuple[object, ...]

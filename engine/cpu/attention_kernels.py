@@ -1,9 +1,9 @@
-"""Attention over the paged pool as machine code for this CPU. Importing it compiles, or loads what was compiled before.
+"""Numba kernels of attention over the paged pool. Importing this module compiles them or loads them from disk.
 
-Flash attention (Dao et al.): keys and values are taken a tile at a time with an online softmax, the query heads that
-share a key head folded together (so a key is read once for all of them). Of a decode they are rows; of a chunk they are
-the columns of the product with the keys, which therefore need not be turned. Long contexts may be cut in pieces that
-are merged afterwards (Flash-Decoding).
+The algorithm is flash attention (Dao et al.): keys and values are read a tile at a time, with an online softmax. Query
+heads that share a key head are computed together, so each key is read once for all of them. The queries of a decode
+are rows; those of a chunk are columns of the product with the keys, so that the keys need not be transposed. Long
+contexts may be divided into parts that are merged afterwards (Flash-Decoding).
 """
 
 import math
@@ -44,12 +44,12 @@ from engine.cpu.simd import (
     two_to_the,
 )
 
-AREAS = 9  # of a thread's working memory: see `numba_backend.PoolMemoryView`
+AREAS = 9  # of a thread's working memory: see `engine.cpu.attention.PoolMemoryView`
 
 
 @part
 def copy_queries(q: int, to: int, shape: tuple[int, int, int, int, int, int]) -> None:
-    """Copies the queries of an item for one key head, filled up with zeros, scaled for a softmax to the base of 2."""
+    """Copy an item's queries for one key head, padded with zeros and scaled for a softmax with base 2."""
     row, rows, head, kv_heads, group, head_dim = shape
     padded = (head_dim + LANES - 1) // LANES * LANES
     scale = splat(math.log2(math.e) / math.sqrt(head_dim))
@@ -62,8 +62,8 @@ def copy_queries(q: int, to: int, shape: tuple[int, int, int, int, int, int]) ->
 
 @part
 def turn(rows_q: int, rows: int, group: int, padded: int, to: int, stride: int, listed: int, ends: int) -> None:
-    """A chunk's queries as columns, filled up to whole vectors with the last one, so that no tile of keys has to be
-    turned; and how many tokens, from the first query's on, each of them sees."""
+    """Transpose a chunk's queries into columns, padded to whole vectors with the last query, and store how many tokens
+    each sees, counted from the first query's position."""
     for row in range(0, rows, LANES):
         for lane in range(LANES):
             r = min(row + lane, rows - 1)
@@ -78,7 +78,7 @@ def begin(
     q: int, few: bool, rows_q: int, turned: int, stride: int, listed: int, ends: int, most: int, summed: int, sums: int,
     shape: tuple[int, int, int, int, int, int],
 ) -> None:  # fmt: skip
-    """Queries of an item for one key head, as rows of a decode or columns of a chunk; nothing was seen yet."""
+    """Prepare an item for one key head: its queries as rows (decode) or columns (chunk), and empty sums."""
     _, rows, _, _, group, head_dim = shape
     padded = (head_dim + LANES - 1) // LANES * LANES
     copy_queries(q, rows_q if few else sums, shape)  # the sums are free until then
@@ -96,7 +96,7 @@ def score(
     rows_q: int, rows: int, keys: int, code: int, columns: int, padded: int, scores: int, ahead: int,
     tokens_ahead: int, lines: int,
 ) -> None:  # fmt: skip
-    """Products of the few rows of a decode with a tile's keys."""
+    """Multiply the rows of a decode with a tile's keys."""
     for token in range(0, columns, LANES):
         beside = lines if token < tokens_ahead else 0
         fetched = address_at(ahead + 8 * token)
@@ -111,8 +111,8 @@ def add_values(
     scores: int, rows: int, keys: int, code: int, value_from: int, tokens: int, sums: int, padded: int, ahead: int,
     tokens_ahead: int, lines: int, after: int,
 ) -> None:  # fmt: skip
-    """Adds a tile's values, weighted, to the sums of the few rows of a decode. What is fetched lies `after` bytes
-    behind the beginning of each group of tokens."""
+    """Add a tile's weighted values to the sums of a decode's rows. Prefetches from `after` bytes into each group of
+    tokens of the next tile."""
     for token in range(0, tokens, LANES):
         add_product(
             scores + 4 * token, 4 * TILE, keys + 8 * token, code, value_from, sums, 4 * padded, rows,
@@ -125,8 +125,8 @@ def add_values(
 def finish(
     sums: int, summed: int, most: int, target: int, shape: tuple[int, int, int, int, int, int], is_part: bool
 ) -> None:
-    """Writes the rows' answers into `target`, or, of a part, what the merge needs: of each row the weighted sum, the
-    largest and the sum."""
+    """Write the rows' results to `target`. For a part, write what `merge` needs: each row's weighted sum, its largest
+    score and the sum of its weights."""
     row, rows, head, kv_heads, group, head_dim = shape
     padded = (head_dim + LANES - 1) // LANES * LANES
     for r in range(rows):
@@ -143,8 +143,8 @@ def finish(
 
 @kernel
 def attend(values: Any) -> None:
-    """A unit of work is an item (queries of one slice over a part of its context) for one key head. Threads take
-    units in order; `values[0]` counts them."""
+    """Attention. A unit of work is an item (queries of one slice over a part of its context) for one key head. Threads
+    take units in order; `values[0]` counts them."""
     units, items, q, out, pool, parts = values[1], values[2], values[3], values[4], values[5], values[6]
     table, table_width, block_bytes, head_bytes = values[7], values[8], values[9], values[10]
     block_tokens, code, kv_heads, group, head_dim, window = (
@@ -212,7 +212,7 @@ def attend(values: Any) -> None:
 
 @kernel
 def merge(values: Any) -> None:
-    """The parts of items, head by head, into the answers of its rows."""
+    """Merge the parts of items, head by head, into the results of their rows."""
     units, items, out, parts = values[1], values[2], values[3], values[4]
     kv_heads, group, head_dim = values[5], values[6], values[7]
     part_bytes = 4 * head_dim + 8

@@ -1,5 +1,5 @@
-"""The pieces of attention that numba cannot express: register-blocked matrix products, dot products and a transpose, as
-LLVM instructions over `engine.cpu.simd`. Elements are float32 where no code says otherwise, all strides are bytes."""
+"""The parts of attention that numba cannot express, as LLVM instructions over `engine.cpu.simd`: register-blocked
+matrix products, dot products and a transpose. Elements are float32 unless a code says otherwise; strides are bytes."""
 
 from typing import Any
 
@@ -29,8 +29,8 @@ _VECTOR = ir.VectorType(_FLOAT, LANES)
 
 
 def _exchanged(builder: Any, one: Any, other: Any, bit: int) -> tuple[Any, Any]:
-    """Two rows of a matrix whose numbers differ in `bit`, after a round of the butterfly that transposes it: that bit
-    of the row's number and of the lane's change places."""
+    """Return two rows of a matrix, whose indices differ in `bit`, after a round of the butterfly that transposes it:
+    the bit is exchanged between the row's index and the lane's."""
     low = [lane if not lane & bit else LANES + (lane ^ bit) for lane in range(LANES)]
     high = [lane | bit if not lane & bit else LANES + lane for lane in range(LANES)]
     masks = (ir.Constant(ir.VectorType(_INT, LANES), mask) for mask in (low, high))
@@ -47,7 +47,7 @@ def _bytes_of(builder: Any, vectors: Any, code: int) -> Any:
 
 
 def _listed(builder: Any, rows: Any, index: Any) -> Any:
-    """The address that a list of them has at `index`."""
+    """Load the address at `index` of a list of addresses."""
     return builder.load(emit_pointer(builder, builder.add(rows, builder.mul(index, ir.Constant(_LONG, 8))), _LONG))
 
 
@@ -81,13 +81,13 @@ def _dot(builder: Any, code: int, rows: Any, query: Any, size: Any, target: Any,
             builder.store(emit_multiply_add(builder, factor, key, builder.load(one)), one)
     vectors = [builder.load(one) for one in sums]
     bit = LANES // 2
-    while bit:  # half as many vectors a round, each with the sums of two
+    while bit:  # each round halves the number of vectors
         vectors = [builder.fadd(*_exchanged(builder, vectors[row], vectors[row + bit], bit)) for row in range(bit)]
         bit //= 2
     builder.store(vectors[0], emit_pointer(builder, target, _VECTOR), align=4)
 
 
-# The LANES floats from `offset` on of each row in a list of LANES addresses, written as columns.
+# Write the LANES floats from `offset` on of each row in a list of LANES addresses as columns.
 transpose_block = written(types.void, (types.int64,) * 4, _transpose)
 _dot_float32, _dot_bfloat16, _dot_float16 = (
     written(types.void, (types.int64,) * 6, lambda b, *given, code=code: _dot(b, code, *given))
@@ -97,8 +97,8 @@ _dot_float32, _dot_bfloat16, _dot_float16 = (
 
 @part
 def dots(rows: int, code: int, query: int, size: int, target: int, ahead: int, lines: int) -> None:
-    """The products of `query`, `size` floats in whole vectors, with each row of elements `code` in a list of LANES
-    addresses; beside each vector of it `lines` cache lines are fetched, one after another from `ahead` on."""
+    """Multiply `query`, `size` floats in whole vectors, with each row of elements `code` in a list of LANES addresses.
+    With each vector, prefetches `lines` cache lines, consecutively from `ahead` on."""
     if code == FLOAT32:
         _dot_float32(rows, query, size, target, ahead, lines)
     elif code == BFLOAT16:
@@ -108,8 +108,8 @@ def dots(rows: int, code: int, query: int, size: int, target: int, ahead: int, l
 
 
 def _panel(vectors: int, code: int, fetches: bool) -> Any:
-    """Of at most PANEL_ROWS rows and exactly `vectors` vectors of columns: c += a b. The rows of b are given as a list
-    of addresses, so they may lie anywhere; `column` is where in them to start, in bytes."""
+    """Return a function that computes c += a b for at most PANEL_ROWS rows and `vectors` vectors of columns. The rows
+    of b are given as a list of addresses; `column` is the offset in them, in bytes."""
 
     def emit(builder: Any, a: Any, a_stride: Any, a_step: Any, b: Any, column: Any, c: Any, *rest: Any) -> None:
         c_stride, rows, depth, *fetched = rest
@@ -125,7 +125,7 @@ def _panel(vectors: int, code: int, fetches: bool) -> Any:
 
 
 def _panel_of_listed(vectors: int) -> Any:
-    """As `_panel`, but c = a b, and it is the rows of a that are listed."""
+    """Return a function like that of `_panel`, but computing c = a b, with the rows of a as a list of addresses."""
 
     def emit(builder: Any, a: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, rows: Any, depth: Any) -> None:
         def row_of_b(index: Any) -> Any:
@@ -141,7 +141,7 @@ def _panel_of_listed(vectors: int) -> Any:
 def _product(
     builder: Any, vectors: int, a: Any, row_of_b: Any, c: Any, depth: Any, adds: bool, code: int, fetched: Any
 ) -> None:
-    """All sums stay in registers. `a`: the addresses of its rows, and how far apart their elements lie."""
+    """Emit a product whose sums all stay in registers. `a`: the addresses of its rows, and the stride of elements."""
     a_rows, a_step = a
     rows = len(a_rows)
     places = [
@@ -191,9 +191,9 @@ def listed_times(
     a: int, b: int, b_stride: int, c: int, c_stride: int, rows: int, depth: int, columns: int, ahead: int,
     rows_ahead: int, row_bytes: int,
 ) -> None:  # fmt: skip
-    """c [rows, columns] = a [rows, depth] b [depth, columns]; `a` is a list of the addresses of its rows, `columns` a
-    multiple of LANES. Every element is one chain of multiply-adds in the order of `depth`, so it does not depend on how
-    many rows there are. Meanwhile `rows_ahead` rows of `row_bytes`, listed from `ahead` on, are fetched."""
+    """Compute c [rows, columns] = a [rows, depth] b [depth, columns]. `a` is a list of the addresses of its rows, and
+    `columns` a multiple of LANES. Every element is one chain of multiply-adds in the order of `depth`, so it does not
+    depend on the number of rows. Also prefetches `rows_ahead` rows of `row_bytes`, listed from `ahead` on."""
     wide = 4 * LANES * PANEL_VECTORS
     column = 0
     while column < 4 * columns:
@@ -201,7 +201,7 @@ def listed_times(
         for row in range(0, rows, PANEL_ROWS):
             left, left_ahead = min(PANEL_ROWS, rows - row), rows_ahead - row
             one, at, place = a + 8 * row, b + column, c + row * c_stride + column
-            if column == 0:  # and beside the last rows whatever is left
+            if column == 0:  # the rest is fetched with the last rows
                 fetch(ahead + 8 * row, min(left, left_ahead) if left < rows - row else left_ahead, row_bytes)
             if is_wide:
                 _wide_listed(one, at, b_stride, place, c_stride, left, depth)
@@ -214,8 +214,8 @@ def listed_times(
 def add_times_listed(
     a: int, a_stride: int, a_step: int, b: int, b_from: int, c: int, c_stride: int, rows: int, depth: int, columns: int
 ) -> None:
-    """c [rows, columns] += a [rows, depth] b [depth, columns], like `listed_times`, but it is the rows of b that are
-    listed; the elements of a row of a are `a_step` bytes apart."""
+    """Compute c [rows, columns] += a [rows, depth] b [depth, columns], with the rows of b as a list of addresses. The
+    elements of a row of a are `a_step` bytes apart."""
     wide = 4 * LANES * PANEL_VECTORS
     column = 0
     while column < 4 * columns:
@@ -235,8 +235,8 @@ def add_product(
     a: int, a_stride: int, b: int, code: int, b_from: int, c: int, c_stride: int, rows: int, depth: int, columns: int,
     ahead: int, lines: int,
 ) -> None:  # fmt: skip
-    """`add_times_listed` with rows of b of elements `code`; beside the first vectors of each of them `lines` cache
-    lines are fetched, one after another from `ahead` on."""
+    """Compute `add_times_listed` for rows of b with elements `code`. With the first vectors of each row, prefetches
+    `lines` cache lines, consecutively from `ahead` on."""
     item = 4 if code == FLOAT32 else 2
     column = 0
     while column < columns:

@@ -1,5 +1,7 @@
-"""The online softmax of attention's kernels: a tile's scores become weights relative to the largest score seen so far,
-to the base of 2, which the queries' scale allows for."""
+"""The online softmax of the attention kernels: a tile's scores become weights relative to the largest score so far.
+
+Powers have base 2, for which the queries are scaled.
+"""
 
 import math
 
@@ -20,13 +22,13 @@ from engine.cpu.simd import (
     where_less,
 )
 
-UNSEEN = -1e30  # the running maximum before anything was seen: finite, so that differences are numbers
+UNSEEN = -1e30  # initial running maximum: finite, so that differences are not NaN
 
 
 @part
 def softmax(scores: int, low: int, high: int, columns: int, most_at: int, sum_at: int, sums: int, padded: int) -> None:
-    """One row of scores, of which columns low <= i < high are seen: turns them into weights relative to the largest
-    seen so far, and what was summed before with the smaller one is scaled down."""
+    """Replace one row of scores, of which columns low <= i < high are visible, by weights relative to the largest score
+    so far. If the maximum grows, earlier sums are scaled down."""
     before = number_at(most_at)
     top = splat(before)
     hidden = splat(-math.inf)
@@ -57,7 +59,7 @@ def weigh(
     scores: int, rows: int, group: int, start: int, tokens: int, columns: int, window: int, most: int, summed: int,
     sums: int, padded: int,
 ) -> None:  # fmt: skip
-    """`softmax` of every row of a tile; `start` is where the first query is, counted from the tile's first token."""
+    """Apply `softmax` to every row of a tile. `start` is the first query's position relative to the tile's start."""
     for r in range(rows):
         end = start + r // group + 1
         softmax(
@@ -71,9 +73,9 @@ def weigh_columns(
     scores: int, stride: int, rows: int, start: int, tokens: int, window: int, ends: int, most: int, summed: int,
     sums: int, padded: int, scales: int,
 ) -> None:  # fmt: skip
-    """As `weigh`, of scores that have a row for each token and a column for each of the `rows`, LANES of which are
-    taken at once: nothing goes across a vector's lanes. `ends`: how many tokens, from the first query's on, each row
-    sees; `scales`: room for a vector."""
+    """Do the same as `weigh` for scores with a row per token and a column for each of the `rows`, LANES columns at
+    once, without operations across lanes. `ends`: how many tokens from the first query's position on each row sees;
+    `scales`: space for a vector."""
     for row in range(0, rows, LANES):
         column = scores + 4 * row
         if start + number_at(ends + 4 * row) < tokens or (
@@ -81,7 +83,7 @@ def weigh_columns(
         ):
             hide(column, stride, tokens, ends + 4 * row, start, window)
         before = load(most + 4 * row)
-        top, other = before, before  # each waits only for every second token
+        top, other = before, before  # two independent chains
         for token in range(0, tokens - 1, 2):
             top = larger(load(column + token * stride), top)
             other = larger(load(column + (token + 1) * stride), other)
@@ -101,7 +103,7 @@ def weigh_columns(
 
 @part
 def hide(column: int, stride: int, tokens: int, ends: int, start: int, window: int) -> None:
-    """Makes -inf of the scores of tokens that a row does not see, for LANES rows."""
+    """Set the scores of tokens that a row does not see to -inf, for LANES rows."""
     end, hidden = load(ends) + splat(start), splat(-math.inf)
     low = end - splat(float(window) if window else math.inf)
     for token in range(tokens):
@@ -112,7 +114,7 @@ def hide(column: int, stride: int, tokens: int, ends: int, start: int, window: i
 
 @part
 def scale_down(sums: int, rows: int, padded: int, scales: int) -> None:
-    """Each row's sums times its scale, which is 1 for most."""
+    """Multiply each row's sums by its scale, which is 1 for most rows."""
     for r in range(rows):
         scale = number_at(scales + 4 * r)
         if scale != 1.0:

@@ -1,14 +1,13 @@
-"""The tiles that attention's kernels take a context in: which rows of the pool they are, and how those are read from
-memory before they are wanted."""
+"""The tiles in which attention kernels read a context: their rows in the KV pool, and prefetching them."""
 
 from engine.cpu.jit import part
 from engine.cpu.simd import FLOAT32, LANES, address_at, index_at, load_some, prefetch, put_address, store
 
 TILE = 96  # tokens: whole panels of a product's rows
-FEW_ROWS = 8  # of a decode: as many query heads as share a key head
-FEW_TILE = 32  # tokens of a decode's tile: this one and the next, being fetched, stay in the caches close by
+FEW_ROWS = 8  # up to this many rows (query heads that share a key head) are computed as a decode
+FEW_TILE = 32  # tokens of a decode's tile: the current and the next tile fit into the near caches
 LINE = 64  # bytes of a cache line
-FIELDS = 7  # of an item: see `numba_backend.Work`
+FIELDS = 7  # of an item: see `engine.cpu.attention.AttentionWork`
 # Bytes of a block and of a token, tokens of a block, the code of the pool's dtype, and the dimensions of a head.
 Sizes = tuple[int, int, int, int, int]
 
@@ -20,7 +19,7 @@ def tile_of(rows: int) -> int:
 
 @part
 def locate(table: int, low: int, high: int, base: int, sizes: Sizes, rows: int) -> int:
-    """Lists where in the pool the key and value of each token from position `low` to `high` are. Their number."""
+    """List the addresses of the key and value of each token in positions [low, high). Return their number."""
     block_bytes, token_bytes, block_tokens, _, _ = sizes
     count = high - low
     token = 0
@@ -37,7 +36,7 @@ def locate(table: int, low: int, high: int, base: int, sizes: Sizes, rows: int) 
 
 @part
 def fetch(rows: int, tokens: int, token_bytes: int) -> None:
-    """Asks for all keys and values of the tokens of a list."""
+    """Prefetch the keys and values of a list of tokens."""
     for token in range(tokens):
         row = address_at(rows + 8 * token)
         for at in range(0, token_bytes, LINE):
@@ -46,14 +45,14 @@ def fetch(rows: int, tokens: int, token_bytes: int) -> None:
 
 @part
 def fill_up(rows: int, tokens: int, columns: int, zeros: int) -> None:
-    """Fills a list of `tokens` up to whole vectors with the address of a row of zeros."""
+    """Pad a list of `tokens` to `columns` entries with the address of a row of zeros."""
     for token in range(tokens, columns):
         put_address(zeros, rows + 8 * token)
 
 
 @part
 def widen(rows: int, count: int, sizes: Sizes, wide: int, widened: int) -> None:
-    """Copies keys and values as float32 in whole vectors, with zeros after them, and lists where they are then."""
+    """Copy keys and values as float32, padded with zeros to whole vectors, and list their new addresses."""
     _, _, _, code, head_dim = sizes
     item = 4 if code == FLOAT32 else 2
     padded = (head_dim + LANES - 1) // LANES * LANES
@@ -67,9 +66,10 @@ def widen(rows: int, count: int, sizes: Sizes, wide: int, widened: int) -> None:
 
 @part
 def shares(rows: int, padded: int, token_bytes: int) -> tuple[int, int]:
-    """How many cache lines of the next tile to fetch beside each vector of a key, and beside each value, so that all
-    of it is asked for evenly while this tile is computed: in bursts, the CPU would wait for memory and then memory
-    for the CPU. A group of LANES tokens is taken to lie in one piece; where it does not, that only costs speed."""
+    """Return how many cache lines of the next tile to prefetch with each vector of a key, and with each value.
+
+    The prefetches are spread evenly over the current tile; in bursts, the CPU would wait for memory and then memory
+    for the CPU. A group of LANES tokens is assumed to be contiguous; if it is not, only speed suffers."""
     by_values = max(1, token_bytes // (4 * LINE))
     left = LANES * max(0, token_bytes // LINE - by_values)
     steps = rows * padded // LANES
@@ -81,7 +81,7 @@ def first_tile(
     unit: int, units: int, items: int, table: int, table_width: int, pool: int, head_bytes: int, kv_heads: int,
     group: int, sizes: Sizes, rows: int,
 ) -> int:  # fmt: skip
-    """Lists where the tokens of a unit's first tile are. Their number, 0 if there is no such unit."""
+    """List the addresses of the tokens of a unit's first tile. Return their number, 0 if there is no such unit."""
     if unit >= units:
         return 0
     item = items + 4 * FIELDS * (unit // kv_heads)

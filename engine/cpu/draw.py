@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,arg-type,attr-defined,assignment"
-"""The draw of `engine.sampling` as machine code for this CPU, a row a thread. Importing it compiles, or loads what was
-compiled before.
+"""The draw of `engine.sampling` as a numba kernel, one thread per row. Importing this module compiles it or loads it
+from disk.
 
-Nothing is sorted. Noise has a cheap upper bound, so a logarithm is taken only for tokens that may still win; and a
-token drawn from more than top_p leaves is the draw if top_p leaves it too, else all that are no likelier are dropped
-and it is drawn again (rejection with a rising pivot: FlashInfer's sampling without a sort).
+Nothing is sorted. Noise has a cheap upper bound, so logarithms are computed only for tokens that may still win. For
+top_p, a token is drawn from all candidates and accepted if top_p keeps it; otherwise all tokens that are no likelier
+are dropped and the draw is repeated (rejection with a rising pivot, as in FlashInfer's sorting-free sampling).
 """
 
 import math
@@ -36,14 +36,15 @@ from engine.cpu.simd import (
     where_less,
     written,
 )
-from engine.sampling import BROKEN, GREEDY_BELOW, NOTHING_ALLOWED, WORDS
+from engine.sampling_params import BROKEN, NOTHING_ALLOWED, WORDS
+from shared.limits import GREEDY_BELOW
 
-WORK = 4  # elementary operations a logit, for `engine.cpu.jit.PARALLEL_WORK`
-WEIGHED = 64 * LANES  # scores whose weights are summed in float32
-RUN = 32  # scores
+WORK = 4  # elementary operations per logit, for `engine.cpu.jit.PARALLEL_WORK`
+WEIGHED = 64 * LANES  # scores whose weights are summed in float32 before the sum continues in float64
+RUN = 32  # scores per run in `nth_score`
 TILE = 32  # tokens whose noise is bounded at once
 LN2 = math.log(2)
-# numba makes a float of int64 and uint64 together: all of the noise's arithmetic is unsigned.
+# numba turns an operation on int64 and uint64 into float64, so all constants of the noise are unsigned.
 _GOLDEN, _ONE, _EXPONENT = np.uint64(GOLDEN), np.uint64(1), np.uint64(1023 << 52)
 _FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _30, _27, _31, _12 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(12)
@@ -65,7 +66,7 @@ def sum_of(row, count):
 
 @inlined
 def most_likely(row, count):
-    """Its score, and the first token that has it."""
+    """Return the largest score of a row and the first token that has it."""
     whole = count - count % LANES
     vector = splat(-math.inf)
     for at in range(0, whole, LANES):
@@ -81,7 +82,7 @@ def most_likely(row, count):
 
 @inlined
 def divide(row, count, by, scores):
-    """Fills `scores`, and whole vectors of them with -inf."""
+    """Store the row divided by `by` in `scores`, padded with -inf."""
     for at in range(0, count, LANES):
         store_some(load_some(row + 4 * at, count - at, FLOAT32) / splat(by), scores + 4 * at, count - at, FLOAT32)
     end(carray(_pointer(scores), count + LANES, np.float32), count)
@@ -95,7 +96,7 @@ def end(scores, count):
 
 @inlined
 def keep(area, scores, tokens, count, above, least):
-    """Drops what is not over `above` or is below `least`. Returns how many are left."""
+    """Keep only scores that are over `above` and at least `least`. Return how many are left."""
     kept = 0
     for first in range(0, count, LANES):
         top = largest(load(area + 4 * first))
@@ -110,7 +111,7 @@ def keep(area, scores, tokens, count, above, least):
 
 @inlined
 def weight(scores, count, above, best):
-    """Of the scores over `above`: the sum of exp(score - best)."""
+    """Return the sum of exp(score - best) over the scores over `above`."""
     summed = 0.0
     for first in range(0, count, WEIGHED):
         part = splat(0.0)
@@ -123,7 +124,7 @@ def weight(scores, count, above, best):
 
 @inlined
 def nth_largest(values, count, nth):
-    """Hoare's selection; puts `values` in another order."""
+    """Return the nth largest value by Hoare's selection, which reorders `values`."""
     low, high = 0, count - 1
     while low < high:
         pivot, left, right = values[(low + high) >> 1], low, high
@@ -147,7 +148,7 @@ def nth_largest(values, count, nth):
 
 @inlined
 def rest_of_one(key, token):
-    """1 - u, exactly: u is the uniform number of `engine.counter_rng`."""
+    """Return exactly 1 - u, where u is the uniform number of `engine.counter_rng`."""
     mixed = key + (np.uint64(token) + _ONE) * _GOLDEN
     mixed = (mixed ^ (mixed >> _30)) * _FACTORS[0]
     mixed = (mixed ^ (mixed >> _27)) * _FACTORS[1]
@@ -157,8 +158,10 @@ def rest_of_one(key, token):
 
 @inlined
 def winner(scores, tokens, count, key):
-    """Which of the scores is the largest with its token's noise, -log(-log(u)). That is below -log(1 - u), and a
-    logarithm to base 2 is above exponent + mantissa - 1: that bound is computed for many tokens at once."""
+    """Return the index of the largest score after adding its token's noise, -log(-log(u)).
+
+    The noise is below -log(1 - u), and a logarithm to base 2 is above exponent + mantissa - 1. The resulting bound is
+    computed for many tokens at once."""
     best, where = -math.inf, 0
     for first in range(0, count, TILE):
         last, hopeful = min(count, first + TILE), 0
@@ -175,8 +178,7 @@ def winner(scores, tokens, count, key):
 
 @inlined
 def nth_score(area, scores, ranked, count, nth):
-    """The nth largest score. Runs of scores are tried first: what is below the nth largest of their tops is no
-    candidate."""
+    """Return the nth largest score. Scores below the nth largest of the maxima of runs are no candidates."""
     runs, least = count // RUN, np.float32(-math.inf)
     if nth < runs:
         for run in range(runs):
@@ -206,9 +208,9 @@ def draw_one(row, count, parameters, area):
     for token in range(count):
         tokens[token] = token
     best, token = most_likely(area, count)
-    if not math.isfinite(best):  # a tiny repetition penalty or temperature: nothing can be weighed
+    if not math.isfinite(best):  # overflow by a tiny repetition penalty or temperature: weights are undefined
         return token
-    least, held = np.float32(-math.inf), 0.0  # `held`: weight of what top_k leaves, ties beyond it not counted
+    least, held = np.float32(-math.inf), 0.0  # `held`: weight of the tokens that top_k keeps, without ties beyond top_k
     if min_p > 0:
         least = best + np.float32(math.log(np.float32(min_p)))
         count = keep(area, scores, tokens, count, np.float32(-math.inf), least)
@@ -232,8 +234,8 @@ def draw_one(row, count, parameters, area):
 
 @kernel
 def _draw(values):
-    """values: a counter, rows, vocabulary, addresses of logits, adjusted logits, parameters, result and areas, and
-    the bytes of an area; a row a turn, each thread in an area of its own."""
+    """values: a counter, rows, vocabulary, addresses of logits, adjusted logits, parameters, result and areas, and the
+    bytes of an area. Threads take rows in order; each has its own area."""
     area = values[7] + values[8] * np.int64(thread_number())
     rows, vocab = values[1], values[2]
     while True:
@@ -252,8 +254,11 @@ def _draw(values):
 
 
 def draw(logits: Tensor, adjusted: Tensor, parameters: Tensor) -> list[int]:
-    """Of each row a token, `BROKEN` or `NOTHING_ALLOWED`. `logits`, and `adjusted` by bans, bias and penalties (it may
-    be the same): float32 [R, vocab]; `parameters`: int64 [R, WORDS], as `engine.sampling.parameters_of` packs them."""
+    """Return for each row a token, `BROKEN` or `NOTHING_ALLOWED`.
+
+    `logits` and `adjusted`, the logits after bans, bias and penalties (possibly the same tensor), are float32
+    [R, vocab]; `parameters` is int64 [R, WORDS], as `engine.sampling_params.parameters_of` packs them.
+    """
     rows, vocab = logits.shape
     logits, adjusted = logits.contiguous(), adjusted.contiguous()
     chosen = torch.empty(rows, dtype=torch.int64)

@@ -1,33 +1,60 @@
-"""The pass of a few decodes as one call: between kernels there is no Python, which would take longer than some of them.
+"""The forward pass of a few decodes as one call, without Python between kernels, which would take longer than some.
 
-Its memory and the kernels' values are made once, as for a CUDA graph; a step fills in what changes: the number of rows,
-where its tables lie, and the work of attention. What is computed is what `Decoder.forward` computes, by the same
-kernels in the same order, so not a bit differs.
+Memory and the kernels' arguments are prepared once, as for a CUDA graph; a step fills in what changes: the number of
+rows, the addresses of its tables, and the work of attention. The kernels and their order are those of
+`Decoder.forward`, so results are identical to the bit.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from llvmlite import ir
+from numba.core import types
 from torch import Tensor
 
 from engine.batch import Batch
 from engine.cpu.attention import NumbaAttention, NumbaPlan
 from engine.cpu.attention_kernels import attend, merge
-from engine.cpu.jit import PARALLEL_WORK, Kernel
-from engine.cpu.kernel_list import run
+from engine.cpu.jit import PARALLEL_WORK, Kernel, kernel, wait_for_all
 from engine.cpu.layer import NumbaKernels
 from engine.cpu.layer_kernels import add_norm, norm, rotate_and_store, silu_mul
 from engine.cpu.matmul_kernels import product
 from engine.cpu.panels import PanelLinear
+from engine.cpu.simd import address_at, emit_pointer, written
 from engine.models.decoder import Decoder, DecoderLayer
 
-MAX_ROWS = 64  # with more of them, Python is no part of a step that is worth naming
-VALUES = 20  # of a kernel at most
+MAX_ROWS = 64  # with more rows, Python's share of a step is negligible
+VALUES = 20  # most arguments of a kernel
+_LONG = ir.IntType(64)
+
+
+def _call(builder: Any, function: Any, values: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_LONG.as_pointer()])
+    builder.call(emit_pointer(builder, function, kind), [emit_pointer(builder, values, _LONG)])
+
+
+_call_kernel = written(types.void, (types.int64, types.int64), _call)
+
+
+@kernel
+def run(values: Any) -> None:
+    """Run kernels in order. values: the number of kernels, the list of their addresses, the address of the first one's
+    values, and the bytes from one kernel's values to the next. A kernel starts when all threads have finished the
+    previous one."""
+    kernels, given, stride = values[1], values[2], values[3]
+    for index in range(values[0]):
+        _call_kernel(address_at(kernels + 8 * index), given + stride * index)
+        wait_for_all()
 
 
 class FusedDecode:
-    """Of a decoder whose weights stay where they are."""
+    """Runs the forward pass of up to MAX_ROWS decodes as one call.
+
+    Owned by `TorchRunner` and called on the thread that computes. It keeps the addresses of the decoder's weights,
+    which must not move. `logits` returns the same bits as `Decoder.forward` followed by `Decoder.logits`.
+    """
 
     def __init__(self, model: Decoder, kernels: NumbaKernels, attention: NumbaAttention) -> None:
         self._model, self._kernels, self._attention = model, kernels, attention
@@ -43,14 +70,14 @@ class FusedDecode:
             "gate_up": 2 * inner,
             "product": inner,
         }
-        # Not filled with zeros: that would give this thread a team of OpenMP threads beside that of the engine's.
+        # Not zeroed: that would start a second team of OpenMP threads for this thread, besides the engine's.
         self._memory = {name: torch.empty(MAX_ROWS, size) for name, size in sizes.items()}
         self._memory["scratch"] = torch.empty(
             MAX_ROWS, max(linear.row_scratch for linear in _panels(model)), dtype=torch.uint8
         )
         self._at = {name: tensor.data_ptr() for name, tensor in self._memory.items()}
         self._calls: list[tuple[Kernel, list[int]]] = []
-        self._windows: dict[int, list[int]] = {}  # the numbers of the calls that attend; each is followed by its merge
+        self._windows: dict[int, list[int]] = {}  # indices of calls of `attend`; each is followed by its `merge`
         self._write(model)
         numbers = {kernel: [n for n, call in enumerate(self._calls) if call[0] is kernel] for kernel, _ in self._calls}
         self._rotations = numbers[rotate_and_store]
@@ -61,13 +88,13 @@ class FusedDecode:
             row[: len(values)] = values
 
     def takes(self, batch: Batch) -> bool:
-        """Whether its slices are decodes that draw, and few enough."""
+        """Return whether the batch consists of at most MAX_ROWS decodes."""
         rows = len(batch.starts)
         return 0 < rows <= MAX_ROWS and len(batch.tokens) == rows == len(batch.sampled) == len(batch.logit_rows)
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
-        """float32 [S, vocab_size] of a batch that it takes; the KV of all tokens is stored."""
+        """Store the KV of all tokens and return the logits, float32 [S, vocab_size]. Requires `takes(batch)`."""
         rows, values = len(batch.tokens), self._values
         self._memory["hidden"][:rows] = self._model.embed(batch.tokens)
         step, plan = self._kernels.begin(batch), self._attention.plan(batch)
@@ -93,7 +120,7 @@ class FusedDecode:
             values[merges, 1:3] = (units, items)
             values[merges, 4] = parts
 
-    # ---- what is the same each time -------------------------------------------------------------------------------
+    # ---- arguments that are the same in every step ----------------------------------------------------------------
 
     def _write(self, model: Decoder) -> None:
         epsilon, size, at = self._kernels.epsilon_at, model.config.hidden_size, self._at
@@ -108,7 +135,7 @@ class FusedDecode:
             self._call(silu_mul, 0, model.config.intermediate_size, at["gate_up"], at["product"])
             self._multiply(layer.down, "product", "update")
             self._call(add_norm, 0, size, epsilon, *added, norm_after.data_ptr(), at["normed"])
-        self._multiply(model.head, "normed", "hidden")  # its result has memory of its own each time
+        self._multiply(model.head, "normed", "hidden")  # its result is newly allocated in each step
 
     def _write_attention(self, index: int, layer: DecoderLayer) -> None:
         config, kernels, at = self._model.config, self._kernels, self._at
@@ -134,7 +161,7 @@ class FusedDecode:
 
 
 def fused_decode_of(model: Decoder, kernels: object, attention: object) -> FusedDecode | None:
-    """None unless all of a pass is our own kernels, and products that others read have no columns to spare."""
+    """Return the fused pass, or None unless all parts are numba kernels and inner products have no padded columns."""
     *inner, head = model.linears()
     if not isinstance(kernels, NumbaKernels) or not isinstance(attention, NumbaAttention):
         return None

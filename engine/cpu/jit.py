@@ -1,9 +1,8 @@
-"""Compiles kernels for this machine's CPU with numba and runs them on torch's own OpenMP threads: the one importer
-of numba, imported only where a numba kernel was chosen.
+"""Compiles kernels for this machine's CPU with numba and runs them on torch's OpenMP threads.
 
-Numba's own parallel loops bring a second OpenMP (or thread pool) into the process, whose spinning threads fight torch's
-for the cores. So a kernel here is a plain C function that every thread of a team runs, and the team is started by
-`GOMP_parallel` of the OpenMP that torch has loaded, in whatever file that lies.
+Numba's own parallel loops would add a second OpenMP runtime (or thread pool) to the process, whose spinning threads
+compete with torch's for the cores. A kernel is therefore a plain C function that every thread of a team runs, and the
+team is started with `GOMP_parallel` of the OpenMP library that torch has loaded.
 """
 
 import ctypes
@@ -28,33 +27,35 @@ import numba
 import torch
 from numba.core import types
 
+from shared.limits import GREEDY_BELOW
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 log = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
-# Work of a kernel call, in elementary operations, from which a team of threads pays: waking it takes some microseconds.
+# Elementary operations from which a kernel call uses a team of threads: waking the team takes some microseconds.
 PARALLEL_WORK = 1 << 15
 
 
 def cpu_features() -> frozenset[str]:
-    """What LLVM may use of this CPU, as in "avx512f"; NUMBA_CPU_FEATURES can take something away."""
+    """Return the features of this CPU that LLVM may use, such as "avx512f"; NUMBA_CPU_FEATURES overrides them."""
     flags = numba.config.CPU_FEATURES
     if flags is None:
         flags = llvmlite.binding.get_host_cpu_features().flatten()
     return frozenset(flag[1:] for flag in flags.split(",") if flag.startswith("+"))
 
 
-if platform.machine() == "x86_64" and "f16c" not in cpu_features():  # LLVM would end the process at the first float16
+if platform.machine() == "x86_64" and "f16c" not in cpu_features():  # LLVM would abort the process at the first float16
     raise ImportError("this CPU cannot convert float16 (F16C), which compiled kernels need")
 
-_TORCH = ctypes.CDLL(torch._C.__file__)  # looks a symbol up in all that torch was linked with
-# Under names of our own, so that compiled code finds these and no others.
+_TORCH = ctypes.CDLL(torch._C.__file__)  # looks up symbols in all libraries that torch is linked with
+# Registered under separate names, so that compiled code cannot resolve them to another OpenMP library.
 for _name in ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier"):
     llvmlite.binding.add_symbol(f"baton_{_name}", ctypes.cast(getattr(_TORCH, _name), ctypes.c_void_p).value)
 thread_number: Callable[[], int] = types.ExternalFunction("baton_omp_get_thread_num", types.int32())
 num_threads: Callable[[], int] = types.ExternalFunction("baton_omp_get_num_threads", types.int32())
-# Returns when all threads of the team have come to it; at once in a kernel that runs alone.
+# A barrier for all threads of the team; returns at once in a kernel that runs on one thread.
 wait_for_all: Callable[[], None] = types.ExternalFunction("baton_GOMP_barrier", types.void())
 _parallel = _TORCH.GOMP_parallel
 _parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
@@ -62,10 +63,10 @@ _parallel.restype = None
 
 
 def _is_ours(directory: Path) -> bool:
-    """Whether it can be written, by us alone, made if need be: code is loaded from it."""
+    """Create the directory if necessary. Return whether only this user can write to it, as code is loaded from it."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.lstat()  # of a link, which another user could turn elsewhere, not of what it points to
+        found = directory.lstat()  # not stat: another user could redirect a symbolic link
         with tempfile.TemporaryFile(dir=directory):
             return S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
     except OSError:
@@ -73,7 +74,7 @@ def _is_ours(directory: Path) -> bool:
 
 
 def _places() -> Iterator[Path]:
-    """Where compiled kernels may stay, best first: beside this module, in the user's cache, among temporary files."""
+    """Yield directories for compiled kernels, best first: next to this module, the user's cache, temporary files."""
     yield HERE / "__pycache__"
     yield Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "baton")
     with suppress(OSError):
@@ -81,28 +82,34 @@ def _places() -> Iterator[Path]:
 
 
 def _cache_directory(source: Path, places: Iterable[Path]) -> Path | None:
-    """Of the kernels of a file, in the first place that is ours: who owns a directory may exchange those in it. Its
-    name changes with all that kernels are made of; numba itself looks only at the one file, and at the CPU."""
-    files = {*HERE.glob("*.py"), HERE.parent / "counter_rng.py", HERE.parent / "sampling.py"}
-    made_of = b"".join(file.read_bytes() for file in sorted(files | {source}))
+    """Return a cache directory for the kernels of a file, in the first place that only this user can write to.
+
+    Its name depends on all sources that kernels are compiled from; numba itself checks only the one file and the CPU.
+    """
+    others = ("counter_rng.py", "sampling_params.py", "linear/int8.py")  # whose constants are compiled in
+    files = {*HERE.glob("*.py"), *(HERE.parent / name for name in others), source}
+    made_of = repr(GREEDY_BELOW).encode() + b"".join(file.read_bytes() for file in sorted(files))
     name = f"kernels-{hashlib.blake2b(made_of, digest_size=8).hexdigest()}"
     return next((at / name for at in places if at.is_absolute() and _is_ours(at) and _is_ours(at / name)), None)
 
 
 @contextmanager
 def _alone_in(directory: Path) -> Iterator[None]:
-    """Of several nodes that start together, the first compiles and the others load what it has stored."""
+    """Lock the directory: if several nodes start together, the first compiles and the others load the result."""
     with (directory / "lock").open("a+") as lock:
-        with suppress(OSError):  # where files cannot be locked, each compiles
+        with suppress(OSError):  # if files cannot be locked, every process compiles
             fcntl.flock(lock, fcntl.LOCK_EX)
         if os.fstat(lock.fileno()).st_size == 0:
-            lock.write("of the process that compiles")
-            log.warning("compiling kernels for this CPU, once: about 10 seconds (kept in %s)", directory)
+            lock.write("held by the process that compiles")
+            log.warning("compiling kernels for this CPU, once: about 10 seconds (cached in %s)", directory)
         yield
 
 
 def _compiled(function: Callable[[Any], None]) -> Any:
-    """From disk where it is there; what is damaged there goes, and nothing is kept where that fails."""
+    """Load the kernel from the on-disk cache, or compile it.
+
+    A corrupt cache is deleted. If the cache is not writable, the kernel is compiled without caching.
+    """
     compiling = partial(numba.cfunc, types.void(types.CPointer(types.int64)), error_model="numpy")  # type: ignore[attr-defined]
     directory = _cache_directory(Path(function.__code__.co_filename), _places())
     if directory is not None:
@@ -111,23 +118,26 @@ def _compiled(function: Callable[[Any], None]) -> Any:
             with _alone_in(directory):
                 return compiling(cache=True)(function)
         except (OSError, EOFError, UnpicklingError) as error:
-            log.warning("compiled kernels in %s are of no use, compiling them anew: %s", directory, error)
+            log.warning("compiled kernels in %s cannot be used, compiling them again: %s", directory, error)
             shutil.rmtree(directory, ignore_errors=True)
     return compiling()(function)
 
 
 class Kernel:
-    """A compiled function of one pointer to int64 values: numbers and addresses of tensors."""
+    """A compiled function of a pointer to int64 values: numbers and addresses of tensors."""
 
     def __init__(self, compiled: Any) -> None:
-        self.compiled = compiled  # numba's, for looking at its code
-        self.address: int = compiled.address  # of a C function
+        self.compiled = compiled  # numba's object, for inspecting the code
+        self.address: int = compiled.address  # of the C function
         self._alone = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(self.address)
 
     def __call__(self, work: int, *values: int) -> None:
-        """`work` in elementary operations: little is done in place, keeping the interpreter's lock; much by as many
-        threads as torch uses, without it. The memory behind addresses must outlive the call and be laid out as the
-        kernel expects."""
+        """Run the kernel on `values`. `work` is the amount of work in elementary operations.
+
+        Small work runs on this thread and keeps the interpreter lock; other work releases it and runs on as many
+        threads as torch uses. The memory behind addresses must have the layout that the kernel expects, and must stay
+        valid during the call.
+        """
         packed = array("q", values)
         address = packed.buffer_info()[0]
         if work < PARALLEL_WORK:
@@ -137,16 +147,18 @@ class Kernel:
 
 
 def kernel(function: Callable[[Any], None]) -> Kernel:
-    """Compiles, or loads from disk, a function of `values` (a pointer to int64) that every thread of a team runs:
-    it shares the work by `thread_number()` and `num_threads()`, or by a counter. Raise nothing in it."""
+    """Compile, or load from disk, a function of `values` (a pointer to int64) that every thread of a team runs.
+
+    The function divides the work by `thread_number()` and `num_threads()`, or by a counter. It must not raise.
+    """
     return Kernel(_compiled(function))
 
 
 def part(function: F) -> F:
-    """Compiled with the kernels that call it."""
+    """Mark a function to be compiled with the kernels that call it."""
     return numba.njit(error_model="numpy")(function)  # type: ignore[no-any-return]
 
 
 def inlined(function: F) -> F:
-    """Compiled into every place that calls it: for what passes vectors."""
+    """Mark a function to be inlined at every call, which functions of vectors need."""
     return numba.njit(error_model="numpy", forceinline=True)(function)  # type: ignore[no-any-return]

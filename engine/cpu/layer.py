@@ -1,4 +1,4 @@
-"""A layer's element-wise work on a CPU by our own kernels: each one pass over its rows, KV straight into the pool."""
+"""A layer's element-wise work on a CPU by numba kernels, each of which passes over its rows once."""
 
 import numpy as np
 import torch
@@ -12,11 +12,11 @@ from engine.kv_pool import KVPool
 from engine.models.config import ModelConfig
 from engine.models.rope import angles, inverse_frequencies
 
-SILU_WORK = 8  # of one element, beside a multiplication: the exponential
+SILU_WORK = 8  # operations per element relative to a multiplication, because of the exponential
 
 
 class NumbaKernels:
-    """Activations must be float32, as those of every model on a CPU are; norms too."""
+    """The numba kernels for one model and KV pool. Activations and norms must be float32."""
 
     name = "numba"
 
@@ -101,6 +101,6 @@ class NumbaStep:
 
 
 def _checked(rows: Tensor) -> Tensor:
-    """What the kernels take for granted: they see addresses only."""
+    """Return `rows`, contiguous, after checking its dtype: the kernels see only addresses."""
     assert rows.dtype == torch.float32, f"the numba kernels compute in float32, the activations are {rows.dtype}"
     return rows.contiguous()

@@ -1,5 +1,7 @@
-"""The element-wise work of a layer as machine code for this CPU, each in one pass over its rows. Importing it compiles,
-or loads what was compiled before. Rows are float32; a thread takes every so many-th."""
+"""Numba kernels of a layer's element-wise work, each in one pass over its float32 rows.
+
+Importing this module compiles the kernels or loads them from disk. With n threads, thread i takes rows i, i + n, ...
+"""
 
 from typing import Any
 
@@ -20,7 +22,7 @@ from engine.cpu.simd import (
 
 @part
 def norm_row(source: int, weight: int, target: int, size: int, epsilon: float) -> None:
-    """RMS norm (Zhang and Sennrich) of one row."""
+    """Store the RMS norm (Zhang and Sennrich 2019) of one row."""
     squares = splat(0.0)
     for at in range(0, size, LANES):
         x = load_some(source + 4 * at, size - at, FLOAT32)
@@ -71,7 +73,7 @@ def silu_mul(values: Any) -> None:
 
 @inlined
 def rotate(head: int, cosine: int, sine: int, half: int, target: int, code: int) -> None:
-    """One head, turned: dimension i with i + half (the order of Hugging Face's Llama)."""
+    """Store one head, rotated: dimension i with i + half, as in Hugging Face's Llama."""
     width = 4 if code == FLOAT32 else 2
     for at in range(0, half, LANES):
         left = half - at
@@ -83,8 +85,8 @@ def rotate(head: int, cosine: int, sine: int, half: int, target: int, code: int)
 
 @kernel
 def rotate_and_store(values: Any) -> None:
-    """A token's keys and values go to its slot of the layer's part of the pool, unless that is negative; its queries,
-    rotated, to `target`. `qkv` is written over where heads are normed."""
+    """Store each token's rotated keys and its values in its slot of the pool, unless the slot is negative, and its
+    rotated queries in `target`. If heads are normed, `qkv` is overwritten."""
     rows, qkv, target, cosines, sines, slots = values[0], values[1], values[2], values[3], values[4], values[5]
     heads, kv_heads, head_dim, q_norm, k_norm = values[6], values[7], values[8], values[9], values[10]
     pool, block_bytes, head_bytes, block_tokens, code = values[11], values[12], values[13], values[14], values[15]

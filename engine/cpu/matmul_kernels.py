@@ -1,12 +1,13 @@
-"""Products of rows with a matrix held in panels, as machine code for this CPU. Importing it compiles, or loads what was
-compiled before.
+"""Numba kernels for products of rows with a matrix stored in panels. Importing this module compiles them or loads them
+from disk.
 
-A panel is PANEL columns of the result: for each step along the depth their weights lie together, so that a product
-reads its weights once and in order. A tile of up to TILE_ROWS rows by a panel stays in registers over all steps (Goto
-and van de Geijn's scheme, as in BLIS). While one panel is multiplied the next is fetched, a few cache lines every few
-steps, so that a product waits for memory or for arithmetic, whichever takes longer, and not for one after the other.
+A panel is PANEL columns of the result. For each step along the depth its weights are contiguous, so a product reads its
+weights once and in order. A tile of up to TILE_ROWS rows by a panel stays in registers over all steps (Goto and van de
+Geijn's scheme, as in BLIS). While one panel is multiplied the next is prefetched, a few cache lines every few steps, so
+that memory access and arithmetic overlap.
 
-Every sum is one chain in the order of the depth: a row's result does not depend, to the bit, on the rows beside it.
+Every sum is one chain in the order of the depth, so a row's result does not depend on the other rows, not even in the
+last bit.
 """
 
 from typing import Any
@@ -16,7 +17,6 @@ from llvmlite import ir
 from numba.core import cgutils, types
 
 from engine.cpu.jit import cpu_features, kernel, num_threads, part, thread_number, wait_for_all
-from engine.cpu.rounding import round_rows
 from engine.cpu.simd import (
     BFLOAT16,
     FLOAT16,
@@ -29,22 +29,32 @@ from engine.cpu.simd import (
     emit_multiply_add,
     emit_pointer,
     emit_splat,
+    larger,
+    largest,
+    load_some,
+    multiply_add,
+    put_low_bytes,
+    put_number,
     row_counts,
+    splat,
+    total,
     written,
 )
+from engine.linear.int8 import LEVELS, SMALLEST, ZERO_POINT
 
 TILE_ROWS = PANEL_ROWS
 PANEL = LANES * PANEL_VECTORS
-INT8 = 3  # beside the codes of floats: four weights of a column lie together, a step of the depth
+INT8 = 3  # in addition to the codes of floats; a step of the depth is four weights of each column
 HAS_INT8 = LANES == 16 and "avx512vnni" in cpu_features()
-CACHED_STEPS = 1024  # of float weights, so many steps of a panel stay in the core's second-level cache
-FETCHED_AHEAD = 1024  # bytes, of a panel that is passed over once
-# A panel is asked for every 2^PACE steps of all its tiles: more often, the asking itself takes time; in the first tiles
-# only, they wait for memory. Two tiles, which wait for memory all the time, want it more evenly.
+CACHED_STEPS = 1024  # steps of a panel of float weights that fit into the core's second-level cache
+FETCHED_AHEAD = 1024  # bytes prefetched ahead in a panel that is read once
+# A panel is prefetched every 2^PACE steps of all its tiles. More often, the prefetches themselves take time; only in
+# the first tiles, those would wait for memory. Two tiles are bound by memory and prefetch in every step.
 PACE = 2
-# Rows that a thread takes at a time: more of them leave the first-level caches, fewer threads find work.
+# Rows that a thread takes at a time: more would not fit into the first-level caches and leave other threads idle.
 BLOCK_ROWS = 64 * TILE_ROWS
 LINE = 64
+ROUNDER = 12582912.0  # 1.5 * 2**23: added to a small number it leaves the rounded integer in the low bits
 
 _FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
@@ -55,13 +65,13 @@ def _number(value: int) -> Any:
 
 
 def _size(code: int) -> int:
-    """Bytes of a vector of weights."""
+    """Return the bytes of a vector of weights."""
     return LANES * (2 if code in (BFLOAT16, FLOAT16) else 4)
 
 
 def _tile(code: int) -> Any:
-    """A tile's product: the sums begin with what lies at `start` (`start_stride` 0: the same for all rows). Every
-    2^pace steps of it `lines` cache lines are fetched, one after another from `ahead` on."""
+    """Return a function for a tile's product. The sums begin with the values at `start` (`start_stride` 0: the same for
+    all rows). Every 2^pace steps it prefetches `lines` cache lines, consecutively from `ahead` on."""
 
     def emit(builder: Any, *given: Any) -> None:
         for rows in row_counts(builder, given[-1], TILE_ROWS):
@@ -123,7 +133,7 @@ def _emit_weights(builder: Any, code: int, at: Any) -> Any:
 
 
 def _emit_factor(builder: Any, code: int, at: Any) -> Any:
-    """An activation in every lane; of 8 bits, four of them."""
+    """Load an activation into every lane; for 8 bits, four activations."""
     factor = emit_splat(builder, builder.load(emit_pointer(builder, at, _FLOAT)))
     return builder.bitcast(factor, _INTS) if code == INT8 else factor
 
@@ -131,12 +141,12 @@ def _emit_factor(builder: Any, code: int, at: Any) -> Any:
 def _emit_add(builder: Any, code: int, factor: Any, weights: Any, added: Any) -> Any:
     if code != INT8:
         return emit_multiply_add(builder, factor, weights, added)
-    instruction = "vpdpbusd $2, $1, $0"  # unsigned activations, signed weights: exact, unlike those before VNNI
+    instruction = "vpdpbusd $2, $1, $0"  # unsigned activations, signed weights; exact, unlike instructions before VNNI
     return builder.asm(ir.FunctionType(_INTS, [_INTS] * 3), instruction, "=v,v,v,0", [factor, weights, added], False)
 
 
 def _emit_scaled(builder: Any, value: Any, start: Any, row_scales: Any, row: int, vector: int) -> Any:
-    """The exact sum of products as a float: times the two scales, and the bias. Both lie behind `start`."""
+    """Convert an exact sum of products to float, multiply by both scales and add the bias. These follow `start`."""
     at = builder.add(start, _number(4 * (PANEL + LANES * vector)))
     scales, bias = (
         builder.load(emit_pointer(builder, builder.add(at, _number(4 * PANEL * index)), _FLOATS), align=4)
@@ -183,13 +193,32 @@ def _multiply(
         _int8(*given)
 
 
+@part
+def round_rows(rows: int, size: int, source: int, source_stride: int, target: int, stride: int, scales: int) -> None:
+    """Round a thread's share of the rows to 8 bits: levels to `target`, `stride` bytes apart (a multiple of LANES, at
+    least `size`), and scales to `scales`. With an infinity or NaN in a row, its scale and all its products are NaN."""
+    zero, rounder = splat(0.0), splat(ROUNDER + ZERO_POINT)
+    for row in range(thread_number(), rows, num_threads()):
+        x, to = source + row * source_stride, target + row * stride
+        most, broken = zero, zero
+        for at in range(0, size, LANES):
+            here = load_some(x + 4 * at, size - at, FLOAT32)
+            most = larger(most, larger(here, zero - here))
+            broken = multiply_add(here, zero, broken)
+        scale = max(largest(most), SMALLEST) / LEVELS
+        put_number(scale + total(broken), scales + 4 * row)
+        inverse = splat(1.0 / scale)
+        for at in range(0, size, LANES):
+            put_low_bytes(multiply_add(load_some(x + 4 * at, size - at, FLOAT32), inverse, rounder), to + at)
+
+
 @kernel
 def product(values: Any) -> None:
-    """values: rows, x, its stride, result, its stride, memory for the rows in 8 bits and their scales (INT8), and what
-    is the same each time: code, depth, steps, panels, weights, columns (of each panel what its sums begin with; with
-    INT8 also the scales and the bias), bytes of columns a panel.
+    """values: rows, x, its stride, result, its stride, memory for the rows in 8 bits and their scales (INT8), and the
+    constants of the matrix: code, depth, steps, panels, weights, columns (the initial sums of each panel; with INT8
+    also the scales and the bias), bytes of columns per panel.
 
-    A thread takes panels that lie together, of a block of rows after another."""
+    A thread takes adjacent panels of one block of rows after another."""
     rows, x, x_stride, result, stride, row_scales = values[0], values[1], values[2], values[3], values[4], values[5]
     code, size, steps, panels, weights, columns = values[6], values[7], values[8], values[9], values[10], values[11]
     column_bytes = values[12]

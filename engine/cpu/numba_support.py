@@ -1,4 +1,4 @@
-"""Whether kernels can be compiled for this machine's CPU. Where they cannot, plain torch computes."""
+"""Checks whether kernels can be compiled for this machine's CPU."""
 
 import importlib
 import logging
@@ -9,10 +9,10 @@ log = logging.getLogger("baton.engine")
 
 @cache
 def why_not_compiled() -> str:
-    """What kernels lack here: numba, torch's OpenMP, a CPU that LLVM knows; empty where they run. Logged once."""
+    """Return why kernels cannot be compiled on this machine, or "" if they can. The reason is logged once."""
     try:
         importlib.import_module("engine.cpu.jit")
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
-        log.warning("no compiled kernels here, torch computes instead, more slowly: %s", error)
+        log.warning("kernels cannot be compiled on this machine, using torch, which is slower: %s", error)
         return str(error)
     return ""

@@ -1,4 +1,4 @@
-"""Weights in panels, as our own kernels read them, of 32 or 16 bits here; arithmetic is float32."""
+"""Weights stored in panels, as the numba kernels read them: 32 or 16 bits with float32 arithmetic, or int8."""
 
 import torch
 from torch import Tensor
@@ -7,23 +7,29 @@ from torch.nn.functional import pad
 from engine.cpu.malloc import empty
 from engine.cpu.matmul_kernels import INT8, PANEL, product
 from engine.cpu.simd import CODES, LANES
+from engine.linear.int8 import LEVELS, ZERO_POINT, rounded_weights
 from engine.linear.interface import Lookup
+
+IN_STEP = 4  # int8 weights of a column that one instruction multiplies
 
 
 class PanelLinear:
-    """`panels` [panels, steps, PANEL, ...], the weights as the kernel's `code` has them; `columns` [panels, ..., PANEL]
-    float32, the bias and whatever else `code` wants. The result has `width` columns, of a matrix of depth `depth`.
-    `is_exact`: a step is one weight, as it was given."""
+    """A matrix stored in panels.
+
+    `panels` [panels, steps, PANEL, ...] holds the weights in the form of the kernel's `code`; `columns`
+    [panels, ..., PANEL], float32, holds the bias and, for INT8, scales. The matrix is [width, depth]. `is_exact` says
+    that a step is one unrounded weight.
+    """
 
     def __init__(
         self, code: int, depth: int, width: int, panels: Tensor, columns: Tensor, *, is_exact: bool = False
     ) -> None:
-        self.panels, self.columns = panels, columns  # kept, as the kernel gets their addresses
+        self.panels, self.columns = panels, columns  # keeps the memory alive: the kernel gets addresses
         self.width = width
         self.is_exact = is_exact
         self.padded = len(panels) * PANEL
         steps, column_bytes = panels.shape[1], 4 * columns.stride(0)
-        # The last of the kernel's values, and of each row the work and the bytes of scratch memory.
+        # The kernel's constant arguments, and the work and the bytes of scratch memory per row.
         self.fixed = (code, depth, steps, len(panels), panels.data_ptr(), columns.data_ptr(), column_bytes)
         self.row_work = steps * self.padded
         self.row_scratch = 4 + -(-depth // LANES) * LANES if code == INT8 else 0
@@ -52,21 +58,20 @@ class PanelLinear:
 
 
 def in_panels(weight: Tensor, in_step: int) -> Tensor:
-    """[out, in] -> [panels, in / in_step, PANEL, in_step], zeros where it ends."""
+    """Return [out, in] as [panels, in / in_step, PANEL, in_step], padded with zeros."""
     out, depth = weight.shape
     missing = (0, -depth % in_step, 0, -out % PANEL)
-    padded = pad(weight, missing) if any(missing) else weight  # which would copy it all the same
+    padded = pad(weight, missing) if any(missing) else weight  # pad always copies
     return padded.view(-1, PANEL, padded.shape[1] // in_step, in_step).transpose(1, 2).contiguous()
 
 
 def in_columns(values: Tensor) -> Tensor:
-    """[out] of floats -> [panels, PANEL]."""
+    """Return float32 [out] as [panels, PANEL], padded with zeros."""
     return pad(values, (0, -len(values) % PANEL)).view(-1, PANEL)
 
 
 class Panels:
-    """Weights rounded to `held_in` (float32, bfloat16 or float16) and no further. A row's product does not depend, to
-    the bit, on the rows beside it."""
+    """The format of weights in float32, bfloat16 or float16. A row's product does not depend on the other rows."""
 
     def __init__(self, held_in: torch.dtype) -> None:
         kind = "packed" if held_in == torch.float32 else "packed (float32 arithmetic)"
@@ -75,7 +80,7 @@ class Panels:
 
     @torch.inference_mode()
     def make(self, weight: Tensor, bias: Tensor | None) -> PanelLinear:
-        """Raises ValueError when a weight is not finite, or too large for what it is held in."""
+        """Store `weight` in panels. Raises ValueError if a weight is not finite in this format."""
         held = weight.to(self._held_in)
         if self._held_in != torch.float32 and not bool(held.isfinite().all()):
             raise ValueError(f"a weight is too large for {self.name}, or not finite; use --weight-dtype float32")
@@ -84,3 +89,23 @@ class Panels:
         panels, columns = in_panels(held, 1), in_columns(offsets).contiguous()
         is_exact = held.dtype in {weight.dtype, torch.float32}
         return PanelLinear(code, depth, width, panels, columns, is_exact=is_exact)
+
+
+class Int8Panels:
+    """The format of int8 weights with a scale per output channel, for CPUs with AVX-512 VNNI.
+
+    Activations are rounded to 8 bits with a scale per row (W8A8), and integer products are exact. A row's product does
+    not depend on the other rows.
+    """
+
+    name = "int8"
+
+    @torch.inference_mode()
+    def make(self, weight: Tensor, bias: Tensor | None) -> PanelLinear:
+        """Round `weight` and store it in panels. Raises ValueError if a weight is not finite."""
+        levels, scales = rounded_weights(weight.float(), LEVELS)
+        begin = (levels.sum(1, dtype=torch.int32) * -ZERO_POINT).view(torch.float32)  # because activations are unsigned
+        offsets = torch.zeros(len(weight)) if bias is None else bias.float()
+        columns = torch.stack([in_columns(values) for values in (begin, scales, offsets)], dim=1)
+        width, depth = weight.shape
+        return PanelLinear(INT8, depth, width, in_panels(levels, IN_STEP), columns)

@@ -1,8 +1,8 @@
-"""Vectors of float32 for numba kernels, as wide as the CPU's registers, and what attention needs of them beyond
-arithmetic: numba leaves vectorising to LLVM's guesses, here it is written down. Addresses are int64, in bytes.
+"""Explicit float32 vectors for numba kernels, as wide as the CPU's registers; numba itself relies on LLVM's automatic
+vectorization. Addresses are int64, in bytes.
 
-Elements in memory are float32, bfloat16 or float16, told apart by a code at run time, so that one compiled kernel
-serves all three; arithmetic is float32.
+Elements in memory are float32, bfloat16 or float16, selected by a code at run time, so that one compiled kernel serves
+all three; arithmetic is float32.
 """
 
 import operator
@@ -17,7 +17,7 @@ from numba.extending import intrinsic, lower_builtin, models, register_model, ty
 from engine.cpu.jit import cpu_features, inlined
 
 LANES = 16 if "avx512f" in cpu_features() else 8
-# What the registers hold of a matrix product at once: 6 rows of so many vectors.
+# The block of a matrix product that fits into the registers: rows, and vectors per row.
 PANEL_ROWS, PANEL_VECTORS = 6, 4 if LANES == 16 else 2
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 CODES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
@@ -52,7 +52,7 @@ def emit_pointer(builder: Any, address: Any, to: Any) -> Any:
 
 
 def emit_load(builder: Any, address: Any, lanes: int, code: int) -> Any:
-    """`lanes` elements, widened to float32."""
+    """Load `lanes` elements, widened to float32."""
     if code == FLOAT32:
         return builder.load(emit_pointer(builder, address, _of(_FLOAT, lanes)), align=4)
     if code == FLOAT16:
@@ -64,7 +64,7 @@ def emit_load(builder: Any, address: Any, lanes: int, code: int) -> Any:
 
 
 def _store(builder: Any, vector: Any, address: Any, lanes: int, code: int) -> None:
-    """Rounded to nearest, ties to even."""
+    """Store a vector, rounded to nearest, ties to even."""
     if code == FLOAT16:
         vector = builder.fptrunc(vector, _of(ir.HalfType(), lanes))
     elif code == BFLOAT16:
@@ -78,7 +78,7 @@ def _store(builder: Any, vector: Any, address: Any, lanes: int, code: int) -> No
 
 
 def written(result: Any, arguments: tuple[Any, ...], emit: Callable[..., Any]) -> Any:
-    """A function for kernels, made of what `emit(builder, *values)` writes."""
+    """Return a function for kernels whose code is what `emit(builder, *values)` writes."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         written = emit(builder, *values)
@@ -98,7 +98,7 @@ def emit_splat(builder: Any, value: Any) -> Any:
 
 
 def _reduce(combine: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Folds a vector in halves, so in the same order on every machine of equal width."""
+    """Reduce a vector by halves, in the same order on all machines with vectors of this width."""
 
     def emit(builder: Any, vector: Any) -> Any:
         lanes = LANES
@@ -133,7 +133,7 @@ def emit_prefetch(builder: Any, address: Any) -> Any:
 
 
 def emit_fetch(builder: Any, ahead: Any, index: Any, lines: Any) -> None:
-    """The `lines` cache lines that are due in round `index` of a loop, of those from `ahead` on."""
+    """Prefetch the `lines` cache lines that are due in round `index` of a loop, counted from `ahead` on."""
     first = builder.mul(index, lines)
     with cgutils.for_range(builder, lines, intp=_LONG) as loop:
         offset = builder.shl(builder.add(first, loop.index), ir.Constant(_LONG, 6))
@@ -141,7 +141,7 @@ def emit_fetch(builder: Any, ahead: Any, index: Any, lines: Any) -> None:
 
 
 def row_counts(builder: Any, rows: Any, most: int) -> Iterator[int]:
-    """From 1 to `most`: a branch for each number of rows, in which the loop over this writes. Others do nothing."""
+    """Yield 1 to `most`, each inside a branch that is taken for that number of rows. Other numbers do nothing."""
     after = builder.append_basic_block("after")
     switch = builder.switch(builder.trunc(rows, _INT), after)
     for count in range(1, most + 1):
@@ -154,7 +154,7 @@ def row_counts(builder: Any, rows: Any, most: int) -> Iterator[int]:
 
 
 def _power_of_two(builder: Any, shifted: Any) -> Any:
-    """2 to the integer in the low bits of `shifted`."""
+    """Return 2 to the power of the integer in the low bits of `shifted`."""
     bits = builder.shl(builder.bitcast(shifted, _of(_INT, LANES)), _constant(_INT, 23))
     return builder.bitcast(builder.add(bits, _constant(_INT, 127 << 23)), shifted.type)
 
@@ -195,7 +195,7 @@ number_at = written(_F, (_I,), lambda b, at: b.load(emit_pointer(b, at, _FLOAT))
 put_number = written(types.void, (_F, _I), lambda b, value, at: b.store(value, emit_pointer(b, at, _FLOAT)))
 put_low_bytes = written(types.void, (_V, _I), _put_low_bytes)  # of each lane's bits
 prefetch = written(types.void, (_I,), emit_prefetch)  # the cache line there, to level 2
-# Counts up the first of a kernel's values, which all threads share: each takes the next piece of work.
+# Atomically increments a kernel's first value, which all threads share: each takes the next piece of work.
 take_next = written(_I, (_VALUES,), lambda b, values: b.atomic_rmw("add", values, ir.Constant(_LONG, 1), "monotonic"))
 _set_lane = written(_V, (_V, _I, _F), lambda b, vector, lane, value: b.insert_element(vector, value, lane))
 _lane = written(_F, (_V, _I), lambda b, vector, lane: b.extract_element(vector, lane))
@@ -225,7 +225,7 @@ _put_bfloat16, _put_float16 = (_storing(1, code) for code in (BFLOAT16, FLOAT16)
 
 
 def _operate(symbol: Callable[[Any, Any], Any], name: str) -> None:
-    """Makes `symbol` of two vectors the instruction `name` of LLVM's builder."""
+    """Implement the operator `symbol` on two vectors by the instruction `name` of LLVM's builder."""
 
     @type_callable(symbol)  # type: ignore[untyped-decorator]
     def typing(_context: Any) -> Any:
@@ -245,7 +245,7 @@ for _symbol, _name in (
 
 @inlined
 def load_some(address: int, count: int, code: int) -> Any:
-    """Up to LANES elements, zeros after them."""
+    """Load up to LANES elements, followed by zeros."""
     if count >= LANES:
         if code == FLOAT32:
             return load(address)
@@ -262,7 +262,7 @@ def load_some(address: int, count: int, code: int) -> Any:
 
 @inlined
 def store_some(vector: Any, address: int, count: int, code: int) -> None:
-    """The first `count` lanes, all if there are fewer."""
+    """Store the first `count` lanes, or all of them if `count` is larger."""
     if count >= LANES:
         if code == FLOAT32:
             store(vector, address)
@@ -282,7 +282,7 @@ def store_some(vector: Any, address: int, count: int, code: int) -> None:
 
 @inlined
 def exponential(x: Any) -> Any:
-    """e to the x, to 1e-7 of it; 0 below -87 and never infinite. Cephes' expf: a polynomial on +-ln(2) / 2."""
+    """Return e**x with a relative error of 1e-7; 0 below -87, never infinite. Cephes' expf: polynomial on +-ln(2)/2."""
     least, most = splat(-87.0), splat(88.0)
     clamped = where_less(most, x, most, where_less(x, least, least, x))
     # Adding 1.5 * 2**23 leaves the rounded integer in the low bits.
@@ -296,13 +296,13 @@ def exponential(x: Any) -> Any:
     series = multiply_add(series, rest, splat(1.6666665459e-1))
     series = multiply_add(series, rest, splat(5.0000001201e-1))
     series = multiply_add(series, rest * rest, rest + splat(1.0))
-    # Multiplied, not added to the exponent's bits: that makes a number of a NaN.
+    # Multiplied, because adding to the exponent's bits would turn a NaN into a number.
     return where_less(x, least, splat(0.0), series * _power_of_two_of(shifted))
 
 
 @inlined
 def two_to_the(x: Any) -> Any:
-    """2 to the x of at most 0, to 2e-7 of it down to -126; 0 below -126.5. Cephes' exp2f: a polynomial on +-1 / 2."""
+    """Return 2**x for x <= 0 with a relative error of 2e-7 down to -126; 0 below -126.5. Cephes' exp2f."""
     least = splat(-127.0)  # of whose power the exponent's bits are 0
     shift = splat(12582912.0)  # leaves the rounded integer in the low bits, as in `exponential`
     clamped = where_less(x, least, least, x)

@@ -1,1 +1,5 @@
-"""What only a CUDA device has: the runner with its static buffers and graphs, and memory that peers may map."""
+"""The engine for CUDA GPUs: Triton kernels, flash-attn, captured graphs, and KV memory that peers may map.
+
+EXPERIMENTAL: this code has not been run on a GPU in production. Its tests run on CPUs, under Triton's interpreter and
+with doubles of the CUDA interfaces.
+"""

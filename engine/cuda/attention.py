@@ -1,7 +1,7 @@
-"""Attention on a GPU by our own Triton kernels: any block size, any GQA group, float32, float16 and bfloat16 pools.
+"""Attention on a GPU by Triton kernels, for any block size and GQA group and for float32, float16 and bfloat16 pools.
 
-A step's short slices (decodes) share each context out over several programs; chunks are cut into tiles of queries.
-Without a GPU the same code runs under Triton's interpreter, which is how it is tested.
+For short slices (decodes) several programs share each context; chunks are cut into tiles of queries. Tests run the same
+code under Triton's interpreter, without a GPU.
 """
 
 import math
@@ -15,8 +15,8 @@ from engine.batch import Batch
 from engine.cuda.attention_kernels import attend, merge
 from engine.kv_pool import KVPool
 
-SHORT = 8  # queries; a slice of at most so many is a decode
-MAX_ITEMS = 2**16  # decodes of one step: their list of work is laid out once, so that CUDA graphs may read it
+SHORT = 8  # a slice of at most this many queries is treated as a decode
+MAX_ITEMS = 2**16  # most decodes of a step; their work list is allocated once, so that CUDA graphs may read it
 SPLIT_TOKENS = 256  # a split of fewer tokens than this costs more than it gains
 FEW_SPLITS, MAX_SPLITS = 16, 64  # the merge holds all splits of a head in registers
 PROGRAMS_A_PROCESSOR = 2
@@ -25,7 +25,7 @@ H200_PROCESSORS = 132
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Shape of one program: rows (queries times GQA group) by tokens of context; warps; pipeline stages."""
+    """The shape of a program: rows (queries times GQA group), tokens of context, warps and pipeline stages."""
 
     block_m: int
     block_n: int
@@ -34,7 +34,7 @@ class Tile:
 
 
 def decode_tile(head_dim: int, dtype: torch.dtype, rows: int) -> Tile:
-    """For `rows` = queries times GQA group; 16 is the least that a tensor core takes."""
+    """Return the tile for `rows` = queries times GQA group; tensor cores need at least 16 rows."""
     block_m = max(16, triton.next_power_of_2(rows))
     if dtype == torch.float32:
         return Tile(block_m, 16, 8, 2)
@@ -42,7 +42,7 @@ def decode_tile(head_dim: int, dtype: torch.dtype, rows: int) -> Tile:
 
 
 def chunk_tile(head_dim: int, dtype: torch.dtype, few: bool) -> Tile:
-    """`few`: too few tiles of 128 rows to keep all processors busy. float32 has no tensor cores to feed."""
+    """Return the tile for chunks. `few`: tiles of 128 rows would be too few to keep all processors busy."""
     if dtype == torch.float32:
         return Tile(16, 16, 8, 2)
     if head_dim > 128:
@@ -51,9 +51,10 @@ def chunk_tile(head_dim: int, dtype: torch.dtype, few: bool) -> Tile:
 
 
 class TritonAttention:
-    """`decode` and `chunk`: tiles in place of those chosen by shape, for a sweep on a device.
+    """Attention over `pool` by Triton kernels.
 
-    Raises ValueError for a head_dim beyond 256: a program could not hold a tile of it.
+    `decode` and `chunk` replace the tiles that are chosen by shape, for tuning. Raises ValueError for a head_dim over
+    256, of which a program cannot hold a tile.
     """
 
     name = "triton"
@@ -77,14 +78,15 @@ class TritonAttention:
         self.decodes = torch.stack((slices, torch.zeros_like(slices)), dim=1)
 
     def plan(self, batch: Batch) -> "TritonPlan":
-        """Of a batch of decodes alone, padded ones included, this depends on shapes only: a CUDA graph may hold it.
+        """Plan a step's attention.
 
-        With chunks it depends on the host copies, and moves a list of tiles to the device.
+        For a batch of decodes only, including padding, the plan depends only on shapes, so a CUDA graph may contain it.
+        With chunks it depends on the host copies, and a list of tiles is copied to the device.
         """
         return TritonPlan(self, batch)
 
     def splits(self, num_decodes: int, most_tokens: int) -> int:
-        """How many programs share a context: enough to fill the device twice, if there are tokens for them."""
+        """Return how many programs share a context: enough to fill the device twice, if the context is long enough."""
         wanted = -(-PROGRAMS_A_PROCESSOR * self.processors // (num_decodes * self.pool.layout.kv_heads))
         return max(1, min(wanted, -(-most_tokens // self._split_tokens), MAX_SPLITS))
 
@@ -102,7 +104,7 @@ class TritonPlan:
         self._tiles: tuple[int, Tile, Tensor] | None = None  # cut when the number of heads is known
 
     def _listed(self, short: list[int]) -> Tensor:
-        """int32 [decodes, 2]. Decodes that come first need no list of their own."""
+        """Return the work list of decodes, int32 [decodes, 2]. Leading decodes use the preallocated list."""
         if len(short) > MAX_ITEMS:
             raise ValueError(f"{len(short)} decodes in one step; --max-num-seqs may be {MAX_ITEMS} at most")
         if not short or short[-1] + 1 == len(short):
@@ -125,8 +127,10 @@ class TritonPlan:
         return out
 
     def _cut(self, group: int, dtype: torch.dtype) -> tuple[int, Tile, Tensor]:
-        """Queries of a tile, its shape, and the tiles as int32 [N, 2], those with most context first: the ends of
-        the longest would else be waited for."""
+        """Return the queries per tile, the tile's shape, and the tiles as int32 [N, 2], longest context first.
+
+        Starting the longest tiles first shortens the tail of the launch.
+        """
         tile = self._backend.chunk or self._chunk_tile(group, dtype)
         queries = tile.block_m // group
         pieces = [

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: N803 (Triton writes what is constant when compiled in capitals)
-"""Device code of paged attention, in Triton: one kernel for tiles of prompts and for decodes, one that merges splits.
+"""Triton kernels of paged attention: one for tiles of prompts and for decodes, and one that merges splits.
 
-Queries of a tile and the heads that share a KV head (GQA) are folded into the rows of one matrix, so that keys and
-values are read once for all of them. FlashAttention's running softmax (Dao 2022), FlashDecoding's splits (Dao 2023).
+The queries of a tile and the heads that share a KV head (GQA) are the rows of one matrix, so keys and values are read
+once for all of them. Uses FlashAttention's running softmax (Dao 2022) and FlashDecoding's splits (Dao 2023).
 """
 
 import triton
@@ -43,7 +43,7 @@ def _absorb(
         blocks = tl.load(table + seen // PAGE, mask=seen < context, other=0).to(tl.int64)
         rows = blocks * block_stride + (seen % PAGE) * token_stride
     places = rows[:, None] + dims[None, :]
-    # What lies beyond the context may be anything, NaN too: it is never loaded, for 0 * NaN is NaN.
+    # Memory beyond the context may hold NaN and is never loaded, since 0 * NaN is NaN.
     if MASKED:
         held = (seen < context)[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(keys + places, mask=held, other=0.0)
@@ -100,8 +100,10 @@ def attend(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid: items x kv heads x splits. Only the shapes decide it, so that a CUDA graph may hold it. The number of
-    splits is no constant of the kernel: each number would be compiled when it first comes up, under a request."""
+    """Grid: items x kv heads x splits. It depends only on shapes, so a CUDA graph may contain the launch.
+
+    The number of splits is not a compile-time constant, since each new number would delay a request by compilation.
+    """
     item, kv_head, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     which = tl.load(work + 2 * item)
     first_query = tl.load(work + 2 * item + 1)
@@ -148,7 +150,7 @@ def attend(
             token_stride, PAGE, HEAD_DIM, BLOCK_N, BLOCK_D, True, WINDOWED,
         )  # fmt: skip
 
-    # An empty context (a padded row) leaves zeros, no NaN.
+    # An empty context (a padded row) gives zeros, not NaN.
     divisor = tl.where(total == 0.0, 1.0, total)
     acc = acc / divisor[:, None]
     if SPLIT:
@@ -175,7 +177,7 @@ def merge(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid: items x heads x queries. Weighs the splits of one query and head by their sums."""
+    """Grid: items x heads x queries. Merge the splits of one query and head, weighted by their sums."""
     item, head, query, queries = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     which = tl.load(work + 2 * item)
     start = tl.load(cu_q + which)

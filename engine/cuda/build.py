@@ -1,4 +1,4 @@
-"""Builds what a node on a GPU computes with: weights, KV in the memory that they leave, kernels, captured passes."""
+"""Builds the engine's components on a GPU: weights, kernels, KV in the remaining memory, and captured passes."""
 
 import logging
 from contextlib import AbstractContextManager
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from engine.attention.selection import attention_on_cuda, block_tokens_on_cuda, usable_on_cuda
-from engine.components import BuildOptions, EngineComponents, exchange_fingerprint
 from engine.cuda.device import Accelerator
 from engine.cuda.runner import CudaRunner, Sampler
 from engine.cuda.staging import StepCapacity
-from engine.kernels.selection import kernels_on_cuda
+from engine.kernels import kernels_on_cuda
 from engine.kv_pool import KVPool, blocks_for
 from engine.linear.plain import Plain
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, load_model
+from engine.options import BuildOptions, EngineComponents, exchange_fingerprint
 from engine.startup import stage
 from engine.weights import stored_dtype, weight_bytes
 from scheduler.request import Request, Slice, Step, cdiv
@@ -26,16 +26,20 @@ from shared.rpc.messages import SamplingParams
 
 log = logging.getLogger("baton.engine")
 GIB = 2**30
-CONTEXT_BYTES = 3 * GIB // 4  # an allowance for what torch does not count: CUDA's context, libraries, kernels
+CONTEXT_BYTES = 3 * GIB // 4  # allowance for memory that torch does not count: CUDA's context, libraries, kernels
 SMALLER_MODEL = "take a smaller model, or a GPU with more free memory"
 SMALLER_STEP = "lower --max-num-batched-tokens or --max-num-seqs, or take a smaller model"
-LESS_KV = "lower --gpu-memory-utilization, or --num-blocks or --kv-cache-memory where one is given"
-GRAPH_BYTES = GIB  # an allowance, too: how much the graphs took is logged
+LESS_KV = "lower --gpu-memory-utilization, or --num-blocks or --kv-cache-memory if one is given"
+GRAPH_BYTES = GIB  # allowance for graphs; the memory that they took is logged
 
 
 def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: Accelerator) -> EngineComponents:
-    """`options.max_model_len` is the one that holds. Raises ValueError with the fix in its message, OSError when the
-    driver refuses what is no matter of memory."""
+    """Build the components on `gpu`. Experimental.
+
+    `options.max_model_len` must be resolved. Raises ValueError with the fix in its message, and OSError if the driver
+    fails for another reason than memory.
+    """
+    log.warning("CUDA support is experimental: no GPU has run this code yet")
     dtype = _dtype(options, path)
     linear = Plain(dtype)
     with _stage(gpu, f"loading {_gib(weight_bytes(path))} of weights", SMALLER_MODEL):
@@ -45,7 +49,7 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: A
     one_block = _one_block(options, model)
     largest = f"running a step of {options.max_step_tokens} tokens and up to {options.max_num_seqs} requests"
     with _stage(gpu, largest, SMALLER_STEP):
-        # Also where it decides nothing: kernels are compiled here, not under the first request.
+        # Run this even if the size is given: it compiles kernels that the first request would otherwise wait for.
         held = gpu.most_held(lambda: _largest_step(options, model, one_block, gpu, triton))
     layout = replace(one_block, num_blocks=_num_blocks(options, one_block, held, gpu))
     with _stage(gpu, f"allocating {_gib(layout.num_blocks * layout.block_bytes)} for KV", LESS_KV):
@@ -70,15 +74,15 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: A
 
 
 def _dtype(options: BuildOptions, path: Path) -> torch.dtype:
-    """As vLLM has it: 16 bits as they are stored, and bfloat16 for float32 unless that is asked for."""
+    """Return the dtype as vLLM chooses it: as stored for 16 bits, and bfloat16 for float32 unless requested."""
     name = options.dtype
     if name == "auto":
         stored = stored_dtype(path)
         name = "bfloat16" if stored == "float32" else stored
     if options.quantization != "none":
-        raise ValueError(f"--quantization {options.quantization}: is for the CPU; leave it out with --device cuda")
+        raise ValueError(f"--quantization {options.quantization}: runs only on CPUs; omit it with --device cuda")
     if options.weight_dtype not in {"auto", name}:
-        raise ValueError(f"--weight-dtype {options.weight_dtype}: on a GPU weights are held in --dtype ({name})")
+        raise ValueError(f"--weight-dtype {options.weight_dtype}: on a GPU weights are stored in --dtype ({name})")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
@@ -140,7 +144,7 @@ def _num_blocks(options: BuildOptions, one: KVLayout, held: int, gpu: Accelerato
 
 
 def _room(options: BuildOptions, one: KVLayout, held: int, gpu: Accelerator) -> int:
-    """Bytes of the node's share that neither weights and the largest step (`held`), nor graphs take."""
+    """Return the bytes of the node's share of the GPU that weights, the largest step (`held`) and graphs leave."""
     most = held + CONTEXT_BYTES + (0 if options.enforce_eager else GRAPH_BYTES)
     free, total = gpu.memory()
     share = int(total * options.gpu_memory_utilization)
@@ -148,26 +152,26 @@ def _room(options: BuildOptions, one: KVLayout, held: int, gpu: Accelerator) -> 
     if share - most < 2 * one.block_bytes:
         raise ValueError(
             f"{given}: {share / GIB:.1f} of {total / GIB:.1f} GiB, of which weights and a step take "
-            f"{most / GIB:.1f}, leave no room for KV: give it more, lower --max-num-batched-tokens, or take a "
+            f"{most / GIB:.1f}, leave no room for KV: increase it, lower --max-num-batched-tokens, or use a "
             f"smaller model"
         )
     if share - most > free:
         raise ValueError(
-            f"{given}: {(share - most) / GIB:.1f} GiB for KV, and other processes leave {free / GIB:.1f} GiB of "
-            f"{gpu.name} free: lower it, so that the shares of all nodes of a GPU add up to less than 1"
+            f"{given}: {(share - most) / GIB:.1f} GiB are needed for KV, but other processes leave "
+            f"{free / GIB:.1f} GiB of {gpu.name} free: lower it, so that all nodes of a GPU share less than 1"
         )
     return share - most
 
 
 @dataclass(slots=True)
 class _Scratch:
-    """KV memory for a step whose results nobody reads."""
+    """KV memory for a step whose results are discarded."""
 
     rows: Tensor
 
 
 def _largest_step(options: BuildOptions, model: Decoder, one: KVLayout, gpu: Accelerator, triton: bool) -> None:
-    """As many tokens, and draws, as a step may have, all of them in one block."""
+    """Run a step with the most tokens and draws that a step may have, all in one block."""
     rows = torch.zeros((2, one.block_bytes), dtype=torch.uint8, device=gpu.device)
     runner = _runner(options, model, KVPool(replace(one, num_blocks=2), _Scratch(rows)), gpu, triton)
     count = min(options.max_num_seqs, options.max_step_tokens)

@@ -1,4 +1,4 @@
-"""What building for a GPU asks of it, in one place, so that the rest is tested without one."""
+"""The interface to a GPU that `engine.cuda.build` needs, so that the rest can be tested without a GPU."""
 
 import importlib.util
 import logging
@@ -18,19 +18,21 @@ log = logging.getLogger("baton.engine")
 
 
 class Accelerator(Protocol):
+    """A GPU: its memory and its optional capabilities."""
+
     device: torch.device
     name: str
 
     def memory(self) -> tuple[int, int]:
-        """Bytes that no process holds, and bytes in all."""
+        """Return the device's free bytes and total bytes."""
         ...
 
     def most_held(self, work: Callable[[], object]) -> int:
-        """Bytes that torch holds in this process at most while `work` runs, what it held before included."""
+        """Run `work` and return the peak bytes that torch held meanwhile in this process, including earlier memory."""
         ...
 
     def allocate(self, num_rows: int, row_bytes: int) -> HostMemory | DeviceMemory:
-        """Zeroed. Raises OSError when there is too little."""
+        """Allocate zeroed KV memory. Raises OSError if there is too little."""
         ...
 
     def graphs(self) -> GraphPool: ...
@@ -39,7 +41,10 @@ class Accelerator(Protocol):
 
 
 class CudaAccelerator:
-    """`borrowed`: KV memory of another process to use. Raises ValueError when torch sees no such device."""
+    """The CUDA device `name`. Raises ValueError if torch does not find it.
+
+    `borrowed` is KV memory of another process, used instead of an allocation of its own.
+    """
 
     def __init__(self, name: str, borrowed: PoolClient | None = None) -> None:
         self._borrowed = borrowed
@@ -48,7 +53,9 @@ class CudaAccelerator:
         device = torch.device(name)
         self.device = torch.device("cuda", device.index or 0)
         if self.device.index >= torch.cuda.device_count():
-            raise ValueError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, from cuda:0 on")
+            raise ValueError(
+                f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, numbered from cuda:0"
+            )
         torch.cuda.set_device(self.device)
         self.name = torch.cuda.get_device_name(self.device)
 
@@ -76,7 +83,7 @@ class CudaAccelerator:
 
 
 def has_triton() -> bool:
-    """Whether Triton can build its launchers too, for which it needs a C compiler and a directory for code."""
+    """Return whether Triton is installed and can build its launchers, which takes a C compiler and a cache."""
     if importlib.util.find_spec("triton") is None:
         return False
     try:

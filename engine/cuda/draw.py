@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: N803 (Triton writes what is constant when compiled in capitals)
-"""The draw of `engine.sampling` on a GPU, in three launches, without a sort and without waiting for the device.
+"""The draw of `engine.sampling` on a GPU, in three launches, without sorting and without waiting for the device.
 
-The filters of a row come down to one number, the score of the least token kept. It is searched for among all float32
-values by counting and weighing what lies above a few pivots at a time. Then every token kept gets its Gumbel noise.
+The filters of a row amount to one number, the lowest score kept. It is found by a search over all float32 values that
+counts and weighs the scores above a few pivots at a time. Gumbel noise is then added to every token kept.
 """
 
 import torch
@@ -11,24 +11,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine import sampling
+from engine import sampling_params
 from engine.counter_rng import GOLDEN
+from shared.limits import GREEDY_BELOW
 
-WORDS = tl.constexpr(sampling.WORDS)
-GREEDY = tl.constexpr(sampling.GREEDY_BELOW)
+WORDS = tl.constexpr(sampling_params.WORDS)
+GREEDY = tl.constexpr(GREEDY_BELOW)
 GOLDEN_RATIO = tl.constexpr(GOLDEN)
-BROKEN = tl.constexpr(sampling.BROKEN)
-NOTHING_ALLOWED = tl.constexpr(sampling.NOTHING_ALLOWED)
+BROKEN = tl.constexpr(sampling_params.BROKEN)
+NOTHING_ALLOWED = tl.constexpr(sampling_params.NOTHING_ALLOWED)
 LARGEST = tl.constexpr(3.4028234663852886e38)  # float32
-PART = 4096  # tokens that one program draws among
+PART = 4096  # tokens per program
 
 
 def draw(logits: Tensor, parameters: Tensor, adjusted: Tensor | None = None) -> Tensor:
-    """One token a row, int64 [R]; -1 where a logit is not finite, -2 where no token is allowed.
+    """Return one token per row, int64 [R]; -1 if a logit is not finite, -2 if no token is allowed.
 
-    `logits` float32 [R, vocab]; `parameters` as `engine.sampling.parameters_of` packs them; `adjusted`: the logits
-    after bans, bias and penalties, where a row has any. Draws what `engine.sampling.draw` draws; weights are float32
-    here, so the two may part where a token's predecessors hold top_p to within 1e-6.
+    `logits` float32 [R, vocab]; `parameters` as `parameters_of` packs them; `adjusted`: the logits
+    after bans, bias and penalties, None if no row has any. Draws the same tokens as `engine.sampling.draw`, except that
+    weights are float32 here, so the two may differ if the mass of a token's predecessors is within 1e-6 of top_p.
     """
     rows, vocab = logits.shape
     scores = logits if adjusted is None else adjusted
@@ -55,14 +56,14 @@ def _number(parameters, row, word):
 
 @triton.jit
 def _scores(logits, first, vocab, temperature, BLOCK: tl.constexpr):
-    """float32 [BLOCK], divided as IEEE has it: another rounding would be another order."""
+    """Return scores, float32 [BLOCK], with IEEE division: another rounding could change their order."""
     column = first + tl.arange(0, BLOCK)
     return tl.div_rn(tl.load(logits + column, mask=column < vocab, other=float("-inf")), temperature)
 
 
 @triton.jit
 def _ordered(scores):
-    """int32 keys in the order of the scores; its own inverse on bits."""
+    """Return int32 keys that order as the scores do. On bits the mapping is its own inverse."""
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # -0.0 is 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -72,7 +73,7 @@ def _search(
     logits, vocab, temperature, best, low, high, top_k, mass,
     BLOCK: tl.constexpr, PIVOTS: tl.constexpr, WEIGHS: tl.constexpr,
 ):  # fmt: skip
-    """The least key from `low` to `high` above which lie fewer than top_k scores, and (WEIGHS) less than `mass`."""
+    """Return the lowest key in [low, high] with fewer than top_k scores, and (WEIGHS) less than `mass`, above it."""
     number = tl.arange(0, PIVOTS) + 1
     while low < high:
         span = high - low
@@ -86,7 +87,7 @@ def _search(
             if WEIGHS:
                 weights += tl.where(above, tl.exp(scores - best)[:, None], 0.0)
         misses = ((tl.sum(counts, 0) >= top_k) | (tl.sum(weights, 0) >= mass)).to(tl.int32)
-        missed = tl.sum(misses, 0)  # pivots ascend: those that lie too low come first
+        missed = tl.sum(misses, 0)  # pivots ascend, so the ones that are too low come first
         high = tl.where(missed < PIVOTS, low + span * (missed + 1) // (PIVOTS + 1), high)
         low = tl.where(missed > 0, low + span * missed // (PIVOTS + 1) + 1, low)
     return low
@@ -96,7 +97,7 @@ def _search(
 def find_least(
     logits, parameters, least, row_stride, vocab, BLOCK: tl.constexpr, PIVOTS: tl.constexpr
 ):  # fmt: skip
-    """Grid: rows. The least score that min_p, top_k and top_p keep; -inf for a row without filters."""
+    """Grid: rows. Store the lowest score that min_p, top_k and top_p keep; -inf for a row without filters."""
     row = tl.program_id(0).to(tl.int64)
     temperature, top_p, min_p = _number(parameters, row, 0), _number(parameters, row, 1), _number(parameters, row, 2)
     top_k = tl.load(parameters + row * WORDS + 3)
@@ -108,7 +109,7 @@ def find_least(
         highest = tl.full([BLOCK], float("-inf"), tl.float32)
         for first in range(0, vocab, BLOCK):
             highest = tl.maximum(highest, _scores(logits, first, vocab, divisor, BLOCK))
-        # Finite, so that a row whose logits are broken or all banned ends here too; `choose_part` says what it is.
+        # Finite, so that the search ends also for a row that is broken or has no token; `choose_part` reports those.
         best = tl.minimum(tl.maximum(tl.max(highest, 0), -LARGEST), LARGEST)
         if min_p > 0.0:
             floor = best + tl.log(min_p).to(tl.float32)
@@ -125,7 +126,7 @@ def find_least(
 
 @triton.jit
 def _mass(logits, vocab, temperature, best, least, top_k, BLOCK: tl.constexpr):
-    """Of the first top_k scores at or above a key: of the last ones alike, only as many as top_k lets in."""
+    """Return the mass of the top_k scores at or above a key; of equal scores at the end, only as many as fit."""
     above, count = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.int32)
     alike, weight = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.float32)
     for first in range(0, vocab, BLOCK):
@@ -155,7 +156,7 @@ def draw_part(
     given, logits, parameters, least, best, tokens, given_stride, row_stride, vocab,
     PART: tl.constexpr, BLOCK: tl.constexpr, ADJUSTED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: rows x parts of the vocabulary. The best of each part and its token, or BROKEN."""
+    """Grid: rows x parts of the vocabulary. Store the best score of each part and its token, or BROKEN."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = _number(parameters, row, 0)
     greedy = temperature < GREEDY
@@ -174,14 +175,16 @@ def draw_part(
         broken |= ((column < vocab) & ((tl.abs(raw) < float("inf")) == 0)).to(tl.int32)
         ranked = scores.to(tl.float64)
         kept = (scores >= floor) & (scores > float("-inf"))
-        if (greedy == 0) & (tl.max(kept.to(tl.int32), 0) > 0):  # noise is dear: none where the filters left nothing
+        if (greedy == 0) & (
+            tl.max(kept.to(tl.int32), 0) > 0
+        ):  # noise is expensive: skipped if the filters left nothing
             ranked += _gumbel(key, column)
         ranked = tl.where(kept, ranked, float("-inf"))
         better = ranked > value
         value = tl.where(better, ranked, value)
         token = tl.where(better, column, token)
     top = tl.max(value, 0)
-    chosen = tl.min(tl.where(value == top, token, vocab), 0)  # of equals the first, as torch's argmax on a CPU
+    chosen = tl.min(tl.where(value == top, token, vocab), 0)  # the first of equal scores, as torch's argmax on a CPU
     place = row * tl.num_programs(1) + part
     tl.store(best + place, top)
     tl.store(tokens + place, tl.where(tl.max(broken, 0) > 0, BROKEN, chosen))
@@ -189,7 +192,7 @@ def draw_part(
 
 @triton.jit
 def choose_part(best, tokens, chosen, parts, BLOCK: tl.constexpr):
-    """Grid: rows."""
+    """Grid: rows. Choose the best part of each row."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
     value = tl.load(best + row * parts + part, mask=part < parts, other=float("-inf"))

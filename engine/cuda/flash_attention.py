@@ -1,7 +1,7 @@
-"""Attention by the flash-attn packages: FlashAttention 2, 3 or 4 (Dao et al.), whichever of them is installed.
+"""Attention by the flash-attn packages: FlashAttention 2, 3 or 4 (Dao et al.), whichever is installed.
 
-They read the pool's own memory through strided views and the block table. Each generation has its own names for the
-same things and its own limits; an adapter for each hides that. None is imported before it is chosen.
+They read the KV pool through strided views and the block table. An adapter per generation hides differences in names
+and limits. A package is imported only when it is chosen.
 """
 
 import importlib
@@ -22,7 +22,7 @@ from engine.startup import cause
 
 @dataclass(slots=True)
 class FlashRows:
-    """Neighbouring slices of a batch, as the packages want to hear of them."""
+    """Adjacent slices of a batch, in the form that the packages take."""
 
     span: slice  # of the batch's tokens
     cu_q: Tensor  # int32 [S + 1], from 0
@@ -33,13 +33,16 @@ class FlashRows:
 
 
 class FlashVersion(Protocol):
-    """One package. `attend`: q [T, heads, head_dim]; k and v [num_blocks, block_tokens, kv_heads, head_dim], strided;
-    a window of 0 is none. Causal to the end of each context."""
+    """An adapter for one package. The constructor imports it.
+
+    `attend` takes q [T, heads, head_dim] and strided k and v [num_blocks, block_tokens, kv_heads, head_dim], and
+    returns causal attention [T, heads, head_dim]; a window of 0 means none.
+    """
 
     def __init__(self) -> None: ...
 
     def refusal(self, block_tokens: int) -> str:
-        """Why this block size cannot be; empty when it can."""
+        """Return why this block size is not supported, or ""."""
         ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: FlashRows, window: int) -> Tensor: ...
@@ -56,7 +59,7 @@ class Flash2:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: FlashRows, window: int) -> Tensor:
         seen: dict[str, Any] = {"causal": True, "window_size": (window - 1, 0) if window else (-1, -1)}
-        if rows.max_q == 1:  # splits long contexts over the device, which the call for chunks does not
+        if rows.max_q == 1:  # this call splits long contexts over the device, the one for chunks does not
             out = self._with_cache(q[:, None], k, v, cache_seqlens=rows.kv_len, block_table=rows.block_table, **seen)
             return out[:, 0]
         cu_k = torch.zeros_like(rows.cu_q)
@@ -92,8 +95,12 @@ class Flash4:
         self._varlen: Callable[..., Any] = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
 
     def refusal(self, block_tokens: int) -> str:
-        # Such blocks are loaded whole: a NaN that a broken request left in the unused tail would spread (0 * NaN).
-        return "" if block_tokens != 128 else "FlashAttention 4 reads beyond a context in blocks of 128: use another"
+        # Blocks of 128 are loaded whole, so a NaN that a failed request left in the unused tail would spread (0 * NaN).
+        return (
+            ""
+            if block_tokens != 128
+            else "FlashAttention 4 reads beyond the context with --block-size 128: use another"
+        )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: FlashRows, window: int) -> Tensor:
         found = self._varlen(
@@ -113,18 +120,18 @@ class Flash4:
 
 
 FLASH_2, FLASH_3, FLASH_4 = "flash_attn 2", "flash_attn 3", "flash_attn 4"
-# Best first on a Hopper GPU. The last says whether it splits long contexts there, so that it may decode.
+# Module, adapter, and whether it splits long contexts on Hopper, which decodes need. Best first on a Hopper GPU.
 GENERATIONS: dict[str, tuple[str, type[FlashVersion], bool]] = {
     FLASH_3: ("flash_attn_interface", Flash3, True),
     FLASH_4: ("flash_attn.cute", Flash4, False),
     FLASH_2: ("flash_attn", Flash2, True),
 }
-HOPPER = 9  # major number of a GPU's compute capability
+HOPPER = 9  # major compute capability
 RUNS_ON = {FLASH_3: {HOPPER}, FLASH_4: {HOPPER, 10, 11}, FLASH_2: range(8, 13)}
 
 
 def installed() -> list[str]:
-    """Names of the generations that are installed, best first. Nothing is imported: one may not load all the same."""
+    """Return the installed generations, best first. They are not imported, so loading one may fail."""
     return [name for name, (module, _, _) in GENERATIONS.items() if _is_there(module)]
 
 
@@ -149,17 +156,18 @@ def load(name: str) -> FlashVersion:
 
 
 class FlashAttention:
-    """`decoding` attends for slices of one token where the package would be slow at it.
+    """Attention over `pool` by the generation `name`.
 
-    Raises ValueError when the pool's dtype, head size or block size does not suit the package, or it cannot be loaded.
+    `decoding` computes slices of one token if the package is slow at them. Raises ValueError if the package does not
+    support the pool's dtype, head size or block size, or cannot be loaded.
     """
 
     def __init__(self, pool: KVPool, name: str, decoding: AttentionBackend | None = None) -> None:
         layout = pool.layout
         if layout.dtype == "float32" or layout.head_dim % 8 or layout.head_dim > 256:
             raise ValueError(
-                f"--attention-backend flash_attn computes on KV in 16 bits with heads of up to 256 (a multiple of 8), "
-                f"not on {layout.dtype} with heads of {layout.head_dim}: use triton"
+                f"--attention-backend flash_attn needs 16-bit KV and a head_dim of up to 256 that is a multiple of 8, "
+                f"not {layout.dtype} and {layout.head_dim}: use triton"
             )
         decodes = GENERATIONS[name][2]
         self._generation = load(name)
@@ -174,7 +182,7 @@ class FlashAttention:
 
 
 def part_of(batch: Batch, first: int, last: int) -> tuple[Batch, slice]:
-    """Slices [first, last) as a batch of their own that attention can be planned for, and the tokens they hold."""
+    """Return slices [first, last) as a batch for which attention can be planned, and the range of their tokens."""
     starts, kv_lens = batch.starts[first:last], batch.kv_lens[first:last]
     before = sum(batch.counts[:first])
     span = slice(before, before + sum(kv_lens) - sum(starts))
@@ -196,7 +204,7 @@ def part_of(batch: Batch, first: int, last: int) -> tuple[Batch, slice]:
 
 
 class FlashPlan:
-    """Leading slices of one token are attended apart from the chunks behind them."""
+    """One step's attention: leading slices of one token are computed separately from the chunks after them."""
 
     def __init__(self, pool: KVPool, generation: FlashVersion, decoding: AttentionBackend | None, batch: Batch) -> None:
         self._pool = pool

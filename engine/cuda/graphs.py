@@ -1,7 +1,7 @@
-"""Captured device work: recorded once, replayed with one call; what may not be captured runs between two pieces.
+"""Captured device work: recorded once, replayed with one call. Work that cannot be captured runs between two graphs.
 
-A pass that is broken at attention into pieces (SGLang PR #19102, vLLM's breakable graphs) needs no compiler: capture
-ends, the call is remembered, capture begins again.
+A pass is broken into pieces at attention (as in SGLang PR #19102 and vLLM's breakable graphs), which needs no compiler:
+capture ends, the call is recorded, and capture begins again.
 """
 
 import gc
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Graph(Protocol):
-    """The work that is issued between `begin` and `end`. A replay repeats it at the same addresses and sizes."""
+    """The work issued between `begin` and `end`. A replay repeats it with the same addresses and sizes."""
 
     def begin(self) -> None: ...
 
@@ -25,20 +25,20 @@ class Graph(Protocol):
 
 
 class GraphPool(Protocol):
-    """Memory that all graphs share: what a graph made is valid until another one, of another pass, is replayed."""
+    """Memory shared by all graphs: a graph's results are valid until a graph of another pass is replayed."""
 
     def graph(self) -> Graph: ...
 
     def prepare(self, work: Callable[[], object]) -> None:
-        """Runs `work` once, uncaptured, so that it has compiled and allocated what it keeps."""
+        """Run `work` once, uncaptured, so that it compiles and allocates what it keeps."""
         ...
 
     def capture(self, work: Callable[[], T]) -> T:
-        """Calls `work`, which begins and ends graphs, where capture is possible."""
+        """Call `work`, which begins and ends graphs, in a state in which capture is possible."""
         ...
 
     def reclaim(self) -> None:
-        """The next replay is of another pass."""
+        """Announce that the next replay is of another pass."""
         ...
 
 
@@ -70,8 +70,10 @@ class CudaGraphPool:
         self.capture(work)
 
     def capture(self, work: Callable[[], T]) -> T:
-        """On a stream of its own: the default stream cannot be captured. Without Python's collector, which might end an
-        older graph meanwhile: that ends the capture too."""
+        """Call `work` on a separate stream, since the default stream cannot be captured.
+
+        Python's garbage collector is off meanwhile: if it destroyed an older graph, the capture would fail.
+        """
         self._stream.wait_stream(torch.cuda.current_stream())
         collects = gc.isenabled()
         gc.disable()
@@ -85,11 +87,11 @@ class CudaGraphPool:
         return result
 
     def reclaim(self) -> None:
-        """Addresses are fixed: there is nothing to do."""
+        """Do nothing: addresses are fixed."""
 
 
 class GraphRecording:
-    """One pass: graphs, and calls between them, in order."""
+    """One captured pass: graphs and the calls between them, in order."""
 
     def __init__(self, pool: GraphPool) -> None:
         self._pool = pool
@@ -98,7 +100,7 @@ class GraphRecording:
         self.num_graphs = 0
 
     def capture(self, work: Callable[[], T]) -> T:
-        """What `work` returns lives where every replay writes it again."""
+        """Capture `work`. Every replay writes its result to the same memory."""
 
         def whole() -> T:
             self._begin()
@@ -114,7 +116,7 @@ class GraphRecording:
         return self._pool.capture(whole)
 
     def pause(self, call: Callable[[], None]) -> None:
-        """Inside `work`: `call` is made at every replay, between what came before and what follows."""
+        """Make `call` at every replay, between the work before and after this point. Called inside `work`."""
         self._end()
         self._pieces.append(call)
         self._begin()

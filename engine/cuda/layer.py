@@ -1,4 +1,4 @@
-"""A layer's element-wise work on a GPU: four Triton kernels, each one launch where plain torch needs three to ten."""
+"""A layer's element-wise work on a GPU: four Triton kernels, each one launch instead of three to ten in plain torch."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ from engine.models.config import ModelConfig
 from engine.models.rope import inverse_frequencies
 
 SILU_BLOCK = 1024
-ELEMENTS_A_WARP = 256  # of a program: fewer leave lanes idle, more spill
+ELEMENTS_A_WARP = 256  # elements per warp: fewer leave lanes idle, more spill registers
 
 
 class TritonKernels:
@@ -23,7 +23,7 @@ class TritonKernels:
         self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(pool.tensor.device)
 
     def begin(self, batch: Batch) -> "TritonStep":
-        """Computes nothing: a step made of a graph's static batch stays valid for every replay."""
+        """Return the step's kernels. Nothing is computed, so a graph's static batch stays valid in replays."""
         return TritonStep(self, batch)
 
 
@@ -51,7 +51,7 @@ class TritonStep:
         return out
 
     def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
-        """Returns a view of `qkv`: the queries are rotated where they lie."""
+        """Return a view of `qkv`: the queries are rotated in place."""
         kernels, batch, config = self._kernels, self._batch, self._kernels.config
         keys, values = kernels.pool.layer(layer)
         group = config.num_heads // config.num_kv_heads

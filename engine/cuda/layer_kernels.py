@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: N803 (Triton writes what is constant when compiled in capitals)
-"""Device code of a layer's element-wise work, in Triton. Each reads and writes a row once, and computes in float32."""
+"""Triton kernels of a layer's element-wise work. Each reads and writes a row once and computes in float32."""
 
 import triton
 import triton.language as tl

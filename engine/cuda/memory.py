@@ -1,4 +1,4 @@
-"""The memory of a KV pool on a GPU: our own allocation, outside torch's, which other processes may map."""
+"""The memory of a KV pool on a GPU, allocated outside torch so that other processes may map it."""
 
 import ctypes
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from torch import Tensor
 from shared.kv.staging import PinnedStaging, Staging
 from shared.kv_gpu.cuda_driver import CudaDevice, CudaRegion
 
-PIECE_BYTES = 16 << 20  # summed at once: with its products it stays in the L2 cache of an H200 (50 MB)
+PIECE_BYTES = 16 << 20  # summed at once: with its products this fits into the L2 cache of an H200 (50 MB)
 WORD_BYTES = 8
 
 
 class DeviceMemory:
-    """`num_rows` rows of `row_bytes` bytes: `rows` is uint8 [num_rows, row_bytes] on `device`.
+    """KV memory on a GPU: `rows` is uint8 [num_rows, row_bytes] on `device`.
 
-    `region`: memory of a peer to use instead of an allocation of our own, which is zeroed. Raises ValueError for a
-    size that is not positive, or rows that are no whole 8-byte words; OSError (`CudaError`) when the driver refuses,
-    for want of memory too. What reads the rows from another stream than the one that computes relies on this: whoever
-    names a row was told of it after the step that filled it had been waited for.
+    The node owns it: the engine's thread computes in it, and KV channels read and write rows from other threads and
+    streams. A channel may read a row only after the step that filled it has been waited for. A new allocation is
+    zeroed; `region` is a peer's memory to use instead. Raises ValueError if a size is not positive or rows are not a
+    multiple of 8 bytes, and OSError (`CudaError`) if the driver fails, for example for lack of memory.
     """
 
     sums: ClassVar[str] = "linear64"
@@ -46,12 +46,16 @@ class DeviceMemory:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def checksums(self, rows: Sequence[int]) -> bytes:
-        """8 bytes of each row, little-endian: the sum modulo 2^64 of its 64-bit words, each times an odd number of its
-        place (multilinear hashing). One word that differs always shows. Computed on the device, on a stream of its own;
-        waits for it."""
+        """Return 8 bytes per row, little-endian: the sum modulo 2^64 of its 64-bit words, each multiplied by an odd
+        number that depends on its position (multilinear hashing), so a difference in one word is always detected.
+
+        Computed on the device on a separate stream; blocks until it is done.
+        """
         words = self.rows.view(torch.int64)
         with torch.inference_mode(), ExitStack() as beside:
-            if self._stream is not None:  # the device first: a thread's own is the first one, and would be woken for it
+            if (
+                self._stream is not None
+            ):  # a thread's default device is the first GPU, which would otherwise be initialized
                 beside.enter_context(torch.cuda.device(self.device))
                 beside.enter_context(torch.cuda.stream(self._stream))
             sums = [self._sums(words[first:last]) for first, last in _runs(rows, max(1, PIECE_BYTES // self.row_bytes))]
@@ -61,7 +65,7 @@ class DeviceMemory:
         return PinnedStaging(self.region, self.row_bytes)
 
     def close(self) -> None:
-        """Idempotent. The device must be idle; no tensor over the rows may be used afterwards."""
+        """Free the memory. Idempotent. The device must be idle, and no view of the rows may be used afterwards."""
         self.rows = torch.empty((0, 0), dtype=torch.uint8)
         self.region.close()
 
@@ -70,7 +74,7 @@ class DeviceMemory:
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Odd 64-bit numbers that look random, int64 [count]: the mixing steps of splitmix64 over the places."""
+    """Return odd pseudorandom numbers, int64 [count]: the mixing steps of splitmix64 over the positions."""
     place = torch.arange(1, count + 1, dtype=torch.int64, device=device)
     mixed = place * -7046029254386353131
     mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687
@@ -78,7 +82,7 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 class _Raw:
-    """Raw device memory as torch takes it without a copy (the CUDA array interface); it keeps nothing alive."""
+    """Device memory as the CUDA array interface, which torch wraps without a copy. Keeps nothing alive."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {
@@ -99,7 +103,7 @@ def _tensor(region: CudaRegion, device: torch.device, size: int) -> Tensor:
 
 
 def _runs(rows: Sequence[int], limit: int) -> list[tuple[int, int]]:
-    """Neighbours of `rows` that follow each other, at most `limit` together, as [first, last)."""
+    """Return runs of consecutive rows as [first, last), each of at most `limit` rows."""
     runs: list[tuple[int, int]] = []
     for row in rows:
         if runs and runs[-1][1] == row and row - runs[-1][0] < limit:

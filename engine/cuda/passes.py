@@ -1,7 +1,7 @@
-"""Forward passes at the sizes that are captured: steps are padded to one of them, or run as they are.
+"""Forward passes captured at certain sizes: a step is padded to one of them, or runs uncaptured.
 
-Decodes alone replay one graph. A small step with chunks in it replays a graph for each stretch between two
-attentions, since how attention is laid out depends on the step. Larger steps keep the device busy without one.
+A step of decodes replays one graph. A small step with chunks replays one graph for each part between two attentions,
+since the layout of attention depends on the step. Larger steps keep the device busy without graphs.
 """
 
 import logging
@@ -16,19 +16,19 @@ from engine.attention.interface import AttentionBackend, AttentionPlan
 from engine.batch import Batch
 from engine.cuda.graphs import GraphPool, GraphRecording
 from engine.cuda.staging import StepBuffers, StepShape
-from engine.kernels.interface import Kernels
+from engine.kernels import Kernels
 from engine.models.decoder import Decoder
 
 log = logging.getLogger("baton.engine")
-# vLLM's sizes for decodes. Mixed steps have fewer: each is a graph a layer, and up to the 184 tokens where an H200
-# turns from bandwidth to arithmetic, padding costs next to nothing.
+# vLLM's sizes for decodes. Mixed steps have fewer sizes: each takes a graph per layer, and up to about 184 tokens,
+# where an H200 becomes compute-bound, padding costs little.
 DECODES = (1, 2, 4, *range(8, 257, 8), *range(320, 513, 64))
 MIXED = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 
 
 @dataclass(slots=True)
 class Captured:
-    """A pass at one size. `decodes`: attention is part of its graph, so a step has one slice for each token."""
+    """A pass captured at one size. If `decodes`, attention is part of the graph, and a step has a slice per token."""
 
     shape: StepShape
     decodes: bool
@@ -37,7 +37,7 @@ class Captured:
 
 
 class BrokenAttention:
-    """Attention between captured pieces, through buffers of its own: no piece's memory is held for it."""
+    """Attention between captured graphs. It uses its own buffers, so it holds no graph's memory."""
 
     def __init__(self, passes: "Passes", tokens: int, pause: Callable[[Callable[[], None]], None]) -> None:
         self._passes = passes
@@ -52,22 +52,26 @@ class BrokenAttention:
 
 
 class Passes:
-    """Without a call of `capture`, every step runs as it is."""
+    """Runs the forward pass of a step, captured at the nearest size or as it is.
+
+    Owned by `CudaRunner`, which calls it on the engine's thread. Until `capture` is called, every step runs
+    uncaptured. Captured or not, a step's hidden states are the same; they are valid until the next `run`.
+    """
 
     def __init__(self, model: Decoder, kernels: Kernels, attention: AttentionBackend, buffers: StepBuffers) -> None:
         self._model, self._kernels, self._attention, self._buffers = model, kernels, attention, buffers
         self._decodes: list[Captured] = []  # by size
         self._mixed: list[Captured] = []
-        self._plan: AttentionPlan | None = None  # of the step that is being replayed
+        self._plan: AttentionPlan | None = None  # plan of the step being replayed
         self._num_tokens = 0
         self.queries = self.attended = torch.empty(0)
 
     # ---- running ---------------------------------------------------------------------------------------------------
 
     def choose(self, step: Batch) -> tuple[StepShape, Captured | None]:
-        """The shape that a step is padded to, and the pass to replay; None: it runs as it is."""
+        """Return the shape to pad a step to, and the pass to replay, or None to run the step uncaptured."""
         own = StepShape.of(step)
-        if step.scored:  # rows of logits without number
+        if step.scored:  # unlimited rows of logits
             return own, None
         if own.tokens == own.slices and (found := _least(self._decodes, own.tokens)) is not None:
             return found.shape, found
@@ -76,8 +80,7 @@ class Passes:
         return own, None
 
     def run(self, step: Batch, captured: Captured | None) -> Tensor:
-        """`step`: on the device, without its padding. Returns hidden states as `Decoder.forward` does, valid until
-        the next call."""
+        """Run a step, which is on the device, without padding. Return hidden states as `Decoder.forward` does."""
         if captured is None:
             return self._model.forward(step, self._kernels.begin(step), self._attention.plan(step))
         if not captured.decodes:
@@ -86,7 +89,7 @@ class Passes:
         return captured.hidden[: len(step.logit_rows)]
 
     def attend(self, layer: int, window: int) -> None:
-        """Of the step under way, from `queries` to `attended`; rows of padding keep what was there."""
+        """Compute attention of the current step from `queries` to `attended`; rows of padding are not changed."""
         assert self._plan is not None, "replayed without a plan"
         rows = slice(self._num_tokens)
         self.attended[rows].copy_(self._plan.attend(layer, self.queries[rows], window))
@@ -94,8 +97,11 @@ class Passes:
     # ---- capturing -------------------------------------------------------------------------------------------------
 
     def capture(self, pool: GraphPool, slices: int, tokens: int, captures_attention: bool) -> None:
-        """For steps of up to so many slices and tokens; the largest first, so that the others fit into its memory.
-        `captures_attention`: a plan of decodes depends on shapes alone, so that a graph may hold it."""
+        """Capture passes for steps of up to `slices` slices and `tokens` tokens.
+
+        The largest is captured first, so that the others fit into its memory. `captures_attention` says that the plan
+        of a step of decodes depends only on shapes, so a graph may contain it.
+        """
         began, config = time.monotonic(), self._model.config
         sizes = _sizes(MIXED, tokens)
         buffer = torch.zeros(
@@ -114,7 +120,7 @@ class Passes:
         return sum(captured.recording.num_graphs for captured in (*self._decodes, *self._mixed))
 
     def describe(self) -> str:
-        """What is captured, for people."""
+        """Describe what is captured, for logs."""
         if not self._mixed:
             return "none"
         mixed = f"steps of up to {self._mixed[-1].shape.tokens} tokens"
@@ -123,7 +129,7 @@ class Passes:
     def _decodes_at(self, pool: GraphPool, size: int) -> Captured:
         shape = StepShape(size, size, size)
         batch = self._buffers.clear(shape)
-        # What the host says of a captured batch are bounds that hold for every step to come.
+        # The host copies of a captured batch are upper bounds for all later steps.
         most = self._buffers.most_tokens
         batch = replace(batch, starts=[most - 1] * size, kv_lens=[most] * size, sampled=list(range(size)))
 
@@ -147,11 +153,11 @@ class Passes:
 
 
 def _sizes(sizes: Sequence[int], most: int) -> list[int]:
-    """Those below `most`, and itself unless it is beyond them all."""
+    """Return the sizes below `most`, followed by `most`, capped at the largest size."""
     most = min(most, sizes[-1])
     return [*(size for size in sizes if size < most), most]
 
 
 def _least(captured: list[Captured], tokens: int) -> Captured | None:
-    """The smallest that holds so many tokens."""
+    """Return the smallest captured pass that holds `tokens` tokens, if any."""
     return next((one for one in captured if one.shape.tokens >= tokens), None)

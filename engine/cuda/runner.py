@@ -1,5 +1,8 @@
-"""Runs steps on a GPU without waiting for it: a step is launched while the one before computes, and its tokens are
-read from the device's own draws. On a CPU the same code runs synchronously, which is how it is tested."""
+"""Runs steps on a GPU without waiting for it.
+
+A step is launched while the previous one computes, and reads that step's draws on the device. On a CPU the same code
+runs synchronously, as in the tests.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,27 +18,28 @@ from engine.batch import Batch, build
 from engine.cuda.graphs import GraphPool
 from engine.cuda.passes import Passes
 from engine.cuda.staging import StepBuffers, StepCapacity, StepShape
-from engine.kernels.interface import Kernels
+from engine.kernels import Kernels
 from engine.kv_pool import DUMMY_BLOCK, KVPool
 from engine.logprobs import describe
 from engine.models.decoder import Decoder
 from engine.runner import FinishedStep, PendingStep, SliceOutput, TorchRunner, row_of
-from engine.sampling import BROKEN, NO_TOKEN, NOTHING_ALLOWED, NUMERICAL, SamplingRow, adjust, draw
+from engine.sampling import adjust, draw
+from engine.sampling_params import BROKEN, NO_TOKEN, NOTHING_ALLOWED, NUMERICAL, SamplingRow
 from scheduler.request import Request, Slice, Step, cdiv
 from shared.rpc.messages import SamplingParams
 
 # Logits float32 [R, vocab], parameters as `parameters_of` packs them, and the logits after bans, bias and penalties
-# where a row has any -> tokens int64 [R], or the codes of errors. Does not wait for the device
+# if a row has any -> tokens int64 [R], or error codes. Does not wait for the device
 # (`engine.cuda.draw`).
 Sampler = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 ERRORS = {BROKEN: NUMERICAL, NOTHING_ALLOWED: NO_TOKEN}
 CPU = torch.device("cpu")
-FAR, WARM_COUNT, MANY = 4096, 16, 64  # of a warm-up: longest context, tokens of a chunk, chunks of a step
+FAR, WARM_COUNT, MANY = 4096, 16, 64  # warm-up: longest context, tokens per chunk, chunks per step
 
 
 @dataclass(slots=True)
 class Launched:
-    """`outputs` lack the tokens that are on their way into `drawn`; `order[i]` is the place of output i in its step."""
+    """A launched step. Its tokens arrive in `drawn` once `done` is set; `order[i]` is the slice of output i."""
 
     outputs: list[SliceOutput]
     order: list[int]
@@ -58,8 +62,11 @@ class Launched:
 
 
 class CudaRunner(TorchRunner):
-    """`sampler` draws all rows, so that company changes no draw; None: `engine.sampling` does, and waits, unless all
-    rows are greedy. Penalties, biases, bans and logprobs have the host's help, and wait for the device too.
+    """Runs a decoder on a GPU, with static buffers and optionally captured passes. Experimental.
+
+    The engine's thread calls it, and at most one step is pending at a time. `sampler` draws all rows on the device. If
+    it is None, `engine.sampling` draws and waits for the device, unless all rows are greedy. Penalties, biases, bans
+    and logprobs need the host and wait for the device too. A row's draw does not depend on the other rows.
     """
 
     can_run_ahead = True
@@ -80,22 +87,24 @@ class CudaRunner(TorchRunner):
         self._sampler = sampler
         self._buffers = StepBuffers(capacity, device)
         self.passes = Passes(model, kernels, backend, self._buffers)
-        self._tokens = torch.zeros(capacity.slices, dtype=torch.int64, device=device)  # the last step's draws
+        self._tokens = torch.zeros(capacity.slices, dtype=torch.int64, device=device)  # draws of the last step
         self._cuda = cuda = device.type == "cuda"
-        # By turns: while a step is launched, the tokens of the one before may not have been read.
+        # Two of each, used alternately: the previous step's tokens may not have been read yet.
         self._arrivals = [torch.zeros(capacity.slices, dtype=torch.int64, pin_memory=cuda) for _ in range(2)]
         self._events = [_event() if cuda else None for _ in range(2)]
         self._before: Sequence[Slice] = ()
 
     def capture(self, pool: GraphPool) -> None:
-        """As `Passes.capture`, for all that the scheduler may ask for. The reference attention is laid out on the
-        host, step by step: no graph may hold it."""
+        """Capture passes for every step that the scheduler may decide.
+
+        The reference attention is planned on the host for each step, so no graph may contain it.
+        """
         with self._here():
             captures_attention = self._backend.name != TorchAttention.name
             self.passes.capture(pool, self._capacity.slices, self._capacity.tokens, captures_attention)
 
     def facts(self) -> dict[str, str]:
-        """What it computes with, for people."""
+        """Describe what the runner computes with, for users."""
         return {
             "attention": self._backend.name,
             "kernels": self._kernels.name,
@@ -104,9 +113,10 @@ class CudaRunner(TorchRunner):
         }
 
     def warm_up(self) -> None:
-        """Steps unlike the largest, which building has run, and those that were captured: contexts long and short,
-        few tokens and many, biased draws. A kernel that is compiled under a request lets it wait for seconds. Their KV
-        goes to the dummy block."""
+        """Run steps that differ from the largest step and the captured ones: long and short contexts, few and many
+        tokens, biased draws. Otherwise a request could wait seconds for a kernel to be compiled. Their KV goes to the
+        dummy block.
+        """
         far = min(self._buffers.most_tokens, FAR) - WARM_COUNT
         many = max(1, min(self._capacity.tokens // WARM_COUNT, MANY))
         mixes = ([(0, 1), (0, WARM_COUNT)], [(far, 1), (0, WARM_COUNT)], [(0, 2)], [(far, 2)], [(0, WARM_COUNT)] * many)
@@ -131,7 +141,7 @@ class CudaRunner(TorchRunner):
 
     @contextmanager
     def _here(self) -> Iterator[None]:
-        """The current device and inference mode are each thread's own."""
+        """Set the current device and inference mode, which are per thread."""
         with torch.inference_mode(), torch.cuda.device(self._device) if self._cuda else nullcontext():
             yield
 
@@ -152,7 +162,7 @@ class CudaRunner(TorchRunner):
         if rows:
             self._draw(self._model.logits(hidden[: len(rows)]), rows, parameters, launched)
         self._score(replace(step, slices=slices), built, hidden[len(rows) :], launched.outputs)
-        if done is not None:  # also where nothing was drawn: whoever waits relies on the KV, too
+        if done is not None:  # recorded even if nothing was drawn: `wait` also means that the KV is stored
             done.record()
         self._before = slices
         return launched
@@ -164,7 +174,7 @@ class CudaRunner(TorchRunner):
         return StepBuffers(StepCapacity(slices, len(built.tokens), blocks, self._block_tokens), self._device)
 
     def _draw(self, logits: Tensor, rows: list[SamplingRow], parameters: Tensor, launched: Launched) -> None:
-        """Puts the draws where the next step finds them, and sends them to the host."""
+        """Draw tokens, keep them on the device for the next step, and start copying them to the host."""
         adjusted = adjust(logits, rows)
         if self._sampler is not None:
             drawn = self._sampler(logits, parameters, None if adjusted is logits else adjusted)
@@ -184,12 +194,12 @@ class CudaRunner(TorchRunner):
 
 
 def _event() -> "torch.cuda.Event":
-    """The host sleeps until it comes: a core that spins is one less for the other nodes."""
+    """Return an event for which the host sleeps; spinning would take a core from other nodes."""
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
 def greedy(logits: Tensor, adjusted: Tensor) -> Tensor:
-    """int64 [R]: the likeliest tokens after bans, bias and penalties, or a code of an error."""
+    """Return the likeliest tokens, int64 [R], after bans, bias and penalties, or error codes."""
     best, chosen = adjusted.max(dim=1)
     chosen = torch.where(best == -math.inf, NOTHING_ALLOWED, chosen)
     return torch.where(logits.sum(dim=1).isfinite(), chosen, BROKEN)

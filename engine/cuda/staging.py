@@ -1,7 +1,7 @@
-"""Carries a step to the device: every integer of a batch in one pinned block, one copy, and views at fixed addresses.
+"""Copies a step to the device: all integers of a batch are in one pinned block, copied at once.
 
-A captured graph reads the addresses it was captured with. So the device's block has one layout for each shape, and a
-step that is padded to a shape fills the rest with tokens that store nothing and slices that see nothing.
+A captured graph reads fixed addresses, so the device's block has one layout per shape. A step that is padded to a
+shape is filled up with tokens that store nothing and slices with an empty context.
 """
 
 from dataclasses import dataclass, replace
@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch, build
-from engine.sampling import WORDS, SamplingRow, parameters_of
+from engine.sampling_params import WORDS, SamplingRow, parameters_of
 
-NOWHERE = -1  # the slot of a token that is padding
+NOWHERE = -1  # slot of a padding token
 ALIGNED_WORDS = 2  # of 8 bytes
-NUM_REGIONS = 9  # of a block: six tensors of a batch, what is carried, how to draw, the block table
+NUM_REGIONS = 9  # of a block: six tensors of a batch, carried tokens, sampling parameters, the block table
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a pass is sized for: a step's own numbers, or those of the bucket it is padded to."""
+    """The size of a pass: a step's own, or the one that it is padded to."""
 
     tokens: int
     slices: int
-    rows: int  # of hidden states that logits are wanted of
+    rows: int  # hidden states for which logits are computed
 
     @classmethod
     def of(cls, batch: Batch) -> "StepShape":
@@ -32,7 +32,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class StepCapacity:
-    """The largest step that the buffers hold; a larger one (a prompt that may not be chunked) gets its own."""
+    """The largest step that the buffers hold. A larger one (a prompt that may not be chunked) gets its own buffers."""
 
     slices: int
     tokens: int
@@ -52,9 +52,9 @@ class StepCapacity:
 
 
 class BufferCarver:
-    """Hands out consecutive regions of a flat int64 block; the same requests in the same order, the same layout.
+    """Allocates consecutive regions of a flat int64 block. Equal sequences of calls give equal layouts.
 
-    Each begins at a multiple of 16 bytes, for Triton compiles a kernel anew for pointers that do not.
+    Regions are aligned to 16 bytes, since Triton compiles another kernel for pointers that are not.
     """
 
     def __init__(self, words: Tensor) -> None:
@@ -85,7 +85,7 @@ class BufferCarver:
 
 
 class StepBuffers:
-    """Host blocks by turns, since the copy of the step before may be under way; one block on the device."""
+    """Two host blocks, used alternately because the previous step's copy may be in progress, and one device block."""
 
     def __init__(self, capacity: StepCapacity, device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -96,19 +96,19 @@ class StepBuffers:
 
     @property
     def most_tokens(self) -> int:
-        """Of one request."""
+        """Most tokens of one request."""
         return self.capacity.blocks * self.capacity.block_tokens
 
     def clear(self, shape: StepShape) -> Batch:
-        """The device's tensors for a shape, at the addresses that they always have, holding padding only."""
+        """Return the device's tensors for a shape, at their fixed addresses, filled with padding."""
         batch = BufferCarver(self._words).batch(shape, self._table)
         _fill(batch, _NOTHING)
         return batch
 
     def load(self, step: Batch, rows: list[SamplingRow], shape: StepShape, draws: Tensor) -> tuple[Batch, Tensor]:
-        """Copies a step that was built on the host, padded to `shape`; `draws` are those that it carries on from.
+        """Copy a step that was built on the host, padded to `shape`, and fill in its carried tokens from `draws`.
 
-        Returns the step on the device, without its padding, and the parameters of `rows`, int64 [rows, WORDS].
+        Returns the step on the device without padding, and the parameters of `rows`, int64 [rows, WORDS].
         """
         self._host.reverse()
         host, device = BufferCarver(self._host[0]), BufferCarver(self._words)
@@ -123,7 +123,7 @@ class StepBuffers:
         parameters = device.take(WORDS * len(rows)).view(-1, WORDS)
         table = device.take(step.block_table.numel(), torch.int32)
         self._table[: len(step.starts), :width].copy_(table.view(-1, width))
-        if step.carried:  # a draw that failed is below 0: its request is over, and what follows it is thrown away
+        if step.carried:  # a failed draw is negative: its request is over, and this result is discarded
             padded.tokens.index_copy_(0, carried[0], draws[carried[1]].clamp(min=0))
         return _own(padded, step), parameters
 
@@ -139,17 +139,17 @@ def _fill(views: Batch, step: Batch) -> None:
         view[len(values) :] = padding
     view, last = views.cu_q, len(step.cu_q)
     view[:last] = step.cu_q
-    # Slices of padding have a token each: only steps of decodes alone have any.
+    # Padding slices have one token each; only steps of decodes have any.
     view[last:] = torch.arange(last, len(view), dtype=torch.int32)
 
 
 def _carried(step: Batch) -> Tensor:
-    """int64 [2, carried]: which tokens, and which draws."""
+    """Return the carried tokens' indices and draws, int64 [2, carried]."""
     return torch.tensor(step.carried, dtype=torch.int64).view(-1, 2).T
 
 
 def _own(padded: Batch, step: Batch) -> Batch:
-    """The part of the padded tensors that is the step's, with what the host knows of it."""
+    """Return the step with its part of the padded device tensors."""
     width = step.block_table.shape[1]
     tensors = ("tokens", "positions", "slots", "logit_rows", "cu_q", "kv_len")
     own = {name: getattr(padded, name)[: len(getattr(step, name))] for name in tensors}

@@ -1,1 +1,1 @@
-"""Matrix products with a model's weights: one interface, and a format of the weights for each way to compute them."""
+"""Matrix products with a model's weights: an interface, and the formats in which weights are stored."""

@@ -1,9 +1,9 @@
-"""int8 weights, one scale an output channel, and activations rounded to 8 bits while they are multiplied (W8A8), by
-FBGEMM's exact integer product as it comes with torch: for CPUs without the instructions that `int8_panels` needs.
+"""int8 weights with a scale per output channel, multiplied by activations rounded to 8 bits (W8A8).
 
-Each row of activations has a scale of its own: torch's `linear_dynamic` takes one for all of them, with which a single
-large row (a model's first token is often one) costs all others their precision, and a row's result depends on its
-neighbours.
+Uses the integer product of FBGEMM, which is part of torch, on CPUs without the instructions that
+`engine.cpu.panels.Int8Panels` needs. Each row of activations has its own scale. With one scale for all rows, as in
+torch's `linear_dynamic`, a row with large values (often a model's first token) would cost the others their precision,
+and a row's result would depend on the other rows.
 """
 
 import warnings
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 ENGINE = "fbgemm"
-LEVELS = 127  # of a weight, and of an activation, on each side of 0
+LEVELS = 127  # largest rounded weight and activation
 LEVELS_OF_7_BITS = 63
 ZERO_POINT = 128  # activations are multiplied as unsigned bytes
-SMALLEST = 1e-30  # of a row's largest value, or a channel's: zeros are not divided by 0
+SMALLEST = 1e-30  # lower bound of a row's or a channel's largest value, to avoid division by 0
 
 
 def has_fbgemm() -> bool:
@@ -28,8 +28,10 @@ def has_fbgemm() -> bool:
 
 @contextmanager
 def packed_by_fbgemm() -> Iterator[None]:
-    """torch packs for the engine that is set for the whole process; and it warns that quantized tensors will go, which
-    FBGEMM's packing takes as its argument. Restores the engine."""
+    """Select FBGEMM as torch's quantized engine, which is a setting of the whole process, and restore it afterwards.
+
+    Also suppresses torch's deprecation warning for quantized tensors, which FBGEMM's packing needs.
+    """
     before = torch.backends.quantized.engine
     torch.backends.quantized.engine = ENGINE
     try:
@@ -42,7 +44,7 @@ def packed_by_fbgemm() -> Iterator[None]:
 
 @dataclass(slots=True)
 class Int8Linear:
-    packed: Any  # FBGEMM's, with the scales of output channels
+    packed: Any  # FBGEMM's packed weights, with the scales of output channels
     bias: Tensor | None
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -58,9 +60,10 @@ class Int8Linear:
 
 
 class Int8:
-    """A row's product does not depend on the rows beside it, except that its last bit may be rounded apart.
+    """A row's product does not depend on the other rows, except for rounding of the last bit.
 
-    `levels` of a weight on each side of 0 are as many as this CPU multiplies exactly."""
+    `levels` is the largest rounded weight: as large as this CPU multiplies exactly.
+    """
 
     name = "int8"
 
@@ -69,15 +72,18 @@ class Int8:
 
     @torch.inference_mode()
     def make(self, weight: Tensor, bias: Tensor | None) -> Int8Linear:
-        """Raises ValueError when a weight is not finite."""
+        """Round and pack `weight`. Raises ValueError if a weight is not finite."""
         return _packed(weight.float(), self.levels, None if bias is None else bias.float())
 
 
 def rounded_weights(weight: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """int8 [out, in], and the scale of each output channel. Raises ValueError when a weight is not finite."""
+    """Return the rounded weights, int8 [out, in], and the scale of each output channel, float32 [out].
+
+    Raises ValueError if a weight is not finite.
+    """
     scales = weight.abs().amax(1).clamp_(min=SMALLEST).div_(levels)
     if not bool(scales.isfinite().all()):
-        raise ValueError("--quantization int8: a weight is not finite; mend the checkpoint")
+        raise ValueError("--quantization int8: a weight is not finite; use another checkpoint")
     return (weight / scales[:, None]).round_().to(torch.int8), scales
 
 
@@ -91,7 +97,10 @@ def _packed(weight: Tensor, levels: int, bias: Tensor | None) -> Int8Linear:
 
 @torch.inference_mode()
 def _is_exact() -> bool:
-    """Instructions before VNNI add two products in 16 bits and saturate: seen by the largest values there are. Weights
-    of 7 bits cannot reach that; activations, which have the outliers, keep their 8."""
+    """Return whether this CPU multiplies the largest values exactly.
+
+    Instructions before VNNI add two products in 16 bits and saturate. 7-bit weights avoid that, and leave 8 bits for
+    activations, which have outliers.
+    """
     product = _packed(torch.ones(64, 64), LEVELS, None)(torch.ones(1, 64))
     return torch.allclose(product, torch.full_like(product, 64.0))

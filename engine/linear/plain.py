@@ -1,4 +1,4 @@
-"""torch's own product over weights as they are: on CUDA what cuBLAS makes of it, and the reference everywhere."""
+"""Weights as plain tensors, multiplied by torch: cuBLAS on CUDA, and the reference implementation on CPUs."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -1,4 +1,4 @@
-"""Which format weights are held in: the one asked for, as fast as this machine can multiply it."""
+"""Selects the format of weights: the requested one, in the form that this machine multiplies fastest."""
 
 import torch
 from torch import Tensor
@@ -12,8 +12,11 @@ SIXTEEN_BITS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def linear_on_cpu(weight_dtype: str, quantization: str, why_not: str | None = None) -> LinearFormat:
-    """`why_not` there are compiled kernels (None: as it is here). Raises ValueError when the two settings contradict
-    each other, or this machine cannot do what is asked."""
+    """Return the format for `--weight-dtype` and `--quantization`.
+
+    `why_not` says why compiled kernels are not available, "" if they are; None checks this machine. Raises ValueError
+    if the settings contradict each other or this machine does not support them.
+    """
     why_not = why_not_compiled() if why_not is None else why_not
     if quantization != "none" and weight_dtype != "auto":
         raise ValueError(f"--weight-dtype {weight_dtype}: with --quantization {quantization} weights have 8 bits")
@@ -35,17 +38,21 @@ def _int8(why_not: str) -> LinearFormat:
         from engine.cpu.matmul_kernels import HAS_INT8
 
         if HAS_INT8:
-            from engine.cpu.int8_panels import Int8Panels
+            from engine.cpu.panels import Int8Panels
 
             return Int8Panels()
     if not has_fbgemm():
-        raise ValueError("--quantization int8: needs an x86 CPU with AVX2 (torch has no FBGEMM here); leave it out")
+        raise ValueError(
+            "--quantization int8: needs an x86 CPU with AVX2 (torch has no FBGEMM on this machine); omit it"
+        )
     return Int8()
 
 
 class AsStored:
-    """Weights that a checkpoint has in 16 bits stay so: the same numbers in half the memory, read in half the time.
-    Others are float32. `name` is that of the last matrix made: a checkpoint seldom mixes them."""
+    """Keeps 16-bit weights in 16 bits, which takes half the memory and half the time to read; others become float32.
+
+    `name` is the format of the last matrix made, since a checkpoint seldom mixes dtypes.
+    """
 
     def __init__(self) -> None:
         from engine.cpu.panels import Panels

@@ -1,1 +1,1 @@
-"""Model definitions: what a Hugging Face directory says, and the forward pass it describes."""
+"""Model definitions: the configuration in a Hugging Face directory, and the forward pass that it describes."""

@@ -1,4 +1,4 @@
-"""What config.json says of a model, checked before anything is allocated by it. No code of the model is ever run."""
+"""A model's config.json, validated before anything is allocated. Code that comes with a model is never run."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding; `kind` is "default", "linear" or "llama3", and the rest is what that kind reads."""
+    """Rotary embedding. `kind` is "default", "linear" or "llama3"; other fields are parameters of some kinds."""
 
     theta: float = 10_000.0
     kind: str = "default"
@@ -26,7 +26,10 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder of the Llama family. `windows` has one entry a layer: tokens a query sees, 0 for all of them."""
+    """The configuration of a decoder of the Llama family.
+
+    `windows` has an entry per layer: the number of tokens that a query attends to, 0 for all.
+    """
 
     architecture: str
     hidden_size: int
@@ -50,7 +53,7 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "ModelConfig":
-        """Reads config.json, and generation_config.json for its end tokens. Raises ValueError with one line."""
+        """Read config.json, and the end tokens in generation_config.json. Raises ValueError with one line."""
         keys = ConfigReader(read_json(directory / "config.json"), directory / "config.json")
         architecture = _architecture(keys)
         hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
@@ -83,7 +86,7 @@ class ModelConfig:
 
 
 class ConfigReader:
-    """One JSON object and the file it came from; every reader raises ValueError naming file, key and fix."""
+    """Reads a JSON object from a file. All methods raise ValueError that names the file, the key and the fix."""
 
     def __init__(self, values: dict[str, Any], file: Path, prefix: str = "") -> None:
         self.values = values
@@ -95,7 +98,7 @@ class ConfigReader:
         raise ValueError(f"{self._file}: {self._prefix}{key} is {value}: {fix}")
 
     def _read(self, key: str, default: T | None, fits: Callable[[Any], bool], fix: str) -> Any:
-        """`default` stands in for a key that is missing or null; without one the key must be there."""
+        """Return the key's value, or `default` if it is missing or null. Without a default the key is required."""
         value = self.values.get(key)
         if value is None and default is not None:
             return default
@@ -120,7 +123,7 @@ class ConfigReader:
         return str(self._read(key, default, lambda value: type(value) is str, "it must be a string"))
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """An id, a list of them, or nothing."""
+        """Return the token ids of a key that holds one id, a list of ids, or nothing."""
         value = self.values.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(type(token) is not int or not 0 <= token < vocab_size for token in ids):
@@ -128,13 +131,13 @@ class ConfigReader:
         return tuple(ids)
 
     def nested(self, key: str) -> "ConfigReader":
-        """The object under `key`, or an empty one."""
+        """Return a reader of the object under `key`, empty if the key is missing."""
         values = self._read(key, {}, lambda value: isinstance(value, dict), "it must be an object")
         return ConfigReader(values, self._file, f"{self._prefix}{key}.")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Raises ValueError when the file is missing, over 1 MiB, or no JSON object."""
+    """Read a JSON object. Raises ValueError if the file is missing, over 1 MiB, or not a JSON object."""
     try:
         size = file.stat().st_size
         data = file.read_bytes() if size <= MAX_CONFIG_BYTES else b""
@@ -143,10 +146,10 @@ def read_json(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
     if size > MAX_CONFIG_BYTES:
-        raise ValueError(f"{file}: over {MAX_CONFIG_BYTES} bytes, which no model's configuration is")
+        raise ValueError(f"{file}: larger than {MAX_CONFIG_BYTES} bytes")
     try:
         values = json.loads(data)
-    except (ValueError, RecursionError) as error:  # of a number with 5,000 digits it says ValueError
+    except (ValueError, RecursionError) as error:  # ValueError: also a number with more than 4,300 digits
         raise ValueError(f"{file}: not valid JSON ({str(error)[:100]}); copy it again from the model") from None
     if not isinstance(values, dict):
         raise ValueError(f"{file}: not a JSON object")
@@ -156,9 +159,9 @@ def read_json(file: Path) -> dict[str, Any]:
 def _architecture(keys: ConfigReader) -> str:
     names = keys.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
-        keys.refuse("architectures", f"supported is one of {', '.join(ARCHITECTURES)}")
+        keys.refuse("architectures", f"it must be one of {', '.join(ARCHITECTURES)}")
     if "auto_map" in keys.values:
-        keys.refuse("auto_map", "code that comes with a model is never run; use a model without it")
+        keys.refuse("auto_map", "code that comes with a model is never run; use a model without auto_map")
     if keys.values.get("quantization_config") is not None:
         keys.refuse("quantization_config", "use the unquantized model (fp32, bf16 or fp16 weights)")
     if keys.text("hidden_act", "silu") != "silu":
@@ -168,16 +171,16 @@ def _architecture(keys: ConfigReader) -> str:
 
 def _head_dim(keys: ConfigReader, architecture: str, hidden: int, heads: int) -> int:
     if keys.values.get("head_dim") is None and architecture != "Qwen3ForCausalLM" and hidden % heads:
-        keys.refuse("num_attention_heads", f"hidden_size ({hidden}) must be a multiple of it, or head_dim given")
-    # transformers gives Qwen3 a head_dim of its own, whatever the hidden size.
+        keys.refuse("num_attention_heads", f"hidden_size ({hidden}) must be a multiple of it, unless head_dim is given")
+    # The default head_dim of Qwen3 in transformers is 128, independent of the hidden size.
     head_dim = keys.size("head_dim", 128 if architecture == "Qwen3ForCausalLM" else max(1, hidden // heads))
     if head_dim % 2:
-        keys.refuse("head_dim", "rotary embedding needs an even one")
+        keys.refuse("head_dim", "it must be even, for rotary embedding")
     return head_dim
 
 
 def _rope(keys: ConfigReader) -> Rope:
-    """transformers 5 writes `rope_parameters`; before, it was `rope_theta` beside `rope_scaling`."""
+    """Return the rotary embedding: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (older)."""
     name = "rope_parameters" if keys.values.get("rope_parameters") is not None else "rope_scaling"
     given = keys.nested(name)
     theta = given.positive("rope_theta", keys.positive("rope_theta", 10_000.0))
@@ -222,7 +225,7 @@ def _windows(keys: ConfigReader, architecture: str, layers: int) -> tuple[int, .
 
 
 def _eos_token_ids(keys: ConfigReader, directory: Path, vocab_size: int) -> tuple[int, ...]:
-    """Both files' ids, in order: chat models name their end of turn only in generation_config.json."""
+    """Return the ids of both files: chat models name their end-of-turn token only in generation_config.json."""
     ids = keys.token_ids("eos_token_id", vocab_size)
     file = directory / "generation_config.json"
     if file.exists():

@@ -1,4 +1,4 @@
-"""The decoder of the Llama family, once for all of them: a model is its config and its weights."""
+"""The decoder of the Llama family; models differ only in their config and weights."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -11,13 +11,13 @@ from torch.nn.functional import embedding
 
 from engine.attention.interface import AttentionPlan
 from engine.batch import Batch
-from engine.kernels.interface import StepKernels
+from engine.kernels import StepKernels
 from engine.linear.interface import Linear, LinearFormat, Lookup
 from engine.linear.plain import Plain
 from engine.models.config import ModelConfig
 from engine.weights import Checkpoint
 
-MLP_ROWS = 512  # at once on a CPU: as fast as more of them, and what lies between two products stays small
+MLP_ROWS = 512  # computed at once on a CPU: larger pieces are no faster and need more memory
 
 
 @dataclass(slots=True)
@@ -34,7 +34,11 @@ class DecoderLayer:
 
 
 class Decoder:
-    """`dtype` is that of activations, whatever the weights are held in. `embed`: tokens [T] to their vectors."""
+    """A model: its configuration, embedding, layers and head.
+
+    The runner owns it and calls it on one thread at a time; it holds no state besides the weights. `dtype` is the
+    dtype of activations, independent of how weights are stored. `embed` maps tokens, int64 [T], to their vectors.
+    """
 
     def __init__(
         self, config: ModelConfig, embed: Lookup, layers: list[DecoderLayer], norm: Tensor, head: Linear
@@ -48,7 +52,7 @@ class Decoder:
         self.head = head
 
     def linears(self) -> list[Linear]:
-        """All matrices, in the order in which a pass multiplies them."""
+        """Return all weight matrices, in the order in which a pass uses them."""
         inner = [linear for layer in self.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         return [*inner, self.head]
 
@@ -56,9 +60,9 @@ class Decoder:
     def forward(
         self, batch: Batch, kernels: StepKernels, attention: AttentionPlan, last: AttentionPlan | None = None
     ) -> Tensor:
-        """Stores the KV of all T tokens; returns the hidden state of the batch's logit rows, [R, hidden_size].
+        """Store the KV of all T tokens and return the hidden state of the batch's logit rows, [R, hidden_size].
 
-        `last`, the plan of `Batch.drawing`, spares the last layer the attention of all rows that nobody asks for.
+        `last` is the attention plan of `Batch.drawing`. With it, the last layer skips attention for other rows.
         """
         hidden = self.embed(batch.tokens).to(self.dtype)
         normed = kernels.norm(hidden, self.layers[0].attention_norm)
@@ -69,7 +73,9 @@ class Decoder:
             else:
                 attended = self._attend(index, layer, normed, kernels, attention)
                 attended = attended[batch.logit_rows] if is_last else attended
-            hidden = hidden[batch.logit_rows] if is_last else hidden  # the KV is stored: only these rows go on
+            hidden = (
+                hidden[batch.logit_rows] if is_last else hidden
+            )  # only these rows are needed after the last layer's KV is stored
             hidden, normed = kernels.add_norm(hidden, layer.output(attended), layer.mlp_norm)
             following = self.norm if is_last else self.layers[index + 1].attention_norm
             hidden, normed = kernels.add_norm(hidden, self._mlp(layer, normed, kernels), following)
@@ -84,12 +90,12 @@ class Decoder:
         attention: AttentionPlan,
         asked: Tensor | None = None,
     ) -> Tensor:
-        """[T, num_heads * head_dim], or of the rows `asked` for alone, which `attention` was planned for."""
+        """Return [T, num_heads * head_dim], or only the rows `asked` for, for which `attention` was planned."""
         q = kernels.rotate_and_store(index, layer.qkv(rows), layer.q_norm, layer.k_norm)
         return attention.attend(index, q if asked is None else q[asked], layer.window).flatten(1)
 
     def _mlp(self, layer: DecoderLayer, rows: Tensor, kernels: StepKernels) -> Tensor:
-        """Overwrites `rows` [T, hidden_size] where they are many."""
+        """Return the MLP's output for `rows` [T, hidden_size]; may overwrite them."""
         if len(rows) <= MLP_ROWS or self.device.type != "cpu":
             return layer.down(kernels.silu_mul(layer.gate_up(rows)))
         for some in torch.split(rows, MLP_ROWS):
@@ -98,12 +104,12 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [R, vocab_size] of rows that `forward` returned."""
+        """Return the logits, float32 [R, vocab_size], of rows that `forward` returned."""
         return self.head(hidden).float()
 
 
 class TensorSource(Protocol):
-    """Where weights come from, as `engine.weights.Checkpoint` gives them: each is taken once."""
+    """A source of weights, such as `engine.weights.Checkpoint`. Each tensor is taken once."""
 
     def take(self, name: str, *shape: int) -> Tensor: ...
 
@@ -113,15 +119,20 @@ class TensorSource(Protocol):
 
 
 def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: LinearFormat | None = None) -> Decoder:
-    """Reads a Hugging Face directory; activations are of `dtype`, weight matrices as `linear` holds them (plain, of
-    `dtype`, by default). Raises ValueError naming what is wrong with config.json or a tensor."""
+    """Load a Hugging Face directory onto `device`.
+
+    `dtype` is the dtype of activations; weight matrices are stored as `linear` does, by default plain in `dtype`.
+    Raises ValueError that names the error in config.json or a tensor.
+    """
     config = ModelConfig.from_directory(path)
     return assemble(Checkpoint(path, device), config, dtype, linear or Plain(dtype))
 
 
 def assemble(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, linear: LinearFormat) -> Decoder:
-    """A decoder of the tensors that `checkpoint` holds, which must be all of them, in Hugging Face's names."""
-    embed, head = _load_vocabulary(checkpoint, config, linear)  # first: what a tied one is made of is gone then
+    """Build a decoder from `checkpoint`, which must hold exactly the model's tensors under Hugging Face's names."""
+    embed, head = _load_vocabulary(
+        checkpoint, config, linear
+    )  # first, so that a tied matrix is freed before the rest is loaded
     layers = [_load_layer(checkpoint, config, index, dtype, linear) for index in range(config.num_layers)]
     norm = checkpoint.take("model.norm.weight", config.hidden_size).to(dtype)
     checkpoint.finish()
@@ -129,7 +140,7 @@ def assemble(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, 
 
 
 def _load_vocabulary(checkpoint: TensorSource, config: ModelConfig, linear: LinearFormat) -> tuple[Lookup, Linear]:
-    """From tokens, and to them."""
+    """Return the embedding and the head."""
     shape = config.vocab_size, config.hidden_size
     embedded = checkpoint.take("model.embed_tokens.weight", *shape)
     if config.tie_word_embeddings:

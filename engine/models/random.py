@@ -1,4 +1,4 @@
-"""Decoders of any shape with random weights, made on the device itself: for benchmarks, where no checkpoint is."""
+"""Decoders of any shape with random weights, generated on the device: for benchmarks without a checkpoint."""
 
 import torch
 from torch import Tensor
@@ -8,11 +8,11 @@ from engine.linear.plain import Plain
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, assemble
 
-STANDARD_DEVIATION = 0.02  # of a Llama before training
+STANDARD_DEVIATION = 0.02  # as in an untrained Llama
 
 
 class RandomTensors:
-    """Stands in for a checkpoint: the same seed gives the same weights on the same kind of device."""
+    """A source of random weights. Equal seeds give equal weights on the same kind of device."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int, deviation: float) -> None:
         self._dtype = dtype
@@ -21,17 +21,17 @@ class RandomTensors:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """Norms are all ones; every other tensor is normal around 0."""
+        """Return ones for a norm, and normally distributed numbers for any other tensor."""
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
         if name.endswith("norm.weight"):
             return tensor.fill_(1)
         return tensor.normal_(0, self._deviation, generator=self._generator)
 
     def skip(self, name: str) -> None:
-        """There is nothing that is not asked for."""
+        """Do nothing: there are no unused tensors."""
 
     def finish(self) -> None:
-        """As `skip`."""
+        """Do nothing: there are no unused tensors."""
 
 
 def random_decoder(
@@ -42,5 +42,5 @@ def random_decoder(
     seed: int = 0,
     deviation: float = STANDARD_DEVIATION,
 ) -> Decoder:
-    """A decoder of `config`'s shape; `linear` gets matrices of `dtype` and holds them plain by default."""
+    """Return a decoder with random weights in `config`'s shape, stored as `linear` does, by default plain."""
     return assemble(RandomTensors(dtype, device, seed, deviation), config, dtype, linear or Plain(dtype))

@@ -1,4 +1,4 @@
-"""Rotary position embedding, half-split as in Hugging Face's Llama: dimension i turns with i + head_dim / 2."""
+"""Rotary position embedding as in Hugging Face's Llama: dimension i is rotated with dimension i + head_dim / 2."""
 
 import math
 
@@ -9,7 +9,7 @@ from engine.models.config import Rope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Radians a position, float32 [head_dim / 2]. llama3: Meta's frequency-wise stretch for long contexts."""
+    """Return radians per position, float32 [head_dim / 2]. "llama3" is Meta's scaling for long contexts."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
@@ -17,18 +17,18 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     if rope.kind != "llama3":
         return frequencies
     turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)  # within the original context
-    # 0: so slow that the position is stretched whole; 1: so fast that it stays; between: interpolated.
+    # 0: low frequency, scaled by the whole factor; 1: high frequency, unchanged; between: interpolated.
     keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return frequencies * (keep + (1 - keep) / rope.factor)
 
 
 def angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, float32 [T, 1, head_dim / 2]."""
+    """Return cosine and sine of the rotation, float32 [T, 1, head_dim / 2]."""
     turned = positions[:, None, None].float() * frequencies
     return turned.cos(), turned.sin()
 
 
 def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """[T, heads, head_dim] turned by each token's angle."""
+    """Rotate [T, heads, head_dim] by each token's angles."""
     left, right = heads.chunk(2, dim=-1)
     return torch.cat((left * cosine - right * sine, right * cosine + left * sine), dim=-1)

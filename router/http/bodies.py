@@ -33,7 +33,6 @@ MAX_PARTS = 1024
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 4, 64, 128
 MAX_NAME = 64
 OURS = "baton"  # the type of validation errors whose text continues the name of the parameter
-GREEDY_BELOW = 1e-5  # a smaller temperature would divide logits into infinities; vLLM has the same limit
 
 # Fields of OpenAI's that do not affect the tokens.
 IGNORED = frozenset(

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from router.dispatch.requests import GenerationRequest, ModelCard
-from router.http.bodies import GREEDY_BELOW, ChatBody, CompletionBody, GenerateBody
+from router.http.bodies import ChatBody, CompletionBody, GenerateBody
 from router.http.keys import ANONYMOUS, Identity
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
+from shared.limits import GREEDY_BELOW
 from shared.rpc.messages import SamplingParams
 
 COMPLETION_TOKENS = 16  # the default of OpenAI and vLLM for completions

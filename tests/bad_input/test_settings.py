@@ -64,11 +64,11 @@ NODES: dict[str, tuple[dict[str, Any], str]] = {
     "no such model": ({"model": "/no/such/place"}, "model '/no/such/place' is neither a directory nor a hub id"),
     "a model above": ({"model": ".."}, "config.json: missing"),
     "a model of NUL": ({"model": "a\0b"}, "model 'a\\x00b' is neither a directory nor a hub id"),
-    "longer than the model": ({"max_model_len": 10**6}, "--max-model-len 1000000 is over the"),
+    "longer than the model": ({"max_model_len": 10**6}, "--max-model-len 1000000 exceeds the"),
     "a pool of one block": ({"num_blocks": 1}, "--num-blocks 1: one block is kept as a dummy"),
     "a pool below one request": (
         {"num_blocks": 9, "max_model_len": 129},
-        "--max-model-len 129: the KV pool holds 128 tokens (8 blocks of 16); give --num-blocks 10, or --kv-cache-memory",
+        "--max-model-len 129: the KV pool holds 128 tokens (8 blocks of 16); use --num-blocks 10 or --kv-cache-memory",
     ),
     "memory below two blocks": ({"kv_cache_memory": 100}, "100 bytes of KV memory hold 0 blocks of 256 bytes (2 layers x"),
     "memory that no machine has": ({"kv_cache_memory": 10**17}, "memory"),
@@ -78,7 +78,7 @@ NODES: dict[str, tuple[dict[str, Any], str]] = {
     "a directory that is a file": ({"kv_directory": str(DEMO / "config.json")}, "config.json"),
     "a failpoint without leave": ({"failpoint": "engine.step=kill"}, "BATON_ALLOW_FAILPOINTS"),
     "an unknown failpoint": ({"failpoint": "x.y=kill", "allow_failpoints": True}, "BATON_FAILPOINT 'x.y=kill'"),
-    "an unknown device to emulate": ({"emulate": "nothing"}, "--emulate nothing: is no file, and none of"),
+    "an unknown device to emulate": ({"emulate": "nothing"}, "--emulate nothing: is neither a file nor one of"),
 }  # fmt: skip
 
 
@@ -92,18 +92,18 @@ def test_a_node_ends_with_one_line(
 
 
 COSTS: dict[str, tuple[str | bytes, str]] = {
-    "empty": ("", "is no JSON"),
+    "empty": ("", "not valid JSON"),
     "not UTF-8": (b"\xff", "utf-8"),
-    "too deep": ("[" * 100_000, "is no JSON"),
+    "too deep": ("[" * 100_000, "not valid JSON"),
     "a list": ("[]", "cost must be an object"),
     "all zero": (json.dumps(COST | LINKS | {"cost": {"per_token": 0}}), "cost is all zero"),
     "below zero": (json.dumps(COST | LINKS | {"cost": {"per_token": -1}}), "cost.per_token must be a number from 0"),
     "NaN": ('{"cost": {"per_token": NaN}}', "cost.per_token must be a number from 0"),
     "400 digits": ('{"cost": {"per_token": %s}}' % ("9" * 400), "cost.per_token must be a number from 0"),
     "5,000 digits": ('{"cost": {"per_token": %s}}' % ("9" * 5000), "digits"),
-    "an unknown name": (json.dumps({"cost": {"per_byte": 1}}), "cost.per_byte is none of"),
-    "a name of two lines": (json.dumps({"cost": {"per\nbyte": 1}}), "cost.per byte is none of"),
-    "no such link": (json.dumps(COST | {"links": {}}), "link 'x' is none of"),
+    "an unknown name": (json.dumps({"cost": {"per_byte": 1}}), "cost.per_byte is not one of"),
+    "a name of two lines": (json.dumps({"cost": {"per\nbyte": 1}}), "cost.per byte is not one of"),
+    "no such link": (json.dumps(COST | {"links": {}}), "link 'x' is not one of"),
     "a link that is a list": (json.dumps(COST | {"links": {"x": []}}), "links.x.latency_s must be a number"),
     "tokens beyond memory": (json.dumps(COST | LINKS | {"kv_tokens": 1e30}), "kv_tokens must be a number from 1024"),
 }

@@ -11,9 +11,7 @@ import torch
 
 from engine.attention.interface import AttentionBackend
 from engine.attention.selection import attention_on_cpu
-from engine.kernels.interface import Kernels
-from engine.kernels.selection import kernels_on_cpu
-from engine.kernels.torch_kernels import TorchKernels
+from engine.kernels import Kernels, TorchKernels, kernels_on_cpu
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.runner import Runner, SliceOutput, TorchRunner

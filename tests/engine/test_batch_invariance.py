@@ -10,7 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.batch import build
 from engine.models.decoder import Decoder, load_model
 from engine.runner import TorchRunner
-from engine.sampling import SamplingRow, sample
+from engine.sampling import sample
+from engine.sampling_params import SamplingRow
 from scheduler.request import Slice
 from shared.kv.layout import KVLayout
 from shared.rpc.messages import Logprobs, SamplingParams

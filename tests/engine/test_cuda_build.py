@@ -16,16 +16,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.components import BuildOptions, build
+from engine.components import build
 from engine.cuda.build import CONTEXT_BYTES, GIB, GRAPH_BYTES, build_on_cuda
 from engine.cuda.device import has_triton
-from engine.cuda.fake_graph import FakeGraphPool
 from engine.cuda.graphs import GraphRecording
 from engine.models.config import ModelConfig
+from engine.options import BuildOptions
 from scheduler.request import Request
 from shared.kv.memory import HostMemory
 from shared.kv_gpu.cuda_driver import CudaError
 from tests.engine.build import GREEDY, generate
+from tests.engine.fake_graph import FakeGraphPool
 
 torch.set_num_threads(1)
 MODEL = Path(__file__).parents[2] / "demo" / "model"
@@ -107,8 +108,8 @@ def test_kv_gets_what_the_share_leaves() -> None:
         (HostGpu(total=16 * GIB, free=GIB), {}, "other processes leave 1.0 GiB"),
         (HostGpu(), {"num_blocks": 1}, "at least 2"),
         (HostGpu(), {"kv_cache_memory": 1000}, "at least 2 are needed"),
-        (HostGpu(), {"quantization": "int8"}, "--quantization int8: is for the CPU"),
-        (HostGpu(), {"weight_dtype": "float32"}, "--weight-dtype float32: on a GPU weights are held in --dtype"),
+        (HostGpu(), {"quantization": "int8"}, "--quantization int8: runs only on CPUs"),
+        (HostGpu(), {"weight_dtype": "float32"}, "--weight-dtype float32: on a GPU weights are stored in --dtype"),
         (HostGpu(), {"attention_backend": "numba"}, "runs on a CPU only"),
         (HostGpu(), {"attention_backend": "triton", "num_blocks": 9}, "triton is not installed"),
     ],

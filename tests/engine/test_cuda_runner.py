@@ -12,11 +12,10 @@ from torch import Tensor
 from engine.attention.interface import AttentionBackend
 from engine.attention.torch_attention import TorchAttention, TorchPlan
 from engine.batch import Batch
-from engine.cuda.fake_graph import FakeGraphPool
 from engine.cuda.graphs import GraphRecording
 from engine.cuda.runner import CudaRunner, greedy
 from engine.cuda.staging import StepBuffers, StepCapacity, StepShape
-from engine.kernels.torch_kernels import TorchKernels
+from engine.kernels import TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.models.random import random_decoder
@@ -37,6 +36,7 @@ from tests.engine.cuda_workload import (
     drive,
     requests_of,
 )
+from tests.engine.fake_graph import FakeGraphPool
 
 torch.set_num_threads(1)
 CAPTURES = ["nothing", "pieces", "decodes whole"]

@@ -172,11 +172,11 @@ def test_a_link_is_chosen_by_name() -> None:
 BROKEN: list[tuple[str, Any, str]] = [
     ("cost", 5, "cost must be an object"),
     ("cost", {"overhead": -1.0}, "cost.overhead must be a number from 0"),
-    ("cost", {"overheads": 1.0}, "cost.overheads is none of overhead"),
+    ("cost", {"overheads": 1.0}, "cost.overheads is not one of overhead"),
     ("cost", {}, "cost is all zero"),
     ("kv_tokens", "many", "kv_tokens must be a number"),
     ("kv_bytes_per_token", 0, "kv_bytes_per_token must be a number from 1"),
-    ("link", "token ring", "link 'token ring' is none of 100gbe"),
+    ("link", "token ring", "link 'token ring' is not one of 100gbe"),
 ]
 
 
@@ -192,8 +192,8 @@ def test_a_bad_file_is_refused_by_its_field(field: str, value: object, complaint
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none of h200-llama-3\.1-8b, h200-qwen3-32b, h200-qwen3-8b"):
+    with pytest.raises(ValueError, match=r"one of h200-llama-3\.1-8b, h200-qwen3-32b, h200-qwen3-8b"):
         load_emulation("h100-gpt-5")
     (tmp_path / "x.json").write_text("{")
-    with pytest.raises(ValueError, match="is no JSON"):
+    with pytest.raises(ValueError, match="not valid JSON"):
         load_emulation(str(tmp_path / "x.json"))

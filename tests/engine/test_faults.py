@@ -16,7 +16,7 @@ import scheduler.scheduler
 from engine.engine import Engine
 from engine.models.decoder import Decoder
 from engine.runner import SliceOutput
-from engine.step_deadline import FIRST_S, StepDeadline
+from engine.step_time_fit import FIRST_S, StepDeadline
 from scheduler.cost import StepWork
 from scheduler.request import Request, Step
 from shared.rpc.messages import SamplingParams

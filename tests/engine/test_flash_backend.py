@@ -188,7 +188,7 @@ def test_a_flash_attn_that_cannot_be_loaded_is_one_line_when_asked_for(
 
 @pytest.mark.usefixtures("packages")
 def test_kv_of_another_dtype_than_the_activations_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"KV in float16 under activations in torch\.bfloat16: leave --kv-cache-dtype"):
+    with pytest.raises(ValueError, match=r"KV in float16 under activations in torch\.bfloat16: omit --kv-cache-dtype"):
         attention_on_cuda("flash_attn", pool_of(256), triton=False, computed=torch.bfloat16)
 
 

@@ -13,7 +13,9 @@ import pytest
 if importlib.util.find_spec("numba") is None:
     pytest.skip("numba is not installed", allow_module_level=True)
 
-from engine.cpu.jit import HERE, _cache_directory, _is_ours, _places
+from engine.cpu.jit import _cache_directory, _is_ours, _places
+
+ROOT = Path(__file__).parents[2]
 
 x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs all convert float16")
 
@@ -101,13 +103,14 @@ def probed(where: Path) -> str:
 
 
 def test_kernels_are_compiled_once_and_again_when_what_was_kept_is_damaged(tmp_path: Path) -> None:
-    shutil.copytree(HERE, tmp_path / "engine", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in ("engine", "shared"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "probe.py").write_text(PROBE)
     assert "compiling kernels for this CPU" in probed(tmp_path)
     assert probed(tmp_path) == ""
-    for kept in (tmp_path / "engine" / "__pycache__").rglob("*.nb[ic]"):  # as after a loss of power
+    for kept in (tmp_path / "engine" / "cpu" / "__pycache__").rglob("*.nb[ic]"):  # as after a loss of power
         kept.write_bytes(b"")
-    assert "of no use, compiling them anew" in probed(tmp_path)
+    assert "cannot be used, compiling them again" in probed(tmp_path)
     probed(tmp_path)
     assert probed(tmp_path) == ""
 
@@ -128,13 +131,14 @@ def test_a_machine_that_cannot_compile_serves_by_torch(
         + """
 import torch
 from engine.attention.selection import attention_on_cpu
-from engine.kernels.selection import kernels_on_cpu
-from engine.sampling import Row, sample
-from shared.rpc.messages import Sampling
+from engine.kernels import kernels_on_cpu
+from engine.sampling import sample
+from engine.sampling_params import SamplingRow
+from shared.rpc.messages import SamplingParams
 from tests.gpu_less.contract import config_of, pool_of
 pool = pool_of(2, 16, 4, torch.float32, 9, torch.device("cpu"))
 assert attention_on_cpu("auto", pool).name == kernels_on_cpu(config_of(64, 4, 2, 16), pool).name == "torch"
-assert sample(torch.tensor([[0.0, 3.0]]), [Row(Sampling(temperature=0.0), [0], 1, 1)])[0].token == 1
+assert sample(torch.tensor([[0.0, 3.0]]), [SamplingRow(SamplingParams(temperature=0.0), [0], 1, 1)])[0].token == 1
 try:
     attention_on_cpu("numba", pool)
 except ValueError as error:
@@ -144,7 +148,7 @@ else:
 """
     )
     command, whole = [sys.executable, "-c", code], os.environ | environment
-    run = subprocess.run(command, cwd=HERE.parent, env=whole, capture_output=True, text=True, check=False, timeout=100)
+    run = subprocess.run(command, cwd=ROOT, env=whole, capture_output=True, text=True, check=False, timeout=100)
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("\n") == 1, run.stderr
     assert reason in run.stderr

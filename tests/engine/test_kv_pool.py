@@ -49,7 +49,7 @@ def test_blocks_for_counts_whole_blocks_and_refuses_fewer_than_two() -> None:
     one = KVLayout(1, 2, 3, 4, 6, "float32")
     assert blocks_for(10 * one.block_bytes - 1, one) == 9
     assert blocks_for(2 * one.block_bytes, one) == 2
-    with pytest.raises(ValueError, match=rf"{one.block_bytes} bytes .*give it {2 * one.block_bytes} bytes"):
+    with pytest.raises(ValueError, match=rf"{one.block_bytes} bytes .*which take {2 * one.block_bytes} bytes"):
         blocks_for(2 * one.block_bytes - 1, one)
 
 

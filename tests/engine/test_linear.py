@@ -27,7 +27,7 @@ if not why_not_compiled():
 
     PANELS += [Panels(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
     if HAS_INT8:
-        from engine.cpu.int8_panels import Int8Panels
+        from engine.cpu.panels import Int8Panels
 
         EIGHT_BITS.append(Int8Panels())
 
@@ -215,7 +215,7 @@ def test_without_compiled_kernels_torch_multiplies_what_it_can(monkeypatch: pyte
     with pytest.raises(ValueError, match=r"--weight-dtype bfloat16: needs compiled kernels.*: no numba"):
         linear_on_cpu("bfloat16", "none", why_not="no numba")
     monkeypatch.setattr(choose, "has_fbgemm", lambda: False)
-    with pytest.raises(ValueError, match=r"--quantization int8: needs an x86 CPU.*leave it out"):
+    with pytest.raises(ValueError, match=r"--quantization int8: needs an x86 CPU.*omit it"):
         linear_on_cpu("auto", "int8", why_not="no numba")
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from engine.attention.selection import attention_on_cpu
-from engine.kernels.selection import kernels_on_cpu
-from engine.kernels.torch_kernels import TorchKernels
+from engine.kernels import TorchKernels, kernels_on_cpu
 from tests.gpu_less.contract import (
     batch_of,
     check_attention,

@@ -105,8 +105,8 @@ class FakeSocket:
 
 
 @target(
-    HELLO.pack(MAGIC, VERSION, 16, b"f" * 32, b"0" * 32, TICKET),
-    HELLO.pack(MAGIC, VERSION, 15, b"f" * 32, b"0" * 32, TICKET),
+    HELLO.pack(MAGIC, VERSION, 16, b"f" * 32, b"0" * 32, RESERVATION),
+    HELLO.pack(MAGIC, VERSION, 15, b"f" * 32, b"0" * 32, RESERVATION),
 )
 def introductions(data: bytes) -> None:
     listener: Any = _receiver().channel._listener

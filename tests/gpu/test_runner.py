@@ -12,8 +12,7 @@ from engine.cuda.build import GRAPH_BYTES
 from engine.cuda.device import CudaAccelerator
 from engine.cuda.runner import CudaRunner
 from engine.cuda.staging import StepCapacity
-from engine.kernels.selection import kernels_on_cuda
-from engine.kernels.torch_kernels import TorchKernels
+from engine.kernels import TorchKernels, kernels_on_cuda
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.models.random import random_decoder

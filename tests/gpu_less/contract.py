@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.attention.interface import AttentionBackend
 from engine.batch import Batch
-from engine.kernels.interface import Kernels
+from engine.kernels import Kernels
 from engine.kv_pool import KVPool
 from engine.models.config import ModelConfig, Rope
 from engine.models.rope import inverse_frequencies

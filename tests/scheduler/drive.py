@@ -10,8 +10,7 @@ from collections import deque
 from hypothesis import strategies as st
 
 from scheduler.budget import SloBudget
-from scheduler.cost import work_of
-from scheduler.request import Request, RequestState, Slice, Step
+from scheduler.request import Request, RequestState, Slice, Step, work_of
 from scheduler.scheduler import Scheduler, StepLimits, StepOutput
 
 VOCABULARY = 50

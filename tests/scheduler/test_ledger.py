@@ -98,5 +98,5 @@ def test_leaks_show_while_requests_run_without_a_walk_over_all_blocks(monkeypatc
     assert scheduler.ledger_error == ""
     for _ in range(AUDIT_STEPS):
         driver.turn()
-    assert "were given out, and" in scheduler.ledger_error
+    assert "were allocated, and" in scheduler.ledger_error
     driver.finish()

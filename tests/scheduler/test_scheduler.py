@@ -177,7 +177,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_arithmetic() -> None:
     assert scheduler.abort(refused) == []
     assert scheduler.num_waiting == 0
     scheduler.add(request("r", list(range(30)), 10))
-    with pytest.raises(ValueError, match="already here"):
+    with pytest.raises(ValueError, match="already exists on this node"):
         scheduler.add(request("r", [1], 1))
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from decode_node.receiver import HandoffReceiver
-from engine.components import EngineComponents
+from engine.options import EngineComponents
 from node.node import Node
 from node.process import NodeProcess
 from prefill_node.sender import HandoffSender

@@ -124,7 +124,7 @@ class SimEngine(Engine):
             self._is_idle = True
             self._turning = self._loop.call_later(IDLE_S, self._woken)
         except Exception as error:
-            log.exception("the engine died")
+            log.exception("the engine failed")
             self._is_over = True
             self._listener.on_failure(error)
         else:

@@ -5,8 +5,7 @@ from engine.attention.interface import AttentionBackend
 from engine.attention.torch_attention import TorchAttention
 from engine.cuda.attention import TritonAttention
 from engine.cuda.layer import TritonKernels
-from engine.kernels.interface import Kernels
-from engine.kernels.torch_kernels import TorchKernels
+from engine.kernels import Kernels, TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.models.random import random_decoder

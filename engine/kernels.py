@@ -1,0 +1,113 @@
+"""The element-wise work of a decoder layer, between matrix products and attention: the interface that a device
+implements, the reference implementation in plain torch, and the choice for a node.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu
+
+from engine.batch import Batch
+from engine.cpu.numba_support import why_not_compiled
+from engine.kv_pool import KVPool
+from engine.models.config import ModelConfig
+from engine.models.rope import angles, inverse_frequencies, rotate
+
+
+class StepKernels(Protocol):
+    """The kernels of one step, created from its batch so that rotations and slots are computed once."""
+
+    def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Return the RMS norm over the last dimension, computed in float32, in the shape and dtype of `rows`."""
+        ...
+
+    def add_norm(self, hidden: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (hidden + update, its RMS norm), both [T, hidden_size]. May overwrite `hidden`."""
+        ...
+
+    def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
+        """Return the rotated queries, [T, heads, head_dim]; store rotated keys and values at the batch's slots.
+
+        May overwrite `qkv` [T, (heads + 2 * kv_heads) * head_dim]. With q_norm and k_norm [head_dim], each head of q
+        and k is RMS-normed before it is rotated (Qwen3). A slot of -1 (padding) stores nothing.
+        """
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Return silu(first half) * second half of [T, 2 * n], as [T, n]."""
+        ...
+
+
+class Kernels(Protocol):
+    """A set of kernels for one model and KV pool. `name` is shown to users."""
+
+    name: str
+
+    def begin(self, batch: Batch) -> StepKernels: ...
+
+
+def kernels_on_cpu(config: ModelConfig, pool: KVPool) -> Kernels:
+    """Return the numba kernels, or plain torch if this machine cannot compile."""
+    if why_not_compiled():
+        return TorchKernels(config, pool)
+    from engine.cpu.layer import NumbaKernels
+
+    return NumbaKernels(config, pool)
+
+
+def kernels_on_cuda(config: ModelConfig, pool: KVPool, triton: bool) -> Kernels:
+    """Return the fused Triton kernels if `triton` says that the package works, otherwise plain torch."""
+    if not triton:
+        return TorchKernels(config, pool)
+    from engine.cuda.layer import TritonKernels
+
+    return TritonKernels(config, pool)
+
+
+class TorchKernels:
+    """The reference implementation in plain torch. Runs on every device."""
+
+    name = "torch"
+
+    def __init__(self, config: ModelConfig, pool: KVPool) -> None:
+        self.config = config
+        self.pool = pool
+        self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(pool.tensor.device)
+
+    def begin(self, batch: Batch) -> "TorchStep":
+        return TorchStep(self, batch)
+
+
+class TorchStep:
+    def __init__(self, kernels: TorchKernels, batch: Batch) -> None:
+        self._config = kernels.config
+        self._pool = kernels.pool.tensor
+        self._rotation = angles(batch.positions, kernels.frequencies)
+        size = kernels.pool.layout.block_tokens
+        slots = batch.slots.clamp(min=0)  # padding is stored in the dummy block, number 0, which is never read
+        self._blocks = slots // size
+        self._offsets = slots % size
+
+    def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(rows, weight.shape, weight, self._config.rms_norm_eps)
+
+    def add_norm(self, hidden: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = hidden + update
+        return hidden, self.norm(hidden, weight)
+
+    def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
+        config = self._config
+        heads = qkv.view(len(qkv), -1, config.head_dim)
+        q, k, v = heads.tensor_split((config.num_heads, config.num_heads + config.num_kv_heads), dim=1)
+        if q_norm is not None and k_norm is not None:
+            q, k = self.norm(q, q_norm), self.norm(k, k_norm)
+        cosine, sine = (part.to(qkv.dtype) for part in self._rotation)
+        # K and V are stored by one write: index_put is the slow part of a small step.
+        both = torch.stack((rotate(k, cosine, sine), v), dim=2)
+        self._pool[:, :, layer][self._blocks, :, self._offsets] = both.to(self._pool.dtype)
+        return rotate(q, cosine, sine)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return silu(gate) * up

@@ -9,6 +9,7 @@ from typing import Any
 
 from decode_node.reservations import Reservation, ReservationEnd, ReservationTable
 from node.node import Node
+from node.validation import MAX_ID
 from scheduler.request import Request
 from shared import failpoints
 from shared.kv.channel import RESERVATION_ID_BYTES, KVChannel, is_incarnation_id
@@ -180,7 +181,7 @@ class HandoffReceiver:
         if message.request in self._waiting:
             self._node.abort(message.request)
         ticket = message.reservation_id or self._table.id_of(message.request)
-        if not ticket:
+        if not ticket and 0 < len(message.request) <= MAX_ID:
             self._remember_cancelled(message.request)
         self._end(self._table.stop(ticket), f"the prefill node stopped: {message.reason[:200]}")
         return Ack()

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import pytest
 
-from decode_node import reservations as landing
+from decode_node import reservations
 from prefill_node import handoff
 from scheduler import request
 
@@ -46,7 +46,7 @@ def test_what_a_page_names_exists(page: Path) -> None:
 
 def drawn(title: str, legal: dict[States, frozenset[States]]) -> str:
     lines = [
-        f"{title:9}{state.value:12}→ {', '.join(sorted(s.value for s in after))}"
+        f"{title:13}{state.value:12}→ {', '.join(sorted(s.value for s in after))}"
         for state, after in legal.items()
         if after
     ]
@@ -54,7 +54,7 @@ def drawn(title: str, legal: dict[States, frozenset[States]]) -> str:
 
 
 def test_the_journey_shows_the_states_of_the_code() -> None:
-    tables = [("request", request.LEGAL), ("handoff", handoff.LEGAL), ("landing", landing.LEGAL)]
+    tables = [("request", request.LEGAL), ("handoff", handoff.LEGAL), ("reservation", reservations.LEGAL)]
     wanted = "\n\n".join(drawn(title, legal) for title, legal in tables)
     text = (ROOT / "docs" / "journey.md").read_text()
     found = text.split("<!-- states: written by tests/test_docs.py -->")[1].split("<!-- end -->")[0]

@@ -18,12 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from decode_node.__main__ import main as run_decode_node
 from engine.weights import INDEX, check_finite
-from node.process import main as node_main
 from router.__main__ import main as router_main
 from router.text.chat_template import RENDER_S, ChatTemplate
 from router.text.regex_safety import may_backtrack_exponentially
-from scheduler.role import DECODE
 from shared.config.settings import NodeSettings, RouterSettings
 from shared.errors import RequestError
 from tests.cluster.harness import DEMO
@@ -34,7 +33,7 @@ Breaking = Callable[[Path], object]
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """The demo model, small enough to be broken anew for each case; its weights stay where they are until then."""
+    """A copy of the demo model for each case to break."""
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS):
         shutil.copyfile(DEMO / name, tmp_path / name)
     return tmp_path
@@ -192,7 +191,7 @@ def test_a_node_ends_with_one_line(
     settings = NodeSettings(
         model=str(directory), kv_directory=str(directory / "kv"), num_blocks=64, threads=1, port=0, device="cpu"
     )
-    assert node_main(settings, DECODE) == 2
+    assert run_decode_node(settings) == 2
     one_line(capsys, complaint)
 
 
@@ -261,7 +260,7 @@ WILD = {
 
 
 @pytest.mark.parametrize(("source", "complaint"), WILD.values(), ids=WILD)
-def test_a_wild_template_harms_nobody(source: str, complaint: str) -> None:
+def test_a_hostile_template_is_rejected(source: str, complaint: str) -> None:
     with pytest.raises(RequestError, match=complaint):
         rendered(ChatTemplate(source, {}, []))
 

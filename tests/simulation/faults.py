@@ -120,9 +120,9 @@ class Faults:
             host.engine.hangs_until = until
 
     def _change_role(self, host: NodeHost) -> None:
-        if host.node is not None and host.node.info.address and self.world.router.is_up:
+        if host.node is not None and host.node.state.info.address and self.world.router.is_up:
             host.role = "prefill" if host.role == "decode" else "decode"
-            self.world.router.run(_set_role(host.node.info.address, host.role, self.world.random.random() * 4.0))
+            self.world.router.run(_set_role(host.node.state.info.address, host.role, self.world.random.random() * 4.0))
 
     def _disturb_registry(self, fault: Fault) -> None:
         store, until = self.world.store, self.world.loop.now + fault.for_s

@@ -27,7 +27,7 @@ STATES = (
     "ended in good order",
     "log: request %s goes on elsewhere: %s",
     "log: handoff of %s failed: %s",
-    "log: landing of %s ended: %s",
+    "log: handoff of %s ended: %s",
 )
 WANTED = (
     *(f"site {site}" for site in SITES),

@@ -26,7 +26,7 @@ FOUND: dict[int, str] = {
 # Of the mutations, those that the first seeds notice; `make simulate ARGS="--mutate all"` tries all.
 QUICK = (
     "a release is forgotten",
-    "blocks of a landing mixed up",
+    "received blocks are mixed up",
     "prefixes without salt",
     "quarantine is skipped",
     "no node left counts as an attempt",

@@ -10,6 +10,7 @@ from typing import Any
 from decode_node.reservations import LEASE_S, Reservation, ReservationEnd, ReservationTable
 from node.node import NodeServices, RpcHandler
 from node.output_publisher import PrefillProgress
+from node.validation import MAX_ID
 from scheduler.request import Request
 from scheduler.role import DECODE
 from shared import failpoints
@@ -219,7 +220,7 @@ class HandoffReceiver:
         if message.request in self._waiting:
             self._requests.abort(message.request)
         reservation_id = message.reservation_id or self._table.id_of(message.request)
-        if not reservation_id:
+        if not reservation_id and 0 < len(message.request) <= MAX_ID:
             self._remember_cancelled(message.request)
         self._end(self._table.stop(reservation_id), f"the prefill node stopped: {message.reason[:200]}")
         return Ack()

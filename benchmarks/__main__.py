@@ -23,7 +23,7 @@ ENTRIES = {
     "records": "what recording every step costs",
     "gpu_first_run": "everything on a GPU: checks, kernels, a whole model, handoffs, a cluster",
     "models": "makes a checkpoint of random weights",
-    "document": "writes the tables of docs/performance.md and docs/fault-tolerance.md from the results",
+    "document": "writes the tables of docs/results/ from the results",
 }
 
 

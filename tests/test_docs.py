@@ -13,7 +13,7 @@ from prefill_node import handoff
 from scheduler import request
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "CONTRIBUTING.md"])
 NAME = re.compile(r"`([\w/]+\.py)(?::([\w.]+))?`")
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 States = TypeVar("States", bound=Enum)

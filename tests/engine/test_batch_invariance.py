@@ -139,10 +139,13 @@ def test_a_resumed_request_scores_only_its_prompt(model: Decoder) -> None:
 
 
 @pytest.mark.parametrize("needs_prompt_logprobs", [False, True])
-def test_a_request_whose_kv_is_broken_fails_alone(model: Decoder, alone: list[list[int]], needs_prompt_logprobs: bool) -> None:
+def test_a_request_whose_kv_is_broken_fails_alone(
+    model: Decoder, alone: list[list[int]], needs_prompt_logprobs: bool
+) -> None:
     runner, pool, blocks = torch_runner(model)
     requests = [
-        blocks.request(prompt, GREEDY, NUM_TOKENS, needs_prompt_logprobs=needs_prompt_logprobs) for prompt in prompts()[:3]
+        blocks.request(prompt, GREEDY, NUM_TOKENS, needs_prompt_logprobs=needs_prompt_logprobs)
+        for prompt in prompts()[:3]
     ]
     run_step(runner, [piece(one, 8) for one in requests])
     pool.tensor[requests[1].blocks[0], 0, 0, 2] = torch.nan

@@ -1,1 +1,1 @@
-"""Measures Baton against its promises and its peers. Ratios within one run; results are kept in results/."""
+"""Measure Baton against its goals and against other servers. Results are kept in results/."""

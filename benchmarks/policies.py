@@ -1,8 +1,8 @@
-"""What each batching policy makes of the same requests: the real scheduler, on a virtual clock.
+"""PolicyRun every batching policy over the same requests: the real scheduler on a virtual clock.
 
-    python -m benchmarks.policies
+    python -m benchmarks policies
 
-Draws docs/policies/*.svg and writes the table in docs/policies.md. Nothing here is random from run to run.
+Draws docs/policies/*.svg and writes the table in docs/policies.md. The output is deterministic.
 """
 
 import random
@@ -16,23 +16,23 @@ from scheduler.scheduler import Scheduler, StepLimits
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "policies.md"
-# A device with round numbers: a step takes 10 ms up to 200 tokens, then 40 us a token; attention comes on top.
+# A device with round numbers: a step takes 10 ms up to 200 tokens, then 40 us per token; attention is added.
 COST = CostModel(
     overhead=2e-3, per_token=4e-5, knee_tokens=200, per_pair=1e-9, per_context=2e-8, per_decode=2e-5, margin=0.0
 )
 BUDGET_TOKENS = 512
-WHOLE_BUDGET_TOKENS = 4096  # where prompts are not cut: such systems allow a step their longest prompt
+WHOLE_BUDGET_TOKENS = 4096  # for policies without chunks: such systems allow a step their longest prompt
 TBT_SLO_S = 0.05
 NUM_REQUESTS, GAP_S, SEED = 50, 0.07, 2
-BEGIN, END = "<!-- table: python -m benchmarks.policies -->\n", "<!-- end of table -->\n"
+BEGIN, END = "<!-- table: python -m benchmarks policies -->\n", "<!-- end of table -->\n"
 WIDTH, HEIGHT, TOP = 960, 96, 18
 SHOWN_S = 6.0
-COLOURS = {"prefill": "#e69f00", "decode": "#0e86d4", "late": "#d7263d"}  # as on the page
+COLOURS = {"prefill": "#e69f00", "decode": "#0e86d4", "late": "#d7263d"}  # as on the dashboard
 
 
 @dataclass(slots=True)
-class Run:
-    """Times in seconds from the first arrival on."""
+class PolicyRun:
+    """One policy's run. Times are seconds since the first arrival."""
 
     steps: list[tuple[float, float, Step]] = field(default_factory=list)  # (start, duration, step)
     ttft: list[float] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Run:
 
 
 def arrivals() -> list[tuple[float, Request]]:
-    """Poisson arrivals; prompts from tens to thousands of tokens, no two of which begin alike."""
+    """Return Poisson arrivals; prompts have tens to thousands of tokens and no shared prefixes."""
     rng = random.Random(SEED)
     now_s, found = 0.0, []
     for index in range(NUM_REQUESTS):
@@ -52,11 +52,11 @@ def arrivals() -> list[tuple[float, Request]]:
     return found
 
 
-def serve(policy: Policy) -> Run:
-    """Requests come in between two steps, as in the engine's loop."""
+def serve(policy: Policy) -> PolicyRun:
+    """PolicyRun the arrivals under `policy`. Requests arrive between two steps, as in the engine's loop."""
     limits = StepLimits(BUDGET_TOKENS if policy.chunked else WHOLE_BUDGET_TOKENS, max_num_seqs=32)
     scheduler = Scheduler(limits, num_blocks=4000, block_tokens=16, policy=policy)
-    run, now_s = Run(), 0.0
+    run, now_s = PolicyRun(), 0.0
     last_token: dict[str, float] = {}
     todo = arrivals()[::-1]
     arrived = {request.id: at_s for at_s, request in todo}
@@ -85,8 +85,8 @@ def quantile(values: list[float], share: float) -> float:
     return sorted(values)[int(share * (len(values) - 1))]
 
 
-def table(runs: dict[str, Run]) -> str:
-    """Of milliseconds, as Markdown."""
+def table(runs: dict[str, PolicyRun]) -> str:
+    """Return the Markdown table, in milliseconds."""
     lines = [
         "| policy | TTFT p50 | TTFT p99 | TBT p50 | TBT p99 | longest TBT | gaps over the SLO | all done after |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
@@ -99,9 +99,9 @@ def table(runs: dict[str, Run]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def strip(name: str, run: Run, most_tokens: int) -> str:
-    """One rectangle a step, decodes below: width is duration, height the square root of its tokens."""
-    pixels, name = WIDTH / SHOWN_S, name + (f" (goes on until {run.ended:.1f} s)" if run.ended > SHOWN_S else "")
+def strip(name: str, run: PolicyRun, most_tokens: int) -> str:
+    """Draw one rectangle per step, decodes at the bottom: width is duration, height the square root of its tokens."""
+    pixels, name = WIDTH / SHOWN_S, name + (f" (continues until {run.ended:.1f} s)" if run.ended > SHOWN_S else "")
     paths: dict[str, list[str]] = {kind: [] for kind in COLOURS}
     bottom = TOP + HEIGHT
     for start_s, duration_s, step in run.steps:
@@ -131,7 +131,7 @@ def strip(name: str, run: Run, most_tokens: int) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """What the files under docs/ should hold."""
+    """Return the expected content of the files under docs/."""
     runs = {name: serve(policy) for name, policy in POLICIES.items()}
     most_tokens = max(step.work.tokens for run in runs.values() for *_, step in run.steps)
     found = {DOCS / "policies" / f"{name}.svg": strip(name, run, most_tokens) for name, run in runs.items()}

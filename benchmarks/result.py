@@ -1,13 +1,13 @@
-"""What every benchmark shares: on which machine and by which command it ran, arms that take turns, medians, a table
-to print, and one results file that a page of docs/ is written from.
+"""Helpers that all benchmarks share: machine and command, alternating arms, medians, tables, and the results file.
 
-A results file holds `tables` (title, columns, rows, note), shown as they are, and `runs`, everything measured.
+A results file holds `tables` (title, columns, rows, note), which docs/ show as they are, and `runs`, all measurements.
 """
 
 import argparse
 import json
 import os
 import platform
+import socket
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ Cell = str | int | float | bool | None
 
 @dataclass(slots=True)
 class Table:
-    """Rows of text and numbers; a number is shown with three digits, True as "met", None as "–"."""
+    """Rows of text and numbers. A number is shown with three digits, True as "met", None as "–"."""
 
     title: str
     columns: list[str]
@@ -35,10 +35,10 @@ class Table:
     def __post_init__(self) -> None:
         for row in self.rows:
             if len(row) != len(self.columns):
-                raise ValueError(f"table {self.title!r}: row {row} has not one cell for each of {self.columns}")
+                raise ValueError(f"table {self.title!r}: row {row} does not have one cell for each of {self.columns}")
 
     def markdown(self) -> str:
-        """Numbers are to the right; a title above and the note below."""
+        """Return the table with its title above and its note below; numbers are right-aligned."""
         numeric = [any(type(row[i]) in {int, float} for row in self.rows) for i in range(len(self.columns))]
         lines: list[Sequence[Cell]] = [self.columns, ["--:" if right else "---" for right in numeric], *self.rows]
         body = "\n".join("| " + " | ".join(map(shown, line)) + " |" for line in lines)
@@ -47,7 +47,7 @@ class Table:
 
 @dataclass(slots=True)
 class Result:
-    """One benchmark's outcome. `runs` is anything that JSON holds; `versions` of what was compared."""
+    """The results file of one benchmark. `runs` is any JSON value; `versions` are those of what was compared."""
 
     name: str
     what: str  # one or two sentences for the page
@@ -66,7 +66,7 @@ class Result:
         self.versions = {"python": platform.python_version()} | (self.versions or versions("torch", "numpy", "numba"))
 
     def finish(self, out: Path | None = None) -> None:
-        """Prints the tables and writes the file: `out`, or results/NAME.json."""
+        """Print the tables and write the file: `out`, or results/NAME.json."""
         print("\n" + "\n".join(table.markdown() for table in self.tables), flush=True)
         print(f"written: {self.write(out)}")
 
@@ -80,7 +80,7 @@ class Result:
 
 
 def shown(cell: Cell) -> str:
-    """As a table shows it: 1234.5 as 1,234; 0.01234 as 0.0123; a goal as met or not."""
+    """Format a cell: 1234.5 as 1,234; 0.01234 as 0.0123; a goal as met or not met."""
     if cell is None:
         return "–"
     if isinstance(cell, bool):
@@ -91,7 +91,7 @@ def shown(cell: Cell) -> str:
 
 
 def parser(doc: str | None, repeats: int = 5) -> argparse.ArgumentParser:
-    """With what all benchmarks take: --repeats, --out."""
+    """Return a parser with the flags that all benchmarks take: --repeats, --out."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--repeats", type=int, default=repeats)
     made.add_argument("--out", type=Path, help="results file, instead of benchmarks/results/NAME.json")
@@ -99,12 +99,12 @@ def parser(doc: str | None, repeats: int = 5) -> argparse.ArgumentParser:
 
 
 def command(name: str) -> str:
-    """The command line that is running, as anybody may repeat it."""
+    """Return the running command line, in a form that can be repeated."""
     return " ".join(["python -m benchmarks", name, *sys.argv[1:]])
 
 
 def machine() -> dict[str, Cell]:
-    """Where it ran, and how busy that machine was before: a load near 0 is a quiet one."""
+    """Describe the machine and its load before the run; a load near 0 means a quiet machine."""
     lines = [line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line]
     info = {key.strip(): value.strip() for key, value in lines}
     flags = info.get("flags", "").split()
@@ -118,7 +118,7 @@ def machine() -> dict[str, Cell]:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of those that are installed in this interpreter."""
+    """Return the versions of those packages that are installed in this interpreter."""
     found = {}
     for package in packages:
         try:
@@ -129,7 +129,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def in_turn(arms: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
-    """Calls every arm once a repeat, every other time backwards: what drifts on the machine meets all of them."""
+    """Call every arm once per repeat, in reverse order every other time, so that drift affects all arms alike."""
     runs: dict[str, list[T]] = {name: [] for name in arms}
     for repeat in range(repeats):
         for name in list(arms) if repeat % 2 == 0 else list(arms)[::-1]:
@@ -142,5 +142,11 @@ def median(values: Sequence[float]) -> float:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Median of the ratios within each repeat, which had the same neighbours on the machine."""
+    """Return the median of the ratios within each repeat, whose runs saw the same load on the machine."""
     return median([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,50 +1,120 @@
-"""What the router costs: processor time and latency of a streamed token, and memory of an open stream.
+"""Measure what the router costs: CPU time and latency of a streamed token, and memory of an open stream.
 
     python -m benchmarks router
 
-The router runs alone on the first processor. On the second, one process is both the clients and 16 nodes, which take
-turns to answer each of their requests with a token, by a node's own messages (`node.router_stream`), without computing.
-So it knows when each token left its node and when its client had it. Processor time is the kernel's for the router.
+The router runs alone on the first CPU. On the second, one process is both the clients and 16 nodes, which take turns to
+send each of their requests a token with a node's own messages, and compute nothing. That process therefore knows when
+each token left its node and when its client received it. CPU time is the kernel's figure for the router.
 """
 
 import asyncio
 import itertools
 import os
-import socket
+import secrets
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from benchmarks.paced import PacedNode, Row
-from benchmarks.result import Result, Table, median, parser, versions
-from cluster.plan import DEMO_MODEL
+from benchmarks.result import Result, Table, free_port, median, parser, versions
+from node.router_stream import RouterStream
 from router.text.tokenizer import Tokenizer
+from shared.model_files import DEMO_MODEL
 from shared.registry import StreamAnnouncer
+from shared.rpc.messages import NodeInfo, NodeStats, RouterCommand, SubmitRequest, TokenDelta, pack_ids
+from shared.rpc.methods import ATTACH, RpcServer
 
 NUM_NODES, NUM_STREAMS, NUM_IDLE = 16, 256, 2000
-ENOUGH = 25_000  # tokens a second, for a core
-MAX_TOKENS = 8000  # what the demo model allows, for whose tokenizer it is here
+ENOUGH = 25_000  # tokens per second per core
+MAX_TOKENS = 8000  # what the demo model allows; its tokenizer is used
 NOTE = (
-    "Delay: from a node's message to the client's socket. Clients and nodes share the other core; where that one is "
-    "full it bounds the tokens a second, and 1 / CPU time is what the router could do."
+    "Delay: from a node's message to the client's socket. Clients and nodes share the other core; where that core is "
+    "full, it bounds the tokens per second, and 1 / CPU time is the router's own limit."
 )
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{}"
 
+WINDOW = 16  # most tokens of a stream in flight: a rate that is too high becomes the highest possible
+HEARTBEAT_S = 0.5
 
-class Client(asyncio.Protocol):
-    """One stream: counts its events, and notes how long each was on its way."""
 
-    def __init__(self, rows: dict[str, Row], delays: list[float]) -> None:
+@dataclass(slots=True)
+class PacedRequest:
+    """One request, at the node and at its client. Times are monotonic."""
+
+    submit: SubmitRequest
+    sent: list[float] = field(default_factory=list)
+    num_received: int = 0
+
+
+class PacedNode:
+    """A decode node that computes nothing and sends each of its requests one token per turn."""
+
+    def __init__(self, name: str, token_ids: list[int], rows: dict[str, PacedRequest]) -> None:
+        """`rows` receives its requests, by the id that their clients see."""
+        self._name = name
+        self._all_rows = rows
+        self._rows: list[PacedRequest] = []
+        self._stream = RouterStream()
+        self._packed = [pack_ids([token]) for token in token_ids]
+        self._server = RpcServer({ATTACH: self._attach})
+        self._steps = 0
+
+    async def join(self, registry: str) -> StreamAnnouncer:
+        port = await self._server.start("127.0.0.1", 0)
+        boot = secrets.token_hex(16)
+        sizes = (64, 1 << 20, 1 << 20, 1 << 20, 4096)  # block tokens and bytes, blocks, longest row, requests
+        info = NodeInfo(self._name, boot, "decode", f"127.0.0.1:{port}", "model", "paced", *sizes)
+        announcer = StreamAnnouncer(registry, HEARTBEAT_S)
+        await announcer.start(info)
+        return announcer
+
+    async def _attach(self, stream: Any) -> None:
+        hello: RouterCommand = await stream.recv_message()
+        assert hello.router
+        self._stream = RouterStream(stats=NodeStats())
+        self._stream.wake.set()
+        tasks = [asyncio.ensure_future(work) for work in (self._stream.write(stream), self._beat())]
+        try:
+            async for command in stream:
+                for submit in command.submits:
+                    self._rows.append(PacedRequest(submit))
+                    self._all_rows[submit.id.split("-")[1]] = self._rows[-1]
+                if command.aborts:  # all streams end together
+                    self._rows.clear()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            self._stream.stats = NodeStats(steps=self._steps, running=len(self._rows))
+            self._stream.wake.set()
+
+    def turn(self) -> None:
+        """The next token of every request whose client keeps up."""
+        now, deltas = time.monotonic(), self._stream.deltas
+        for row in self._rows:
+            if (position := len(row.sent)) - row.num_received < WINDOW and position < row.submit.max_tokens:
+                row.sent.append(now)
+                deltas.append(TokenDelta(row.submit.id, position, self._packed[position % len(self._packed)]))
+        self._steps += 1
+        self._stream.wake.set()
+
+
+class StreamingClient(asyncio.Protocol):
+    """One stream: count its events, and record the delay of each."""
+
+    def __init__(self, rows: dict[str, PacedRequest], delays: list[float]) -> None:
         self._rows = rows
         self._delays = delays
-        self._row: Row | None = None
+        self._row: PacedRequest | None = None
         self.transport: Any = None  # uvloop's has no type
 
     def connection_made(self, transport: Any) -> None:
@@ -66,8 +136,8 @@ class Client(asyncio.Protocol):
 
 
 @dataclass(slots=True)
-class Router:
-    """The router's process, and what the kernel knows of it."""
+class RouterProcess:
+    """The router's process, and the kernel's figures for it."""
 
     pid: int
     port: int
@@ -79,21 +149,21 @@ class Router:
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-class Fleet:
-    """The nodes, and the requests on them by the name that their clients know."""
+class PacedFleet:
+    """The nodes, and their requests by the id that the clients see."""
 
     def __init__(self) -> None:
         text = Tokenizer.load(DEMO_MODEL)
-        # Whole words: what ends inside a character makes no event.
+        # Whole words: a token that ends inside a character produces no event.
         plain = [token for token in range(text.vocab_size) if text.vocabulary.bytes_of(token).isalpha()]
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, PacedRequest] = {}
         self._nodes = [PacedNode(f"paced-{number}", plain[-997:], self.rows) for number in range(NUM_NODES)]
 
     async def join(self, registry: str) -> list[StreamAnnouncer]:
         return [await node.join(registry) for node in self._nodes]
 
     async def run(self, rate: float, seconds: float) -> None:
-        """Turns at their times, `rate` tokens a second in all; a turn that is late moves those after it."""
+        """Take turns at `rate` tokens per second in total; a late turn delays those after it."""
         period_s = len(self.rows) / rate / NUM_NODES
         due, end = time.monotonic(), time.monotonic() + seconds
         for node in itertools.cycle(self._nodes):
@@ -120,15 +190,15 @@ def spawned(port: int, registry_port: int, cpu: int) -> "subprocess.Popen[bytes]
 
 
 @asynccontextmanager
-async def started(fleet: Fleet, cpu: int) -> AsyncIterator[Router]:
-    """A router on this processor that has found the nodes."""
+async def started(fleet: PacedFleet, cpu: int) -> AsyncIterator[RouterProcess]:
+    """Start a router on this CPU and wait until it has found the nodes."""
     port, registry_port = free_port(), free_port()
     process = spawned(port, registry_port, cpu)
     announcers = await fleet.join(f"127.0.0.1:{registry_port}")
     try:
-        while process.poll() is None and await num_ready(port) < NUM_NODES:  # noqa: ASYNC110 - it tells nobody
+        while process.poll() is None and await num_ready(port) < NUM_NODES:  # noqa: ASYNC110 - there is no event to await
             await asyncio.sleep(0.05)
-        yield Router(process.pid, port)
+        yield RouterProcess(process.pid, port)
     finally:
         for announcer in announcers:
             await announcer.close()
@@ -147,15 +217,16 @@ async def num_ready(port: int) -> int:
 
 
 @asynccontextmanager
-async def streams(router: Router, fleet: Fleet, count: int, delays: list[float]) -> AsyncIterator[None]:
-    """So many open streams, each of which has its node."""
+async def streams(router: RouterProcess, fleet: PacedFleet, count: int, delays: list[float]) -> AsyncIterator[None]:
+    """Open `count` streams and wait until each is placed on a node."""
     loop, rows = asyncio.get_running_loop(), fleet.rows
     clients = [
-        (await loop.create_connection(lambda: Client(rows, delays), "127.0.0.1", router.port))[1] for _ in range(count)
+        (await loop.create_connection(lambda: StreamingClient(rows, delays), "127.0.0.1", router.port))[1]
+        for _ in range(count)
     ]
     try:
         async with asyncio.timeout(30):
-            while len(rows) < count:  # noqa: ASYNC110 - several make it true
+            while len(rows) < count:  # noqa: ASYNC110 - there is no single event to await
                 await asyncio.sleep(0.01)
         yield
     finally:
@@ -165,8 +236,8 @@ async def streams(router: Router, fleet: Fleet, count: int, delays: list[float])
         await asyncio.sleep(1)
 
 
-async def streaming(router: Router, fleet: Fleet, rate: float, seconds: float) -> dict[str, float]:
-    """256 streams at `rate` tokens a second in all: what a token costs the router, and how long it is on its way."""
+async def streaming(router: RouterProcess, fleet: PacedFleet, rate: float, seconds: float) -> dict[str, float]:
+    """Measure 256 streams at `rate` tokens per second in total: the router's CPU time per token, and the delay."""
     delays: list[float] = []
     async with streams(router, fleet, NUM_STREAMS, delays):
         await fleet.run(rate, 1.0)
@@ -185,9 +256,9 @@ async def streaming(router: Router, fleet: Fleet, rate: float, seconds: float) -
     }
 
 
-async def memory(router: Router, fleet: Fleet) -> dict[str, float]:
-    """The router's growth by streams that have begun and wait for more."""
-    async with streams(router, fleet, NUM_STREAMS, []):  # what the first streams leave behind is not theirs
+async def memory(router: RouterProcess, fleet: PacedFleet) -> dict[str, float]:
+    """Measure the growth of the router's memory per stream that has begun and waits for more tokens."""
+    async with streams(router, fleet, NUM_STREAMS, []):  # memory that the first streams leave allocated is not counted
         await fleet.run(1000, 1)
     before = router.memory_bytes()
     async with streams(router, fleet, NUM_IDLE, []):
@@ -198,16 +269,10 @@ async def memory(router: Router, fleet: Fleet) -> dict[str, float]:
 async def measure(rates: list[float], seconds: float, repeats: int) -> dict[str, list[dict[str, float]]]:
     cpus = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cpus[-1]})
-    fleet = Fleet()
+    fleet = PacedFleet()
     async with started(fleet, cpus[0]) as router:
         runs = [await streaming(router, fleet, rate, seconds) for _ in range(repeats) for rate in rates]
         return {"streaming": runs, "memory": [await memory(router, fleet)]}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def row_of(runs: list[dict[str, float]]) -> list[Any]:
@@ -230,15 +295,15 @@ def main() -> None:
     kib = runs["memory"][0]["kib_per_stream"]
     columns = ["offered/s", "tokens/s", "CPU µs/token", "≤ 40 µs", "router busy", "delay p50, ms", "p99", "p50 ≤ 1 ms"]
     note = (
-        "Router busy: of one core. The goal for the CPU time is 25,000 tokens a second and more on one core; at fewer, "
-        "more of it is waking up. That for the delay is one below half of the router's load. " + NOTE
+        "Router busy: share of one core. The CPU time goal applies from 25,000 tokens per second on one core; below "
+        "that, waking up is a larger part. The delay goal applies below half of the router's load. " + NOTE
     )
     Result(
         "router",
         "A router on a core of its own, 256 streams of detokenized text from 16 nodes that compute nothing.",
         [
             Table("Streamed tokens", columns, rows, note),
-            Table("Memory", ["open streams", "KiB a stream", "≤ 32 KiB"], [[NUM_IDLE, kib, kib <= 32]]),
+            Table("Memory", ["open streams", "KiB per stream", "≤ 32 KiB"], [[NUM_IDLE, kib, kib <= 32]]),
         ],
         runs,
         versions("uvloop", "uvicorn", "starlette", "httptools", "grpclib", "msgpack", "tokenizers"),

@@ -1,10 +1,10 @@
-"""What the host does for a step of decodes, by part, beside the pass itself; and what planning ahead of it brings.
+"""Measure the host time of a decode step by part, next to the pass itself, and the gain of planning ahead.
 
    python -m benchmarks step_overhead
 
-The parts run one after the other on one thread over the 110M shape with random weights, as a node's own objects run
-them. `pass` is the model with its head; `draw` is greedy, `sampled` draws the same rows at temperature 1 instead;
-`tell` is what the engine's thread and the event loop do until a router's message is encoded.
+The parts run one after the other on one thread, through a node's own objects, on the 110M shape with random weights.
+`pass` is the model with its head; `draw` is greedy, `sampled` draws the same rows at temperature 1 instead; `publish`
+is the work of the engine's thread and the event loop until a router's message is encoded.
 """
 
 import asyncio
@@ -39,16 +39,16 @@ from shared.rpc.messages import NodeInfo, NodeUpdate, SamplingParams
 
 T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0.0)
-HOST = ("schedule", "build", "draw", "update", "tell", "records")
+HOST = ("schedule", "build", "draw", "update", "publish", "records")
 PARTS = ("pass", *HOST, "sampled")
-SWITCH_S = 0.0005  # between threads, as every process of Baton has it
+SWITCH_S = 0.0005  # thread switch interval of every Baton process
 GOAL = 0.05
 BLOCK_TOKENS = 16
 
 
 def decode(scheduler: Scheduler, count: int, context: int, steps: int) -> None:
-    """Fills the scheduler with requests that will each decode for so many steps. Their prompts are taken for computed:
-    what a step costs does not depend on its KV."""
+    """Fill the scheduler with `count` requests that each decode for `steps` steps. Their prompts count as computed: the
+    cost of a step does not depend on the values of its KV."""
     rows = []
     for index in range(count):
         tokens = [(7 * index + at) % 8000 for at in range(context)]
@@ -61,8 +61,8 @@ def decode(scheduler: Scheduler, count: int, context: int, steps: int) -> None:
         row.max_tokens = row.num_generated + steps
 
 
-class Parts:
-    """A node's objects, called in turn, and how long each took."""
+class StepParts:
+    """Calls a node's objects in turn and records how long each call took, in microseconds."""
 
     def __init__(self, runner: TorchRunner, scheduler: Scheduler, count: int) -> None:
         info = NodeInfo("d", "b" * 32, "decode", "", "m", "f", scheduler.block_tokens, 64, 2, 1 << 20, count)
@@ -88,7 +88,7 @@ class Parts:
         await asyncio.sleep(0)
         deltas, self.outbox.deltas = self.outbox.deltas, []
         encode(NodeUpdate(deltas))
-        self.taken["tell"].append(1e6 * (time.perf_counter() - began))
+        self.taken["publish"].append(1e6 * (time.perf_counter() - began))
         self.timed("records", lambda: self._record(step))
 
     def timed(self, part: str, function: Callable[[], T]) -> T:
@@ -108,8 +108,8 @@ class Parts:
         return runner._computed(batch)[0]
 
 
-class Timeline(EngineListener):
-    """When each step was told, and when each request's first token was."""
+class StepTimeline(EngineListener):
+    """Records when each step was published, and when each request got its first token."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self.engine = Engine(scheduler, runner, self)
@@ -139,15 +139,15 @@ class Timeline(EngineListener):
 
 
 def engine_run(runner: TorchRunner, count: int, context: int, steps: int, *, ahead: bool) -> dict[str, float]:
-    """Milliseconds of a turn, and to the first token of short prompts that arrive while the others decode."""
+    """Return the milliseconds of a turn, and the TTFT of short prompts that arrive while the others decode."""
     runner.ahead = ahead
     scheduler = _scheduler(count + 1, context + steps)
     decode(scheduler, count, context, steps)
-    timeline = Timeline(scheduler, runner)
+    timeline = StepTimeline(scheduler, runner)
     timeline.engine.start()
     waited = []
     for index in range(8):
-        time.sleep(0.0421)  # in any phase of a step
+        time.sleep(0.0421)  # not aligned with steps
         late = Request(f"late-{index}", [index] * 32, 32, 1, sampling=GREEDY)
         began = time.perf_counter()
         timeline.engine.post(lambda scheduler, late=late: scheduler.add(late))  # type: ignore[misc]
@@ -157,13 +157,13 @@ def engine_run(runner: TorchRunner, count: int, context: int, steps: int, *, ahe
     timeline.ended.wait(600)
     timeline.engine.stop()
     runner.ahead = False
-    turns = timeline.turns[-steps // 3 :]  # without the late ones
+    turns = timeline.turns[-steps // 3 :]  # without those of late arrivals
     gaps = [1e3 * (end - begin) for begin, end in pairwise(turns)]
     return {"turn_ms": median(gaps), "ttft_ms": median(waited)}
 
 
 def _blocks(count: int, tokens: int) -> int:
-    """For requests that end at `tokens`, or as they fill up, a little later."""
+    """Return the blocks needed by `count` requests that end at `tokens` tokens or a little later."""
     return 2 + count * (2 + (tokens + 2 * count) // BLOCK_TOKENS)
 
 
@@ -176,7 +176,7 @@ async def measure_parts(runner: TorchRunner, counts: Sequence[int], context: int
     for count in counts:
         scheduler = _scheduler(count, context + steps)
         decode(scheduler, count, context, steps + 1)
-        parts = Parts(runner, scheduler, count)
+        parts = StepParts(runner, scheduler, count)
         freeze_gc()
         for _ in range(steps):
             await parts.step()
@@ -203,7 +203,7 @@ def main() -> None:
     )
     runner = build(options).runner
     assert isinstance(runner, TorchRunner)
-    engine_run(runner, 4, 64, 40, ahead=False)  # compiles, and touches memory for the first time
+    engine_run(runner, 4, 64, 40, ahead=False)  # compiles kernels and touches memory for the first time
     runs = uvloop.run(measure_parts(runner, args.counts, args.context, args.steps))
     arms = {
         name: lambda ahead=ahead: engine_run(runner, 32, args.context, 6 * args.steps, ahead=ahead)
@@ -216,7 +216,7 @@ def main() -> None:
         share = host / (host + run["pass"])
         goal = share <= GOAL if run["count"] == 32 else None
         rows.append([run["count"], *(run[part] for part in PARTS), host, 100 * share, goal])
-    note = "Host: all but pass and sampled. The goal is a share of 5 % at 32 decodes."
+    note = "Host: everything except pass and sampled. The goal is 5 % at 32 decodes."
     columns = ["decodes", *(f"{part}, µs" for part in PARTS), "host, µs", "host, % of a step", "≤ 5 %"]
     ahead_rows: list[list[Cell]] = [
         [name, *(median([run[key] for run in found]) for key in ("turn_ms", "ttft_ms"))]
@@ -224,7 +224,7 @@ def main() -> None:
     ]
     Result(
         "step_overhead",
-        f"A decode step of the 110M shape, context {args.context}: the host's part of it, and with planning ahead.",
+        f"A decode step of the 110M shape, context {args.context}: host time by part, and the gain of planning ahead.",
         [
             Table("A step by part", columns, rows, note),
             Table("32 decodes", ["steps are", "turn, ms", "first token of an arrival, ms"], ahead_rows),

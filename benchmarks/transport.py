@@ -1,10 +1,10 @@
-"""How fast channels between two processes of one host move KV rows, at what cost, and what the receiver's loop feels.
+"""Measure the channels between two processes of one host: speed, CPU time, and delay of the receiver's event loop.
 
     python -m benchmarks transport
 
-A push is 64 MiB of rows, from and to places in no order. Each is compared with one `memcpy` of so many bytes between
-two pools of one process, right before it. Processor time is of both processes; the receiver's event loop is asked for
-a turn every millisecond, and how late it comes is the longest that anything else there would have waited.
+A push is 64 MiB of rows in random order on both sides, compared with a `memcpy` of the same size between two
+pools of one process just before it. CPU time is that of both processes. The receiver's event loop runs a timer every
+millisecond; its largest delay is the longest that anything else on the loop would have waited.
 """
 
 import asyncio
@@ -34,20 +34,20 @@ GOALS = {"shm": "≥ 0.8 of memcpy (rows ≥ 256 KiB)", "tcp": "≥ 1 GB/s, ≤ 
 NOTE = (
     "Goals: "
     + "; ".join(f"{kind} {goal}" for kind, goal in GOALS.items())
-    + ". Checksums: what they take at both ends, on threads beside the next chunk's computing, as a share of the push. "
-    "Late: the receiver's event loop at its worst during a push, which may be as late as it was before the push where "
-    "the machine is busy."
+    + ". Checksums: their time at both ends, in threads while the next chunk is computed, as a share of the push. "
+    "Late: the largest delay of the receiver's event loop during a push; on a busy machine it may be as large as the "
+    "delay before the push."
 )
-SWITCH_S = 0.0005  # as a node's (shared.serve)
+SWITCH_S = 0.0005  # as in a node (shared.serve)
 
 
 async def channel_of(kind: str, memory: HostMemory, directory: str) -> ShmChannel | TcpChannel:
-    told = memory, secrets.token_hex(16), lambda _: None
-    return await (TcpChannel.start(*told, "127.0.0.1") if kind == "tcp" else ShmChannel.start(*told, directory))
+    common = memory, secrets.token_hex(16), lambda _: None
+    return await (TcpChannel.start(*common, "127.0.0.1") if kind == "tcp" else ShmChannel.start(*common, directory))
 
 
 async def receive(kind: str, row_bytes: int, directory: str) -> None:
-    """The other process: a line of JSON for each line that it reads. "open" a ticket, or tell "used" since the last."""
+    """The other process: answer each line with JSON. "open" opens a ticket; every answer has CPU time and delay."""
     memory = HostMemory(PUSH_BYTES // row_bytes, row_bytes)
     channel = await channel_of(kind, memory, directory)
     late_s = [0.0]
@@ -71,10 +71,12 @@ async def receive(kind: str, row_bytes: int, directory: str) -> None:
 
 
 @dataclass(slots=True)
-class Receiver:
+class TransportPeer:
+    """The other process, and the two pipes to it."""
+
     process: "subprocess.Popen[str]"
 
-    def say(self, line: str = "") -> Any:
+    def ask(self, line: str = "") -> Any:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         if line:
@@ -83,22 +85,22 @@ class Receiver:
 
 
 @contextmanager
-def receiver(kind: str, row_bytes: int, directory: str) -> Iterator[Receiver]:
+def receiver(kind: str, row_bytes: int, directory: str) -> Iterator[TransportPeer]:
     command = [sys.executable, "-m", "benchmarks.transport", "receive", kind, str(row_bytes), directory]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:
-        yield Receiver(process)
+        yield TransportPeer(process)
         assert process.stdin is not None
         process.stdin.close()
 
 
 async def pushes(kind: str, row_bytes: int, count: int) -> list[dict[str, float]]:
-    """`count` pushes to one receiver, after one that connects and maps."""
+    """Measure `count` pushes to one receiver, after one push that connects and maps."""
     ours, local = (HostMemory(PUSH_BYTES // row_bytes, row_bytes) for _ in range(2))
     ours.rows[:] = 1
     rows = list(range(len(ours.rows)))
     with tempfile.TemporaryDirectory() as directory, receiver(kind, row_bytes, directory) as there:
-        card = bytes.fromhex(there.say())
+        card = bytes.fromhex(there.ask())
         channel = await channel_of(kind, ours, directory)
         found = []
         for _ in range(count + 1):
@@ -111,11 +113,11 @@ async def pushes(kind: str, row_bytes: int, count: int) -> list[dict[str, float]
             np.copyto(local.rows, ours.rows)
             copied_s = time.monotonic() - started
             await asyncio.sleep(0.05)
-            _, idle_late_s = there.say("open " + ticket.hex())
+            _, idle_late_s = there.ask("open " + ticket.hex())
             cpu_s, started = time.process_time(), time.monotonic()
             await channel.push(card, ticket, source, target)
             pushed_s, cpu_s = time.monotonic() - started, time.process_time() - cpu_s
-            there_s, late_s = there.say("used")
+            there_s, late_s = there.ask("used")
             started = time.monotonic()
             ours.checksums(source)
             summed_s = time.monotonic() - started
@@ -151,7 +153,7 @@ def main() -> None:
     runs = {(kind, kib): uvloop.run(pushes(kind, kib << 10, args.repeats)) for kind in GOALS for kib in ROW_KIB}
     columns = [
         "channel",
-        "KiB a row",
+        "KiB per row",
         "GB/s",
         "of memcpy",
         "CPU s/GB",

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from compare.endpoint import bearer
+from shared.api_client import bearer
 
 # An answer may take long to begin when the cluster is busy; once it runs, gaps are short.
 TIMEOUT = httpx.Timeout(connect=5.0, read=120.0, write=30.0, pool=5.0)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from cluster.plan import ROOT, DoctorSettings, LocalSettings
-from compare.command import compare
+from compare.cli import compare
 from shared.config.command_line import command_of, markup_mode, run_app
 from shared.config.settings import NodeSettings, RouterSettings
 
@@ -37,9 +37,9 @@ def _app() -> typer.Typer:
     app.command("decode", help="Run one decode node.")(command_of(NodeSettings, "baton decode", _decode))
     app.command("status", help="Show the nodes of a running cluster.")(_status)
     app.command("top", help="Watch the nodes of a running cluster.")(_top)
-    app.command("compare", help="Compare arms under the same traffic: who keeps the SLO, how sure that is, and why.")(
-        compare
-    )
+    app.command(
+        "compare", help="Compare arms under the same traffic: which keeps the SLO, with what confidence, and why."
+    )(compare)
     app.command("role", help="Make a node of a running cluster a prefill or a decode node.")(_role)
     app.command("doctor", help="Examine this installation, and that modes and KV channels give the same tokens.")(
         command_of(DoctorSettings, "baton doctor", _doctor)

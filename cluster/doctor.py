@@ -8,14 +8,15 @@ from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequenc
 from pathlib import Path
 
 from cluster.installation import CheckFailedError, Finding, examine, installation
-from cluster.plan import DEMO_MODEL, DoctorSettings
+from cluster.plan import DoctorSettings
 from cluster.status import size_text
 from compare.arms import Arm
-from compare.endpoint import Document, Endpoint, Unreachable
-from compare.preflight import different_answers, fits, greedy_answers
-from compare.stack import Launch, Stack, fit_together, num_gpus
+from compare.endpoint import Document, Endpoint, EndpointError
+from compare.run.deployments import LaunchOptions, LocalStack, fit_together, num_gpus
+from compare.run.equivalence import different_answers, fits, greedy_answers
 from shared.config.settings import ComputingSettings, format_value
 from shared.errors import ConfigError
+from shared.model_files import DEMO_MODEL
 
 PROMPT_TOKENS = (1, 16, 33, 130, 700)  # at, beside and over the edges of blocks and chunks
 IDS = 250  # every vocabulary has these
@@ -51,7 +52,7 @@ async def _findings(settings: DoctorSettings) -> AsyncIterator[Finding]:
         elif is_fit:
             async for finding in _own(settings):
                 yield finding
-    except (Unreachable, ConfigError, OSError) as error:
+    except (EndpointError, ConfigError, OSError) as error:
         yield Finding("cluster", "failed", str(error))
 
 
@@ -61,9 +62,9 @@ async def _findings(settings: DoctorSettings) -> AsyncIterator[Finding]:
 async def _running(settings: DoctorSettings) -> AsyncIterator[Finding]:
     endpoint = Endpoint(settings.url, settings.api_key)
     try:
-        await endpoint.meet()
+        await endpoint.connect()
         if not endpoint.is_baton:
-            raise Unreachable(f"{settings.url} is no router of Baton, or does not tell its status")
+            raise EndpointError(f"{settings.url} is no router of Baton, or does not tell its status")
         for finding in peers(await endpoint.status()):
             yield finding
         yield await _replayed_there(endpoint)
@@ -167,8 +168,8 @@ async def _own(settings: DoctorSettings) -> AsyncIterator[Finding]:
     channels = every if settings.kv_channel == "auto" else (settings.kv_channel,)
     with tempfile.TemporaryDirectory(prefix="baton-doctor-") as directory:
         arms = [_arm(settings, name, directory) for name in (CO_LOCATED, *channels)]
-        launch = Launch(model, emulate=settings.emulate, gpus=on_gpus)
-        stacks = [Stack(arm, launch, Path(directory) / f"{arm.name}.log") for arm in arms]
+        launch = LaunchOptions(model, emulate=settings.emulate, gpus=on_gpus)
+        stacks = [LocalStack(arm, launch, Path(directory) / f"{arm.name}.log") for arm in arms]
         answers: dict[str, list[list[int]]] = {}
         together = fit_together(arms, model)
         starting = [asyncio.ensure_future(stack.start()) for stack in stacks if together]
@@ -195,7 +196,7 @@ def _arm(settings: DoctorSettings, name: str, directory: str) -> Arm:
     return Arm(name, 1, 1, given | {"disaggregate": "always", "kv_channel": name})
 
 
-async def _replayed_here(stack: Stack, started: Awaitable[None], answers: dict[str, list[list[int]]]) -> Finding:
+async def _replayed_here(stack: LocalStack, started: Awaitable[None], answers: dict[str, list[list[int]]]) -> Finding:
     name = stack.arm.name
     try:
         await started
@@ -203,7 +204,7 @@ async def _replayed_here(stack: Stack, started: Awaitable[None], answers: dict[s
         answers[name] = await greedy_answers(stack.endpoint, prompts, "doctor")
         await stack.endpoint.until_idle(IDLE_S)
         status = await stack.endpoint.status()
-    except (Unreachable, ConfigError, OSError) as error:
+    except (EndpointError, ConfigError, OSError) as error:
         return Finding(name, "failed", str(error))
     finally:
         stack.terminate()

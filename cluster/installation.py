@@ -14,8 +14,8 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from cluster.plan import DEMO_MODEL, ROOT, DoctorSettings, checked
-from compare.stack import PROCESS_BYTES, memory_available
+from cluster.plan import ROOT, DoctorSettings, checked
+from compare.run.deployments import PROCESS_BYTES, memory_available
 from engine.components import on_gpu
 from engine.cpu.numba_support import why_not_compiled
 from engine.models.config import ModelConfig
@@ -28,7 +28,7 @@ from shared.kv.layout import HOST_KV_BYTES
 from shared.kv.local import private
 from shared.kv.memory import HostMemory
 from shared.lifecycle import wait_until
-from shared.model_files import resolve
+from shared.model_files import DEMO_MODEL, resolve
 from shared.registry import RedisRegistry
 from shared.rpc import security
 

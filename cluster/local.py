@@ -15,7 +15,7 @@ from typing import Any
 from cluster.key import new_key
 from cluster.plan import ROUTER, Child, LocalSettings, checked, inherited, plan
 from cluster.secret import own_secret
-from compare.endpoint import bearer
+from shared.api_client import bearer
 from shared.config.settings import EVERY_ADDRESS
 from shared.lifecycle import set_parent_death_signal
 

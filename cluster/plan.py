@@ -26,9 +26,9 @@ from shared.config.settings import (
     variable_of,
 )
 from shared.errors import ConfigError
+from shared.model_files import DEMO_MODEL, resolve
 
 ROOT = Path(__file__).resolve().parent.parent
-DEMO_MODEL = ROOT / "demo" / "model"
 ROUTER = "router"
 # Turns of a loop that an OpenMP thread waits in before it sleeps: a few µs. By default it is milliseconds, in which it
 # takes a core from the very thread that it waits for whenever router, event loop or another node run there too.
@@ -216,7 +216,6 @@ def _local(model: str) -> Path:
         return path
     if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise ConfigError(f"--model {model}: is no directory")
-    from shared.model_files import resolve
 
     try:
         return resolve(model)

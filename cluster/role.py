@@ -5,7 +5,7 @@ from urllib.parse import quote
 
 import httpx
 
-from compare.endpoint import bearer
+from shared.api_client import bearer
 
 CONNECT_S = 5.0
 

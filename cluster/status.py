@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from compare.endpoint import bearer
+from shared.api_client import bearer
 
 TIMEOUT_S = 5.0
 COLUMNS = ("node", "role", "state", "running", "waiting", "KV blocks", "steps", "handoffs", "moved", "channels")

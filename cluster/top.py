@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.status import RouterUnreachableError, refusal
-from compare.endpoint import bearer
+from shared.api_client import bearer
 
 COLUMNS = ("NODE", "ROLE", "STATE", "BATCH", "KV", "QUEUE", "IT/S", "BUSY")
 NUM_LEFT = 3  # columns of words; the rest are numbers

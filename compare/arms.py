@@ -1,6 +1,6 @@
-"""The arms of a comparison: what each stack is made of, read from words such as `disaggregated:1p1d@prefill_first`.
+"""The arms of a comparison, parsed from text such as `disaggregated:1p1d@prefill_first`.
 
-An arm is data. Nothing here starts a process; see `compare.stack`.
+An arm is data; `compare.run.deployments` starts its processes.
 """
 
 import re
@@ -13,7 +13,7 @@ from shared.errors import ConfigError
 
 GRAMMAR = "colocated:N or disaggregated:XpYd, with @policy,setting=value after it"
 TOPOLOGY = re.compile(r"(colocated):(\d{1,3})|(disaggregated):(\d{1,3})p(\d{1,3})d", re.ASCII)
-# What the comparison itself decides, for all arms alike.
+# Set by the comparison itself, equally for all arms.
 OURS = frozenset(
     {"model", "mode", "host", "port", "registry", "registry_host", "registry_port", "cluster", "served_model_name"}
     | {"cpus", "emulate", "id", "log_level", "log_format", "drain_timeout_s"}
@@ -21,18 +21,18 @@ OURS = frozenset(
 
 
 class ArmSettings(ServingSettings, ComputingSettings):
-    """One arm; every setting of its router and its nodes"""
+    """Settings of an arm: every setting of its router and its nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One stack under comparison: so many nodes of each role, on one device each, and what else is set for it."""
+    """One stack under comparison: its numbers of nodes, each on one device, and its settings."""
 
     name: str
     prefill: int
     decode: int
     settings: Mapping[str, str] = field(default_factory=dict)  # by field of shared.config, as text
-    url: str = ""  # of a stack that runs already; then the numbers are 0 until it has told them
+    url: str = ""  # of a stack that runs already; its numbers are 0 until it is connected
 
     @property
     def devices(self) -> int:
@@ -47,7 +47,7 @@ class Arm:
         return self.settings.get("policy", ArmSettings.model_fields["policy"].default)
 
     def flags(self) -> list[str]:
-        """For `python -m cluster up`: topology and settings."""
+        """Return the flags of `baton up` for its topology and settings."""
         flags = ["--mode", self.mode, "--decode", str(self.decode)]
         flags += ["--prefill", str(self.prefill)] if self.prefill else []
         for name, value in self.settings.items():
@@ -60,7 +60,7 @@ class Arm:
         return flags
 
     def document(self) -> dict[str, object]:
-        """Its entry in report.json."""
+        """Return its entry in report.json."""
         return {
             "name": self.name,
             "devices": self.devices,
@@ -72,27 +72,27 @@ class Arm:
 
 
 def parse_arm(text: str, common: Mapping[str, str] = {}) -> Arm:
-    """Its own settings are over the `common` ones. Raises ConfigError: which part is wrong, and what may be there."""
+    """Parse one arm, whose own settings override `common`. Raises ConfigError with the wrong part."""
     topology, _, tail = text.partition("@")
     match = TOPOLOGY.fullmatch(topology)
     if match is None:
-        raise ConfigError(f"--arms {text}: {topology!r} is no arm; write {GRAMMAR}")
+        raise ConfigError(f"--arms {text}: {topology!r} is not an arm; write {GRAMMAR}")
     prefill, decode = (int(match[4]), int(match[5])) if match[3] else (0, int(match[2]))
     if decode < 1 or (match[3] and prefill < 1):
-        raise ConfigError(f"--arms {text}: an arm needs a device of each of its roles; write {GRAMMAR}")
-    # A disaggregated arm is what it says, unless the router is told to choose for each request.
+        raise ConfigError(f"--arms {text}: an arm needs a device for each of its roles; write {GRAMMAR}")
+    # A disaggregated arm always disaggregates, unless its settings let the router choose per request.
     split = {"disaggregate": "always"} if prefill else {}
     return Arm(text, prefill, decode, split | dict(common) | parse_settings(f"--arms {text}", tail))
 
 
 def parse_settings(source: str, text: str) -> dict[str, str]:
-    """Of "policy,setting=value,...". Raises ConfigError with a line that begins with `source`."""
+    """Parse "policy,setting=value,...". Raises ConfigError with a line that begins with `source`."""
     settings: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = part.partition("=")
         name, value = (name.strip().replace("-", "_"), value.strip()) if equals else ("policy", part)
         if name in OURS:
-            raise ConfigError(f"{source}: {name} is decided by the comparison, for all arms alike")
+            raise ConfigError(f"{source}: {name} is set by the comparison, equally for all arms")
         if name in settings:
             raise ConfigError(f"{source}: {name} is given twice")
         settings[name] = value
@@ -104,8 +104,8 @@ def parse_settings(source: str, text: str) -> dict[str, str]:
 
 
 def parse_arms(texts: Sequence[str], common: Sequence[str] = (), *, unequal: bool = False) -> list[Arm]:
-    """At least two, of equally many devices unless `unequal`, each once; `common` settings, as SETTING=VALUE, hold
-    for all of them. Raises ConfigError."""
+    """Parse two or more different arms, with equal numbers of devices unless `unequal`. `common` settings, as
+    SETTING=VALUE, apply to all of them. Raises ConfigError."""
     shared = parse_settings("--set", ",".join(common))
     if any("=" not in text for text in common):
         raise ConfigError("--set: write SETTING=VALUE, as in --set max_num_seqs=32")
@@ -120,26 +120,26 @@ def parse_arms(texts: Sequence[str], common: Sequence[str] = (), *, unequal: boo
             if one.devices != other.devices:
                 raise ConfigError(
                     f"--arms: {one.name} has {one.devices} devices and {other.name} {other.devices}; "
-                    "give all arms equally many, or say --unequal"
+                    "give all arms the same number, or add --unequal"
                 )
     return arms
 
 
 def copy_of(arm: Arm) -> Arm:
-    """The negative control: the same arm once more, as a stack of its own."""
+    """Return the negative control: the same arm again, as a separate stack."""
     return Arm(f"{arm.name} (control)", arm.prefill, arm.decode, arm.settings, arm.url)
 
 
 def cores_of(arms: Sequence[Arm], cores: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """On a CPU a device is a set of cores, the same number in every arm: which cores each arm's nodes share out.
+    """Return the cores of each arm. On a CPU a device is a set of cores, of the same size in every arm.
 
-    Raises ConfigError when there are fewer cores than devices: nodes that take turns on a core measure the turns.
+    Raises ConfigError if there are fewer cores than devices: nodes that share a core would measure the sharing.
     """
     most = max(arm.devices for arm in arms)
     each = len(cores) // most
     if each == 0:
         raise ConfigError(
-            f"--arms: {most} devices need as many cores, and this machine lends {len(cores)}; "
-            "take fewer devices, or --on emulated"
+            f"--arms: {most} devices need {most} cores, but only {len(cores)} are available; "
+            "use fewer devices, or --on emulated"
         )
     return {arm.name: tuple(cores[: each * arm.devices]) for arm in arms}

@@ -1,4 +1,4 @@
-"""One stack as the comparison reaches it: an OpenAI API at a URL and, where it is Baton's, what its router records."""
+"""A client of one stack: an OpenAI API at a URL and, if it is Baton's, the records of its router."""
 
 import asyncio
 import contextlib
@@ -8,25 +8,25 @@ from typing import Any, cast
 
 import httpx
 
+from shared.api_client import bearer
+
 REQUEST_TIMEOUT_S = 60.0
 IDLE_POLL_S = 0.2
-STILL_FOR = 3  # polls in a row without a new step: every node has told what it did (twice a second)
-SUMMARIES = 4000  # as many as a router keeps
+STILL_FOR = 3  # polls in a row without a new step: nodes report twice a second
+SUMMARIES = 4000  # the most that a router keeps
 
 Document = dict[str, Any]
 
 
-class Unreachable(Exception):
-    """What answers at the URL, if anything, is of no use; the message says so in one line."""
-
-
-def bearer(api_key: str) -> dict[bytes, bytes]:
-    """The headers that show a key; "" is none."""
-    return {b"authorization": b"Bearer " + api_key.encode()} if api_key else {}
+class EndpointError(Exception):
+    """The URL does not answer, or not as it should; the message is one line."""
 
 
 class Endpoint:
-    """`is_baton`, `model`, `max_model_len` (0: not told) are known after `meet`. Every call raises Unreachable."""
+    """Client of one stack, used on one event loop. Every call raises EndpointError.
+
+    `is_baton`, `model` and `max_model_len` (0: unknown) are known after `connect`.
+    """
 
     def __init__(self, url: str, api_key: str = "") -> None:
         self.url = url.rstrip("/")
@@ -34,47 +34,47 @@ class Endpoint:
         self.is_baton = False
         self.model = ""
         self.max_model_len = 0
-        # A proxy of the user's environment has no business between the client and what it measures.
+        # A proxy of the user's environment would add its own time.
         self._client = httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, trust_env=False, headers=bearer(api_key))
 
-    async def meet(self) -> None:
-        """Asks who it is."""
+    async def connect(self) -> None:
+        """Find out which model it serves and whether it is Baton."""
         models = (await self._json("/v1/models")).get("data") or []
         if not models:
-            raise Unreachable(f"{self.url}/v1/models names no model; is it an OpenAI API?")
+            raise EndpointError(f"{self.url}/v1/models lists no model; is it an OpenAI API?")
         self.model, self.max_model_len = models[0]["id"], models[0].get("max_model_len") or 0
-        with contextlib.suppress(Unreachable):
+        with contextlib.suppress(EndpointError):
             self.is_baton = "nodes" in await self.status()
 
     async def status(self) -> Document:
         return await self._json("/v1/status")
 
     async def requests(self) -> list[Document]:
-        """Summaries of the latest requests, the newest first."""
+        """Return summaries of the latest requests, the newest first."""
         return list((await self._json(f"/v1/requests?limit={SUMMARIES}"))["requests"])
 
     async def timeline(self, identity: str) -> Document:
         return await self._json(f"/v1/requests/{identity}/timeline")
 
     async def steps(self, node: str, since_ms: float) -> list[Document]:
-        """The node's passes since the Unix time, oldest first, each by the names of its columns."""
+        """Return the node's steps since a Unix time, oldest first, each by the names of its columns."""
         answer = await self._json(f"/v1/steps?node={node}&since_ms={since_ms:.3f}&limit=65536")
         return [dict(zip(answer["fields"], row, strict=True)) for row in answer["steps"]]
 
     async def trace(self, last_s: float) -> bytes:
-        """Chrome's trace format, of the last so many seconds."""
+        """Return the last `last_s` seconds in Chrome's trace format."""
         return (await self._get(f"/trace?last={last_s:.0f}s")).content
 
     async def complete(self, prompt: Sequence[int], max_tokens: int, salt: str) -> list[int]:
-        """A greedy answer of exactly `max_tokens`, as token ids."""
+        """Return a greedy answer of exactly `max_tokens`, as token ids."""
         body: Document = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "return_token_ids": True} | ({"cache_salt": salt} if self.is_baton else {})
-        answer = await self._asked(lambda: self._client.post(self.url + "/v1/completions", json=body))
+        answer = await self._send(lambda: self._client.post(self.url + "/v1/completions", json=body))
         choice = answer.json()["choices"][0]
         return list(choice.get("token_ids") or (choice.get("text") or "").encode())
 
     async def until_idle(self, timeout_s: float) -> bool:
-        """Waits until no request runs, every block is back and no node makes steps. False: not within the time."""
+        """Wait until no request runs, every block is free and no node makes steps. Return False after the timeout."""
         deadline = time.monotonic() + timeout_s
         seen, still = -1, 0
         while time.monotonic() < deadline:
@@ -96,26 +96,26 @@ class Endpoint:
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
-            raise Unreachable(f"{self.url}{path} does not answer with a JSON object; is it an OpenAI API?")
+            raise EndpointError(f"{self.url}{path} does not answer with a JSON object; is it an OpenAI API?")
         return cast(Document, answer)
 
     async def _get(self, path: str) -> httpx.Response:
-        return await self._asked(lambda: self._client.get(self.url + path))
+        return await self._send(lambda: self._client.get(self.url + path))
 
-    async def _asked(self, ask: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
+    async def _send(self, send: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
         try:
-            answer = await ask()
+            answer = await send()
             answer.raise_for_status()
         except httpx.HTTPStatusError as error:
             wrong = error.response
-            raise Unreachable(f"{wrong.url} answers with status {wrong.status_code}: {wrong.text[:200]}") from None
+            raise EndpointError(f"{wrong.url} answers with status {wrong.status_code}: {wrong.text[:200]}") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise Unreachable(f"nothing answers at {self.url}: {error or type(error).__name__}") from None
+            raise EndpointError(f"nothing answers at {self.url}: {error or type(error).__name__}") from None
         return answer
 
 
 def is_idle(status: Document) -> bool:
-    """No request anywhere, no block in use; cached blocks are nobody's."""
+    """Return whether no request runs and no block is in use; cached blocks are not in use."""
     nodes = [node for node in status["nodes"] if node["alive"]]
     blocks = [node["blocks"] for node in nodes]
     return (

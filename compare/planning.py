@@ -1,4 +1,4 @@
-"""From what the command line asked for to an experiment: every choice is checked here, before anything starts."""
+"""Planning: from the options to an experiment. Every option is checked here, before anything starts."""
 
 import json
 import os
@@ -11,135 +11,134 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from compare.arms import Arm, copy_of, cores_of, parse_arms
-from compare.command import DEFAULT_EMULATED, Choices
-from compare.experiment import Experiment
-from compare.outcome import Slo
-from compare.presets import NAMES
-from compare.schedule import Plan
-from compare.stack import Launch, fit_together, num_gpus
-from compare.traces import Encode, Row, read_trace
-from compare.traffic import Traffic, TrafficPlan, Vocabulary, draw_traffic
+from compare.load.outcome import LatencySlo
+from compare.load.traces import TraceRow, read_trace
+from compare.load.traffic import PRESET_NAMES, PromptVocabulary, Traffic, TrafficPlan, draw_traffic
+from compare.options import DEFAULT_EMULATED, CompareOptions
+from compare.run.deployments import LaunchOptions, fit_together, num_gpus
+from compare.run.experiment import Experiment, SessionPlan
 from shared.errors import ConfigError
-from shared.model_files import resolve
+from shared.model_files import DEMO_MODEL, resolve
 
-DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo" / "model"
 DEFAULT_ARMS = ("colocated:2", "disaggregated:1p1d")
-PRESET_RATE = 4.0  # requests per second: two cores are busy with the demo model, and not swamped
-PRESET_SCALE = 0.5  # of a preset's lengths: they are of GPUs' models
+PRESET_RATE = 4.0  # requests per second that keep two cores busy with the demo model, but not overloaded
+PRESET_SCALE = 0.5  # of a preset's lengths, which are those of larger models
 TOO_LONG = ("error", "cut", "drop")
-PLACES = ("live", "emulated")
-PREFLIGHT_TOKENS = (1, 16, 40, 100, 250)  # shorter than a block, a whole one, several, and a chunk or more
-WORDS_ONLY = 4096  # ids of a model that is not here: they become words, see `compare.stream`
+ON = ("live", "emulated")
+PREFLIGHT_TOKENS = (1, 16, 40, 100, 250)  # shorter than a block, one block, several, and a chunk or more
+WORDS_ONLY = 4096  # ids if the model is not local: they become words, see `compare.load.stream`
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """All that a run needs."""
+class PreparedSession:
+    """All that a session needs."""
 
     experiment: Experiment
-    launches: dict[str, Launch]  # by arm; empty for stacks that run already
-    keeps_all: bool
-    plan: Plan
+    launches: dict[str, LaunchOptions]  # by arm; empty for stacks that run already
+    plan: SessionPlan
     on: str
     api_key: str
 
 
-def prepared(choices: Choices) -> Prepared:
-    """Raises ConfigError: one line that names the flag and the remedy."""
-    _check_words(choices)
-    model = _model_of(choices)
-    arms = _arms_of(choices)
-    control = copy_of(arms[0]) if choices.control else None
+def prepare(options: CompareOptions) -> PreparedSession:
+    """Return the session of these options. Raises ConfigError: one line with the flag and the remedy."""
+    _check_choices(options)
+    model = _model_of(options)
+    arms = _arms_of(options)
+    control = copy_of(arms[0]) if options.control else None
     everyone = [*arms, *([control] if control else [])]
-    launches = {} if choices.url else _launches(choices, everyone, str(model))
-    keeps_all = bool(choices.url) or fit_together(everyone, str(model))
+    launches = {} if options.url else _launches(options, everyone, str(model))
     tokenizer = _tokenizer(model) if model else None
-    vocabulary, limit = vocabulary_of(model, tokenizer) if model and tokenizer else (Vocabulary(WORDS_ONLY), 0)
-    seeds = tuple(range(1, choices.seeds + 1))
-    plan = traffic_plan(choices, limit)
-    trace = read_trace(choices.trace, choices.trace_format, _encode(tokenizer)) if choices.trace else None
-    traffic = lru_cache(partial(traffic_of, choices.duration, plan, vocabulary, trace))
+    vocabulary, limit = vocabulary_of(model, tokenizer) if model and tokenizer else (PromptVocabulary(WORDS_ONLY), 0)
+    seeds = tuple(range(1, options.seeds + 1))
+    encode = None if tokenizer is None else lambda text: list(tokenizer.encode(text).ids)
+    trace = read_trace(options.trace, options.trace_format, encode) if options.trace else []
+    traffic = lru_cache(partial(traffic_of, options.duration, traffic_plan(options, limit), vocabulary, trace))
     for seed in seeds:
-        traffic(seed)  # what cannot be drawn had better be told now
+        traffic(seed)  # so that traffic that cannot be drawn is reported now
     experiment = Experiment(
-        tuple(arms),
-        control,
-        traffic,
-        seeds,
-        Slo(choices.slo_ttft_ms, choices.slo_tbt_ms),
-        choices.attainment,
-        float(traffic(1).notes["rate"]) if choices.find_capacity else None,
-        tuple(tuple(vocabulary.draw(0, f"preflight {count}", count)) for count in PREFLIGHT_TOKENS),
-        (*choices.treatment, *(["devices"] if choices.unequal else [])),
-        "ids" if model else "text",
-        choices.timeout,
-        choices.out or Path(time.strftime("baton-compare-%Y%m%d-%H%M%S")),
+        arms=tuple(arms),
+        control=control,
+        traffic=traffic,
+        seeds=seeds,
+        slo=LatencySlo(options.slo_ttft_ms, options.slo_tbt_ms),
+        attainment=options.attainment,
+        first_rate=float(traffic(1).notes["rate"]) if options.find_capacity else None,
+        prompts=tuple(tuple(vocabulary.draw(0, f"preflight {count}", count)) for count in PREFLIGHT_TOKENS),
+        treatment=(*options.treatment, *(["devices"] if options.unequal else [])),
+        send="ids" if model else "text",
+        timeout_s=options.timeout,
+        out=options.out or Path(time.strftime("baton-compare-%Y%m%d-%H%M%S")),
     )
-    num_devices = max(arm.devices for arm in everyone)
-    course = Plan(len(everyone), experiment.max_turns, choices.duration, num_devices, keeps_all)
-    return Prepared(experiment, launches, keeps_all, course, "url" if choices.url else choices.on, choices.api_key)
+    plan = SessionPlan(
+        num_arms=len(everyone),
+        num_trials=experiment.max_trials,
+        duration_s=options.duration,
+        num_devices=max(arm.devices for arm in everyone),
+        keeps_all=bool(options.url) or fit_together(everyone, str(model)),
+    )
+    return PreparedSession(experiment, launches, plan, "url" if options.url else options.on, options.api_key)
 
 
-def _check_words(choices: Choices) -> None:
+def _check_choices(options: CompareOptions) -> None:
     for flag, value, known in (
-        ("--preset", choices.preset or NAMES[0], NAMES),
-        ("--on", choices.on, PLACES),
-        ("--too-long", choices.too_long, TOO_LONG),
+        ("--preset", options.preset or PRESET_NAMES[0], PRESET_NAMES),
+        ("--on", options.on, ON),
+        ("--too-long", options.too_long, TOO_LONG),
     ):
         if value not in known:
             raise ConfigError(f"{flag} {value}: must be {', '.join(known[:-1])} or {known[-1]}")
     for one, other, both in (
-        ("--trace", "--preset", choices.trace and choices.preset),
-        ("--rate", "--find-capacity", choices.rate is not None and choices.find_capacity),
-        ("--url", "--arms", choices.url and (choices.arms or choices.more_arms)),
+        ("--trace", "--preset", options.trace and options.preset),
+        ("--rate", "--find-capacity", options.rate is not None and options.find_capacity),
+        ("--url", "--arms", options.url and (options.arms or options.more_arms)),
     ):
         if both:
             raise ConfigError(f"{one} and {other}: give one of them")
-    if choices.emulate and choices.on != "emulated":
+    if options.emulate and options.on != "emulated":
         raise ConfigError("--emulate: is for --on emulated")
 
 
-def _model_of(choices: Choices) -> Path | None:
-    """The model's directory; None for stacks that run already and whose model is not here."""
-    if not choices.model:
-        return None if choices.url else DEMO_MODEL
+def _model_of(options: CompareOptions) -> Path | None:
+    """Return the model's directory; None for running stacks whose model is not local."""
+    if not options.model:
+        return None if options.url else DEMO_MODEL
     try:
-        return resolve(choices.model)
+        return resolve(options.model)
     except ValueError as error:
         raise ConfigError(f"--model: {error}") from None
 
 
-def _arms_of(choices: Choices) -> list[Arm]:
-    if not choices.url:
-        given = [*choices.arms, *choices.more_arms] or list(DEFAULT_ARMS)
-        return parse_arms(given, choices.set, unequal=choices.unequal)
-    if len(choices.url) < 2 and not choices.control:
-        raise ConfigError("--url: a comparison needs two; to hold a stack against itself, add --control")
-    if len(set(choices.url)) < len(choices.url):
-        raise ConfigError("--url: is given twice with the same value; to hold a stack against itself, use --control")
-    return [Arm(url, 0, 0, {}, url) for url in choices.url]
+def _arms_of(options: CompareOptions) -> list[Arm]:
+    if not options.url:
+        given = [*options.arms, *options.more_arms] or list(DEFAULT_ARMS)
+        return parse_arms(given, options.set, unequal=options.unequal)
+    if len(options.url) < 2 and not options.control:
+        raise ConfigError("--url: a comparison needs two; to compare a stack with itself, add --control")
+    if len(set(options.url)) < len(options.url):
+        raise ConfigError("--url: is given twice with the same value; to compare a stack with itself, use --control")
+    return [Arm(url, 0, 0, {}, url) for url in options.url]
 
 
-def _launches(choices: Choices, arms: list[Arm], model: str) -> dict[str, Launch]:
-    if choices.on == "emulated":  # nodes that sleep need no core of their own
-        return {arm.name: Launch(model, emulate=choices.emulate or DEFAULT_EMULATED) for arm in arms}
+def _launches(options: CompareOptions, arms: list[Arm], model: str) -> dict[str, LaunchOptions]:
+    if options.on == "emulated":  # nodes that sleep need no core of their own
+        return {arm.name: LaunchOptions(model, emulate=options.emulate or DEFAULT_EMULATED) for arm in arms}
     cores = cores_of(arms, sorted(os.sched_getaffinity(0)))
     gpus = num_gpus()
-    return {arm.name: Launch(model, cores[arm.name], gpus=gpus) for arm in arms}
+    return {arm.name: LaunchOptions(model, cores[arm.name], gpus=gpus) for arm in arms}
 
 
-def traffic_plan(choices: Choices, max_model_len: int) -> TrafficPlan:
-    """Without a rate a trace has its own times, and a preset the usual one."""
-    is_preset = choices.trace is None
+def traffic_plan(options: CompareOptions, max_model_len: int) -> TrafficPlan:
+    """Return the plan. Without a rate a trace has its own times, and a preset the usual rate."""
+    is_preset = options.trace is None
     return TrafficPlan(
-        (choices.preset or NAMES[0]) if is_preset else str(choices.trace),
-        choices.trace_format,
-        choices.rate if choices.rate is not None or not is_preset else PRESET_RATE,
-        choices.burstiness,
-        start_s=choices.start,
-        duration_s=choices.duration,
-        scale_tokens=choices.scale_tokens or (PRESET_SCALE if is_preset else 1.0),
-        too_long=choices.too_long,
+        source=(options.preset or PRESET_NAMES[0]) if is_preset else str(options.trace),
+        duration_s=options.duration,
+        rate=PRESET_RATE if options.rate is None and is_preset else options.rate,
+        burstiness=options.burstiness,
+        start_s=options.start,
+        scale_tokens=options.scale_tokens or (PRESET_SCALE if is_preset else 1.0),
+        too_long=options.too_long,
         max_model_len=max_model_len,
     )
 
@@ -147,33 +146,28 @@ def traffic_plan(choices: Choices, max_model_len: int) -> TrafficPlan:
 def traffic_of(
     duration_s: float,
     plan: TrafficPlan,
-    vocabulary: Vocabulary,
-    trace: Sequence[Row] | None,
+    vocabulary: PromptVocabulary,
+    trace: Sequence[TraceRow],
     seed: int,
     rate: float | None = None,
 ) -> Traffic:
-    """A seed's; of a trace with its own times, the seed's own part of it: the periods follow each other."""
+    """Return a seed's traffic. If the trace's own times are used, each seed has the next part of the trace."""
     if rate is not None:
         plan = replace(plan, rate=rate)
     elif plan.rate is None:
         plan = replace(plan, start_s=plan.start_s + (seed - 1) * duration_s)
-    return draw_traffic(plan, seed, vocabulary, trace=trace)
+    return draw_traffic(plan, seed, vocabulary, trace)
 
 
 def _tokenizer(model: Path) -> Tokenizer:
-    """Raises ConfigError."""
     try:
         return Tokenizer.from_file(str(model / "tokenizer.json"))
     except Exception as error:  # noqa: BLE001 - tokenizers raises Exception itself
         raise ConfigError(f"--model {model}: {error}") from None
 
 
-def _encode(tokenizer: Tokenizer | None) -> Encode | None:
-    return None if tokenizer is None else lambda text: list(tokenizer.encode(text).ids)
-
-
-def vocabulary_of(model: Path, tokenizer: Tokenizer) -> tuple[Vocabulary, int]:
-    """The ids that prompts may hold, and the longest context (0: not told). Raises ConfigError."""
+def vocabulary_of(model: Path, tokenizer: Tokenizer) -> tuple[PromptVocabulary, int]:
+    """Return the ids that prompts may contain, and the longest context (0: unknown). Raises ConfigError."""
     try:
         config = json.loads((model / "config.json").read_text())
         limit = int(config.get("max_position_embeddings", 0))
@@ -181,4 +175,4 @@ def vocabulary_of(model: Path, tokenizer: Tokenizer) -> tuple[Vocabulary, int]:
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"--model {model}: {error}") from None
     special = [number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special]
-    return Vocabulary(size, special), limit
+    return PromptVocabulary(size, special), limit

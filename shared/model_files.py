@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 

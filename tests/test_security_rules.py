@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-PRODUCT = ("router", "prefill_node", "decode_node", "shared", "scheduler", "engine", "compare", "cluster")
+PRODUCT = ("router", "prefill_node", "decode_node", "node", "shared", "scheduler", "engine", "compare", "cluster")
 TREES = (*PRODUCT, "benchmarks", "demo", "tests")
 
 # R1: what runs, or can be made to run, the bytes that it reads.
@@ -30,8 +30,6 @@ EXCEPTIONS = {
     ): "the error that numba raises for a damaged file; nothing is unpickled by us",
     ("node/roles.py", "imports a module whose name it computes"): "one of the two in the table above it",
     ("tests/simulation/", "imports multiprocessing"): "seeds in children of its own",
-    ("benchmarks/__main__.py", "imports a module whose name it computes"): "one of the benchmarks in its table",
-    ("benchmarks/gpu_first_run.py", "imports a module whose name it computes"): "one of the parts in its table",
 }
 
 

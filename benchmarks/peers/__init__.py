@@ -1,1 +1,1 @@
-"""One worker script per server that is compared, run by that server's own interpreter; `session` drives them."""
+"""One worker script per server under comparison, run by that server's own interpreter; `workers` drives them."""

@@ -1,4 +1,4 @@
-"""Ours, through what a node runs: the real engine loop, scheduler, batch building, sampling and telling."""
+"""Worker for Baton: a node's engine loop, scheduler, batch building, sampling and publishing."""
 
 import gc
 import itertools
@@ -23,7 +23,7 @@ from scheduler.scheduler import Scheduler, StepLimits, StepOutput
 from shared.rpc.messages import Logprobs, SamplingParams
 
 MAX_NUM_SEQS = 64
-BUDGET_TOKENS = 2048  # of a step, unless the call says otherwise; the peers have the same
+BUDGET_TOKENS = 2048  # per step unless the call gives another budget; the peers use the same
 TIMEOUT_S = 600.0
 NUM_STREAMS, STREAM_CONTEXT, SETTLE_TOKENS = 8, 16, 20
 TOKEN = 7
@@ -31,15 +31,15 @@ GREEDY = SamplingParams(temperature=0)
 
 
 class Stopwatch(EngineListener):
-    """When each request got each of its tokens. Whoever is to land does so at once: `write` fills its blocks."""
+    """Records when each request received each token. `write` fills the blocks of requests that receive KV."""
 
     def __init__(self, write: Callable[[list[int]], None]) -> None:
         self._write = write
         self.times: dict[str, list[float]] = {}
-        self.steps: list[tuple[float, int]] = []  # (end, tokens told)
-        self.told: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()  # an entry a step
+        self.steps: list[tuple[float, int]] = []  # (end, tokens)
+        self.finished: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()  # one entry per step
         self.engine: Engine | None = None
-        self.logprobs: Logprobs | None = None  # of the last token that came with some
+        self.logprobs: Logprobs | None = None  # of the last token that had them
 
     def on_turn(self, scheduler: Scheduler) -> None:
         pass
@@ -63,24 +63,29 @@ class Stopwatch(EngineListener):
             self.times.setdefault(event.request.id, []).append(now_s)
         self.steps.append((now_s, len(tokens)))
         self.logprobs = next((output.logprobs for output in outputs if output.logprobs is not None), self.logprobs)
-        self.told.put(None)
+        self.finished.put(None)
 
     def on_ran(self, ran: StepTiming) -> None:
         pass
 
     def on_failure(self, error: BaseException) -> None:
-        self.told.put(error)
+        self.finished.put(error)
 
     def until(self, ready: Callable[[], bool]) -> None:
-        """Waits for a step after which `ready()`. Raises what the engine died of, queue.Empty when none comes."""
+        """Wait for a step after which `ready()` holds. Raises RuntimeError or queue.Empty (timeout)."""
         while not ready():
-            if (error := self.told.get(timeout=TIMEOUT_S)) is not None:
+            if (error := self.finished.get(timeout=TIMEOUT_S)) is not None:
                 raise RuntimeError(f"the engine died: {error}")
 
 
-class Baton:
+class BatonEngine:
+    """One engine with its model and KV pool, driven as a node drives it; each call runs a new scheduler over them.
+
+    Called on the worker's main thread; steps run on the engine's own thread.
+    """
+
     def __init__(self, model: str, threads: int, kv_gib: float = 0.5, **options: Any) -> None:
-        """`options` are BuildOptions'."""
+        """Build the engine; `options` are fields of BuildOptions."""
         self._computer = build(
             BuildOptions(
                 model=model,
@@ -94,15 +99,15 @@ class Baton:
         layout = self._computer.layout
         self._rows = torch.from_numpy(self._computer.memory.rows).view(getattr(torch, layout.dtype))
         noise = np.random.default_rng(0).standard_normal(layout.block_bytes // self._rows.element_size(), np.float32)
-        # Little by little: an operator on much would give this thread an OpenMP team of its own beside the engine's.
+        # In small parts: an operator on a large tensor would start a second OpenMP team in this thread.
         self._noise = torch.cat([torch.from_numpy(part).to(self._rows.dtype) for part in np.array_split(noise, 64)])
         self._random = random.Random(0)
         self.facts = self._computer.attributes | {"kv_blocks": self._computer.layout.num_blocks}
         gc.collect()
-        gc.freeze()  # as a node does
+        gc.freeze()  # as in a node
 
     def prefill(self, tokens: int, budget: int = BUDGET_TOKENS) -> float:
-        """Seconds from a prompt's arrival to its first token."""
+        """Return the seconds from a prompt's arrival to its first token."""
         watch, engine = self._start(budget)
         began_s = time.perf_counter()
         self._add(engine, "prompt", self._prompt(tokens), 1)
@@ -111,7 +116,7 @@ class Baton:
         return watch.times["prompt"][0] - began_s
 
     def decode(self, batch: int, context: int, steps: int) -> float:
-        """Seconds of `steps` steps of `batch` decodes. The prompts' KV lands as from a prefill node, random."""
+        """Return the seconds of `steps` steps of `batch` decodes. The prompts' KV is random."""
         watch, engine = self._start(BUDGET_TOKENS)
         for index in range(batch):
             self._add(engine, f"r{index}", self._prompt(context), steps + 4, lands=True)
@@ -126,7 +131,7 @@ class Baton:
         return full[steps] - full[0]
 
     def logprobs(self, tokens: list[int], top: int = 20) -> dict[str, float]:
-        """Of the likeliest next tokens, by token: what a peer with the same weights must agree with."""
+        """Return the top logprobs of the next token, which a peer with the same weights must match."""
         watch, engine = self._start(BUDGET_TOKENS)
         self._add(engine, "prompt", tokens, 1, sampling=SamplingParams(temperature=0, logprobs=top))
         watch.until(lambda: "prompt" in watch.times)
@@ -135,7 +140,7 @@ class Baton:
         return dict(zip(map(str, watch.logprobs.top_tokens), watch.logprobs.top_logprobs, strict=True))
 
     def mixed(self, prompt: int, policy: str = "stall_free", budget: int = 512, slo_ms: float = 0) -> dict[str, float]:
-        """What a long prompt does to eight streams: their worst gap until its first token, before it, and its TTFT."""
+        """Measure a long prompt's TTFT, and the worst gap of eight streams before it and until its first token."""
         watch, engine = self._start(budget, policy, slo_ms)
         for index in range(NUM_STREAMS):
             self._add(engine, f"s{index}", self._prompt(STREAM_CONTEXT), 10_000)
@@ -191,16 +196,16 @@ class Baton:
         return [self._random.randrange(3, min(2048, self._computer.vocab_size)) for _ in range(tokens)]
 
     def _write(self, blocks: list[int]) -> None:
-        """The same numbers into each: what costs time is that they lie in different memory."""
+        """Write the same values to each block: only the different addresses matter for time."""
         self._rows[torch.tensor(blocks)] = self._noise
 
 
 def _worst_gap(times: list[float], start_s: float, end_s: float) -> float:
-    """The longest of those gaps of which any part lies in [start_s, end_s]."""
+    """Return the longest gap that overlaps [start_s, end_s]."""
     return max((b - a for a, b in itertools.pairwise(times) if b > start_s and a < end_s), default=0.0)
 
 
 if __name__ == "__main__":
     torch.set_grad_enabled(False)
     threading.current_thread().name = "worker"
-    serve(Baton)
+    serve(BatonEngine)

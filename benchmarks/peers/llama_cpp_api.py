@@ -1,6 +1,6 @@
-"""llama.cpp through its C interface, as its own llama-batched-bench uses it: batches in, no sampling, no text.
+"""Worker for llama.cpp through its C interface, as llama-batched-bench uses it: no sampling, no text.
 
-Flash attention is tried on and off at the first call of each kind, and the faster one is kept and reported.
+The first call of each kind tries flash attention on and off; the faster setting is kept and reported.
 """
 
 import ctypes
@@ -19,8 +19,8 @@ TOKEN = 7
 TRIAL_STEPS, TRIAL_TOKENS = 4, 1024
 
 
-class Context:
-    """One context of 32 sequences, each with room for `room` tokens; its prompts stay from call to call."""
+class LlamaContext:
+    """One context of several sequences of up to `room` tokens each; its prompts stay from call to call."""
 
     def __init__(self, model: Any, threads: int, sequences: int, room: int, flash: bool) -> None:
         params = api.llama_context_default_params()
@@ -32,13 +32,13 @@ class Context:
         params.no_perf = True
         self._context = api.llama_init_from_model(model, params)
         if not self._context:
-            raise RuntimeError(f"llama.cpp makes no context of {sequences} sequences of {room} tokens")
+            raise RuntimeError(f"llama.cpp cannot create a context of {sequences} sequences of {room} tokens")
         self._memory = api.llama_get_memory(self._context)
         self._batch = api.llama_batch_init(N_BATCH, 0, 1)
-        self._held = 0  # sequences that have their prompt
+        self._held = 0  # sequences that hold their prompt
 
     def prefill(self, tokens: int) -> float:
-        """Seconds; the memory of the context is empty afterwards."""
+        """Return the seconds of a prefill; the context's memory is empty afterwards."""
         self._clear()
         began_s = time.perf_counter()
         for start in range(0, tokens, N_BATCH):
@@ -49,11 +49,11 @@ class Context:
         return seconds
 
     def decode(self, batch: int, context: int, steps: int) -> float:
-        """Seconds of `steps` steps of `batch` sequences; the first one before them is not counted."""
+        """Return the seconds of `steps` steps of `batch` sequences, after one step that is not counted."""
         for sequence in range(self._held, batch):
             if sequence == 0:
                 self._decode([(0, at) for at in range(context)])
-            else:  # the same numbers in memory of its own, which costs a step the same
+            else:  # the same values in other memory cost a step the same
                 api.llama_memory_seq_rm(self._memory, 0, context, -1)
                 api.llama_memory_seq_cp(self._memory, 0, sequence, -1, -1)
         self._held = max(self._held, batch)
@@ -68,7 +68,7 @@ class Context:
         return time.perf_counter() - began_s
 
     def logits(self, tokens: list[int], vocab_size: int) -> list[float]:
-        """Of the last of `tokens`."""
+        """Return the logits after the last of `tokens`."""
         self._clear()
         self._decode([(0, at) for at in range(len(tokens))], tokens=tokens)
         found = api.llama_get_logits_ith(self._context, len(tokens) - 1)
@@ -97,7 +97,7 @@ class Context:
 
 class LlamaCpp:
     def __init__(self, model: str, threads: int, room: int = 2048) -> None:
-        """`model`: a GGUF file; `room`: tokens that a sequence may have in a prefill."""
+        """Load the GGUF file `model`. `room`: tokens that a sequence may have in a prefill."""
         quiet = api.llama_log_callback(lambda *_: None)
         self._quiet = quiet  # must outlive every call
         api.llama_log_set(quiet, ctypes.c_void_p(0))
@@ -106,18 +106,18 @@ class LlamaCpp:
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {model}")
         self._threads, self._room = threads, room
-        self._contexts: dict[tuple[str, bool], Context] = {}
+        self._contexts: dict[tuple[str, bool], LlamaContext] = {}
         self._flash: dict[str, bool] = {}
         self.facts = {"version": api.__version__, "system": api.llama_print_system_info().decode()}
 
     def prefill(self, tokens: int) -> float:
-        def run(count: int) -> Callable[[Context], float]:
+        def run(count: int) -> Callable[[LlamaContext], float]:
             return lambda place: place.prefill(count)
 
         return self._better(f"prefill {tokens}", "prefill", run(min(tokens, TRIAL_TOKENS)), run(tokens))
 
     def decode(self, batch: int, context: int, steps: int) -> float:
-        def run(count: int) -> Callable[[Context], float]:
+        def run(count: int) -> Callable[[LlamaContext], float]:
             return lambda place: place.decode(batch, context, count)
 
         return self._better(f"decode {batch}", "decode", run(TRIAL_STEPS), run(steps))
@@ -127,11 +127,11 @@ class LlamaCpp:
         return self._context("prefill", True).logits(tokens, vocab_size)
 
     def flash(self) -> dict[str, bool]:
-        """Which setting was the faster one, by call."""
+        """Return by call whether flash attention was faster."""
         return self._flash
 
     def _better(
-        self, name: str, kind: str, trial: Callable[[Context], float], run: Callable[[Context], float]
+        self, name: str, kind: str, trial: Callable[[LlamaContext], float], run: Callable[[LlamaContext], float]
     ) -> float:
         if name not in self._flash:
             took: dict[bool, float] = {}
@@ -140,10 +140,10 @@ class LlamaCpp:
             self._flash[name] = took[True] <= took[False]
         return run(self._context(kind, self._flash[name]))
 
-    def _context(self, kind: str, flash: bool) -> Context:
+    def _context(self, kind: str, flash: bool) -> LlamaContext:
         if (kind, flash) not in self._contexts:
             sequences, room = (1, self._room + 64) if kind == "prefill" else (MAX_SEQS, 640)
-            self._contexts[kind, flash] = Context(self._model, self._threads, sequences, room, flash)
+            self._contexts[kind, flash] = LlamaContext(self._model, self._threads, sequences, room, flash)
         return self._contexts[kind, flash]
 
 

@@ -1,4 +1,4 @@
-"""transformers' `generate`, greedy, in our own interpreter: what a model costs without a serving system."""
+"""Worker for transformers' greedy `generate`: the cost of a model without a serving system."""
 
 import time
 from typing import Any
@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, StoppingCriteria, S
 from benchmarks.peers.worker import serve
 
 
-class Stamps(StoppingCriteria):
-    """Stops nothing; notes when each token was there."""
+class TokenTimes(StoppingCriteria):
+    """A criterion that never stops; it records the time of each token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -32,12 +32,12 @@ class Transformers:
 
     @torch.inference_mode()
     def decode(self, batch: int, context: int, steps: int) -> float:
-        """Seconds of `steps` steps of one `generate` call; the prompts' own computation is not counted."""
+        """Return the seconds of `steps` steps of one `generate` call, without the computation of the prompts."""
         cache = DynamicCache(config=self._model.config)
         tokens = torch.randint(3, 2048, (1, context))
         self._model(tokens[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache.batch_repeat_interleave(batch)
-        stamps = Stamps()
+        stamps = TokenTimes()
         self._model.generate(
             tokens.repeat(batch, 1),
             attention_mask=torch.ones(batch, context, dtype=torch.int64),

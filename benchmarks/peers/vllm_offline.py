@@ -1,6 +1,6 @@
-"""vLLM's engine on a CPU, in process and stepped by hand, so that a step's time is what is measured and nothing else.
+"""Worker for vLLM's engine on a CPU, in process and stepped by hand, so that only a step's time is measured.
 
-Its prefix cache is on, so that the prompts of a decode are computed once; prompts that are timed are always new.
+Its prefix cache is on, so that prompts of decodes are computed once; prompts that are timed are always new.
 """
 
 import os
@@ -39,7 +39,7 @@ class Vllm:
         self.facts: dict[str, Any] = {"version": vllm.__version__, "threads": threads}
 
     def prefill(self, tokens: int) -> float:
-        """Seconds from a prompt's arrival to its first token."""
+        """Return the seconds from a prompt's arrival to its first token."""
         prompt = self._prompt(tokens)
         began_s = time.perf_counter()
         self._add(prompt, 1)
@@ -47,7 +47,7 @@ class Vllm:
         return time.perf_counter() - began_s
 
     def decode(self, batch: int, context: int, steps: int) -> float:
-        """Seconds of `steps` steps of `batch` decodes, the prompts' KV being cached from the first call on."""
+        """Return the seconds of `steps` steps of `batch` decodes. The prompts' KV is cached after the first call."""
         for index in range(batch):
             if (context, index) not in self._prompts:
                 self._prompts[context, index] = self._prompt(context)
@@ -59,8 +59,8 @@ class Vllm:
         engine = self._llm.llm_engine
         while engine.has_unfinished_requests():
             outputs = engine.step()
-            told = sum(len(output.outputs[0].token_ids) > 1 for output in outputs)
-            if told == batch:
+            num_decoded = sum(len(output.outputs[0].token_ids) > 1 for output in outputs)
+            if num_decoded == batch:
                 stamps.append(time.perf_counter())
         return stamps[steps] - stamps[0]
 

@@ -1,6 +1,6 @@
-"""The far side of `benchmarks.peers.session`: a process that loads one model, then answers calls, a JSON line each.
+"""The worker side of `benchmarks.peers.workers`: load one model, then answer calls, one JSON line each.
 
-Standard library only: it runs in the peers' interpreters, which have nothing of ours installed.
+Standard library only: it runs in the peers' interpreters, which lack Baton's libraries.
 """
 
 import json
@@ -11,15 +11,15 @@ from typing import Any
 
 
 def serve(load: Callable[..., Any]) -> None:
-    """Answers calls of the public methods of what `load` makes from the options in argv, until stdin ends.
+    """Answer calls to the methods of the object that `load` makes from argv, until stdin ends.
 
-    A call is {"call": name, "with": {...}}; its answer {"value": ...}, or {"error": ...} and the worker goes on.
+    A call is {"call": name, "with": {...}}; its answer {"value": ...}, or {"error": ...}; the worker then continues.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # keeps library output apart from the answers
     try:
         peer = load(**json.loads(sys.argv[1]))
-    except Exception as error:  # noqa: BLE001 - whatever a peer's loading raises is told to who asked for it
+    except Exception as error:  # noqa: BLE001 - any error of loading is reported to the caller
         print(json.dumps({"error": _line(error)}), file=answers)
         return
     print(json.dumps({"value": peer.facts}), file=answers)

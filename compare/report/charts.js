@@ -1,12 +1,12 @@
-/* Curves, drawn with uPlot in the page's own colours, which are read again at every redraw. */
+/* Curves, drawn with uPlot in the page's colours, which are read at every redraw. */
 
-const DASHES = [[], [7, 3], [2, 3]]; // as the legend has it: solid, dashed, dotted
+const DASHES = [[], [7, 3], [2, 3]]; // as in the legend: solid, dashed, dotted
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 const lineOf = (index) =>
   ({ stroke: colour("arm-" + (index % 6)), width: 2, dash: DASHES[index % 3], points: { show: false } });
 const together = (curves, key) => [...new Set(curves.flatMap((curve) => curve[key]))].sort((a, b) => a - b);
 
-/* Draws `data` with what `options` makes: {height, scales, x, series, bands, draw, told(index or null, data)}. */
+/* Draw `data` with the result of `options`: {height, scales, x, series, bands, draw, pointed(index or null, data)}. */
 function plot(host, data, options) {
   let chart = null;
   const axis = (own) => {
@@ -16,8 +16,8 @@ function plot(host, data, options) {
   const shares = { size: 46, values: (_, all) => all.map((share) => Math.round(share * 100) + "%") };
   const draw = () => {
     chart?.destroy();
-    const { height = 240, scales, x, series, bands, draw: painted, told } = options();
-    const hooks = { draw: [painted], setCursor: [({ cursor, data: rows }) => told(cursor.idx ?? null, rows)] };
+    const { height = 240, scales, x, series, bands, draw: painted, pointed } = options();
+    const hooks = { draw: [painted], setCursor: [({ cursor, data: rows }) => pointed(cursor.idx ?? null, rows)] };
     chart = new uPlot({
       width: Math.max(200, host.clientWidth), height, legend: { show: false },
       cursor: { y: false, points: { show: false } }, scales, axes: [axis({ size: 34, ...x }), axis(shares)],
@@ -27,8 +27,8 @@ function plot(host, data, options) {
   drawings.push(draw);
 }
 
-/* A dashed line across the plot at `value` of an axis, and what it means. */
-function rule(chart, axis, value, said) {
+/* Draw a dashed line across the plot at `value` of an axis, with its label. */
+function rule(chart, axis, value, label) {
   const { ctx: pen, bbox: { left, top, width, height } } = chart, unit = devicePixelRatio;
   const at = Math.round(chart.valToPos(value, axis, true)), gap = 4 * unit;
   pen.save();
@@ -42,9 +42,9 @@ function rule(chart, axis, value, said) {
   pen.font = `${11 * unit}px system-ui, sans-serif`;
   pen.textAlign = "left";
   pen.textBaseline = "bottom";
-  const wide = pen.measureText(said).width, fits = at + gap + wide < left + width;
-  if (axis === "x") pen.fillText(said, fits ? at + gap : at - gap - wide, top + height - gap);
-  else pen.fillText(said, left + width - wide - gap, at - 2);
+  const wide = pen.measureText(label).width, fits = at + gap + wide < left + width;
+  if (axis === "x") pen.fillText(label, fits ? at + gap : at - gap - wide, top + height - gap);
+  else pen.fillText(label, left + width - wide - gap, at - 2);
   pen.restore();
 }
 
@@ -56,7 +56,7 @@ function logTicks(low, high) {
   return ticks;
 }
 
-/* The height at each of `xs` of a step curve, which is 0 before its first point. Both are sorted. */
+/* Return the height of a step curve at each of `xs`; it is 0 before its first point. Both are sorted. */
 function stepsAt(xs, curve) {
   let next = 0;
   return xs.map((x) => {
@@ -66,9 +66,9 @@ function stepsAt(xs, curve) {
 }
 
 /* Empirical distributions over log x. curves = [{index, name, x, y}]; `sloMs` null: no line. */
-function ecdf(host, curves, sloMs, told) {
+function ecdf(host, curves, sloMs, pointed) {
   const xs = together(curves, "x"), last = xs[xs.length - 1];
-  const least = Math.min(0.1, last / 10); // tokens that came together are 0 ms apart, which no logarithm shows
+  const least = Math.min(0.1, last / 10); // tokens of one read are 0 ms apart, which a logarithmic axis cannot show
   const low = Math.max(least, Math.min(xs[0], sloMs ?? xs[0]) * 0.9), high = Math.max(last, sloMs ?? 0) * 1.15;
   const time = (ms) => (ms >= 1000 ? `${+(ms / 1000).toPrecision(3)} s` : `${+ms.toPrecision(3)} ms`);
   plot(host, [xs, ...curves.map((curve) => stepsAt(xs, curve))], () => ({
@@ -76,12 +76,12 @@ function ecdf(host, curves, sloMs, told) {
     x: { splits: () => logTicks(low, high), filter: (_, all) => all, values: (_, all) => all.map(time) },
     series: curves.map((curve) => ({ ...lineOf(curve.index), paths: uPlot.paths.stepped({ align: 1 }) })),
     draw: (chart) => { if (sloMs !== null) rule(chart, "x", sloMs, `SLO ${time(sloMs)}`); },
-    told: (at, rows) => (at === null ? told(null) : told(xs[at], rows.slice(1).map((row) => row[at]))),
+    pointed: (at, rows) => (at === null ? pointed(null) : pointed(xs[at], rows.slice(1).map((row) => row[at]))),
   }));
 }
 
 /* Attainment against rate, each with a band. curves = [{index, name, rate, share, low, high}]. */
-function against(host, curves, wanted, told) {
+function against(host, curves, wanted, pointed) {
   const xs = together(curves, "rate"), last = xs[xs.length - 1];
   const at = (curve, key) => xs.map((x) => curve[key][curve.rate.indexOf(x)] ?? null);
   const data = [xs, ...curves.flatMap((curve) => [at(curve, "share"), at(curve, "high"), at(curve, "low")])];
@@ -94,7 +94,7 @@ function against(host, curves, wanted, told) {
     x: { values: (_, all) => all.map((rate) => `${+rate.toPrecision(4)}/s`) },
     series: curves.flatMap((curve) => [line(curve), edge, edge]),
     bands: curves.map(band),
-    draw: (chart) => rule(chart, "y", wanted, `wanted ${+(100 * wanted).toPrecision(3)}%`),
-    told: (i, rows) => (i === null ? told(null) : told(xs[i], curves.map((_, number) => rows[3 * number + 1][i]))),
+    draw: (chart) => rule(chart, "y", wanted, `target ${+(100 * wanted).toPrecision(3)}%`),
+    pointed: (i, rows) => (i === null ? pointed(null) : pointed(xs[i], curves.map((_, number) => rows[3 * number + 1][i]))),
   }));
 }

@@ -1,15 +1,15 @@
-/* The words and small parts that every section of the report is made of. Text becomes text nodes, never markup. */
+/* Formats and small elements for all sections. Text becomes text nodes, never markup. */
 
 const report = JSON.parse(document.getElementById("data").textContent);
 const names = report.arms.map((arm) => arm.name);
 const get = (object, key) => (object && Object.hasOwn(object, key) ? object[key] : null);
 const isThere = (value) => value !== null && value !== undefined;
-const after = []; // called once, when the page is laid out
-const drawings = []; // called again whenever the size or the theme of the page changes
+const after = []; // called once, after layout
+const drawings = []; // called after layout, and when the page's size or theme changes
 
-// ---- words and numbers
+// ---- formats
 
-/* A figure to three digits, all of them where it is longer; a missing one is a dash. */
+/* Format a figure with three digits, or all of its integer digits; a dash if missing. */
 function figure(value, digits = 3) {
   if (!isThere(value)) return "–";
   const places = value === 0 ? 0 : digits - 1 - Math.floor(Math.log10(Math.abs(value)));
@@ -28,7 +28,7 @@ const whole = (count) => count.toLocaleString("en");
 const plural = (count, word) => `${whole(count)} ${word}${count === 1 ? "" : "s"}`;
 const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
 
-/* Label and unit of each metric; the order is that of the tables. */
+/* Label and unit of each metric, in the order of the tables. */
 const METRICS = {
   capacity_rps: ["Capacity", "/s"], attainment: ["Attainment", ""], goodput_rps: ["Goodput", "/s"],
   ttft_p50_ms: ["TTFT p50", "ms"], ttft_p99_ms: ["TTFT p99", "ms"],
@@ -46,9 +46,9 @@ const unitOf = (metric) => get(METRICS, metric)?.[1] ?? "";
 const headOf = (metric) => labelOf(metric) + (unitOf(metric) ? `, ${unitOf(metric)}` : "");
 const valueOf = (metric, value) => (SHARES.has(metric) ? percent(value) : figure(value));
 
-// ---- small parts
+// ---- elements
 
-/* The element with these attributes, listeners ("onclick") and children; null among the children is left out. */
+/* Return an element with attributes, listeners ("onclick") and children; null children are left out. */
 function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -60,17 +60,17 @@ function h(tag, attributes = {}, ...children) {
 }
 
 const none = (why) => h("p", { class: "none" }, why);
-/* By node, those that prefill first. */
+/* Return entries by node, prefill nodes first. */
 function nodesIn(object) {
   const place = ([node]) => (node.startsWith("prefill") ? 0 : 1);
   const inOrder = (a, b) => place(a) - place(b) || a[0].localeCompare(b[0], "en", { numeric: true });
   return Object.entries(object ?? {}).sort(inOrder);
 }
 
-const chip = (said, kind) => h("span", { class: "chip " + kind }, said);
+const chip = (label, kind) => h("span", { class: "chip " + kind }, label);
 const more = (title, ...content) => h("details", {}, h("summary", {}, title), content);
 
-/* An arm's name beside its colour: a square, or a piece of its curve (kind "line"). */
+/* Return an arm's name with its colour: a square, or a piece of its curve (kind "line"). */
 function armName(name, kind = "swatch") {
   const index = names.indexOf(name);
   const mark = index < 0 ? null : h("span", { class: `${kind} arm-${index % 6}`, "aria-hidden": "true" });
@@ -78,29 +78,29 @@ function armName(name, kind = "swatch") {
 }
 const legend = (kind) => h("p", { class: "legend" }, names.map((name) => armName(name, kind)));
 
-/* A table that scrolls by itself when narrow. Heads that start with "#", or are {number}, stand over numbers. */
+/* Return a table that scrolls if narrow. Heads that start with "#", or are {number}, are of columns of numbers. */
 function table(caption, heads, rows) {
   const columns = heads.map((head) => {
     const isNumber = typeof head === "string" ? head.startsWith("#") : true;
     return { kind: isNumber ? "number" : null, title: head.number ?? head.replace(/^#/, "") };
   });
-  const head = ({ kind, title }) => h("th", { scope: "col", class: kind }, title);
+  const head = ({ kind, title }) => h(title ? "th" : "td", { scope: title ? "col" : null, class: kind }, title);
   const cell = (content, i) => h(i ? "td" : "th", { class: columns[i].kind, scope: i ? null : "row" }, content);
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
     h("table", {}, h("caption", {}, caption), h("thead", {}, h("tr", {}, columns.map(head))),
       h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell))))));
 }
 
-const barName = (arm, said) =>
-  h("span", { class: "bar-name" }, arm === null ? null : armName(arm), h("small", {}, said));
+const barName = (arm, label) =>
+  h("span", { class: "bar-name" }, arm === null ? null : armName(arm), h("small", {}, label));
 
-/* One stacked bar. parts = [[class, label, value]]; `full` is the value of the full width. Wide plain parts say their
-   value; on the hatching of what waits it could not be read. */
-function bar(parts, full, told) {
-  const shown = parts.filter(([, , value]) => value > 0), words = ([, label, value]) => `${label} ${told(value)}`;
+/* Return a stacked bar. parts = [[class, label, value]]; `full` is the value of the full width. Wide plain parts show
+   their value; on hatching it would be unreadable. */
+function bar(parts, full, format) {
+  const shown = parts.filter(([, , value]) => value > 0), words = ([, label, value]) => `${label} ${format(value)}`;
   const piece = (part) => {
     const [kind, , value] = part, hasRoom = value / full > 0.13 && !["queue", "wait"].includes(kind);
-    const element = h("span", { class: "part " + kind, title: words(part) }, hasRoom ? told(value) : null);
+    const element = h("span", { class: "part " + kind, title: words(part) }, hasRoom ? format(value) : null);
     element.style.width = `${(100 * value) / full}%`;
     return element;
   };

@@ -1,10 +1,10 @@
-/* Puts the sections in their order, and keeps the theme. */
+/* Adds the sections in their order, and handles the theme. */
 
 const SECTIONS = [
   ["verdict", "Verdict", verdict], ["arms", "Arms", arms],
   ["differences", "Differences", () => differences(report.comparisons)],
   ["attainment", "Attainment against rate", attainment], ["strip", "The strip", strip], ["curves", "Latency", curves],
-  ["phases", "Where the time goes", phases], ["devices", "Device time", devices], ["proof", "Proof", proof],
+  ["phases", "Where the time goes", phases], ["devices", "Device time", devices], ["proof", "KV and answers", proof],
   ["runs", "Runs", runs], ["worst", "Worst requests", worst], ["parity", "Parity", parity],
   ["guide", "How to read this", guide],
 ];
@@ -26,7 +26,7 @@ function build() {
   });
 }
 
-/* The system's theme until the button is pressed; paper is always light, with all figures unfolded. */
+/* Follow the system's theme until the button is pressed; print in the light theme, with all figures unfolded. */
 function keepTheme() {
   const root = document.documentElement, button = document.getElementById("theme");
   const system = matchMedia("(prefers-color-scheme: dark)");

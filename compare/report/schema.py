@@ -1,7 +1,7 @@
-"""What a report of a comparison holds, version baton.compare/1: every key, its type, and which may be missing.
+"""The schema of report.json, version baton.compare/1: every key, its type, and which may be missing.
 
-Keys beyond these are kept and ignored, so that a later minor addition does not break an older reader. A figure that
-could not be had is null, never NaN or infinity, which are not JSON.
+Other keys are kept and ignored, so that additions do not break older readers. A missing figure is null, never NaN or
+infinity, which are not JSON.
 """
 
 import math
@@ -33,28 +33,28 @@ class _Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
-class Lengths(_Part):
-    """Tokens per request."""
+class LengthSummary(_Part):
+    """TokenEquality per request."""
 
     mean: float | None
     p50: float | None
     p99: float | None
 
 
-class Traffic(_Part):
+class TrafficEntry(_Part):
     name: str
     num_requests: int
     rate: float | None
     duration_s: float
     scale_tokens: float | None
-    prompt_tokens: Lengths
-    output_tokens: Lengths
+    prompt_tokens: LengthSummary
+    output_tokens: LengthSummary
     cut: int
     refused: int
 
 
-class Slo(_Part):
-    """In milliseconds, 0 for no limit; `tbt_of` is what of a request's gaps is held against `tbt_ms`."""
+class SloEntry(_Part):
+    """In milliseconds, 0 for no limit; `tbt_of` is the figure of a request's gaps that `tbt_ms` limits."""
 
     ttft_ms: Length
     tbt_ms: Length
@@ -62,7 +62,7 @@ class Slo(_Part):
     attainment: Share
 
 
-class Arm(_Part):
+class ArmEntry(_Part):
     name: str
     devices: float | None
     prefill: int | None
@@ -71,26 +71,26 @@ class Arm(_Part):
     settings: dict[str, Any]
 
 
-class Fact(_Part):
+class FactEntry(_Part):
     fact: str
     values: dict[str, Any]
     equal: bool
     declared: bool
 
 
-class Parity(_Part):
+class ParityEntry(_Part):
     equal: bool
-    facts: list[Fact]
+    facts: list[FactEntry]
 
 
-class KvProof(_Part):
+class KvCounts(_Part):
     handoffs: int
     blocks: int
     bytes: int
 
 
-class Run(_Part):
-    """One period: one arm under one seed's traffic. `window_s` is what was measured, in seconds of that run."""
+class RunEntry(_Part):
+    """One period: one arm under one seed's traffic. `window_s` is the measured window, in seconds of that run."""
 
     arm: str
     seed: int
@@ -103,11 +103,11 @@ class Run(_Part):
     finished: int
     failed: int
     metrics: dict[str, float | None]
-    kv: KvProof | None
+    kv: KvCounts | None
 
 
-class Estimate(_Part):
-    """A figure over seeds, with its confidence interval where there are enough of them."""
+class EstimateEntry(_Part):
+    """A figure over seeds, with its confidence interval if there are enough seeds."""
 
     mean: float | None
     low: float | None
@@ -116,7 +116,7 @@ class Estimate(_Part):
     bounded: Literal["yes", "above", "below"] = "yes"  # beyond what was measured: `mean` is then a bound
 
 
-class Comparison(_Part):
+class ComparisonEntry(_Part):
     """A paired difference over seeds: `arm` minus `against`; low and high bound it in the metric's unit."""
 
     arm: str
@@ -130,38 +130,38 @@ class Comparison(_Part):
     says: Literal["better", "worse", "too close to call"]
 
 
-class Tokens(_Part):
+class TokenEquality(_Part):
     compared: int
     different: list[Any]
     equal: bool
 
 
-class Control(_Part):
-    comparisons: list[Comparison] = []
+class ControlEntry(_Part):
+    comparisons: list[ComparisonEntry] = []
     says: str
 
 
-class Residual(_Part):
+class ResidualPhase(_Part):
     median: float | None
     p99: float | None
 
 
-class Counted(_Part):
-    """Of how many requests the means are, those that finished and have phases, and how many had arrived."""
+class PhaseCounts(_Part):
+    """Numbers of requests: those in the means, which finished and have phases, and those that arrived."""
 
     mean: int
     missed: int
     arrived: int
 
 
-class Phases(_Part):
-    requests: Counted | None = None
+class PhaseMeans(_Part):
+    requests: PhaseCounts | None = None
     mean: dict[Phase, float | None]
     missed: dict[Phase, float | None]
-    residual_ms: Residual
+    residual_ms: ResidualPhase
 
 
-class Curve(_Part):
+class EcdfCurve(_Part):
     x: list[float]
     y: list[float]
 
@@ -173,12 +173,12 @@ class AttainmentCurve(_Part):
     high: list[Share | None]
 
 
-class Curves(_Part):
-    ecdf: dict[Literal["ttft_ms", "tbt_ms", "ttst_ms"], dict[str, Curve]]
+class ReportCurves(_Part):
+    ecdf: dict[Literal["ttft_ms", "tbt_ms", "ttst_ms"], dict[str, EcdfCurve]]
     attainment: dict[str, AttainmentCurve] | None
 
 
-class Busy(_Part):
+class BusyShares(_Part):
     """Shares of the window, 0 to 1; `busy` is prefill plus decode."""
 
     busy: Share | None
@@ -188,8 +188,8 @@ class Busy(_Part):
     idle_blocked: Share | None
 
 
-class Span(_Part):
-    """One of a request that never got further, or whose records were lost, has no end."""
+class TimelineSpan(_Part):
+    """A span of a request. It has no end if the request got no further, or its records were lost."""
 
     kind: Literal["queued", "chunk", "transfer", "wait", "decode"]
     node: str | None
@@ -199,38 +199,38 @@ class Span(_Part):
     cause: str | None = None
 
 
-class Timeline(_Part):
+class RequestTimeline(_Part):
     """A request's summary and spans, as the router's `/v1/requests/{id}/timeline` gives it."""
 
     id: str
-    spans: list[Span]
+    spans: list[TimelineSpan]
 
 
-class Strip(_Part):
-    """Every pass of one run of an arm: start and duration in ms, prompt tokens, decodes, predicted ms (or null).
+class StepStrip(_Part):
+    """Every step of one run of an arm: start and duration in ms, prompt tokens, decodes, predicted ms (or null).
 
-    `origin_ms` is when the run's traffic began, on the same clock; without it the first thing that happened.
+    `origin_ms` is when the run's traffic began, on the same clock; if missing, the earliest time is used.
     """
 
     seed: int
     origin_ms: float | None = None
     slo_ms: float
     nodes: dict[str, list[Annotated[list[float | None], Field(min_length=4)]]]
-    requests: list[Timeline]
+    requests: list[RequestTimeline]
 
 
-class Worst(Timeline):
+class WorstRequest(RequestTimeline):
     arm: str
 
 
-class Verdict(_Part):
+class VerdictEntry(_Part):
     sentence: str
     cause: str | None
     flips: str | list[str] | None
     interval: str | list[float | None] | None
 
 
-class Report(_Part):
+class ReportDocument(_Part):
     """The whole report.json."""
 
     version: Literal["baton.compare/1"] = Field(alias="schema")
@@ -240,40 +240,40 @@ class Report(_Part):
     valid: bool
     problems: list[str]
     notes: list[str] = []
-    traffic: Traffic
-    slo: Slo
+    traffic: TrafficEntry
+    slo: SloEntry
     on: str
-    arms: Annotated[list[Arm], Field(min_length=1)]
-    parity: Parity
-    runs: list[Run]
-    summary: dict[str, dict[str, Estimate]]
-    comparisons: list[Comparison]
-    tokens: Tokens
-    control: Control | None
-    phases: dict[str, Phases]
+    arms: Annotated[list[ArmEntry], Field(min_length=1)]
+    parity: ParityEntry
+    runs: list[RunEntry]
+    summary: dict[str, dict[str, EstimateEntry]]
+    comparisons: list[ComparisonEntry]
+    tokens: TokenEquality
+    control: ControlEntry | None
+    phases: dict[str, PhaseMeans]
     miss_causes: dict[str, dict[str, int]]
-    curves: Curves
-    busy: dict[str, dict[str, Busy]]
-    strip: dict[str, Strip]
-    worst: list[Worst]
-    verdict: Verdict
+    curves: ReportCurves
+    busy: dict[str, dict[str, BusyShares]]
+    strip: dict[str, StepStrip]
+    worst: list[WorstRequest]
+    verdict: VerdictEntry
     repro: str
 
 
 def problems_of(report: dict[str, Any]) -> list[str]:
-    """What keeps `report` from being a report.json, one line per field, at most 20; empty when nothing does."""
+    """Return why `report` does not fit the schema, one line per field, at most 20; empty if it fits."""
     try:
-        Report.model_validate(report)
+        ReportDocument.model_validate(report)
     except ValidationError as error:
         lines = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False))
         return list(islice(lines, MAX_PROBLEMS))
-    return list(islice([*_not_finite(report, ""), *_strangers(report)], MAX_PROBLEMS))
+    return list(islice([*_not_finite(report, ""), *_unknown_arms(report)], MAX_PROBLEMS))
 
 
 def _not_finite(value: object, path: str) -> Iterator[str]:
-    """Numbers that JSON has no word for, wherever they hide: also in the parts that the schema leaves open."""
+    """Yield numbers that JSON cannot represent, also in the parts that the schema leaves open."""
     if isinstance(value, float) and not math.isfinite(value):
-        yield f"{path}: {value} is not a JSON number; write null for a figure that could not be had"
+        yield f"{path}: {value} is not a JSON number; write null for a missing figure"
     elif isinstance(value, dict):
         for key, part in value.items():
             yield from _not_finite(part, f"{path}.{key}" if path else str(key))
@@ -282,8 +282,8 @@ def _not_finite(value: object, path: str) -> Iterator[str]:
             yield from _not_finite(part, f"{path}.{index}")
 
 
-def _strangers(report: dict[str, Any]) -> Iterator[str]:
-    """Names of arms that `arms` does not list, and names listed twice: nothing could be drawn for them."""
+def _unknown_arms(report: dict[str, Any]) -> Iterator[str]:
+    """Yield names of arms that `arms` does not list, and names listed twice."""
     names = [arm["name"] for arm in report["arms"]]
     if len(set(names)) < len(names):
         yield "arms: two arms have the same name; give each its own"

@@ -1,4 +1,4 @@
-"""The CPU table at toy size: workers answer, rows are judged, groups are kept from run to run."""
+"""The CPU table at toy size: workers answer, rows are judged, groups are kept between runs."""
 
 import json
 import math
@@ -12,8 +12,7 @@ import pytest
 from benchmarks import __main__ as entry
 from benchmarks import cpu
 from benchmarks.models import SHAPES, checkpoint
-from benchmarks.peers.fleet import FP32, LLAMA_F32, VLLM_FP32, Fleet, Options
-from benchmarks.peers.session import PeerError, Worker
+from benchmarks.peers.workers import FP32, LLAMA_F32, VLLM_FP32, CpuOptions, PeerWorker, WorkerError, WorkerPool
 from engine.models.config import ModelConfig
 
 
@@ -23,8 +22,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ours(models: Path) -> Iterator[Worker]:
-    worker = Worker(sys.executable, "baton", {"model": str(checkpoint("tiny", directory=models)), "threads": 1})
+def ours(models: Path) -> Iterator[PeerWorker]:
+    worker = PeerWorker(sys.executable, "baton", {"model": str(checkpoint("tiny", directory=models)), "threads": 1})
     yield worker
     worker.close()
 
@@ -46,7 +45,7 @@ def test_a_checkpoint_is_made_once(models: Path) -> None:
         checkpoint("7b", directory=models)
 
 
-def test_our_worker_takes_time_for_each_kind_of_work(ours: Worker) -> None:
+def test_our_worker_times_each_kind_of_work(ours: PeerWorker) -> None:
     assert ours.call("prefill", tokens=64) > 0
     assert ours.call("decode", batch=3, context=32, steps=4) > 0
     mixed = ours.call("mixed", prompt=128, budget=32)
@@ -54,7 +53,7 @@ def test_our_worker_takes_time_for_each_kind_of_work(ours: Worker) -> None:
     assert ours.peak_bytes > 50e6
 
 
-def test_our_logprobs_do_not_depend_on_the_call_before(ours: Worker) -> None:
+def test_our_logprobs_do_not_depend_on_the_call_before(ours: PeerWorker) -> None:
     first = ours.call("logprobs", tokens=[5, 6, 7])
     ours.call("decode", batch=2, context=16, steps=2)
     assert len(first) == 20
@@ -62,35 +61,35 @@ def test_our_logprobs_do_not_depend_on_the_call_before(ours: Worker) -> None:
     assert sum(math.exp(value) for value in first.values()) < 1
 
 
-def test_a_call_that_fails_says_why_and_the_worker_goes_on(ours: Worker) -> None:
-    with pytest.raises(PeerError, match="no_such_call"):
+def test_a_failed_call_reports_why_and_the_worker_continues(ours: PeerWorker) -> None:
+    with pytest.raises(WorkerError, match="no_such_call"):
         ours.call("no_such_call")
-    with pytest.raises(PeerError, match="_start"):
+    with pytest.raises(WorkerError, match="_start"):
         ours.call("_start")
     assert ours.call("prefill", tokens=8) > 0
 
 
-def test_a_worker_that_cannot_load_says_why() -> None:
-    with pytest.raises(PeerError, match="no-such-model"):
-        Worker(sys.executable, "baton", {"model": "/no-such-model", "threads": 1})
-    with pytest.raises(PeerError, match="no-such-python"):
-        Worker("/no-such-python", "baton", {"threads": 1})
+def test_a_worker_that_cannot_load_reports_why() -> None:
+    with pytest.raises(WorkerError, match="no-such-model"):
+        PeerWorker(sys.executable, "baton", {"model": "/no-such-model", "threads": 1})
+    with pytest.raises(WorkerError, match="no-such-python"):
+        PeerWorker("/no-such-python", "baton", {"threads": 1})
 
 
-def test_a_worker_that_waits_is_stopped(ours: Worker) -> None:
+def test_an_idle_worker_is_stopped(ours: PeerWorker) -> None:
     ours.call("prefill", tokens=8)
-    deadline = time.monotonic() + 10  # a signal takes effect when the process next looks
+    deadline = time.monotonic() + 10  # a signal takes effect some time later
     while (state := Path(f"/proc/{ours.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]) != "T":
         assert time.monotonic() < deadline, state
         time.sleep(0.01)
 
 
 def test_peers_that_are_not_installed_are_named(models: Path) -> None:
-    fleet = Fleet(Options("tiny", 1, models))
-    assert fleet.get(LLAMA_F32) is None
-    assert fleet.get(VLLM_FP32) is None
-    assert "BATON_PEER_LLAMA" in fleet.failed[LLAMA_F32]
-    assert "BATON_PEER_VLLM" in fleet.failed[VLLM_FP32]
+    pool = WorkerPool(CpuOptions("tiny", 1, models))
+    assert pool.get(LLAMA_F32) is None
+    assert pool.get(VLLM_FP32) is None
+    assert "BATON_PEER_LLAMA" in pool.failed[LLAMA_F32]
+    assert "BATON_PEER_VLLM" in pool.failed[VLLM_FP32]
 
 
 def test_a_run_keeps_the_rows_of_the_run_before(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,24 +109,23 @@ def test_a_run_keeps_the_rows_of_the_run_before(models: Path, tmp_path: Path, mo
 
 def test_rows_are_judged_against_the_better_peer_and_their_bound() -> None:
     arms = {FP32: [10.0, 12.0], LLAMA_F32: [9.0, 9.0], VLLM_FP32: [10.0, 10.0]}
-    _, ours, theirs, ratio, goal, met = cpu._compared("decode", arms, FP32, 1.1)
+    _, ours, theirs, ratio, goal, met = cpu.compared_row("decode", arms, FP32, 1.1)
     assert (ours, ratio, goal, met) == (11.0, pytest.approx(1.1), "≥ 1.1", True)
     assert theirs == "llama.cpp F32 9, vLLM fp32 10"
-    assert cpu._compared("memory", {FP32: [3.0], VLLM_FP32: [4.0]}, FP32, 0.5, lower=True)[-1] is False
-    assert cpu._compared("alone", {FP32: [3.0]}, FP32, 1.1)[3:] == [None, "≥ 1.1", ""]
+    assert cpu.compared_row("memory", {FP32: [3.0], VLLM_FP32: [4.0]}, FP32, 0.5, lower=True)[-1] is False
+    assert cpu.compared_row("alone", {FP32: [3.0]}, FP32, 1.1)[3:] == [None, "≥ 1.1", ""]
 
 
-def test_an_unknown_entry_lists_those_there_are(
+def test_an_unknown_entry_lists_the_known_ones(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["benchmarks", "nothing"])
     with pytest.raises(SystemExit, match="2"):
         entry.main()
     printed = capsys.readouterr().out
-    assert all(f"  {name} " in printed for name in entry.ENTRIES)
+    assert all(f"  {name} " in printed for name in entry.BENCHMARKS)
 
 
-def test_every_entry_is_a_module_with_a_main() -> None:
-    folder = Path(entry.__file__).parent
-    for name in entry.ENTRIES:
-        assert "\ndef main() -> None:\n" in (folder / f"{name}.py").read_text(), name
+@pytest.mark.parametrize("name", entry.BENCHMARKS)
+def test_every_entry_loads_a_main_of_its_own(name: str) -> None:
+    assert entry.load(name).__module__.rpartition(".")[2] in {name, name.removeprefix("gpu_")}

@@ -1,4 +1,4 @@
-"""The pages say what the results files say, and show a result as it was written."""
+"""The pages match the results files."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_a_block_is_replaced_and_the_prose_around_it_stays(tmp_path: Path) -> No
     assert written([text], tmp_path) == [text]
 
 
-def test_what_was_not_measured_is_said_so(tmp_path: Path) -> None:
+def test_a_missing_result_is_marked_as_not_measured(tmp_path: Path) -> None:
     assert "*Not measured yet.*" in written([MARKS], tmp_path)[0]
 
 
@@ -56,7 +56,7 @@ def test_a_file_written_is_the_result_read(tmp_path: Path) -> None:
 
 
 def test_a_row_of_another_width_than_its_table_is_refused() -> None:
-    with pytest.raises(ValueError, match="not one cell for each"):
+    with pytest.raises(ValueError, match="not have one cell for each"):
         Table("t", ["a", "b"], [["only one"]])
 
 

@@ -1,6 +1,5 @@
-"""The GPU run at toy size on a CPU, as a process of its own: every section's code is run, its kernels interpreted."""
+"""The GPU run at toy size on a CPU, in its own process: the code of every section runs, its kernels interpreted."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -12,11 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_first_run as script
 from benchmarks.document import written
-from benchmarks.gpu_handoff import ARMS, SHOWN, Job, Receiver, compared
-from benchmarks.gpu_kernels import FA3_DECODE_TBS, FA3_PREFILL_TFS, LENGTHS, POINTS, Variant, _verdict, flops, products
-from benchmarks.gpu_scene import Flat, LayerMajorPool, Scene, Section, one_of_many, told
+from benchmarks.gpu import first_run as script
+from benchmarks.gpu.handoff import ARMS, SHOWN, GpuPeer, PeerJob, compared
+from benchmarks.gpu.kernels import (
+    FA3_DECODE_TBS,
+    FA3_PREFILL_TFS,
+    LENGTHS,
+    POINTS,
+    KernelVariant,
+    default_kernel,
+    flops,
+    products,
+)
+from benchmarks.gpu.scene import GpuScene, GpuSection, LayerMajorPool, RandomKV, failure_note, one_of_many
 from engine.models.config import ModelConfig
 from tests.compare.reports import report_of
 
@@ -29,8 +37,8 @@ class Absent:
         if name.partition(".")[0] in {ABSENT}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Absent())
-import tests.gpu.test_kernels, tests.gpu.test_runner  # the checks, too, can be run there
-from benchmarks.gpu_first_run import main
+import tests.gpu.test_kernels, tests.gpu.test_runner  # the checks can run there too
+from benchmarks.gpu.first_run import main
 main()
 """
 MEASURED = ["decode", "prefill", "gemm", "model", "handoff"]
@@ -38,13 +46,13 @@ MEASURED = ["decode", "prefill", "gemm", "model", "handoff"]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton has wheels for Linux only")
 
 
-def scene() -> Scene:
-    return Scene(torch.device("cpu"), True, 0.0)
+def scene() -> GpuScene:
+    return GpuScene(torch.device("cpu"), True, 0.0)
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of a machine that lacks what only a cluster needs."""
+    """The report of a machine that lacks the libraries that only a cluster needs."""
     pytest.importorskip("triton")
     out = tmp_path_factory.mktemp("gpu") / "gpu_first_run.json"
     command = [sys.executable, "-c", BARE, "--device", "cpu", "--toy", "--out", str(out), "--only"]
@@ -68,7 +76,7 @@ def test_every_section_measures_without_a_failure(report: dict[str, Any]) -> Non
 
 def test_attention_is_measured_in_both_layouts_and_in_other_tiles(report: dict[str, Any]) -> None:
     variants = {name for found in report["runs"]["decode"]["runs"].values() for name in found}
-    assert {Variant().name, Variant(layer_major=True).name} <= variants
+    assert {KernelVariant().name, KernelVariant(layer_major=True).name} <= variants
     assert any("tile" in name or "splits" in name or "programs" in name for name in variants)
     assert all(rate > 0 for found in report["runs"]["prefill"]["runs"].values() for rate in found.values())
 
@@ -84,41 +92,36 @@ def test_blocks_arrive_in_the_other_process(report: dict[str, Any]) -> None:
     assert names == ["device copy, by torch", "shm, host", "pool"]
 
 
-def test_the_other_process_says_why_it_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RuntimeError, match="said stands above"):
-        Receiver(Job(str(tmp_path / "missing"), "host", 4, 64))
+def test_the_second_process_reports_why_it_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match="its output is above"):
+        GpuPeer(PeerJob(str(tmp_path / "missing"), "host", 4, 64))
     assert "cannot listen" in capfd.readouterr().err
 
 
 def test_a_section_that_fails_leaves_its_traceback_and_the_others(tmp_path: Path) -> None:
-    def breaks(_: Scene) -> Section:
+    def breaks() -> GpuSection:
         raise ValueError("no such kernel")
 
-    record = script.Record(tmp_path / "out.json", "a gpu")
-    record.add("gemm", script.attempt("gemm", scene(), lambda: breaks), 1.0)
-    record.add("decode", script.attempt("decode", scene(), lambda: lambda _: Section()), 1.0)
-    told = json.loads((tmp_path / "out.json").read_text())
-    assert [table["title"] for table in told["tables"]] == ["gemm: failed"]
-    assert "ValueError: no such kernel" in told["tables"][0]["rows"][0][0]
-    again = script.Record(tmp_path / "out.json", "a gpu")
-    again.add("gemm", Section(), 1.0)
+    record = script.ResultsFile(tmp_path / "out.json", "a gpu")
+    record.add("gemm", script.attempt("gemm", breaks), 1.0)
+    record.add("decode", script.attempt("decode", GpuSection), 1.0)
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert [table["title"] for table in report["tables"]] == ["gemm: failed"]
+    assert "ValueError: no such kernel" in report["tables"][0]["rows"][0][0]
+    again = script.ResultsFile(tmp_path / "out.json", "a gpu")
+    again.add("gemm", GpuSection(), 1.0)
     assert json.loads((tmp_path / "out.json").read_text())["runs"].keys() == {"gemm", "decode"}
 
 
-def test_a_figure_that_fails_costs_no_other() -> None:
+def test_a_failed_figure_does_not_prevent_the_others() -> None:
     failed: list[str] = []
     measured = []
     for tile in (64, 512, 128):
         with one_of_many(f"tile {tile}", failed):
             measured.append(tile if tile < 512 else 1 // 0)
     assert (measured, failed) == ([64, 128], ["tile 512: ZeroDivisionError integer division or modulo by zero"])
-    assert told(failed).endswith("by zero.")
-    assert told([]) == ""
-
-
-def test_a_module_that_cannot_be_imported_fails_its_section_alone() -> None:
-    section = script.attempt("model", scene(), lambda: importlib.import_module("benchmarks.no_such").model)
-    assert "no_such" in str(section.tables[0].rows[0][0])
+    assert failure_note(failed).endswith("by zero.")
+    assert failure_note([]) == ""
 
 
 @pytest.mark.parametrize(
@@ -130,7 +133,7 @@ def test_sections_are_named_alone_or_together(text: str, names: list[str]) -> No
 
 
 def test_an_unknown_section_is_refused() -> None:
-    with pytest.raises(ValueError, match="--only nonsense: there are checks, "):
+    with pytest.raises(ValueError, match="--only nonsense: choose from checks, "):
         script.wanted("model,nonsense")
 
 
@@ -139,10 +142,10 @@ def test_an_unknown_section_is_refused() -> None:
     [
         (["--device", "cpu"], "only with --toy"),
         (["--device", "cpu", "--toy"], "give --out"),
-        (["--only", "x"], "there are"),
+        (["--only", "x"], "choose from"),
     ],
 )
-def test_flags_that_make_no_sense_are_refused(
+def test_invalid_flags_are_refused(
     flags: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu_first_run", *flags])
@@ -151,21 +154,21 @@ def test_flags_that_make_no_sense_are_refused(
     assert words in capsys.readouterr().err
 
 
-def test_what_pytest_says_is_counted() -> None:
-    said = "FAILED tests/gpu/test_a.py::test_b - assert 1\nERROR tests/gpu/test_c.py\n1 failed, 7 passed, 2 skipped, 1 error in 3s"
-    assert script.counts(said) == [7, 2, 2]
-    assert script.failures(said) == ["tests/gpu/test_a.py::test_b - assert 1", "tests/gpu/test_c.py"]
+def test_pytest_results_are_counted() -> None:
+    output = "FAILED tests/gpu/test_a.py::test_b - assert 1\nERROR tests/gpu/test_c.py\n1 failed, 7 passed, 2 skipped, 1 error in 3s"
+    assert script.counts(output) == [7, 2, 2]
+    assert script.failures(output) == ["tests/gpu/test_a.py::test_b - assert 1", "tests/gpu/test_c.py"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here they would run")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they would run here")
 def test_the_checks_run_without_the_plugins_that_the_project_names() -> None:
-    section = script.checks(Scene(torch.device("cpu"), True, time.monotonic() + 60))
+    section = script.checks(GpuScene(torch.device("cpu"), True, time.monotonic() + 60))
     rows: Any = section.tables[0].rows
     assert [row[0] for row in rows] == list(script.SUITES)
     assert all(row[1:3] == [0, 0] and row[3] > 20 and row[4] == "none" for row in rows)
 
 
-def test_a_comparison_becomes_a_row_an_arm() -> None:
+def test_a_comparison_becomes_one_row_per_arm() -> None:
     section = compared(report_of(arms=ARMS[:2]))
     assert [row[0] for row in section.tables[0].rows] == list(ARMS[:2])
     assert section.tables[0].columns == ["arm", *SHOWN]
@@ -173,8 +176,8 @@ def test_a_comparison_becomes_a_row_an_arm() -> None:
     assert sum(value is not None for value in section.tables[0].rows[0][1:]) >= 3
 
 
-def test_the_other_layout_holds_the_same_numbers_in_another_order() -> None:
-    pool = Flat(scene(), 1 << 16).pool(4, layer_major=True)
+def test_the_other_layout_holds_the_same_values_in_another_order() -> None:
+    pool = RandomKV(scene(), 1 << 16).pool(4, layer_major=True)
     assert isinstance(pool, LayerMajorPool)
     keys, values = pool.layer(1)
     layout = pool.layout
@@ -185,8 +188,8 @@ def test_the_other_layout_holds_the_same_numbers_in_another_order() -> None:
     assert keys.data_ptr() != values.data_ptr()
 
 
-def test_work_is_counted_as_it_was_for_the_published_figures() -> None:
-    real = Scene(torch.device("cpu"), False, 0.0)
+def test_work_is_counted_as_for_the_published_figures() -> None:
+    real = GpuScene(torch.device("cpu"), False, 0.0)
     assert flops(real, 0, 8192) == pytest.approx(4 * 32 * 128 * 8192**2 / 2, rel=1e-3)
     assert flops(real, 100, 101) == 4 * 32 * 128 * 101
     count = sum(outputs * inputs for name, outputs, inputs in products(real) if name != "head")
@@ -197,11 +200,11 @@ def test_work_is_counted_as_it_was_for_the_published_figures() -> None:
     assert real.config.hidden_size == real.config.num_heads * real.config.head_dim
 
 
-def test_the_default_for_prompts_is_judged_at_8k() -> None:
-    assert "not measured" in _verdict({})
-    assert "our kernel stays" in _verdict({"as chosen": 410.0, "flash_attn 3": 580.0})
-    assert "should be flash_attn 3, at 580" in _verdict({"as chosen": 390.0, "flash_attn 3": 580.0})
+def test_the_default_kernel_for_prompts_is_decided_at_8k() -> None:
+    assert "not measured" in default_kernel({})
+    assert "our kernel stays" in default_kernel({"as chosen": 410.0, "flash_attn 3": 580.0})
+    assert "should be flash_attn 3, at 580" in default_kernel({"as chosen": 390.0, "flash_attn 3": 580.0})
 
 
 def test_the_sections_fit_into_nine_minutes() -> None:
-    assert sum(seconds for _, _, seconds in script.SECTIONS.values()) == script.TOTAL_S <= 9 * 60
+    assert sum(script.SECTIONS.values()) == script.TOTAL_S <= 9 * 60

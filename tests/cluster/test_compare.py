@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +65,16 @@ def test_two_arms_and_a_control_are_measured_alike(tmp_path: Path):
     said, _ = process.communicate(timeout=170)
     report = report_in(tmp_path)
     assert process.returncode == (0 if report["valid"] else 1), said
-    assert report["problems"] == [] or "control" in report["problems"][0], said  # chance may make the control differ
+    # By chance the control may differ; on a busy machine periods may be invalid.
+    assert not report["problems"] or re.search("control|invalid", report["problems"][0]), said
     assert report["verdict"]["sentence"] in said
     assert [arm["name"] for arm in report["arms"]] == [*arms, "colocated:2 (control)"]
     assert report["parity"]["equal"]
 
-    runs = [run for run in report["runs"] if run["valid"]]
-    order = [(run["seed"], run["arm"]) for run in runs]
+    order = [(run["seed"], run["arm"]) for run in report["runs"]]  # on a busy machine a spare seed may follow
     assert order[:3] == [(1, name) for name in [*arms, "colocated:2 (control)"]]
-    assert order[3:] == [(2, name) for name in reversed([*arms, "colocated:2 (control)"])]
+    assert order[3:6] == [(2, name) for name in reversed([*arms, "colocated:2 (control)"])]
+    runs = [run for run in report["runs"] if run["valid"]]
     assert len({run["arrived"] for run in runs if run["seed"] == 1}) == 1
     assert all(run["finished"] == run["arrived"] > 0 for run in runs)
 
@@ -105,7 +105,8 @@ def test_a_run_that_is_broken_off_keeps_what_there_is_and_leaves_nothing_running
     try:
         until(process, "1/12 colocated:1")
         started = pids(tmp_path)
-        time.sleep(2.0)  # some requests are sent
+        outcomes = tmp_path / "report" / "outcomes.jsonl"
+        wait_for(lambda: outcomes.exists() and outcomes.read_text().count("\n") > 2, "some requests have ended", 30)
         if what == "interrupt":
             process.send_signal(signal.SIGINT)
         else:
@@ -134,7 +135,7 @@ def test_a_full_disk_in_mid_run_is_told_and_ends_it(tmp_path: Path):
     process = start(tmp_path, "--arms", "colocated:1", "colocated:1@prefill_first", *SMALL, "--duration", "1")
     said, _ = process.communicate(timeout=110)
     assert process.returncode == 1, said
-    assert "cannot keep what was measured: No space left on device" in said
+    assert "cannot write what was measured: No space left on device" in said
     assert not report_in(tmp_path)["valid"]
     assert not [pid for pid in pids(tmp_path) if is_alive(pid)]
 

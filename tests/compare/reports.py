@@ -1,9 +1,12 @@
 """Makes reports as a comparison writes them, from a small made-up cluster: what the tests of the page are fed with."""
 
 import copy
+import json
 import math
 import random
 from typing import Any
+
+from compare.report.schema import problems_of
 
 HOSTILE = "</script><img src=x onerror=\"document.title='broken'\">{{data}}"
 ARMS = {"colocated:2": (0, 2), "disaggregated:1p1d": (1, 1), "colocated:2@prefill_first": (0, 2)}
@@ -58,6 +61,36 @@ def report_of(
         },
         "repro": "baton compare --arms colocated:2 disaggregated:1p1d --preset chat --seeds 6 --control",
     }
+
+
+def hostile() -> dict[str, Any]:
+    """A report in which every text that others chose tries to be markup."""
+    text = json.dumps(report_of()).replace("colocated:2", json.dumps(HOSTILE)[1:-1])
+    report: dict[str, Any] = json.loads(text)
+    report["traffic"]["name"] = report["repro"] = report["verdict"]["sentence"] = HOSTILE
+    report["problems"] = report["runs"][0]["problems"] = [HOSTILE]
+    return report
+
+
+def bare() -> dict[str, Any]:
+    """A comparison that broke off before its first run was over: every part is there, and empty."""
+    report = report_of(arms=("colocated:2", "disaggregated:1p1d"))
+    report.update(
+        valid=False,
+        problems=["Interrupted."],
+        runs=[],
+        summary={},
+        comparisons=[],
+        control=None,
+        phases={},
+        miss_causes={},
+    )
+    report.update(busy={}, strip={}, worst=[], tokens={"compared": 0, "different": [], "equal": True}, environment={})
+    report["curves"] = {"ecdf": {"ttft_ms": {}, "tbt_ms": {}, "ttst_ms": {}}, "attainment": None}
+    report["parity"] = {"equal": False, "facts": []}
+    report["verdict"] = {"sentence": "No verdict.", "cause": None, "flips": None, "interval": None}
+    assert problems_of(report) == []
+    return report
 
 
 def _traffic(seconds: float) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 import pytest
 
 from compare.arms import Arm, copy_of, cores_of, parse_arm, parse_arms
-from compare.stack import Launch
+from compare.run.deployments import LaunchOptions
 from shared.errors import ConfigError
 
 
@@ -12,7 +12,7 @@ def test_an_arm_is_read_from_its_words():
     assert arm.settings == {"disaggregate": "always", "policy": "prefill_first", "max_num_seqs": "8"}
 
 
-def test_a_disaggregated_arm_is_what_it_says_unless_told_otherwise():
+def test_a_disaggregated_arm_disaggregates_unless_its_settings_differ():
     assert parse_arm("disaggregated:1p1d").settings["disaggregate"] == "always"
     assert parse_arm("disaggregated:1p1d@disaggregate=auto").settings["disaggregate"] == "auto"
     assert "disaggregate" not in parse_arm("colocated:2").settings
@@ -29,21 +29,21 @@ def test_an_arms_own_settings_are_over_the_common_ones():
 @pytest.mark.parametrize(
     ("arms", "complaint"),
     [
-        (["colocated", "colocated:2"], "'colocated' is no arm; write colocated:N or disaggregated:XpYd"),
-        (["colocated:2", "dissagregated:1p1d"], "is no arm"),
-        (["colocated:0", "colocated:2"], "needs a device of each of its roles"),
-        (["colocated:2", "disaggregated:0p2d"], "needs a device of each of its roles"),
+        (["colocated", "colocated:2"], "'colocated' is not an arm; write colocated:N or disaggregated:XpYd"),
+        (["colocated:2", "dissagregated:1p1d"], "is not an arm"),
+        (["colocated:0", "colocated:2"], "needs a device for each of its roles"),
+        (["colocated:2", "disaggregated:0p2d"], "needs a device for each of its roles"),
         (["colocated:2", "colocated:2@prefil_first"], "policy 'prefil_first': must be stall_free, "),
         (["colocated:2", "colocated:2@budget=3"], "budget is no setting"),
         (["colocated:2", "colocated:2@max_num_seqs=none"], "must be a whole number from 1"),
-        (["colocated:2", "colocated:2@port=80"], "port is decided by the comparison"),
+        (["colocated:2", "colocated:2@port=80"], "port is set by the comparison"),
         (["colocated:2", "colocated:2@max_num_seqs=1,max_num_seqs=2"], "max_num_seqs is given twice"),
         (["colocated:2", "colocated:2"], "is given twice; to compare an arm with itself, use --control"),
         (["colocated:2"], "needs two arms or more"),
-        (["colocated:2", "disaggregated:1p2d"], "give all arms equally many, or say --unequal"),
+        (["colocated:2", "disaggregated:1p2d"], "give all arms the same number, or add --unequal"),
     ],
 )
-def test_what_is_no_arm_is_refused_with_one_line(arms: list[str], complaint: str):
+def test_an_invalid_arm_is_refused_with_one_line(arms: list[str], complaint: str):
     with pytest.raises(ConfigError) as caught:
         parse_arms(arms)
     assert str(caught.value).startswith("--arms")
@@ -68,13 +68,13 @@ def test_a_device_is_as_many_cores_in_every_arm():
 
 
 def test_fewer_cores_than_devices_are_refused():
-    with pytest.raises(ConfigError, match="2 devices need as many cores, and this machine lends 1"):
+    with pytest.raises(ConfigError, match="2 devices need 2 cores, but only 1 are available"):
         cores_of(parse_arms(["colocated:2", "disaggregated:1p1d"]), [5])
 
 
-def test_the_command_line_of_an_arm_says_all_of_it():
+def test_the_command_line_of_an_arm_is_complete():
     arm = parse_arm("disaggregated:1p2d@prefill_first,enable_prefix_caching=false")
-    command = Launch("/models/m", (0, 1, 2), "fast").command(arm)
+    command = LaunchOptions("/models/m", (0, 1, 2), "fast").command(arm)
     assert command[3:5] == ["cluster", "up"]
     for part in ("--mode disaggregated", "--prefill 1", "--decode 2", "--policy prefill_first", "--cpus 0,1,2"):
         assert part in " ".join(command)
@@ -94,9 +94,9 @@ def test_the_command_line_of_an_arm_says_all_of_it():
     ],
 )
 def test_nodes_of_an_arm_take_a_gpu_each_as_far_as_there_are_some(arm: str, devices: str | None):
-    command = Launch("/models/m", gpus=3).command(parse_arm(arm))
+    command = LaunchOptions("/models/m", gpus=3).command(parse_arm(arm))
     assert (command[command.index("--devices") + 1] if "--devices" in command else None) == devices
-    assert "--devices" not in Launch("/models/m").command(parse_arm(arm))
+    assert "--devices" not in LaunchOptions("/models/m").command(parse_arm(arm))
 
 
 def test_the_control_is_the_same_arm_under_a_name_of_its_own():

@@ -4,10 +4,10 @@ the ends of what was measured."""
 import numpy as np
 import pytest
 
-from compare.capacity import (
-    Capacity,
-    Point,
-    Search,
+from compare.stats.capacity import (
+    CapacityEstimate,
+    CapacityPoint,
+    CapacitySearch,
     attainment_bands,
     capacity_of,
     crossing,
@@ -35,25 +35,34 @@ def measuring(capacity: float, noise: float, random: np.random.Generator):
 
 
 def test_the_fit_never_rises_and_pools_what_does() -> None:
-    points = [Point(1.0, 0, 0.9), Point(2.0, 0, 0.8), Point(3.0, 0, 1.0), Point(4.0, 0, 0.5)]
+    points = [
+        CapacityPoint(1.0, 0, 0.9),
+        CapacityPoint(2.0, 0, 0.8),
+        CapacityPoint(3.0, 0, 1.0),
+        CapacityPoint(4.0, 0, 0.5),
+    ]
     rates, shares = fit_attainment(points)
     assert rates == [1.0, 2.0, 3.0, 4.0]
     assert shares == pytest.approx([0.9, 0.9, 0.9, 0.5])
-    weighted = fit_attainment([Point(1.0, 0, 0.6), Point(1.0, 1, 0.6), Point(2.0, 0, 0.9)])
+    weighted = fit_attainment([CapacityPoint(1.0, 0, 0.6), CapacityPoint(1.0, 1, 0.6), CapacityPoint(2.0, 0, 0.9)])
     assert weighted[1] == pytest.approx([0.7, 0.7])
 
 
 @pytest.mark.parametrize(
     ("rates", "shares", "found"),
     [
-        ([1.0, 2.0, 3.0], [1.0, 0.95, 0.75], Capacity(2.25, None, None)),
-        ([1.0, 2.0], [1.0, 0.95], Capacity(2.0, None, None, "above")),
-        ([1.0, 2.0], [0.8, 0.5], Capacity(1.0, None, None, "below")),
-        ([1.0, 2.0, 2.1], [1.0, 0.99, 0.2], Capacity(2.0, None, None, cliff=True)),
-        ([1.0, 2.0, 4.0], [1.0, 1.0, 0.2], Capacity(2.25, None, None)),  # steep, but nobody looked between
+        ([1.0, 2.0, 3.0], [1.0, 0.95, 0.75], CapacityEstimate(2.25, None, None)),
+        ([1.0, 2.0], [1.0, 0.95], CapacityEstimate(2.0, None, None, "above")),
+        ([1.0, 2.0], [0.8, 0.5], CapacityEstimate(1.0, None, None, "below")),
+        ([1.0, 2.0, 2.1], [1.0, 0.99, 0.2], CapacityEstimate(2.0, None, None, cliff=True)),
+        (
+            [1.0, 2.0, 4.0],
+            [1.0, 1.0, 0.2],
+            CapacityEstimate(2.25, None, None),
+        ),  # steep, but no rate between was measured
     ],
 )
-def test_the_crossing_of_a_curve(rates: list[float], shares: list[float], found: Capacity) -> None:
+def test_the_crossing_of_a_curve(rates: list[float], shares: list[float], found: CapacityEstimate) -> None:
     got = crossing(rates, shares, ALPHA)
     assert got.rate == pytest.approx(found.rate)
     assert (got.bounded, got.cliff) == (found.bounded, found.cliff)
@@ -72,16 +81,16 @@ def test_the_interval_over_seeds_covers_the_capacity() -> None:
         for seed in range(6):
             shift = random.normal(0.0, 0.02)
             for rate in (9.0, 9.6, 10.4, 11.0):
-                points.append(Point(rate, seed, attainment(rate, 10.0, shift + random.normal(0.0, 0.005))))
+                points.append(CapacityPoint(rate, seed, attainment(rate, 10.0, shift + random.normal(0.0, 0.005))))
         found = capacity_of(points, ALPHA)
         covered += found.low <= 10.0 <= found.high
     assert 0.90 <= covered / draws <= 0.99
 
 
 def test_an_interval_is_open_where_seeds_cross_beyond_the_rates_that_were_measured() -> None:
-    """Seeds that are up to 36 % apart, measured within 8 %: most crossings are near because nobody looked further."""
+    """Seeds that are up to 36 % apart, measured within 8 %: most crossings are near only because no other rate was measured."""
     points = [
-        Point(rate, seed, attainment(rate, capacity))
+        CapacityPoint(rate, seed, attainment(rate, capacity))
         for seed, capacity in enumerate((8.2, 9.1, 10.0, 10.9, 11.8))
         for rate in (9.3, 10.0, 10.8)
     ]
@@ -93,7 +102,7 @@ def test_an_interval_is_open_where_seeds_cross_beyond_the_rates_that_were_measur
 @pytest.mark.parametrize(("capacity", "first"), [(10.0, 1.0), (10.0, 64.0), (0.3, 1.0), (10.0, 10.0)])
 async def test_a_search_finds_the_capacity_from_above_and_below(capacity: float, first: float) -> None:
     measure = measuring(capacity, 0.01, np.random.default_rng(1))
-    search = Search(measure, ALPHA, max_runs=60, min_seeds=4)
+    search = CapacitySearch(measure, ALPHA, max_runs=60, min_seeds=4)
     found = await search.run(first)
     assert found.bounded == "yes"
     assert found.rate == pytest.approx(capacity, rel=0.05)
@@ -102,17 +111,17 @@ async def test_a_search_finds_the_capacity_from_above_and_below(capacity: float,
     assert len({point.seed for point in search.points}) >= 4
 
 
-async def test_a_search_stops_when_it_is_sure_and_goes_on_when_it_is_not() -> None:
-    sure = Search(measuring(10.0, 0.002, np.random.default_rng(1)), ALPHA, max_runs=200, min_seeds=4)
-    unsure = Search(measuring(10.0, 0.08, np.random.default_rng(1)), ALPHA, max_runs=200, min_seeds=4)
+async def test_a_search_continues_until_the_interval_is_narrow() -> None:
+    sure = CapacitySearch(measuring(10.0, 0.002, np.random.default_rng(1)), ALPHA, max_runs=200, min_seeds=4)
+    unsure = CapacitySearch(measuring(10.0, 0.08, np.random.default_rng(1)), ALPHA, max_runs=200, min_seeds=4)
     narrow = await sure.run(4.0)
     await unsure.run(4.0)
     assert (narrow.high - narrow.low) / 2 <= 0.03 * narrow.rate
     assert len(sure.points) < len(unsure.points)
 
 
-async def test_a_search_ends_with_its_budget_and_tells_what_it_has() -> None:
-    search = Search(measuring(10.0, 0.01, np.random.default_rng(1)), ALPHA, max_runs=5)
+async def test_a_search_ends_with_its_budget_and_returns_an_estimate() -> None:
+    search = CapacitySearch(measuring(10.0, 0.01, np.random.default_rng(1)), ALPHA, max_runs=5)
     found = await search.run(4.0)
     assert len(search.points) == 5
     assert 4.0 <= found.rate <= 16.0
@@ -120,11 +129,11 @@ async def test_a_search_ends_with_its_budget_and_tells_what_it_has() -> None:
 
 
 @pytest.mark.parametrize(("share", "bounded"), [(1.0, "above"), (0.0, "below")])
-async def test_what_holds_or_fails_at_every_rate_is_told_as_a_bound(share: float, bounded: str) -> None:
+async def test_an_arm_that_holds_or_fails_at_every_rate_has_a_bound(share: float, bounded: str) -> None:
     async def measure(_rate: float, _seed: int) -> float:
         return share
 
-    search = Search(measure, ALPHA, max_runs=100)
+    search = CapacitySearch(measure, ALPHA, max_runs=100)
     assert (await search.run(1.0)).bounded == bounded
     assert len(search.points) < 20
 
@@ -135,18 +144,18 @@ async def test_a_cliff_is_reported_as_one() -> None:
     async def measure(rate: float, _seed: int) -> float:
         return 0.99 if rate <= 7.3 else 0.0
 
-    found = await Search(measure, ALPHA, max_runs=60, min_seeds=3).run(2.0)
+    found = await CapacitySearch(measure, ALPHA, max_runs=60, min_seeds=3).run(2.0)
     assert found.cliff
     assert 6.5 <= found.rate <= 7.3
 
 
 async def test_a_first_rate_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="must be over 0"):
-        await Search(measuring(1.0, 0.0, np.random.default_rng(1)), ALPHA, max_runs=5).run(0.0)
+        await CapacitySearch(measuring(1.0, 0.0, np.random.default_rng(1)), ALPHA, max_runs=5).run(0.0)
 
 
 def test_bands_for_a_chart_hold_every_seed() -> None:
-    points = [Point(1.0, 0, 0.9), Point(1.0, 1, 0.96), Point(2.0, 0, 0.4)]
+    points = [CapacityPoint(1.0, 0, 0.9), CapacityPoint(1.0, 1, 0.96), CapacityPoint(2.0, 0, 0.4)]
     assert attainment_bands(points) == {
         "rate": [1.0, 2.0],
         "share": pytest.approx([0.93, 0.4]),

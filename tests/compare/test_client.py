@@ -9,46 +9,46 @@ from pathlib import Path
 
 import pytest
 
-from compare.client import Spec, problems_of
-from compare.drive import ROOT, drive, write_arrivals
-from compare.outcome import Outcome, Recording, Slo, load_recording, outcome_line
-from compare.stream import Listener, body_of
-from compare.traffic import Arrival
+from compare.load.client import LoadSpec, problems_of
+from compare.load.driver import ROOT, drive, write_arrivals
+from compare.load.outcome import LatencySlo, LoadRecording, Outcome, load_recording, outcome_line
+from compare.load.stream import CompletionReader, body_of
+from compare.load.traffic import Arrival
 from tests.compare.fake_server import serving
 
 
-def spec_for(directory: Path, url: str, model: str = "plain", **settings: object) -> Spec:
+def spec_for(directory: Path, url: str, model: str = "plain", **settings: object) -> LoadSpec:
     arrivals, outcomes = directory / "arrivals.jsonl", directory / "outcomes.jsonl"
-    return Spec(url, model, str(arrivals), str(outcomes), **settings)
+    return LoadSpec(url, model, str(arrivals), str(outcomes), **settings)
 
 
 def num_lines(path: str) -> int:
     return len(Path(path).read_text().splitlines()) if Path(path).exists() else 0
 
 
-async def run(directory: Path, model: str, arrivals: list[Arrival], **settings: object) -> Recording:
+async def run(directory: Path, model: str, arrivals: list[Arrival], **settings: object) -> LoadRecording:
     async with serving() as (url, _):
         return await drive(spec_for(directory, url, model, **settings), arrivals)
 
 
-async def test_every_token_has_a_time_and_the_requests_are_what_was_asked(tmp_path: Path) -> None:
-    arrivals = [Arrival(0.02 * index, (5, 6, 7 + index), 4, slo=Slo(9.0)) for index in range(5)]
-    said: list[tuple[int, int, int]] = []
+async def test_every_token_has_a_time_and_requests_are_sent_as_specified(tmp_path: Path) -> None:
+    arrivals = [Arrival(0.02 * index, (5, 6, 7 + index), 4, slo=LatencySlo(9.0)) for index in range(5)]
+    progress: list[tuple[int, int, int]] = []
     async with serving() as (url, bodies):
         spec = spec_for(tmp_path, url, salt="run 1")
-        recording = await drive(spec, arrivals, lambda *counts: said.append(counts))
+        recording = await drive(spec, arrivals, lambda *counts: progress.append(counts))
     assert [outcome.index for outcome in recording.outcomes] == [0, 1, 2, 3, 4]
     for outcome, arrival in zip(recording.outcomes, arrivals, strict=True):
         assert outcome.finished
         assert outcome.tokens == [0, 1, 2, 3]
         assert outcome.id == "cmpl-1"
         assert outcome.prompt_tokens == 3
-        assert outcome.slo == Slo(9.0)
+        assert outcome.slo == LatencySlo(9.0)
         times = [outcome.scheduled_s, outcome.sent_s, outcome.first_byte_s, *outcome.token_s, outcome.ended_s]
         assert times == sorted(times)
         assert outcome.scheduled_s == arrival.at_s
         assert len(outcome.token_s) == 4
-    assert said[-1] == (5, 5, 0)
+    assert progress[-1] == (5, 5, 0)
     assert recording.counted == "ids"
     assert {body["cache_salt"] for body in bodies} == {"run 1"}
     assert all(body["ignore_eos"] and body["temperature"] == 0 and body["max_tokens"] == 4 for body in bodies)
@@ -63,7 +63,7 @@ async def test_two_tokens_in_one_event_are_two_tokens_at_one_time(tmp_path: Path
     assert outcome.token_s[0] == outcome.token_s[1] <= outcome.token_s[2] == outcome.token_s[3]
 
 
-async def test_a_server_that_tells_no_ids_is_counted_by_events_and_marked(tmp_path: Path) -> None:
+async def test_without_ids_events_are_counted_and_the_recording_is_marked(tmp_path: Path) -> None:
     recording = await run(tmp_path, "no-ids", [Arrival(0.0, (1, 2), 3)], send="text")
     assert recording.counted == "events"
     assert recording.outcomes[0].finished
@@ -71,13 +71,13 @@ async def test_a_server_that_tells_no_ids_is_counted_by_events_and_marked(tmp_pa
     assert not [problem for problem in recording.problems if "several tokens" in problem]
 
 
-async def test_bundled_tokens_that_cannot_be_told_apart_invalidate_the_run(tmp_path: Path) -> None:
+async def test_bundled_tokens_without_a_count_invalidate_the_run(tmp_path: Path) -> None:
     recording = await run(tmp_path, "no-ids-bundled", [Arrival(0.0, (1, 2), 4)])
     assert recording.outcomes[0].error == "bundled: 4 tokens in 2 events"
     assert any("the time between tokens cannot be measured" in problem for problem in recording.problems)
 
 
-async def test_logprobs_count_tokens_where_there_are_no_ids(tmp_path: Path) -> None:
+async def test_without_ids_logprobs_count_tokens(tmp_path: Path) -> None:
     recording = await run(tmp_path, "logprobs", [Arrival(0.0, (1, 2), 4)])
     assert recording.counted == "logprobs"
     assert len(recording.outcomes[0].token_s) == 4
@@ -89,10 +89,10 @@ async def test_logprobs_count_tokens_where_there_are_no_ids(tmp_path: Path) -> N
         ("full", "HTTP 429: too many requests"),
         ("short", "2 tokens came of 3 asked for"),
         ("hangs", "timeout"),
-        ("garbled", "the answer is no stream of completions: 'list' object has no attribute 'get'"),
+        ("garbled", "the answer is not a stream of completions: 'list' object has no attribute 'get'"),
     ],
 )
-async def test_a_failure_is_an_outcome_that_says_why(tmp_path: Path, model: str, error: str) -> None:
+async def test_a_failure_is_an_outcome_with_a_reason(tmp_path: Path, model: str, error: str) -> None:
     arrivals = [Arrival(0.0, (1,), 3), Arrival(0.01, (1,), 3)]
     recording = await run(tmp_path, model, arrivals, timeout_s=0.4)
     assert [outcome.error for outcome in recording.outcomes] == [error, error]
@@ -107,7 +107,7 @@ async def test_a_stream_that_breaks_off_keeps_the_tokens_that_came(tmp_path: Pat
     assert len(outcome.token_s) == 1
 
 
-async def test_no_number_of_open_requests_holds_the_next_one_back(tmp_path: Path) -> None:
+async def test_open_requests_never_delay_the_next_one(tmp_path: Path) -> None:
     """A concurrency cap would hide overload: all 150 are sent though not one is answered."""
     arrivals = [Arrival(0.002 * index, (1,), 3) for index in range(150)]
     recording = await run(tmp_path, "hangs", arrivals, timeout_s=2.0)
@@ -126,12 +126,12 @@ async def test_a_server_that_is_gone_fails_every_request_and_the_run(tmp_path: P
     assert "went away, in 2 of 2 requests" in " ".join(recording.problems)
 
 
-def test_a_connection_that_breaks_now_and_then_is_a_miss_and_no_way_out_of_the_comparison() -> None:
+def test_a_connection_that_breaks_occasionally_is_a_miss_and_does_not_invalidate_the_run() -> None:
     outcomes = [Outcome(index, "", float(index), sent_s=float(index), finish="length") for index in range(9)]
     outcomes[4] = Outcome(4, "", 4.0, sent_s=4.0, error="ServerDisconnectedError: Server disconnected")
-    assert problems_of(outcomes, Slo()) == []
+    assert problems_of(outcomes, LatencySlo()) == []
     outcomes[8].error = outcomes[4].error
-    assert "went away, in 2 of 9 requests" in problems_of(outcomes, Slo())[0]
+    assert "went away, in 2 of 9 requests" in problems_of(outcomes, LatencySlo())[0]
 
 
 async def test_a_load_generator_that_is_ended_leaves_an_outcome_for_every_arrival(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ async def test_a_load_generator_that_is_ended_leaves_an_outcome_for_every_arriva
     assert [outcome.finished for outcome in load_recording(Path(spec.outcomes)).outcomes] == [True]
 
 
-async def test_a_load_generator_that_fails_loses_all_and_says_why(tmp_path: Path) -> None:
+async def test_a_failed_load_generator_loses_all_requests_with_a_reason(tmp_path: Path) -> None:
     recording = await drive(spec_for(tmp_path, "http://127.0.0.1:1"), [Arrival("soon", (1,), 2)])
     assert recording.outcomes[0].error == "lost with the load generator"
     assert recording.problems[0] == "load generator: could not convert string to float: 'soon'"
@@ -156,11 +156,11 @@ async def test_a_load_generator_that_fails_loses_all_and_says_why(tmp_path: Path
 
 async def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
     async with serving() as (url, _):
-        spec = Spec(url, "plain", str(tmp_path / "arrivals.jsonl"), "/dev/full")
+        spec = LoadSpec(url, "plain", str(tmp_path / "arrivals.jsonl"), "/dev/full")
         write_arrivals(Path(spec.arrivals), [Arrival(0.0, (1,), 2)])
         path = tmp_path / "spec.json"
         path.write_text(json.dumps(asdict(spec)))
-        command = [sys.executable, "-m", "compare.client", str(path)]
+        command = [sys.executable, "-m", "compare.load.client", str(path)]
         ended = await asyncio.to_thread(
             subprocess.run, command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=30
         )
@@ -188,78 +188,80 @@ def test_outcomes_that_break_off_are_read_as_far_as_they_go(tmp_path: Path) -> N
 def test_a_client_that_sends_late_invalidates_its_run(lag_s: float, slo_ms: float, honest: bool) -> None:
     """Allowed: the larger of 2 ms and 2 % of the TTFT SLO."""
     outcomes = [Outcome(index, "", float(index), sent_s=index + lag_s, finish="length") for index in range(200)]
-    assert (not problems_of(outcomes, Slo(slo_ms))) == honest
+    assert (not problems_of(outcomes, LatencySlo(slo_ms))) == honest
 
 
 def test_the_running_usage_counts_where_nothing_else_does() -> None:
     outcome = Outcome(0, "", 0.0, max_tokens=3)
-    listener = Listener(outcome, exact=True)
-    for told, at_s in ((2, 1.0), (3, 2.0)):
-        event = {"id": "x", "choices": [{"text": " w"}], "usage": {"completion_tokens": told, "prompt_tokens": 7}}
-        listener.hear(b"data: " + json.dumps(event).encode() + b"\r\n\r\n", at_s)
-    listener.hear(b'data: {"choices":[{"text":"","finish_reason":"length"}]}\n\ndata: [DONE]\n\n', 3.0)
-    listener.close()
+    reader = CompletionReader(outcome, exact=True)
+    for reported, at_s in ((2, 1.0), (3, 2.0)):
+        event = {"id": "x", "choices": [{"text": " w"}], "usage": {"completion_tokens": reported, "prompt_tokens": 7}}
+        reader.feed(b"data: " + json.dumps(event).encode() + b"\r\n\r\n", at_s)
+    reader.feed(b'data: {"choices":[{"text":"","finish_reason":"length"}]}\n\ndata: [DONE]\n\n', 3.0)
+    reader.close()
     assert outcome.token_s == [1.0, 1.0, 2.0]
-    assert listener.counted == "usage"
+    assert reader.counted == "usage"
     assert outcome.finished
 
 
-def heard(*events: dict[str, object], exact: bool = True, max_tokens: int = 3) -> tuple[Outcome, Listener]:
-    """A second from each event to the next."""
+def read_events(
+    *events: dict[str, object], exact: bool = True, max_tokens: int = 3
+) -> tuple[Outcome, CompletionReader]:
+    """Feed events one second apart, and return the outcome and its reader."""
     outcome = Outcome(0, "", 0.0, max_tokens=max_tokens)
-    listener = Listener(outcome, exact=exact)
+    reader = CompletionReader(outcome, exact=exact)
     for at_s, event in enumerate(events, 1):
-        listener.hear(b"data: " + json.dumps(event).encode() + b"\n\n", float(at_s))
-    listener.close()
-    return outcome, listener
+        reader.feed(b"data: " + json.dumps(event).encode() + b"\n\n", float(at_s))
+    reader.close()
+    return outcome, reader
 
 
-def said(text: str, finish: str | None = None, **more: object) -> dict[str, object]:
+def event(text: str, finish: str | None = None, **more: object) -> dict[str, object]:
     return {"choices": [{"text": text, "finish_reason": finish}], **more}
 
 
 def test_usage_that_only_comes_at_the_end_does_not_make_up_for_bundles() -> None:
     """Two tokens came at second 1. To count one there and two at second 2 would invent a time between tokens."""
-    outcome, _ = heard(said("a b"), said("c", "length", usage={"completion_tokens": 3}))
+    outcome, _ = read_events(event("a b"), event("c", "length", usage={"completion_tokens": 3}))
     assert outcome.error == "bundled: 3 tokens in 2 events"
-    outcome, _ = heard(said("a b"), said("c", "length"))  # no usage at all, and exactly three were asked for
+    outcome, _ = read_events(event("a b"), event("c", "length"))  # no usage at all, and exactly three were asked for
     assert outcome.error == "bundled: 3 tokens in 2 events"
 
 
-def test_an_answer_without_a_token_is_no_good_request() -> None:
-    outcome, _ = heard(said("", "stop"), exact=False)
+def test_an_answer_without_a_token_is_a_failure() -> None:
+    outcome, _ = read_events(event("", "stop"), exact=False)
     assert not outcome.finished
     assert outcome.error == "an answer without a token"
 
 
 def test_a_null_error_is_none() -> None:
-    outcome, _ = heard(said("a", "stop", error=None), exact=False)
+    outcome, _ = read_events(event("a", "stop", error=None), exact=False)
     assert outcome.finished
 
 
 @pytest.mark.parametrize("usage", [{}, {"usage": {"completion_tokens": 10**12}}])
 def test_a_stream_that_never_ends_is_given_up_after_the_tokens_asked_for(usage: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="more than the 3 tokens asked for"):
-        heard(*[said(" w", **usage)] * 9)
+        read_events(*[event(" w", **usage)] * 9)
 
 
 def test_a_line_without_end_is_given_up() -> None:
-    listener = Listener(Outcome(0, "", 0.0), exact=True)
+    reader = CompletionReader(Outcome(0, "", 0.0), exact=True)
     for _ in range(16):
-        listener.hear(b"x" * (1 << 20), 1.0)
+        reader.feed(b"x" * (1 << 20), 1.0)
     with pytest.raises(ValueError, match="a line of over"):
-        listener.hear(b"x", 1.0)
+        reader.feed(b"x", 1.0)
 
 
 @pytest.mark.parametrize("model", ["stays", "leaves"])
-async def test_what_a_connection_does_after_the_last_word_is_no_matter(tmp_path: Path, model: str) -> None:
+async def test_the_connection_does_not_matter_after_the_end_of_the_stream(tmp_path: Path, model: str) -> None:
     recording = await run(tmp_path, model, [Arrival(0.0, (1,), 3)], timeout_s=0.6)
     (outcome,) = recording.outcomes
     assert outcome.finished, outcome.error
     assert outcome.ended_s < 0.5
 
 
-def test_text_of_two_salts_shares_no_prefix_and_of_one_salt_shares_what_the_ids_share() -> None:
+def test_texts_share_prefixes_like_their_ids_only_with_the_same_salt() -> None:
     def text(ids: list[int], salt: str) -> list[str]:
         return str(json.loads(body_of("m", ids, 1, "text", salt))["prompt"]).split()
 
@@ -273,21 +275,21 @@ def test_text_of_two_salts_shares_no_prefix_and_of_one_salt_shares_what_the_ids_
 
 
 def test_a_client_that_reads_late_invalidates_its_run() -> None:
-    """It would tell its own lateness as the time between the server's tokens."""
-    assert problems_of([], Slo(), 0.0015) == []
-    assert "read 1 % of what came over 3.0 ms late" in problems_of([], Slo(), 0.003)[0]
-    assert problems_of([], Slo(1000.0), 0.003) == []
+    """Its lateness would count as time between the server's tokens."""
+    assert problems_of([], LatencySlo(), 0.0015) == []
+    assert "read 1 % of the answers over 3.0 ms late" in problems_of([], LatencySlo(), 0.003)[0]
+    assert problems_of([], LatencySlo(1000.0), 0.003) == []
 
 
-def test_an_outcome_is_kept_whole() -> None:
-    outcome = Outcome(3, "x", 0.5, 0.6, 0.7, [0.7, 0.8], [5, 6], "length", "", 4, 2, 0.9, Slo(9.0, 4.0, "max"))
+def test_an_outcome_is_written_completely() -> None:
+    outcome = Outcome(3, "x", 0.5, 0.6, 0.7, [0.7, 0.8], [5, 6], "length", "", 4, 2, 0.9, LatencySlo(9.0, 4.0, "max"))
     assert json.loads(outcome_line(outcome)) == asdict(outcome)
 
 
 def test_an_error_in_the_stream_is_the_outcome() -> None:
     outcome = Outcome(0, "", 0.0, max_tokens=3)
-    listener = Listener(outcome, exact=True)
-    listener.hear(b'data: {"error":{"message":"the node was lost"}}\n\n', 1.0)
-    listener.close()
+    reader = CompletionReader(outcome, exact=True)
+    reader.feed(b'data: {"error":{"message":"the node was lost"}}\n\n', 1.0)
+    reader.close()
     assert outcome.error == "the node was lost"
     assert not outcome.finished

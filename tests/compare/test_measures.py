@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from compare.causes import miss_cause, miss_causes, phases_ms, phases_of
-from compare.measures import (
+from compare.load.outcome import LatencySlo, Outcome
+from compare.stats.causes import busy_shares, miss_cause, miss_causes, phases_ms, phases_of
+from compare.stats.measures import (
     ecdf,
     fluidity,
     gaps_s,
@@ -18,11 +19,9 @@ from compare.measures import (
     ttst_s,
     values_ms,
 )
-from compare.outcome import Outcome, Slo
-from compare.passes import busy
 from scheduler.cost import CostModel
 
-STRICT = Slo(ttft_ms=500, tbt_ms=50)
+STRICT = LatencySlo(ttft_ms=500, tbt_ms=50)
 
 
 def request(scheduled_s: float, token_s: list[float], **fields: object) -> Outcome:
@@ -81,7 +80,7 @@ def test_fluidity_counts_deadlines_kept_and_tokens_that_never_came_as_late() -> 
     # Due at 0.5, 0.55, 0.6, 0.65: the second is late, the third has caught up.
     assert fluidity(request(0.0, [0.4, 0.58, 0.59, 0.65]), STRICT) == (3, 4)
     assert fluidity(failed(0.0, [0.4], max_tokens=4), STRICT) == (1, 4)
-    assert fluidity(request(0.0, [0.4, 9.0]), Slo(ttft_ms=500)) == (2, 2)
+    assert fluidity(request(0.0, [0.4, 9.0]), LatencySlo(ttft_ms=500)) == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +92,7 @@ def test_fluidity_counts_deadlines_kept_and_tokens_that_never_came_as_late() -> 
         (request(0.0, [0.6, 0.7]), ["ttft", "tbt"]),
         (request(0.0, [0.4]), []),
         (failed(0.0, [0.4, 0.41]), ["failed"]),
-        (request(0.0, [0.6, 0.7], slo=Slo(ttft_ms=700, tbt_ms=200)), []),
+        (request(0.0, [0.6, 0.7], slo=LatencySlo(ttft_ms=700, tbt_ms=200)), []),
     ],
 )
 def test_a_good_request_finished_and_kept_every_slo(outcome: Outcome, missed: list[str]) -> None:
@@ -101,11 +100,11 @@ def test_a_good_request_finished_and_kept_every_slo(outcome: Outcome, missed: li
 
 
 @pytest.mark.parametrize(("tbt_of", "missed"), [("p99", []), ("max", ["tbt"]), ("mean", [])])
-def test_what_of_the_gaps_is_held_against_the_slo(tbt_of: str, missed: list[str]) -> None:
+def test_the_figure_of_the_gaps_that_the_slo_limits(tbt_of: str, missed: list[str]) -> None:
     """One stall in 200 gaps is no p99."""
     times = [0.1 + 0.01 * index for index in range(200)]
     outcome = request(0.0, [*times, times[-1] + 0.2])
-    assert misses(outcome, Slo(500, 50, tbt_of)) == missed
+    assert misses(outcome, LatencySlo(500, 50, tbt_of)) == missed
 
 
 # ---- one run -------------------------------------------------------------------------------------------------------
@@ -196,7 +195,7 @@ def test_latency_percentiles_of_known_values() -> None:
     assert percentile([], 50) is None
 
 
-def test_a_window_in_which_nobody_arrived_has_no_attainment() -> None:
+def test_a_window_without_arrivals_has_no_attainment() -> None:
     found = measure([request(5.0, [5.1])], STRICT, {}, WINDOW, overloaded=False)
     assert found.arrived == 0
     assert found.metrics["attainment"] is None
@@ -205,7 +204,7 @@ def test_a_window_in_which_nobody_arrived_has_no_attainment() -> None:
 # ---- with the router's records -------------------------------------------------------------------------------------
 
 
-def test_transfers_are_told_hidden_and_exposed_and_bandwidth_is_over_busy_time() -> None:
+def test_transfers_are_hidden_and_exposed_and_bandwidth_is_over_busy_time() -> None:
     outcomes = [request(10.0, [10.2, 10.3], id="a"), request(11.0, [11.2, 11.3], id="b"), request(12.0, [12.1], id="c")]
     transfers = [
         {"bytes": 3_000_000, "busy_ms": 2.0, "hidden_ms": 1.5, "exposed_ms": 0.5, "channel": "shm"},
@@ -224,7 +223,7 @@ def test_transfers_are_told_hidden_and_exposed_and_bandwidth_is_over_busy_time()
     assert metrics["ttft_server_p50_ms"] == pytest.approx(100)
 
 
-def test_ttft_at_the_server_does_not_leave_out_who_never_got_a_token() -> None:
+def test_ttft_at_the_server_includes_requests_without_a_token() -> None:
     """Survivors only, its median would be 100 ms: of five requests, three had no first token."""
     outcomes = [request(10.0, [10.2], id="a"), request(10.0, [10.2], id="b")]
     outcomes += [failed(10.0, []), failed(10.0, []), failed(10.0, [])]
@@ -241,7 +240,7 @@ def step(start_ms: float, duration_ms: float, prefill: int, decodes: int, **more
 
 def test_shares_of_a_device_sum_to_1_and_overlaps_count_once() -> None:
     passes = [step(0, 20, 10, 0), step(10, 20, 0, 4, waiting=3), step(40, 20, 5, 15), step(90, 20, 0, 1)]
-    shares = busy(passes, (0.0, 100.0), None)
+    shares = busy_shares(passes, (0.0, 100.0), None)
     assert shares["busy"] == pytest.approx(0.6)
     assert shares["prefill"] == pytest.approx(0.2 + 0.05)
     assert shares["decode"] == pytest.approx(0.1 + 0.15 + 0.1)
@@ -249,7 +248,7 @@ def test_shares_of_a_device_sum_to_1_and_overlaps_count_once() -> None:
     assert shares["idle_empty"] == pytest.approx(0.3)
     model = CostModel(overhead=0.01, per_token=0.001, per_context=0.0001)
     mixed = step(0, 40, 10, 10, decode_context=200)  # 10 ms of prompts; 10 + 20 ms of decodes; 10 ms of neither
-    assert busy([mixed], (0.0, 40.0), model)["prefill"] == pytest.approx(0.25)
+    assert busy_shares([mixed], (0.0, 40.0), model)["prefill"] == pytest.approx(0.25)
 
 
 def test_phases_and_client_lag_and_residual_sum_to_the_whole_time() -> None:
@@ -297,6 +296,6 @@ def test_every_miss_has_one_cause(outcome: Outcome, phases: dict[str, float], ca
     assert miss_cause(outcome, summary(**phases), STRICT) == cause
 
 
-def test_causes_are_counted_and_a_miss_without_records_is_told_too() -> None:
+def test_causes_are_counted_including_misses_without_records() -> None:
     outcomes = [request(0.0, [0.9]), request(0.0, [0.9]), failed(0.0, []), request(0.0, [0.1])]
     assert miss_causes(outcomes, {}, STRICT) == {"TTFT: unknown": 2, "failed: timeout": 1}

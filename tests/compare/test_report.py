@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from compare.report.page import page_of, write_report
+from compare.report.page import STEPS, page_of, thinned, write_report
 from compare.report.schema import problems_of
-from compare.report.thinning import PASSES, thinned
-from tests.compare.reports import HOSTILE, report_of
+from tests.compare.reports import HOSTILE, bare, hostile, report_of
 
 
-def test_a_whole_report_has_no_problems() -> None:
+def test_a_complete_report_has_no_problems() -> None:
     assert problems_of(report_of()) == []
     assert problems_of(report_of(capacity=True)) == []
 
@@ -94,7 +93,7 @@ def test_a_normal_page_is_self_contained_and_under_a_megabyte() -> None:
     assert "{{" not in page, "a placeholder was left"
 
 
-def test_a_page_stays_small_however_much_there_is_to_tell() -> None:
+def test_the_page_of_a_long_session_stays_small() -> None:
     report = report_of(seconds=400.0)
     report["tokens"] = {"compared": 9000, "different": [{"seed": 1, "index": n} for n in range(9000)], "equal": False}
     for strip in report["strip"].values():
@@ -110,18 +109,9 @@ def test_text_of_others_never_becomes_markup() -> None:
     page = page_of(report)
     assert "<img" not in page
     assert page.count("</script>") == 4
-    told = re.search(r'id="data">(.*?)</script>', page, re.S)
-    assert told
-    assert json.loads(told[1])["arms"][0]["name"] == HOSTILE
-
-
-def hostile() -> dict[str, Any]:
-    """A report in which every text that others chose tries to be markup."""
-    text = json.dumps(report_of()).replace("colocated:2", json.dumps(HOSTILE)[1:-1])
-    report: dict[str, Any] = json.loads(text)
-    report["traffic"]["name"] = report["repro"] = report["verdict"]["sentence"] = HOSTILE
-    report["problems"] = report["runs"][0]["problems"] = [HOSTILE]
-    return report
+    data = re.search(r'id="data">(.*?)</script>', page, re.S)
+    assert data
+    assert json.loads(data[1])["arms"][0]["name"] == HOSTILE
 
 
 def test_a_long_strip_is_cut_to_the_period_with_the_longest_wait() -> None:
@@ -129,13 +119,13 @@ def test_a_long_strip_is_cut_to_the_period_with_the_longest_wait() -> None:
     strip = report["strip"]["colocated:2"]
     del strip["nodes"]["decode-1"]
     origin = strip["nodes"]["decode-0"][0][0]
-    strip["nodes"]["decode-0"] = [[origin + 5.0 * n, 4.0, 0, 8, None] for n in range(PASSES * 3)]
-    strip["nodes"]["decode-0"][PASSES * 2][1] = 900.0
+    strip["nodes"]["decode-0"] = [[origin + 5.0 * n, 4.0, 0, 8, None] for n in range(STEPS * 3)]
+    strip["nodes"]["decode-0"][STEPS * 2][1] = 900.0
     page = thinned(report)
     period, rows = page["strip_period"], page["strip"]["colocated:2"]["nodes"]["decode-0"]
-    assert period["since_ms"] <= 5.0 * PASSES * 2 <= period["until_ms"] < period["whole_ms"]
+    assert period["since_ms"] <= 5.0 * STEPS * 2 <= period["until_ms"] < period["whole_ms"]
     assert [900.0, 8] in [row[1:4:2] for row in rows]
-    assert len(rows) <= PASSES * 1.1
+    assert len(rows) <= STEPS * 1.1
     assert all(period["since_ms"] - 900 <= row[0] <= period["until_ms"] for row in rows)
     assert page["strip"]["colocated:2"]["requests"] == [], "the requests were all over before this period"
 
@@ -144,11 +134,11 @@ def test_a_short_strip_is_whole_and_begins_at_zero_in_every_arm() -> None:
     report = report_of()
     page = thinned(report)
     for arm, strip in report["strip"].items():
-        told = page["strip"][arm]
-        assert {node: len(rows) for node, rows in told["nodes"].items()} == {
+        data = page["strip"][arm]
+        assert {node: len(rows) for node, rows in data["nodes"].items()} == {
             n: len(r) for n, r in strip["nodes"].items()
         }
-        assert min(rows[0][0] for rows in told["nodes"].values()) == pytest.approx(0, abs=0.01)
+        assert min(rows[0][0] for rows in data["nodes"].values()) == pytest.approx(0, abs=0.01)
 
 
 def test_a_thinned_curve_keeps_its_ends_and_its_shape() -> None:
@@ -164,7 +154,7 @@ def test_a_thinned_curve_keeps_its_ends_and_its_shape() -> None:
         assert y == pytest.approx((math.log(x) / math.log(1.001) + 1) / 20_000, abs=0.001)
 
 
-def test_a_request_of_many_spans_keeps_the_longest_and_says_how_many_are_gone() -> None:
+def test_a_request_of_many_spans_keeps_the_longest_and_counts_the_others() -> None:
     report = report_of()
     spans = [
         {"kind": "decode", "node": "decode-0", "start_ms": 10.0 * n, "end_ms": 10.0 * n + 1 + n % 7} for n in range(900)
@@ -201,24 +191,3 @@ def test_thinning_leaves_the_report_as_it_was() -> None:
 
 def test_nothing_measured_is_still_a_page() -> None:
     assert "report.json" in page_of(bare())
-
-
-def bare() -> dict[str, Any]:
-    """A comparison that broke off before its first run was over: every part is there, and empty."""
-    report = report_of(arms=("colocated:2", "disaggregated:1p1d"))
-    report.update(
-        valid=False,
-        problems=["Interrupted."],
-        runs=[],
-        summary={},
-        comparisons=[],
-        control=None,
-        phases={},
-        miss_causes={},
-    )
-    report.update(busy={}, strip={}, worst=[], tokens={"compared": 0, "different": [], "equal": True}, environment={})
-    report["curves"] = {"ecdf": {"ttft_ms": {}, "tbt_ms": {}, "ttst_ms": {}}, "attainment": None}
-    report["parity"] = {"equal": False, "facts": []}
-    report["verdict"] = {"sentence": "No verdict.", "cause": None, "flips": None, "interval": None}
-    assert problems_of(report) == []
-    return report

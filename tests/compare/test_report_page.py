@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from compare.report.page import write_report
-from tests.compare.reports import HOSTILE, report_of
-from tests.compare.test_report import bare, hostile
+from tests.compare.reports import HOSTILE, bare, hostile, report_of
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the report's page is tested with playwright")
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -42,11 +41,11 @@ CONTRAST = """() => {
         return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
     const ground = (element) => { for (let at = element; at; at = at.parentElement) {
         const colour = parse(getComputedStyle(at).backgroundColor); if (colour[3] !== 0) return colour.slice(0, 3); } return [255, 255, 255]; };
-    const told = [...document.querySelectorAll('body *')].filter(each =>
+    const texts = [...document.querySelectorAll('body *')].filter(each =>
         !/SCRIPT|NOSCRIPT/.test(each.tagName) && [...each.childNodes].some(node => node.nodeType === 3 && node.textContent.trim()));
     const of = (each) => { const [a, b] = [light(parse(getComputedStyle(each).color).slice(0, 3)), light(ground(each))].sort((x, y) => y - x);
         return [(a + 0.05) / (b + 0.05), each.outerHTML.slice(0, 80)]; };
-    return told.map(of).sort((x, y) => x[0] - y[0])[0]; }"""
+    return texts.map(of).sort((x, y) => x[0] - y[0])[0]; }"""
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +119,7 @@ def test_markup_in_names_is_shown_as_text(opened: Callable[..., Any]) -> None:
     assert page.locator("pre").inner_text() == HOSTILE
 
 
-def test_what_was_not_measured_is_said_in_every_section(opened: Callable[..., Any]) -> None:
+def test_every_section_without_data_says_so(opened: Callable[..., Any]) -> None:
     page = opened(bare())
     assert ids(page) == SECTIONS
     assert page.locator(".banner strong").all_inner_texts() == ["Invalid", "Not comparable"]
@@ -128,14 +127,14 @@ def test_what_was_not_measured_is_said_in_every_section(opened: Callable[..., An
         assert page.locator(f"#{section} .none").count() > 0, section
 
 
-def test_a_report_that_is_not_comparable_names_the_facts_and_gives_no_reasons(opened: Callable[..., Any]) -> None:
+def test_a_report_that_is_not_comparable_names_the_facts_without_a_cause(opened: Callable[..., Any]) -> None:
     report = report_of()
     report["parity"]["equal"] = False
     report["parity"]["facts"][0].update(
         equal=False, values={"colocated:2": "float32", "disaggregated:1p1d": "bfloat16"}
     )
     page = opened(report)
-    assert "Not comparable They differ in more than was asked: dtype." in page.locator(".banner").inner_text()
+    assert "Not comparable The arms differ in undeclared facts: dtype." in page.locator(".banner").inner_text()
     assert page.locator(".sentence").count() == 0
     assert "Why" not in page.locator("#verdict").inner_text()
 
@@ -180,7 +179,7 @@ def test_the_strip_moves_and_zooms_and_is_walked_by_keyboard(opened: Callable[..
     assert page.evaluate(BLANK) == 0
 
 
-def test_a_pass_that_is_clicked_tells_its_figures(opened: Callable[..., Any]) -> None:
+def test_a_clicked_step_shows_its_figures(opened: Callable[..., Any]) -> None:
     report = report_of(arms=("disaggregated:1p1d",))
     strip = report["strip"]["disaggregated:1p1d"]
     start = strip["nodes"]["prefill-0"][0][0]
@@ -191,11 +190,11 @@ def test_a_pass_that_is_clicked_tells_its_figures(opened: Callable[..., Any]) ->
     }
     page = opened(report)
     page.locator(".lane").first.click(position={"x": 200, "y": 20})
-    told = page.locator("#strip .readout").inner_text()
-    assert told == "prefill-0: 800 ms at 0.1 s, 512 prompt tokens, 0 decodes, predicted 790 ms"
+    readout = page.locator("#strip .readout").inner_text()
+    assert readout == "prefill-0: 800 ms at 0.1 s, 512 prompt tokens, 0 decodes, predicted 790 ms"
 
 
-def test_what_is_not_drawn_or_not_counted_is_said(opened: Callable[..., Any]) -> None:
+def test_the_page_says_what_it_does_not_draw_or_count(opened: Callable[..., Any]) -> None:
     report = report_of()
     strip = report["strip"]["colocated:2"]
     strip["requests"] = [{**strip["requests"][0], "id": f"cmpl-{number:06}"} for number in range(40)]
@@ -212,7 +211,7 @@ def test_what_is_not_drawn_or_not_counted_is_said(opened: Callable[..., Any]) ->
     assert report["notes"][0] in page.locator("#verdict").inner_text()
     phases = page.locator("#phases").inner_text()
     assert "mean of the 2,350 finished of 2,400" in phases
-    assert "mean of 7 of them that missed" in phases
+    assert "mean of the 7 that missed" in phases
     assert page.locator("#arms tr", has_text="Capacity").locator("td").first.inner_text() == "≥ 12"
 
 

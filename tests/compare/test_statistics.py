@@ -4,9 +4,9 @@ judged steady as its queue is."""
 import numpy as np
 import pytest
 
-from compare.outcome import Outcome
-from compare.statistics import TOO_CLOSE, compare, compare_arms, holm, student
-from compare.steady import is_growing, measured_window, mser, outstanding
+from compare.load.outcome import Outcome
+from compare.stats.measures import is_growing, measured_window, mser, outstanding
+from compare.stats.statistics import TOO_CLOSE, compare, compare_arms, holm, student
 
 DRAWS = 400
 
@@ -68,7 +68,7 @@ def test_a_difference_is_called_when_it_is_sure_and_large(metric: str, ours: lis
     assert compare(metric, ("ours", ours), ("theirs", [100.0] * 4)).says == says
 
 
-def test_equal_differences_of_a_few_seeds_are_no_certainty() -> None:
+def test_equal_differences_of_a_few_seeds_are_not_certain() -> None:
     """19 of 20 requests in one arm and 20 in the other, in both seeds: chance does that one time in two."""
     ours, theirs = [1.0, 0.95], [0.95, 0.90]  # equal but for rounding
     found = compare("attainment", ("ours", ours), ("theirs", theirs))
@@ -87,7 +87,7 @@ def test_seeds_that_one_arm_did_not_survive_leave_nothing_to_compare() -> None:
     assert found.difference is None
     assert found.says == TOO_CLOSE
     assert found.note == "1 of 3 pairs of runs have no such figure"
-    with pytest.raises(ValueError, match="2 runs of a and 1 of b are no pairs"):
+    with pytest.raises(ValueError, match="2 runs of a and 1 of b are not pairs"):
         compare("ttft_p50_ms", ("a", [1.0, 2.0]), ("b", [1.0]))
 
 

@@ -4,18 +4,17 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from compare.statistics import TOO_CLOSE, compare
-from compare.verdict import (
+from compare.stats.statistics import TOO_CLOSE, compare
+from compare.stats.verdict import (
     ATTAINMENT,
     CAPACITY,
-    Standing,
-    cause,
-    clear_winner,
+    Ranking,
+    compare_control,
     flips,
-    held_to_itself,
-    latencies_told,
+    latency_differences,
+    leading_cause,
+    rank,
     sentence,
-    standing,
 )
 
 GOOD = [0.95, 0.96, 0.94, 0.95, 0.96, 0.94]
@@ -23,50 +22,53 @@ FAIR = [0.85, 0.87, 0.84, 0.86, 0.85, 0.84]
 POOR = [0.41, 0.45, 0.40, 0.42, 0.46, 0.43]
 
 
-def found(**runs: list[float | None]) -> Standing:
-    result = standing(ATTAINMENT, runs)
+def found(**runs: list[float | None]) -> Ranking:
+    result = rank(ATTAINMENT, runs)
     assert result is not None
     return result
 
 
 def test_the_best_arm_leads_the_others_by_an_interval():
-    told, interval = sentence("2 devices", found(fair=FAIR, good=GOOD, poor=POOR))
-    assert told.startswith("2 devices: good 95.0 % leads fair 85.2 % (+9.8 points [")
-    assert "poor 42.8 % (+52.2 points [" in told
-    assert told.endswith("6 paired runs")
+    text, interval = sentence(found(fair=FAIR, good=GOOD, poor=POOR))
+    assert text.startswith("good leads: 95.0 % of requests within the SLO, fair 85.2 % (+9.8 points [")
+    assert "poor 42.8 % (+52.2 points [" in text
+    assert text.endswith("6 paired runs")
     assert interval is not None
     assert interval.startswith("+9.8 points [+")
 
 
 def test_arms_that_do_not_differ_are_too_close_to_call():
-    told, _ = sentence("x", found(a=GOOD, b=[value + 0.001 for value in reversed(GOOD)], poor=POOR))
-    assert TOO_CLOSE in told
-    assert "behind: poor 42.8 %" in told
-    assert clear_winner(found(a=GOOD, b=GOOD)) is None
+    text, _ = sentence(found(a=GOOD, b=[value + 0.001 for value in reversed(GOOD)], poor=POOR))
+    assert TOO_CLOSE in text
+    assert "behind: poor 42.8 %" in text
+    assert found(a=GOOD, b=GOOD).winner is None
 
 
 def test_there_is_no_verdict_without_two_arms_or_without_pairs():
-    assert standing(ATTAINMENT, {"a": GOOD, "b": []}) is None
-    assert standing(ATTAINMENT, {"a": GOOD, "b": [*GOOD[:5], None]}) is None
-    assert "no verdict" in sentence("x", None)[0]
-    told, interval = sentence("x", found(a=[0.9], b=[0.5]))
-    assert "no verdict from one pair" in told
+    assert rank(ATTAINMENT, {"a": GOOD, "b": []}) is None
+    assert rank(ATTAINMENT, {"a": GOOD, "b": [*GOOD[:5], None]}) is None
+    assert "no verdict" in sentence(None)[0]
+    text, interval = sentence(found(a=[0.9], b=[0.5]))
+    assert "no verdict from one pair" in text
     assert interval is None
 
 
 def test_the_cause_is_the_most_common_of_the_arm_that_is_furthest_behind():
     causes = {"poor": {"TBT: behind prompt chunks": 71, "TTFT: prefill queue": 29}, "good": {"failed": 1}}
-    assert cause(found(good=GOOD, poor=POOR), causes) == "71% of the 100 misses of poor are TBT: behind prompt chunks"
+    assert (
+        leading_cause(found(good=GOOD, poor=POOR), causes)
+        == "71% of the 100 misses of poor are TBT: behind prompt chunks"
+    )
 
 
-def test_nothing_is_blamed_where_nobody_is_behind():
-    assert cause(found(a=GOOD, b=GOOD), {"a": {"failed": 3}}) is None
-    everyone_perfect = cause(found(a=[1.0] * 6, b=[1.0] * 6), {})
+def test_there_is_no_cause_if_no_arm_is_behind():
+    assert leading_cause(found(a=GOOD, b=GOOD), {"a": {"failed": 3}}) is None
+    everyone_perfect = leading_cause(found(a=[1.0] * 6, b=[1.0] * 6), {})
     assert everyone_perfect is not None
     assert "tighter SLO" in everyone_perfect
 
 
-def ahead(winner: str | None, t: float = 20.0) -> Standing:
+def ahead(winner: str | None, t: float = 20.0) -> Ranking:
     """Two arms, one of them ahead by `t` standard errors."""
     spread = [-0.03, 0.03, -0.03, 0.03, -0.03, 0.03]
     lead = 0.0 if winner is None else t * 0.01342  # the standard error of `spread`
@@ -75,7 +77,7 @@ def ahead(winner: str | None, t: float = 20.0) -> Standing:
 
 
 def test_flips_are_where_another_arm_wins_at_every_look():
-    def standing_at(ttft_ms: float, tbt_ms: float) -> Standing:
+    def standing_at(ttft_ms: float, tbt_ms: float) -> Ranking:
         return ahead("b" if tbt_ms >= 90 or 100 < ttft_ms < 200 else "a")
 
     assert flips(standing_at, ttft_ms=450, tbt_ms=40) == [
@@ -84,36 +86,36 @@ def test_flips_are_where_another_arm_wins_at_every_look():
     ]
 
 
-def test_a_single_look_is_no_range():
-    told = flips(lambda _, tbt_ms: ahead("b" if 110 < tbt_ms < 115 else "a"), 450, 40)
-    assert told[0].startswith("no other arm wins clearly")
+def test_a_single_slo_is_not_a_range():
+    text = flips(lambda _, tbt_ms: ahead("b" if 110 < tbt_ms < 115 else "a"), 450, 40)
+    assert text[0].startswith("no other arm wins clearly")
 
 
 def test_a_win_that_is_sure_for_one_look_is_not_for_one_of_many():
     """By 3 standard errors: p = 0.03, of 24 looks."""
     weak = flips(lambda _, tbt: ahead("b" if tbt > 90 else None, 3.0), 450, 40)
     strong = flips(lambda _, tbt: ahead("b" if tbt > 90 else None, 20.0), 450, 40)
-    assert clear_winner(ahead("b", 3.0)) == "b"
+    assert ahead("b", 3.0).winner == "b"
     assert weak[0].startswith("no arm wins clearly")
     assert strong == ["b wins with a TBT SLO of 113 to 320 ms"]
 
 
-def test_a_verdict_that_does_not_flip_says_where_it_was_looked():
-    told = flips(lambda *_: ahead("a"), 400, 40)
-    assert told == ["no other arm wins clearly with a TBT SLO of 5 to 320 ms or a TTFT SLO of 50 to 3,200 ms"]
+def test_a_verdict_that_does_not_flip_names_the_range():
+    text = flips(lambda *_: ahead("a"), 400, 40)
+    assert text == ["no other arm wins clearly with a TBT SLO of 5 to 320 ms or a TTFT SLO of 50 to 3,200 ms"]
 
 
-def test_what_is_too_close_here_may_be_clear_elsewhere():
-    told = flips(lambda _, tbt_ms: ahead("a" if tbt_ms < 20 else None), 400, 40)
-    assert told == ["a wins with a TBT SLO of 5 to 14.1 ms"]
+def test_arms_too_close_at_one_slo_may_differ_at_another():
+    text = flips(lambda _, tbt_ms: ahead("a" if tbt_ms < 20 else None), 400, 40)
+    assert text == ["a wins with a TBT SLO of 5 to 14.1 ms"]
 
 
-def attained(rows: dict[str, list[NDArray[np.float64]]], ttft_ms: float, tbt_ms: float) -> Standing | None:
+def attained(rows: dict[str, list[NDArray[np.float64]]], ttft_ms: float, tbt_ms: float) -> Ranking | None:
     """Of latencies (TTFT, TBT) by arm and seed."""
     shares = {
         arm: [float((row <= (ttft_ms, tbt_ms)).all(axis=1).mean()) for row in seeds] for arm, seeds in rows.items()
     }
-    return standing(ATTAINMENT, shares)
+    return rank(ATTAINMENT, shares)
 
 
 def latencies(random: np.random.Generator, factors: tuple[float, float]) -> list[NDArray[np.float64]]:
@@ -134,16 +136,16 @@ def test_two_equal_arms_hardly_ever_flip():
 def test_arms_that_trade_one_latency_for_the_other_do_flip():
     random = np.random.default_rng(5)
     rows = {"calm": latencies(random, (1.6, 0.6)), "quick": latencies(random, (0.6, 1.6))}
-    told = flips(partial(attained, rows), 450, 40)
-    assert any(line.startswith("quick wins with a T") for line in told)
-    assert any(line.startswith("calm wins with a T") for line in told)
+    text = flips(partial(attained, rows), 450, 40)
+    assert any(line.startswith("quick wins with a T") for line in text)
+    assert any(line.startswith("calm wins with a T") for line in text)
 
 
 def test_the_best_of_several_arms_is_corrected_for_all_pairs():
     """It was picked for being the best: of five equal arms one would often lead the worst."""
     random, called, draws = np.random.default_rng(3), 0, 200
     for _ in range(draws):
-        result = standing(ATTAINMENT, {arm: list(random.normal(0.5, 0.05, 6)) for arm in "abcde"})
+        result = rank(ATTAINMENT, {arm: list(random.normal(0.5, 0.05, 6)) for arm in "abcde"})
         assert result is not None
         called += bool(result.beaten)
     assert called / draws <= 0.07
@@ -155,8 +157,8 @@ FAST = [30.0, 31.0, 29.0, 30.5, 30.0, 29.5]
 SLOW = [43.0, 45.0, 44.0, 43.5, 44.0, 42.5]
 
 
-def test_arms_that_keep_the_slo_are_told_apart_by_their_latencies():
-    told = latencies_told(
+def test_arms_that_keep_the_slo_are_compared_by_their_latencies():
+    text = latency_differences(
         found(a=[1.0] * 6, b=[1.0] * 6),
         {
             "tbt_p99_ms": {"a": SLOW, "b": FAST},
@@ -164,48 +166,50 @@ def test_arms_that_keep_the_slo_are_told_apart_by_their_latencies():
             "e2e_p50_ms": {"a": FAST, "b": FAST},
         },
     )
-    assert told is not None
-    assert told.startswith("Both keep the SLO; b has 31 % lower TBT p99 [-3")
-    assert "; a has 31 % lower TTFT p50 [-3" in told
-    assert "E2E" not in told
+    assert text is not None
+    assert text.startswith("Both keep the SLO; b has 31 % lower TBT p99 [-3")
+    assert "; a has 31 % lower TTFT p50 [-3" in text
+    assert "E2E" not in text
 
 
-def test_a_latency_that_may_be_chance_is_not_told():
+def test_a_latency_difference_that_may_be_chance_is_left_out():
     """One that would be called alone, of five metrics."""
     marginal = {"a": [1.0, 1.0, 1.1, 1.1, 1.2, 1.0], "b": [1.1, 1.3, 1.2, 1.3, 1.25, 1.5]}
     even = {"a": FAST, "b": list(reversed(FAST))}
     perfect = found(a=[1.0] * 6, b=[1.0] * 6)
     rest = dict.fromkeys(["ttft_p50_ms", "ttft_p99_ms", "tbt_p50_ms", "e2e_p50_ms"], even)
-    assert "lower TBT p99" in str(latencies_told(perfect, {"tbt_p99_ms": marginal}))
-    assert latencies_told(perfect, {"tbt_p99_ms": marginal} | rest) == "Both keep the SLO; no latency differs clearly"
+    assert "lower TBT p99" in str(latency_differences(perfect, {"tbt_p99_ms": marginal}))
+    assert (
+        latency_differences(perfect, {"tbt_p99_ms": marginal} | rest) == "Both keep the SLO; no latency differs clearly"
+    )
 
 
-def test_of_several_close_arms_the_other_one_is_named_and_who_is_behind_is_left_out():
-    told = latencies_told(
+def test_of_several_close_arms_the_other_is_named_and_beaten_arms_are_left_out():
+    text = latency_differences(
         found(a=GOOD, b=list(reversed(GOOD)), c=POOR), {"tbt_p99_ms": {"a": SLOW, "b": FAST, "c": [1.0] * 6}}
     )
-    assert told is not None
-    assert told.startswith("b has 31 % lower TBT p99")
-    assert " c " not in told
+    assert text is not None
+    assert text.startswith("b has 31 % lower TBT p99")
+    assert " c " not in text
     perfect = [1.0] * 6
     three = {"tbt_p99_ms": {"a": SLOW, "b": FAST, "c": SLOW}}
-    assert str(latencies_told(found(a=perfect, b=perfect, c=perfect), three)).endswith("] than a")
+    assert str(latency_differences(found(a=perfect, b=perfect, c=perfect), three)).endswith("] than a")
 
 
-def test_latencies_are_not_told_where_attainment_decides_or_runs_were_overloaded():
+def test_latencies_are_left_out_if_attainment_decides_or_runs_were_overloaded():
     figures = {"tbt_p99_ms": {"a": SLOW, "b": FAST}}
-    assert latencies_told(found(a=GOOD, b=POOR), figures) is None
-    assert latencies_told(found(a=GOOD, b=GOOD), {"tbt_p99_ms": {"a": [None] * 6, "b": FAST}}) is None
-    assert latencies_told(None, figures) is None
+    assert latency_differences(found(a=GOOD, b=POOR), figures) is None
+    assert latency_differences(found(a=GOOD, b=GOOD), {"tbt_p99_ms": {"a": [None] * 6, "b": FAST}}) is None
+    assert latency_differences(None, figures) is None
 
 
-def test_a_control_without_a_difference_says_so():
-    _, says = held_to_itself("copy", "a", {"attainment": {"copy": GOOD, "a": list(reversed(GOOD))}})
+def test_a_control_without_a_difference():
+    _, says = compare_control("copy", "a", {"attainment": {"copy": GOOD, "a": list(reversed(GOOD))}})
     assert says == "no difference"
 
 
 def test_a_control_with_a_difference_names_the_metric():
-    found_, says = held_to_itself(
+    found_, says = compare_control(
         "copy", "a", {"attainment": {"copy": FAIR, "a": GOOD}, "ttft_p50_ms": {"copy": GOOD, "a": GOOD}}
     )
     assert says == "a difference in attainment"
@@ -218,11 +222,11 @@ def test_a_control_is_corrected_for_the_number_of_metrics():
     alone = compare("ttft_p50_ms", ("copy", marginal["copy"]), ("a", marginal["a"]))
     assert alone.says != TOO_CLOSE
     figures = {"ttft_p50_ms": marginal} | {f"metric_{number}": {"copy": GOOD, "a": GOOD} for number in range(9)}
-    assert held_to_itself("copy", "a", figures)[1] == "no difference"
+    assert compare_control("copy", "a", figures)[1] == "no difference"
 
 
-def test_a_capacity_is_told_in_requests_per_second():
-    result = standing(CAPACITY, {"a": [10.0, 11.0, 10.5], "b": [5.0, 5.5, 5.2]})
+def test_a_capacity_is_in_requests_per_second():
+    result = rank(CAPACITY, {"a": [10.0, 11.0, 10.5], "b": [5.0, 5.5, 5.2]})
     assert result is not None
-    assert "a 10.5 req/s leads b 5.2 req/s (+5.3 req/s [" in sentence("x", result)[0]
-    assert cause(replace(result, others=()), {}) is None
+    assert "a leads: 10.5 req/s within the SLO, b 5.2 req/s (+5.3 req/s [" in sentence(result)[0]
+    assert leading_cause(replace(result, others=()), {}) is None

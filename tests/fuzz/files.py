@@ -4,10 +4,10 @@ import json
 import logging
 from contextlib import suppress
 
-from compare.outcome import Outcome
+from compare.load.outcome import Outcome
+from compare.load.stream import CompletionReader
+from compare.load.traces import read_trace
 from compare.report.schema import problems_of
-from compare.stream import Listener
-from compare.traces import read_trace
 from engine.emulation import load_emulation
 from engine.models.config import ModelConfig
 from engine.weights import INDEX, fingerprint, stored_dtype
@@ -149,7 +149,7 @@ def reports(data: bytes) -> None:
             assert problems_of(value)
 
 
-# What the load generator takes for no stream of completions (compare/client.py).
+# Errors that the load generator reports as "not a stream of completions" (compare/load/client.py).
 STREAM_ERRORS = (ValueError, TypeError, AttributeError, RecursionError)
 EVENTS = (
     b'data: {"id": "1", "choices": [{"text": "a", "token_ids": [1, 2], "finish_reason": "stop"}], "usage": null}\n\n'
@@ -158,7 +158,7 @@ EVENTS = (
 
 @target(EVENTS + b"data: [DONE]\n\n", b'data: {"error": {"message": "x"}}\n\n', b": comment\n" + EVENTS * 2)
 def event_streams(data: bytes) -> None:
-    listener = Listener(Outcome(0, "", 0.0, max_tokens=8), exact=True)
+    reader = CompletionReader(Outcome(0, "", 0.0, max_tokens=8), exact=True)
     with suppress(*STREAM_ERRORS):
         for piece in (data[: len(data) // 2], data[len(data) // 2 :]):
-            listener.hear(piece, 1.0)
+            reader.feed(piece, 1.0)

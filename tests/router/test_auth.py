@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from cluster.cli import main
-from compare.course import command_line
+from compare.main import command_line
 from router.http.app import build_app
 from router.http.asgi import deadline_of
 from router.http.auth import NO_KEY_NEEDED

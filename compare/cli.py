@@ -1,0 +1,43 @@
+"""The `baton compare` command. What it needs is imported when it runs, so that `baton --help` is quick."""
+
+import asyncio
+import inspect
+import sys
+from dataclasses import MISSING, fields
+from typing import Any
+
+from compare.options import CompareOptions
+from shared.errors import ConfigError
+
+BAD_INPUT = 2
+
+
+def compare(**given: Any) -> int:
+    """Run the command. Return 0 with a verdict, 1 without; raise SystemExit(2) after one line for what cannot run."""
+    try:
+        from compare.main import run_compare
+    except ModuleNotFoundError as error:
+        print(f"baton compare: needs {error.name}: pip install -e .", file=sys.stderr)
+        raise SystemExit(BAD_INPUT) from None
+    try:
+        return asyncio.run(run_compare(CompareOptions(**given)))
+    except ConfigError as error:
+        print(f"baton compare: {error}", file=sys.stderr)
+        raise SystemExit(BAD_INPUT) from None
+
+
+def _parameters() -> list[inspect.Parameter]:
+    return [
+        inspect.Parameter(
+            each.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=each.default_factory() if each.default_factory is not MISSING else each.default,
+            annotation=each.type,
+        )
+        for each in fields(CompareOptions)
+    ]
+
+
+# Typer reads a function's signature; the flags are declared once, in CompareOptions.
+compare.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
+compare.__annotations__ = {parameter.name: parameter.annotation for parameter in _parameters()}

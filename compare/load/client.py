@@ -1,0 +1,265 @@
+"""The load generator, a process of its own: `python -m compare.load.client SPEC.json`.
+
+Open loop: every request starts at its time regardless of the server, with no limit on concurrency and no retries. The
+time of a token is when this process read the bytes that carried it.
+"""
+
+import asyncio
+import gc
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import BinaryIO
+
+import aiohttp
+import numpy as np
+import uvloop
+
+from compare.load.outcome import TIMEOUT, LatencySlo, LoadRecording, Outcome, head_line, outcome_line, tail_line
+from compare.load.stream import CompletionReader, body_of, worst_count
+
+LEAD_NS = 100_000_000  # from now to the run's second 0
+TICK_S = 0.01  # between two measurements of the event loop's lag
+PROGRESS_TICKS = 50
+KEEP_ALIVE_S = 2.0  # less than servers' 5 s, so that no request is sent on a connection that is being closed
+PRIORITY = -10
+MAX_REFUSAL = 64 << 10  # bytes read of an answer that is not a stream
+LEAST_LAG_S, SLO_SHARE = 0.002, 0.02  # allowed lateness of requests at the 99th percentile
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSpec:
+    """A run to make. `arrivals` and `outcomes` are paths; `send`: "ids", or "text" for servers that take no ids."""
+
+    url: str  # of the server, without /v1
+    model: str
+    arrivals: str
+    outcomes: str
+    slo: LatencySlo = field(default_factory=LatencySlo)
+    timeout_s: float = 120.0  # of a request, from when it is due
+    send: str = "ids"
+    salt: str = ""  # separates this run's prompts from those in prefix caches
+    api_key: str = ""  # passed in the environment, because the spec's file stays with the report
+
+
+@dataclass(slots=True)
+class LoadRun:
+    """The state of one run, shared by the tasks of its requests, on the event loop."""
+
+    spec: LoadSpec
+    session: aiohttp.ClientSession
+    file: BinaryIO
+    start_ns: int  # of the monotonic clock: second 0
+    outcomes: list[Outcome]
+    bodies: Sequence[bytes]
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    counted: list[str] = field(default_factory=list)
+    num_sent: int = 0
+    num_ended: int = 0
+    num_finished: int = 0
+    lags_s: list[float] = field(default_factory=list)
+    all_started: asyncio.Event = field(default_factory=asyncio.Event)
+    broken: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: str = ""  # why the run cannot continue, once `broken`
+
+    def now_s(self) -> float:
+        return (time.monotonic_ns() - self.start_ns) / 1e9
+
+    def start(self, index: int) -> None:
+        self.tasks.append(asyncio.create_task(_request(self, self.outcomes[index], self.bodies[index])))
+        if len(self.tasks) == len(self.outcomes):
+            self.all_started.set()
+
+    async def wait_ended(self) -> None:
+        await self.all_started.wait()
+        await asyncio.wait(self.tasks)
+
+    def keep(self, outcome: Outcome) -> None:
+        self.num_ended += 1
+        self.num_finished += outcome.finished
+        try:
+            self.file.write(outcome_line(outcome).encode())
+        except OSError as error:
+            self.abort(f"cannot write {self.spec.outcomes}: {error.strerror}")
+
+    def abort(self, failure: str) -> None:
+        self.failure = self.failure or failure
+        self.broken.set()
+
+    def report_progress(self) -> None:
+        """Write the counts for the parent process."""
+        counts = {"sent": self.num_sent, "finished": self.num_finished, "failed": self.num_ended - self.num_finished}
+        try:
+            print(json.dumps(counts), flush=True)
+        except OSError:
+            self.abort("the parent process no longer reads the progress")
+
+
+async def _request(run: LoadRun, outcome: Outcome, body: bytes) -> None:
+    """Send one request, read its answer to the end and write its outcome."""
+    reader = CompletionReader(outcome, exact=run.spec.send == "ids")
+    try:
+        async with asyncio.timeout(outcome.scheduled_s + run.spec.timeout_s - run.now_s()):
+            url, context = f"{run.spec.url}/v1/completions", (run, outcome)
+            async with run.session.post(url, data=body, trace_request_ctx=context) as response:
+                if response.status != 200:
+                    reader.refuse(response.status, await response.content.read(MAX_REFUSAL))
+                    return
+                async for piece in response.content.iter_any():
+                    reader.feed(piece, run.now_s())
+            reader.close()
+    except (aiohttp.ClientError, OSError) as error:  # OSError includes a timeout
+        if reader.is_done:  # the answer was complete; the server kept its connection open, or broke it
+            reader.close()
+        else:
+            outcome.error = TIMEOUT if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"[:200]
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        outcome.error = f"the answer is not a stream of completions: {error}"[:200]
+    finally:
+        outcome.ended_s = outcome.ended_s or run.now_s()
+        run.counted.append(reader.counted)
+        run.keep(outcome)
+
+
+async def _on_sent(_: aiohttp.ClientSession, context: SimpleNamespace, __: object) -> None:
+    """Record when a connection is reused or begins to be made: connecting counts as the server's time."""
+    run, outcome = context.trace_request_ctx
+    if outcome.sent_s is None:
+        outcome.sent_s = run.now_s()
+        run.num_sent += 1
+
+
+def _start_on_time(run: LoadRun, loop: asyncio.AbstractEventLoop, stopped: threading.Event) -> None:
+    """Start every request at its time. Runs in a thread, because event loops sleep in whole milliseconds."""
+    for outcome in run.outcomes:
+        if stopped.wait(max(0.0, outcome.scheduled_s - run.now_s())):
+            return
+        loop.call_soon_threadsafe(run.start, outcome.index)
+
+
+async def _watch(run: LoadRun) -> None:
+    """Measure the event loop's lag and report progress."""
+    while True:
+        for _ in range(PROGRESS_TICKS):
+            before = time.monotonic()
+            await asyncio.sleep(TICK_S)
+            run.lags_s.append(time.monotonic() - before - TICK_S)
+        run.report_progress()
+
+
+async def _send_all(run: LoadRun) -> None:
+    """Run all requests from the first to the end of the last. Raises OSError if the run cannot continue."""
+    stopped = threading.Event()
+    clock = threading.Thread(target=_start_on_time, args=(run, asyncio.get_running_loop(), stopped), daemon=True)
+    watching, ended, broken = map(asyncio.create_task, (_watch(run), run.wait_ended(), run.broken.wait()))
+    clock.start()
+    await asyncio.wait({ended, broken}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.set()
+    clock.join()
+    tasks = [watching, ended, broken, *run.tasks]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    if run.failure:
+        raise OSError(run.failure)
+
+
+async def generate(spec: LoadSpec, outcomes: list[Outcome], bodies: Sequence[bytes], file: BinaryIO) -> LoadRecording:
+    """Send every request at its time and read each answer to its end. Raises OSError if outcomes cannot be written."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ttl_dns_cache=None)
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # compression would bundle tokens
+    if spec.api_key:
+        headers["Authorization"] = f"Bearer {spec.api_key}"
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=None)
+    tracing = aiohttp.TraceConfig()
+    tracing.on_connection_create_start.append(_on_sent)
+    tracing.on_connection_reuseconn.append(_on_sent)
+    cpu_s = time.process_time()
+    async with aiohttp.ClientSession(
+        connector=connector, headers=headers, timeout=timeout, trace_configs=[tracing]
+    ) as session:
+        start_ns = time.monotonic_ns() + LEAD_NS
+        started_unix_ns = time.time_ns() + start_ns - time.monotonic_ns()
+        file.write(head_line(started_unix_ns).encode())
+        run = LoadRun(spec, session, file, start_ns, outcomes, bodies)
+        await _send_all(run)
+        run.report_progress()
+    loop_lag_s = float(np.percentile(run.lags_s or [0.0], 99))
+    problems = problems_of(outcomes, spec.slo, loop_lag_s)
+    cpu_s = time.process_time() - cpu_s
+    return LoadRecording(started_unix_ns, outcomes, worst_count(run.counted), loop_lag_s, cpu_s, problems)
+
+
+def problems_of(outcomes: Sequence[Outcome], slo: LatencySlo, loop_lag_s: float = 0.0) -> list[str]:
+    """Return the reasons not to use a recording: the client sent late, read late, or could not see single tokens.
+
+    `loop_lag_s` is the event loop's lag at the 99th percentile, which would count as the server's time.
+    """
+    problems = []
+    lags = [outcome.sent_s - outcome.scheduled_s for outcome in outcomes if outcome.sent_s is not None]
+    allowed_s = max(LEAST_LAG_S, SLO_SHARE * slo.ttft_ms / 1000)
+    send_lag_s = float(np.percentile(lags, 99)) if lags else 0.0
+    for what, lag_s in (("sent 1 % of the requests", send_lag_s), ("read 1 % of the answers", loop_lag_s)):
+        if lag_s > allowed_s:
+            problems.append(
+                f"the load generator {what} over {lag_s * 1e3:.1f} ms late; {allowed_s * 1e3:.1f} ms are allowed: "
+                "give it a CPU of its own, or another machine"
+            )
+    bundled = sum(outcome.error.startswith("bundled") for outcome in outcomes)
+    if bundled:
+        problems.append(
+            f"in {bundled} requests several tokens came in one event without a count: the time between tokens cannot "
+            "be measured there"
+        )
+    broken = ["Connect" in outcome.error or "Disconnected" in outcome.error for outcome in outcomes]
+    if broken and broken[-1]:  # the server did not come back; a connection broken in between is a miss like any other
+        problems.append(f"the server was unreachable, or went away, in {sum(broken)} of {len(outcomes)} requests")
+    return problems
+
+
+def _prepare(spec: LoadSpec) -> tuple[list[Outcome], list[bytes]]:
+    """Return the open outcomes and the requests' bodies, which are made in advance so that no request is delayed."""
+    outcomes, bodies = [], []
+    with Path(spec.arrivals).open(encoding="utf-8") as file:
+        for index, line in enumerate(file):
+            due = json.loads(line)
+            slo = LatencySlo(**due["slo"]) if due.get("slo") else None
+            outcomes.append(Outcome(index, "", float(due["t"]), max_tokens=int(due["max_tokens"]), slo=slo))
+            bodies.append(body_of(spec.model, due["prompt"], due["max_tokens"], spec.send, spec.salt))
+    return outcomes, bodies
+
+
+def load_spec(path: Path) -> LoadSpec:
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    slo = LatencySlo(**fields.get("slo", {}))
+    return LoadSpec(**fields | {"slo": slo, "api_key": os.environ.get("BATON_API_KEY", "")})
+
+
+def main(path: str) -> int:
+    """Run the process. Return 0, or 1 after one line on stderr."""
+    try:
+        spec = load_spec(Path(path))
+        outcomes, bodies = _prepare(spec)
+        with suppress(OSError):  # needs a privilege; a late client would count against the server
+            os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        with Path(spec.outcomes).open("wb", buffering=0) as file:
+            recording = uvloop.run(generate(spec, outcomes, bodies, file))
+            file.write(tail_line(recording).encode())
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        print(f"load generator: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

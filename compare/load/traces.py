@@ -1,0 +1,180 @@
+"""Reads traces of public formats and our own into rows: what each request asks for, before any token is drawn.
+
+A row's prompt is a chain of pieces. Pieces with the same key have the same tokens wherever they occur, so shared
+prefixes are really shared; a piece with an empty key belongs to its request alone.
+"""
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from compare.load.outcome import LatencySlo
+from shared.errors import ConfigError
+
+MOONCAKE_BLOCK = 512  # tokens per hash id
+OWN_FIELDS = {"t", "prompt", "prompt_len", "prefix_id", "prefix_len", "max_tokens", "session", "slo"}
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One request of a trace. `prompt` replaces the pieces if the trace gives the tokens."""
+
+    pieces: tuple[tuple[str, int], ...]  # (key, tokens)
+    max_tokens: int
+    at_s: float | None = None  # None: the trace has lengths only
+    session: str = ""
+    slo: LatencySlo | None = None
+    prompt: tuple[int, ...] | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt) if self.prompt is not None else sum(length for _, length in self.pieces)
+
+
+Encode = Callable[[str], list[int]]
+Fields = Mapping[str, Any]
+
+
+def read_trace(path: Path, form: str = "auto", encode: Encode | None = None) -> list[TraceRow]:
+    """Return the rows in the order of their times, from 0 at the start of the trace.
+
+    Requests without a prompt or an answer (BurstGPT's failures) are left out. `encode` tokenizes prompts that are text.
+    Raises ConfigError with the file, the line and what is wrong with it.
+    """
+    rows: list[TraceRow] = []
+    number = 1
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            form = detect_form(path) if form == "auto" else form
+            if form not in FORMS:
+                raise ConfigError(f"{form} is not a trace format: give auto, {', '.join(FORMS)}")
+            lines: Iterable[Any] = csv.DictReader(file) if form in CSV else file
+            for number, line in enumerate(lines, 2 if form in CSV else 1):  # noqa: B007 - used in errors
+                rows += _rows_of(line, form, encode)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except KeyError as error:
+        raise ConfigError(f"{path}, line {number}: field {error} of the format {form} is missing") from None
+    except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError, csv.Error) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path}, line {number}, read as {form}: {str(error)[:300]}") from None
+    if not rows:
+        raise ConfigError(f"{path}: contains no request")
+    if len({row.at_s is None for row in rows}) > 1:
+        raise ConfigError(f"{path}: some of its requests have a time and some have none")
+    if rows[0].at_s is None:
+        return rows
+    rows.sort(key=lambda row: row.at_s or 0.0)
+    begin = (rows[0].at_s or 0.0) if form in {"azure", "burstgpt"} else 0.0  # these give the time of day
+    return [replace(row, at_s=(row.at_s or 0.0) - begin) for row in rows]
+
+
+def detect_form(path: Path) -> str:
+    """Return the format, by the first line. Raises ConfigError for an unknown one, OSError, UnicodeDecodeError."""
+    with path.open(encoding="utf-8-sig") as file:
+        first = file.readline(1 << 20)
+    signs = {"ContextTokens": "azure", "Request tokens": "burstgpt", "num_prefill_tokens": "lengths"}
+    signs |= {'"input_length"': "mooncake", '"t"': "own"}
+    form = next((form for sign, form in signs.items() if sign in first), None)
+    if form is None:
+        raise ConfigError(f"{path}: its first line is of no known trace; give --trace-format: {', '.join(FORMS)}")
+    return form
+
+
+def _rows_of(line: Any, form: str, encode: Encode | None) -> list[TraceRow]:
+    """Return the line's request; nothing if it is blank, or has no prompt or no answer."""
+    if isinstance(line, str) and not line.strip():
+        return []
+    row = FORMS[form](_object(line) if isinstance(line, str) else line, encode)
+    return [row] if row.prompt_len and row.max_tokens else []
+
+
+def _object(line: str) -> Fields:
+    fields = json.loads(line)
+    if not isinstance(fields, dict):
+        raise ValueError("is not a JSON object")
+    return fields
+
+
+def _azure(fields: Fields, _: Encode | None) -> TraceRow:
+    """Azure LLM inference traces 2023 and 2024 (Patel et al., Splitwise)."""
+    at = datetime.fromisoformat(fields["TIMESTAMP"])
+    at_s = (at - datetime(1970, 1, 1, tzinfo=at.tzinfo)).total_seconds()
+    return TraceRow((("", _count(fields["ContextTokens"])),), _count(fields["GeneratedTokens"]), at_s)
+
+
+def _burstgpt(fields: Fields, _: Encode | None) -> TraceRow:
+    """BurstGPT (Wang et al.): times in seconds, and no tokens where a request failed."""
+    pieces = (("", _count(fields["Request tokens"])),)
+    return TraceRow(pieces, _count(fields["Response tokens"]), _seconds(fields["Timestamp"]))
+
+
+def _lengths(fields: Fields, _: Encode | None) -> TraceRow:
+    """Vidur's and Etalon's processed traces: lengths, sometimes with times."""
+    at_s = _seconds(fields["arrived_at"]) if fields.get("arrived_at") else None
+    return TraceRow((("", _count(fields["num_prefill_tokens"])),), _count(fields["num_decode_tokens"]), at_s)
+
+
+def _mooncake(fields: Fields, _: Encode | None) -> TraceRow:
+    """Mooncake (Qin et al.): times in milliseconds, and a chain of hashes that identifies shared prefixes."""
+    length, ids = _count(fields["input_length"]), fields["hash_ids"]
+    if len(ids) != -(-length // MOONCAKE_BLOCK):
+        raise ValueError(f"{len(ids)} hash_ids for {length} tokens; each is for {MOONCAKE_BLOCK}")
+    starts = range(0, length, MOONCAKE_BLOCK)
+    pieces = ((f"hash {int(key)}", min(MOONCAKE_BLOCK, length - start)) for key, start in zip(ids, starts, strict=True))
+    return TraceRow(tuple(pieces), _count(fields["output_length"]), _seconds(fields["timestamp"]) / 1000)
+
+
+def _own(fields: Fields, encode: Encode | None) -> TraceRow:
+    """{t, prompt | prompt_len [, prefix_id, prefix_len], max_tokens [, session, slo]}; t in seconds."""
+    if unknown := sorted(set(fields) - OWN_FIELDS):
+        raise ValueError(f"unknown field {unknown[0]!r}; known are {', '.join(sorted(OWN_FIELDS))}")
+    session, slo = str(fields.get("session", "")), _slo(fields.get("slo"))
+    row = TraceRow((), _count(fields["max_tokens"]), _seconds(fields["t"]), session, slo)
+    if "prompt" in fields:
+        prompt = fields["prompt"]
+        if isinstance(prompt, str):
+            if encode is None:
+                raise ValueError("prompt is text and there is no tokenizer for it: give token ids or prompt_len")
+            prompt = encode(prompt)
+        return replace(row, prompt=tuple(_count(token) for token in prompt))
+    length, prefix = _count(fields["prompt_len"]), _count(fields.get("prefix_len", 0))
+    if prefix > length or (prefix and "prefix_id" not in fields):
+        raise ValueError("prefix_len needs a prefix_id, and may not be over prompt_len")
+    shared = ((f"prefix {fields['prefix_id']}", prefix),) if prefix else ()
+    return replace(row, pieces=(*shared, ("", length - prefix)))
+
+
+def _slo(limits: Any) -> LatencySlo | None:
+    if limits is not None and (not isinstance(limits, dict) or set(limits) - {"ttft_ms", "tbt_ms", "tbt_of"}):
+        raise ValueError(f"slo is {limits!r}; it may have ttft_ms, tbt_ms and tbt_of")
+    return LatencySlo(**limits) if limits else None
+
+
+def _count(value: object) -> int:
+    number = int(value) if isinstance(value, (int, str)) and not isinstance(value, bool) else -1
+    if not 0 <= number < 2**31:
+        raise ValueError(f"{value!r} is not a number of tokens")
+    return number
+
+
+def _seconds(value: Any) -> float:
+    seconds = float(value)
+    if not 0 <= seconds < 1e10:
+        raise ValueError(f"{value!r} is not a time")
+    return seconds
+
+
+FORMS: dict[str, Callable[[Fields, Encode | None], TraceRow]] = {
+    "azure": _azure,
+    "burstgpt": _burstgpt,
+    "lengths": _lengths,
+    "mooncake": _mooncake,
+    "own": _own,
+}
+CSV = frozenset({"azure", "burstgpt", "lengths"})

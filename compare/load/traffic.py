@@ -1,0 +1,311 @@
+"""Traffic: requests with their times, prompts and lengths, drawn once per seed and the same for every arm.
+
+Rows come from a trace, or from a preset: log-normal fits of the lengths of public traces. A trace's own times are used
+unchanged or not at all; they are never stretched to a rate.
+"""
+
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compare.load.outcome import LatencySlo
+from compare.load.traces import TraceRow
+from shared.errors import ConfigError
+
+TIMES, LENGTHS = 1, 2  # streams of random numbers
+OPEN_SESSIONS = 64  # that a request may continue; the oldest ends when there is another
+
+
+@dataclass(frozen=True, slots=True)
+class LengthDistribution:
+    """A log-normal distribution of numbers of tokens, clipped to the 1st and 99th percentile of its source."""
+
+    mu: float
+    sigma: float
+    least: int
+    most: int
+
+    def draw(self, random: np.random.Generator) -> int:
+        return int(np.clip(round(random.lognormal(self.mu, self.sigma)), self.least, self.most))
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Lengths of prompts and answers. The share `continues` of the requests continues a session: the prompt is the
+    session so far, which nodes may have cached, and `added` new tokens."""
+
+    prompt: LengthDistribution
+    answer: LengthDistribution
+    source: str
+    continues: float = 0.0
+    added: LengthDistribution = LengthDistribution(0.0, 0.0, 1, 1)
+
+
+PRESETS = {
+    "chat": Preset(
+        LengthDistribution(6.713, 0.967, 40, 4122),
+        LengthDistribution(5.041, 0.908, 16, 612),
+        "Azure LLM inference trace 2023, conversation",
+    ),
+    "code": Preset(
+        LengthDistribution(6.998, 1.344, 18, 7436),
+        LengthDistribution(2.775, 0.838, 6, 247),
+        "Azure LLM inference trace 2023, code",
+    ),
+    "rag-long": Preset(
+        LengthDistribution(7.693, 0.805, 57, 3932),
+        LengthDistribution(5.201, 0.815, 34, 3415),
+        "arXiv summarization, as processed by Vidur",
+    ),
+    "agentic": Preset(
+        LengthDistribution(8.733, 1.214, 1024, 94239),
+        LengthDistribution(5.359, 1.360, 3, 1056),
+        "Mooncake conversation trace, its first 900 s",
+        continues=0.305,
+        added=LengthDistribution(7.508, 1.167, 512, 33894),
+    ),
+}
+MIX = {"chat": 0.5, "code": 0.25, "rag-long": 0.25}
+PRESET_NAMES = (*PRESETS, "mix")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request: when it is due, in seconds from the run's start, and what it asks for."""
+
+    at_s: float
+    prompt: tuple[int, ...]
+    max_tokens: int
+    session: str = ""
+    slo: LatencySlo | None = None  # the request's own, in place of the run's
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Arrivals in the order of their times. `notes` is the "traffic" part of a report."""
+
+    name: str
+    arrivals: tuple[Arrival, ...]
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficPlan:
+    """What to draw traffic from. Without a rate the trace's own times are used.
+
+    `burstiness` is the shape of gamma-distributed gaps: 1 is Poisson, less comes in bursts. `too_long` is what to do
+    with requests over `max_model_len` tokens (0: any length): "error", "cut" the prompt at its end, or "drop".
+    """
+
+    source: str  # a preset's name, or a trace's path
+    duration_s: float
+    rate: float | None = None  # requests per second
+    burstiness: float = 1.0
+    start_s: float = 0.0  # of the trace's own times
+    scale_tokens: float = 1.0
+    too_long: str = "error"
+    max_model_len: int = 0
+
+    @property
+    def is_preset(self) -> bool:
+        return self.source in PRESET_NAMES
+
+    @property
+    def name(self) -> str:
+        return self.source if self.is_preset else Path(self.source).stem
+
+
+class PromptVocabulary:
+    """The ids that prompts may contain: all below `size` except the excluded ones, the model's special tokens."""
+
+    def __init__(self, size: int, excluded: Collection[int] = ()) -> None:
+        ids = [token for token in range(size) if token not in frozenset(excluded)]
+        if not ids:
+            raise ConfigError(f"a vocabulary of {size} tokens has none left for prompts")
+        self._ids = np.array(ids, dtype=object)  # one Python object per id, shared by all prompts
+
+    def draw(self, seed: int, key: str, count: int) -> list[int]:
+        """Return the first `count` tokens of the endless text identified by seed and key."""
+        digest = hashlib.blake2b(f"{seed}\0{key}".encode(), digest_size=16).digest()
+        random = np.random.Generator(np.random.PCG64(int.from_bytes(digest)))
+        drawn: list[int] = self._ids[(random.random(count) * len(self._ids)).astype(np.int64)].tolist()
+        return drawn
+
+
+def draw_traffic(plan: TrafficPlan, seed: int, vocabulary: PromptVocabulary, trace: Sequence[TraceRow] = ()) -> Traffic:
+    """Return the traffic of a seed, the same at every call. `trace`: the rows of the plan's source, unless a preset.
+
+    Raises ConfigError with what is wrong and the flag to change.
+    """
+    for name, value in (("--rate", plan.rate), ("--burstiness", plan.burstiness), ("--duration", plan.duration_s)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"{name} {value}: must be over 0")
+    rows, laps = _rows(plan, seed, trace)
+    rows = [_scaled(row, plan.scale_tokens) for row in rows]
+    fitted, num_cut = _fitted(rows, plan)
+    arrivals = tuple(_arrival(row, index, seed, vocabulary) for index, row in enumerate(fitted) if row is not None)
+    if not arrivals:
+        raise ConfigError(
+            f"{plan.source}: no request is left to send; widen --start and --duration, or leave --too-long drop out"
+        )
+    notes = {
+        "name": plan.name,
+        "source": _source_of(plan),
+        "num_requests": len(arrivals),
+        "rate": plan.rate if plan.rate is not None else len(arrivals) / plan.duration_s,
+        "duration_s": plan.duration_s,
+        "scale_tokens": plan.scale_tokens,
+        "prompt_tokens": spread([len(arrival.prompt) for arrival in arrivals]),
+        "output_tokens": spread([arrival.max_tokens for arrival in arrivals]),
+        "cut": num_cut,
+        "refused": len(fitted) - len(arrivals),
+        "laps": laps,
+    }
+    return Traffic(plan.name, arrivals, notes)
+
+
+def spread(lengths: Sequence[int]) -> dict[str, float]:
+    p50, p99 = np.percentile(lengths, (50, 99))
+    return {"mean": float(np.mean(lengths)), "p50": float(p50), "p99": float(p99)}
+
+
+def _source_of(plan: TrafficPlan) -> str:
+    if plan.source == "mix":
+        return "; ".join(f"{share:.0%} {part}: {PRESETS[part].source}" for part, share in MIX.items())
+    return PRESETS[plan.source].source if plan.is_preset else plan.source
+
+
+# ---- which requests, and when --------------------------------------------------------------------------------------
+
+
+def _rows(plan: TrafficPlan, seed: int, trace: Sequence[TraceRow]) -> tuple[list[TraceRow], int]:
+    """Return rows with their times, and how often the trace was repeated to have enough of them."""
+    random = np.random.default_rng([seed, LENGTHS])
+    if plan.is_preset:
+        at_s = _times(plan, seed)
+        rows = _preset_rows(plan.source, len(at_s), random)
+        return [replace(row, at_s=at) for row, at in zip(rows, at_s, strict=True)], 1
+    if plan.rate is None:
+        return _own_times(plan, trace), 1
+    at_s = _times(plan, seed)
+    first = int(random.integers(len(trace)))  # so that seeds differ in lengths too
+    rows = [_lap(trace[(first + index) % len(trace)], index // len(trace), at) for index, at in enumerate(at_s)]
+    return rows, -(-len(rows) // len(trace))
+
+
+def _preset_rows(name: str, count: int, random: np.random.Generator) -> list[TraceRow]:
+    """Return `count` rows without times. "mix" takes each from one of the presets in MIX."""
+    if name == "mix":
+        # From a separate stream of random numbers, so that traffic of every rate begins with the same requests.
+        parts = random.spawn(1)[0].choice(list(MIX), size=count, p=list(MIX.values()))
+        return [_preset_row(PRESETS[part], [], random, index) for index, part in enumerate(parts)]
+    sessions: list[TraceRow] = []
+    return [_preset_row(PRESETS[name], sessions, random, index) for index in range(count)]
+
+
+def _preset_row(preset: Preset, sessions: list[TraceRow], random: np.random.Generator, index: int) -> TraceRow:
+    answer = preset.answer.draw(random)
+    if not preset.continues:
+        return TraceRow((("", preset.prompt.draw(random)),), answer)
+    before = None
+    if sessions and random.random() < preset.continues:
+        before = sessions.pop(int(random.integers(len(sessions))))
+    if before is None:
+        row = TraceRow(((f"turn {index}", preset.prompt.draw(random)),), answer, session=f"session {index}")
+    else:
+        answered = (f"answer {index}", before.max_tokens)  # drawn: a model's answer is not known in advance
+        added = (f"turn {index}", preset.added.draw(random))
+        row = TraceRow((*before.pieces, answered, added), answer, session=before.session)
+    sessions.append(row)
+    del sessions[:-OPEN_SESSIONS]
+    return row
+
+
+def _own_times(plan: TrafficPlan, trace: Sequence[TraceRow]) -> list[TraceRow]:
+    if trace[0].at_s is None:
+        raise ConfigError(f"{plan.source} has lengths and no times: give --rate")
+    until = plan.start_s + plan.duration_s
+    inside = [row for row in trace if plan.start_s <= (row.at_s or 0.0) < until]
+    return [replace(row, at_s=(row.at_s or 0.0) - plan.start_s) for row in inside]
+
+
+def _lap(row: TraceRow, lap: int, at_s: float) -> TraceRow:
+    """Return the row with other tokens than in the lap before, whose prompts may still be cached."""
+    pieces = tuple((key and f"lap {lap} {key}", length) for key, length in row.pieces)
+    return replace(row, at_s=at_s, pieces=pieces)
+
+
+def _times(plan: TrafficPlan, seed: int) -> list[float]:
+    """Return seconds with gamma-distributed gaps. One seed's times at two rates differ only in the unit of time."""
+    if plan.rate is None:
+        raise ConfigError(f"{plan.source} has no times of its own: give --rate")
+    random = np.random.default_rng([seed, TIMES])
+    at_s: list[float] = []
+    now = 0.0
+    while True:
+        now += float(random.gamma(plan.burstiness, 1 / plan.burstiness)) / plan.rate
+        if now >= plan.duration_s:
+            return at_s
+        at_s.append(now)
+
+
+# ---- lengths and tokens --------------------------------------------------------------------------------------------
+
+
+def _scaled(row: TraceRow, scale: float) -> TraceRow:
+    """Scale both lengths, to at least 1. The borders of pieces are scaled, so shared prefixes stay shared."""
+    if not 0 < scale < float("inf"):
+        raise ConfigError(f"--scale-tokens {scale}: must be over 0")
+    if scale == 1:
+        return row
+    if row.prompt is not None:
+        raise ConfigError("--scale-tokens cannot change a trace that gives its prompts' tokens: leave it out")
+    pieces, end, done = [], 0, 0
+    for key, length in row.pieces:
+        end += length
+        pieces.append((key, round(end * scale) - done))
+        done = round(end * scale)
+    if not done:
+        pieces = [(row.pieces[-1][0], 1)]
+    return replace(row, pieces=tuple(pieces), max_tokens=max(1, round(row.max_tokens * scale)))
+
+
+def _fitted(rows: Sequence[TraceRow], plan: TrafficPlan) -> tuple[list[TraceRow | None], int]:
+    """Return the rows within the context, None for a dropped one; and how many were cut."""
+    limit = plan.max_model_len
+    too_long = [bool(limit) and row.prompt_len + row.max_tokens > limit for row in rows]
+    if not any(too_long):
+        return list(rows), 0
+    if plan.too_long == "error":
+        worst = max(row.prompt_len + row.max_tokens for row in rows)
+        raise ConfigError(
+            f"{sum(too_long)} of {len(rows)} requests are over the model's {limit} tokens (the longest has {worst}): "
+            f"give --scale-tokens {limit / worst * plan.scale_tokens:.2g} or less, or --too-long cut or drop"
+        )
+    if plan.too_long == "drop":
+        return [None if over else row for row, over in zip(rows, too_long, strict=True)], 0
+    return [_cut(row, limit) if over else row for row, over in zip(rows, too_long, strict=True)], sum(too_long)
+
+
+def _cut(row: TraceRow, limit: int) -> TraceRow:
+    max_tokens = min(row.max_tokens, max(1, limit // 2))
+    left = limit - max_tokens
+    if row.prompt is not None:
+        return replace(row, prompt=row.prompt[:left], max_tokens=max_tokens)
+    pieces = []
+    for key, length in row.pieces:
+        pieces.append((key, min(length, left)))
+        left -= pieces[-1][1]
+    return replace(row, pieces=tuple(pieces), max_tokens=max_tokens)
+
+
+def _arrival(row: TraceRow, index: int, seed: int, vocabulary: PromptVocabulary) -> Arrival:
+    prompt = row.prompt
+    if prompt is None:
+        pieces = (vocabulary.draw(seed, key or f"request {index}", length) for key, length in row.pieces)
+        prompt = tuple(token for piece in pieces for token in piece)
+    return Arrival(row.at_s or 0.0, prompt, row.max_tokens, row.session, row.slo)

@@ -1,0 +1,104 @@
+"""Runs `baton compare`, from its options to its report."""
+
+import json
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from compare.endpoint import Document, EndpointError
+from compare.options import CompareOptions
+from compare.planning import PreparedSession, prepare
+from compare.report.document import report_of
+from compare.report.page import write_report
+from compare.report.schema import problems_of
+from compare.report.terminal import TerminalReporter, show
+from compare.run.deployments import ExternalDeployments, LocalDeployments, LocalStack
+from compare.run.experiment import Deployments
+from compare.run.session import run_session
+from shared.errors import ConfigError
+
+NO_VERDICT = 1
+BUSY = 0.5  # load per core, from other processes, that distorts the figures
+
+
+async def run_compare(options: CompareOptions) -> int:
+    """Return the exit status: 0 with a verdict, 1 without. Raises ConfigError for what cannot be run."""
+    session = prepare(options)
+    out = session.experiment.out
+    try:
+        (out / "logs").mkdir(parents=True, exist_ok=True)
+        (out / "requests.jsonl").write_text("")  # remove those of an earlier session
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}") from None
+    reporter = TerminalReporter()
+    reporter.say(f"{session.plan}; report in {out}")
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > BUSY * cores:
+        reporter.say(f"the machine is busy (load {load:.1f} on {cores} cores): figures will be noisy, periods invalid")
+    began = time.monotonic()
+    try:
+        findings = await run_session(session.experiment, _deployments(session), reporter)
+    except EndpointError as error:
+        if options.url:
+            raise ConfigError(f"--url: {error}") from None
+        print(f"baton compare: {error}", file=sys.stderr)
+        return NO_VERDICT
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror or error}") from None
+    finally:
+        reporter.close()
+    reporter.say(f"measured in {(time.monotonic() - began) / 60:.1f} min")
+    report = report_of(session.experiment, findings, session.on, command_line(sys.argv[1:]))
+    show(report)
+    return save_report(report, out)
+
+
+def save_report(report: Document, out: Path) -> int:
+    """Write the report, print where it is, and return the exit status. A failure is printed in one line."""
+    try:
+        page = write_report(report, out)
+    except ValueError:
+        return _save_unfit_report(report, out)
+    except OSError as error:
+        print(f"baton compare: cannot write the report: {error.strerror or error}", file=sys.stderr)
+        return NO_VERDICT
+    for name in ("arrivals.jsonl", "outcomes.jsonl", "outcomes.spec.json"):  # of the last period only
+        (out / name).unlink(missing_ok=True)
+    print(f"report: {page}")
+    return 0 if report["valid"] else NO_VERDICT
+
+
+def _save_unfit_report(report: Document, out: Path) -> int:
+    """Save a report that does not fit its schema, which is a bug here, so that the measurements are not lost."""
+    faults = problems_of(report)
+    path = out / "report-unfit.json"
+    more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
+    line = f"the report does not fit its schema ({faults[0]}{more})"
+    try:
+        path.write_text(json.dumps({"faults": faults, **report}, default=str) + "\n", encoding="utf-8")
+        line += f": there is no page, and all figures are in {path}"
+    except OSError as error:
+        line += f", and cannot be saved: {error.strerror or error}"
+    print(f"baton compare: {line}", file=sys.stderr)
+    return NO_VERDICT
+
+
+def _deployments(session: PreparedSession) -> Deployments:
+    everyone, out = session.experiment.everyone, session.experiment.out
+    if not session.launches:
+        return ExternalDeployments(everyone, session.api_key)
+    stacks = [
+        LocalStack(arm, session.launches[arm.name], out / "logs" / f"arm-{number}.log")
+        for number, arm in enumerate(everyone, 1)
+    ]
+    return LocalDeployments(stacks, keeps_all=session.plan.keeps_all)
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """Return the command that repeats the session, without its API key, because reports are shared."""
+    kept = re.sub(r"(^|\0)--api-key(=|\0)[^\0]*", r"\1--api-key\2...", "\0".join(arguments))
+    return shlex.join(["baton", *(kept.split("\0") if kept else [])])

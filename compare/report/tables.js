@@ -1,0 +1,219 @@
+/* Sections of text and tables. A section without data says why. */
+
+function verdict() {
+  const { sentence, cause, flips, interval } = report.verdict, banners = [];
+  const differing = report.parity.facts.filter((fact) => !fact.equal && !fact.declared).map((fact) => fact.fact);
+  if (!report.valid) banners.push(["Invalid", "The figures do not support a verdict."]);
+  if (!report.parity.equal)
+    banners.push(["Not comparable", `The arms differ in undeclared facts: ${differing.join(", ") || "see Parity"}.`]);
+  const line = (title, content) => (content && !banners.length ? h("p", {}, h("b", {}, title), " ", content) : null);
+  const isListed = banners.length > 0 && report.problems.length > 0;
+  return [
+    banners.map(([title, why]) => h("div", { class: "banner", role: "alert" }, h("strong", {}, title), " ", why)),
+    report.problems.length ? h("ul", {}, report.problems.map((each) => h("li", {}, each))) : null,
+    isListed ? null : h("p", { class: banners.length ? "doubted" : "sentence" }, sentence),
+    report.notes?.length ? h("ul", { class: "notes" }, report.notes.map((each) => h("li", {}, each))) : null,
+    line("Interval", Array.isArray(interval) ? interval.map((each) => signed(each)).join(" to ") : interval),
+    line("Why", cause),
+    line("Where it flips", Array.isArray(flips) ? flips.join(" ") : flips),
+    h("dl", { class: "facts" }, facts().map(([name, fact]) => h("div", {}, h("dt", {}, name), h("dd", {}, fact)))),
+  ];
+}
+
+function facts() {
+  const { traffic, slo, runs } = report, seeds = new Set(runs.map((run) => run.seed)).size;
+  const tokens = (of) => `${figure(of.mean)} mean, ${figure(of.p50)} p50, ${figure(of.p99)} p99`;
+  const scaled = [1, null].includes(traffic.scale_tokens) ? "" : `, lengths × ${figure(traffic.scale_tokens)}`;
+  const rate = traffic.rate === null ? "" : ` at ${figure(traffic.rate)}/s`;
+  const limit = (name, ms) => (ms ? `${name} ≤ ${figure(ms)} ms` : `any ${name}`);
+  const limits = `${limit("TTFT", slo.ttft_ms)} and ${limit(`TBT ${slo.tbt_of ?? "p99"}`, slo.tbt_ms)}`;
+  return [
+    ["Traffic", traffic.name + scaled],
+    ["Load", `${plural(traffic.num_requests, "request")}${rate} over ${figure(traffic.duration_s)} s, open loop`],
+    ["Prompt tokens", tokens(traffic.prompt_tokens)],
+    ["Output tokens", tokens(traffic.output_tokens)],
+    ["SLO", `${limits} for ${percent(slo.attainment)} of requests`],
+    ["Runs", `${plural(runs.length, "run")}, ${plural(seeds, "seed")}, ${report.on}`],
+    ["Created", report.created],
+    ["Prompts changed", `${figure(traffic.cut)} cut short, ${figure(traffic.refused)} left out`],
+  ];
+}
+
+function arms() {
+  const measured = new Set(Object.values(report.summary).flatMap((of) => Object.keys(of)));
+  const shown = ORDER.filter((metric) => measured.has(metric));
+  const estimate = (name, metric) => {
+    const own = get(get(report.summary, name), metric);
+    if (!own || own.mean === null) return "–";
+    const beyond = { above: "≥ ", below: "< " }[own.bounded]; // of a capacity beyond the measured rates
+    if (beyond) return beyond + valueOf(metric, own.mean);
+    if (own.low === null || own.high === null) return valueOf(metric, own.mean);
+    const within = (value) => (SHARES.has(metric) ? Math.min(1, Math.max(0, value)) : value); // a share is 0 to 1
+    const bounds = `(${valueOf(metric, within(own.low))} to ${valueOf(metric, within(own.high))})`.replaceAll(" %", "");
+    return [valueOf(metric, own.mean), h("small", {}, bounds)];
+  };
+  const most = ({ name }) => {
+    const [top] = Object.entries(get(report.miss_causes, name) ?? {}).sort((a, b) => b[1] - a[1]);
+    return top ? `${top[0]} (${top[1]})` : "–";
+  };
+  const settings = (arm) => Object.entries(arm.settings).map(([name, value]) => `${name}=${text(value)}`).join(", ");
+  const row = (label, of) => [label, ...report.arms.map(of)];
+  const heads = ["", ...names.map((name) => ({ number: armName(name) }))];
+  return [
+    table("Each arm: the mean over seeds, and its interval", heads, [
+      row("Nodes", nodesOf),
+      row("Devices", (arm) => figure(arm.devices)),
+      row("Policy", (arm) => arm.policy ?? "–"),
+      row("Settings", (arm) => settings(arm) || "defaults"),
+      ...shown.map((metric) => row(headOf(metric), (arm) => estimate(arm.name, metric))),
+      row("Most misses", most),
+    ]),
+    shown.length ? null : none("No run of any arm was valid, so there are no figures."),
+  ];
+}
+
+function nodesOf({ prefill, decode }) {
+  if (prefill === null || decode === null) return "–";
+  return prefill ? `${prefill} prefill, ${decode} decode` : `${decode} co-located`;
+}
+
+/* Draw a difference as a dot in its interval, all in percent of the other arm, on a scale of ±`reach`. */
+function interval(low, high, middle, reach) {
+  const at = (value) => 50 + 50 * Math.max(-1, Math.min(1, value / reach));
+  const place = (kind, left, width) => {
+    const part = h("i", { class: kind });
+    part.style.left = left + "%";
+    if (width !== undefined) part.style.width = Math.max(0.5, width) + "%";
+    return part;
+  };
+  const shape = Math.abs(middle) > reach ? "beyond" : "within"; // hollow at the edge of the scale
+  const line = low === null || high === null ? null : place("reach", at(low), at(high) - at(low));
+  const dot = place(`dot ${shape}`, at(middle));
+  return h("span", { class: "forest", "aria-hidden": "true" }, place("zero", 50), line, dot);
+}
+
+function differences(comparisons) {
+  if (!comparisons.length) return none("No pair of arms has enough valid runs to compare.");
+  const pairs = new Map();
+  for (const each of comparisons) {
+    const pair = `${each.arm} minus ${each.against}`;
+    pairs.set(pair, [...(pairs.get(pair) ?? []), each]);
+  }
+  return [...pairs].map(([pair, rows]) => pairTable(pair, rows.sort((a, b) => rank(a.metric) - rank(b.metric))));
+}
+
+function pairTable(pair, rows) {
+  const inPercent = (of, bound) => (bound === null || !of.difference ? null : (bound * of.percent) / of.difference);
+  const ends = (each) => [each.percent, inPercent(each, each.low), inPercent(each, each.high)];
+  const reach = Math.min(100, Math.max(5, ...rows.flatMap(ends).map((end) => Math.abs(end ?? 0))));
+  const amount = (metric, own) => (own !== null && SHARES.has(metric) ? own * 100 : own);
+  const value = (each, key, unit = "") => signed(amount(each.metric, each[key]), unit);
+  const scale = `Interval within ±${figure(reach)} %`;
+  const heads = ["Figure", "#Difference", "#Interval", "#Percent", scale, "#p (Holm)", "Result"];
+  return table(pair, heads, rows.map((each) => [
+    labelOf(each.metric),
+    value(each, "difference", SHARES.has(each.metric) ? " points" : " " + unitOf(each.metric)),
+    each.low === null || each.high === null ? "–" : `${value(each, "low")} to ${value(each, "high")}`,
+    signed(each.percent, " %"),
+    each.percent === null ? "" : interval(inPercent(each, each.low), inPercent(each, each.high), each.percent, reach),
+    each.p < 0.0001 ? "< 0.0001" : figure(each.p, 2),
+    [chip(each.says, each.says.split(" ")[0]), each.note ? h("small", {}, each.note) : null],
+  ]));
+}
+
+function proof() {
+  const moved = [...new Set([...names, ...report.runs.map((run) => run.arm)])].map((name) => {
+    const kept = report.runs.filter((run) => run.arm === name && run.kv);
+    const total = (field) => kept.reduce((sum, run) => sum + run.kv[field], 0);
+    const each = total("blocks") ? bytes(total("bytes") / total("blocks")) : "–";
+    const counts = [kept.length, total("handoffs"), total("blocks")].map(whole);
+    return [armName(name), ...counts, bytes(total("bytes")), each];
+  });
+  const { compared, different, num_different: count, equal } = report.tokens, { control } = report;
+  const label = equal ? "all agree" : `${plural(count, "request")} differ`;
+  const heads = ["Arm", "#Runs", "#Handoffs", "#Blocks", "#Bytes", "#Bytes per block"];
+  const listed = () => h("ul", {}, different.map((each) => h("li", {}, h("code", {}, text(each)))));
+  return [
+    table("KV transferred between nodes, over all runs", heads, moved),
+    h("h3", {}, "Same answers"),
+    compared
+      ? h("p", {}, chip(equal ? "equal" : "different", equal ? "plain" : "bad"),
+          ` The answers to ${plural(compared, "request")} were compared token by token across arms; ${label}.`)
+      : none("No answers were compared across arms."),
+    count ? more("Requests whose answers differ", listed()) : null,
+    count > different.length ? none(`${whole(count - different.length)} more are in report.json`) : null,
+    h("h3", {}, "Negative control"),
+    control
+      ? h("p", {}, "The first arm against a copy of itself: ", h("strong", {}, control.says))
+      : none("Not run. --control compares the first arm with a copy of itself; nothing may differ."),
+    control?.comparisons?.length ? more("Figures", differences(control.comparisons)) : null,
+  ];
+}
+
+function runs() {
+  if (!report.runs.length) return none("There are no runs.");
+  const state = (run) => {
+    if (!run.valid) return chip("invalid", "bad");
+    return run.overloaded ? chip("overloaded", "bad") : chip("valid", "plain");
+  };
+  const shown = ["attainment", "ttft_p99_ms", "tbt_p99_ms", "client_lag_p99_ms"];
+  const counts = ["#Arrived", "#Finished", "#Failed", ...shown.map((metric) => "#" + headOf(metric))];
+  const heads = ["#Order", "State", "Arm", "#Seed", "#Window, s", ...counts, "Problems"];
+  const cells = (run) => [
+    figure(run.position), state(run), armName(run.arm), String(run.seed),
+    run.window_s ? run.window_s.map((each) => figure(each)).join("\u00a0to\u00a0") : "–",
+    whole(run.arrived), whole(run.finished), whole(run.failed),
+    ...shown.map((metric) => valueOf(metric, get(run.metrics, metric))),
+    run.problems.length ? h("span", { class: "long" }, run.problems.join("; ")) : "–",
+  ];
+  const ordered = [...report.runs].sort((a, b) => a.position - b.position);
+  return table("Every run, in order", heads, ordered.map(cells));
+}
+
+function parity() {
+  const state = (fact) => {
+    if (fact.equal) return chip("equal", "plain");
+    return fact.declared ? chip("treatment", "too") : chip("differs", "bad");
+  };
+  const valuesOf = (fact) => names.map((name) => text(get(fact.values, name) ?? "–"));
+  const found = report.parity.facts.map((fact) => [fact.fact, state(fact), ...valuesOf(fact)]);
+  const environment = Object.entries(report.environment).map(([name, value]) => [name, text(value)]);
+  return [
+    found.length ? table("Facts of the arms", ["Fact", "State", ...names], found) : none("No facts were collected."),
+    environment.length ? table("Environment", ["Fact", "Value"], environment) : none("No environment was recorded."),
+    h("p", {}, `Seeds: ${[...new Set(report.runs.map((run) => run.seed))].join(", ") || "none"}.`),
+    command("Repeat this comparison", report.repro),
+  ];
+}
+
+function command(title, line) {
+  const code = h("code", {}, line), label = h("span", { role: "status" });
+  const copy = async () => {
+    getSelection().selectAllChildren(code); // a browser without a clipboard for local files leaves this selection to Ctrl+C
+    const written = navigator.clipboard?.writeText(line) ?? Promise.reject(new Error("no clipboard"));
+    const done = await written.then(() => true, () => document.execCommand("copy"));
+    label.textContent = done ? "copied" : "selected: press Ctrl+C";
+  };
+  const button = h("button", { type: "button", onclick: copy }, "Copy");
+  const heading = h("p", {}, h("b", {}, title), " ", button, " ", label);
+  return h("div", { class: "command" }, heading, h("pre", { tabindex: "0" }, code));
+}
+
+const GUIDE = [
+  ["TTFT", `The time from when a request was due to its first token at the client. The client's own lateness is
+    included, not hidden.`],
+  ["TBT, TPOT, TTST", `TBT is each gap between two tokens of a request. TPOT is the mean gap of a request, which hides
+    stalls. TTST is the first gap, which includes the KV transfer of a request that was handed off.`],
+  ["Attainment, goodput", `Attainment is the share of the requests that arrived, not of those that finished, within the SLO;
+    goodput is their number per second. A failed or late request is a miss.`],
+  ["Fluidity", "The share of tokens that came by their deadline: the TTFT SLO plus one TBT SLO per token."],
+  ["Interference", `How much longer decodes took because a prompt chunk shared their step, which disaggregation
+    avoids. Exposed transfer is its cost instead.`],
+  ["Intervals", `The seed is the unit: every arm gets the same arrivals, and differences are taken seed by seed. An
+    interval that contains zero, or a difference under 3 %, is too close to call.`],
+  ["Invalid, overloaded", `A run whose client was late or whose node died is invalid and in no figure. A run whose queue
+    kept growing is overloaded and has no latencies: they would depend on its duration.`],
+  ["Other files", "report.json has every figure, requests.jsonl every request; a trace.json opens in Perfetto."],
+  ["Scope", "The result holds for this hardware, model and traffic. Repeat it with yours."],
+];
+const guide = () => h("dl", { class: "guide" }, GUIDE.map(([term, label]) => [h("dt", {}, term), h("dd", {}, label)]));

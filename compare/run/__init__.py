@@ -1,0 +1,1 @@
+"""Runs trials of an experiment against its arms and keeps what was measured."""

@@ -1,0 +1,213 @@
+"""Deployments of the arms: local clusters, each a `baton up` process that is always ended, or stacks that run already.
+
+A local cluster is started by its command line, so the comparison knows no more of it than any user.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import sys
+import time
+from asyncio.subprocess import DEVNULL, STDOUT, Process
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from compare.arms import Arm
+from compare.endpoint import Endpoint, EndpointError
+from shared.config.settings import PREFIX, parse_size
+from shared.errors import ConfigError
+from shared.kv.layout import HOST_KV_BYTES
+from shared.kv_gpu.cuda_driver import CudaError, Driver
+from shared.lifecycle import set_parent_death_signal
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVING_AT = re.compile(r"serving at (http://\S+)")
+START_S = 180.0
+DRAIN_S = 3  # of an arm that ends: no client waits for its answers
+GRACE_S = 12.0
+BAD_SETTINGS = 2
+PROCESS_BYTES = 400 << 20  # of a node with its libraries, measured
+NICENESS = 5  # of the nodes: the load generator has to be on time even if they fill every core
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """What is the same for all arms: the model directory, the cores that the nodes share ((): all), and the number of
+    GPUs that they may use."""
+
+    model: str
+    cpus: tuple[int, ...] = ()
+    emulate: str = ""
+    gpus: int = 0
+
+    def command(self, arm: Arm) -> list[str]:
+        flags = ["--model", self.model, "--port", "0", "--registry-port", "0", "--drain-timeout-s", str(DRAIN_S)]
+        flags += ["--cpus", ",".join(map(str, self.cpus))] if self.cpus else []
+        flags += ["--emulate", self.emulate] if self.emulate else []
+        if self.gpus and arm.settings.get("device", "auto") in {"auto", "cuda"}:
+            shared_pool = arm.settings.get("kv_channel") == "pool"  # prefill nodes then use the decode nodes' GPUs
+            num_gpus = min(self.gpus, arm.decode if shared_pool else arm.devices)
+            flags += ["--devices", ",".join(f"cuda:{number}" for number in range(num_gpus))]
+        return [sys.executable, "-P", "-m", "cluster", "up", *flags, *arm.flags()]
+
+
+class LocalStack:
+    """The cluster process of one arm, and its log. `endpoint` is its router once `start` has returned.
+
+    Runs on the caller's event loop. `end` always ends the process, and with it its nodes.
+    """
+
+    def __init__(self, arm: Arm, launch: LaunchOptions, log: Path) -> None:
+        self.arm = arm
+        self.endpoint = Endpoint("http://127.0.0.1")
+        self._launch = launch
+        self._log = log
+        self._process: Process | None = None
+
+    async def start(self) -> None:
+        """Start it and wait until every node takes requests. Raises ConfigError or EndpointError with its last line."""
+        with self._log.open("wb") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._launch.command(self.arm),
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=STDOUT,
+                env=environment(),
+                start_new_session=True,  # so that a Ctrl-C at the terminal does not reach it directly
+                preexec_fn=_child_setup(os.getpid()),
+            )
+        deadline = time.monotonic() + START_S
+        while not await self._is_complete():
+            if self._process.returncode is not None:
+                raise self._start_error(self._process.returncode)
+            if time.monotonic() > deadline:
+                raise EndpointError(f"{self.arm.name} does not serve after {START_S:g} s; see {self._log}")
+            await asyncio.sleep(0.1)
+        await self.endpoint.connect()
+
+    async def _is_complete(self) -> bool:
+        found = SERVING_AT.search(self._log.read_text(errors="replace"))
+        if found is None:
+            return False
+        if self.endpoint.url != found[1]:
+            await self.endpoint.close()
+            self.endpoint = Endpoint(found[1])
+        with contextlib.suppress(EndpointError):
+            nodes = (await self.endpoint.status())["nodes"]
+            return sum(bool(node["alive"]) for node in nodes) >= self.arm.devices
+        return False
+
+    def _start_error(self, status: int) -> Exception:
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        line = next((line for line in reversed(lines) if "error" in line.lower() or ": " in line), "no output")
+        kind = ConfigError if status == BAD_SETTINGS else EndpointError
+        return kind(f"{self.arm.name} did not start (status {status}): {line}; the whole log is {self._log}")
+
+    def terminate(self) -> None:
+        """Ask it to end; `end` waits for that."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+
+    async def end(self) -> None:
+        self.terminate()
+        await self.endpoint.close()
+        if self._process is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), GRACE_S)
+        if self._process.returncode is None:  # its nodes end with it
+            self._process.kill()
+            await self._process.wait()
+
+
+class LocalDeployments:
+    """The local stacks of all arms. Either all stay up, or one at a time runs, started for its trial."""
+
+    def __init__(self, stacks: Sequence[LocalStack], *, keeps_all: bool) -> None:
+        self.keeps_all = keeps_all
+        self._stacks = {stack.arm.name: stack for stack in stacks}
+        self._up: dict[str, LocalStack] = {}
+
+    async def up(self, name: str) -> Endpoint:
+        """Return the arm's endpoint once it serves. Raises ConfigError or EndpointError."""
+        if name not in self._up:
+            if not self.keeps_all:
+                await self.end()
+            self._up[name] = self._stacks[name]
+            await self._up[name].start()
+        return self._up[name].endpoint
+
+    async def end(self) -> None:
+        """End all processes of all arms."""
+        for stack in self._up.values():
+            stack.terminate()
+        for stack in self._up.values():
+            await stack.end()
+        self._up.clear()
+
+
+class ExternalDeployments:
+    """Stacks that run already and are not ended."""
+
+    def __init__(self, arms: Sequence[Arm], api_key: str) -> None:
+        self._endpoints = {arm.name: Endpoint(arm.url, api_key) for arm in arms}
+        self._connected: set[str] = set()
+
+    async def up(self, name: str) -> Endpoint:
+        """Return the arm's endpoint. Raises EndpointError."""
+        if name not in self._connected:
+            await self._endpoints[name].connect()
+            self._connected.add(name)
+        return self._endpoints[name]
+
+    async def end(self) -> None:
+        for endpoint in self._endpoints.values():
+            await endpoint.close()
+
+
+def fit_together(arms: Sequence[Arm], model: str) -> bool:
+    """Return whether the processes of all arms may stay up at once: idle ones take no time, and memory suffices.
+
+    On GPUs they may not: the arms are to have the same devices, one arm at a time.
+    """
+    needs_gpu = any(arm.settings.get("device", "auto").startswith("cuda") for arm in arms)
+    if needs_gpu or (Path("/dev/nvidia0").exists() and any("device" not in arm.settings for arm in arms)):
+        return False
+    weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) * 2  # as float32
+    kv = {arm.name: parse_size(arm.settings.get("kv_cache_memory", "0")) or HOST_KV_BYTES for arm in arms}
+    needed = sum(arm.devices * (PROCESS_BYTES + weights + kv[arm.name]) + PROCESS_BYTES for arm in arms)
+    return needed < 0.7 * memory_available()
+
+
+def num_gpus() -> int:
+    """Return the number of GPUs that this process may use."""
+    try:
+        return len(Driver.load().uuids())
+    except CudaError:
+        return 0
+
+
+def memory_available() -> int:
+    """Return the bytes that processes may use before the machine swaps."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
+def environment() -> dict[str, str]:
+    """Return our environment without BATON_ settings, so that other settings are at their defaults."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH", ""))))}
+
+
+def _child_setup(parent: int) -> Callable[[], None]:
+    """Return what the child runs before it executes its program."""
+    die_with_parent = set_parent_death_signal(parent)
+
+    def setup() -> None:
+        os.nice(NICENESS)
+        die_with_parent()
+
+    return setup

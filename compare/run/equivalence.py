@@ -1,0 +1,151 @@
+"""Equivalence of the arms: equal facts and equal greedy answers before the session, equal work and tokens after it."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from compare.arms import Arm
+from compare.endpoint import Document, Endpoint
+from compare.load.outcome import LoadRecording, Outcome
+
+ANSWER_TOKENS = 12
+LEAST_SHARE = 0.01  # of the tokens generated: the tolerated difference of answers that end by themselves
+UNKNOWN = "unknown"  # value of a fact that an arm does not publish
+# Settings that determine a fact of a node, where their names differ.
+SETTINGS_OF = {
+    "prefix_caching": ("enable_prefix_caching",),
+    "num_blocks": ("kv_cache_memory", "block_size"),
+    "block_tokens": ("block_size",),
+    "block_bytes": ("block_size", "dtype"),
+    "fingerprint": ("block_size", "dtype"),
+    "max_step_tokens": ("max_num_batched_tokens", "tbt_slo_ms"),
+}
+
+
+# ---- before: facts and greedy answers ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ParityCheck:
+    """The facts of all arms side by side. `equal`: nothing differs except what was declared as the treatment."""
+
+    equal: bool
+    facts: list[Document]
+
+    @property
+    def problems(self) -> list[str]:
+        wrong = [fact for fact in self.facts if not fact["equal"] and not fact["declared"]]
+        return [
+            f"not comparable: {fact['fact']} differs ("
+            + ", ".join(f"{arm}: {value}" for arm, value in fact["values"].items())
+            + ")"
+            for fact in wrong
+        ]
+
+
+def check_parity(
+    arms: Sequence[Arm], facts_by_arm: Mapping[str, Mapping[str, str]], treatment: Sequence[str] = ()
+) -> ParityCheck:
+    """Compare the facts of the arms. Settings in which the arms differ, and `treatment`, are declared."""
+    names = list(dict.fromkeys(name for facts in facts_by_arm.values() for name in facts))
+    declared = set(treatment) | settings_that_differ(arms)
+    rows = []
+    for name in names:
+        values = {arm.name: facts_by_arm[arm.name].get(name, UNKNOWN) for arm in arms}
+        is_declared = not declared.isdisjoint({name, *SETTINGS_OF.get(name, ())})
+        rows.append({"fact": name, "values": values, "equal": len(set(values.values())) == 1, "declared": is_declared})
+    return ParityCheck(all(row["equal"] or row["declared"] for row in rows), rows)
+
+
+def settings_that_differ(arms: Sequence[Arm]) -> set[str]:
+    names = {name for arm in arms for name in arm.settings}
+    return {name for name in names if len({arm.settings.get(name) for arm in arms}) > 1}
+
+
+def facts_of(endpoint: Endpoint, status: Document | None) -> dict[str, str]:
+    """Return what must be equal, from the router's status; differing nodes are listed as "one | other"."""
+    facts = {"engine": "baton" if status else "not Baton: nothing else can be verified", "model": endpoint.model}
+    facts["max_model_len"] = str(endpoint.max_model_len or UNKNOWN)
+    if not status:
+        return facts
+    nodes = status["nodes"]
+    facts["devices"] = str(len(nodes))
+    by_fact: dict[str, list[str]] = {}
+    for node in nodes:
+        own = {"fingerprint": node["fingerprint"], "block_tokens": node["block_tokens"]}
+        own |= {"block_bytes": node["block_bytes"], "num_blocks": node["blocks"]["total"]}
+        for name, value in (own | (node.get("facts") or {})).items():
+            by_fact.setdefault(name, []).append(str(value))
+    for name, values in by_fact.items():
+        missing = [UNKNOWN] * (len(nodes) > len(values))
+        facts[name] = " | ".join(sorted({*values, *missing}))
+    return facts
+
+
+async def greedy_answers(endpoint: Endpoint, prompts: Sequence[Sequence[int]], salt: str) -> list[list[int]]:
+    """Return the answers to all prompts that fit, sent at once, which also warms the arm up. Raises EndpointError."""
+    fitting = [prompt for prompt in prompts if not endpoint.max_model_len or fits(prompt, endpoint.max_model_len)]
+    return list(await asyncio.gather(*(endpoint.complete(prompt, ANSWER_TOKENS, salt) for prompt in fitting)))
+
+
+def fits(prompt: Sequence[int], max_model_len: int) -> bool:
+    return len(prompt) + ANSWER_TOKENS <= max_model_len
+
+
+def different_answers(answers: Mapping[str, Sequence[Sequence[int]]]) -> list[str]:
+    """Return one line for each prompt whose answer differs from the first arm's; `answers` by arm."""
+    first = next(iter(answers))
+    return [
+        f"{name} answers greedy prompt {number} with {list(answer)[:8]}..., {first} with {list(expected)[:8]}..."
+        for name, given in answers.items()
+        for number, (answer, expected) in enumerate(zip(given, answers[first], strict=True))
+        if list(answer) != list(expected)
+    ]
+
+
+# ---- after: tokens and work; `recordings` are those of one traffic, by arm -----------------------------------------
+
+
+def different_tokens(recordings: Mapping[str, LoadRecording]) -> tuple[int, list[Document]]:
+    """Return how many requests could be compared between arms, and which of them have different tokens."""
+    answers = _by_request(recordings, lambda outcome: outcome.finished and bool(outcome.tokens))
+    different = [
+        {"index": index, "arms": sorted(given)}
+        for index, given in sorted(answers.items())
+        if len({tuple(outcome.tokens) for outcome in given.values()}) > 1
+    ]
+    return len(answers), different
+
+
+def work_differences(groups: Sequence[Mapping[str, LoadRecording]]) -> tuple[str, str]:
+    """Return a problem and a note, each one line or empty, about arms that did not do the same work.
+
+    As text, the server's tokenizer decides the length of a prompt, and the model the end of an answer.
+    """
+    shared = [given for group in groups for given in _by_request(group, lambda outcome: outcome.finished).values()]
+    prompts = sum(
+        len({outcome.prompt_tokens for outcome in given.values() if outcome.prompt_tokens}) > 1 for given in shared
+    )
+    if prompts:
+        return f"not the same work: {prompts} of {len(shared)} prompts have different lengths in the arms", ""
+    lengths = [[len(outcome.token_s) for outcome in given.values()] for given in shared]
+    apart, total = sum(max(row) - min(row) for row in lengths), sum(map(max, lengths))
+    if not apart:
+        return "", ""
+    unequal = sum(max(row) > min(row) for row in lengths)
+    line = (
+        f"{unequal} of {len(shared)} answers have different lengths in the arms, by {apart / total:.1%} of the tokens"
+    )
+    return (f"not the same work: {line}", "") if apart > LEAST_SHARE * total else ("", line)
+
+
+def _by_request(
+    recordings: Mapping[str, LoadRecording], counts: Callable[[Outcome], bool]
+) -> dict[int, dict[str, Outcome]]:
+    """Return by request the outcomes that count, by arm; only requests with such outcomes in several arms."""
+    rows: dict[int, dict[str, Outcome]] = {}
+    for arm, recording in recordings.items():
+        for outcome in recording.outcomes:
+            if counts(outcome):
+                rows.setdefault(outcome.index, {})[arm] = outcome
+    return {index: given for index, given in rows.items() if len(given) > 1}

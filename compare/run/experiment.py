@@ -1,0 +1,155 @@
+"""The types of a comparison: the experiment, its trials, the findings of a session, and its collaborators."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from compare.arms import Arm
+from compare.endpoint import Document, Endpoint
+from compare.load.outcome import LatencySlo, LoadRecording
+from compare.load.traffic import Traffic
+from compare.run.equivalence import ParityCheck
+from compare.stats.capacity import CapacityEstimate, CapacityPoint
+
+START_S = 6.0  # of each of an arm's processes, on a busy machine
+BETWEEN_S = 3.0  # after one period: the last answers, the cool-down, fetching the records
+REPORT_S = 10.0
+
+
+class Trial(NamedTuple):
+    """One arm under one seed's traffic. `position` counts all trials of the session from 0.
+
+    `rate` replaces the traffic's own in a search for a capacity.
+    """
+
+    arm: str
+    seed: int
+    position: int
+    rate: float | None = None
+
+    @property
+    def traffic(self) -> tuple[int, float | None]:
+        """Equal for all trials with the same requests."""
+        return self.seed, self.rate
+
+
+def trials_of(arms: Sequence[str], seed: int, number: int) -> list[Trial]:
+    """Return the trials of the `number`-th seed. The order of arms alternates (ABBA), so that drift affects all."""
+    order = arms if number % 2 == 0 else arms[::-1]
+    return [Trial(arm, seed, number * len(arms) + place) for place, arm in enumerate(order)]
+
+
+@dataclass(slots=True)
+class Period:
+    """What was measured in one trial, from idle to idle. `problems` are the reasons not to use its figures."""
+
+    trial: Trial
+    recording: LoadRecording = field(default_factory=LoadRecording)
+    summaries: dict[str, Document] = field(default_factory=dict)  # the router's, by request id
+    steps: dict[str, list[Document]] = field(default_factory=dict)  # by node, oldest first
+    costs: dict[str, list[float]] = field(default_factory=dict)  # step-time model by node, packed
+    timelines: dict[str, Document] = field(default_factory=dict)  # of its worst requests, by their ids
+    counts: dict[str, int] | None = None  # the nodes' counters over the period; None: not available
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what its figures leave out, though they are valid
+
+
+class ProgressReporter(Protocol):
+    """Receives the progress of a session."""
+
+    def say(self, line: str) -> None: ...
+    def begin(self, trial: Trial, num_trials: int, num_requests: int) -> None: ...
+    def progress(self, sent: int, finished: int, failed: int) -> None: ...
+
+
+class Deployments(Protocol):
+    """The running stacks of the arms."""
+
+    async def up(self, name: str) -> Endpoint: ...
+    async def end(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """What is compared, and how."""
+
+    arms: tuple[Arm, ...]  # the others are compared with the first
+    control: Arm | None  # a copy of the first
+    traffic: Callable[[int, float | None], Traffic]  # of a seed, at its own rate or at a given one
+    seeds: tuple[int, ...]
+    slo: LatencySlo
+    attainment: float
+    first_rate: float | None  # where a search for capacities starts; None: no search
+    prompts: tuple[tuple[int, ...], ...]  # of the preflight
+    treatment: tuple[str, ...]  # facts that may differ
+    send: str  # "ids" or "text"
+    timeout_s: float
+    out: Path
+
+    @property
+    def everyone(self) -> tuple[Arm, ...]:
+        return self.arms + ((self.control,) if self.control else ())
+
+    @property
+    def finds_capacity(self) -> bool:
+        return self.first_rate is not None
+
+    @property
+    def max_trials(self) -> int:
+        """Most trials of one arm. A search needs at most a dozen to bracket, then three rates for every seed."""
+        return 12 + 3 * len(self.seeds) if self.finds_capacity else len(self.seeds)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionPlan:
+    """The size of a session, as announced before it starts."""
+
+    num_arms: int
+    num_trials: int  # of each arm
+    duration_s: float
+    num_devices: int  # of one arm
+    keeps_all: bool  # whether all arms stay up, or each is started again for its trial
+
+    @property
+    def predicted_s(self) -> float:
+        trials = self.num_arms * self.num_trials
+        starts = self.num_arms * (1 if self.keeps_all else 1 + self.num_trials)
+        return trials * (self.duration_s + BETWEEN_S) + starts * (self.num_devices + 1) * START_S + REPORT_S
+
+    def __str__(self) -> str:
+        return (
+            f"plan: {self.num_arms} arms x {self.num_trials} periods x {self.duration_s:g} s of traffic, "
+            f"about {self.predicted_s / 60:.0f} min in total"
+        )
+
+
+@dataclass(slots=True)
+class Findings:
+    """The result of a session, complete or not. `problems` are the reasons for no verdict."""
+
+    arms: list[Arm] = field(default_factory=list)  # as they were found
+    parity: ParityCheck = field(default_factory=lambda: ParityCheck(False, []))
+    periods: list[Period] = field(default_factory=list)
+    points: dict[str, list[CapacityPoint]] = field(default_factory=dict)  # attainment at rates, by arm
+    compared: int = 0  # requests whose answers were compared between arms
+    different: list[Document] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # caveats that do not prevent a verdict
+    capacities: dict[str, CapacityEstimate] = field(default_factory=dict)  # of the arms whose search completed
+
+
+def trace_name(experiment: Experiment, arm: str) -> str:
+    """Return the name of an arm's trace file; trace.json is the first arm's."""
+    number = [each.name for each in experiment.everyone].index(arm)
+    return "trace.json" if number == 0 else f"trace-{number + 1}.json"
+
+
+def keep_requests(path: Path, period: Period) -> None:
+    """Append the period's outcomes with the router's summaries of them. Raises OSError, for example on a full disk."""
+    head: Mapping[str, object] = period.trial._asdict() | {"valid": not period.problems}
+    with path.open("a", encoding="utf-8") as file:
+        for outcome in period.recording.outcomes:
+            line = {**head, **asdict(outcome), "router": period.summaries.get(outcome.id)}
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")

@@ -1,0 +1,292 @@
+"""Runs a session: starts the arms, checks that they are equivalent, runs their trials and collects the findings.
+
+It measures nothing itself (`compare.run.period` and the load generator do) and judges nothing (`compare.report` does).
+"""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from compare.arms import Arm
+from compare.endpoint import Document, Endpoint, EndpointError
+from compare.load.client import LoadSpec
+from compare.load.driver import drive
+from compare.load.outcome import LoadRecording, load_recording
+from compare.load.traffic import Traffic
+from compare.run.equivalence import (
+    check_parity,
+    different_answers,
+    different_tokens,
+    facts_of,
+    greedy_answers,
+    work_differences,
+)
+from compare.run.experiment import (
+    Deployments,
+    Experiment,
+    Findings,
+    Period,
+    ProgressReporter,
+    Trial,
+    keep_requests,
+    trace_name,
+    trials_of,
+)
+from compare.run.period import RouterWatch, splits_of
+from compare.stats.capacity import CapacitySearch
+from compare.stats.measures import inside, measured_window, misses
+from shared.errors import ConfigError
+
+TRACE_SLACK_S = 5.0
+TIMELINES, TIMELINES_OF_OTHERS = 40, 5  # of the seed that is drawn, and of every other
+ATTEMPTS = 3
+SEEDS_PER_SPARE = 3  # spare seeds replace those with an invalid period, which stay in the report without figures
+SHOWN_FACTS = ("num_blocks", "block_tokens", "block_bytes", "cpus", "threads", "policy")
+
+
+class ArmLostError(Exception):
+    """An arm cannot be measured any longer; the message names the arm and the reason."""
+
+
+async def run_session(experiment: Experiment, deployments: Deployments, reporter: ProgressReporter) -> Findings:
+    """Run a session and leave no process behind. After a signal, or if an arm is lost, return what there is, marked.
+
+    Raises ConfigError, EndpointError and OSError for what fails before anything is measured.
+    """
+    findings = Findings(list(experiment.everyone))
+    session = asyncio.create_task(Session(experiment, deployments, reporter, findings).run())
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, session.cancel)
+    try:
+        await session
+    except asyncio.CancelledError:
+        findings.problems.append("interrupted: the figures cover what was measured until then")
+    except ArmLostError as error:
+        findings.problems.append(str(error))
+    except OSError as error:
+        if not findings.periods:
+            raise
+        findings.problems.append(f"cannot write what was measured: {error.strerror or error}")
+    finally:
+        await deployments.end()
+        for number in numbers:
+            loop.remove_signal_handler(number)
+    _check_equal_work(experiment, findings)
+    return findings
+
+
+class Session:
+    """One session under way, on the caller's event loop. It owns `findings` while `run` runs.
+
+    Guarantees: one trial at a time; every period, also an invalid or interrupted one, is in the findings and in
+    requests.jsonl. `run` raises ArmLostError if an arm cannot be measured any longer.
+    """
+
+    def __init__(
+        self, experiment: Experiment, deployments: Deployments, reporter: ProgressReporter, findings: Findings
+    ) -> None:
+        self._experiment = experiment
+        self._deployments = deployments
+        self._reporter = reporter
+        self._findings = findings
+        self._started_ns = time.time_ns()
+        self._one_at_a_time = asyncio.Lock()  # fair, so that searches alternate
+
+    async def run(self) -> None:
+        await self._preflight()
+        if self._findings.problems:
+            return
+        if self._experiment.finds_capacity:
+            await self._search_all()
+        else:
+            await self._run_seeds()
+
+    async def _preflight(self) -> None:
+        """Check parity, then equal greedy answers, which also warm the arms up."""
+        experiment, findings = self._experiment, self._findings
+        facts: dict[str, dict[str, str]] = {}
+        answers = {}
+        for number, arm in enumerate(experiment.everyone):
+            self._reporter.say(f"asking {arm.url}" if arm.url else f"starting {arm.name}")
+            endpoint = await self._deployments.up(arm.name)
+            status = await endpoint.status() if endpoint.is_baton else None
+            facts[arm.name] = facts_of(endpoint, status)
+            findings.arms[number] = _as_found(arm, status)
+            if experiment.send == "ids":
+                answers[arm.name] = await greedy_answers(endpoint, experiment.prompts, salt="preflight")
+        findings.parity = check_parity(experiment.everyone, facts, experiment.treatment)
+        findings.problems += findings.parity.problems
+        for name, own in facts.items():
+            self._reporter.say(f"{name}: " + ", ".join(f"{fact} {own[fact]}" for fact in SHOWN_FACTS if fact in own))
+        if not findings.problems and answers:
+            findings.problems += [f"not comparable: {line}" for line in different_answers(answers)]
+
+    async def _run_seeds(self) -> None:
+        """Run every seed in every arm, then spare seeds in place of those that have an invalid period."""
+        seeds = self._experiment.seeds
+        names = [arm.name for arm in self._experiment.everyone]
+        num_spare = -(-len(seeds) // SEEDS_PER_SPARE)
+        num_valid = 0
+        for number, seed in enumerate([*seeds, *range(seeds[-1] + 1, seeds[-1] + 1 + num_spare)]):
+            if num_valid == len(seeds):
+                return
+            try:
+                self._experiment.traffic(seed, None)
+            except ConfigError:  # the trace is exhausted
+                return
+            problems = [(await self._run_trial(trial)).problems for trial in trials_of(names, seed, number)]
+            num_valid += not any(problems)
+
+    async def _search_all(self) -> None:
+        """Search all arms concurrently, one trial at a time; if one search fails, the others end."""
+        searches = [asyncio.ensure_future(self._search(arm.name)) for arm in self._experiment.everyone]
+        try:
+            await asyncio.gather(*searches)
+        finally:
+            for search in searches:
+                search.cancel()
+            await asyncio.wait(searches)
+
+    async def _search(self, arm: str) -> None:
+        experiment = self._experiment
+        assert experiment.first_rate is not None
+        search = CapacitySearch(
+            partial(self._attainment, arm),
+            experiment.attainment,
+            max_runs=experiment.max_trials,
+            min_seeds=len(experiment.seeds),
+        )
+        self._findings.points[arm] = search.points
+        self._findings.capacities[arm] = await search.run(experiment.first_rate)
+
+    async def _attainment(self, arm: str, rate: float, seed: int) -> float:
+        """Return one trial's attainment. Raises ArmLostError if none of ATTEMPTS is valid."""
+        for _ in range(ATTEMPTS):
+            async with self._one_at_a_time:
+                period = await self._run_trial(Trial(arm, seed, len(self._findings.periods), rate))
+            if not period.problems:
+                break
+        else:
+            raise ArmLostError(f"{arm} at {rate:.3g} req/s could not be measured: {period.problems[0]}")
+        window_s, overloaded = measured_window(period.recording.outcomes)
+        population = inside(period.recording.outcomes, window_s)
+        good = sum(not misses(outcome, self._experiment.slo) for outcome in population)
+        return 0.0 if overloaded else good / len(population)
+
+    async def _run_trial(self, trial: Trial) -> Period:
+        experiment = self._experiment
+        traffic = experiment.traffic(trial.seed, trial.rate)
+        self._reporter.begin(trial, experiment.max_trials * len(experiment.everyone), len(traffic.arrivals))
+        period = Period(trial)
+        self._findings.periods.append(period)
+        try:
+            await self._measure(await self._deployments.up(trial.arm), traffic, period)
+        except EndpointError as error:
+            period.problems.append(str(error))
+        finally:
+            keep_requests(experiment.out / "requests.jsonl", period)
+        for problem in period.problems:
+            self._reporter.say(f"  invalid: {problem}")
+        if period.problems:
+            await self._check_alive(trial.arm)
+        return period
+
+    async def _check_alive(self, arm: str) -> None:
+        try:
+            await (await self._deployments.up(arm)).connect()
+        except EndpointError as error:
+            raise ArmLostError(f"{arm} was lost during the session: {error}") from None
+
+    async def _measure(self, endpoint: Endpoint, traffic: Traffic, period: Period) -> None:
+        experiment, trial = self._experiment, period.trial
+        arm = next(arm for arm in experiment.everyone if arm.name == trial.arm)
+        watch = RouterWatch(endpoint, splits_of(arm)) if endpoint.is_baton else None
+        if watch:
+            await watch.begin(period)
+        began = time.monotonic()
+        try:
+            period.recording = await drive(self.spec(endpoint, trial), traffic.arrivals, self._reporter.progress)
+        except asyncio.CancelledError:
+            period.recording = _partial_recording(experiment.out / "outcomes.jsonl")
+            period.problems.append("interrupted")
+            raise
+        period.problems += period.recording.problems
+        if not watch:
+            return
+        is_drawn = trial.seed == experiment.seeds[0] and not experiment.finds_capacity
+        await watch.end(period, experiment.slo, TIMELINES if is_drawn else TIMELINES_OF_OTHERS)
+        if is_drawn and not period.problems:
+            trace = await endpoint.trace(time.monotonic() - began + TRACE_SLACK_S)
+            (experiment.out / trace_name(experiment, trial.arm)).write_bytes(trace)
+
+    def spec(self, endpoint: Endpoint, trial: Trial) -> LoadSpec:
+        """Return the load generator's input for a trial."""
+        experiment = self._experiment
+        return LoadSpec(
+            url=endpoint.url,
+            model=endpoint.model,
+            arrivals=str(experiment.out / "arrivals.jsonl"),
+            outcomes=str(experiment.out / "outcomes.jsonl"),
+            slo=experiment.slo,
+            timeout_s=experiment.timeout_s,
+            send=experiment.send,
+            salt=self._salt(trial) if endpoint.is_baton or experiment.send == "text" else "",
+            api_key=endpoint.api_key,
+        )
+
+    def _salt(self, trial: Trial) -> str:
+        """Return a salt that no earlier trial used, so that no prefix cache has its prompts.
+
+        It is the same for all arms, because it decides the words of prompts sent as text; except for the control of a
+        running stack, which is that same stack.
+        """
+        control = self._experiment.control
+        again = trial.arm if control and control.url and control.name == trial.arm else ""
+        return f"{self._started_ns} {trial.traffic} {again}"
+
+
+def _as_found(arm: Arm, status: Document | None) -> Arm:
+    """Return the arm; for a running stack, with its numbers of nodes and its policy."""
+    if not arm.url or status is None:
+        return arm
+    roles = [node["role"] for node in status["nodes"]]
+    policies = {str((node.get("facts") or {}).get("policy")) for node in status["nodes"]}
+    settings = {"policy": policies.pop()} if len(policies) == 1 else {}
+    return replace(arm, prefill=roles.count("prefill"), decode=roles.count("decode"), settings=settings)
+
+
+def _partial_recording(path: Path) -> LoadRecording:
+    with contextlib.suppress(OSError, ValueError):
+        return load_recording(path)
+    return LoadRecording()
+
+
+TrafficGroups = dict[tuple[int, float | None], dict[str, LoadRecording]]  # by traffic, the recording of each arm
+
+
+def _by_traffic(periods: Sequence[Period]) -> TrafficGroups:
+    groups: TrafficGroups = {}
+    for period in periods:
+        groups.setdefault(period.trial.traffic, {})[period.trial.arm] = period.recording
+    return groups
+
+
+def _check_equal_work(experiment: Experiment, findings: Findings) -> None:
+    """Compare tokens and work between all periods under the same traffic, and add the result to the findings."""
+    groups = _by_traffic(findings.periods)
+    for (seed, _), recordings in groups.items():
+        count, different = different_tokens(recordings)
+        findings.compared += count
+        findings.different += [{"seed": seed, **row} for row in different]
+    names = {arm.name for arm in experiment.arms}  # the control of a running stack gets other words
+    same = [{name: own for name, own in group.items() if name in names} for group in groups.values()]
+    problem, note = work_differences(same)
+    findings.problems += [problem] if problem else []
+    findings.notes += [note] if note else []

@@ -1,0 +1,1 @@
+"""Metrics, statistics and the verdict. Pure: no I/O and no clock."""

@@ -1,0 +1,212 @@
+"""Capacity: search for and fit the largest rate at which a share `alpha` of the requests is good.
+
+Pure: the measurement is a callback.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+from scipy.optimize import isotonic_regression
+
+RESAMPLES = 200
+TAIL = 0.025  # share of the resamples that a 95 % interval leaves out at each end
+CLOSE_RATES = 1.1  # ratio of two rates that count as adjacent
+CLIFF_DROP = 0.25  # drop of attainment between adjacent rates that is a cliff
+ENOUGH = 0.03  # half of the interval, as a share of the capacity, at which the search ends
+MAX_SEEDS = 20
+BRACKET_RATIO = 1.15  # at which bisection ends
+STEP = 1.08
+SPREAD = (1 / STEP, 1.0, STEP)  # factors of the estimate at which every seed is measured
+WIDEST = 2.0**12  # the search covers the first rate divided and multiplied by this
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityPoint:
+    """One run. `attainment` is 0 if it was overloaded, because it would fall with the run's duration."""
+
+    rate: float
+    seed: int
+    attainment: float
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityEstimate:
+    """Requests per second, with a 95 % interval over seeds (None from fewer than two, and for an end beyond the rates
+    that were measured).
+
+    bounded: "yes"; "above" if the highest measured rate still meets the SLO, "below" if the lowest does not. `cliff`:
+    attainment drops abruptly, so the capacity is the last rate before the drop, not a crossing.
+    """
+
+    rate: float
+    low: float | None
+    high: float | None
+    bounded: str = "yes"
+    cliff: bool = False
+
+
+def fit_attainment(points: Sequence[CapacityPoint]) -> tuple[list[float], list[float]]:
+    """Return ascending rates and the attainment at each: isotonic (non-increasing) regression of the runs' means,
+    weighted by their number."""
+    by_rate: dict[float, list[float]] = defaultdict(list)
+    for point in points:
+        by_rate[point.rate].append(point.attainment)
+    rates = sorted(by_rate)
+    means = [float(np.mean(by_rate[rate])) for rate in rates]
+    weights = [len(by_rate[rate]) for rate in rates]
+    return rates, [float(value) for value in isotonic_regression(means, weights=weights, increasing=False).x]
+
+
+def crossing(rates: Sequence[float], shares: Sequence[float], alpha: float) -> CapacityEstimate:
+    """Return where the curve falls below alpha, linear between two rates. Raises ValueError for an empty curve."""
+    if not rates:
+        raise ValueError("no rate was measured")
+    below = next((index for index, share in enumerate(shares) if share < alpha), None)
+    if below is None:
+        return CapacityEstimate(rates[-1], None, None, "above")
+    if below == 0:
+        return CapacityEstimate(rates[0], None, None, "below")
+    left, right = below - 1, below
+    if shares[left] - shares[right] >= CLIFF_DROP and rates[right] <= CLOSE_RATES * rates[left]:
+        return CapacityEstimate(rates[left], None, None, cliff=True)
+    share = (shares[left] - alpha) / (shares[left] - shares[right])
+    return CapacityEstimate(rates[left] + share * (rates[right] - rates[left]), None, None)
+
+
+def capacity_of(points: Sequence[CapacityPoint], alpha: float, seed: int = 0) -> CapacityEstimate:
+    """Return the crossing of the fit over all points, with its interval.
+
+    The interval is a bootstrap over seeds; its spread is widened by Student's t, because percentiles of few seeds are
+    too narrow.
+    """
+    found = crossing(*fit_attainment(points), alpha)
+    seeds = sorted({point.seed for point in points})
+    if len(seeds) < 2 or found.bounded != "yes":
+        return found
+    of_seed = {each: [point for point in points if point.seed == each] for each in seeds}
+    random = np.random.default_rng(seed)
+    crossings = []
+    for _ in range(RESAMPLES):
+        drawn = [point for index in random.integers(len(seeds), size=len(seeds)) for point in of_seed[seeds[index]]]
+        crossings.append(crossing(*fit_attainment(drawn), alpha))
+    widening = math.sqrt(len(seeds) / (len(seeds) - 1)) * float(stats.t.ppf(0.975, len(seeds) - 1))
+    reach = float(np.std([each.rate for each in crossings])) * widening
+    # A resample that never crosses gives the last measured rate; many of those would make the interval too narrow.
+    beyond = {each for each in ("below", "above") if [one.bounded for one in crossings].count(each) > TAIL * RESAMPLES}
+    low = None if "below" in beyond else max(0.0, found.rate - reach)
+    high = None if "above" in beyond else found.rate + reach
+    return CapacityEstimate(found.rate, low, high, found.bounded, found.cliff)
+
+
+def influences(points: Sequence[CapacityPoint], alpha: float) -> dict[int, float | None]:
+    """Return the jackknife pseudo-values (Tukey, 1958) of the crossing, by seed.
+
+    Their mean is the crossing and their spread its uncertainty, so they are compared like figures of paired runs. All
+    None if the crossing, of all seeds or without one, lies beyond the measured rates: a bound is not a figure.
+    """
+    seeds = sorted({point.seed for point in points})
+    without = [[point for point in points if point.seed != seed] for seed in seeds]
+    found = [crossing(*fit_attainment(own), alpha) for own in (points, *without) if own]
+    if len(found) <= len(seeds) or any(each.bounded != "yes" for each in found):
+        return dict.fromkeys(seeds)
+    whole, *parts = (each.rate for each in found)
+    mean = math.fsum(parts) / len(parts)
+    return {seed: whole + (len(seeds) - 1) * (mean - part) for seed, part in zip(seeds, parts, strict=True)}
+
+
+def balanced(points: Sequence[CapacityPoint]) -> list[CapacityPoint]:
+    """Return the points at rates measured with several seeds, if there are any: the first seed alone explores."""
+    if len({point.seed for point in points}) < 2:
+        return list(points)
+    at = defaultdict(set)
+    for point in points:
+        at[point.rate].add(point.seed)
+    return [point for point in points if len(at[point.rate]) > 1]
+
+
+def attainment_bands(points: Sequence[CapacityPoint]) -> dict[str, list[float]]:
+    """Return the fitted share at every rate, with the lowest and highest of a seed, for a chart."""
+    rates, shares = fit_attainment(points)
+    at = [[point.attainment for point in points if point.rate == rate] for rate in rates]
+    return {"rate": rates, "share": shares, "low": [min(row) for row in at], "high": [max(row) for row in at]}
+
+
+Measure = Callable[[float, int], Awaitable[float]]  # rate, seed -> attainment, 0 if overloaded
+
+
+class CapacitySearch:
+    """Searches for one arm's capacity. `points` are the measurements so far; they grow during `run`.
+
+    Brackets and bisects geometrically with the first seed, then measures one seed after the other at rates around the
+    estimate until the interval is narrow. `measure` is called on the event loop of `run`, one call at a time.
+    """
+
+    def __init__(self, measure: Measure, alpha: float, *, max_runs: int, min_seeds: int = 6) -> None:
+        self.points: list[CapacityPoint] = []
+        self._measure = measure
+        self._alpha = alpha
+        self._max_runs = max_runs
+        self._min_seeds = min_seeds
+
+    @property
+    def exhausted(self) -> bool:
+        return len(self.points) >= self._max_runs
+
+    async def run(self, first_rate: float) -> CapacityEstimate:
+        """Return the capacity found with at most `max_runs` runs. Raises ValueError unless the rate is over 0."""
+        if not 0 < first_rate < math.inf:
+            raise ValueError(f"the first rate is {first_rate}; it must be over 0")
+        bracket = await self._bracket(first_rate)
+        if bracket is None:
+            return capacity_of(self.points, self._alpha)
+        good, bad = bracket
+        while bad / good > BRACKET_RATIO and not self.exhausted:
+            middle = math.sqrt(good * bad)
+            good, bad = (middle, bad) if await self._holds(middle, 0) else (good, middle)
+        return await self._replicate([math.sqrt(good * bad) * factor for factor in SPREAD])
+
+    async def _replicate(self, rates: list[float]) -> CapacityEstimate:
+        """Measure every seed at all rates, adding rates while the means do not cross alpha between them."""
+        missing = [(rate, 0) for rate in rates]
+        for seed in range(1, MAX_SEEDS + 1):
+            while missing:
+                for rate, each in missing:
+                    if self.exhausted:
+                        return self._found()
+                    await self._holds(rate, each)
+                missing = []
+                if (bounded := self._found().bounded) != "yes":
+                    rates.append(max(rates) * STEP if bounded == "above" else min(rates) / STEP)
+                    missing = [(rates[-1], each) for each in range(seed)]
+            if seed == MAX_SEEDS or (seed >= self._min_seeds and self._is_narrow()):
+                break
+            missing = [(rate, seed) for rate in rates]
+        return self._found()
+
+    async def _bracket(self, rate: float) -> tuple[float, float] | None:
+        """Return a rate that holds and one that does not, a factor of 2 apart; None if there is none within WIDEST."""
+        holds = await self._holds(rate, 0)
+        factor = 2.0 if holds else 0.5
+        first = rate
+        while not self.exhausted and 1 / WIDEST < rate / first < WIDEST:
+            last, rate = rate, rate * factor
+            if await self._holds(rate, 0) != holds:
+                return (last, rate) if holds else (rate, last)
+        return None
+
+    async def _holds(self, rate: float, seed: int) -> bool:
+        self.points.append(CapacityPoint(rate, seed, await self._measure(rate, seed)))
+        return self.points[-1].attainment >= self._alpha
+
+    def _found(self) -> CapacityEstimate:
+        return capacity_of(balanced(self.points), self._alpha)
+
+    def _is_narrow(self) -> bool:
+        found = self._found()
+        if found.low is None or found.high is None:
+            return False
+        return (found.high - found.low) / 2 <= ENOUGH * found.rate

@@ -1,0 +1,294 @@
+"""The metrics of one run, from the client's outcomes and the router's summaries; and which part of the run counts.
+
+Every request that arrived in the window counts: a failed request is a miss, and its remaining tokens take infinitely
+long. Percentiles interpolate linearly (numpy's default).
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from compare.load.outcome import TIMEOUT, LatencySlo, Outcome
+
+Summary = Mapping[str, Any]  # of /v1/requests
+Summaries = Mapping[str, Summary]  # by request id
+Series = NDArray[np.float64]
+
+LATENCIES = ("ttft", "tbt", "tpot", "ttst", "e2e")
+POINTS, BATCH = 500, 5  # samples of the outstanding requests, and samples per batch (the 5 of MSER-5)
+TREND_BATCHES = 10
+TREND_LEVEL = 0.01  # chance of calling a steady run overloaded, if its batches were independent
+LEAST_GROWTH, GROWTH_DEVIATIONS = 0.25, 2.0  # of the mean, and of its root (a Poisson number's deviation)
+
+
+# ---- one request, in seconds ---------------------------------------------------------------------------------------
+
+
+def ttft_s(outcome: Outcome) -> float:
+    """Return the time from when the request was due to its first token; infinite if there was none."""
+    return outcome.token_s[0] - outcome.scheduled_s if outcome.token_s else math.inf
+
+
+def gaps_s(outcome: Outcome) -> list[float]:
+    """Return the TBTs: the time between each token and the one before. vLLM calls them ITL."""
+    return [after - before for before, after in zip(outcome.token_s, outcome.token_s[1:], strict=False)]
+
+
+def tpot_s(outcome: Outcome) -> float | None:
+    """Return the mean gap; None for a single token, which has none; infinite if a request for more failed."""
+    if not outcome.finished:
+        return None if outcome.max_tokens == 1 else math.inf
+    count = len(outcome.token_s)
+    return (outcome.token_s[-1] - outcome.token_s[0]) / (count - 1) if count > 1 else None
+
+
+def ttst_s(outcome: Outcome) -> float | None:
+    """Return the time from the first token to the second, where the transfer of a disaggregated request shows."""
+    if len(outcome.token_s) > 1:
+        return outcome.token_s[1] - outcome.token_s[0]
+    return None if outcome.finished or outcome.max_tokens == 1 else math.inf
+
+
+def e2e_s(outcome: Outcome) -> float:
+    """Return the time from when the request was due to its last token; infinite if it failed."""
+    return outcome.token_s[-1] - outcome.scheduled_s if outcome.finished and outcome.token_s else math.inf
+
+
+def fluidity(outcome: Outcome, slo: LatencySlo) -> tuple[int, int]:
+    """Return tokens in time, and tokens due (Etalon's token deadlines): token i is due at TTFT SLO + i TBT SLOs."""
+    slo = outcome.slo or slo
+    first_s, step_s = (limit / 1000 if limit else math.inf for limit in (slo.ttft_ms, slo.tbt_ms))
+    due = len(outcome.token_s) if outcome.finished else max(outcome.max_tokens, len(outcome.token_s))
+    deadlines = (outcome.scheduled_s + first_s + (index * step_s if index else 0.0) for index in range(due))
+    return sum(at <= until for at, until in zip(outcome.token_s, deadlines, strict=False)), due
+
+
+def misses(outcome: Outcome, slo: LatencySlo) -> list[str]:
+    """Return which limits of its SLO (its own, or else `slo`) the request missed: "failed", "ttft", "tbt"."""
+    slo = outcome.slo or slo
+    if not outcome.finished:
+        return ["failed"]
+    missed = []
+    if slo.ttft_ms and ttft_s(outcome) * 1000 > slo.ttft_ms:
+        missed.append("ttft")
+    gaps = gaps_s(outcome)
+    if slo.tbt_ms and gaps and tbt_figure(gaps, slo.tbt_of) * 1000 > slo.tbt_ms:
+        missed.append("tbt")
+    return missed
+
+
+def tbt_figure(gaps: Sequence[float], tbt_of: str) -> float:
+    """Reduce one request's gaps to the figure that a TBT limit applies to. Raises ValueError for a bad `tbt_of`."""
+    if tbt_of == "p99":
+        return float(np.percentile(gaps, 99))
+    if tbt_of in {"max", "mean"}:
+        return max(gaps) if tbt_of == "max" else sum(gaps) / len(gaps)
+    raise ValueError(f"tbt_of is {tbt_of!r}; it must be p99, max or mean")
+
+
+def slo_excess(outcome: Outcome, slo: LatencySlo) -> float:
+    """Return the worse of TTFT and longest gap, as a multiple of its limit; infinite if the request failed."""
+    slo = outcome.slo or slo
+    if not outcome.finished:
+        return math.inf
+    late = ttft_s(outcome) * 1000 / slo.ttft_ms if slo.ttft_ms else 0.0
+    return max(late, max(gaps_s(outcome), default=0.0) * 1000 / slo.tbt_ms if slo.tbt_ms else 0.0)
+
+
+# ---- which part of a run counts ------------------------------------------------------------------------------------
+
+
+def measured_window(outcomes: Sequence[Outcome]) -> tuple[tuple[float, float], bool]:
+    """Return the window, in seconds, from the end of the warm-up to the last arrival, and whether it is overloaded.
+
+    At least half of the requests stay in the window. Raises ValueError for a run without requests.
+    """
+    if not outcomes:
+        raise ValueError("a run without requests has no window")
+    last_s = max(outcome.scheduled_s for outcome in outcomes)
+    first_s = min(outcome.scheduled_s for outcome in outcomes)
+    if last_s <= first_s:
+        return (first_s, last_s), False
+    at_s = np.linspace(first_s, last_s, POINTS)
+    waiting = outstanding(outcomes, at_s)
+    cut = mser(waiting)
+    median_s = float(np.median([outcome.scheduled_s for outcome in outcomes]))
+    return (min(float(at_s[cut]), median_s), last_s), is_growing(waiting[cut:])
+
+
+def outstanding(outcomes: Sequence[Outcome], at_s: Series) -> Series:
+    """Return the number of requests that were due and not over, at each time.
+
+    A timed-out request is never over: otherwise a server that answers nothing would look steady after the first
+    timeouts.
+    """
+    due = np.sort([outcome.scheduled_s for outcome in outcomes])
+    ends = [math.inf if one.ended_s is None or one.error == TIMEOUT else one.ended_s for one in outcomes]
+    counts = np.searchsorted(due, at_s, side="right") - np.searchsorted(np.sort(ends), at_s, side="right")
+    return counts.astype(np.float64)
+
+
+def mser(series: Series, batch: int = BATCH) -> int:
+    """Return how many of the first values are warm-up, by MSER-5 (White, Cobb and Spratt, 2000).
+
+    The cut minimizes the squared deviation of the rest over its squared number of batches. It is at most half, beyond
+    which the rule is known to fail.
+    """
+    num_batches = len(series) // batch
+    if num_batches < 2:
+        return 0
+    means = series[: num_batches * batch].reshape(num_batches, batch).mean(axis=1)
+    errors = [
+        np.square(means[cut:] - means[cut:].mean()).sum() / (num_batches - cut) ** 2
+        for cut in range(num_batches // 2 + 1)
+    ]
+    return int(np.argmin(errors)) * batch
+
+
+def is_growing(series: Series) -> bool:
+    """Return whether outstanding requests grow: significantly (one-sided t-test of the slope over batch means), and by
+    more than a quarter of the mean and two of its deviations over the window."""
+    size = len(series) // TREND_BATCHES
+    if size == 0:
+        return False
+    means = series[: size * TREND_BATCHES].reshape(TREND_BATCHES, size).mean(axis=1)
+    if float(np.ptp(means)) == 0:
+        return False
+    line = stats.linregress(np.arange(TREND_BATCHES), means, alternative="greater")
+    growth, mean = line.slope * TREND_BATCHES, float(means.mean())
+    matters = growth > max(LEAST_GROWTH * mean, GROWTH_DEVIATIONS * math.sqrt(mean))
+    return bool(line.pvalue < TREND_LEVEL and matters)
+
+
+# ---- one run -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RunMetrics:
+    """A run's figures. An overloaded run has no latencies, which would only depend on its duration.
+
+    A percentile that falls among tokens that never came is None: it exceeds every bound.
+    """
+
+    window_s: tuple[float, float]
+    overloaded: bool
+    arrived: int
+    finished: int
+    failed: int
+    good: int
+    metrics: dict[str, float | None]
+
+
+def inside(outcomes: Iterable[Outcome], window_s: tuple[float, float]) -> list[Outcome]:
+    """Return the measured population: requests that were due in the window, followed to their end."""
+    return [outcome for outcome in outcomes if window_s[0] <= outcome.scheduled_s <= window_s[1]]
+
+
+def measure(
+    outcomes: Sequence[Outcome],
+    slo: LatencySlo,
+    summaries: Summaries,
+    window_s: tuple[float, float],
+    *,
+    overloaded: bool,
+) -> RunMetrics:
+    """Return all figures of one run. `window_s` and `overloaded` are those of `measured_window`."""
+    population = inside(outcomes, window_s)
+    good = sum(not misses(outcome, slo) for outcome in population)
+    length_s = window_s[1] - window_s[0]
+    in_time, due = np.sum([fluidity(outcome, slo) for outcome in population] or [(0, 0)], axis=0)
+    delivered = sum(window_s[0] <= at <= window_s[1] for outcome in outcomes for at in outcome.token_s)
+    lags = [outcome.sent_s - outcome.scheduled_s for outcome in population if outcome.sent_s is not None]
+    metrics: dict[str, float | None] = {
+        "attainment": good / len(population) if population else None,
+        "goodput_rps": good / length_s if length_s > 0 else None,
+        "fluidity": float(in_time / due) if due else None,
+        "throughput_tps": delivered / length_s if length_s > 0 else None,
+        "client_lag_p99_ms": percentile(lags, 99),
+    }
+    if not overloaded:
+        metrics |= latencies(population, slo) | from_summaries(population, summaries)
+    finished = sum(outcome.finished for outcome in population)
+    return RunMetrics(window_s, overloaded, len(population), finished, len(population) - finished, good, metrics)
+
+
+def latencies(population: Sequence[Outcome], slo: LatencySlo) -> dict[str, float | None]:
+    """Return latencies at the client in milliseconds. TBT covers all tokens, also those of requests that failed."""
+    values = values_ms(population)
+    stalls = sum(gap * 1000 > slo.tbt_ms for outcome in population for gap in gaps_s(outcome)) if slo.tbt_ms else None
+    return {
+        f"{name}_p{share}_ms": percentile(values[name], share, scale=1) for name in LATENCIES for share in (50, 99)
+    } | {"tbt_max_ms": percentile(values["tbt"], 100, scale=1), "stalls": stalls}
+
+
+def values_ms(population: Sequence[Outcome]) -> dict[str, list[float]]:
+    """Return every value of each latency in milliseconds; infinite for tokens that never came."""
+    tbt = [gap for outcome in population for gap in gaps_s(outcome)]
+    tbt += [math.inf for outcome in population if outcome.token_s and not outcome.finished]
+    values = {
+        "ttft": [ttft_s(outcome) for outcome in population],
+        "tbt": tbt,
+        "tpot": [value for outcome in population if (value := tpot_s(outcome)) is not None],
+        "ttst": [value for outcome in population if (value := ttst_s(outcome)) is not None],
+        "e2e": [e2e_s(outcome) for outcome in population],
+    }
+    return {name: [value * 1000 for value in row] for name, row in values.items()}
+
+
+def percentile(values: Sequence[float], share: float, scale: float = 1000) -> float | None:
+    """Return a percentile in milliseconds; None without values, or if it falls among infinite ones."""
+    if not values:
+        return None
+    ordered = np.sort(np.asarray(values))
+    place = (len(ordered) - 1) * share / 100
+    low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
+    if not math.isfinite(high):
+        return None
+    return float(low + (high - low) * (place - math.floor(place))) * scale
+
+
+def ecdf(values: Sequence[float], points: int = 200) -> dict[str, list[float]]:
+    """Return points of the empirical distribution: `y` is the share of values that are at most `x`.
+
+    Points are evenly spaced, and denser towards the longest. The curve ends below 1 if some values are infinite.
+    """
+    finite = np.sort([value for value in values if math.isfinite(value)])
+    if not len(finite):
+        return {"x": [], "y": []}
+    last = len(finite) - 1
+    even = np.linspace(0, last, min(points, len(finite)))
+    tail = last - np.geomspace(1, len(finite), min(points, len(finite))) + 1
+    xs = np.unique(finite[np.concatenate([even, tail]).astype(int)])
+    return {"x": xs.tolist(), "y": (np.searchsorted(finite, xs, side="right") / len(values)).tolist()}
+
+
+def from_summaries(population: Sequence[Outcome], summaries: Summaries) -> dict[str, float | None]:
+    """Return figures of the router's summaries: TTFT from the router's accept, KV transfer (busy, hidden and exposed),
+    and the time that prompts cost decodes."""
+    known = [summaries[outcome.id] for outcome in population if outcome.id in summaries]
+    if not known:
+        return {}
+    firsts = [_first_ms(row) for row in known]
+    firsts += [math.inf for outcome in population if outcome.id not in summaries and not outcome.token_s]
+    figures = {f"ttft_server_p{share}_ms": percentile(firsts, share, scale=1) for share in (50, 99)}
+    transfers = [row["transfer"] for row in known if row["transfer"]]
+    for part in ("hidden", "exposed"):
+        row = [transfer[f"{part}_ms"] for transfer in transfers]
+        for share in (50, 99):
+            figures[f"{part}_transfer_p{share}_ms"] = percentile(row, share, scale=1)
+    busy_ms = sum(transfer["busy_ms"] for transfer in transfers)
+    num_bytes = sum(transfer["bytes"] for transfer in transfers)
+    figures["transfer_gb_s"] = num_bytes / busy_ms / 1e6 if busy_ms else None
+    phases = [row["phases_ms"] for row in known if row.get("phases_ms")]
+    figures["interference_s"] = sum(phase["interference"] for phase in phases) / 1000 if phases else None
+    return figures
+
+
+def _first_ms(summary: Summary) -> float:
+    first_ms = summary["first_token_ms"]
+    return math.inf if first_ms is None else float(first_ms - summary["accepted_ms"])

@@ -1,0 +1,161 @@
+"""Significance of differences. The unit is the seed: runs of two arms under the same traffic are one pair."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+from scipy import stats
+
+HIGHER_IS_BETTER = frozenset(
+    {"attainment", "goodput_rps", "fluidity", "throughput_tps", "capacity_rps", "transfer_gb_s"}
+)
+CONFIDENCE = 0.95
+LEAST_PERCENT = 3.0  # a smaller difference is too close to call, even if significant
+ROUNDING = 1e-9  # of a difference: the rounding error of equal ones
+TOO_CLOSE = "too close to call"
+
+Runs = Mapping[str, Sequence[float | None]]  # by arm, the figure of every seed, in the same order of seeds
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean with its confidence interval; no bounds from fewer than two values."""
+
+    mean: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One arm against another in one metric: the paired difference (`arm` - `against`) with its interval.
+
+    `percent`, `percent_low`, `percent_high` are relative to the mean of `against`; None if that is 0. `p` is corrected
+    for the number of comparisons. `note` is the reason if there is no difference.
+    """
+
+    arm: str
+    against: str
+    metric: str
+    difference: float | None
+    percent: float | None
+    low: float | None
+    high: float | None
+    p: float
+    says: str  # "better" | "worse" | "too close to call"
+    percent_low: float | None = None
+    percent_high: float | None = None
+    note: str = ""
+
+
+def student(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+    """Return Student's t interval of the mean. Raises ValueError without values."""
+    mean, error = _mean(values), _error(values)
+    if error is None:
+        return Interval(mean, None, None)
+    reach = float(stats.t.ppf((1 + confidence) / 2, len(values) - 1)) * error
+    return Interval(mean, mean - reach, mean + reach)
+
+
+def compare(
+    metric: str, arm: tuple[str, Sequence[float | None]], against: tuple[str, Sequence[float | None]]
+) -> Comparison:
+    """Compare two arms, each a name and its figure for every seed. Raises ValueError if they are not paired.
+
+    If a seed has no figure in one arm (overloaded, or never reached) nothing is compared: the remaining seeds would be
+    the survivors.
+    """
+    (name, ours), (other, theirs) = arm, against
+    if len(ours) != len(theirs):
+        raise ValueError(f"{metric}: {len(ours)} runs of {name} and {len(theirs)} of {other} are not pairs")
+    nothing = Comparison(name, other, metric, None, None, None, None, 1.0, TOO_CLOSE)
+    missing = sum(one is None or two is None for one, two in zip(ours, theirs, strict=True))
+    if missing or not ours:
+        return replace(nothing, note=f"{missing} of {len(ours)} pairs of runs have no such figure")
+    differences = [float(one or 0.0) - float(two or 0.0) for one, two in zip(ours, theirs, strict=True)]
+    interval, base = student(differences), _mean([float(two or 0.0) for two in theirs])
+
+    def percent(value: float | None) -> float | None:
+        return None if value is None or base == 0 else 100 * value / abs(base)
+
+    error = _error(differences)
+    p = 1.0 if error is None else _p_value(differences, interval.mean, error)
+    found = replace(
+        nothing,
+        difference=interval.mean,
+        low=interval.low,
+        high=interval.high,
+        percent=percent(interval.mean),
+        percent_low=percent(interval.low),
+        percent_high=percent(interval.high),
+        note="" if error is not None else "one pair of runs",
+    )
+    return with_p(found, p)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjust p-values for multiple comparisons (Holm, 1979), in the order given."""
+    adjusted = [0.0] * len(p_values)
+    reached = 0.0
+    for place, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        reached = max(reached, min(1.0, (len(p_values) - place) * p_values[index]))
+        adjusted[index] = reached
+    return adjusted
+
+
+def compare_arms(metric: str, runs: Runs, against: str) -> list[Comparison]:
+    """Compare every other arm with one that was chosen in advance, corrected over the arms."""
+    return corrected([compare(metric, (arm, runs[arm]), (against, runs[against])) for arm in runs if arm != against])
+
+
+def compare_with_best(metric: str, runs: Runs, best: str) -> list[Comparison]:
+    """Compare every other arm with one that was chosen for its figures, corrected over all pairs of arms, because any
+    arm could have been the best."""
+    pairs = list(combinations(runs, 2))
+    p_values = holm([compare(metric, (one, runs[one]), (other, runs[other])).p for one, other in pairs])
+    p_of = dict(zip(map(frozenset, pairs), p_values, strict=True))
+    found = [compare(metric, (arm, runs[arm]), (best, runs[best])) for arm in runs if arm != best]
+    return [with_p(one, p_of[frozenset((one.arm, best))]) for one in found]
+
+
+def corrected(found: Sequence[Comparison]) -> list[Comparison]:
+    """Return the comparisons with p corrected for their number."""
+    return [with_p(one, p) for one, p in zip(found, holm([one.p for one in found]), strict=True)]
+
+
+def with_p(found: Comparison, p: float) -> Comparison:
+    """Return the comparison with another p, and the call that follows from it."""
+    found = replace(found, p=p)
+    return replace(found, says=_says(found))
+
+
+def _says(found: Comparison) -> str:
+    """Return the call: an interval without 0, a significant p, and a difference of 3 % (if the base is not 0)."""
+    if found.difference is None or found.low is None or found.high is None:
+        return TOO_CLOSE
+    if found.low <= 0 <= found.high or found.p > 1 - CONFIDENCE:
+        return TOO_CLOSE
+    if found.percent is not None and abs(found.percent) < LEAST_PERCENT:
+        return TOO_CLOSE
+    return "better" if (found.difference > 0) == (found.metric in HIGHER_IS_BETTER) else "worse"
+
+
+def _mean(values: Sequence[float]) -> float:
+    if not values:
+        raise ValueError("there is no mean of no values")
+    return math.fsum(values) / len(values)
+
+
+def _error(values: Sequence[float]) -> float | None:
+    """Return the standard error of the mean; None from one value."""
+    return float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def _p_value(differences: Sequence[float], mean: float, error: float) -> float:
+    """Return p of Student's t-test. Equal differences, frequent for shares of a few requests, have no spread: use the
+    sign test for them, which only counts directions."""
+    if float(np.ptp(differences)) <= ROUNDING * abs(mean):
+        return 1.0 if mean == 0 else 2.0 ** (1 - len(differences))
+    return float(2 * stats.t.sf(abs(mean) / error, len(differences) - 1))

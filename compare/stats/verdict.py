@@ -1,0 +1,217 @@
+"""The verdict: which arm leads and by how much, why the others miss the SLO, and under which other SLO that changes.
+
+Pure. It claims no more than the paired differences support: "too close to call" is a verdict.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from compare.stats.statistics import (
+    CONFIDENCE,
+    TOO_CLOSE,
+    Comparison,
+    Runs,
+    compare,
+    compare_with_best,
+    corrected,
+    holm,
+)
+
+CEILING = 0.99  # of attainment: above it, arms cannot be distinguished
+STEPS_AROUND = 6  # of half an octave each: SLOs from an eighth to eight times the given one
+LEAST_STEPS = 2  # in a row that an arm must win; a single one is not a range
+LATENCIES = {
+    "ttft_p50_ms": "TTFT p50",
+    "ttft_p99_ms": "TTFT p99",
+    "tbt_p50_ms": "TBT p50",
+    "tbt_p99_ms": "TBT p99",
+    "e2e_p50_ms": "E2E p50",
+}  # compared if the leading metric does not decide; each one lowers the significance of the others
+
+
+@dataclass(frozen=True, slots=True)
+class LeadingMetric:
+    """The metric that decides, and its format. More is better."""
+
+    name: str
+    scale: float  # from the metric's unit to the printed one
+    unit: str
+    unit_of_gap: str
+    what: str
+
+    def value(self, row: Sequence[float | None]) -> str:
+        mean = _mean(row)
+        return "unknown" if mean is None else f"{mean * self.scale:.1f}{self.unit}"
+
+    def gap(self, behind: Comparison) -> str:
+        """Return the lead over the arm that is behind, with its interval."""
+        if behind.difference is None or behind.low is None or behind.high is None:
+            return "no interval"
+        # Adding 0 turns -0 into 0.
+        lead, low, high = (0 - value * self.scale + 0 for value in (behind.difference, behind.high, behind.low))
+        return f"{lead:+.1f}{self.unit_of_gap} [{low:+.1f}, {high:+.1f}]"
+
+
+ATTAINMENT = LeadingMetric("attainment", 100.0, " %", " points", " of requests within the SLO")
+CAPACITY = LeadingMetric("capacity_rps", 1.0, " req/s", " req/s", " within the SLO")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The arm with the best mean, and the others compared with it, the closest first."""
+
+    leading: LeadingMetric
+    runs: Runs
+    best: str
+    others: tuple[Comparison, ...]
+
+    @property
+    def close(self) -> list[Comparison]:
+        return [other for other in self.others if other.says != "worse"]
+
+    @property
+    def beaten(self) -> list[Comparison]:
+        return [other for other in self.others if other.says == "worse"]
+
+    @property
+    def winner(self) -> str | None:
+        """The best arm if no other is close."""
+        return None if self.close else self.best
+
+    @property
+    def p(self) -> float:
+        """The largest p of the best arm's leads."""
+        return max((other.p for other in self.others), default=1.0)
+
+    def listed(self, others: Sequence[Comparison]) -> str:
+        form = self.leading
+        return ", ".join(f"{other.arm} {form.value(self.runs[other.arm])} ({form.gap(other)})" for other in others)
+
+
+def rank(leading: LeadingMetric, runs: Runs) -> Ranking | None:
+    """Rank the arms; None if fewer than two have a figure for every seed."""
+    means = {arm: mean for arm, row in runs.items() if (mean := _mean(row)) is not None}
+    if len(means) < 2:
+        return None
+    best = max(means, key=means.__getitem__)
+    others = compare_with_best(leading.name, {arm: runs[arm] for arm in means}, best)
+    return Ranking(leading, runs, best, tuple(sorted(others, key=lambda other: -means[other.arm])))
+
+
+def _mean(row: Sequence[float | None]) -> float | None:
+    known = [value for value in row if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(row) else None
+
+
+def sentence(ranking: Ranking | None) -> tuple[str, str | None]:
+    """Return the verdict, and the interval that it is based on."""
+    if ranking is None:
+        return "no verdict: there are no two arms with valid runs", None
+    num_pairs = len(ranking.runs[ranking.best])
+    if num_pairs < 2:
+        return "no verdict from one pair of runs: give --seeds 2 or more", None
+    lead = f"{ranking.leading.value(ranking.runs[ranking.best])}{ranking.leading.what}"
+    if ranking.close:
+        text = f"{TOO_CLOSE}: {ranking.best} {lead}, {ranking.listed(ranking.close)}"
+        text += f"; behind: {ranking.listed(ranking.beaten)}" if ranking.beaten else ""
+    else:
+        text = f"{ranking.best} leads: {lead}, {ranking.listed(ranking.beaten)}"
+    return f"{text}; {num_pairs} paired runs", ranking.leading.gap(ranking.others[0])
+
+
+def leading_cause(ranking: Ranking | None, miss_causes: Mapping[str, Mapping[str, int]]) -> str | None:
+    """Return the most frequent miss cause of the last arm; None if no arm is clearly behind."""
+    if ranking is None:
+        return None
+    if ranking.beaten and (counts := miss_causes.get(ranking.beaten[-1].arm)):
+        top = max(counts, key=counts.__getitem__)
+        total = sum(counts.values())
+        return f"{counts[top] / total:.0%} of the {total} misses of {ranking.beaten[-1].arm} are {top}"
+    means = [_mean(row) for row in ranking.runs.values()]
+    if not ranking.beaten and ranking.leading is ATTAINMENT and all(mean is None or mean >= CEILING for mean in means):
+        return "every arm meets the SLO nearly always: give a higher --rate or a tighter SLO to distinguish them"
+    return None
+
+
+RankAt = Callable[[float, float], Ranking | None]  # (TTFT SLO, TBT SLO) in ms -> the ranking under them
+
+
+def flips(rank_at: RankAt, ttft_ms: float, tbt_ms: float) -> list[str]:
+    """Return under which other SLOs another arm wins, judging the same outcomes; or the range if none does.
+
+    By chance one of twenty SLOs would show a winner, so the p-values are corrected over all of them (Holm), and a win
+    is reported only for a range in which it holds at every SLO.
+    """
+    current = rank_at(ttft_ms, tbt_ms)
+    winner_now = current.winner if current else None
+    factors = [[2.0 ** (way * step / 2) for step in range(1, STEPS_AROUND + 1)] for way in (-1, 1)]
+    limits = (("TBT", tbt_ms), ("TTFT", ttft_ms))
+    ways = [(name, [slo_ms * factor for factor in row]) for name, slo_ms in limits for row in factors]
+    rankings = [rank_at(*((ttft_ms, at) if name == "TBT" else (at, tbt_ms))) for name, values in ways for at in values]
+    p_values = holm([ranking.p if ranking else 1.0 for ranking in rankings])
+    winners = iter(
+        ranking.winner if ranking and p <= 1 - CONFIDENCE else None
+        for ranking, p in zip(rankings, p_values, strict=True)
+    )
+    found = []
+    for name, values in ways:
+        for winner, own in groupby(((next(winners), at) for at in values), key=lambda pair: pair[0]):
+            reach = [at for _, at in own]
+            if winner not in {None, winner_now} and len(reach) >= LEAST_STEPS:
+                found.append(
+                    f"{winner} wins with a {name} SLO of {_format_ms(min(reach))} to {_format_ms(max(reach))} ms"
+                )
+    span = 2.0 ** (STEPS_AROUND / 2)
+    return found or [
+        f"no {'other ' if winner_now else ''}arm wins clearly with a TBT SLO of {_format_ms(tbt_ms / span)} to "
+        f"{_format_ms(tbt_ms * span)} ms or a TTFT SLO of {_format_ms(ttft_ms / span)} to "
+        f"{_format_ms(ttft_ms * span)} ms"
+    ]
+
+
+def _format_ms(value_ms: float) -> str:
+    return f"{value_ms:,.0f}" if value_ms >= 100 else f"{value_ms:.3g}"
+
+
+def latency_differences(ranking: Ranking | None, figures: Mapping[str, Runs]) -> str | None:
+    """Return which latencies differ clearly if the leading metric is too close to call; None otherwise.
+
+    `figures`: the runs of each metric of LATENCIES. Corrected over all metrics and pairs.
+    """
+    if ranking is None or not ranking.close or len(ranking.runs[ranking.best]) < 2:
+        return None
+    close = {ranking.best, *(other.arm for other in ranking.close)}
+    first, *rest = (arm for arm in ranking.runs if arm in close)
+    rows = [compare(name, (arm, runs[arm]), (first, runs[first])) for name, runs in figures.items() for arm in rest]
+    if all(row.difference is None for row in rows):
+        return None
+    clear = [row for row in corrected(rows) if row.says != TOO_CLOSE]
+    text = "; ".join(_lower(clear, figures, several=len(close) > 2))
+    if any((_mean(ranking.runs[arm]) or 0.0) < CEILING for arm in close):
+        return text or None
+    return f"{'Both' if len(close) == 2 else 'All of these'} keep the SLO; {text or 'no latency differs clearly'}"
+
+
+def _lower(clear: Sequence[Comparison], figures: Mapping[str, Runs], *, several: bool) -> Iterator[str]:
+    """Yield for each pair of arms which latencies of the one are lower, in percent of the other."""
+    ahead = [(row.arm, row.against) if row.says == "better" else (row.against, row.arm) for row in clear]
+    for arm, behind in dict.fromkeys(ahead):
+        parts = []
+        for row, pair in zip(clear, ahead, strict=True):
+            if pair == (arm, behind):
+                runs = figures[row.metric]
+                less = compare(row.metric, (arm, runs[arm]), (behind, runs[behind]))
+                percent, low, high = (value or 0.0 for value in (less.percent, less.percent_low, less.percent_high))
+                parts.append(f"{-percent:.0f} % lower {LATENCIES[row.metric]} [{low:+.0f}, {high:+.0f}]")
+        listed = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+        yield f"{arm} has {listed}" + (f" than {behind}" if several else "")
+
+
+def compare_control(copy: str, original: str, figures: Mapping[str, Runs]) -> tuple[list[Comparison], str]:
+    """Compare an arm with its copy in every metric, corrected for their number. Return what differs, as text too."""
+    found = corrected(
+        [compare(metric, (copy, runs[copy]), (original, runs[original])) for metric, runs in figures.items()]
+    )
+    differing = [row.metric for row in found if row.says != TOO_CLOSE]
+    return found, f"a difference in {', '.join(differing)}" if differing else "no difference"

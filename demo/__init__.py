@@ -1,0 +1,1 @@
+"""The demo model, and the script that trained it."""

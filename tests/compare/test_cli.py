@@ -1,0 +1,144 @@
+"""Bad input: one clear line on stderr, status 2, and nothing started."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.cli import main
+from compare.main import save_report
+from compare.options import CompareOptions
+from compare.planning import PreparedSession, prepare
+from compare.report.terminal import row_of, show
+from shared.model_files import DEMO_MODEL
+from tests.compare.reports import report_of
+
+TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n"
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(["compare", *arguments])
+    said = capsys.readouterr()
+    assert caught.value.code == 2
+    assert said.out == ""
+    assert said.err.startswith("baton compare: ")
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+@pytest.fixture(autouse=True)
+def in_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports are written to the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--arms", "colocatd:2", "colocated:2"], "'colocatd:2' is not an arm; write colocated:N"),
+        (["--arms", "colocated:2", "colocated:2@greedy"], "must be stall_free, decode_maximal"),
+        (["--arms", "colocated:1", "disaggregated:1p1d"], "or add --unequal"),
+        (["--arms", "colocated:999", "disaggregated:500p499d"], "999 devices need 999 cores"),
+        (["--preset", "poetry"], "--preset poetry: must be chat, code, rag-long, agentic or mix"),
+        (["--on", "paper"], "--on paper: must be live or emulated"),
+        (["--too-long", "no"], "--too-long no: must be error, cut or drop"),
+        (["--rate", "3", "--find-capacity"], "--rate and --find-capacity: give one of them"),
+        (["--rate", "0"], "--rate 0.0: must be over 0"),
+        (["--trace", "t.csv", "--preset", "chat"], "--trace and --preset: give one of them"),
+        (["--trace", "missing.csv"], "missing.csv: No such file"),
+        (["--url", "http://127.0.0.1:9", "--arms", "colocated:2"], "--url and --arms: give one of them"),
+        (["--url", "http://127.0.0.1:9"], "--url: a comparison needs two"),
+        (["--emulate", "h200-llama-3.1-8b"], "--emulate: is for --on emulated"),
+        (["--model", "./nowhere"], "--model"),
+        (["--scale-tokens", "9"], "requests are over the model's 8192 tokens"),
+    ],
+)  # fmt: skip
+def test_invalid_options_are_refused(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]):
+    few = ["--duration", "60", "--seeds", "1"] if "--scale-tokens" in arguments else []
+    assert complaint in refused([*arguments, *few], capsys)
+    assert not list(Path().iterdir())
+
+
+def test_a_bad_line_of_a_trace_is_named(capsys: pytest.CaptureFixture[str]):
+    Path("t.csv").write_text(TRACE + "2023-11-16 18:15:47.00,many,44\n")
+    assert "t.csv, line 3" in refused(["--trace", "t.csv"], capsys)
+
+
+def test_a_trace_of_an_unknown_format_is_refused(capsys: pytest.CaptureFixture[str]):
+    Path("t.csv").write_text("when,what\n1,2\n")
+    assert "is of no known trace" in refused(["--trace", "t.csv"], capsys)
+    Path("t.csv").write_text(TRACE)
+    assert "excel is not a trace format" in refused(["--trace", "t.csv", "--trace-format", "excel"], capsys)
+
+
+def test_an_out_below_a_file_is_refused(capsys: pytest.CaptureFixture[str]):
+    Path("file").write_text("")
+    assert "--out file/report" in refused(["--out", "file/report"], capsys)
+
+
+def test_urls_that_do_not_answer_are_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        main(["compare", "--url", "http://127.0.0.1:9", "--url", "http://127.0.0.1:11", "--out", "o"])
+    assert caught.value.code == 2
+    assert "nothing answers at http://127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_a_flag_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        main(["compare", "--arm", "colocated:2"])
+    assert caught.value.code == 2
+    assert "--arm" in capsys.readouterr().err
+
+
+def test_the_table_has_a_row_for_each_arm():
+    report = {
+        "summary": {"a": {"attainment": {"mean": 0.934}, "ttft_p50_ms": {"mean": 12.34}, "tbt_p99_ms": {"mean": None}}},
+        "busy": {"a": {"n0": {"prefill": 0.2, "decode": 0.4}, "n1": {"prefill": 0.4, "decode": None}}},
+        "miss_causes": {"a": {"TBT: transfer": 1, "TTFT: prefill queue": 3}},
+    }
+    row = row_of(report, "a")
+    assert row[:3] == ["a", "-", "93.4"]
+    assert row[4] == "12.3"
+    assert row[7] == "-"
+    assert row[-2:] == ["30/40", "TTFT: prefill queue (75%)"]
+    assert row_of(json.loads(json.dumps(report)), "absent")[1:] == ["-"] * 9 + ["-/-", "-"]
+
+
+def ready(out: Path) -> PreparedSession:
+    lines = [json.dumps({"t": 0.5 * number, "prompt": "three little words", "max_tokens": 4}) for number in range(80)]
+    Path("own.jsonl").write_text("\n".join(lines))
+    for name in ("tokenizer.json", "config.json"):
+        Path(name).write_bytes((DEMO_MODEL / name).read_bytes())
+    urls = ["http://127.0.0.1:9", "http://127.0.0.1:11"]
+    return prepare(CompareOptions(url=urls, trace=Path("own.jsonl"), model=str(Path().resolve()), seeds=2, out=out))
+
+
+def test_trace_and_tokenizer_are_read_once(tmp_path: Path):
+    """A search for the capacity draws traffic for dozens of rates and seeds."""
+    made = ready(tmp_path).experiment
+    for name in ("own.jsonl", "tokenizer.json", "config.json"):
+        Path(name).unlink()
+    assert len(made.traffic(2, 5.0).arrivals[0].prompt) > 1
+    assert made.traffic(1, None).arrivals
+
+
+def test_a_report_that_does_not_fit_its_schema_is_not_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    report = report_of()
+    report["arms"][0]["devices"] = float("nan")
+    report["verdict"]["sentence"] = 3
+    assert save_report(report, tmp_path) == 1
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert "the report does not fit its schema (arms.0.devices: " in said.err
+    kept = tmp_path / "report-unfit.json"
+    assert str(kept) in said.err
+    saved = json.loads(kept.read_text())
+    assert [fault.partition(":")[0] for fault in saved["faults"]] == ["arms.0.devices", "verdict.sentence"]
+    assert saved["runs"] == report["runs"]
+
+
+def test_notes_are_printed_with_the_verdict(capsys: pytest.CaptureFixture[str]):
+    report = report_of() | {"notes": ["2 of 6 periods of colocated:2 are invalid and in no figure"]}
+    show(report)
+    assert "note: 2 of 6 periods of colocated:2 are invalid" in capsys.readouterr().out

@@ -1,0 +1,368 @@
+"""Reports made of periods whose figures are known."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compare.arms import copy_of, parse_arms
+from compare.load.outcome import LatencySlo, LoadRecording, Outcome
+from compare.load.traffic import Arrival, Traffic
+from compare.report.document import report_of
+from compare.report.figures import Figures
+from compare.report.schema import problems_of
+from compare.report.terminal import row_of
+from compare.run.equivalence import ParityCheck
+from compare.run.experiment import Experiment, Findings, Trial, trials_of
+from compare.run.period import Period
+from compare.stats.capacity import CapacityPoint, capacity_of
+
+ARMS = parse_arms(["colocated:2", "disaggregated:1p1d"])
+CONTROL = copy_of(ARMS[0])
+NUM, STARTED_NS = 40, 1_700_000_000_000_000_000
+
+
+def experiment(*, num_seeds: int = 4, first_rate: float | None = None) -> Experiment:
+    arrivals = tuple(Arrival(0.1 * index, (1, 2, 3), 3) for index in range(NUM))
+    notes = {"name": "made", "rate": 10.0, "duration_s": 4.0, "scale_tokens": 1.0, "cut": 0, "refused": 0}
+    traffic = Traffic("made", arrivals, notes)
+    seeds = tuple(range(1, num_seeds + 1))
+    return Experiment(
+        tuple(ARMS), CONTROL, lambda seed, rate: traffic, seeds, LatencySlo(100, 40), 0.9, first_rate,
+        ((1,),), (), "ids", 5.0, Path(),
+    )  # fmt: skip
+
+
+def summary(name: str) -> dict[str, Any]:
+    phases = {"router": 1.0, "prefill_queue": 2.0, "prefill": 10.0, "transfer_exposed": 0.0, "decode_queue": 0.0}
+    phases |= {"decode": 20.0, "interference": 60.0}
+    return {
+        "id": name, "accepted_ms": 0.0, "first_token_ms": 13.0, "attempts": 1, "phases_ms": phases,
+        "transfer": {"bytes": 64, "busy_ms": 1.0, "hidden_ms": 0.5, "exposed_ms": 0.5, "channel": "shm"},
+    }  # fmt: skip
+
+
+def period(turn: Trial, gap_s: float, *, slow: int, problems: tuple[str, ...] = ()) -> Period:
+    """`slow` of its requests, all over it, have one gap of `gap_s`, the others 9 ms."""
+    outcomes, start = [], 1e-3 * turn.seed  # so that seeds differ
+    for index in range(NUM):
+        at = 0.1 * index
+        gap = gap_s if (index * 7 - 1) % NUM < slow else 0.009
+        times = [at + 0.02 + start, at + 0.029 + start, at + 0.029 + start + gap]
+        name = f"{turn.arm}.{turn.position}.{index}"
+        outcomes.append(Outcome(index, name, at, at, at, times, [7, 8, 9], "length", max_tokens=3, ended_s=times[-1]))
+    columns = {
+        "number": 1,
+        "start_ms": STARTED_NS / 1e6 + 1000,
+        "duration_ms": 500.0,
+        "predicted_ms": None,
+        "waiting": 0,
+    }
+    work = {"num_prefills": 1, "prefill_tokens": 30, "num_decodes": 10, "decode_context": 100}
+    kept = Period(turn, LoadRecording(STARTED_NS, outcomes))
+    kept.summaries = {outcome.id: summary(outcome.id) for outcome in outcomes}
+    kept.steps = {"node-0": [columns | work]}
+    kept.costs = {"node-0": []}
+    kept.timelines = {outcomes[0].id: summary(outcomes[0].id) | {"spans": []}}
+    kept.counts = {"handoffs": 0, "blocks_moved": 0, "bytes_moved": 0}
+    kept.problems = list(problems)
+    return kept
+
+
+def findings(made: Experiment) -> Findings:
+    """The disaggregated arm misses nothing, the co-located ones a quarter and a little more."""
+    names = [arm.name for arm in made.everyone]
+    order = [turn for number, seed in enumerate(made.seeds) for turn in trials_of(names, seed, number)]
+    is_split = {arm.name: bool(arm.prefill) for arm in made.everyone}
+    periods = [period(turn, 0.09, slow=0 if is_split[turn.arm] else 10 + turn.seed % 2) for turn in order]
+    return Findings(list(made.everyone), ParityCheck(True, []), periods, {}, NUM * 4, [])
+
+
+def test_the_report_fits_its_schema_and_has_a_verdict():
+    made = experiment()
+    report = report_of(made, findings(made), "live", "baton compare")
+    assert problems_of(report) == []
+    assert report["valid"]
+    assert "disaggregated:1p1d leads: 100.0 % of requests within the SLO, colocated:2" in report["verdict"]["sentence"]
+    assert "4 paired runs" in report["verdict"]["sentence"]
+    assert report["verdict"]["cause"].endswith("misses of colocated:2 are TBT: behind prompt chunks")
+    assert report["control"]["says"] == "no difference"
+
+
+def test_the_figures_are_those_of_the_periods():
+    made = experiment()
+    report = report_of(made, findings(made), "live", "baton compare")
+    run = report["runs"][0]
+    assert (run["arm"], run["seed"], run["arrived"], run["finished"]) == ("colocated:2", 1, NUM - 1, NUM - 1)
+    assert run["metrics"]["attainment"] == pytest.approx(1 - 11 / (NUM - 1))  # the first is within the warm-up
+    mean = report["summary"]["colocated:2"]["attainment"]
+    assert mean["per_seed"] == pytest.approx([1 - 11 / (NUM - 1), 1 - 10 / (NUM - 1)] * 2)
+    assert mean["low"] < mean["mean"] < mean["high"]
+    busy = report["busy"]["colocated:2"]["node-0"]
+    assert busy["busy"] == pytest.approx(0.5 / 3.9, rel=0.02)
+    assert busy["prefill"] == pytest.approx(busy["busy"] * 0.75)
+    assert report["phases"]["colocated:2"]["mean"]["interference"] == pytest.approx(60.0)
+    assert report["traffic"]["num_requests"] == 4 * NUM
+
+
+def test_the_verdict_flips_where_the_gaps_are_within_the_slo():
+    """At 100 ms between tokens no request misses and no arm wins, so nothing flips."""
+    made = experiment()
+    flips = report_of(made, findings(made), "live", "x")["verdict"]["flips"]
+    assert flips is not None
+    assert flips[0].startswith("no other arm wins")
+
+
+def test_a_seed_with_an_invalid_period_is_left_out_of_all_arms():
+    made = experiment()
+    found = findings(made)
+    found.periods[0].problems.append("the load generator was late")
+    assert [next(iter(pair.values())).trial.seed for pair in Figures(made, found).pairs] == [2, 3, 4]
+    report = report_of(made, found, "live", "x")
+    assert report["valid"]
+    assert "3 paired runs" in report["verdict"]["sentence"]
+    assert report["runs"][0]["problems"] == ["the load generator was late"]
+
+
+def test_a_spare_seed_takes_the_place_of_the_invalid_one():
+    made = experiment()
+    found = findings(made)
+    found.periods[0].problems.append("the load generator was late")
+    names = [arm.name for arm in made.everyone]
+    found.periods += [period(turn, 0.09, slow=11) for turn in trials_of(names, 5, 4)]
+    assert [next(iter(pair.values())).trial.seed for pair in Figures(made, found).pairs] == [2, 3, 4, 5]
+
+
+def test_the_warm_up_that_one_arm_needs_is_cut_off_in_all_arms():
+    made = experiment()
+    found = findings(made)
+    for outcome in found.periods[0].recording.outcomes[:8]:  # the first arm is slow at first
+        outcome.ended_s = 1.5
+    figures = Figures(made, found)
+    windows = {tuple(figures.metrics[one.trial.position].window_s) for one in found.periods if one.trial.seed == 1}
+    assert len(windows) == 1
+    assert windows.pop()[0] > 0.5
+    assert figures.metrics[found.periods[-1].trial.position].window_s[0] < 0.1
+
+
+def test_too_few_valid_seeds_have_no_verdict():
+    made = experiment()
+    found = findings(made)
+    for one in found.periods[:6]:
+        one.problems.append("a node was lost")
+    report = report_of(made, found, "live", "x")
+    assert not report["valid"]
+    assert problems_of(report) == []
+    assert report["verdict"]["sentence"].startswith("no verdict: only 2 of 4 seeds")
+
+
+def test_one_pair_of_runs_has_no_verdict():
+    made = experiment(num_seeds=1)
+    report = report_of(made, findings(made), "live", "x")
+    assert not report["valid"]
+    assert report["verdict"]["sentence"].startswith("no verdict: 1 paired runs are too few: give --seeds 2 or more")
+
+
+def test_different_answers_have_no_verdict():
+    made = experiment()
+    found = findings(made)
+    found.different.append({"seed": 1, "index": 3, "arms": ["a", "b"]})
+    report = report_of(made, found, "live", "x")
+    assert not report["valid"]
+    assert "were not answered alike" in report["verdict"]["sentence"]
+    assert not report["tokens"]["equal"]
+
+
+def test_a_control_that_differs_has_no_verdict():
+    made = experiment()
+    found = findings(made)
+    found.periods = [
+        period(one.trial, 0.09, slow=one.trial.seed) if one.trial.arm == CONTROL.name else one for one in found.periods
+    ]
+    report = report_of(made, found, "live", "x")
+    assert "difference in attainment" in report["control"]["says"]
+    assert "cannot be trusted" in report["verdict"]["sentence"]
+
+
+def test_a_run_that_measured_nothing_still_makes_a_report():
+    made = experiment()
+    found = Findings(list(made.everyone), problems=["not comparable: num_blocks differs"])
+    report = report_of(made, found, "live", "x")
+    assert problems_of(report) == []
+    assert report["verdict"]["sentence"] == "no verdict: not comparable: num_blocks differs"
+
+
+def test_a_comparison_of_an_arm_with_itself_alone():
+    made = experiment()
+    alone = Experiment(
+        (ARMS[0],), CONTROL, made.traffic, made.seeds, made.slo, 0.9, None, ((1,),), (), "ids", 5.0, Path()
+    )
+    found = findings(made)
+    found.arms = list(alone.everyone)
+    found.periods = [one for one in found.periods if one.trial.arm != ARMS[1].name]
+    report = report_of(alone, found, "url", "x")
+    assert report["valid"]
+    assert report["verdict"]["sentence"].startswith("colocated:2 against itself: no difference. ")
+
+
+def test_capacities_are_compared_seed_by_seed():
+    made = experiment(first_rate=10.0)
+    found = findings(made)
+    found.periods = []
+    capacities = {"colocated:2": 8.0, "disaggregated:1p1d": 16.0, CONTROL.name: 8.0}
+    for arm, capacity in capacities.items():
+        rows = [(capacity * 0.9, 0.95), (capacity + 0.02, 0.9), (capacity * 1.2, 0.5)]
+        found.points[arm] = [CapacityPoint(rate, seed, share + seed / 1e4) for seed in range(4) for rate, share in rows]
+        found.capacities[arm] = capacity_of(found.points[arm], 0.9)
+    report = report_of(made, found, "live", "x")
+    assert problems_of(report) == []
+    assert report["valid"]
+    assert (
+        "disaggregated:1p1d leads: 16.0 req/s within the SLO, colocated:2 8.0 req/s (+8.0 req/s"
+        in report["verdict"]["sentence"]
+    )
+    assert set(report["curves"]["attainment"]) == set(capacities)
+    assert report["summary"]["colocated:2"]["capacity_rps"]["mean"] == pytest.approx(8.03, abs=0.05)
+    assert "bounded" in report["summary"]["colocated:2"]["capacity_rps"]
+
+
+RATES = (9.0, 10.0, 11.5)
+
+
+def searched(made: Experiment, shares: dict[str, list[list[float]]]) -> Findings:
+    """`shares`: by arm, of each seed the attainment at each of RATES."""
+    found = Findings(list(made.everyone), ParityCheck(True, []))
+    for arm, rows in {CONTROL.name: [[0.99, 0.9, 0.5]] * 4, **shares}.items():
+        points = [
+            CapacityPoint(rate, seed, share)
+            for seed, row in enumerate(rows)
+            for rate, share in zip(RATES, row, strict=True)
+        ]
+        found.points[arm], found.capacities[arm] = points, capacity_of(points, 0.9)
+    return found
+
+
+def test_a_capacity_beyond_the_highest_rate_is_a_bound():
+    """Its seeds would all count as 11.5 req/s, without any doubt."""
+    made = experiment(first_rate=10.0)
+    found = searched(made, {"colocated:2": [[0.99, 0.9, 0.5]] * 4, "disaggregated:1p1d": [[1.0, 0.99, 0.95]] * 4})
+    report = report_of(made, found, "live", "x")
+    assert problems_of(report) == []
+    assert not report["valid"]
+    assert report["verdict"]["sentence"] == (
+        "no verdict: disaggregated:1p1d carries at least 11.5 req/s, the highest rate that was measured"
+    )
+    bound = report["summary"]["disaggregated:1p1d"]["capacity_rps"]
+    assert (bound["mean"], bound["low"], bound["high"], bound["bounded"]) == (11.5, None, None, "above")
+    assert bound["per_seed"] == [None] * 4
+    assert row_of(report, "disaggregated:1p1d")[1] == ">= 11.50"
+
+
+def test_a_seed_that_never_crosses_does_not_count_as_the_last_rate():
+    """One of four seeds is carried at every rate; what all together carry is known, and less sure for it."""
+    made = experiment(first_rate=10.0)
+    rows = [[0.99, 0.92, 0.5], [0.99, 0.91, 0.5], [0.98, 0.9, 0.5], [1.0, 0.97, 0.93]]
+    figures = Figures(made, searched(made, {"colocated:2": rows, "disaggregated:1p1d": rows}))
+    row = [value for value in figures.capacities["colocated:2"] if value is not None]
+    assert len(row) == 4
+    assert sum(row) / 4 == pytest.approx(figures.findings.capacities["colocated:2"].rate)
+    assert 11.5 > row[3] > max(row[:3])
+
+
+def test_a_capacity_that_depends_on_one_seed_has_no_verdict():
+    made = experiment(first_rate=10.0)
+    rows = [[0.99, 0.99, 0.92], [0.99, 0.99, 0.93], [0.99, 0.98, 0.91], [0.9, 0.5, 0.2]]
+    report = report_of(made, searched(made, {"colocated:2": rows, "disaggregated:1p1d": rows}), "live", "x")
+    assert "depends on a single seed" in report["verdict"]["sentence"]
+
+
+# ---- caveats -------------------------------------------------------------------------
+
+
+def swamp(one: Period) -> None:
+    """Every request waits for all before it, longer and longer."""
+    for outcome in one.recording.outcomes:
+        late = outcome.scheduled_s
+        outcome.token_s = [at + late for at in outcome.token_s]
+        outcome.ended_s = outcome.token_s[-1]
+
+
+def test_latencies_of_overloaded_periods_are_nowhere():
+    made = experiment()
+    found = findings(made)
+    swamped = next(one for one in found.periods if one.trial == ("disaggregated:1p1d", 1, one.trial.position, None))
+    swamp(swamped)
+    report = report_of(made, found, "live", "x")
+    assert next(run for run in report["runs"] if run["position"] == swamped.trial.position)["overloaded"]
+    assert max(report["curves"]["ecdf"]["ttft_ms"]["disaggregated:1p1d"]["x"]) < 30
+    assert report["phases"]["disaggregated:1p1d"]["requests"]["arrived"] == 3 * (NUM - 1)
+    assert not any(each["id"].startswith(f"disaggregated:1p1d.{swamped.trial.position}.") for each in report["worst"])
+    assert report["notes"] == [
+        "disaggregated:1p1d was overloaded in 1 of 4 periods: its latency curves and phases are of the others, its"
+        " better ones"
+    ]
+
+
+def test_an_arm_that_was_always_overloaded_has_no_latency():
+    made = experiment()
+    found = findings(made)
+    for one in found.periods:
+        if one.trial.arm == "disaggregated:1p1d":
+            swamp(one)
+    report = report_of(made, found, "live", "x")
+    assert problems_of(report) == []
+    assert report["curves"]["ecdf"]["tbt_ms"]["disaggregated:1p1d"] == {"x": [], "y": []}
+    assert "disaggregated:1p1d" not in report["phases"]
+    assert report["notes"][0].endswith("phases are left out")
+
+
+def test_invalid_periods_are_noted_by_arm_with_their_reason():
+    made = experiment()
+    found = findings(made)
+    found.periods[0].problems.append("the load generator was late")
+    found.periods[4].notes.append("the router kept no record of 3 of 40 requests")
+    first, forgotten = report_of(made, found, "live", "x")["notes"]
+    assert first == "1 of 4 periods of colocated:2 are invalid and in no figure; mostly: the load generator was late"
+    assert forgotten.endswith("seed 2: the router kept no record of 3 of 40 requests")
+
+
+@pytest.mark.parametrize(("loser", "is_valid"), [("disaggregated:1p1d", False), ("colocated:2", True)])
+def test_an_arm_cannot_lead_if_only_its_periods_were_invalid(loser: str, is_valid: bool):
+    """What its load made invalid may have been its worst; an arm that is behind in spite of that is behind."""
+    made = experiment(num_seeds=8)
+    found = findings(made)
+    for one in [one for one in found.periods if one.trial.arm == loser][:2]:
+        one.problems.append("the load generator was late")
+    report = report_of(made, found, "live", "x")
+    assert report["valid"] == is_valid
+    assert any(
+        note.startswith(f"all invalid periods are of {loser}: its load may be the cause") for note in report["notes"]
+    )
+    if not is_valid:
+        assert "would lead, but all 2 invalid periods are its own" in report["verdict"]["sentence"]
+
+
+def test_invalid_periods_of_several_arms_are_bad_luck():
+    made = experiment(num_seeds=8)
+    found = findings(made)
+    for one in found.periods[:2]:  # of the same seed, one of each arm
+        one.problems.append("the load generator was late")
+    assert report_of(made, found, "live", "x")["valid"]
+
+
+def test_phases_say_of_how_many_requests_they_are():
+    made = experiment()
+    found = findings(made)
+    for one in found.periods:
+        one.recording.outcomes[-1].error = "timeout"
+    report = report_of(made, found, "live", "x")
+    arrived = 4 * (NUM - 1)
+    assert report["phases"]["colocated:2"]["requests"] == {"mean": arrived - 4, "missed": 42, "arrived": arrived}
+
+
+def test_if_all_keep_the_slo_the_verdict_compares_latencies():
+    made = replace(experiment(num_seeds=8), slo=LatencySlo(100, 200))
+    report = report_of(made, findings(made), "live", "x")
+    assert "too close to call" in report["verdict"]["sentence"]
+    assert "Both keep the SLO; disaggregated:1p1d has 90 % lower TBT p99 [" in report["verdict"]["sentence"]

@@ -1,0 +1,143 @@
+from typing import Any
+
+from compare.arms import parse_arm, parse_arms
+from compare.endpoint import Endpoint, is_idle
+from compare.load.outcome import LoadRecording, Outcome
+from compare.run.equivalence import check_parity, different_answers, different_tokens, facts_of, work_differences
+from tests.compare.recordings import recording
+
+ARMS = parse_arms(["colocated:2", "disaggregated:1p1d"])
+
+
+def status(*nodes: dict[str, Any]) -> dict[str, Any]:
+    usual = {"fingerprint": "abc", "block_tokens": 16, "block_bytes": 64, "blocks": {"total": 100}, "facts": {}}
+    return {"nodes": [usual | node for node in nodes]}
+
+
+def facts_by_arm(first: dict[str, str], second: dict[str, str]) -> dict[str, dict[str, str]]:
+    return {ARMS[0].name: first, ARMS[1].name: second}
+
+
+def test_facts_are_those_of_all_nodes():
+    facts = facts_of(Endpoint("http://x"), status({"facts": {"dtype": "float32"}}, {"facts": {"dtype": "bfloat16"}}))
+    assert facts["dtype"] == "bfloat16 | float32"
+    assert facts["num_blocks"] == "100"
+    assert facts["devices"] == "2"
+
+
+def test_a_fact_that_one_node_does_not_publish_is_not_equal():
+    facts = facts_of(Endpoint("http://x"), status({"facts": {"dtype": "float32"}}, {}))
+    assert facts["dtype"] == "float32 | unknown"
+
+
+def test_equal_facts_compare():
+    found = check_parity(ARMS, facts_by_arm({"dtype": "float32"}, {"dtype": "float32"}))
+    assert found.equal
+    assert found.problems == []
+
+
+def test_an_undeclared_difference_forbids_the_comparison():
+    found = check_parity(ARMS, facts_by_arm({"num_blocks": "100"}, {"num_blocks": "120"}))
+    assert not found.equal
+    assert found.problems == ["not comparable: num_blocks differs (colocated:2: 100, disaggregated:1p1d: 120)"]
+
+
+def test_a_fact_of_one_arm_only_forbids_the_comparison():
+    assert not check_parity(ARMS, facts_by_arm({"torch": "2.13"}, {})).equal
+
+
+def test_settings_that_differ_between_arms_are_declared():
+    arms = [parse_arm("colocated:2"), parse_arm("colocated:2@prefill_first,max_num_batched_tokens=64")]
+    one = {"policy": "stall_free", "max_num_batched_tokens": "512", "max_step_tokens": "512", "threads": "1"}
+    other = {"policy": "prefill_first", "max_num_batched_tokens": "64", "max_step_tokens": "64", "threads": "1"}
+    found = check_parity(arms, {arms[0].name: one, arms[1].name: other})
+    assert found.equal
+    assert [fact["fact"] for fact in found.facts if not fact["equal"]] == [
+        "policy", "max_num_batched_tokens", "max_step_tokens",
+    ]  # fmt: skip
+
+
+def test_settings_equal_in_all_arms_are_not_a_treatment():
+    arms = parse_arms(["colocated:2", "disaggregated:1p1d"], ["max_num_seqs=8"])
+    facts = {arms[0].name: {"max_num_seqs": "8"}, arms[1].name: {"max_num_seqs": "9"}}
+    assert not check_parity(arms, facts).equal
+
+
+def test_a_treatment_is_declared_by_name():
+    assert check_parity(ARMS, facts_by_arm({"torch": "2.13"}, {"torch": "2.14"}), ["torch"]).equal
+
+
+def test_a_stack_that_is_not_batons_cannot_be_verified():
+    facts = facts_by_arm(facts_of(Endpoint("http://x"), status({})), facts_of(Endpoint("http://y"), None))
+    assert any("engine" in problem for problem in check_parity(ARMS, facts).problems)
+
+
+def test_different_answers_are_listed():
+    assert different_answers({"a": [[1, 2], [3]], "b": [[1, 2], [3]]}) == []
+    lines = different_answers({"a": [[1, 2], [3]], "b": [[1, 2], [4]]})
+    assert lines == ["b answers greedy prompt 1 with [4]..., a with [3]..."]
+
+
+def test_idle_means_nothing_running_and_all_blocks_free():
+    blocks = {"free": 3, "cached": 1, "owned": 0, "reserved": 0, "quarantined": 0}
+    node = {"alive": True, "running": 0, "waiting": 0, "blocks": blocks}
+    assert is_idle({"requests": {"running": 0}, "nodes": [node]})
+    assert not is_idle({"requests": {"running": 1}, "nodes": [node]})
+    assert not is_idle({"requests": {"running": 0}, "nodes": [node | {"waiting": 1}]})
+    assert not is_idle({"requests": {"running": 0}, "nodes": [node | {"blocks": blocks | {"reserved": 1}}]})
+
+
+# ---- equal answers -------------------------------------------------------------------------------------------------
+
+
+def test_every_request_that_two_arms_finished_is_compared():
+    assert different_tokens({"a": recording([1], [2, 3]), "b": recording([1], [2, 3])}) == (2, [])
+    count, different = different_tokens({"a": recording([1], [2, 3]), "b": recording([1], [2, 4]), "c": recording([1])})
+    assert count == 2
+    assert different == [{"index": 1, "arms": ["a", "b"]}]
+
+
+def test_failed_requests_are_not_compared():
+    assert different_tokens({"a": recording([1]), "b": recording([2], error="timeout")}) == (0, [])
+
+
+def with_lengths(*counts: tuple[int, int]) -> LoadRecording:
+    """Return a recording of requests with these numbers of prompt and answer tokens."""
+    return LoadRecording(
+        outcomes=[
+            Outcome(index, f"r{index}", 0.0, token_s=[0.1] * answer, finish="stop", prompt_tokens=prompt)
+            for index, (prompt, answer) in enumerate(counts)
+        ]
+    )
+
+
+def test_prompts_that_are_more_tokens_in_one_arm_are_not_the_same_work():
+    problem, note = work_differences([{"a": with_lengths((10, 20), (11, 20)), "b": with_lengths((10, 20), (12, 20))}])
+    assert problem == "not the same work: 1 of 2 prompts have different lengths in the arms"
+    assert note == ""
+    assert work_differences([{"a": with_lengths((10, 20)), "b": with_lengths((10, 20))}]) == ("", "")
+    assert work_differences([{"a": with_lengths((0, 20)), "b": with_lengths((10, 20))}]) == (
+        "",
+        "",
+    )  # an arm that reports none
+
+
+def test_answers_that_are_longer_in_one_arm_are_not_the_same_work():
+    problem, _ = work_differences([{"a": with_lengths((10, 20), (10, 20)), "b": with_lengths((10, 20), (10, 15))}])
+    assert problem == "not the same work: 1 of 2 answers have different lengths in the arms, by 12.5% of the tokens"
+    apart = work_differences([{"a": with_lengths((10, 20), (10, 15)), "b": with_lengths((10, 15), (10, 20))}])[0]
+    assert apart.startswith("not the same work: 2 of 2")  # as many in all, and yet others
+
+
+def test_a_difference_of_one_token_in_a_thousand_is_only_noted():
+    problem, note = work_differences(
+        [{"a": with_lengths((10, 500), (10, 500)), "b": with_lengths((10, 500), (10, 501))}]
+    )
+    assert problem == ""
+    assert note == "1 of 2 answers have different lengths in the arms, by 0.1% of the tokens"
+
+
+def test_requests_that_one_arm_did_not_finish_are_not_compared():
+    broken = with_lengths((10, 20))
+    broken.outcomes[0].error = "timeout"
+    assert work_differences([{"a": with_lengths((12, 30)), "b": broken}, {}]) == ("", "")

@@ -6,16 +6,17 @@ in arithmetic on the engine's thread, where it could harm others.
 
 import re
 
+from shared.limits import INT32_MAX, MAX_LOGIT_BIASES, MAX_LOGPROBS
 from shared.rpc.messages import SamplingParams, SubmitRequest, unpack_ids
 
-INT32 = 2**31 - 1
-MAX_ID, MAX_SALT_BYTES, MAX_STOP_TOKENS, MAX_BIASES, MAX_LOGPROBS = 256, 256, 4096, 300, 20
+MAX_ID, MAX_SALT_BYTES = 256, 256
+MAX_STOP_TOKENS = 4096  # a request's own and all of the model's
 ADDRESS = re.compile(r"[\w.:%\[\]-]{1,255}:\d{1,5}", re.ASCII)
 TINY = 5e-324  # the smallest number over 0
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
     "top_p": (TINY, 1),
-    "top_k": (0, INT32),
+    "top_k": (0, INT32_MAX),
     "min_p": (0, 1),
     "seed": (-(2**63), 2**64 - 1),
     "repetition_penalty": (TINY, 100),
@@ -37,8 +38,8 @@ def check_submit(submit: SubmitRequest, max_model_len: int, vocab_size: int) -> 
     if max(tokens) >= vocab_size:
         raise ValueError(f"token id {max(tokens)} is beyond the vocabulary of {vocab_size}")
     _check("num_prompt and max_tokens together", submit.num_prompt + submit.max_tokens, 2, max_model_len)
-    _check("min_tokens", submit.min_tokens, 0, INT32)
-    _check("priority", submit.priority, -INT32, INT32)
+    _check("min_tokens", submit.min_tokens, 0, INT32_MAX)
+    _check("priority", submit.priority, -INT32_MAX, INT32_MAX)
     _check("length of id", len(submit.id), 1, MAX_ID)
     _check("length of traceparent", len(submit.traceparent), 0, MAX_ID)
     if submit.decode_node and not ADDRESS.fullmatch(submit.decode_node):
@@ -54,7 +55,7 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         value = getattr(sampling, name)
         if value is not None:
             _check(f"sampling.{name}", value, low, high)
-    _check("number of sampling.logit_bias", len(sampling.logit_bias), 0, MAX_BIASES)
+    _check("number of sampling.logit_bias", len(sampling.logit_bias), 0, MAX_LOGIT_BIASES)
     for token, bias in sampling.logit_bias.items():
         _check("token of sampling.logit_bias", token, 0, vocab_size - 1)
         _check("value of sampling.logit_bias", bias, -100, 100)

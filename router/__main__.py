@@ -1,4 +1,4 @@
-"""Runs a router: `python -m router --help`."""
+"""Run a router: `python -m router --help`."""
 
 import asyncio
 import logging
@@ -44,10 +44,10 @@ log = logging.getLogger("baton.router")
 
 
 def main(settings: RouterSettings) -> int:
-    """Serves until SIGTERM. Returns the process's exit status: 2 when the settings cannot be served."""
+    """Serve until SIGTERM. Return the process's exit status, 2 for invalid settings."""
     try:
         failpoints.configure(settings.failpoint, allowed=settings.allow_failpoints)
-        # With Redis there is no port to join at; that of the API has keys of its own.
+        # With Redis there is no registry port; the API's port has keys of its own.
         listens = {} if settings.registry else {"--registry-host": settings.registry_host or settings.host}
         security.configure(settings.cluster_secret_file, listens)
         directory = resolve(settings.model)
@@ -90,7 +90,9 @@ async def _serve(
     )
     dispatch = Dispatcher(fleet, model.name, rules, records)
     metrics = CollectorRegistry()
-    metrics.register(NodeMetrics(fleet.nodes, model.name, records, dispatch.status))
+    node_metrics = NodeMetrics(fleet.nodes, model.name, records, dispatch.status)
+    records.subscribe(node_metrics)
+    metrics.register(node_metrics)
     app = build_app(
         dispatch,
         tokenizer,
@@ -118,7 +120,7 @@ async def _serve(
         serving = asyncio.gather(
             *(server.serve([listener]) for server, listener in zip(servers, listeners, strict=True))
         )
-        _tell_where(listeners, keys is None)
+        _log_addresses(listeners, keys is None)
         draining = asyncio.ensure_future(lifetime.draining.wait())
         ends: set[asyncio.Future[Any]] = {serving, draining}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -153,14 +155,14 @@ def _server(app: Starlette, waiting: IdleConnections, max_connections: int, drai
             log_level="warning",
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # anybody may write them, and addresses are what wrong keys are counted by
+            proxy_headers=False,  # clients could forge the addresses that the log shows
             timeout_graceful_shutdown=int(drain_timeout_s),
         )
     )
 
 
 def _listeners(settings: RouterSettings) -> list[socket.socket]:
-    """Of the API and, where it is apart, of the admin surface. Raises OSError with one clear line."""
+    """Bind the API's listener and, if it is separate, the admin one. Raises OSError with one clear line."""
     places = [(settings.host, settings.port, "--port")]
     if settings.admin_port:
         places.append((settings.admin_host, settings.admin_port, "--admin-port"))
@@ -168,11 +170,10 @@ def _listeners(settings: RouterSettings) -> list[socket.socket]:
 
 
 def _listener(host: str, port: int, flag: str) -> socket.socket:
-    """Bound before anything is started."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Its connections inherit these: a client that is gone without a word, or takes nothing for so long, is cut off.
+    # Connections inherit these, which end those of clients that vanished or do not read.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
@@ -186,12 +187,14 @@ def _listener(host: str, port: int, flag: str) -> socket.socket:
     return listener
 
 
-def _tell_where(listeners: list[socket.socket], is_open: bool) -> None:
+def _log_addresses(listeners: list[socket.socket], is_open: bool) -> None:
     for listener, what in zip(listeners, ("", ", the admin surface"), strict=False):
         host, port = listener.getsockname()[:2]
         log.info("listening on http://%s:%d%s", host, port, what)
         if is_open and not ip_address(host).is_loopback:
-            log.warning("whoever reaches %s:%d may use it: give --api-keys-file (see `baton key`)", host, port)
+            log.warning(
+                "no API keys configured: %s:%d is open to any client; set --api-keys-file (see `baton key`)", host, port
+            )
 
 
 def _registry(settings: RouterSettings, identity: str) -> Registry:

@@ -1,21 +1,25 @@
-"""One sentence on what holds a cluster back, from its status document alone. It claims nothing that the numbers do
-not show: where they show no cause, it says what is seen and no more."""
+"""Names the bottleneck of a cluster in one sentence, from its status document alone.
+
+If the numbers do not show a cause, the sentence only states the symptom.
+"""
 
 from typing import Any
 
 Node = dict[str, Any]
 Status = dict[str, Any]
 
-BUSY = 0.85  # of the last seconds: such a node has no room for more
-SLACK = 0.5  # a node less busy than this could do more
-FULL = 0.97  # share of KV blocks that requests hold when there is no room
-SLOW_SECOND, SLOW_SECOND_MS = 3.0, 50.0  # times the usual gap, and no less, as nobody notices: the second token waits
+BUSY = 0.85  # of the last seconds; a node above this has no capacity left
+SLACK = 0.5  # a node below this has capacity left
+FULL = 0.97  # share of KV blocks held by requests
+SLOW_SECOND, SLOW_SECOND_MS = 3.0, 50.0  # a late second token: times the usual gap, and at least milliseconds
 
 
 def bottleneck(status: Status) -> str:
-    """The first that applies of: no nodes, blocks, prefill pool, prompt chunks between tokens, decode pool, transfer,
-    a first token that is late without a queue, an SLO missed; else that it keeps up, or is idle. `status` is that of
-    /v1/status."""
+    """Return the first finding that applies to the document of /v1/status.
+
+    The order is: no nodes, blocks, the prefill pool, prompt chunks between tokens, the decode pool, transfers, a late
+    first token without a queue, a missed SLO, and otherwise that the cluster keeps up or is idle.
+    """
     view = ClusterView(status)
     if not view.nodes:
         lost = len(status.get("nodes") or [])
@@ -27,7 +31,7 @@ def bottleneck(status: Status) -> str:
 
 
 class ClusterView:
-    """The parts of a status that the findings read, each with what is absent filled in."""
+    """The parts of a status that the findings read, with defaults for absent values."""
 
     def __init__(self, status: Status) -> None:
         self.nodes: list[Node] = [
@@ -47,7 +51,7 @@ class ClusterView:
         self.slo: dict[str, float] = {name: slo.get(name) or 0.0 for name in ("ttft_ms", "tbt_ms")}
 
     def over(self, name: str) -> str:
-        """ "TTFT p99 812 ms (SLO 500)"."""
+        """Return text such as "TTFT p99 812 ms (SLO 500)"."""
         return f"{name[:-3].upper()} p99 {self.p99[name]:.0f} ms (SLO {self.slo[name]:.0f})"
 
 
@@ -60,7 +64,7 @@ def _are(count: int) -> str:
 
 
 def _busy(nodes: list[Node]) -> float | None:
-    """Mean busy share, or None where a node has not said."""
+    """Return the mean busy share, or None if a node has not reported it."""
     shares = [float(node["busy"]) for node in nodes if node.get("busy") is not None]
     return sum(shares) / len(shares) if shares and len(shares) == len(nodes) else None
 
@@ -80,7 +84,7 @@ def _requests(count: int) -> str:
 
 
 def _move(nodes: list[Node], role: str) -> str:
-    """How the least busy of `nodes` could help the other pool; "" when the rest could not do the work without it."""
+    """Return the advice to move the least busy node to the other pool, or "" if the others could not replace it."""
     share = len(nodes) / max(1, len(nodes) - 1)
     if len(nodes) < 2 or share * (_busy(nodes) or 0.0) >= BUSY or share * max(map(_held, nodes)) >= FULL:
         return ""
@@ -113,7 +117,7 @@ def _prefill_pool(view: ClusterView) -> str | None:
 
 
 def _chunks_between(view: ClusterView) -> str | None:
-    """A decode node that runs prompt chunks in the very passes that its clients wait for."""
+    """Find a decode node that runs prompt chunks and decodes in the same steps."""
     mixed = [
         node
         for node in view.decode
@@ -124,7 +128,7 @@ def _chunks_between(view: ClusterView) -> str | None:
     hint = "" if view.prefill else " Prefill nodes would keep them apart."
     return (
         f"Tokens come late, {view.over('tbt_ms')}, and {mixed[0]['id']} runs prompt chunks "
-        f"in the same passes as decodes.{hint}"
+        f"in the same steps as decodes.{hint}"
     )
 
 
@@ -144,7 +148,7 @@ def _decode_pool(view: ClusterView) -> str | None:
 
 
 def _transfer(view: ClusterView) -> str | None:
-    """Where the usual gap is 0, tokens come in bundles, and what the first of them waited for cannot be told."""
+    """Find slow handoffs. If the usual gap is 0, tokens arrive in groups, and the second one shows nothing."""
     second, usual = view.p50["ttst_ms"], view.p50["tbt_ms"]
     is_handed_over = view.prefill and any(node.get("handoffs") for node in view.nodes)
     if not is_handed_over or _queue(view.decode) or not second or not usual:
@@ -186,5 +190,5 @@ def _calm(view: ClusterView) -> str:
     load = f", {busy:.0%} busy" if busy is not None else ""
     queue = _queue(view.nodes)
     met = " and within the SLO" if any(view.slo[name] and view.p99[name] is not None for name in view.slo) else ""
-    head = f"Keeping up{met}" if queue < len(view.nodes) else "At work"  # a queue says that somebody waits
+    head = f"Keeping up{met}" if queue < len(view.nodes) else "At work"  # a queue means that requests wait
     return f"{head}: {_requests(running)} on {nodes}{load}, {queue or 'none'} queued."

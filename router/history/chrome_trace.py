@@ -1,8 +1,8 @@
-"""What the router remembers as a Chrome trace, which Perfetto and chrome://tracing open.
+"""Exports the history as a Chrome trace, for Perfetto and chrome://tracing.
 
-A process for each node: its passes on thread 0, its pushes of KV on the threads from 1 on (as many as overlap), its
-blocks and its queue as counters. A process for the requests, each an asynchronous row of its phases. Arrows lead from
-a request's last chunk over its last push to its first decode step. Times are microseconds since the trace began.
+Each node is a process: its steps on thread 0, its pushes of KV on as many further threads as overlap, its blocks and
+queue as counters. One more process has all requests, each an asynchronous row of its phases. Arrows lead from a
+request's last chunk through its last push to its first decode step. Times are microseconds since the trace began.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,35 +13,35 @@ from router.history.step_ring import FIELDS, StepRing, StepRow
 from router.history.trace import AttemptSpan, RequestTrace, TraceEvent
 
 Event = dict[str, Any]
-MAX_STEPS = 200_000  # of all nodes; a longer time begins later
-COUNTER_NS = 10_000_000  # between two values of a counter
+MAX_STEPS = 200_000  # of all nodes; a longer trace is cut at its beginning
+COUNTER_NS = 10_000_000  # between two samples of a counter
 REQUESTS = 1  # process id; nodes follow
 PASSES, PUSHES = 0, 1  # thread ids
 
 
-def trace_events(records: RequestHistory, since_ns: int) -> Iterator[Event]:
-    """Everything since then."""
-    nodes = records.nodes()
+def trace_events(history: RequestHistory, since_ns: int) -> Iterator[Event]:
+    """Yield all events since `since_ns`."""
+    nodes = history.nodes()
     pids = {node: REQUESTS + 1 + number for number, node in enumerate(nodes)}
     yield _meta(REQUESTS, "process_name", name="requests")
-    transfers = [push for push in records.transfers(since_ns) if push.event.start_ns >= since_ns]
+    transfers = [push for push in history.transfers(since_ns) if push.event.start_ns >= since_ns]
     lanes: dict[TraceEvent, int] = {}
     for node, pid in pids.items():
-        ring = records.ring(node)
+        ring = history.ring(node)
         if ring is not None:
             yield from NodeTrack(pid, since_ns).events(node, ring, MAX_STEPS // len(nodes))
             yield from _pushes(pid, [push for push in transfers if push.event.node == node], since_ns, lanes)
-    for number, journey in enumerate(records.traces()):
-        if journey.ended_ns is None or journey.ended_ns >= since_ns:
-            yield from _request(journey, since_ns)
-            for leg in list(journey.attempts.values()):
-                ends = _arrow(leg, records, lanes)
+    for number, trace in enumerate(history.traces()):
+        if trace.ended_ns is None or trace.ended_ns >= since_ns:
+            yield from _request(trace, since_ns)
+            for attempt in list(trace.attempts.values()):
+                ends = _arrow(attempt, history, lanes)
                 if ends is not None and ends[0][1] >= since_ns:
-                    yield from _flow(f"{number}.{leg.id}", ends, pids, since_ns)
+                    yield from _flow(f"{number}.{attempt.id}", ends, pids, since_ns)
 
 
 class NodeTrack:
-    """Events of one node's passes."""
+    """Yields the events of one node's steps."""
 
     def __init__(self, pid: int, since_ns: int) -> None:
         self._pid = pid
@@ -74,59 +74,62 @@ class NodeTrack:
 
 
 def _pushes(pid: int, pushes: Sequence[Transfer], since_ns: int, lanes: dict[TraceEvent, int]) -> Iterator[Event]:
-    """Each on the first thread that is free, which is noted in `lanes`: events of one thread must not overlap."""
+    """Yield pushes, each on the first free thread, as events of one thread must not overlap; note it in `lanes`."""
     free_ns: list[int] = []
     for push in sorted(pushes, key=lambda push: push.event.start_ns):
-        mark = push.event
-        lane = next((lane for lane, until in enumerate(free_ns) if until <= mark.start_ns), len(free_ns))
+        event = push.event
+        lane = next((lane for lane, until in enumerate(free_ns) if until <= event.start_ns), len(free_ns))
         if lane == len(free_ns):
             free_ns.append(0)
             yield _meta(pid, "thread_name", PUSHES + lane, name="pushes" if not lane else f"pushes {lane + 1}")
-        free_ns[lane], lanes[mark] = mark.at_ns, PUSHES + lane
-        arguments = {"request": push.request, "to": push.attempt.decode, "blocks": mark.num, "bytes": mark.bytes}
-        arguments |= {"channel": mark.channel, "exposed_ms": push.exposed_ns / 1e6}
-        yield _event("X", f"to {push.attempt.decode}", pid, PUSHES + lane, mark.start_ns - since_ns) | {
-            "dur": mark.duration_ns / 1e3,
+        free_ns[lane], lanes[event] = event.at_ns, PUSHES + lane
+        arguments = {"request": push.request, "to": push.attempt.decode, "blocks": event.num, "bytes": event.bytes}
+        arguments |= {"channel": event.channel, "exposed_ms": push.exposed_ns / 1e6}
+        yield _event("X", f"to {push.attempt.decode}", pid, PUSHES + lane, event.start_ns - since_ns) | {
+            "dur": event.duration_ns / 1e3,
             "cat": "transfer",
             "args": arguments,
         }
 
 
-def _request(journey: RequestTrace, since_ns: int) -> Iterator[Event]:
-    """An asynchronous row: the request, in it the stages of its last attempt, and what happened as instants."""
+def _request(trace: RequestTrace, since_ns: int) -> Iterator[Event]:
+    """Yield an asynchronous row: the request, the stages of its last attempt, and its events as instants."""
 
     def event(phase: str, name: str, at_ns: int, **arguments: object) -> Event:
         found = _event(phase, name, REQUESTS, 0, max(0, at_ns - since_ns))
-        return found | {"cat": "request", "id": journey.id} | ({"args": arguments} if arguments else {})
+        return found | {"cat": "request", "id": trace.id} | ({"args": arguments} if arguments else {})
 
-    end_ns = journey.ended_ns
-    yield event("b", journey.id, journey.accepted_ns, prompt_tokens=journey.num_prompt, traceparent=journey.traceparent)
-    for name, start_ns, until_ns in _stages(journey):
+    end_ns = trace.ended_ns
+    yield event("b", trace.id, trace.accepted_ns, prompt_tokens=trace.num_prompt, traceparent=trace.traceparent)
+    for name, start_ns, until_ns in _stages(trace):
         if until_ns >= since_ns:
             yield event("b", name, start_ns)
             yield event("e", name, until_ns)
-    for leg in list(journey.attempts.values()):
-        for mark in leg.events:
-            if mark.at_ns >= since_ns and (end_ns is None or mark.at_ns <= end_ns):
-                yield event("n", mark.kind, mark.at_ns, node=mark.node, attempt=leg.id, reason=mark.reason)
+    for attempt in list(trace.attempts.values()):
+        for each in attempt.events:
+            if each.at_ns >= since_ns and (end_ns is None or each.at_ns <= end_ns):
+                yield event("n", each.kind, each.at_ns, node=each.node, attempt=attempt.id, reason=each.reason)
     if end_ns is not None:
-        yield event("e", journey.id, end_ns, finish=journey.finish, tokens=journey.num_generated)
+        yield event("e", trace.id, end_ns, finish=trace.finish, tokens=trace.num_generated)
 
 
-def _stages(journey: RequestTrace) -> Iterator[tuple[str, int, int]]:
-    """Name, start and end of what is over of the last attempt, one after the other, within the request."""
-    leg = journey.last_attempt
-    if leg is None:
+def _stages(trace: RequestTrace) -> Iterator[tuple[str, int, int]]:
+    """Yield name, start and end of the finished stages of the last attempt, in order and within the request."""
+    attempt = trace.last_attempt
+    if attempt is None:
         return
-    started = [("queued", leg.find("queued", leg.computes)), ("prefill", leg.find("admitted", leg.computes))]
-    started.append(("transfer" if leg.prefill is not None else "decode", leg.find("first", leg.computes)))
-    if leg.prefill is not None:
-        started.append(("decode", leg.find("admitted", leg.decode)))
-    known = [(name, mark.at_ns) for name, mark in started if mark is not None]
-    ended = leg.find("ended", leg.decode)
+    started = [
+        ("queued", attempt.find("queued", attempt.computes)),
+        ("prefill", attempt.find("admitted", attempt.computes)),
+    ]
+    started.append(("transfer" if attempt.prefill is not None else "decode", attempt.find("first", attempt.computes)))
+    if attempt.prefill is not None:
+        started.append(("decode", attempt.find("admitted", attempt.decode)))
+    known = [(name, event.at_ns) for name, event in started if event is not None]
+    ended = attempt.find("ended", attempt.decode)
     last = [ended.at_ns] if ended is not None else []
-    clip_ns = journey.ended_ns
-    at_ns = journey.accepted_ns
+    clip_ns = trace.ended_ns
+    at_ns = trace.accepted_ns
     for (name, start_ns), until_ns in zip(known, [start for _, start in known[1:]] + last, strict=False):
         begin = max(at_ns, start_ns)
         at_ns = max(begin, until_ns if clip_ns is None else min(until_ns, clip_ns))
@@ -138,18 +141,18 @@ End = tuple[str, int, int]  # node, time, thread
 
 
 def _flow(identity: str, ends: Sequence[End], pids: dict[str, int], since_ns: int) -> Iterator[Event]:
-    """An arrow; each end lies within the pass or the push that it belongs to."""
+    """Yield an arrow, each end of which lies within the step or the push that it belongs to."""
     for phase, (node, at_ns, thread) in zip("stf", ends, strict=True):
         found = _event(phase, "handoff", pids[node], thread, at_ns - since_ns)
         yield found | {"cat": "handoff", "id": identity} | ({"bp": "e"} if phase == "f" else {})
 
 
-def _arrow(leg: AttemptSpan, records: RequestHistory, lanes: dict[TraceEvent, int]) -> list[End] | None:
-    """From the last chunk over the last push to the first decode step; None unless all of them are shown."""
-    pushes, admitted = leg.pushes(), leg.find("admitted", leg.decode)
-    ring = records.ring(leg.decode)
-    chunks = leg.chunks
-    if leg.prefill is None or not chunks or not pushes or admitted is None or ring is None:
+def _arrow(attempt: AttemptSpan, history: RequestHistory, lanes: dict[TraceEvent, int]) -> list[End] | None:
+    """Return the points from the last chunk through the last push to the first decode step, if all are shown."""
+    pushes, admitted = attempt.pushes, attempt.find("admitted", attempt.decode)
+    ring = history.ring(attempt.decode)
+    chunks = attempt.chunks
+    if attempt.prefill is None or not chunks or not pushes or admitted is None or ring is None:
         return None
     place = ring.place(admitted.at_ns)
     if place >= ring.num_ever:
@@ -160,7 +163,7 @@ def _arrow(leg: AttemptSpan, records: RequestHistory, lanes: dict[TraceEvent, in
     return [
         (chunk.node, chunk.start_ns, PASSES),
         (push.node, max(push.start_ns, chunk.start_ns), lanes[push]),
-        (leg.decode, max(decode.start_ns, push.start_ns), PASSES),
+        (attempt.decode, max(decode.start_ns, push.start_ns), PASSES),
     ]
 
 

@@ -1,9 +1,9 @@
-"""`/events`: what happens in the cluster as server-sent events, made once and sent to all who watch.
+"""`/events`: the cluster's activity as server-sent events, which are formatted once for all subscribers.
 
 Types: "status" (the document of `/v1/status`, once a second), "steps" (of one node, up to ten times a second),
-"requests" (summaries of those that changed, up to five times a second), "transfers". Ids are Unix milliseconds; a
-client that returns with `Last-Event-ID` gets what it missed of the last half minute, up to a second of it twice.
-A client that reads slowly loses the oldest of what waits for it; one that reads nothing is let go.
+"requests" (summaries of changed requests, up to five times a second), "transfers". Ids are Unix milliseconds. A client
+that reconnects with `Last-Event-ID` gets what it missed in the last half minute, of which up to a second may be sent
+twice. A client that reads slowly loses the oldest waiting events; one that does not read at all is disconnected.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ MAX_SUBSCRIBERS = 64
 MAX_WAITING_BYTES = 1 << 20  # of one subscriber
 TICK_S = 0.1
 REQUEST_TICKS, STATUS_TICKS = 2, 10
-MAX_CHANGED = 200  # requests of one event; the others are in the next
-SILENT_S = 5.0  # in which a subscriber takes nothing
+MAX_CHANGED = 200  # requests per event; the others follow in the next
+SILENT_S = 5.0  # without reading, after which a subscriber is disconnected
 MISSED_NS, TWICE_NS = 30 * 10**9, 10**9
 
 
 class Subscriber:
-    """What waits to be sent to one client. `node`: the only one whose steps it wants; None: all."""
+    """The events that wait for one client, which wants the steps of `node`, or of all nodes if it is None."""
 
     def __init__(self, node: str | None) -> None:
         self.node = node
@@ -57,10 +57,25 @@ class Subscriber:
 
 
 class EventStream:
-    """An ASGI app. Costs nothing while nobody watches."""
+    """An ASGI app that streams events to its subscribers.
 
-    def __init__(self, records: RequestHistory, status: Callable[[], dict[str, Any]]) -> None:
-        self._records = records
+    It reads the history on a timer while it has subscribers, and costs nothing otherwise. The server closes it when it
+    drains, because its streams do not end by themselves.
+    """
+
+    def __init__(
+        self,
+        history: RequestHistory,
+        status: Callable[[], dict[str, Any]],
+        *,
+        max_subscribers: int = MAX_SUBSCRIBERS,
+        tick_s: float = TICK_S,
+        silent_s: float = SILENT_S,
+    ) -> None:
+        self._max_subscribers = max_subscribers
+        self._tick_s = tick_s
+        self._silent_s = silent_s
+        self._history = history
         self._status = status
         self._subscribers: dict[Subscriber, None] = {}
         self._tasks = TaskGroup()
@@ -79,35 +94,33 @@ class EventStream:
         try:
             await while_connected(receive, self._serve(subscriber, reply))
         except TimeoutError:
-            return  # it reads nothing, so there is nobody to tell
+            return  # the client does not read, so it gets no error either
         finally:
             del self._subscribers[subscriber]
             if not self._subscribers and self._ticks is not None:
                 self._ticks.cancel()
                 self._ticks = None
                 self._seen.clear()
-                self._records.watch(False)
+                self._history.watch(False)
 
     def close(self) -> None:
-        """The router is going: every stream ends, so that none holds it up."""
+        """End all streams, and reject new ones, so that the server can drain."""
         self._closed = True
         for subscriber in self._subscribers:
             subscriber.wake.set()
 
     def _subscribe(self, request: Request) -> Subscriber:
         node = request.query_params.get("node")
-        if node is not None and self._records.ring(node) is None:
-            raise RequestError(
-                f"No node {node!r} has told anything yet; see /v1/status.", "node", "node_not_found", 404
-            )
+        if node is not None and self._history.ring(node) is None:
+            raise RequestError(f"No node {node!r} has reported yet; see /v1/status.", "node", "node_not_found", 404)
         since_ns = _since(request.headers.get("last-event-id"))
         if self._closed:
-            raise UnavailableError("This router is going.")
-        if len(self._subscribers) >= MAX_SUBSCRIBERS:
-            raise UnavailableError(f"{MAX_SUBSCRIBERS} clients watch already; close one.", retry_after_s=5.0)
+            raise UnavailableError("Server is shutting down.")
+        if len(self._subscribers) >= self._max_subscribers:
+            raise UnavailableError(f"Too many subscribers: the limit is {self._max_subscribers}.", retry_after_s=5.0)
         subscriber = Subscriber(node)
         if self._ticks is None:
-            self._catch_up()
+            self._skip_to_now()
             self._ticks = self._tasks.start(self._tick())
         self._subscribers[subscriber] = None
         subscriber.put(b"retry: 1000\n\n")
@@ -121,28 +134,28 @@ class EventStream:
         while not self._closed:
             data = subscriber.take()
             if data:
-                async with asyncio.timeout(SILENT_S):
+                async with asyncio.timeout(self._silent_s):
                     await reply.events(data)
             await subscriber.wake.wait()
         await reply.end()
 
-    # ---- what there is to send ------------------------------------------------------------------------------------
+    # ---- messages --------------------------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
         tick = 0
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self._tick_s)
             tick += 1
-            for node, message in self._news(tick):
+            for node, message in self._messages(tick):
                 for subscriber in self._subscribers:
                     if node is None or subscriber.node in {None, node}:
                         subscriber.put(message)
 
-    def _news(self, tick: int) -> Iterator[tuple[str | None, bytes]]:
-        """Messages since the last tick, each with the node that it is of, if it is of one."""
+    def _messages(self, tick: int) -> Iterator[tuple[str | None, bytes]]:
+        """Yield the messages since the last tick, each with its node if it belongs to one."""
         before, self._seen = self._seen, {}
-        for node in self._records.nodes():
-            ring = self._records.ring(node)
+        for node in self._history.nodes():
+            ring = self._history.ring(node)
             if ring is None:
                 continue
             known, num_seen = before.get(node, (ring, 0))
@@ -150,34 +163,34 @@ class EventStream:
             rows = list(ring.rows(num_seen if known is ring else 0))
             if rows:
                 yield node, _steps(node, ring, rows)
-        self._num_transfers, pushes = self._records.transfers_after(self._num_transfers)
+        self._num_transfers, pushes = self._history.transfers_after(self._num_transfers)
         if pushes:
             yield None, _transfers(pushes)
-        if tick % REQUEST_TICKS == 0 and (changed := self._records.changed(MAX_CHANGED)):
+        if tick % REQUEST_TICKS == 0 and (changed := self._history.changed(MAX_CHANGED)):
             yield None, _message("requests", {"requests": changed})
         if tick % STATUS_TICKS == 0:
             yield None, _message("status", self._status())
 
-    def _catch_up(self) -> None:
-        """Nobody watched until now."""
-        self._records.watch(True)
-        self._num_transfers, _ = self._records.transfers_after(self._num_transfers)
-        for node in self._records.nodes():
-            if (ring := self._records.ring(node)) is not None:
+    def _skip_to_now(self) -> None:
+        """Skip what happened before the first subscriber."""
+        self._history.watch(True)
+        self._num_transfers, _ = self._history.transfers_after(self._num_transfers)
+        for node in self._history.nodes():
+            if (ring := self._history.ring(node)) is not None:
                 self._seen[node] = (ring, ring.num_ever)
 
     def _missed(self, since_ns: int, only: str | None) -> Iterator[tuple[str | None, bytes]]:
-        for node in self._records.nodes() if only is None else [only]:
-            ring, rows = self._records.ring(node), self._records.steps(node, since_ns)
+        for node in self._history.nodes() if only is None else [only]:
+            ring, rows = self._history.ring(node), self._history.steps(node, since_ns)
             if ring is not None and rows:
                 yield node, _steps(node, ring, rows)
-        if pushes := self._records.transfers(since_ns):
+        if pushes := self._history.transfers(since_ns):
             yield None, _transfers(pushes)
-        yield None, _message("requests", {"requests": list(self._records.latest_requests(MAX_CHANGED))})
+        yield None, _message("requests", {"requests": list(self._history.latest_requests(MAX_CHANGED))})
 
 
 def _since(last_event_id: str | None) -> int | None:
-    """From where a client that returns goes on; None for one that is new, or brings another server's id."""
+    """Return from when a reconnected client continues; None for a new client, or another server's id."""
     if last_event_id is None or not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) < 16):
         return None
     return max(int(last_event_id) * 10**6 - TWICE_NS, now_ns() - MISSED_NS)

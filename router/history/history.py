@@ -1,34 +1,45 @@
-"""What the router remembers, in bounded memory: the steps of every node, the latest requests, the latest transfers.
+"""The router's bounded record of nodes' steps, of the latest requests, and of the latest transfers of KV.
 
-Fed by the nodes' reports (`take`), by the rim (`accepted`, `told`, `ended`) and by dispatch (`placed`, `moved`); read
-by `/v1/requests`, `/v1/steps`, `/events`, `/trace` and the metrics. Everything here runs on the router's event loop.
-
-What a node says may be nonsense, as another version of it or a stranger may speak: a record that is none is left out
-and counted, and nothing here raises for it.
+Nodes stamp their records with their own host's clock. The offset of a node's clock is the smallest difference between
+the arrival and the sending of its latest heartbeats, which is too large by the latency of the fastest of them (a
+fraction of a millisecond on a local network). Times of a node whose offset is over 1 ms are corrected by it.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from router.history.node_history import MAX_NS, NodeHistory
 from router.history.step_ring import StepRing, StepRow, members_of
-from router.history.timeline import summary, timeline
 from router.history.trace import AttemptSpan, PrefillChunk, RequestTrace, TraceEvent
+from scheduler.cost import CostModel
 from shared.clock import now_ns
-from shared.rpc.messages import NodeInfo, NodeUpdate, RequestEvent, StepRecord
+from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate, RequestEvent, StepRecord
 
 MAX_REQUESTS = 4000
-MAX_TRANSFERS = 5000
-MAX_ROWS = 500_000  # marks and chunks of all requests: 150 MB
 MAX_NODES = 256
-GONE_NS = 900 * 10**9  # a node that said nothing for so long is forgotten when another comes
-MAX_TEXT = 200  # characters of what a node calls something
+GONE_NS = 900 * 10**9  # after this time without an update, a node is dropped when another one joins
+MAX_TEXT = 200  # characters of a name that a node sends
+HEARTBEATS = 128  # over which a clock's offset is taken
+OFFSET_NS = 1_000_000  # a smaller offset is ignored
+MAX_NS = 2**62
+
+
+@dataclass(slots=True, frozen=True)
+class HistoryLimits:
+    """How much a history keeps."""
+
+    requests: int = MAX_REQUESTS
+    transfers: int = 5000
+    rows: int = 500_000  # events and chunks of all requests, which take 150 MB
+    serials: int = 16_384  # of one node: requests whose number in step records is known
 
 
 class RecordObserver(Protocol):
-    """Hears every record as it arrives, with times on the router's clock, and of nodes whose stream ended: of what
-    was on them, some never hears the end."""
+    """Receives every record as it arrives, with times on the router's clock.
+
+    `lost` reports that a node's stream ended; requests on that node may have no "ended" event.
+    """
 
     def step(self, info: NodeInfo, record: StepRecord) -> None: ...
     def event(self, info: NodeInfo, event: RequestEvent) -> None: ...
@@ -38,56 +49,96 @@ class RecordObserver(Protocol):
 class Transfer(NamedTuple):
     """One push of KV blocks."""
 
-    request: str  # as the client knows it
+    request: str  # the id that the client knows
     attempt: AttemptSpan
     event: TraceEvent
 
     @property
     def exposed_ns(self) -> int:
-        """How much of it came after the prompt was computed, and so delays the second token."""
+        """The part of the push after the prompt was computed, which delays the second token."""
         end = self.attempt.prefilled_ns
         return 0 if end is None else max(0, self.event.at_ns - max(end, self.event.start_ns))
 
 
 class NodeActivity(NamedTuple):
-    """What a node did lately."""
+    """What a node did in the last seconds."""
 
     steps_per_s: float
     tokens_per_s: float
-    busy: float  # share of the time in which a pass ran
+    busy: float  # share of the time in which a step ran
     last: StepRow
-    reason: str  # of the last step's budget
+    reason: str  # for the last step's budget
+
+
+@dataclass(slots=True)
+class NodeHistory:
+    """The records of one incarnation of a node: its steps, the requests in them, and the offset of its clock."""
+
+    incarnation_id: str
+    steps: StepRing = field(default_factory=StepRing)
+    serials: dict[int, str] = field(default_factory=dict)  # number in step records to attempt
+    delays_ns: deque[int] = field(default_factory=lambda: deque(maxlen=HEARTBEATS))
+    offset_ns: int = 0
+    updated_ns: int = 0
+
+    def on_update(self, load: NodeStats, received_ns: int) -> None:
+        self.updated_ns = received_ns
+        if load.cost:
+            self.steps.model = CostModel.unpacked(load.cost)
+        if 0 < load.sent_ns < MAX_NS:
+            self.delays_ns.append(received_ns - load.sent_ns)
+            offset = min(self.delays_ns)
+            self.offset_ns = offset if abs(offset) > OFFSET_NS else 0
+
+    def name(self, serial: int, attempt: str, limit: int) -> None:
+        self.serials[serial] = attempt
+        if len(self.serials) > limit:
+            del self.serials[next(iter(self.serials))]
 
 
 class RequestHistory:
-    def __init__(self, now: Callable[[], int] = now_ns) -> None:
-        self.observers: list[RecordObserver] = []
+    """The traces of the latest requests, the steps of all nodes, and the latest transfers.
+
+    Node connections pass in what nodes report (`take`, `lost`), sessions what clients receive (`accepted`, `output`,
+    `ended`), and the dispatcher its placements (`placed`, `migrated`). `/v1/requests`, `/v1/steps`, `/events`, `/trace`
+    and the metrics read it. Everything runs on the router's event loop, except that a copy (`nodes`, `traces`,
+    `transfers`) may be read on another thread. Nothing raises for what a node sends: malformed records are dropped and
+    counted. Memory is bounded by `limits`; the oldest requests are dropped first.
+    """
+
+    def __init__(self, now: Callable[[], int] = now_ns, limits: HistoryLimits = HistoryLimits()) -> None:
+        self._observers: list[RecordObserver] = []
         self.num_malformed = 0
         self._now = now
+        self._limits = limits
         self._nodes: dict[str, NodeHistory] = {}
-        self._journeys: dict[str, RequestTrace] = {}  # oldest first
-        self._transfers: deque[Transfer] = deque(maxlen=MAX_TRANSFERS)
+        self._traces: dict[str, RequestTrace] = {}  # oldest first
+        self._transfers: deque[Transfer] = deque(maxlen=limits.transfers)
         self._num_transfers = 0
-        self._num_rows = 0  # of all journeys
+        self._num_rows = 0  # of all traces
         self._changed: dict[str, None] = {}
         self._watched = False
+
+    def subscribe(self, observer: RecordObserver) -> None:
+        """Pass all further records to `observer` as well."""
+        self._observers.append(observer)
 
     # ---- from the nodes -----------------------------------------------------------------------------------------
 
     def take(self, info: NodeInfo, report: NodeUpdate) -> None:
-        """Everything in a node's report but its deltas."""
+        """Record everything in a node's update except its token deltas."""
         if report.stats is None and not report.steps and not report.events:
             return
         node = self._node_history(info)
         if report.stats is not None:
             node.on_update(report.stats, self._now())
-        for event in report.events:  # before the steps: they name the requests in them
+        for event in report.events:  # before the steps, because they name the requests in them
             if len(event.id) > MAX_TEXT or not 0 <= event.at_ns < MAX_NS:
                 self.num_malformed += 1
                 continue
             event.at_ns += node.offset_ns
             self._event(info.id, node, event)
-            for observer in self.observers:
+            for observer in self._observers:
                 observer.event(info, event)
         for record in report.steps:
             record.start_ns += node.offset_ns
@@ -96,17 +147,17 @@ class RequestHistory:
             except ValueError:
                 self.num_malformed += 1
                 continue
-            for observer in self.observers:
+            for observer in self._observers:
                 observer.step(info, record)
 
     def lost(self, node: str) -> None:
-        """The node's stream ended."""
-        for observer in self.observers:
+        """Record that the node's stream ended."""
+        for observer in self._observers:
             observer.lost(node)
 
     def _node_history(self, info: NodeInfo) -> NodeHistory:
         node = self._nodes.get(info.id)
-        if node is None or node.incarnation_id != info.incarnation_id:  # a new life counts its steps from 0
+        if node is None or node.incarnation_id != info.incarnation_id:  # a new incarnation counts its steps from 0
             self._nodes.pop(info.id, None)
             since_ns = self._now() - GONE_NS
             for name in [name for name, other in self._nodes.items() if other.updated_ns < since_ns]:
@@ -121,8 +172,8 @@ class RequestHistory:
         if row.num_prefills <= 0:
             return
         for member in members_of(record.members[: 12 * row.num_prefills], row.num_prefills):
-            leg = self._attempt(node.serials.get(member.serial, ""))
-            if leg is not None and leg.chunk(
+            span = self._attempt(node.serials.get(member.serial, ""))
+            if span is not None and span.add_chunk(
                 PrefillChunk(name, row.number, row.start_ns, row.end_ns, member.num_tokens)
             ):
                 self._num_rows += 1
@@ -130,11 +181,11 @@ class RequestHistory:
 
     def _event(self, name: str, node: NodeHistory, event: RequestEvent) -> None:
         if event.kind == "queued" and event.serial >= 0:
-            node.name(event.serial, event.id)
-        journey, leg = self._trace(event.id), self._attempt(event.id)
-        if journey is None or leg is None:
+            node.name(event.serial, event.id, self._limits.serials)
+        trace, span = self._trace(event.id), self._attempt(event.id)
+        if trace is None or span is None:
             return
-        mark = TraceEvent(
+        traced = TraceEvent(
             name,
             event.kind,
             event.at_ns,
@@ -145,74 +196,76 @@ class RequestHistory:
             event.channel[:MAX_TEXT],
             event.reason[:MAX_TEXT],
         )
-        if leg.add_event(mark):
+        if span.add_event(traced):
             self._num_rows += 1
-            if mark.kind == "transfer":
-                self._transfers.append(Transfer(journey.id, leg, mark))
+            if traced.kind == "transfer":
+                self._transfers.append(Transfer(trace.id, span, traced))
                 self._num_transfers += 1
-        self._change(journey.id)
+        self._change(trace.id)
         self._make_room()
 
     def _make_room(self) -> None:
-        """The oldest requests go when there are too many, or too much is known of them all."""
-        while len(self._journeys) > MAX_REQUESTS or (self._num_rows > MAX_ROWS and len(self._journeys) > 1):
-            identity = next(iter(self._journeys))
-            self._num_rows -= sum(leg.num_rows for leg in self._journeys.pop(identity).attempts.values())
+        """Drop the oldest requests while there are too many of them, or too many rows."""
+        while len(self._traces) > self._limits.requests or (
+            self._num_rows > self._limits.rows and len(self._traces) > 1
+        ):
+            identity = next(iter(self._traces))
+            self._num_rows -= sum(span.num_rows for span in self._traces.pop(identity).attempts.values())
             self._changed.pop(identity, None)
 
     def _change(self, identity: str) -> None:
         if self._watched:
             self._changed[identity] = None
 
-    # ---- from the rim and from dispatch -------------------------------------------------------------------------
+    # ---- from sessions and the dispatcher -----------------------------------------------------------------------
 
     def accepted(
         self, id: str, num_prompt: int, num_samples: int, traceparent: str = "", waited_s: float = 0.0
     ) -> None:
-        """A request with one prompt, or one more prompt of it, is accepted. It arrived `waited_s` ago: reading and
-        checking its body is the router's time, not its client's."""
-        journey = self._journeys.get(id)
-        if journey is None:
-            journey = self._journeys[id] = RequestTrace(
-                id, self._now() - round(waited_s * 1e9), traceparent=traceparent
-            )
+        """Record that a request with one prompt, or another prompt of a request, was accepted.
+
+        It arrived `waited_s` ago, so that reading and checking the body counts as the router's time.
+        """
+        trace = self._traces.get(id)
+        if trace is None:
+            trace = self._traces[id] = RequestTrace(id, self._now() - round(waited_s * 1e9), traceparent=traceparent)
             self._make_room()
-        journey.num_prompt += num_prompt
-        journey.num_samples += num_samples
-        journey.ended_ns = None  # of another prompt of it, all samples may be over already
+        trace.num_prompt += num_prompt
+        trace.num_samples += num_samples
+        trace.ended_ns = None  # all samples of an earlier prompt may have ended
         self._change(id)
 
     def output(self, id: str, sample: int, num_tokens: int) -> None:
-        """So many more tokens went out to the client."""
-        journey = self._journeys.get(id)
-        if journey is not None and num_tokens:
-            journey.output(sample, num_tokens, self._now())
-            if self._watched:  # not by `_change`: this is done for every token
+        """Record that tokens were sent to the client."""
+        trace = self._traces.get(id)
+        if trace is not None and num_tokens:
+            trace.output(sample, num_tokens, self._now())
+            if self._watched:  # without `_change`, as this runs for every token
                 self._changed[id] = None
 
     def ended(self, id: str, sample: int, how: str) -> None:
-        """A sample is over for its client: "stop", "length", "abort" (the client left) or "error"."""
-        journey = self._journeys.get(id)
-        if journey is not None:
-            journey.ended(how, self._now())
+        """Record the end of a sample: "stop", "length", "abort" (the client left) or "error"."""
+        trace = self._traces.get(id)
+        if trace is not None:
+            trace.ended(how, self._now())
             self._change(id)
 
     def placed(
         self, attempt: str, prefill: str | None, decode: str, reason: str, local_s: float = 0.0, remote_s: float = 0.0
     ) -> None:
-        """An attempt goes to these nodes; the seconds are what placement predicted of either way, 0 if nothing."""
-        journey = self._trace(attempt)
-        if journey is not None:
-            journey.attempts[attempt] = AttemptSpan(attempt, prefill, decode, reason, self._now(), local_s, remote_s)
-            self._change(journey.id)
+        """Record an attempt's nodes, and the predicted seconds of both placements, 0 if there is no prediction."""
+        trace = self._trace(attempt)
+        if trace is not None:
+            trace.attempts[attempt] = AttemptSpan(attempt, prefill, decode, reason, self._now(), local_s, remote_s)
+            self._change(trace.id)
 
     def migrated(self, attempt: str, why: str) -> None:
-        """The attempt did not end where it was; another follows, or the request fails."""
-        leg = self._attempt(attempt)
-        if leg is not None:
-            leg.migrated = why
+        """Record why an attempt ended early; another follows, or the request fails."""
+        span = self._attempt(attempt)
+        if span is not None:
+            span.migrated = why
 
-    # ---- to read ------------------------------------------------------------------------------------------------
+    # ---- reading ------------------------------------------------------------------------------------------------
 
     def nodes(self) -> list[str]:
         return list(self._nodes)
@@ -222,12 +275,12 @@ class RequestHistory:
         return None if memory is None else memory.steps
 
     def steps(self, node: str, since_ns: int = 0) -> list[StepRow]:
-        """Steps that began at `since_ns` or later, oldest first; none of a node that is not known."""
+        """Return the steps of a node that began at `since_ns` or later, oldest first."""
         ring = self.ring(node)
         return [] if ring is None else list(ring.rows(ring.place(since_ns)))
 
     def activity(self, node: str, window_s: float = 10.0) -> NodeActivity | None:
-        """Of the last seconds; None before its first step."""
+        """Return what the node did in the last seconds, or None before its first step."""
         ring = self.ring(node)
         last = ring.latest() if ring is not None else None
         if ring is None or last is None:
@@ -239,71 +292,71 @@ class RequestHistory:
         )
 
     def offset_ms(self, node: str) -> float:
-        """What is added to the node's clock to make it the router's; 0 below a millisecond."""
+        """Return the milliseconds to add to the node's clock, 0 if it is less than one."""
         memory = self._nodes.get(node)
         return 0.0 if memory is None else round(memory.offset_ns / 1e6, 3)
 
     def request(self, id: str) -> dict[str, object] | None:
-        """A request's summary and its spans; None: it is not among the latest."""
-        journey = self._journeys.get(id) or self._journeys.get(f"{id}-0")
-        return None if journey is None else timeline(journey, self.ring)
+        """Return a request's summary and spans, or None if it is not among the latest."""
+        trace = self._traces.get(id) or self._traces.get(f"{id}-0")
+        return None if trace is None else trace.timeline(self.ring)
 
     def summary(self, id: str) -> dict[str, object] | None:
-        journey = self._journeys.get(id)
-        return None if journey is None else summary(journey, self.ring)
+        trace = self._traces.get(id)
+        return None if trace is None else trace.summary(self.ring)
 
     def placed_on(self, id: str) -> tuple[str | None, str | None]:
-        """The prefill and the decode node of its latest attempt."""
-        journey = self._journeys.get(id)
-        leg = journey.last_attempt if journey is not None else None
-        return (None, None) if leg is None else (leg.prefill, leg.decode)
+        """Return the prefill and the decode node of the latest attempt."""
+        trace = self._traces.get(id)
+        span = trace.last_attempt if trace is not None else None
+        return (None, None) if span is None else (span.prefill, span.decode)
 
     def latest_requests(self, limit: int) -> Iterator[dict[str, object]]:
-        """Summaries, newest first, each as of when it is read."""
-        return (summary(journey, self.ring) for journey in self.traces()[:limit])
+        """Yield summaries, newest first, each made when it is read."""
+        return (trace.summary(self.ring) for trace in self.traces()[:limit])
 
     def traces(self) -> list[RequestTrace]:
-        """Newest first. A copy, as are `nodes` and `transfers`: a trace is made of them on another thread."""
-        return list(reversed(self._journeys.values()))
+        """Return a copy of the traces, newest first."""
+        return list(reversed(self._traces.values()))
 
     def transfers(self, since_ns: int = 0) -> list[Transfer]:
-        """Pushes that ended at `since_ns` or later, oldest first."""
+        """Return the pushes that ended at `since_ns` or later, oldest first."""
         return [transfer for transfer in list(self._transfers) if transfer.event.at_ns >= since_ns]
 
     def transfers_after(self, num_seen: int) -> tuple[int, list[Transfer]]:
-        """The pushes that came after the first `num_seen`, and how many there were ever."""
+        """Return the number of pushes so far, and those after the first `num_seen`."""
         new = min(self._num_transfers - num_seen, len(self._transfers))
         return self._num_transfers, list(self._transfers)[len(self._transfers) - new :]
 
     def changed(self, limit: int) -> list[dict[str, object]]:
-        """Summaries of up to `limit` requests that changed since they were last asked for."""
+        """Return summaries of up to `limit` requests that changed since the last call."""
         ids = [id for _, id in zip(range(limit), self._changed, strict=False)]
         for each in ids:
             del self._changed[each]
         return [found for each in ids if (found := self.summary(each)) is not None]
 
     def watch(self, watched: bool) -> None:
-        """Whether somebody asks for changes from now on; until then none are noted."""
+        """Start or stop recording which requests change."""
         self._watched = watched
         self._changed.clear()
 
     def client_id(self, node: str, serial: int) -> str | None:
-        """Of a request in a step record, as the client knows it; None: it is not known."""
+        """Return the client's id of a request in a step record, or None if it is unknown."""
         memory = self._nodes.get(node)
         attempt = memory.serials.get(serial) if memory is not None else None
         if attempt is None:
             return None
-        journey = self._trace(attempt)
-        return generation_of(attempt) if journey is None else journey.id
+        trace = self._trace(attempt)
+        return generation_of(attempt) if trace is None else trace.id
 
     def _trace(self, attempt: str) -> RequestTrace | None:
-        """`attempt` is `{generation}.{sample}.{number}`, a generation is `{request}-{prompt}`."""
+        """Return the trace of an attempt `{generation}.{sample}.{number}` of a generation `{request}-{prompt}`."""
         generation = generation_of(attempt)
-        return self._journeys.get(generation) or self._journeys.get(generation.rpartition("-")[0])
+        return self._traces.get(generation) or self._traces.get(generation.rpartition("-")[0])
 
     def _attempt(self, attempt: str) -> AttemptSpan | None:
-        journey = self._trace(attempt)
-        return None if journey is None else journey.attempts.get(attempt)
+        trace = self._trace(attempt)
+        return None if trace is None else trace.attempts.get(attempt)
 
 
 def generation_of(attempt: str) -> str:

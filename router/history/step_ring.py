@@ -1,7 +1,7 @@
-"""The latest steps of one node, packed in a ring: 65,536 of them in 12 MB, found by time in O(log n).
+"""The latest steps of one node, packed in a ring: 65,536 steps in 12 MB, found by time in O(log n).
 
-Beside each step stand the running sums before it, so that the busy time, the tokens and the interference of any
-interval are two look-ups and a subtraction.
+Each row also has the running sums before it, so that the busy time, the tokens and the interference of an interval
+take two look-ups and a subtraction.
 """
 
 import struct
@@ -13,10 +13,10 @@ from scheduler.cost import CostModel, StepWork
 from shared.rpc.messages import StepRecord, unpack_ids
 
 CAPACITY = 65_536
-MEMBERS_BYTES = 16 << 20  # of one node; the oldest steps lose their members first
+MEMBERS_BYTES = 16 << 20  # of one node; members of the oldest steps are dropped first
 MAX_REASONS = 256
 MAX_REASON = 64  # characters of one
-MOST = 2**40  # microseconds of a step, or tokens: more is nonsense, and its sums would not fit a row for long
+MOST = 2**40  # microseconds or tokens of a step; more is malformed, and its sums would soon overflow a row
 
 
 class StepRow(NamedTuple):
@@ -71,8 +71,10 @@ KEY = struct.Struct("<q")
 
 
 class StepRing:
+    """A ring of packed StepRows, and the members of their steps. The history of a node owns and fills it."""
+
     def __init__(self, capacity: int = CAPACITY, members_bytes: int = MEMBERS_BYTES) -> None:
-        self.model: CostModel | None = None  # the node's own, as it last said
+        self.model: CostModel | None = None  # the node's own model, as last reported
         self.num_ever = 0
         self._capacity = capacity
         self._data = bytearray()  # grows to `capacity` rows
@@ -86,11 +88,11 @@ class StepRing:
         return min(self.num_ever, self._capacity)
 
     def add(self, record: StepRecord) -> StepRow:
-        """Appends the node's next step. Raises ValueError for numbers that no step has."""
+        """Append the node's next step. Raises ValueError for numbers out of range."""
         busy, tokens, interference = self._sums
         summed = (record.duration_us, record.host_us, record.prefill_tokens, record.num_decodes)
         if min(summed) < 0 or max(summed) > MOST or record.start_ns < 0:
-            raise ValueError(f"step {record.number}: nothing lasts or computes so much")
+            raise ValueError(f"step {record.number}: a number is out of range")
         row = StepRow(
             record.number,
             record.start_ns,
@@ -130,16 +132,16 @@ class StepRing:
         return row
 
     def row(self, index: int) -> StepRow:
-        """The step that was added as number `index` of all; it must still be here."""
+        """Return the step that was added as number `index`, which must still be in the ring."""
         return StepRow._make(PACKED.unpack_from(self._data, index % self._capacity * PACKED.size))
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[StepRow]:
-        """Steps [first, last) by their place among all ever added, as far as they are still here."""
+        """Yield the steps [first, last), counted from the first one ever added, that are still in the ring."""
         for index in range(max(first, self.num_ever - len(self)), self.num_ever if last is None else last):
             yield self.row(index)
 
     def place(self, at_ns: int) -> int:
-        """How many steps of all were added that began before `at_ns`, at least those that are gone."""
+        """Return the index of the first step in the ring that began at `at_ns` or later."""
         return self._bisect(1, at_ns)
 
     def latest(self) -> StepRow | None:
@@ -154,13 +156,13 @@ class StepRing:
         return self._reasons[row.reason_code] if row.reason_code >= 0 else "other"
 
     def shown(self, row: StepRow) -> list[object]:
-        """The row as the API shows it: its `FIELDS`."""
+        """Return the values of `FIELDS`, as the API shows them."""
         times = (row.start_ns / 1e6, row.duration_us / 1e3, row.host_us / 1e3, row.predicted_us / 1e3)
         prompts = (row.num_prefills, row.prefill_tokens, row.num_decodes, row.decode_context)
         return [row.number, *times, row.budget, self.reason(row), *prompts, *row[12:19]]
 
     def members(self, number: int) -> list[StepMember] | None:
-        """The slices of a step, chunks first; None: they are not here any more, or were none."""
+        """Return the slices of a step, chunks first, or None if they were dropped or malformed."""
         data, row = self._members.get(number), self.numbered(number)
         try:
             return None if data is None or row is None else members_of(data, row.num_prefills)
@@ -170,7 +172,7 @@ class StepRing:
     # ---- sums over [start_ns, end_ns), of the steps that began in it --------------------------------------------
 
     def sums(self, start_ns: int, end_ns: int) -> tuple[int, int, int, int]:
-        """Steps, nanoseconds of passes, tokens computed, nanoseconds of interference."""
+        """Return the number of steps, their nanoseconds, their tokens, and their nanoseconds of interference."""
         first, last = self.place(start_ns), self.place(end_ns)
         before, after = self._sums_before(first), self._sums_before(last)
         busy, tokens, interference = (b - a for a, b in zip(before, after, strict=True))
@@ -185,7 +187,7 @@ class StepRing:
     # ---- inside -------------------------------------------------------------------------------------------------
 
     def _bisect(self, field: int, value: int) -> int:
-        """First place whose `field` (0: number, 1: start_ns) is at least `value`; both only grow."""
+        """Return the first index whose `field` (0: number, 1: start_ns) is at least `value`; both only increase."""
 
         def key(index: int) -> int:
             found: int = KEY.unpack_from(self._data, index % self._capacity * PACKED.size + 8 * field)[0]
@@ -210,9 +212,10 @@ class StepRing:
 
 
 def interference_ns(row: StepRow, model: CostModel | None) -> int:
-    """How much longer a step took, host time included, than its decodes alone would have by the node's own model: the
-    time that prompts took from every request that decodes there. A step of prompts alone delays decodes by all of
-    it. 0 for steps without prompts, and until the node has a model.
+    """Return how much longer a step took, including host time, than its decodes alone by the node's own model.
+
+    This is the time that prompts took from each request that decodes there; a step of prompts alone delays decodes by
+    all of its time. 0 for steps without prompts, and until the node has a model.
     """
     if row.prefill_tokens == 0 or (model is None and row.num_decodes):
         return 0
@@ -222,7 +225,7 @@ def interference_ns(row: StepRow, model: CostModel | None) -> int:
 
 
 def members_of(data: bytes, num_chunks: int) -> list[StepMember]:
-    """Raises ValueError for bytes that are no slices."""
+    """Unpack a step's slices. Raises ValueError for malformed bytes."""
     ids = unpack_ids(data)
     if len(ids) % 3:
         raise ValueError("a step's members are not triples")

@@ -1,24 +1,50 @@
-"""What the router knows of one request: when it was accepted and told, where it was placed, what its nodes said.
+"""The trace of one request, and what is derived from it: its summary, its phases, its spans and gaps.
 
-A journey has a leg for each attempt of each sample. All times are Unix nanoseconds on the router's clock. Marks and
-chunks are kept as plain tuples of numbers and strings: the garbage collector, whose pauses clients would see as gaps,
-leaves those out.
+The history records when a request was accepted and answered, where its attempts were placed, and what their nodes
+reported. All times are Unix nanoseconds on the router's clock. A request's duration is split into these phases:
+
+router             from acceptance to the queue of the computing node, and from the last token to the end at the router
+prefill_queue      until the first chunk began
+prefill            until the first token was sampled (chunks, and gaps between them)
+transfer_exposed   until the KV had arrived on the decode node; what was pushed before the first token is hidden
+decode_queue       until the decode node's first step with the request began
+decode             until the last token was sampled, without the interference
+interference       what prompts added to the decode node's steps in that time: `step_ring.interference_ns`
+retry              only of a migrated request: from its first placement to its last; the other phases are those of the
+                   last attempt
+
+The phases are differences of times that never decrease, so they sum to the duration whatever the clocks did. A request
+has no phases if some of its nodes' records were lost.
+
+Events and chunks are kept as plain tuples of numbers and strings, which the garbage collector does not track: its
+pauses would show as gaps between tokens.
 """
 
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-MAX_MARKS = 4096  # of one leg: a push each chunk, a preemption now and then
+from router.history.step_ring import StepRing, interference_ns
+
+MAX_EVENTS = 4096  # of one attempt: a push per chunk, and a preemption now and then
+GAP_NS = 500_000  # shorter gaps are overhead of the engine's loop
+MAX_STALLS = 200  # of one timeline; later ones are left out
+PHASES = ("router", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference")
+
+Rings = Callable[[str], StepRing | None]  # the recorded steps of a node
+Span = dict[str, object]
 
 
 class TraceEvent(NamedTuple):
-    """A `shared.rpc.messages.RequestEvent` on one node. It ends at `at_ns`, after `duration_ns`."""
+    """A `shared.rpc.messages.RequestEvent` on one node. It ended at `at_ns`, after `duration_ns`."""
 
     node: str
     kind: str
     at_ns: int
     duration_ns: int = 0
-    num: int = 0  # blocks of a push, tokens of a row: see there
+    num: int = 0  # blocks of a push, or tokens of a row, as in RequestEvent
     bytes: int = 0
     peer: str = ""
     channel: str = ""
@@ -41,7 +67,7 @@ class PrefillChunk(NamedTuple):
 
 @dataclass(slots=True)
 class AttemptSpan:
-    """One attempt: where it was placed and why, what was predicted, and what happened there."""
+    """One attempt of a sample: where and why it was placed, what was predicted, and what its nodes reported."""
 
     id: str
     prefill: str | None
@@ -50,23 +76,17 @@ class AttemptSpan:
     placed_ns: int
     local_s: float = 0.0
     remote_s: float = 0.0
-    migrated: str = ""  # why it did not end there
+    migrated: str = ""  # why it ended early
     _events: list[tuple[Any, ...]] = field(default_factory=list)
     _chunks: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def add_event(self, mark: TraceEvent) -> bool:
-        """Notes what happened. False: too much has happened to it already."""
-        if len(self._events) >= MAX_MARKS:
-            return False
-        self._events.append(tuple(mark))
-        return True
+    def add_event(self, event: TraceEvent) -> bool:
+        """Record an event. Return False if the attempt has too many already."""
+        return _add(self._events, event)
 
-    def chunk(self, chunk: PrefillChunk) -> bool:
-        """As `mark`."""
-        if len(self._chunks) >= MAX_MARKS:
-            return False
-        self._chunks.append(tuple(chunk))
-        return True
+    def add_chunk(self, chunk: PrefillChunk) -> bool:
+        """Record a chunk. Return False if the attempt has too many already."""
+        return _add(self._chunks, chunk)
 
     @property
     def num_rows(self) -> int:
@@ -81,30 +101,117 @@ class AttemptSpan:
         return [PrefillChunk._make(row) for row in list(self._chunks)]
 
     @property
+    def pushes(self) -> list[TraceEvent]:
+        return [TraceEvent._make(row) for row in list(self._events) if row[1] == "transfer"]
+
+    @property
     def computes(self) -> str:
-        """The node that computes its prompt."""
+        """The node that computes the prompt."""
         return self.decode if self.prefill is None else self.prefill
 
+    @property
+    def prefilled_ns(self) -> int | None:
+        """When the prompt was computed, which is when the first token was sampled."""
+        event = self.find("first", self.computes)
+        return None if event is None else event.at_ns
+
+    @property
+    def predicted_ms(self) -> dict[str, float | None]:
+        """The predicted milliseconds of both placements; None if there was no finite prediction."""
+        ways = {"local": self.local_s, "remote": self.remote_s}
+        return {way: seconds * 1000 if seconds and math.isfinite(seconds) else None for way, seconds in ways.items()}
+
     def find(self, kind: str, node: str | None = None) -> TraceEvent | None:
-        """Its first mark of this kind, on this node or on any."""
+        """Return the first event of this kind, on `node` or on any."""
         for row in self._events:
             if row[1] == kind and (node is None or row[0] == node):
                 return TraceEvent._make(row)
         return None
 
-    def pushes(self) -> list[TraceEvent]:
-        return [TraceEvent._make(row) for row in list(self._events) if row[1] == "transfer"]
+    def transfer(self) -> dict[str, object] | None:
+        """Return the bytes and times of all pushes, or None if there were none.
 
-    @property
-    def prefilled_ns(self) -> int | None:
-        """When its prompt was computed: its first token was sampled there."""
-        mark = self.find("first", self.computes)
-        return None if mark is None else mark.at_ns
+        `busy_ms` is the time of their union, `hidden_ms` its part within the prefill, and `exposed_ms` the time from
+        the end of the prefill until everything had arrived.
+        """
+        pushes = self.pushes
+        if not pushes:
+            return None
+        began, end = self.find("admitted", self.computes), self.prefilled_ns
+        busy = union([(push.start_ns, push.at_ns) for push in pushes])
+        hidden = 0
+        if began is not None:
+            until = math.inf if end is None else end
+            hidden = sum(max(0, int(min(b, until)) - max(a, began.at_ns)) for a, b in busy)
+        landed = self.find("landed", self.decode)
+        arrived = landed.at_ns if landed is not None else max(push.at_ns for push in pushes)
+        return {
+            "bytes": sum(push.bytes for push in pushes),
+            "busy_ms": sum(b - a for a, b in busy) / 1e6,
+            "hidden_ms": hidden / 1e6,
+            "exposed_ms": 0.0 if end is None else max(0, arrived - end) / 1e6,
+            "channel": pushes[-1].channel,
+        }
+
+    def spans(self, rings: Rings, num_generated: int) -> Iterator[Span]:
+        queued = self.find("queued", self.computes)
+        if queued is None:
+            return
+        admitted, ended = self.find("admitted", self.computes), self.find("ended", self.computes)
+        until_ns = next((event.at_ns for event in (admitted, ended) if event is not None), None)
+        yield _span("queued", self.computes, queued.at_ns, until_ns, 0, "prefill queue")
+        yield from self._chunk_spans()
+        if self.prefill is not None:
+            yield from self._handoff_spans()
+        began = self.find("admitted", self.decode) if self.prefill is not None else self.find("first", self.decode)
+        if began is not None:
+            over = self.find("ended", self.decode)
+            end_ns = over.at_ns if over is not None else None
+            yield _span("decode", self.decode, began.at_ns, end_ns, max(0, num_generated - 1), "")
+            ring = rings(self.decode)
+            if ring is not None:
+                yield from _stalls(ring, self.decode, began.at_ns, end_ns)
+
+    def _chunk_spans(self) -> Iterator[Span]:
+        before: PrefillChunk | None = None
+        for chunk in self.chunks:
+            if before is not None and chunk.start_ns - before.end_ns > GAP_NS:
+                preempted = any(
+                    event.kind == "preempted" and before.start_ns <= event.at_ns <= chunk.start_ns
+                    for event in self.events
+                )
+                cause = "preempted" if preempted else "behind other work"
+                yield _span("wait", chunk.node, before.end_ns, chunk.start_ns, 0, cause)
+            yield _span("chunk", chunk.node, chunk.start_ns, chunk.end_ns, chunk.tokens, f"step {chunk.number}")
+            before = chunk
+
+    def _handoff_spans(self) -> Iterator[Span]:
+        """Yield the pushes, and the causes of the gaps between the first token and the first decode step."""
+        for push in self.pushes:
+            yield _span("transfer", push.node, push.start_ns, push.at_ns, 0, push.channel)
+        end, landed = self.prefilled_ns, self.find("landed", self.decode)
+        if end is None or landed is None:
+            return
+        granted = self.find("reserving")
+        room_ns = min(landed.at_ns, max(end, granted.at_ns if granted is not None else end))
+        if room_ns > end:
+            yield _span("wait", self.decode, end, room_ns, 0, "no room")
+        moving = [(max(room_ns, a), b) for a, b in union([(push.start_ns, push.at_ns) for push in self.pushes])]
+        edges = [(room_ns, room_ns), *((a, b) for a, b in moving if b > room_ns), (landed.at_ns, landed.at_ns)]
+        for (_, done), (begins, _) in pairwise(edges):
+            if begins > done:
+                yield _span("wait", self.decode, done, begins, 0, "transfer")
+        admitted = self.find("admitted", self.decode)
+        if admitted is not None and admitted.at_ns > landed.at_ns:
+            yield _span("wait", self.decode, landed.at_ns, admitted.at_ns, 0, "decode queue")
 
 
 @dataclass(slots=True)
 class RequestTrace:
-    """One request as its client knows it. First and second token are those of its first sample."""
+    """One request as its client sees it. Metrics, timelines, events and the Chrome trace are derived from it.
+
+    The history owns and updates it on the event loop. The first and second token are those of the first sample.
+    """
 
     id: str
     accepted_ns: int
@@ -112,12 +219,12 @@ class RequestTrace:
     num_samples: int = 0
     traceparent: str = ""
     num_generated: int = 0
-    num_first_sample: int = 0  # tokens told of sample 0
+    num_first_sample: int = 0  # tokens sent of sample 0
     first_ns: int | None = None
     second_ns: int | None = None
     last_ns: int | None = None
-    ended_ns: int | None = None  # its last sample
-    finish: str = ""  # how the last sample to end did, the worst of them where they differ
+    ended_ns: int | None = None  # when the last sample ended
+    finish: str = ""  # of the last sample that ended; a failed sample takes precedence
     num_ended: int = 0
     attempts: dict[str, AttemptSpan] = field(default_factory=dict)
 
@@ -140,6 +247,137 @@ class RequestTrace:
 
     @property
     def last_attempt(self) -> AttemptSpan | None:
-        """The latest attempt of its first sample, which is placed before all others."""
+        """The latest attempt of the first sample, which is placed before the others."""
         first = next(iter(self.attempts), "").rpartition(".")[0]
-        return next((leg for name, leg in reversed(self.attempts.items()) if name.rpartition(".")[0] == first), None)
+        return next((each for name, each in reversed(self.attempts.items()) if name.rpartition(".")[0] == first), None)
+
+    @property
+    def state(self) -> str:
+        if self.ended_ns is not None:
+            return {"stop": "finished", "length": "finished", "abort": "cancelled"}.get(self.finish, "failed")
+        attempt = self.last_attempt
+        if attempt is None or attempt.find("admitted") is None:
+            return "queued"
+        if attempt.prefilled_ns is None:
+            return "prefill"
+        if attempt.prefill is None or attempt.find("admitted", attempt.decode) is not None:
+            return "decode"
+        return "transfer"
+
+    def summary(self, rings: Rings) -> dict[str, object]:
+        """Return what `/v1/requests` shows; times are Unix milliseconds."""
+        attempt = self.last_attempt
+        admitted = attempt.find("admitted", attempt.computes) if attempt is not None else None
+        return {
+            "id": self.id,
+            "state": self.state,
+            "prompt_tokens": self.num_prompt,
+            "generated_tokens": self.num_generated,
+            "cached_tokens": admitted.num if admitted is not None else 0,
+            "prefill": attempt.prefill if attempt is not None else None,
+            "decode": attempt.decode if attempt is not None else None,
+            "reason": attempt.reason if attempt is not None else "",
+            "predicted_ms": attempt.predicted_ms if attempt is not None else {"local": None, "remote": None},
+            "accepted_ms": _ms(self.accepted_ns),
+            "first_token_ms": _ms(self.first_ns),
+            "second_token_ms": _ms(self.second_ns),
+            "last_token_ms": _ms(self.last_ns),
+            "ended_ms": _ms(self.ended_ns),
+            "finish": self.finish,
+            "attempts": len(self.attempts),
+            "transfer": attempt.transfer() if attempt is not None else None,
+            "phases_ms": self.phases(rings),
+            "traceparent": self.traceparent,
+        }
+
+    def timeline(self, rings: Rings) -> dict[str, object]:
+        """Return the summary and the spans by their start, "wait" spans with the cause of each gap among them.
+
+        A span without an end is still open.
+        """
+        spans = [span for attempt in self.attempts.values() for span in attempt.spans(rings, self.num_generated)]
+        return self.summary(rings) | {"spans": sorted(spans, key=_start)}
+
+    def phases(self, rings: Rings) -> dict[str, float] | None:
+        """Return the milliseconds of each phase, which sum to the duration.
+
+        None while the request runs, if it has several samples, and if records are missing.
+        """
+        cuts, attempt = self._cuts(), self.last_attempt
+        if cuts is None or attempt is None:
+            return None
+        before, queue, prefill, exposed, wait, decode, after = (b - a for a, b in pairwise(cuts))
+        ring = rings(attempt.decode)
+        interference = min(decode, ring.sums(cuts[5], cuts[6])[3]) if ring is not None else 0
+        retry = min(before, attempt.placed_ns - next(iter(self.attempts.values())).placed_ns)
+        parts = (before + after - retry, queue, prefill, exposed, wait, decode - interference, interference)
+        named = {name: part / 1e6 for name, part in zip(PHASES, parts, strict=True)}
+        return named | ({"retry": retry / 1e6} if len(self.attempts) > 1 else {})
+
+    def _cuts(self) -> list[int] | None:
+        """Return the eight times between the phases, in order, or None if one of them is not known.
+
+        They are: accepted, queued, first chunk, first token, landed, first decode step, last token sampled, ended.
+        """
+        attempt, end_ns = self.last_attempt, self.ended_ns
+        if attempt is None or end_ns is None or self.num_samples != 1 or self.finish not in {"stop", "length"}:
+            return None
+        events = [attempt.find(kind, attempt.computes) for kind in ("queued", "admitted", "first")]
+        last_node = attempt.computes
+        if attempt.prefill is not None and (landed := attempt.find("landed", attempt.decode)) is not None:
+            events += [landed, attempt.find("admitted", attempt.decode)]
+            last_node = attempt.decode
+        else:
+            events += [events[-1], events[-1]]
+        last = attempt.find("ended", last_node)
+        if last_node == attempt.prefill and last is not None and last.reason not in {"stop", "length", "aborted"}:
+            return None  # it was handed off, and the decode node's records are missing
+        known = [event.at_ns for event in [*events, last] if event is not None]
+        if len(known) <= len(events):
+            return None
+        return [min(at_ns, end_ns) for at_ns in accumulate([self.accepted_ns, *known, end_ns], max)]
+
+
+def union(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the same time as disjoint intervals, in order."""
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _add(rows: list[tuple[Any, ...]], row: tuple[Any, ...]) -> bool:
+    if len(rows) >= MAX_EVENTS:
+        return False
+    rows.append(tuple(row))
+    return True
+
+
+def _stalls(ring: StepRing, node: str, start_ns: int, end_ns: int | None) -> Iterator[Span]:
+    """Yield the steps that prompts made longer while the request decoded."""
+    found = 0
+    last = ring.num_ever if end_ns is None else ring.place(end_ns)
+    for row in ring.rows(ring.place(start_ns), last):
+        if row.prefill_tokens and interference_ns(row, ring.model) > GAP_NS:
+            yield _span("wait", node, row.start_ns, row.end_ns, row.prefill_tokens, "behind a prompt chunk")
+            found += 1
+            if found == MAX_STALLS:
+                return
+
+
+def _span(kind: str, node: str, start_ns: int, end_ns: int | None, tokens: int, cause: str) -> Span:
+    times = {"start_ms": _ms(start_ns), "end_ms": _ms(end_ns)}
+    return {"kind": kind, "node": node, **times, "tokens": tokens, "cause": cause}
+
+
+def _start(span: Span) -> float:
+    start = span["start_ms"]
+    assert isinstance(start, float)
+    return start
+
+
+def _ms(at_ns: int | None) -> float | None:
+    return None if at_ns is None else at_ns / 1e6

@@ -19,21 +19,19 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from router.dispatch.requests import GenerationBackend, ModelCard
-from router.history.dashboard import page_routes
+from router.history.dashboard import history_routes
 from router.history.events import EventStream
 from router.history.history import RequestHistory
-from router.history.routes import observe_routes
 from router.http.asgi import ClientDisconnected, ResponseWriter, deadline_of, described, label_of, while_connected
 from router.http.asgi import read_body as read_bytes
 from router.http.auth import AuthMiddleware
 from router.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
-from router.http.keys import ApiKeys, WrongKeys
+from router.http.keys import ApiKeys
 from router.http.openapi import openapi_route
 from router.http.parsing import check_ids, encode, parse_request, run_in_thread
 from router.http.responses import ResponseFormatter
 from router.http.session import RequestSession
 from router.metrics.request_metrics import Collected, RequestMetrics, SloTargets
-from router.metrics.tenants import TenantMetrics, TenantUsage
 from router.nodes.status import whole_status
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError, UnavailableError
@@ -65,11 +63,9 @@ def build_app(
     """
     registry = CollectorRegistry() if registry is None else registry
     records = RequestHistory() if records is None else records
-    metrics, wrong_keys = RequestMetrics(model.name, slo), WrongKeys()
-    tenants = TenantMetrics(model.name, wrong_keys)
+    metrics = RequestMetrics(model.name, slo)
     registry.register(metrics)
-    registry.register(tenants)
-    rim = ApiHandlers(dispatcher, tokenizer, model, registry, records, metrics, tenants)
+    rim = ApiHandlers(dispatcher, tokenizer, model, registry, records, metrics)
     post = partial(JsonEndpoint, rim, RequestLimits(max_concurrent_requests, request_timeout_s, body_timeout_s))
     feed = EventStream(records, rim.whole_status)
     api = [
@@ -85,11 +81,10 @@ def build_app(
     admin = [
         Route("/v1/status", rim.status),
         Route("/metrics", rim.metrics),
-        *observe_routes(records, feed),
+        *history_routes(records, feed),
         *more_routes,
-        *page_routes(),
     ]
-    guarded = partial(_guarded, guard=Middleware(AuthMiddleware, keys=keys, tenants_routes=api, wrong_keys=wrong_keys))
+    guarded = partial(_guarded, guard=Middleware(AuthMiddleware, keys=keys, tenants_routes=api, metrics=metrics))
     app = guarded([*api, *health, *admin])
     app.state.api, app.state.admin, app.state.feed = guarded([*api, *health]), guarded([*admin, *health]), feed
     return app
@@ -131,7 +126,6 @@ class ApiHandlers:
         registry: CollectorRegistry,
         records: RequestHistory,
         metrics: RequestMetrics,
-        tenants: TenantMetrics,
     ) -> None:
         self.model = model
         self.max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * model.max_model_len
@@ -141,7 +135,6 @@ class ApiHandlers:
         self._registry = registry
         self._records = records
         self._request_metrics = metrics
-        self._tenants = tenants
 
     async def generate(self, body: Body, reply: ResponseWriter) -> None:
         """POST /v1/completions and /v1/chat/completions."""
@@ -159,7 +152,7 @@ class ApiHandlers:
             reply.deadline,
         )
         exchange = RequestSession(order, self._tokenizer, self._request_metrics, self._records, reply.arrived)
-        reply.log_fields = exchange.log_fields
+        reply.add_log_fields(exchange.log_fields)
         form = ResponseFormatter(exchange, self._tokenizer, self.model.name)
         try:
             async with aclosing(exchange.deltas(self._dispatcher)) as said_by_samples:
@@ -169,8 +162,8 @@ class ApiHandlers:
                     else:
                         form.collect(sample, said)
         finally:
-            used = TenantUsage(1, exchange.num_prompt_tokens, exchange.num_cached, exchange.num_generated)
-            self._tenants.count(reply.identity.tenant, used)
+            used = (exchange.num_prompt_tokens, exchange.num_cached, exchange.num_generated)
+            self._request_metrics.used(reply.identity.tenant, *used)
         if body.stream:
             await reply.events(form.ending())
             await reply.end()

@@ -1,4 +1,4 @@
-"""HTTP at the ASGI level: bodies read under limits, replies that know whether they began, clients that leave."""
+"""HTTP at the ASGI level: bodies read under limits, responses, and clients that disconnect."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 LABEL = re.compile(r"[A-Za-z0-9._-]{1,64}")
 SECONDS = re.compile(r"[0-9]{1,12}(?:\.[0-9]{1,9})?(?:[eE][0-9])?")
 MAX_TIMEOUT_S = 86_400.0
-CLIENT_GONE = 499  # nginx's status for it, in the access log only
+CLIENT_GONE = 499  # nginx's status for a client that disconnected, in the access log only
 KINDS = {  # the `type` of an error
     401: "authentication_error",
     403: "permission_error",
@@ -35,18 +35,21 @@ KINDS = {  # the `type` of an error
 
 
 class ClientDisconnected(Exception):
-    """Nobody is left to answer."""
+    """The client has disconnected."""
 
 
 def label_of(scope: Scope, fallback: str) -> str:
-    """The client's X-Request-Id where it is harmless. It is echoed and logged, and means nothing else."""
+    """Return the client's X-Request-Id if it is well-formed. It is only echoed and logged."""
     given = Headers(scope=scope).get("x-request-id", "")
     return given if LABEL.fullmatch(given) else fallback
 
 
 def deadline_of(scope: Scope, arrived: float, longest_s: float) -> float | None:
-    """When nobody waits for the answer any more, on the clock of `arrived`: after `x-request-timeout` seconds, at most
-    `longest_s` (0: a day). None: never. Raises Rejected for what is no such time."""
+    """Return the deadline of a request on the clock of `arrived`, or None.
+
+    The header `x-request-timeout` sets it in seconds, up to `longest_s`, which is also the default; 0 stands for no
+    default and at most a day. Raises RequestError for an invalid header.
+    """
     given = Headers(scope=scope).getlist("x-request-timeout")
     if not given:
         return arrived + longest_s if longest_s else None
@@ -57,14 +60,14 @@ def deadline_of(scope: Scope, arrived: float, longest_s: float) -> float | None:
 
 
 def check_headers(headers: Headers, limit: int) -> None:
-    """Raises Rejected for a body that is not plain JSON, or announces more than `limit` bytes."""
+    """Raise RequestError for a body that is not plain JSON, or announces more than `limit` bytes."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RequestError("Content-Type must be application/json.", status=415)
     if headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise RequestError("Content-Encoding is not supported; send the body as it is.", status=415)
+        raise RequestError("Content-Encoding is not supported.", status=415)
     if headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
-        raise RequestError("Transfer-Encoding may be chunked and nothing else; send the body as it is.", status=415)
+        raise RequestError("The only supported Transfer-Encoding is chunked.", status=415)
     length = headers.get("content-length", "0")
     if length.isascii() and length.isdigit() and int(length[:19]) > limit:
         raise too_large(limit)
@@ -75,7 +78,7 @@ def too_large(limit: int) -> RequestError:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float) -> bytes:
-    """The body, never more than `limit` bytes of it in memory. Raises Rejected (408, 413, 415) or ClientGone."""
+    """Return the body, of at most `limit` bytes. Raises RequestError (408, 413, 415) or ClientDisconnected."""
     check_headers(Headers(scope=scope), limit)
     body = bytearray()
     try:
@@ -94,7 +97,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work` to its end, or cancels it the moment its client is gone."""
+    """Run `work`, and cancel it as soon as the client disconnects."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(receive))
     try:
@@ -113,7 +116,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def described(error: Exception, label: str) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Status, OpenAI's error object, and headers. What is not meant for clients is logged under `label` instead."""
+    """Return the status, OpenAI's error object, and headers. Unexpected errors are only logged, under `label`."""
     headers: dict[str, str] = {}
     param = code = None
     match error:
@@ -123,22 +126,23 @@ def described(error: Exception, label: str) -> tuple[int, dict[str, Any], dict[s
                 headers["connection"] = "close"
         case UnavailableError():
             status, message, code = error.status, error.message, error.code
-            if status != 504:  # what was too late once may be asked again at once
+            if status != 504:  # a request that timed out may be sent again at once
                 headers["retry-after"] = str(max(1, round(error.retry_after_s)))
         case HTTPException():
             status, message = error.status_code, str(error.detail)
             headers |= error.headers or {}
         case _:
-            log.error("request %s failed by a bug", label, exc_info=error)
+            log.error("request %s failed with an unexpected error", label, exc_info=error)
             status, message = 500, "The server failed to handle this request."
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}, headers
 
 
 class ResponseWriter:
-    """One response. It is either one JSON object or a stream of events, and ends in every case with an answer.
+    """One response: either a JSON object or a stream of events.
 
-    It names its request in every log line of the task that made it.
+    Created by the request's task on the event loop, it also sets the request of that task's log lines, and writes the
+    access log.
     """
 
     def __init__(self, scope: Scope, send: Send, label: str) -> None:
@@ -148,7 +152,7 @@ class ResponseWriter:
         self.traceparent = traceparent_of(Headers(scope=scope).getlist("traceparent"))
         self.arrived = time.monotonic()
         self.deadline: float | None = None  # on the same clock
-        self.log_fields: Callable[[], Mapping[str, object]] = dict  # what the access line says beside the status
+        self._log_fields: Callable[[], Mapping[str, object]] = dict
         self._status = CLIENT_GONE
         self._outcome = "client_gone"
         self._streams = False
@@ -156,16 +160,20 @@ class ResponseWriter:
 
     @property
     def identity(self) -> Identity:
-        """Raises KeyError where nobody has looked."""
+        """The owner of the request's key. Raises KeyError if the request was not authenticated."""
         return identity_of(self._scope)
 
     def name(self, identity: str) -> None:
-        """The name under which clients and records know this request, from here on."""
+        """Set the id under which clients and the history know this request."""
         self._name = identity
         about(identity, self.traceparent)
 
+    def add_log_fields(self, fields: Callable[[], Mapping[str, object]]) -> None:
+        """Add the fields that `fields` returns at the end of the request to its line of the access log."""
+        self._log_fields = fields
+
     def log(self) -> None:
-        """The request's one line in the access log, when it is over."""
+        """Write the request's line of the access log, at its end."""
         if not access.isEnabledFor(logging.INFO):
             return
         duration_ms = round(1000 * (time.monotonic() - self.arrived), 1)
@@ -176,9 +184,9 @@ class ResponseWriter:
 
     def _logged(self) -> Mapping[str, object]:
         try:
-            return self.log_fields()
-        except Exception:  # the request is answered: its line must not be what fails it
-            log.exception("request %s has no facts for the access log", self._name)
+            return self._log_fields()
+        except Exception:  # the request is answered, so a bug here must not fail it
+            log.exception("request %s: the fields of its access log line failed", self._name)
             return {}
 
     async def json(self, value: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
@@ -190,7 +198,7 @@ class ResponseWriter:
         self._outcome = "answered"
 
     async def events(self, data: bytes) -> None:
-        """Part of a stream; the first part starts it, so that failures before it still have a status."""
+        """Send a part of a stream. The first part starts it, so that an earlier failure still has a status."""
         if not self._streams:
             self._streams = True
             await self._start(
@@ -205,12 +213,12 @@ class ResponseWriter:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
-        """Ends a stream."""
+        """End a stream."""
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
         self._outcome = "answered"
 
     async def fail(self, error: Exception) -> None:
-        """Tells the client: by status, or in a stream that has begun by one last event."""
+        """Send an error: as a status, or as the last event of a stream that has started."""
         status, value, headers = described(error, self._label)
         if not self._streams:
             await self.json(value, status, headers)

@@ -1,10 +1,13 @@
-"""The wrapper around the whole app through which every request comes: without a right key there is nothing behind it.
+"""Authentication: the middleware around the whole app. A request without a valid key reaches no route.
 
-A tenant's key opens the API. All else, known or not, is an admin's: a route that is added is closed until it is listed.
+A tenant's key opens the API. Everything else, including unknown paths, needs an admin's key, so that a new route is
+closed to tenants until it is listed.
 """
 
 import base64
 import binascii
+import logging
+import time
 from collections.abc import Sequence
 from secrets import token_hex
 
@@ -14,65 +17,74 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.http.asgi import described, label_of
-from router.http.keys import ANONYMOUS, SCOPE_KEY, ApiKeys, Identity, WrongKeys
-from shared.errors import RequestError, UnavailableError
+from router.http.keys import ANONYMOUS, SCOPE_KEY, ApiKeys, Identity
+from router.metrics.request_metrics import RequestMetrics
+from shared.errors import RequestError
 
-NO_KEY_NEEDED = frozenset({"/health", "/ready"})  # they say one bit of the router and nothing of anybody
+log = logging.getLogger("baton.keys")
+NO_KEY_NEEDED = frozenset({"/health", "/ready"})  # they answer with one bit about the router
+LOG_EVERY_S = 10.0
 
 
 class AuthMiddleware:
-    """An ASGI middleware. `tenants_routes` are those that a tenant's key opens; `keys` None: everybody may all."""
+    """An ASGI middleware. A tenant's key opens `tenants_routes`; with `keys` None, everything is open to any client."""
 
     def __init__(
-        self, app: ASGIApp, keys: ApiKeys | None, tenants_routes: Sequence[BaseRoute], wrong_keys: WrongKeys
+        self, app: ASGIApp, keys: ApiKeys | None, tenants_routes: Sequence[BaseRoute], metrics: RequestMetrics
     ) -> None:
         self._app = app
         self._keys = keys
         self._tenants_routes = tenants_routes
-        self._wrong_keys = wrong_keys
+        self._metrics = metrics
+        self._next_log = 0.0
+        self._num_unlogged = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in NO_KEY_NEEDED:
             try:
                 scope[SCOPE_KEY] = self._identity(scope)
-            except (RequestError, UnavailableError) as error:
-                await self._refuse(scope, error)(scope, receive, send)
+            except RequestError as error:
+                await self._reject(scope, error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
     def _identity(self, scope: Scope) -> Identity:
-        """Raises Rejected (401, 403) or Unavailable (429)."""
+        """Return the owner of the request's key. Raises RequestError (401, 403)."""
         if self._keys is None:
             return ANONYMOUS
-        key, address = key_of(scope), (scope.get("client") or ("",))[0]
-        if key and (wait_s := self._wrong_keys.wait_s(address, key)):
-            self._wrong_keys.tell(address)
-            raise UnavailableError("Too many wrong API keys came from this address.", retry_after_s=wait_s, status=429)
+        key = key_of(scope)
         identity = self._keys.identify(key) if key else None
         if identity is None:
-            self._wrong_keys.tell(address)
-            if key:
-                self._wrong_keys.wrong(address, key)
+            self._count_rejection((scope.get("client") or ("?",))[0])
             raise RequestError("An API key is needed: Authorization: Bearer KEY.", code="invalid_api_key", status=401)
-        self._wrong_keys.right(address, key)
         if not identity.is_admin and not self._is_for_tenants(scope):
             raise RequestError("This needs the key of an admin.", code="admin_key_needed", status=403)
         return identity
 
+    def _count_rejection(self, address: str) -> None:
+        self._metrics.rejected_without_key()
+        self._num_unlogged += 1
+        now = time.monotonic()
+        if now >= self._next_log:
+            log.warning("rejected %d requests without a valid API key, the last from %s", self._num_unlogged, address)
+            self._next_log, self._num_unlogged = now + LOG_EVERY_S, 0
+
     def _is_for_tenants(self, scope: Scope) -> bool:
         return any(route.matches(scope)[0] is not Match.NONE for route in self._tenants_routes)
 
-    def _refuse(self, scope: Scope, error: RequestError | UnavailableError) -> JSONResponse:
+    def _reject(self, scope: Scope, error: RequestError) -> JSONResponse:
         label = label_of(scope, token_hex(16))
         status, value, headers = described(error, label)
-        if status == 401:  # with Basic, a browser asks for the key and sends it with all that a page loads
+        if status == 401:  # with Basic, a browser asks for the key and sends it with every request of the page
             headers["www-authenticate"] = "Bearer" if self._is_for_tenants(scope) else 'Basic realm="Baton"'
         return JSONResponse(value, status, headers | {"x-request-id": label})
 
 
 def key_of(scope: Scope) -> bytes:
-    """The key that the request brings, b"" for none. In a Basic header it is the password, for reading alone: a browser
-    adds that header by itself, whoever makes it ask."""
+    """Return the key of a request, or b"".
+
+    In a Basic header the key is the password, and only reads: a browser adds that header to any site's requests.
+    """
     given = Headers(scope=scope).getlist("authorization")
     scheme, _, value = (given[0] if len(given) == 1 else "").partition(" ")
     value = value.strip()

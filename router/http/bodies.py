@@ -1,31 +1,41 @@
-"""Bodies of the REST API: JSON read strictly, then checked field by field. What passes here can be computed.
+"""Request bodies of the REST API: strict JSON, then a model that states each field's type and limits once.
 
-Names, defaults and limits are OpenAI's and vLLM's; an unknown field is refused by name, `null` means "not given",
-and the few fields of OpenAI's that change no token (`IGNORED`) are accepted and dropped.
+The OpenAPI document is generated from these models. Names, defaults and limits are OpenAI's and vLLM's. An unknown
+field is rejected by name, `null` means "not given", and fields that do not affect the tokens (`IGNORED`) are dropped.
 """
 
 import json
 import math
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from router.text.chat_template import Message
 from shared.errors import RequestError
+from shared.limits import INT32_MAX, MAX_LOGIT_BIASES, MAX_LOGPROBS
 
 MAX_PROMPTS = 64
 MAX_SAMPLES = 8
 MAX_MESSAGES = 2048
 MAX_PARTS = 1024
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 4, 64, 128
-MAX_BIASES = 300
-MAX_LOGPROBS = 20
 MAX_NAME = 64
-INT32 = 2**31 - 1
-ROLES = ("system", "developer", "user", "assistant")
-GREEDY_BELOW = 1e-5  # a smaller temperature divides logits into infinities; vLLM draws the same line
+OURS = "baton"  # the type of validation errors whose text continues the name of the parameter
+GREEDY_BELOW = 1e-5  # a smaller temperature would divide logits into infinities; vLLM has the same limit
 
-# Fields of OpenAI's that say nothing about the tokens: who asks, what is kept, how it is billed.
+# Fields of OpenAI's that do not affect the tokens.
 IGNORED = frozenset(
     {
         "metadata",
@@ -38,7 +48,7 @@ IGNORED = frozenset(
         "user",
     }
 )
-# Known fields that this server cannot honour, and the values of them that ask for nothing.
+# Known fields that are not supported, and their values that request nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "audio": (),
     "function_call": ("none",),
@@ -67,14 +77,15 @@ def _finite(text: str) -> float:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise RequestError("The body names a field twice.", code="invalid_json")
+        raise RequestError("The body has a field twice.", code="invalid_json")
     return fields
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
-    """A JSON object and nothing else: no BOM, no NaN, no trailing bytes, no duplicate names, no lone surrogates.
+    """Return a JSON object. Raises RequestError for anything else.
 
-    Raises Rejected. `raw` is bounded by the caller; nesting by the interpreter's own limit.
+    A BOM, NaN, trailing bytes, duplicate names and lone surrogates are errors. The caller bounds the size of `raw`; the
+    interpreter bounds the nesting.
     """
     try:
         text = raw.decode("utf-8")
@@ -92,61 +103,32 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def is_ids(value: object) -> bool:
-    """A list of integers; JSON's booleans are none."""
-    return isinstance(value, list) and all(type(item) is int for item in value)
+def described(text: str) -> WrapValidator:
+    """Replace the errors of a field, or of its parts, by one that says what the field must be."""
+
+    def check(value: object, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError(OURS, text) from None
+
+    return WrapValidator(check)
 
 
-def _prompts(value: object) -> list[str | list[int]]:
-    """One prompt or several, as text or as token ids; always a list of prompts."""
-    if isinstance(value, str) or (value and is_ids(value)):
-        prompts: list[Any] = [value]
-    elif isinstance(value, list):
-        prompts = value
-    else:
-        prompts = []
-    if not prompts or not all(prompt and (isinstance(prompt, str) or is_ids(prompt)) for prompt in prompts):
-        raise RequestError(
-            "`prompt` must be a text, a list of texts, a list of token ids or a list of such lists; none empty.",
-            "prompt",
-        )
-    if len(prompts) > MAX_PROMPTS:
-        raise RequestError(f"At most {MAX_PROMPTS} prompts are allowed; you sent {len(prompts)}.", "prompt")
-    return prompts
+def _as_tuple(value: object) -> object:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
-def _one_prompt(value: object) -> str:
-    if not isinstance(value, str):
-        raise RequestError("`prompt` must be a text.", "prompt")
-    return value
-
-
-def _stops(value: object) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise RequestError("`stop` must be a text or a list of texts.", "stop")
-    if len(stops) > MAX_STOPS:
-        raise RequestError(f"`stop` may hold at most {MAX_STOPS} texts.", "stop")
-    if not all(0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
-        raise RequestError(f"Every `stop` must have 1 to {MAX_STOP_CHARACTERS} characters.", "stop")
-    return tuple(stops)
-
-
-def _stop_tokens(value: object) -> list[int]:
-    if not isinstance(value, list) or not is_ids(value) or len(value) > MAX_STOP_TOKENS:
-        raise RequestError(f"`stop_token_ids` must be a list of at most {MAX_STOP_TOKENS} token ids.", "stop_token_ids")
-    return value
-
-
-def _token_ids(value: object) -> list[int]:
-    if not isinstance(value, list) or not is_ids(value):
-        raise RequestError("`tokens` must be a list of token ids.", "tokens")
-    return value
+def _as_prompts(value: object) -> object:
+    """Return a list of prompts; a list of integers is one prompt."""
+    is_one = isinstance(value, str) or (isinstance(value, list) and len(value) > 0 and type(value[0]) is int)
+    return [value] if is_one else value
 
 
 def _biases(value: object) -> dict[int, float]:
-    if not isinstance(value, dict) or len(value) > MAX_BIASES:
-        raise RequestError(f"`logit_bias` must be an object of at most {MAX_BIASES} token ids.", "logit_bias")
+    """Convert the names to token ids, which strict JSON types cannot do."""
+    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIASES:
+        raise RequestError(f"`logit_bias` must be an object of at most {MAX_LOGIT_BIASES} token ids.", "logit_bias")
     biases: dict[int, float] = {}
     for key, bias in value.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
@@ -157,101 +139,129 @@ def _biases(value: object) -> dict[int, float]:
     return biases
 
 
-def _messages(value: object) -> list[Message]:
-    if not isinstance(value, list) or not 0 < len(value) <= MAX_MESSAGES:
-        raise RequestError(f"`messages` must be a list of 1 to {MAX_MESSAGES} messages.", "messages")
-    return [_message(message, f"messages[{place}]") for place, message in enumerate(value)]
+Strict = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
+TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+TokenCount = Annotated[int, Field(ge=1, le=INT32_MAX)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Stops = Annotated[tuple[Stop, ...], Field(max_length=MAX_STOPS)]
+Prompt = Annotated[str, Field(min_length=1)] | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+Biases = Annotated[
+    dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_LOGIT_BIASES, json_schema_extra={"additionalProperties": False}),
+]
 
 
-def _message(value: object, param: str) -> Message:
-    if not isinstance(value, dict):
-        raise RequestError("A message must be an object.", param)
-    fields = {key: field for key, field in value.items() if field is not None}
-    if fields.get("tool_calls") or fields.get("function_call") or fields.get("role") in ("tool", "function"):
-        raise RequestError("Tools are not supported.", param)
-    unknown = next((key for key in fields if key not in ("role", "content", "name", "tool_calls")), None)
-    if unknown is not None:
-        raise RequestError(f"Unknown field in a message: `{unknown[:MAX_NAME]}`.", param)
-    role, name = fields.get("role"), fields.get("name")
-    if role not in ROLES:
-        raise RequestError(f"`role` must be one of {', '.join(ROLES)}.", f"{param}.role")
-    message: Message = {"role": role, "content": _content(fields.get("content"), f"{param}.content")}
-    if name is not None:
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
-            raise RequestError(f"`name` must be a text of 1 to {MAX_NAME} characters.", f"{param}.name")
-        message["name"] = name
-    return message
+class TextPart(BaseModel):
+    """A part of a message's content."""
+
+    model_config = Strict
+    type: Literal["text"]
+    text: str
 
 
-def _content(value: object, param: str) -> str:
-    """A text, or a list of text parts, which are joined by newlines as vLLM does."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not 0 < len(value) <= MAX_PARTS:
-        raise RequestError(f"`content` must be a text or a list of 1 to {MAX_PARTS} text parts.", param)
-    texts: list[str] = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise RequestError("Only text parts are supported in `content`; nothing is fetched or decoded.", param)
-        text = part.get("text")
-        if not isinstance(text, str) or set(part) != {"type", "text"}:
-            raise RequestError("A text part must have `type` and `text` and nothing else.", param)
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _salt(value: object) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= 256:
-        raise RequestError("`cache_salt` must be a text of 1 to 256 characters.", "cache_salt")
+def _only_text(value: object) -> object:
+    if isinstance(value, list) and any(isinstance(part, dict) and part.get("type") != "text" for part in value):
+        raise PydanticCustomError(OURS, "may have text parts only; nothing is fetched or decoded")
     return value
 
 
-Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-TokenCount = Annotated[int, Field(ge=1, le=INT32)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
+class ChatMessage(BaseModel):
+    """One message of a conversation."""
+
+    model_config = Strict
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant"],
+        described("must be system, developer, user or assistant"),
+    ]
+    content: Annotated[
+        str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)],
+        described(f"must be a string or a list of 1 to {MAX_PARTS} text parts, each with `type` and `text`"),
+        BeforeValidator(_only_text),
+    ]
+    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        fields = {key: field for key, field in value.items() if field is not None}
+        if fields.pop("tool_calls", None) or fields.get("function_call") or fields.get("role") in ("tool", "function"):
+            raise PydanticCustomError(OURS, "uses tools, which are not supported")
+        unknown = next((key for key in fields if key not in cls.model_fields), None)
+        if unknown is not None:
+            raise PydanticCustomError(OURS, "has an unknown field: `{name}`", {"name": unknown[:MAX_NAME]})
+        return fields
+
+    def plain(self) -> Message:
+        """Return what the template gets, with text parts joined by newlines as vLLM does."""
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return {"role": self.role, "content": text} | ({"name": self.name} if self.name is not None else {})
+
+
+ChatMessages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+MESSAGES = TypeAdapter(ChatMessages)
+
+
+def _messages(value: object) -> list[Message]:
+    try:
+        return [message.plain() for message in MESSAGES.validate_python(value)]
+    except ValidationError as error:
+        raise _rejection(error, "messages") from None
 
 
 class StreamOptions(BaseModel):
-    """What usage a stream tells: in a last event, and also in every event."""
+    """Whether a stream reports the usage in a last event, and also in each event."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
+    model_config = Strict
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class Body(BaseModel):
-    """What all bodies share: strict types, and the model's name."""
+    """The base of all bodies: strict types, and the model's name."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
+    model_config = Strict
     model: str | None = None
 
 
 class GenerateBody(Body):
-    """The parameters that completions and chat completions share."""
+    """The parameters of both completions and chat completions."""
 
-    cache_salt: Annotated[str | None, PlainValidator(_salt)] = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     frequency_penalty: Penalty = 0.0
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
-    logit_bias: Annotated[dict[int, float], PlainValidator(_biases)] = {}
+    logit_bias: Annotated[dict[int, float], PlainValidator(_biases, json_schema_input_type=Biases)] = {}
     max_tokens: TokenCount | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    min_tokens: Annotated[int, Field(ge=0, le=INT32)] = 0
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     presence_penalty: Penalty = 0.0
-    priority: Annotated[int, Field(ge=-INT32, le=INT32)] = 0
-    prompt_logprobs: Logprobs | None = None
+    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] = 0
+    prompt_logprobs: LogprobCount | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
     return_token_ids: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     skip_special_tokens: bool = True
-    stop: Annotated[tuple[str, ...], PlainValidator(_stops)] = ()
-    stop_token_ids: Annotated[list[int], PlainValidator(_stop_tokens)] = []
+    stop: Annotated[
+        Stops,
+        BeforeValidator(_as_tuple, json_schema_input_type=Stop | Stops),
+        described(f"must be a string or a list of at most {MAX_STOPS}, each of 1 to {MAX_STOP_CHARACTERS} characters"),
+    ] = ()
+    stop_token_ids: Annotated[
+        TokenIds,
+        Field(max_length=MAX_STOP_TOKENS),
+        described(f"must be a list of at most {MAX_STOP_TOKENS} token ids"),
+    ] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=INT32)] = 0
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     @model_validator(mode="after")
@@ -268,7 +278,7 @@ class GenerateBody(Body):
 
     @property
     def token_limit(self) -> int | None:
-        """How many tokens the client allows for the answer."""
+        """The maximum number of tokens of the answer, if the client set one."""
         return self.max_tokens
 
     @property
@@ -283,34 +293,38 @@ class GenerateBody(Body):
 class CompletionBody(GenerateBody):
     """POST /v1/completions."""
 
-    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    prompt: Annotated[
+        Prompts,
+        BeforeValidator(_as_prompts, json_schema_input_type=Prompt | Prompts),
+        described(f"must be a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these; none empty"),
+    ]
     add_special_tokens: bool = True
     best_of: int | None = None
     echo: bool = False
-    logprobs: Logprobs | None = None
+    logprobs: LogprobCount | None = None
 
     @model_validator(mode="after")
     def _no_search(self) -> "CompletionBody":
         if self.best_of is not None and self.best_of != self.n:
-            raise RequestError("`best_of` must equal `n`: nothing is generated that is not returned.", "best_of")
+            raise RequestError("`best_of` must equal `n`: all samples are returned.", "best_of")
         return self
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many alternatives a token's logprobs list; None when no logprobs are wanted."""
+        """The number of alternatives in each token's logprobs, or None without logprobs."""
         return self.logprobs
 
 
 class ChatBody(GenerateBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], PlainValidator(_messages)]
+    messages: Annotated[list[Message], PlainValidator(_messages, json_schema_input_type=ChatMessages)]
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     continue_final_message: bool = False
     logprobs: bool = False
     max_completion_tokens: TokenCount | None = None
-    top_logprobs: Logprobs | None = None
+    top_logprobs: LogprobCount | None = None
 
     @model_validator(mode="after")
     def _chat_agrees(self) -> "ChatBody":
@@ -329,10 +343,10 @@ class ChatBody(GenerateBody):
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: a text, or a conversation."""
+    """POST /tokenize: either a text or a conversation."""
 
-    prompt: Annotated[str | None, PlainValidator(_one_prompt)] = None
-    messages: Annotated[list[Message] | None, PlainValidator(_messages)] = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], PlainValidator(_messages, json_schema_input_type=ChatMessages)] | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool | None = None
     continue_final_message: bool = False
@@ -341,7 +355,7 @@ class TokenizeBody(Body):
     @model_validator(mode="after")
     def _one_of_two(self) -> "TokenizeBody":
         if (self.prompt is None) == (self.messages is None):
-            raise RequestError("Exactly one of `prompt` and `messages` is needed.", "prompt")
+            raise RequestError("Exactly one of `prompt` and `messages` is required.", "prompt")
         _check_continuation(self.continue_final_message, self.messages is not None and self.add_generation_prompt)
         return self
 
@@ -349,13 +363,13 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
-    tokens: Annotated[list[int], PlainValidator(_token_ids)]
+    tokens: Annotated[TokenIds, described("must be a list of token ids")]
 
 
 def _check_continuation(continues: bool, prompts: bool) -> None:
     if continues and prompts:
         raise RequestError(
-            "`continue_final_message` needs `add_generation_prompt` to be false.", "continue_final_message"
+            "`continue_final_message` requires `add_generation_prompt` to be false.", "continue_final_message"
         )
 
 
@@ -363,7 +377,7 @@ BodyType = TypeVar("BodyType", bound=Body)
 
 
 def read_body(kind: type[BodyType], raw: bytes, model_name: str) -> BodyType:
-    """A checked body. Raises Rejected naming the parameter; its text never repeats what the client sent at length."""
+    """Return a checked body. Raises RequestError, which names the parameter and quotes little of what was sent."""
     fields = {key: value for key, value in parse_json(raw).items() if value is not None}
     name = fields.get("model", model_name)
     if name != model_name:
@@ -381,6 +395,16 @@ def read_body(kind: type[BodyType], raw: bytes, model_name: str) -> BodyType:
     try:
         return kind.model_validate(known)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        param = ".".join(str(part)[:MAX_NAME] for part in first["loc"])
-        raise RequestError(f"`{param}`: {first['msg']}.", param, "invalid_value") from None
+        raise _rejection(error) from None
+
+
+def _rejection(error: ValidationError, param: str = "") -> RequestError:
+    """Return the first error for the client; `param` is the parameter that was validated, "" for the whole body."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    for part in first["loc"]:
+        if isinstance(part, int):
+            param += f"[{part}]"
+        else:
+            param += "." * bool(param) + part[:MAX_NAME]
+    colon = "" if first["type"] == OURS else ":"
+    return RequestError(f"`{param}`{colon} {first['msg']}.", param, "invalid_value")

@@ -3,9 +3,9 @@
 This subclasses `HttpToolsProtocol`, which uvicorn does not document as an interface, because the public options of no
 server hold the limits that tests/router/test_bad_input.py checks. Tried were:
 
-- uvicorn 0.54: a request's head may take for ever; `limit_concurrency` counts idle connections, so that as many silent
-  ones shut out everybody else; with httptools, headers take unbounded memory, trailers count as headers, and a client
-  that left is not noticed while a second request waits behind the first.
+- uvicorn 0.54: a request's head may take forever; `limit_concurrency` counts idle connections, so that as many silent
+  ones shut out all other clients; with httptools, headers take unbounded memory, trailers count as headers, and a
+  client that left is not noticed while a second request waits behind the first.
 - Hypercorn 0.18: no limit on connections, clients that leave as above, half as much CPU again for each streamed token.
 - Granian 2.8: a fifth less CPU for each streamed token, but clients that leave as above, status 500 for malformed
   chunks, one time limit for a head and for an idle connection, and no limit on draining when embedded in a process.
@@ -36,15 +36,15 @@ from router.http.responses import dump
 from shared.errors import RequestError, UnavailableError
 
 LINE_BYTES, HEAD_BYTES, MAX_HEADERS = 8 << 10, 32 << 10, 100
-PIECE_BYTES = 8 << 10  # parsed at once: what is over a limit is known this much later
+PIECE_BYTES = 8 << 10  # parsed at a time; an exceeded limit is noticed up to this many bytes later
 MAX_CHUNKS = 10_000
 FRAMING_BYTES, FRAMING_BYTES_A_CHUNK = 16 << 10, 16  # chunk sizes and their extensions, trailers
-MAX_PIPELINED = 16  # requests parsed and waiting for their turn; what comes behind them waits as bytes
-CLOSE_S = 30.0  # for a client to take an answer that it has not read
+MAX_PIPELINED = 16  # parsed requests that wait for their turn; further ones stay unparsed
+CLOSE_S = 30.0  # for a client to read its response
 
 
 class Flow(FlowControl):
-    """Reads nothing more while what was read waits to be parsed."""
+    """Flow control that does not resume reading while read bytes wait to be parsed."""
 
     is_held = False
 
@@ -54,8 +54,10 @@ class Flow(FlowControl):
 
 
 class HttpConnection(HttpToolsProtocol):
-    """Also what its requests write to (`write`, `close`, `is_closing`): an answer that ends the connection before all
-    of the request has come would else be lost, as a socket closed with bytes unread tells its peer to forget the rest.
+    """One connection: its parser, its one timer, and its requests in progress. Runs on the event loop.
+
+    It also stands in for the transport of its requests (`write`, `close`, `is_closing`): closing a socket with unread
+    bytes resets the connection, and a response sent before the whole request had arrived would be lost.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class HttpConnection(HttpToolsProtocol):
         limits: ConnectionLimits = ConnectionLimits(),
         waiting: IdleConnections | None = None,
     ) -> None:
-        """`waiting` is that of its server; None: nobody gives way."""
+        """`waiting` has the idle connections of the server; with None, none is closed for a new one."""
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
         self._waiting = waiting or IdleConnections()
@@ -76,7 +78,7 @@ class HttpConnection(HttpToolsProtocol):
         self._under_way: deque[RequestResponseCycle] = deque()
         self._unparsed = b""
         self._in_head = self._in_body = self._is_leaving = False
-        self._is_new = True  # nothing was asked yet
+        self._is_new = True  # no request has begun
         self._num_head_bytes = self._num_body_bytes = self._num_framing_bytes = self._num_chunks = 0
 
     # ---- the connection -----------------------------------------------------------------------------------------
@@ -91,8 +93,8 @@ class HttpConnection(HttpToolsProtocol):
             oldest.transport.abort()
             self._watch()
         else:
-            self._refuse(UnavailableError("Too many connections are open; try again soon."))
-            transport.close()  # no word of the client's is waited for: these must not pile up
+            self._refuse(UnavailableError("Too many open connections."))
+            transport.close()  # without waiting for the client, so that rejected connections do not pile up
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_leaving, self._unparsed = True, b""
@@ -121,7 +123,7 @@ class HttpConnection(HttpToolsProtocol):
             flow.resume_reading()
 
     def _take(self, piece: bytes) -> None:
-        """Raises Rejected for what is not HTTP, or is beyond a limit."""
+        """Parse a piece. Raises RequestError for invalid HTTP, or beyond a limit."""
         was_in_head, was_in_body, self._num_body_bytes = self._in_head, self._in_body, 0
         try:
             self.parser.feed_data(piece)
@@ -137,20 +139,23 @@ class HttpConnection(HttpToolsProtocol):
         if self._in_body and was_in_body:
             self._num_framing_bytes += len(piece) - self._num_body_bytes
             if self._num_framing_bytes > FRAMING_BYTES + FRAMING_BYTES_A_CHUNK * self._num_chunks:
-                raise RequestError("The chunks of the body have too much around them.", code="invalid_http")
+                raise RequestError("The framing of the body's chunks is too large.", code="invalid_http")
 
     def _stay(self, rest: bytes) -> None:
-        """The client offers another protocol, and llhttp takes what follows for that. It is asked again without the
-        offer: Java's and curl's clients make it with every request, and expect to be served all the same."""
+        """Parse the request again without its Upgrade header.
+
+        llhttp takes what follows the header for the other protocol. Java's and curl's clients send it with every
+        request, and expect to be served nevertheless.
+        """
         if self.parser.get_method() == b"CONNECT":
-            raise RequestError("This is no proxy.", status=405)
+            raise RequestError("CONNECT is not supported.", status=405)
         kept = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
         head = b"\r\n".join([self.parser.get_method() + b" " + self.url + b" HTTP/1.1", *kept, b"", b""])
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._unparsed = head + rest + self._unparsed
 
-    # ---- what the parser tells ------------------------------------------------------------------------------------
+    # ---- the parser's callbacks -----------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -165,7 +170,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
-            return  # a trailer: nothing that was decided may be changed by it
+            return  # a trailer, which must not change what is already decided
         num_bytes = len(name) + len(value)
         _check_head(num_bytes > LINE_BYTES or len(self.headers) >= MAX_HEADERS)
         self._num_head_bytes += num_bytes
@@ -176,7 +181,7 @@ class HttpConnection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         if self.parser.get_http_version() == "0.9":
-            raise RequestError("HTTP/1.1 is needed.", code="invalid_http")
+            raise RequestError("HTTP/0.9 is not supported.", code="invalid_http")
         super().on_headers_complete()
         self._in_head, self._in_body, self._num_framing_bytes = False, True, 0
         self.cycle.keep_alive = self.cycle.keep_alive and not self._waiting.is_draining
@@ -200,7 +205,7 @@ class HttpConnection(HttpToolsProtocol):
         super().on_message_complete()
         self._watch()
 
-    # ---- what requests do -------------------------------------------------------------------------------------------
+    # ---- the requests' transport ------------------------------------------------------------------------------------
 
     def write(self, data: bytes) -> None:
         self.transport.write(data)
@@ -209,7 +214,7 @@ class HttpConnection(HttpToolsProtocol):
         return self._is_leaving or self.transport.is_closing()
 
     def close(self) -> None:
-        """Lets the client read what was written. Bytes of it that still come are dropped."""
+        """Close once the client has read the response. Bytes that still arrive are dropped."""
         if self._is_leaving:
             return
         self._is_leaving, self._unparsed = True, b""
@@ -218,7 +223,7 @@ class HttpConnection(HttpToolsProtocol):
         elif not self.transport.is_closing():
             cast(Flow, self.flow).is_held = False
             self.flow.resume_reading()
-            with contextlib.suppress(OSError):  # it is gone already
+            with contextlib.suppress(OSError):  # already disconnected
                 self.transport.write_eof()
         self._watch()
 
@@ -234,8 +239,10 @@ class HttpConnection(HttpToolsProtocol):
             self.loop.call_soon(self._parse)
 
     def shutdown(self) -> None:
-        """The server drains. What was asked, or has begun to come, is answered, and so is what a client asks that has
-        only just connected: on a connection that ended at once, its request would have failed."""
+        """Drain: answer requests that have begun, and a first request on a new connection, and close when idle.
+
+        A new connection is not closed at once, because its first request may be on its way and would fail.
+        """
         if self._under_way:
             self._under_way[-1].keep_alive = False
         elif self._was_answered and not (self._in_head or self._in_body):
@@ -243,10 +250,10 @@ class HttpConnection(HttpToolsProtocol):
         elif self._is_new:
             self._watch()
 
-    # ---- time and refusals ------------------------------------------------------------------------------------------
+    # ---- timeouts and rejections ------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Sets the one timer to what is awaited of the client now. While a request is at work, that is its own word."""
+        """Set the timer to what the client must do next. A request in progress has its own timeouts."""
         self._unset_keepalive_if_required()
         limits = self._limits
         if self._is_leaving or self._under_way or self._in_body:
@@ -266,7 +273,7 @@ class HttpConnection(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(left_s, self.timeout_keep_alive_handler)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Uvicorn's name for it: the time is over."""
+        """Handle the timer, which uvicorn calls by this name."""
         self.timeout_keep_alive_task = None
         if self._in_head and not self._is_leaving:
             self._refuse(RequestError("The request did not arrive in time.", code="too_slow", status=408))
@@ -274,7 +281,7 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.abort()
 
     def _refuse(self, error: RequestError | UnavailableError) -> None:
-        """Tells the client why, unless that would stand where the answer to another of its requests is awaited."""
+        """Send an error and close, without the error if it would look like the response to another request."""
         label = token_hex(16)
         status, value, headers = described(error, label)
         body = dump(value).encode()
@@ -284,11 +291,11 @@ class HttpConnection(HttpToolsProtocol):
         if list(self._under_way) == broken and not any(cycle.response_started for cycle in broken):
             self.transport.write(b"".join([STATUS_LINE[status], *lines, b"\r\n", body]))
         self._abort()
-        self._in_head = self._in_head or not self._in_body  # of what is no HTTP, more may come
+        self._in_head = self._in_head or not self._in_body  # after invalid HTTP, more may arrive
         self.close()
 
     def _abort(self) -> None:
-        """Whoever works for this client learns that it is gone; uvicorn tells only the request that came last."""
+        """Signal the disconnect to all requests; uvicorn signals it to the last one only."""
         for cycle in self._under_way:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -298,7 +305,7 @@ class HttpConnection(HttpToolsProtocol):
 def _check_head(is_too_large: bool) -> None:
     if is_too_large:
         raise RequestError(
-            f"A header may have {LINE_BYTES} bytes; all may be {MAX_HEADERS} and have {HEAD_BYTES}.",
+            f"At most {MAX_HEADERS} headers are allowed, of {LINE_BYTES} bytes each and {HEAD_BYTES} bytes in total.",
             code="headers_too_large",
             status=431,
         )

@@ -1,17 +1,20 @@
-"""Places for clients' connections: how many there are, for how long one is kept, and who gives way to a newcomer."""
+"""Limits of clients' connections: their number, their timeouts, and which idle one is closed for a new one."""
 
 import asyncio
 import resource
 from dataclasses import dataclass, field
 from typing import Protocol
 
-SPARE_FILES = 256  # for everything but clients' connections
+SPARE_FILES = 256  # file descriptors for everything except clients' connections
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Of connections and times in seconds: for a request's head, for the rest of a request that is answered already,
-    without a request, and without the first one while the server drains."""
+    """The number of connections, and timeouts in seconds.
+
+    `head_s` bounds a request's head, `rest_s` the rest of a request that is answered already, `idle_s` the time without
+    a request, and `drain_s` the time without a first request while the server drains.
+    """
 
     connections: int = 10_000
     head_s: float = 10.0
@@ -26,10 +29,12 @@ class IdleConnection(Protocol):
 
 @dataclass(slots=True)
 class IdleConnections:
-    """The connections of one server whose clients owe it a request, oldest first. When there are too many connections,
-    these give way; first those that were never answered anything."""
+    """The connections of one server that wait for a request, oldest first.
 
-    is_draining: bool = False  # the server: an answer is its connection's last
+    If there are too many connections, these are closed for new ones, beginning with those that never sent a request.
+    """
+
+    is_draining: bool = False  # each connection ends with its next response
     silent: dict[IdleConnection, None] = field(default_factory=dict)
     idle: dict[IdleConnection, None] = field(default_factory=dict)
 
@@ -42,7 +47,7 @@ class IdleConnections:
 
 
 def raise_fd_limit(connections: int) -> int:
-    """How many connections this process may hold. Takes as many file descriptors as it is allowed to."""
+    """Raise the limit of file descriptors for `connections`, and return how many connections it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

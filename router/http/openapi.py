@@ -1,11 +1,12 @@
-"""The API as an OpenAPI 3.1 document, for clients and for tests that send whatever it allows, and what it does not.
+"""The API as an OpenAPI 3.1 document, generated from the models of request bodies and of responses.
 
-Bodies are described by the models that read them; the fields that these read by hand, and all answers, are described
-here. The dashboard's stream and what only operators may do are left out.
+The dashboard's event stream and the routes for operators are left out.
 """
 
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict
+from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -14,171 +15,194 @@ from router.history.history import MAX_REQUESTS
 from router.history.step_ring import CAPACITY
 from router.http.bodies import (
     IGNORED,
-    MAX_BIASES,
-    MAX_MESSAGES,
-    MAX_NAME,
-    MAX_PARTS,
-    MAX_PROMPTS,
-    MAX_STOP_CHARACTERS,
-    MAX_STOP_TOKENS,
-    MAX_STOPS,
-    ROLES,
     Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    TokenId,
     TokenizeBody,
 )
 
 Schema = dict[str, Any]
+FinishReason = Literal["stop", "length"]
+StopReason = str | int | None
+PromptLogprobs = list[dict[str, dict[str, Any]] | None]
 
 
-def _object(optional: Schema | None = None, **fields: Schema) -> Schema:
-    properties = fields | (optional or {})
-    return {"type": "object", "properties": properties, "required": list(fields), "additionalProperties": False}
+class ResponseModel(BaseModel):
+    """The base of all responses. A field with a default may be absent."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
-def _list(items: Schema, least: int = 0, most: int | None = None) -> Schema:
-    bounds = {"minItems": least} | ({"maxItems": most} if most is not None else {})
-    return {"type": "array", "items": items, **bounds}
+class ErrorDetail(ResponseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
 
 
-def _any(*kinds: Schema) -> Schema:
-    return {"anyOf": list(kinds)}
+class ErrorResponse(ResponseModel):
+    error: ErrorDetail
 
 
-def _text(least: int = 0, most: int | None = None) -> Schema:
-    return {"type": "string", "minLength": least} | ({"maxLength": most} if most is not None else {})
+class CachedTokens(ResponseModel):
+    cached_tokens: int
 
 
-TEXT: Schema = {"type": "string"}
-INTEGER: Schema = {"type": "integer"}
-NUMBER: Schema = {"type": "number"}
-NULL: Schema = {"type": "null"}
-FLAG: Schema = {"type": "boolean"}
-ANY_OBJECT: Schema = {"type": "object"}
-IDS = _list({"type": "integer", "minimum": 0})
-ROWS = _list(ANY_OBJECT)
+class Usage(ResponseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
 
-# ---- what bodies read by hand --------------------------------------------------------------------------------------
 
-_PART = _object(type={"const": "text"}, text=TEXT)
-_MESSAGE = _object(
-    {"name": _any(_text(1, MAX_NAME), NULL)},
-    role={"enum": list(ROLES)},
-    content=_any(TEXT, _list(_PART, 1, MAX_PARTS)),
-)
-_PROMPT = _any(_text(1), _list({**INTEGER, "minimum": 0}, 1))
-BY_HAND: dict[str, Schema] = {
-    "cache_salt": _text(1, 256),
-    "logit_bias": {
-        "type": "object",
-        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-        "maxProperties": MAX_BIASES,
-    },
-    "messages": _list(_MESSAGE, 1, MAX_MESSAGES),
-    "stop": _any(_text(1, MAX_STOP_CHARACTERS), _list(_text(1, MAX_STOP_CHARACTERS), 0, MAX_STOPS)),
-    "stop_token_ids": {**IDS, "maxItems": MAX_STOP_TOKENS},
-    "tokens": IDS,
+class Choice(ResponseModel):
+    """The fields of a choice in both completions and chat completions."""
+
+    index: int
+    finish_reason: FinishReason
+    stop_reason: StopReason
+    token_ids: list[TokenId] = []
+
+
+class CompletionLogprobTable(ResponseModel):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(Choice):
+    text: str
+    logprobs: CompletionLogprobTable | None
+    prompt_token_ids: list[TokenId] = []
+    prompt_logprobs: PromptLogprobs = []
+
+
+class ChatTopLogprob(ResponseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(ChatTopLogprob):
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(ResponseModel):
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class AssistantMessage(ResponseModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Choice):
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+
+
+class CompletionResponse(ResponseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ChatResponse(ResponseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[TokenId] = []
+    prompt_logprobs: PromptLogprobs = []
+
+
+class TokenizeResponse(ResponseModel):
+    count: int
+    max_model_len: int
+    tokens: list[TokenId]
+    token_strs: list[str] | None
+
+
+class DetokenizeResponse(ResponseModel):
+    prompt: str
+
+
+class ModelResponse(ResponseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+
+
+class ModelsResponse(ResponseModel):
+    object: Literal["list"]
+    data: list[ModelResponse]
+
+
+class ReadyResponse(ResponseModel):
+    ready: bool
+
+
+class RequestsResponse(ResponseModel):
+    requests: list[dict[str, Any]]
+
+
+class StepsResponse(ResponseModel):
+    node: str
+    fields: list[str]
+    steps: list[list[Any]]
+
+
+class AnyResponse(BaseModel):
+    """A JSON object whose fields are not part of the API."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+STREAM: Schema = {"text/event-stream": {}}  # an event per chunk, or an error, and then [DONE]
+POSTS: dict[str, tuple[type[Body], type[BaseModel], Schema]] = {
+    "/v1/completions": (CompletionBody, CompletionResponse, STREAM),
+    "/v1/chat/completions": (ChatBody, ChatResponse, STREAM),
+    "/tokenize": (TokenizeBody, TokenizeResponse, {}),
+    "/detokenize": (DetokenizeBody, DetokenizeResponse, {}),
 }
-PROMPTS = {CompletionBody: _any(_PROMPT, _list(_PROMPT, 1, MAX_PROMPTS)), TokenizeBody: TEXT}
-
-# ---- answers ---------------------------------------------------------------------------------------------------------
-
-_ERROR = _object(error=_object(message=TEXT, type=TEXT, param=_any(TEXT, NULL), code=_any(TEXT, NULL)))
-_USAGE = _object(
-    prompt_tokens=INTEGER,
-    completion_tokens=INTEGER,
-    total_tokens=INTEGER,
-    prompt_tokens_details=_object(cached_tokens=INTEGER),
-)
-_PROMPT_LOGPROBS = _list(_any(NULL, {"type": "object", "additionalProperties": ANY_OBJECT}))
-_COMPLETION_LOGPROBS = _object(
-    text_offset=_list(INTEGER),
-    token_logprobs=_list(_any(NUMBER, NULL)),
-    tokens=_list(TEXT),
-    top_logprobs=_list(_any(NULL, {"type": "object", "additionalProperties": NUMBER})),
-)
-_CHAT_TOKEN = {"token": TEXT, "logprob": NUMBER, "bytes": _list(INTEGER)}
-_CHAT_LOGPROBS = _object(
-    content=_list(_object(**_CHAT_TOKEN, top_logprobs=_list(_object(**_CHAT_TOKEN)))), refusal=NULL
-)
-
-
-def _choice(logprobs: Schema, optional: Schema, **fields: Schema) -> Schema:
-    return _object(
-        {"token_ids": IDS} | optional,
-        index=INTEGER,
-        logprobs=_any(logprobs, NULL),
-        finish_reason={"enum": ["stop", "length"]},
-        stop_reason=_any(TEXT, INTEGER, NULL),
-        **fields,
-    )
-
-
-def _answer(kind: str, choice: Schema, optional: Schema) -> Schema:
-    return _object(
-        optional, id=TEXT, object={"const": kind}, created=INTEGER, model=TEXT, choices=_list(choice), usage=_USAGE
-    )
-
-
-_ASKED = {"prompt_token_ids": IDS, "prompt_logprobs": _PROMPT_LOGPROBS}
-_CHAT_CHOICE = _choice(_CHAT_LOGPROBS, {}, message=_object(role={"const": "assistant"}, content=TEXT, refusal=NULL))
-_CARD = _object(
-    id=TEXT,
-    object={"const": "model"},
-    created=INTEGER,
-    owned_by=TEXT,
-    root=TEXT,
-    parent=NULL,
-    max_model_len=INTEGER,
-)
-ANSWERS: dict[str, Schema] = {
-    "Completion": _answer("text_completion", _choice(_COMPLETION_LOGPROBS, _ASKED, text=TEXT), {}),
-    "Chat": _answer("chat.completion", _CHAT_CHOICE, _ASKED),
-    "Tokens": _object(count=INTEGER, max_model_len=INTEGER, tokens=IDS, token_strs=_any(_list(TEXT), NULL)),
-    "Text": _object(prompt=TEXT),
-    "Model": _CARD,
-    "Models": _object(object={"const": "list"}, data=_list(_CARD)),
-    "Ready": _object(ready=FLAG),
-    "Requests": _object(requests=ROWS),
-    "Steps": _object(node=TEXT, fields=_list(TEXT), steps=_list(_list({}))),
-    "Any": ANY_OBJECT,
-    "Error": _ERROR,
+GETS: dict[str, type[BaseModel]] = {
+    "/v1/models": ModelsResponse,
+    "/v1/models/{name}": ModelResponse,
+    "/v1/status": AnyResponse,
+    "/v1/requests": RequestsResponse,
+    "/v1/requests/{id}/timeline": AnyResponse,
+    "/v1/steps": StepsResponse,
+    "/v1/steps/{node}/{number}": AnyResponse,
+    "/trace": AnyResponse,
+    "/ready": ReadyResponse,
 }
-STREAM: Schema = {"text/event-stream": {}}  # a chunk an event, or an error; then [DONE]
-POSTS: dict[str, tuple[type[Body], str, Schema]] = {
-    "/v1/completions": (CompletionBody, "Completion", STREAM),
-    "/v1/chat/completions": (ChatBody, "Chat", STREAM),
-    "/tokenize": (TokenizeBody, "Tokens", {}),
-    "/detokenize": (DetokenizeBody, "Text", {}),
-}
-GETS: dict[str, str] = {
-    "/v1/models": "Models",
-    "/v1/models/{name}": "Model",
-    "/v1/status": "Any",
-    "/v1/requests": "Requests",
-    "/v1/requests/{id}/timeline": "Any",
-    "/v1/steps": "Steps",
-    "/v1/steps/{node}/{number}": "Any",
-    "/trace": "Any",
-    "/ready": "Ready",
-}
-_TIME = {"type": "string", "pattern": "^[1-9][0-9]{0,2}(ms|s)?$"}
 QUERIES: dict[str, Schema] = {
-    "/v1/requests": {"limit": {**INTEGER, "minimum": 1, "maximum": MAX_REQUESTS}},
+    "/v1/requests": {"limit": {"type": "integer", "minimum": 1, "maximum": MAX_REQUESTS}},
     "/v1/steps": {
-        "node": TEXT,
-        "limit": {**INTEGER, "minimum": 1, "maximum": CAPACITY},
-        "since_ms": {**NUMBER, "minimum": 0, "maximum": 1e13},
+        "node": {"type": "string"},
+        "limit": {"type": "integer", "minimum": 1, "maximum": CAPACITY},
+        "since_ms": {"type": "number", "minimum": 0, "maximum": 1e13},
     },
-    "/trace": {"last": _TIME},
+    "/trace": {"last": {"type": "string", "pattern": "^[1-9][0-9]{0,2}(ms|s)?$"}},
 }
 
 
 def openapi_route() -> Route:
-    """GET /openapi.json."""
+    """Return the route of /openapi.json."""
     document = openapi()
 
     async def serve(_request: Request) -> Response:
@@ -188,46 +212,51 @@ def openapi_route() -> Route:
 
 
 def openapi() -> Schema:
-    """The whole document."""
-    schemas: Schema = dict(ANSWERS)
+    """Generate the document."""
     paths: Schema = {}
-    for path, (kind, answer, other) in POSTS.items():
-        schemas |= _body_schemas(kind)
-        body = {"required": True, "content": {"application/json": {"schema": _named(kind.__name__)}}}
-        paths[path] = {"post": {"requestBody": body, "responses": _responses(answer, other)}}
+    for path, (body, answer, other) in POSTS.items():
+        content = {"application/json": {"schema": _reference(body)}}
+        request = {"required": True, "content": content}
+        paths[path] = {"post": {"requestBody": request, "responses": _responses(answer, other)}}
     for path, answer in GETS.items():
-        inside = [part[1:-1] for part in path.split("/") if part.startswith("{")]
-        parameters = [{"name": name, "in": "path", "required": True, "schema": _text(1)} for name in inside]
+        names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+        text = {"type": "string", "minLength": 1}
+        parameters = [{"name": name, "in": "path", "required": True, "schema": text} for name in names]
         parameters += [{"name": name, "in": "query", "schema": kind} for name, kind in QUERIES.get(path, {}).items()]
         paths[path] = {"get": {"parameters": parameters, "responses": _responses(answer, {})}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": "1"},
         "paths": paths,
-        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "components": {"schemas": _schemas(), "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{"key": []}, {}],
     }
 
 
-def _named(name: str) -> Schema:
-    return {"$ref": f"#/components/schemas/{name}"}
+def _schemas() -> Schema:
+    bodies = [body for body, _, _ in POSTS.values()]
+    answers = {answer for _, answer, _ in POSTS.values()} | set(GETS.values()) | {ErrorResponse}
+    models = [*bodies, *sorted(answers, key=lambda model: model.__name__)]
+    _, document = models_json_schema(
+        [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
+    )
+    schemas: Schema = document["$defs"]
+    for body in bodies:
+        schema = schemas[body.__name__]
+        optional = schema["properties"].keys() - set(schema.get("required", ()))
+        for name in optional:  # null stands for a field that is not given
+            schema["properties"][name] = {"anyOf": [schema["properties"][name], {"type": "null"}]}
+        schema["properties"] |= {name: {"description": "Accepted and ignored."} for name in sorted(IGNORED)}
+    return schemas
 
 
-def _responses(answer: str, other: Schema) -> Schema:
-    """Errors have one form, whatever went wrong."""
+def _reference(model: type[BaseModel]) -> Schema:
+    return {"$ref": f"#/components/schemas/{model.__name__}"}
+
+
+def _responses(answer: type[BaseModel], other: Schema) -> Schema:
+    """Return the responses of an operation; all errors have one form."""
     return {
-        "200": {"description": "OK", "content": {"application/json": {"schema": _named(answer)}} | other},
-        "default": {"description": "Error", "content": {"application/json": {"schema": _named("Error")}}},
+        "200": {"description": "OK", "content": {"application/json": {"schema": _reference(answer)}} | other},
+        "default": {"description": "Error", "content": {"application/json": {"schema": _reference(ErrorResponse)}}},
     }
-
-
-def _body_schemas(kind: type[Body]) -> Schema:
-    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-    inner: Schema = schema.pop("$defs", {})
-    by_hand = BY_HAND | ({"prompt": PROMPTS[kind]} if kind in PROMPTS else {})
-    for name, field in schema["properties"].items():
-        if name in by_hand:
-            field.update(by_hand[name] if name in schema.get("required", ()) else _any(by_hand[name], NULL))
-    ignored = {name: {"description": "Accepted and ignored."} for name in sorted(IGNORED)}
-    schema["properties"] |= ignored
-    return inner | {kind.__name__: schema}

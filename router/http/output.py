@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from router.dispatch.requests import GenerationRequest, SampleDelta
-from router.text.tokenizer import StopStrings, Tokenizer
+from router.text.detokenizer import StopStrings
+from router.text.tokenizer import Tokenizer
 from shared.rpc.messages import Logprobs
 
 

@@ -1,31 +1,44 @@
-"""A model's chat template: messages in, one prompt text out, in a process of its own. Clients bring no template."""
+"""A model's chat template, rendered in a process of its own. Clients cannot supply a template.
+
+A template is a program that comes with the model. Jinja's sandbox keeps it away from the file system, but bounds
+neither its time nor its memory, and Python cannot stop a thread. Therefore this module also runs as a child process
+(`python -m router.text.chat_template`): one JSON line with the template in, then one line per conversation in and one
+line with the result out, under a memory limit and an alarm that kills the process. Rendering there also keeps long
+conversations from holding the interpreter lock while the router streams tokens.
+"""
 
 import contextlib
+import json
 import re
+import resource
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
-from router.text import renderer
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from shared.errors import ConfigError, RequestError
 
 MAX_SOURCE_BYTES = 1 << 20
-PATIENCE_S = renderer.RENDER_S + 8.0  # on a busy machine; the renderer's own alarm comes first
+MEMORY_BYTES = 512 << 20  # address space of the child; an interpreter with Jinja takes 50 MiB
+MAX_CHARACTERS = 8 << 20  # of a rendered prompt; longer than any model's context
+RENDER_S = 2  # for one conversation, after which the child is killed
 
 # One turn of a conversation: `role`, `content` and, where given, `name`.
 Message = dict[str, str]
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """`bos_token` and the like of a tokenizer_config.json, which writes a token as text or as an object."""
+    """Return `bos_token`, `eos_token` and so on from a tokenizer_config.json, where each is a string or an object."""
     found = {}
     for key in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
         value = config.get(key)
@@ -36,7 +49,7 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _source(directory: Path, config: dict[str, Any]) -> str | None:
-    """The template's text: the file of its own, else tokenizer_config.json's, of several the one named default."""
+    """Return the text of chat_template.jinja, or else the (default) template in tokenizer_config.json."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         if file.stat().st_size > MAX_SOURCE_BYTES:
@@ -52,80 +65,29 @@ def _source(directory: Path, config: dict[str, Any]) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _refuse(message: str) -> NoReturn:
-    raise RequestError(f"The chat template refuses this conversation: {message}", "messages")
+class ChatTemplate:
+    """A compiled template.
 
-
-class Renderer:
-    """The process of `router.text.renderer` with one template in it; begun anew after a template that did not end.
-
-    Thread-safe: conversations wait for each other, each for at most RENDER_S.
+    Owns the child process that renders it, and restarts the process after it was killed. `render` blocks, so it is
+    called on a worker thread; it is thread-safe, and conversations wait for each other, each for at most RENDER_S.
+    The child ends when this object is collected.
     """
 
-    def __init__(self, source: str) -> None:
-        """Raises ConfigError when the template does not compile."""
-        self._source = source
-        self._lock = threading.Lock()
-        self._begin()
-
-    def render(self, values: dict[str, object]) -> str:
-        """Raises Rejected when the template refuses, fails, or takes too long or too much."""
-        with self._lock:
-            if self._process.poll() is not None:
-                self._begin()
-            answer = self._ask(values)
-        if answer is None:
-            _refuse("it takes too long or too much memory")
-        if "refused" in answer:
-            _refuse(answer["refused"])
-        if "failed" in answer:
-            raise RequestError("The chat template cannot render this conversation.", "messages")
-        return answer["text"]
-
-    def _begin(self) -> None:
-        self._connection, theirs = socket.socketpair()
-        self._connection.settimeout(PATIENCE_S)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", renderer.__file__], stdin=theirs.fileno(), stdout=subprocess.DEVNULL
-            )
-        self.close = weakref.finalize(self, _end, self._process, self._connection)
-        answer = self._ask(self._source)
-        if answer is None or "failed" in answer:
-            reason = answer["failed"] if answer else "it takes too long or too much memory"
-            raise ConfigError(f"the model's chat template does not compile: {reason}")
-
-    def _ask(self, question: object) -> dict[str, str] | None:
-        """None: the process has ended, or was ended, instead of answering."""
-        try:
-            renderer.send(self._connection, question)
-            answer: dict[str, str] = renderer.receive(self._connection)
-            return answer
-        except (OSError, EOFError):
-            self.close()
-            return None
-
-
-def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-    connection.close()
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(signal.SIGKILL)
-    process.wait()
-
-
-class ChatTemplate:
-    """A compiled template. Rendering waits for another process, so it belongs on a worker thread."""
-
     def __init__(self, source: str, tokens: dict[str, str], special: Sequence[str]) -> None:
-        """`tokens` are bos_token and so on; `special` are all names that the tokenizer takes for control tokens."""
-        self._renderer = Renderer(source)
+        """`tokens` maps bos_token and so on to their text; `special` lists the text of all special tokens.
+
+        Raises ConfigError when the template does not compile.
+        """
+        self._source = source
         self._tokens = tokens
         names = sorted((re.escape(name) for name in special if name), key=len, reverse=True)
         self._special = re.compile("|".join(names)) if names else None
+        self._lock = threading.Lock()
+        self._start()
 
     @classmethod
     def load(cls, directory: Path, config: dict[str, Any], special: Sequence[str]) -> "ChatTemplate | None":
-        """None when the model has no template; `special` as above. Raises ConfigError when it does not compile."""
+        """Return the model's template, or None if it has none. Raises ConfigError when it does not compile."""
         source = _source(directory, config)
         if source is None:
             return None
@@ -134,11 +96,14 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool, continue_final_message: bool
     ) -> tuple[str, list[int]]:
-        """The prompt, and the places in it where a message spells a special token. Raises Rejected."""
-        mark = f"\ue000{secrets.token_hex(8)}\ue001"  # no client can guess it, so none can forge or remove it
+        """Return the prompt, and the offsets at which a message spells a special token.
+
+        Raises RequestError when the template refuses the conversation, fails, or exceeds its time or memory.
+        """
+        mark = f"\ue000{secrets.token_hex(8)}\ue001"  # random, so that no client can forge or remove it
         marked = [self._marked(message, mark) for message in messages]
         given = {"messages": marked, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
-        text = self._renderer.render(self._tokens | given)
+        text = self._render_in_child(self._tokens | given)
         if continue_final_message:
             text = _up_to_the_end_of(marked[-1]["content"], text)
         parts = text.split(mark)
@@ -150,10 +115,138 @@ class ChatTemplate:
             return message
         return {key: special.sub(lambda found: mark + found[0], text) for key, text in message.items()}
 
+    def _render_in_child(self, values: dict[str, object]) -> str:
+        with self._lock:
+            if self._process.poll() is not None:
+                self._start()
+            answer = self._ask(values)
+        if answer is None:
+            _reject("it takes too long or too much memory")
+        if "refused" in answer:
+            _reject(answer["refused"])
+        if "failed" in answer:
+            raise RequestError("The chat template cannot render this conversation.", "messages")
+        return answer["text"]
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "router.text.chat_template"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[2],  # where the package `router` is found, however the parent was started
+        )
+        self._stop = weakref.finalize(self, _kill, self._process)
+        answer = self._ask(self._source)
+        if answer is None or "failed" in answer:
+            reason = answer["failed"] if answer else "it takes too long or too much memory"
+            raise ConfigError(f"the model's chat template does not compile: {reason}")
+
+    def _ask(self, question: object) -> dict[str, str] | None:
+        """Return the child's answer, or None if it died."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        line = b""
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(json.dumps(question).encode() + b"\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        if not line.endswith(b"\n"):
+            self._stop()
+            return None
+        answer: dict[str, str] = json.loads(line)
+        return answer
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    with contextlib.suppress(OSError):  # of bytes that the child did not read
+        process.communicate()
+
+
+def _reject(message: str) -> NoReturn:
+    raise RequestError(f"The chat template refuses this conversation: {message}", "messages")
+
 
 def _up_to_the_end_of(content: str, text: str) -> str:
-    """`text` without what the template writes after the last message, so that the answer goes on with it."""
+    """Cut off what the template writes after the last message, so that the answer continues that message."""
     at = text.rfind(content.strip())
     if at < 0:
         raise RequestError("The chat template changes the final message; it cannot be continued.", "messages")
     return text[: at + len(content.strip())]
+
+
+# ---- the child process -------------------------------------------------------------------------------------------
+
+
+class TemplateRefusedError(Exception):
+    """The template called `raise_exception`."""
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise TemplateRefusedError(str(message)[:200])
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    """Replace Jinja's own filter, which escapes HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _compile(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda form: datetime.now().strftime(str(form)),
+    }
+    return environment.from_string(source)
+
+
+def _render(template: jinja2.Template, values: dict[str, Any]) -> dict[str, str]:
+    """Return {"text": ...}, {"refused": the template's message}, or {"failed": the exception}."""
+    try:
+        parts: list[str] = []
+        size = 0
+        for part in template.generate(**values):
+            parts.append(part)
+            size += len(part)
+            if size > MAX_CHARACTERS:
+                return {"refused": "the prompt is too long"}
+        return {"text": "".join(parts)}
+    except TemplateRefusedError as error:
+        return {"refused": str(error)}
+    except MemoryError:
+        return {"refused": "it takes too much memory"}
+    except Exception as error:  # noqa: BLE001 - the template can raise anything
+        return {"failed": f"{type(error).__name__}: {error}"[:200]}
+
+
+def _answer(value: dict[str, str]) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Render conversations from standard input until it ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C also reaches the router, which may still need this process
+    source = json.loads(sys.stdin.readline())
+    signal.alarm(RENDER_S)  # SIGALRM kills the process; a template cannot catch it
+    try:
+        template = _compile(source)
+    except (jinja2.TemplateError, ArithmeticError, RecursionError, MemoryError) as error:
+        _answer({"failed": str(error)[:200] or type(error).__name__})
+        return
+    _answer({})
+    signal.alarm(0)
+    for line in sys.stdin:
+        signal.alarm(RENDER_S)
+        _answer(_render(template, json.loads(line)))
+        signal.alarm(0)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        main()

@@ -1,4 +1,4 @@
-"""What the router knows of the model without loading it: its name, its context, its vocabulary and its stop tokens."""
+"""Reads the model's name, context length, vocabulary size and stop tokens from its configuration files."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ MAX_COUNT = 2**31 - 1
 
 
 def read_model(directory: Path, name: str, max_model_len: int, created: int) -> ModelCard:
-    """Raises ConfigError naming the file and the key. `max_model_len` 0: the model's own."""
+    """Return the model's card; `max_model_len` 0 stands for the model's own. Raises ConfigError for a bad file."""
     config = read_object(directory / "config.json")
     positions = _count(config, "max_position_embeddings", directory)
     vocab_size = _count(config, "vocab_size", directory)
@@ -26,7 +26,7 @@ def read_model(directory: Path, name: str, max_model_len: int, created: int) -> 
 
 
 def _stop_ids(directory: Path, config: dict[str, Any], vocab_size: int) -> frozenset[int]:
-    """Of generation_config.json where there is one, as it is the one that its authors tune."""
+    """Return the stop tokens of generation_config.json, or of config.json where it has none."""
     generation = directory / "generation_config.json"
     found = read_object(generation).get("eos_token_id") if generation.exists() else None
     ids = found if found is not None else config.get("eos_token_id")
@@ -45,7 +45,7 @@ def _count(config: dict[str, Any], key: str, directory: Path) -> int:
 
 
 def read_object(file: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """A JSON object. Raises ConfigError, in one line that names the file, for anything else."""
+    """Return the file's JSON object. Raises ConfigError, in one line that names the file, for anything else."""
     try:
         if file.stat().st_size > limit:
             raise ConfigError(f"{file} is over {limit} bytes: not a model's configuration")

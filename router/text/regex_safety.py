@@ -1,7 +1,7 @@
-"""The regular expressions of a tokenizer.json, looked at before any text meets them.
+"""Rejects regular expressions of a tokenizer.json that can take exponential time.
 
-The tokenizer's engine backtracks, in native code that nothing can stop: `(a+)+` needs longer for 40 letters than
-anybody waits. Such a pattern is known by its form: a group repeated without bound that repeats or chooses inside.
+The tokenizer's regex engine backtracks, in native code that cannot be interrupted: `(a+)+` takes hours for 40 letters.
+Such a pattern has a group that repeats without bound and contains another such repeat, or alternatives.
 """
 
 import json
@@ -11,23 +11,23 @@ from typing import Any
 
 import tokenizers
 
-# An escape, with its braces; a quantifier without bound; one with a bound; or any one character. Each in one way only:
-# this must not take for ever itself.
+# An escape with its braces, an unbounded quantifier, a bounded one, or any single character. The alternatives do not
+# overlap, so that this pattern does not backtrack itself.
 PIECE = re.compile(
     r"\\[pPxuo]\{[^}]{0,64}\}|\\.|(?P<endless>[*+]|\{\d+,\})[?+]?|\{(?:\d+,)?\d+\}[?+]?|\{,\d+\}[?+]?|.", re.DOTALL
 )
 
 
 def check_patterns(tokenizer: tokenizers.Tokenizer) -> None:
-    """Raises ValueError naming a pattern that may take for ever."""
+    """Raise ValueError, which names the pattern, if one may take exponential time."""
     for part in (tokenizer.normalizer, tokenizer.pre_tokenizer):
         if part is None:
             continue
         for pattern in _patterns(json.loads(part.__getstate__())):
-            if may_take_for_ever(pattern):
+            if may_backtrack_exponentially(pattern):
                 raise ValueError(
-                    f"the pattern {pattern[:80]!r} repeats a group that repeats or chooses inside, which may take for "
-                    "ever to match; write it with a character class instead"
+                    f"the pattern {pattern[:80]!r} repeats a group that contains a repeat or alternatives, which may "
+                    "take exponential time to match; use a character class instead"
                 )
 
 
@@ -41,10 +41,10 @@ def _patterns(value: Any) -> Iterator[str]:
             yield from _patterns(item)
 
 
-def may_take_for_ever(pattern: str) -> bool:
-    """Whether a group that is repeated without bound holds another such repeat, or alternatives."""
-    open_groups = [False]  # whether each holds such a thing so far
-    closed: bool | None = None  # the same, of the group that ended just now
+def may_backtrack_exponentially(pattern: str) -> bool:
+    """Return whether a group that is repeated without bound contains another such repeat, or alternatives."""
+    open_groups = [False]  # whether each contains one so far
+    closed: bool | None = None  # the same for the group that ended just before
     class_depth = 0
     for piece in PIECE.finditer(pattern):
         text, ended, closed = piece[0], closed, None

@@ -1,6 +1,6 @@
-"""Model directories that were broken, cut or made to harm (M1 to M4): one line and status 2, in the router and in nodes.
+"""Broken, truncated and hostile model directories: routers and nodes exit with one line and status 2.
 
-What single tensors and keys of config.json may be is in tests/engine/test_weights.py; here is what whole processes do.
+The tests of single tensors and of keys of config.json are in tests/engine/test_weights.py.
 """
 
 import gc
@@ -21,9 +21,8 @@ from safetensors.torch import load_file, save_file
 from engine.weights import INDEX, check_finite
 from node.process import main as node_main
 from router.__main__ import main as router_main
-from router.text import renderer
-from router.text.chat_template import ChatTemplate
-from router.text.regex_safety import may_take_for_ever
+from router.text.chat_template import RENDER_S, ChatTemplate
+from router.text.regex_safety import may_backtrack_exponentially
 from scheduler.role import DECODE
 from shared.config.settings import NodeSettings, RouterSettings
 from shared.errors import RequestError
@@ -214,20 +213,20 @@ BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
 
 @pytest.mark.parametrize("pattern", [GPT4, KIMI, BLOOM, r"\(+a|b\)*", "(ab)+", "[(a+)]+", "(a+){1,3}", "(a|b)?"])
 def test_patterns_that_models_have_are_taken(pattern: str) -> None:
-    assert not may_take_for_ever(pattern)
+    assert not may_backtrack_exponentially(pattern)
 
 
 @pytest.mark.parametrize(
     "pattern", ["(a+)+", "(a*)*b", "(?:a|a)+", "((a+))+$", "(a{2,})*", r"(\p{L}+ ?)*", "(x(y+)z){3,}"]
 )
-def test_patterns_that_may_take_for_ever_are_refused(pattern: str) -> None:
-    assert may_take_for_ever(pattern)
+def test_patterns_that_may_backtrack_exponentially_are_refused(pattern: str) -> None:
+    assert may_backtrack_exponentially(pattern)
 
 
 @pytest.mark.parametrize("number", ["9" * 60_000, "9," * 30_000, "{9" * 30_000])
 def test_looking_at_a_pattern_takes_no_longer_than_reading_it(number: str) -> None:
     began_s = time.thread_time()
-    assert not may_take_for_ever("a{" + number)
+    assert not may_backtrack_exponentially("a{" + number)
     assert time.thread_time() - began_s < 2  # by trying all ways to part the digits it takes ten
 
 
@@ -256,7 +255,7 @@ WILD = {
     "a list of lists": (
         "{% set ns = namespace(x=[0]) %}{% for i in range(64) %}{% set ns.x = ns.x + ns.x %}{% endfor %}", "memory"
     ),
-    "too long": ("{% for i in range(99999) %}{{ 'xxxxxxxxxx' * 1000 }}{% endfor %}", "too much of it"),
+    "too long": ("{% for i in range(99999) %}{{ 'xxxxxxxxxx' * 1000 }}{% endfor %}", "too long"),
     "a macro for ever": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "cannot render"),
 }  # fmt: skip
 
@@ -273,7 +272,7 @@ def test_after_a_template_that_did_not_end_the_next_conversation_is_written() ->
     began = time.monotonic()
     with pytest.raises(RequestError, match="too long"):
         template.render([{"role": "user", "content": "loop"}], add_generation_prompt=True, continue_final_message=False)
-    assert time.monotonic() - began < renderer.RENDER_S + 20, "on a busy machine"
+    assert time.monotonic() - began < RENDER_S + 20, "on a busy machine"
     assert rendered(template) == "<hello>"
 
 

@@ -14,7 +14,7 @@ from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
 from tests.bad_input.conformance import OPENAI, asking_for, hold, openai_document
 from tests.router.conftest import CHATML, byte_level_tokenizer
-from tests.router.test_api import EOS, MODEL, ScriptedDispatcher
+from tests.router.scripted import EOS, MODEL, ScriptedDispatcher
 
 CASES = 8  # of each operation, in each of two modes
 

@@ -1,20 +1,20 @@
-"""`python -m tests.chaos.small_memory python -m router …`: a router whose history is so short that it is full within a
-minute. What grows after that, leaks; with the history that it has otherwise, it would grow for an hour and hide it.
+"""`python -m tests.chaos.small_memory python -m router ...`: a router whose history is full within a minute.
+
+Memory that grows after that leaks. With the default limits, the history would grow for an hour and hide a leak.
 """
 
 import runpy
 import sys
 from functools import partialmethod
 
-from router.history import history as records
-from router.history import node_history as node_memory
+from router.history.history import HistoryLimits, RequestHistory
 from router.history.step_ring import StepRing
 from scheduler.placement import PrefixIndex
 
 
 def main(arguments: list[str]) -> None:
-    records.MAX_REQUESTS = records.MAX_TRANSFERS = node_memory.MAX_SERIALS = 100
-    records.MAX_ROWS = 5000
+    limits = HistoryLimits(requests=100, transfers=100, rows=5000, serials=100)
+    RequestHistory.__init__ = partialmethod(RequestHistory.__init__, limits=limits)
     for kind, sizes in ((StepRing, (1000, 1 << 16)), (PrefixIndex, (5000,))):
         kind.__init__ = partialmethod(kind.__init__, *sizes)
     _, _, module, *sys.argv[1:] = arguments

@@ -13,7 +13,7 @@ from engine.models.config import ModelConfig
 from engine.weights import INDEX, fingerprint, stored_dtype
 from router.http.keys import ApiKeys
 from router.text.model_files import read_model
-from router.text.regex_safety import may_take_for_ever
+from router.text.regex_safety import may_backtrack_exponentially
 from shared import failpoints
 from shared.config.settings import NodeSettings, RouterSettings, resolve
 from shared.errors import ConfigError
@@ -109,7 +109,7 @@ def weight_indices(data: bytes) -> None:
 
 @target(rb"(?i:'s|'t)|[^\r\n\p{L}]?\p{L}+|\s+(?!\S)", b"(a+)+$", b"[[a]&&[^b]]+")
 def tokenizer_patterns(data: bytes) -> None:
-    may_take_for_ever(data.decode("utf-8", "replace"))
+    may_backtrack_exponentially(data.decode("utf-8", "replace"))
 
 
 TRACES = (

@@ -211,7 +211,7 @@ def test_a_bad_parameter_of_chat_is_rejected_by_name(fields, param):
 )
 def test_nothing_is_fetched_for_a_client(url):
     parts = [{"type": "image_url", "image_url": {"url": url}}]
-    with pytest.raises(RequestError, match="Only text parts"):
+    with pytest.raises(RequestError, match="text parts only; nothing is fetched"):
         read_body(ChatBody, body_of(ChatBody, messages=[{"role": "user", "content": parts}]), "m")
 
 

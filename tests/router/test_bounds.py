@@ -8,13 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from router.history import history as records_module
-from router.history import node_history as node_memory
 from router.history.chrome_trace import trace_events
-from router.history.history import RequestHistory
+from router.history.history import HistoryLimits, RequestHistory
 from router.history.step_ring import MEMBERS_BYTES
-from router.metrics.handoff_queues import HandoffQueues
-from router.metrics.node_metrics import NodeMetrics
+from router.metrics.node_metrics import HandoffQueues, NodeMetrics
 from router.metrics.request_metrics import RequestMetrics
 from router.nodes.status import node_status, whole_status
 from scheduler.cost import CostModel
@@ -50,7 +47,7 @@ loads = st.builds(
     steps=whole,
 )
 reports = st.builds(
-    NodeUpdate, load=st.none() | loads, steps=st.lists(steps, max_size=4), events=st.lists(events, max_size=4)
+    NodeUpdate, stats=st.none() | loads, steps=st.lists(steps, max_size=4), events=st.lists(events, max_size=4)
 )
 
 
@@ -62,7 +59,9 @@ def test_nothing_that_a_node_says_breaks_the_records_or_what_is_made_of_them(sai
     rows: list[Any] = [(node, NodeStats(), True)]
     status: dict[str, Any] = {"nodes": [node_status(node, NodeStats(), True)], "placements": {}, "requests": {}}
     metrics = CollectorRegistry()
-    metrics.register(NodeMetrics(lambda: rows, "m", records, lambda: status))
+    node_metrics = NodeMetrics(lambda: rows, "m", records, lambda: status)
+    records.subscribe(node_metrics)
+    metrics.register(node_metrics)
     records.accepted("cmpl-a", 4, 1)
     records.placed("cmpl-a-0.0.0", None, "decode-0", "r")
     for report in said:
@@ -133,27 +132,29 @@ def serve(records: RequestHistory, number: int, num_chunks: int = 2) -> None:
     records.ended(name, 0, "stop")
 
 
-def test_records_are_as_large_after_many_requests_as_after_some(monkeypatch: Any) -> None:
-    for name, value in {"MAX_REQUESTS": 50, "MAX_TRANSFERS": 40, "MAX_ROWS": 10_000}.items():
-        monkeypatch.setattr(records_module, name, value)
-    monkeypatch.setattr(node_memory, "MAX_SERIALS", 60)
-    records = RequestHistory()
-    observer = NodeMetrics(list, "m", records, dict)
+class QueueObserver(HandoffQueues):
+    def step(self, info: NodeInfo, record: StepRecord) -> None:
+        pass
+
+
+def test_records_are_as_large_after_many_requests_as_after_some() -> None:
+    records = RequestHistory(limits=HistoryLimits(requests=50, transfers=40, rows=10_000, serials=60))
+    queues = QueueObserver()
+    records.subscribe(queues)
     for number in range(300):
         serve(records, number)
     some = sizes(records)
     for number in range(300, 900):
         serve(records, number)
     assert sizes(records) == some
-    assert not observer._queues._open
+    assert queues.num_open == 0
 
 
-def test_requests_of_many_chunks_are_remembered_in_smaller_number(monkeypatch: Any) -> None:
-    monkeypatch.setattr(records_module, "MAX_ROWS", 1000)
-    records = RequestHistory()
+def test_requests_of_many_chunks_are_remembered_in_smaller_number() -> None:
+    records = RequestHistory(limits=HistoryLimits(rows=1000))
     for number in range(200):
         serve(records, number, num_chunks=20)
-    kept = [journey.id for journey in records.traces()]
+    kept = [trace.id for trace in records.traces()]
     assert 15 <= len(kept) <= 25, "about 45 rows each"
     assert kept == [f"cmpl-{199 - index}" for index in range(len(kept))], "the latest"
 
@@ -207,7 +208,7 @@ def test_nobody_stands_in_a_queue_of_a_life_that_is_over() -> None:
     queues.lost("p0")  # and comes back under its name
     queues.event(D, event("ended"))
     assert queues.counts() == {}
-    assert not queues._open
+    assert queues.num_open == 0
 
 
 def test_a_node_that_has_changed_its_role_still_ends_what_it_had() -> None:
@@ -216,7 +217,7 @@ def test_a_node_that_has_changed_its_role_still_ends_what_it_had() -> None:
     queues.event(P, event("admitted"))
     queues.event(info("p0", role="decode"), event("ended"))
     assert queues.counts() == {}
-    assert not queues._open
+    assert queues.num_open == 0
 
 
 def test_gauges_of_a_lost_node_are_not_shown_and_its_counters_are() -> None:

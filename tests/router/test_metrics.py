@@ -15,12 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.history.history import RequestHistory
 from router.http.asgi import ResponseWriter
-from router.http.keys import ANONYMOUS, SCOPE_KEY, WrongKeys
-from router.metrics.handoff_queues import BOOTSTRAP, INFLIGHT, PREALLOC, TRANSFER, HandoffQueues
+from router.http.keys import ANONYMOUS, SCOPE_KEY
 from router.metrics.histogram import Histogram, SlidingPercentiles, SlidingWindow
-from router.metrics.node_metrics import NodeMetrics
+from router.metrics.node_metrics import BOOTSTRAP, INFLIGHT, PREALLOC, TRANSFER, HandoffQueues, NodeMetrics
 from router.metrics.request_metrics import RequestMetrics, SloTargets
-from router.metrics.tenants import TenantMetrics, TenantUsage
 from router.nodes.status import node_status, promised, whole_status
 from scheduler.cost import CostModel
 from shared.clock import now_ns
@@ -249,11 +247,13 @@ class Nodes:
         self.rows = [(info("p0", "prefill"), NodeStats(blocks_owned=25, blocks_total=100), True)]
         self.rows += [(info("d0", "decode"), NodeStats(records_dropped=3), True)]
         self.records = RequestHistory()
-        self.requests = RequestMetrics("tiny")
+        self.requests = RequestMetrics("tiny", lambda: SloTargets(1.0, 1.0))
         self.status = {"nodes": [], "placements": {"long": 2}, "requests": {"moved": 1, "refused": 4}}
         self.registry = CollectorRegistry()
         self.registry.register(self.requests)
-        self.registry.register(NodeMetrics(lambda: self.rows, "tiny", self.records, lambda: self.status))
+        self.node_metrics = NodeMetrics(lambda: self.rows, "tiny", self.records, lambda: self.status)
+        self.records.subscribe(self.node_metrics)
+        self.registry.register(self.node_metrics)
 
     def told(self, node: NodeInfo, *steps: StepRecord, events: tuple[RequestEvent, ...] = (), load=None) -> None:
         self.records.take(node, NodeUpdate(stats=load, steps=list(steps), events=list(events)))
@@ -319,7 +319,7 @@ def test_a_handoff_goes_through_sglangs_queues():
     for number, (node, kind, stands) in enumerate(STORY):
         queues.event(node, RequestEvent("cmpl-1-0.0.0", kind, number))
         assert set(queues.counts()) == set(stands), kind
-    assert not queues._open
+    assert queues.num_open == 0
 
 
 def test_the_two_nodes_may_tell_in_any_order_and_nothing_stays():
@@ -342,7 +342,7 @@ def test_a_prompt_computed_where_it_is_generated_stands_in_no_queue_and_a_lost_n
     queues.lost("p0")
     assert queues.counts() == {("d0", PREALLOC): 1}
     queues.lost("d0")
-    assert not queues._open
+    assert queues.num_open == 0
 
 
 def test_the_status_shows_what_nodes_did_and_what_clients_had():
@@ -401,11 +401,8 @@ def exported() -> set[str]:
     nodes = Nodes()
     nodes.told(nodes.rows[0][0], StepRecord(1, now_ns(), 1000))
     metrics = nodes.requests
-    metrics._slo = lambda: SloTargets(1.0, 1.0)
     metrics.ended(metrics.pace(0.0), "error", 0.5)
-    tenants = TenantMetrics("tiny", WrongKeys())
-    tenants.count("acme", TenantUsage(1))
-    nodes.registry.register(tenants)
+    metrics.used("acme", 1, 1, 1)
     return {key[0] for key in samples_of(nodes.registry)}
 
 
@@ -417,6 +414,17 @@ def test_the_documentation_names_every_metric_that_is_exported_and_no_other():
     text = (BOARD.parents[3] / "docs" / "observability.md").read_text()
     named = set(re.findall(r"`((?:vllm:|baton_|gen_ai_)\w{2,})`", text))
     assert named == {re.sub("_(bucket|sum|count)$", "", name) for name in exported()}
+
+
+def test_renamed_metrics_keep_their_old_names_for_a_release():
+    seen = samples_of(Nodes().registry)
+    for name, alias, value in (
+        ("baton_request_migrations_total", "baton_requests_moved_total", 1),
+        ("baton_requests_rejected_total", "baton_requests_refused_total", 4),
+        ("baton_client_backpressure_total", "baton_requests_paused_total", 0),
+        ("baton_node_records_dropped_total", "baton_records_malformed_total", 0),
+    ):
+        assert seen[name, "model_name=tiny"] == seen[alias, "model_name=tiny"] == value
 
 
 def test_every_query_of_our_board_asks_for_what_is_exported():

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.testclient import TestClient
 
-from router.history import events as feed_module
-from router.history import routes as observe_module
 from router.history.chrome_trace import trace_events
+from router.history.dashboard import ROWS_AT_ONCE, history_routes
 from router.history.events import MAX_WAITING_BYTES, EventStream, Subscriber
 from router.history.history import RequestHistory
-from router.history.routes import observe_routes
 from router.history.step_ring import FIELDS
-from router.http.app import _tell
+from router.http.asgi import described
 from shared.clock import now_ns
 from shared.errors import RequestError
 from shared.lifecycle import wait_until
@@ -116,9 +116,14 @@ def test_a_trace_begins_where_it_was_asked_to_and_has_whole_arrows_only() -> Non
 # ---- routes ------------------------------------------------------------------------------------------------------
 
 
-def client(records: RequestHistory) -> TestClient:
-    routes = observe_routes(records, EventStream(records, dict))
-    return TestClient(Starlette(routes=routes, exception_handlers={RequestError: _tell}))
+def error_response(_request: Request, error: Exception) -> Response:
+    status, value, headers = described(error, "label")
+    return JSONResponse(value, status, headers)
+
+
+def client(records: RequestHistory, rows_at_once: int = ROWS_AT_ONCE) -> TestClient:
+    routes = history_routes(records, EventStream(records, dict), rows_at_once)
+    return TestClient(Starlette(routes=routes, exception_handlers={RequestError: error_response}))
 
 
 def test_requests_steps_and_their_members_are_shown() -> None:
@@ -177,7 +182,7 @@ def test_bad_input_is_told_in_openais_form_by_its_parameter(path: str, status: i
 
 
 @pytest.mark.parametrize("path", ["/v1/requests?limit=4000", "/v1/steps?node=decode-0&limit=4000", "/trace?last=1h"])
-def test_a_long_answer_is_one_json_object_however_many_pieces_it_is_written_in(path: str, monkeypatch: Any) -> None:
+def test_a_long_answer_is_one_json_object_however_many_pieces_it_is_written_in(path: str) -> None:
     records = RequestHistory()
     served(records)
     for number in range(6, 12):
@@ -186,8 +191,7 @@ def test_a_long_answer_is_one_json_object_however_many_pieces_it_is_written_in(p
         records.accepted(f"cmpl-{number}", 3, 1)
     path = path.replace("1h", "60m")
     whole = client(records).get(path).json()
-    monkeypatch.setattr(observe_module, "AT_ONCE", 2)
-    pieces = client(records).get(path).json()
+    pieces = client(records, rows_at_once=2).get(path).json()
     rows = next(name for name in ("requests", "steps", "traceEvents") if name in whole)
     assert len(whole[rows]) == len(pieces[rows]) >= 7
     assert {**whole, rows: 0, "otherData": 0} == {**pieces, rows: 0, "otherData": 0}
@@ -231,14 +235,13 @@ class Watcher:
         return found()[-1]
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_module, "TICK_S", 0.005)
+def quick_stream(records: RequestHistory, status: Callable[[], dict[str, Any]] = dict, **limits: Any) -> EventStream:
+    return EventStream(records, status, tick_s=0.005, **limits)
 
 
 async def test_the_feed_tells_what_is_new_of_every_kind() -> None:
     records = RequestHistory()
-    feed = EventStream(records, lambda: {"mode": "auto"})
+    feed = quick_stream(records, lambda: {"mode": "auto"})
     watcher = Watcher(feed)
     assert (await watcher.hears("status"))["mode"] == "auto"
     served(records)
@@ -262,7 +265,7 @@ async def test_the_feed_tells_what_is_new_of_every_kind() -> None:
 async def test_a_watcher_of_one_node_hears_its_steps_only() -> None:
     records = RequestHistory()
     served(records)
-    feed = EventStream(records, dict)
+    feed = quick_stream(records)
     watcher = Watcher(feed, "node=decode-0")
     await watcher.hears("status")
     for name in ("prefill-0", "decode-0"):
@@ -275,7 +278,7 @@ async def test_a_watcher_of_one_node_hears_its_steps_only() -> None:
 
 async def test_a_watcher_that_returns_hears_what_it_missed() -> None:
     records = RequestHistory()
-    feed = EventStream(records, dict)
+    feed = quick_stream(records)
     began = served(records)
     watcher = Watcher(feed, headers={"last-event-id": str(began // MS)})
     assert {data["node"] for kind, data in watcher.events() if kind == "steps"} <= {"prefill-0", "decode-0"}
@@ -289,7 +292,7 @@ async def test_a_watcher_that_returns_hears_what_it_missed() -> None:
 
 
 async def test_streams_end_when_the_router_drains_or_the_client_leaves() -> None:
-    feed = EventStream(RequestHistory(), dict)
+    feed = quick_stream(RequestHistory())
     leaving, staying = Watcher(feed), Watcher(feed)
     await leaving.hears("status")
     leaving.left.set()
@@ -303,9 +306,8 @@ async def test_streams_end_when_the_router_drains_or_the_client_leaves() -> None
     assert late.status == 503
 
 
-async def test_watchers_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_module, "MAX_SUBSCRIBERS", 2)
-    feed = EventStream(RequestHistory(), dict)
+async def test_watchers_are_bounded_in_number() -> None:
+    feed = quick_stream(RequestHistory(), max_subscribers=2)
     watchers = [Watcher(feed) for _ in range(3)]
     await watchers[0].hears("status")
     await watchers[2].task
@@ -314,10 +316,9 @@ async def test_watchers_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -
     await asyncio.gather(*(watcher.task for watcher in watchers))
 
 
-async def test_a_watcher_that_reads_nothing_is_let_go_and_others_hear_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_module, "SILENT_S", 0.1)
+async def test_a_watcher_that_reads_nothing_is_let_go_and_others_hear_on() -> None:
     records = RequestHistory()
-    feed = EventStream(records, dict)
+    feed = quick_stream(records, silent_s=0.1)
     stuck, well = Watcher(feed), Watcher(feed)
     stuck.reads.clear()
     await asyncio.wait_for(stuck.task, 5.0)

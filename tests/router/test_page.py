@@ -182,7 +182,7 @@ def test_prompt_chunks_between_the_tokens_of_others() -> None:
     mixed = {"tokens": 520, "prefills": 1, "decodes": 8}
     said = sentence(node("decode", running=9, busy=0.9, batch=mixed), running=9, tbt_ms=took(20, 80))
     assert said == (
-        "Tokens come late, TBT p99 80 ms (SLO 50), and decode-0 runs prompt chunks in the same passes as decodes. "
+        "Tokens come late, TBT p99 80 ms (SLO 50), and decode-0 runs prompt chunks in the same steps as decodes. "
         "Prefill nodes would keep them apart."
     )
     assert "prompt chunks" not in sentence(node("decode", running=9, batch=mixed), running=9, tbt_ms=took(20, 40))

@@ -1,4 +1,4 @@
-"""What the router makes of records: phases, transfer and interference of hand-made journeys, and its bounds."""
+"""What the router makes of records: phases, transfer and interference of hand-made traces, and its bounds."""
 
 from itertools import pairwise
 
@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.history import history as records_module
-from router.history.history import RequestHistory
+from router.history.history import HistoryLimits, RequestHistory
 from router.history.step_ring import StepRing, members_of
-from router.history.timeline import union
+from router.history.trace import union
 from scheduler.cost import CostModel
 from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate, RequestEvent, StepRecord, pack_ids
 
@@ -279,15 +278,14 @@ def test_a_clock_that_is_off_by_more_than_a_millisecond_is_corrected(ahead_ms: f
         world.at(sent_ms + on_the_way_ms).take(info("decode-0"), NodeUpdate(stats=NodeStats(sent_ns=sent_ns)))
     world.event("decode-0", "queued", 100 + ahead_ms)
     world.step("decode-0", 0, 100 + ahead_ms, 1, prompt=3)
-    (journey,) = world.records.traces()
-    (mark,) = next(iter(journey.attempts.values())).events
-    assert (mark.at_ns - BASE) / MS == pytest.approx(expected_ms)
+    (trace,) = world.records.traces()
+    (event,) = next(iter(trace.attempts.values())).events
+    assert (event.at_ns - BASE) / MS == pytest.approx(expected_ms)
     assert (world.records.steps("decode-0")[0].start_ns - BASE) / MS == pytest.approx(expected_ms)
 
 
-def test_the_oldest_requests_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records_module, "MAX_REQUESTS", 3)
-    records = RequestHistory()
+def test_the_oldest_requests_are_forgotten() -> None:
+    records = RequestHistory(limits=HistoryLimits(requests=3))
     for number in range(5):
         records.accepted(f"cmpl-{number}", 1, 1)
     assert [found["id"] for found in records.latest_requests(10)] == ["cmpl-4", "cmpl-3", "cmpl-2"]

@@ -1,5 +1,5 @@
 /* The router's event stream. It reconnects by itself, also when the router answers with an error or falls silent,
-   and tells when it is gone. */
+   and reports when it is disconnected. */
 
 const SILENT_MS = 5000, RETRY_MS = 1500;
 const KINDS = ["status", "steps", "requests"];
@@ -29,7 +29,7 @@ export function listen(url, heard, changed) {
   }, RETRY_MS);
 }
 
-/* JSON of a GET; null when it is not to be had (the request is forgotten, or the router is gone). */
+/* Returns the JSON of a GET, or null if it fails. */
 export async function get(path) {
   try {
     const answer = await fetch(path);

@@ -1,4 +1,4 @@
-/* The live strip: one lane a node, a bounded ring of passes each, drawn once a frame by strip.js. */
+/* The live strip: one lane per node, each with a bounded ring of passes, drawn once per frame by strip.js. */
 import { get } from "./feed.js";
 import { make, ms, number, say } from "./text.js";
 
@@ -21,7 +21,7 @@ export class Lanes {
     this.labelled = 0;
   }
 
-  /* Rows of the `steps` event; those that came before (after a reconnect) are passed over. */
+  /* Adds the rows of a `steps` event, without those received before a reconnect. */
   add(node, rows) {
     const { passes } = this.laneOf(node);
     for (const row of rows) if (!passes.length || row[START] > passes.at(-1)[0]) passes.push(passOf(row));
@@ -32,7 +32,7 @@ export class Lanes {
     this.skew = Math.max(this.skew - FORGET_MS, newest - Date.now());
   }
 
-  /* Once a lane: what was before the page was opened. */
+  /* Loads, once per lane, the steps from before the page was opened. */
   async fill(id) {
     const lane = this.laneOf(id);
     if (lane.isFilled) return;
@@ -42,7 +42,7 @@ export class Lanes {
     lane.passes.unshift(...before.map(passOf));
   }
 
-  /* Lanes in the order of the status, and none of nodes that are gone. */
+  /* Keeps a lane per node of the status, in its order. */
   arrange(ids) {
     for (const [id, lane] of this.lanes) if (!ids.includes(id)) { lane.root.remove(); this.lanes.delete(id); }
     ids.map((id) => this.laneOf(id).root).forEach((root, index) => {
@@ -96,7 +96,7 @@ export class Lanes {
     return { passes, from: to - this.windowMs, to, sloMs: this.sloMs, maxTokens: this.most, selected };
   }
 
-  /* One frame. All lanes share a scale, so that they can be compared. */
+  /* Draws one frame. All lanes share a scale, so that they can be compared. */
   draw(now) {
     this.most = 8;
     const to = this.edge();
@@ -122,7 +122,7 @@ export class Lanes {
     this.panel.replaceChildren(...describe(lane.id, pass[4], this.sloMs));
     const step = await get(`v1/steps/${encodeURIComponent(lane.id)}/${pass[4][NUMBER]}`);
     if (this.chosen?.pass !== pass) return;
-    this.panel.append(step ? membersOf(step) : make("p", {}, "Who was in it is no longer kept."));
+    this.panel.append(step ? membersOf(step) : make("p", {}, "The requests of this step are no longer kept."));
   }
 }
 
@@ -145,6 +145,6 @@ function describe(id, row, sloMs) {
 function membersOf(step) {
   return make("ul", { "aria-label": "Members" }, ...step.members.map((each) => make("li",
     { class: each.kind === "chunk" ? "prefill" : "decode" },
-    `${each.id || "a request not known here"} · ${each.kind === "chunk"
+    `${each.id || "unknown request"} · ${each.kind === "chunk"
       ? `prompt ${number(each.start)}–${number(each.start + each.count)}` : `token ${number(each.start)}`}`)));
 }

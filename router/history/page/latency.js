@@ -36,7 +36,7 @@ export class Latency {
     }
   }
 
-  /* Anew, for another theme or width. */
+  /* Draws again for another theme or width. */
   rebuild() {
     for (const panel of this.panels) {
       panel.plot?.destroy();

@@ -1,4 +1,4 @@
-/* One card a node: what it does now, and how its KV blocks stand. */
+/* One card per node: its activity and its KV blocks. */
 import { fillBar, make, number, percent, say } from "./text.js";
 
 const cards = new Map();

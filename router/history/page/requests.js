@@ -77,7 +77,7 @@ export class Requests {
     row.button.setAttribute("aria-expanded", "false");
   }
 
-  /* One question at a time; what changes meanwhile is asked for afterwards. */
+  /* Sends one request at a time; changes in the meantime are fetched afterwards. */
   async load(row) {
     row.isStale = row.isLoading;
     if (row.isLoading) return;

@@ -1,4 +1,4 @@
-/* How numbers are written, and how elements are made. */
+/* Formats numbers and makes elements. */
 
 export const number = (value, digits = 0) => value == null ? "–"
   : value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: digits });
@@ -16,7 +16,7 @@ export function bytes(size) {
   return `${number(size, unit && size < 100 ? 1 : 0)} ${units[unit]}`;
 }
 
-/* Of bytes in milliseconds. */
+/* The rate of `size` bytes in `duration` milliseconds. */
 export function rate(size, duration) {
   if (!(duration > 0)) return "–";
   const gigabytes = size / duration / 1e6;
@@ -38,12 +38,12 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-/* Changes the document only where the text differs: layout is what costs. */
+/* Sets the text only if it differs, to avoid a layout. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/* A sentence in which `commands` stand between backticks. */
+/* Sets a sentence with `commands` between backticks. */
 export function sayWithCode(element, text) {
   if (element.textContent === text.replaceAll("`", "")) return;
   element.replaceChildren(...text.split("`").map((part, index) => (index % 2 ? make("code", {}, part) : part)));
@@ -60,7 +60,7 @@ export function place(body, rows, row) {
   body.insertBefore(row.root, byAge(rows).findLast((each) => each.one.accepted_ms <= row.one.accepted_ms)?.root ?? null);
 }
 
-/* Removes the oldest beyond `most`, but none whose detail somebody reads. */
+/* Removes the oldest rows beyond `most`, except those with an open detail. */
 export function keepNewest(rows, most) {
   for (const { one, root } of byAge(rows).slice(0, Math.max(0, rows.size - most)).filter((row) => !row.detail)) {
     root.remove();

@@ -1,0 +1,251 @@
+"""Detokenization as tokens arrive, and stop strings.
+
+A detokenizer never takes back what it returned. It works on each token's own bytes, so that a step costs what its
+tokens cost, however long the row is; its pieces concatenate to the tokenizer's own decoding of the whole row.
+
+`tokenizers.decoders.DecodeStream` does not guarantee that. It holds back text for as long as it ends with U+FFFD and
+decodes all of it again for each token (a row of 4,000 bytes 0xFF yields nothing, at 740 us a token), and it raises
+"Invalid prefix" when a byte that is not UTF-8 spoils a run of byte-fallback tokens that it has returned in part.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import tokenizers
+
+from shared.errors import ConfigError
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# A run of byte tokens is decoded at its end, because one bad byte spoils all of it. After this many bytes, whole
+# characters are returned nevertheless, and only the rest of the run can still be spoilt.
+HELD_BYTES = 64
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte, inverted (Radford et al. 2019, `bytes_to_unicode`)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+BYTE_ALPHABET = _byte_alphabet()
+
+
+class Detokenizer(Protocol):
+    """Turns one row of tokens into text, and returns text as soon as no later token can change it."""
+
+    def push(self, tokens: Iterable[int]) -> str: ...
+
+    def finish(self) -> str:
+        """Return the rest at the end of the row, with partial characters replaced as the tokenizer does."""
+
+
+class TokenVocabulary:
+    """The text or bytes that each token id stands for.
+
+    Reads the tokenizer's decoder once, and caches each token on first use; a Tokenizer owns it, any thread may use it.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        written = json.loads(tokenizer.to_str())
+        self.size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.special = frozenset(
+            number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        self._replacements: list[tuple[str, str]] = []
+        self.byte_level = False
+        self.strip_start = 0  # how many leading spaces a whole text loses
+        self._read_decoder(written["decoder"])
+        self.most_bytes = _most_bytes(written)
+        self._bytes: dict[int, bytes] = {}
+        self._pieces: dict[int, str | int | None] = {}
+
+    def _read_decoder(self, decoder: dict[str, Any] | None) -> None:
+        """Read a byte-level or byte-fallback decoder. Raises ConfigError for any other."""
+        decoder = decoder or {"type": None}
+        steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+        kinds = [step["type"] for step in steps]
+        if kinds == ["ByteLevel"]:
+            self.byte_level = True
+            return
+        if [kind for kind in kinds if kind not in ("Replace", "Strip")] != ["ByteFallback", "Fuse"]:
+            raise ConfigError(f"tokenizer.json: decoder {kinds} is not supported (byte-level or byte-fallback BPE is)")
+        for place, step in enumerate(steps):
+            if step["type"] == "Replace" and "String" in step["pattern"] and place < kinds.index("Fuse"):
+                self._replacements.append((step["pattern"]["String"], step["content"]))
+            elif step["type"] == "Strip" and step["content"] == " " and not step["stop"] and place == len(steps) - 1:
+                self.strip_start = step["start"]
+            elif step["type"] in ("Replace", "Strip"):
+                raise ConfigError(f"tokenizer.json: decoder step {step} is not supported")
+
+    def piece(self, token: int) -> str | int | None:
+        """Return a token's text, the byte of a byte-fallback token, or None for an unknown id."""
+        if token not in self._pieces:
+            self._pieces[token] = self._read_piece(self._tokenizer.id_to_token(token))
+        return self._pieces[token]
+
+    def _read_piece(self, text: str | None) -> str | int | None:
+        if text is None or self.byte_level:
+            return text
+        for pattern, content in self._replacements:
+            text = text.replace(pattern, content)
+        byte = BYTE_TOKEN.fullmatch(text)
+        return int(byte[1], 16) if byte else text
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return the token's share of the text's UTF-8, which may be part of a character."""
+        if token not in self._bytes:
+            piece = self.piece(token)
+            if piece is None or isinstance(piece, int):
+                self._bytes[token] = b"" if piece is None else bytes([piece])
+            elif self.byte_level and all(character in BYTE_ALPHABET for character in piece):
+                self._bytes[token] = bytes(BYTE_ALPHABET[character] for character in piece)
+            else:
+                self._bytes[token] = piece.encode()
+        return self._bytes[token]
+
+
+def _most_bytes(written: dict[str, Any]) -> int:
+    """Return how many bytes of a text one token can stand for, at most; 0 if there is no bound.
+
+    There is none where text is dropped or rewritten before it is split, or where a token absorbs adjacent spaces.
+    `written` is the content of tokenizer.json.
+    """
+    cutter, model, added = written["pre_tokenizer"] or {}, written["model"], written["added_tokens"]
+    # NFC turns at most 7 bytes into 2: U+1FBE U+0308 U+0301.
+    shrinks = {None: 1, "NFC": 4}.get((written["normalizer"] or {"type": None})["type"])
+    steps = cutter.get("pretokenizers", [cutter])
+    keeps_all = all(
+        step.get("type") == "ByteLevel" or (step.get("type") == "Split" and step["behavior"] != "Removed")
+        for step in steps
+    ) and any(step.get("type") == "ByteLevel" for step in steps)
+    knows_all = model.get("type") == "BPE" and BYTE_ALPHABET.keys() <= model["vocab"].keys()
+    if shrinks is None or not keeps_all or not knows_all or any(token["lstrip"] or token["rstrip"] for token in added):
+        return 0
+    return shrinks * max([*map(len, model["vocab"]), *(len(token["content"].encode()) for token in added)])
+
+
+class ByteLevelDetokenizer:
+    """For byte-level BPE (GPT-2, Llama 3, Qwen): the bytes of all tokens are one UTF-8 text."""
+
+    def __init__(self, vocabulary: TokenVocabulary, skipped: frozenset[int]) -> None:
+        self._vocabulary = vocabulary
+        self._skipped = skipped
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, tokens: Iterable[int]) -> str:
+        bytes_of = self._vocabulary.bytes_of
+        return self._decoder.decode(b"".join([bytes_of(t) for t in tokens if t not in self._skipped]))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class ByteFallbackDetokenizer:
+    """For SentencePiece-like BPE (Llama 2, Mistral, Gemma): text tokens, and runs of byte tokens between them.
+
+    A run that is not UTF-8 becomes one U+FFFD per byte, including its valid parts, as the tokenizer decodes it.
+    """
+
+    def __init__(self, vocabulary: TokenVocabulary, skipped: frozenset[int], *, at_start: bool) -> None:
+        self._vocabulary = vocabulary
+        self._skipped = skipped
+        self._strip = vocabulary.strip_start if at_start else 0
+        self._run = bytearray()
+        self._spoilt = False  # this run has returned a replacement already
+
+    def push(self, tokens: Iterable[int]) -> str:
+        out: list[str] = []
+        for token in tokens:
+            if token in self._skipped:
+                continue
+            piece = self._vocabulary.piece(token)
+            if isinstance(piece, int):
+                self._run.append(piece)
+                if len(self._run) >= HELD_BYTES:
+                    out.append(self._whole_characters())
+            elif piece is not None:
+                out += (self._end_of_run(), piece)
+        return self._stripped("".join(out))
+
+    def finish(self) -> str:
+        return self._stripped(self._end_of_run())
+
+    def _end_of_run(self) -> str:
+        run, spoilt = bytes(self._run), self._spoilt
+        self._run.clear()
+        self._spoilt = False
+        try:
+            return REPLACEMENT * len(run) if spoilt else run.decode()
+        except UnicodeDecodeError:
+            return REPLACEMENT * len(run)
+
+    def _whole_characters(self) -> str:
+        try:
+            text, used = ("", 0) if self._spoilt else codecs.utf_8_decode(self._run, "strict", False)
+        except UnicodeDecodeError:
+            text, used = "", 0
+        if not used:
+            self._spoilt = True
+            text, used = REPLACEMENT * len(self._run), len(self._run)
+        del self._run[:used]
+        return text
+
+    def _stripped(self, text: str) -> str:
+        while self._strip and text:
+            if text[0] != " ":
+                self._strip = 0
+                break
+            self._strip -= 1
+            text = text[1:]
+        return text
+
+
+class StopStrings:
+    """Ends a text at the first position where one of `stops` ends, and cuts off the longest that ends there.
+
+    The result is the same however the text is split into pieces. The shortest tail that could still become a stop
+    string is held back.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._include = include
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """Return the text that is final. After a match, which sets `matched`, nothing more may be pushed."""
+        assert self.matched is None, "text after the stop string"
+        if not self._stops:
+            return text
+        text = self._held + text
+        ends = [(at + len(s), at, s) for s in self._stops if (at := text.find(s)) >= 0]
+        if ends:
+            end, start, self.matched = min(ends)
+            self._held = ""
+            return text[: end if self._include else start]
+        cut = len(text) - self._partial(text)
+        self._held = text[cut:]
+        return text[:cut]
+
+    def finish(self) -> str:
+        """Return what was held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return held
+
+    def _partial(self, text: str) -> int:
+        """Return the length of the longest tail of `text` that begins a stop string."""
+        longest = 0
+        for stop in self._stops:
+            at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while at >= 0 and not stop.startswith(text[at:]):
+                at = text.find(stop[0], at + 1)
+            if at >= 0:
+                longest = max(longest, len(text) - at)
+        return longest

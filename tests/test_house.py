@@ -3,6 +3,7 @@
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,6 +87,70 @@ def test_functions_outside_kernels_are_short() -> None:
         for item in ast.walk(ast.parse(path.read_text()))
         if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and length(item) > MAX_FUNCTION_LINES
     ]
+
+
+MAY_IMPORT = {
+    "shared": set(),
+    "scheduler": set(),
+    "engine": {"scheduler", "shared"},
+    "node": {"engine", "scheduler", "shared"},
+    "prefill_node": {"node", "engine", "scheduler", "shared"},
+    "decode_node": {"node", "engine", "scheduler", "shared"},
+    "router": {"scheduler", "shared"},
+    "compare": {"router", "engine", "scheduler", "shared"},
+    "cluster": {"compare", "router", "node", "prefill_node", "decode_node", "engine", "scheduler", "shared"},
+    "demo": {"engine", "scheduler", "shared"},
+    "deploy": set(),
+    "benchmarks": set(ROOMS),
+}
+ROUTER_TAKES_OF_SCHEDULER = {"cost", "disaggregate", "placement", "prefix"}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Modules of the tree that a file imports anywhere: at its top, in a function, or for types only."""
+    for item in ast.walk(ast.parse(path.read_text())):
+        if isinstance(item, ast.Import):
+            names = [alias.name for alias in item.names]
+        elif isinstance(item, ast.ImportFrom) and item.module:
+            names = [f"{item.module}.{alias.name}" for alias in item.names]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[0] in ROOMS:
+                while parts and not (
+                    ROOT.joinpath(*parts).with_suffix(".py").exists() or ROOT.joinpath(*parts).is_dir()
+                ):
+                    parts.pop()
+                yield ".".join(parts)
+
+
+def test_packages_import_only_what_they_may() -> None:
+    wrong = []
+    for room in ROOMS:
+        for path in sources(room):
+            for module in imported(path):
+                other = module.split(".")[0]
+                if other != room and other not in MAY_IMPORT[room]:
+                    wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+                if room == "router" and other == "scheduler" and module.split(".")[1] not in ROUTER_TAKES_OF_SCHEDULER:
+                    wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert not wrong
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    """Lazy and type-only imports count too."""
+    graph = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): set(imported(path))
+        for room in ROOMS
+        for path in sources(room)
+        if path.name != "__init__.py"
+    }
+    order = TopologicalSorter({module: found & graph.keys() - {module} for module, found in graph.items()})
+    try:
+        order.prepare()
+    except CycleError as error:
+        raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
 
 
 def test_a_test_file_imports_no_other_test_file() -> None:

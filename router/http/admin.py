@@ -74,9 +74,7 @@ class Admin:
         others = [info for info, _, is_alive in self._pool.nodes() if is_alive and info.id != name]
         roles = {self._becoming.get(info.id, info.role) for info in others} | {role}
         if self._pool.mode == "colocated" and "decode" not in roles:
-            raise RequestError(
-                "It is the last decode node, and mode colocated uses only decode nodes.", "role", status=409
-            )
+            raise RequestError("Mode colocated uses decode nodes only, and it is the last one.", "role", status=409)
         if "decode" not in roles:
             return "no decode node is left: prefill nodes generate too"
         return "" if "prefill" in roles else "no prefill node is left: decode nodes compute prompts too"

@@ -34,7 +34,7 @@ Breaking = Callable[[Path], object]
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """The demo model, small enough to be broken anew for each case; its weights stay where they are until then."""
+    """A copy of the demo model for each case to break."""
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS):
         shutil.copyfile(DEMO / name, tmp_path / name)
     return tmp_path
@@ -261,7 +261,7 @@ WILD = {
 
 
 @pytest.mark.parametrize(("source", "complaint"), WILD.values(), ids=WILD)
-def test_a_wild_template_harms_nobody(source: str, complaint: str) -> None:
+def test_a_hostile_template_is_rejected(source: str, complaint: str) -> None:
     with pytest.raises(RequestError, match=complaint):
         rendered(ChatTemplate(source, {}, []))
 

@@ -34,7 +34,7 @@ def test_our_own_document_is_kept(app: Any) -> None:
     assert statuses[400] > CASES
 
 
-@pytest.mark.skipif(not OPENAI.is_file(), reason="OpenAI's document is not beside this checkout")
+@pytest.mark.skipif(not OPENAI.is_file(), reason="OpenAI's document is not next to this checkout")
 def test_openais_document_is_kept(app: Any) -> None:
     statuses = hold(app, asking_for(MODEL.name, openai_document()), CASES, "http://router/v1")
     assert statuses[200]

@@ -27,7 +27,7 @@ PHASES = ("router", "prefill_queue", "prefill", "transfer_exposed", "decode_queu
 
 
 class Feed:
-    """What the router would know. `steps_per_s` of each node sets how much is told."""
+    """Plays the router's state. `steps_per_s` of each node sets how many steps it has."""
 
     def __init__(self, steps_per_s: float = 40.0, seed: int = 0) -> None:
         self.random = Random(seed)

@@ -507,7 +507,7 @@ def cached(live: Cluster, key: str, prompt: list[int], **more: Any) -> int:
 
 
 @pytest.mark.parametrize("salt", [None, "pepper"])
-def test_a_tenant_finds_its_own_prompts_in_the_cache_and_nobody_elses(live: Cluster, salt: str | None) -> None:
+def test_a_tenant_finds_only_its_own_prompts_in_the_cache(live: Cluster, salt: str | None) -> None:
     """Each miss is paired with a hit of the same prompt, so that a disabled cache fails the test."""
     for number in range(3):
         prompt = [(7 * number + i * (3 if salt else 5)) % 2000 + 5 for i in range(160)]
@@ -589,7 +589,7 @@ OPEN_HEAD = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{JSON}\r\ncontent-leng
 ENDLESS = OPEN_HEAD.replace(b"content-length: 5000", b"transfer-encoding: chunked")
 
 
-async def test_who_sends_slowly_or_nothing_is_let_go(byte_level: Any) -> None:
+async def test_a_client_that_sends_slowly_or_nothing_is_disconnected(byte_level: Any) -> None:
     async with impatient(byte_level) as (port, dispatcher, _):
         said = await asyncio.gather(
             ended(port),
@@ -648,7 +648,7 @@ async def test_every_request_on_a_lost_connection_is_cancelled(byte_level: Any) 
         assert len(dispatcher.answers) == 1
 
 
-async def test_who_is_refused_while_it_sends_still_reads_why(byte_level: Any) -> None:
+async def test_a_client_that_is_rejected_while_it_sends_can_read_the_error(byte_level: Any) -> None:
     """Closing a socket with unread bytes would reset the connection, and lose the response."""
     async with impatient(byte_level, rest_s=20) as (port, _, _):
         answer = await ended(port, OPEN_HEAD.replace(b"5000", b"50000000"), *[b" " * 2**16] * 100, gap_s=0)
@@ -686,7 +686,7 @@ async def test_what_waits_on_a_connection_is_bounded(byte_level: Any, hangs: boo
         connection.transport.abort()
 
 
-async def test_a_server_that_drains_answers_whoever_has_come(byte_level: Any) -> None:
+async def test_a_draining_server_answers_connected_clients(byte_level: Any) -> None:
     async with impatient(byte_level, head_s=20.0, idle_s=20.0, drain_s=20.0) as (port, _, server):
         (idle, begun, new) = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         idle[1].write(ASKED)
@@ -702,7 +702,7 @@ async def test_a_server_that_drains_answers_whoever_has_come(byte_level: Any) ->
             writer.close()
 
 
-async def test_a_server_that_drains_waits_for_nobody_who_asks_nothing(byte_level: Any) -> None:
+async def test_a_draining_server_does_not_wait_for_idle_clients(byte_level: Any) -> None:
     async with impatient(byte_level, head_s=60.0, drain_s=0.1) as (port, _, server):
         silent = asyncio.create_task(ended(port))
         assert await wait_until(lambda: len(server.server_state.connections) == 1, 20)

@@ -1,5 +1,4 @@
-"""What the router remembers survives whatever a node says, stays as small after any number of requests, and nobody
-stands in a queue whose node is gone."""
+"""The history withstands malformed records, stays bounded after many requests, and drops the queues of lost nodes."""
 
 import json
 from typing import Any
@@ -53,7 +52,7 @@ reports = st.builds(
 
 @settings(max_examples=100)
 @given(st.lists(reports, max_size=5))
-def test_nothing_that_a_node_says_breaks_the_records_or_what_is_made_of_them(said: list[NodeUpdate]) -> None:
+def test_malformed_records_break_neither_the_history_nor_its_views(said: list[NodeUpdate]) -> None:
     records = RequestHistory()
     node = info("decode-0")
     rows: list[Any] = [(node, NodeStats(), True)]
@@ -72,7 +71,7 @@ def test_nothing_that_a_node_says_breaks_the_records_or_what_is_made_of_them(sai
     assert ring is not None
     row = ring.latest()
     assert row is not None
-    assert (row.number, row.duration_us) == (5, 100), "who said nonsense is heard on"
+    assert (row.number, row.duration_us) == (5, 100), "later records of the node are kept"
     records.ended("cmpl-a", 0, "stop")
     for made in (
         records.request("cmpl-a"),
@@ -116,8 +115,8 @@ def serve(records: RequestHistory, number: int, num_chunks: int = 2) -> None:
     attempt = f"{name}-0.0.0"
     records.accepted(name, 32, 1)
     records.placed(attempt, "prefill-0", "decode-0", "r")
-    told = [("queued", 0), ("admitted", 1), *(("transfer", 2) for _ in range(num_chunks)), ("first", 3), ("ended", 5)]
-    events = [RequestEvent(attempt, kind, at + after * MS, serial=number) for kind, after in told]
+    marks = [("queued", 0), ("admitted", 1), *(("transfer", 2) for _ in range(num_chunks)), ("first", 3), ("ended", 5)]
+    events = [RequestEvent(attempt, kind, at + after * MS, serial=number) for kind, after in marks]
     chunks = [
         StepRecord(num_chunks * number + chunk, at + MS, 900, num_prefills=1, prefill_tokens=16,
                    members=pack_ids([number, 16 * chunk, 16]))
@@ -159,7 +158,7 @@ def test_requests_of_many_chunks_are_remembered_in_smaller_number() -> None:
     assert kept == [f"cmpl-{199 - index}" for index in range(len(kept))], "the latest"
 
 
-def test_changes_are_noted_only_for_who_asks_for_them() -> None:
+def test_changes_are_recorded_only_while_they_are_watched() -> None:
     records = RequestHistory()
     serve(records, 0)
     assert records.changed(10) == []
@@ -171,7 +170,7 @@ def test_changes_are_noted_only_for_who_asks_for_them() -> None:
     assert records.changed(10) == []
 
 
-def test_nodes_that_were_not_heard_for_long_are_forgotten_when_others_come() -> None:
+def test_silent_nodes_are_dropped_when_others_join() -> None:
     now = [10**15]
     records = RequestHistory(lambda: now[0])
     for number in range(5):
@@ -199,7 +198,7 @@ def event(kind: str) -> RequestEvent:
     return RequestEvent("cmpl-1-0.0.0", kind, 0)
 
 
-def test_nobody_stands_in_a_queue_of_a_life_that_is_over() -> None:
+def test_the_queues_of_a_lost_node_are_empty() -> None:
     queues = HandoffQueues()
     for node in (P, D):
         queues.event(node, event("queued"))

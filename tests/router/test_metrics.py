@@ -87,15 +87,15 @@ def test_a_histogram_is_the_client_librarys(values):
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 2), st.integers(1, 9)), max_size=40), st.floats(0, 90))
 def test_sliding_sums_hold_the_last_seconds_and_at_most_a_slice_less(steps, wait):
     clock = Clock()
-    sliding, told = SlidingWindow(3, 60.0, num_slices=12, clock=clock), []
+    sliding, added = SlidingWindow(3, 60.0, num_slices=12, clock=clock), []
     for pause, index, amount in steps:
         clock.now += pause
         sliding.add(index, amount)
-        told.append((clock.now, index, amount))
+        added.append((clock.now, index, amount))
     clock.now += wait
     for index, total in enumerate(sliding.sums()):
-        recent = sum(amount for at, i, amount in told if i == index and at > clock.now - 55 + 1e-6)
-        any_time = sum(amount for at, i, amount in told if i == index and at >= clock.now - 60 - 1e-6)
+        recent = sum(amount for at, i, amount in added if i == index and at > clock.now - 55 + 1e-6)
+        any_time = sum(amount for at, i, amount in added if i == index and at >= clock.now - 60 - 1e-6)
         assert recent <= total <= any_time
 
 
@@ -188,7 +188,7 @@ def test_a_sample_is_good_when_its_first_token_and_the_99th_percentile_of_its_ga
     assert metrics.latency()["slo"] == {"ttft_ms": 1000, "tbt_ms": 100, "attainment": attainment}
 
 
-def test_whoever_left_before_a_late_first_token_counts_as_missed():
+def test_a_client_that_left_after_a_late_first_token_counts_as_missed():
     metrics = RequestMetrics("tiny", lambda: SloTargets(1.0, 0.0), Clock())
     for waited in (0.5, 1.5):
         metrics.ended(metrics.pace(10.0), "abort", 10.0 + waited)
@@ -212,7 +212,7 @@ def test_latency_is_the_last_minutes():
     assert latency["ttst_ms"]["p99"] == pytest.approx(100, rel=0.03)
 
 
-def test_what_the_nodes_told_of_a_request_becomes_vllms_times():
+def test_the_phases_of_a_request_become_vllms_times():
     metrics = RequestMetrics("tiny", clock=Clock())
     phases = {"router": 1, "prefill_queue": 20, "prefill": 300, "transfer_exposed": 4}
     phases |= {"decode_queue": 5, "decode": 600, "interference": 7}
@@ -255,7 +255,7 @@ class Nodes:
         self.records.subscribe(self.node_metrics)
         self.registry.register(self.node_metrics)
 
-    def told(self, node: NodeInfo, *steps: StepRecord, events: tuple[RequestEvent, ...] = (), load=None) -> None:
+    def report(self, node: NodeInfo, *steps: StepRecord, events: tuple[RequestEvent, ...] = (), load=None) -> None:
         self.records.take(node, NodeUpdate(stats=load, steps=list(steps), events=list(events)))
 
     def sample(self, name: str, engine: str, role: str) -> float:
@@ -269,7 +269,7 @@ def test_steps_are_measured_by_their_size_their_prediction_and_their_interferenc
     start = now_ns() - 1_000_000_000
     mixed = StepRecord(1, start, 8000, 1000, 10_000, prefill_tokens=60, num_prefills=1, num_decodes=4)
     alone = StepRecord(2, start + 10_000_000, 3000, num_decodes=4)
-    nodes.told(decode, mixed, alone, load=NodeStats(cost=model.packed()))
+    nodes.report(decode, mixed, alone, load=NodeStats(cost=model.packed()))
     labels = ("d0", "decode")
     assert nodes.sample("baton_interference_seconds_total", *labels) == pytest.approx(4 * 0.006)
     assert nodes.sample("vllm:iteration_tokens_total_sum", *labels) == 68
@@ -287,7 +287,7 @@ def test_pushes_and_waits_for_room_are_measured_and_a_node_that_left_is_dropped(
         RequestEvent("cmpl-1-0.0.0", "reserving", 1, 30_000, peer="d0"),
         RequestEvent("cmpl-1-0.0.0", "transfer", 2, 4_000, bytes=5000, count=2, peer="d0"),
     )
-    nodes.told(prefill, events=events)
+    nodes.report(prefill, events=events)
     assert nodes.sample("baton_decode_admission_wait_seconds_sum", "p0", "prefill") == 0.03
     assert nodes.sample("vllm:nixl_xfer_time_seconds_sum", "p0", "prefill") == 0.004
     assert nodes.sample("vllm:nixl_bytes_transferred_sum", "p0", "prefill") == 5000
@@ -322,7 +322,7 @@ def test_a_handoff_goes_through_sglangs_queues():
     assert queues.num_open == 0
 
 
-def test_the_two_nodes_may_tell_in_any_order_and_nothing_stays():
+def test_events_of_the_two_nodes_come_in_any_order_and_leave_nothing():
     stories = {node.id: [kind for each, kind, _ in STORY if each is node] for node in (P, D)}
     draw = random.Random(3)
     for order in itertools.islice(iter(lambda: draw.sample([P] * 7 + [D] * 3, 10), None), 50):
@@ -351,7 +351,7 @@ def test_the_status_shows_what_nodes_did_and_what_clients_had():
     step = StepRecord(
         1, start, 200_000, budget=256, reason="tbt", prefill_tokens=96, num_prefills=2, num_decodes=4, running=6
     )
-    nodes.told(nodes.rows[1][0], step, load=NodeStats(cost=[0.1] * 7, records_dropped=3))
+    nodes.report(nodes.rows[1][0], step, load=NodeStats(cost=[0.1] * 7, records_dropped=3))
     status = nodes.status | {"nodes": [node_status(*row) for row in nodes.rows]}
     whole = whole_status(status, nodes.records, nodes.requests)
     prefill, decode = whole["nodes"]
@@ -399,7 +399,7 @@ async def test_the_access_line_says_how_an_answer_ended(caplog, does, status, ou
 
 def exported() -> set[str]:
     nodes = Nodes()
-    nodes.told(nodes.rows[0][0], StepRecord(1, now_ns(), 1000))
+    nodes.report(nodes.rows[0][0], StepRecord(1, now_ns(), 1000))
     metrics = nodes.requests
     metrics.ended(metrics.pace(0.0), "error", 0.5)
     metrics.used("acme", 1, 1, 1)

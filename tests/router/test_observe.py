@@ -158,19 +158,19 @@ def test_requests_steps_and_their_members_are_shown() -> None:
         ("/v1/requests?limit=99999", 400, "limit"),
         ("/v1/requests/cmpl-b/timeline", 404, "id"),
         ("/v1/steps", 400, "node"),
-        ("/v1/steps?node=nobody", 404, "node"),
+        ("/v1/steps?node=unknown", 404, "node"),
         ("/v1/steps?node=prefill-0&since_ms=nan", 400, "since_ms"),
         ("/v1/steps?node=prefill-0&limit=0", 400, "limit"),
         ("/v1/steps/prefill-0/99", 404, "number"),
         ("/v1/steps/prefill-0/-1", 404, "number"),
-        ("/v1/steps/nobody/0", 404, "node"),
+        ("/v1/steps/unknown/0", 404, "node"),
         ("/trace?last=abc", 400, "last"),
         ("/trace?last=0s", 400, "last"),
         ("/trace?last=2000m", 400, "last"),
-        ("/events?node=nobody", 404, "node"),
+        ("/events?node=unknown", 404, "node"),
     ],
 )
-def test_bad_input_is_told_in_openais_form_by_its_parameter(path: str, status: int, param: str) -> None:
+def test_bad_input_is_answered_in_openais_form_with_its_parameter(path: str, status: int, param: str) -> None:
     records = RequestHistory()
     served(records)
     answer = client(records).get(path)
@@ -227,7 +227,7 @@ class Watcher:
         blocks = [dict(line.split(": ", 1) for line in block.splitlines()) for block in text.split("\n\n") if block]
         return [(block["event"], json.loads(block["data"])) for block in blocks if "event" in block]
 
-    async def hears(self, kind: str, when: Callable[[Any], bool] = lambda _: True) -> Any:
+    async def receives(self, kind: str, when: Callable[[Any], bool] = lambda _: True) -> Any:
         def found() -> list[Any]:
             return [data for name, data in self.events() if name == kind and when(data)]
 
@@ -239,54 +239,54 @@ def quick_stream(records: RequestHistory, status: Callable[[], dict[str, Any]] =
     return EventStream(records, status, tick_s=0.005, **limits)
 
 
-async def test_the_feed_tells_what_is_new_of_every_kind() -> None:
+async def test_the_stream_sends_what_is_new_of_every_kind() -> None:
     records = RequestHistory()
     feed = quick_stream(records, lambda: {"mode": "auto"})
     watcher = Watcher(feed)
-    assert (await watcher.hears("status"))["mode"] == "auto"
+    assert (await watcher.receives("status"))["mode"] == "auto"
     served(records)
-    steps = await watcher.hears("steps", lambda data: data["node"] == "prefill-0")
+    steps = await watcher.receives("steps", lambda data: data["node"] == "prefill-0")
     assert len(steps["steps"][0]) == len(FIELDS)
-    (transfer, _) = (await watcher.hears("transfers"))["transfers"]
+    (transfer, _) = (await watcher.receives("transfers"))["transfers"]
     assert (transfer["request"], transfer["from"], transfer["to"]) == ("cmpl-a", "prefill-0", "decode-0")
     assert transfer["end_ms"] - transfer["start_ms"] == pytest.approx(5, abs=0.01)
-    (changed,) = (await watcher.hears("requests"))["requests"]
+    (changed,) = (await watcher.receives("requests"))["requests"]
     assert changed["state"] == "finished"
     watcher.left.set()
     await watcher.task
     again = Watcher(feed)
-    await again.hears("status")
+    await again.receives("status")
     await asyncio.sleep(0.05)
-    assert {kind for kind, _ in again.events()} == {"status"}, "what happened before is no news"
+    assert {kind for kind, _ in again.events()} == {"status"}, "earlier events are not sent"
     feed.close()
     await again.task
 
 
-async def test_a_watcher_of_one_node_hears_its_steps_only() -> None:
+async def test_a_watcher_of_one_node_receives_only_its_steps() -> None:
     records = RequestHistory()
     served(records)
     feed = quick_stream(records)
     watcher = Watcher(feed, "node=decode-0")
-    await watcher.hears("status")
+    await watcher.receives("status")
     for name in ("prefill-0", "decode-0"):
         records.take(info(name), NodeUpdate(steps=[StepRecord(20, now_ns(), 5)]))
-    await watcher.hears("steps")
+    await watcher.receives("steps")
     assert {data["node"] for kind, data in watcher.events() if kind == "steps"} == {"decode-0"}
     feed.close()
     await watcher.task
 
 
-async def test_a_watcher_that_returns_hears_what_it_missed() -> None:
+async def test_a_watcher_that_reconnects_receives_what_it_missed() -> None:
     records = RequestHistory()
     feed = quick_stream(records)
     began = served(records)
     watcher = Watcher(feed, headers={"last-event-id": str(began // MS)})
     assert {data["node"] for kind, data in watcher.events() if kind == "steps"} <= {"prefill-0", "decode-0"}
-    assert [row[0] for row in (await watcher.hears("steps", lambda data: data["node"] == "prefill-0"))["steps"]] == [
+    assert [row[0] for row in (await watcher.receives("steps", lambda data: data["node"] == "prefill-0"))["steps"]] == [
         7,
         8,
     ]
-    assert len((await watcher.hears("transfers"))["transfers"]) == 2
+    assert len((await watcher.receives("transfers"))["transfers"]) == 2
     feed.close()
     await watcher.task
 
@@ -294,7 +294,7 @@ async def test_a_watcher_that_returns_hears_what_it_missed() -> None:
 async def test_streams_end_when_the_router_drains_or_the_client_leaves() -> None:
     feed = quick_stream(RequestHistory())
     leaving, staying = Watcher(feed), Watcher(feed)
-    await leaving.hears("status")
+    await leaving.receives("status")
     leaving.left.set()
     await asyncio.wait_for(leaving.task, 2.0)
     assert not staying.task.done()
@@ -309,21 +309,21 @@ async def test_streams_end_when_the_router_drains_or_the_client_leaves() -> None
 async def test_watchers_are_bounded_in_number() -> None:
     feed = quick_stream(RequestHistory(), max_subscribers=2)
     watchers = [Watcher(feed) for _ in range(3)]
-    await watchers[0].hears("status")
+    await watchers[0].receives("status")
     await watchers[2].task
     assert [watcher.status for watcher in watchers] == [200, 200, 503]
     feed.close()
     await asyncio.gather(*(watcher.task for watcher in watchers))
 
 
-async def test_a_watcher_that_reads_nothing_is_let_go_and_others_hear_on() -> None:
+async def test_a_watcher_that_does_not_read_is_disconnected_and_others_are_not() -> None:
     records = RequestHistory()
     feed = quick_stream(records, silent_s=0.1)
     stuck, well = Watcher(feed), Watcher(feed)
     stuck.reads.clear()
     await asyncio.wait_for(stuck.task, 5.0)
     served(records)
-    await well.hears("steps")
+    await well.receives("steps")
     feed.close()
     await well.task
 

@@ -146,7 +146,7 @@ def test_no_node_is_offered_that_the_rest_of_its_pool_could_not_do_without(busy:
     assert "baton role" not in said
 
 
-def test_who_has_a_queue_does_not_keep_up() -> None:
+def test_a_cluster_with_a_queue_does_not_keep_up() -> None:
     said = sentence(node("prefill", waiting=30, busy=0.6), node("decode", running=3, busy=0.4), running=33)
     assert said == "At work: 33 requests on 2 nodes, 50% busy, 30 queued."
 
@@ -196,7 +196,7 @@ def test_a_slow_handoff_shows_in_the_second_token() -> None:
     waits = node("decode", waiting=1, running=4, busy=0.4)
     assert "handoff" not in sentence(nodes[0], waits, running=4, **late)
     bundles = {"tbt_ms": took(0, 30), "ttst_ms": took(60, 90)}
-    assert "handoff" not in sentence(*nodes, running=4, **bundles)  # nobody can tell what a token of them waited for
+    assert "handoff" not in sentence(*nodes, running=4, **bundles)  # the wait of a single token is unknown
     assert "handoff" not in sentence(*nodes, running=4, tbt_ms=took(15, 30), ttst_ms=took(45, 90))  # within the SLO
     fast = {"tbt_ms": took(0.2, 1), "ttst_ms": took(8, 20), "slo": {"ttft_ms": 0.0, "tbt_ms": 0.0}}
     assert "handoff" not in sentence(*nodes, running=4, **fast)  # many times the usual gap, and yet nothing

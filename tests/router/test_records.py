@@ -250,8 +250,8 @@ def test_a_timeline_has_chunks_pushes_decode_and_the_cause_of_each_gap() -> None
     assert found is not None
     spans = found["spans"]
     assert isinstance(spans, list)
-    told = [(s["kind"], s["start_ms"] - BASE / MS, s["end_ms"] - BASE / MS, s["tokens"], s["cause"]) for s in spans]
-    assert told == [
+    found = [(s["kind"], s["start_ms"] - BASE / MS, s["end_ms"] - BASE / MS, s["tokens"], s["cause"]) for s in spans]
+    assert found == [
         ("queued", 2, 5, 0, "prefill queue"),
         ("chunk", 5, 15, 16, "step 0"),
         ("transfer", 12, 20, 0, "shm"),

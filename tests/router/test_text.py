@@ -61,9 +61,9 @@ def test_an_answer_goes_on_where_its_prompt_ends(library, data, text):
 def test_a_long_run_of_byte_tokens_is_not_held_to_its_end(fallback):
     detokenizer = fallback.detokenizer()
     row = [3 + byte for byte in "😀".encode() * 60]
-    told = [detokenizer.push([token]) for token in row]
-    assert "".join(told[: HELD_BYTES + 4]) != ""
-    assert "".join(told) + detokenizer.finish() == "😀" * 60
+    pieces = [detokenizer.push([token]) for token in row]
+    assert "".join(pieces[: HELD_BYTES + 4]) != ""
+    assert "".join(pieces) + detokenizer.finish() == "😀" * 60
 
 
 def test_a_long_run_that_spoils_becomes_one_replacement_a_byte_from_there_on(fallback):
@@ -98,12 +98,12 @@ def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
     include=st.booleans(),
 )
 def test_stop_strings_cut_where_a_search_of_the_whole_text_does(text, stops, cuts, include):
-    search, told = StopStrings(stops, include=include), ""
+    search, text_out = StopStrings(stops, include=include), ""
     for chunk in chunks(text, cuts):
-        told += search.push(chunk)
+        text_out += search.push(chunk)
         if search.matched is not None:
             break
-    assert (told + search.finish(), search.matched) == naive(text, stops, include)
+    assert (text_out + search.finish(), search.matched) == naive(text, stops, include)
 
 
 def test_only_the_shortest_tail_that_may_begin_a_stop_is_held():
@@ -186,7 +186,7 @@ def test_a_beginning_token_that_the_config_asks_for_is_added_once(fallback):
     ),
     composes=st.booleans(),
 )
-def test_a_text_has_no_fewer_tokens_than_is_told_before_it_is_encoded(text, composes):
+def test_the_lower_bound_of_a_texts_tokens_holds(text, composes):
     library = byte_level_tokenizer()
     if composes:
         library.normalizer = tokenizers.normalizers.NFC()
@@ -211,7 +211,7 @@ def test_what_seven_bytes_become_two_of_is_not_taken_for_more():
     assert tokenizer.least_tokens(100 * of) <= len(tokenizer.encode(100 * of, add_special_tokens=False)) == 100
 
 
-def test_nothing_is_told_where_a_token_may_stand_for_any_length(fallback):
+def test_there_is_no_lower_bound_if_a_token_may_stand_for_any_length(fallback):
     assert fallback.least_tokens("a" * 100_000) == 0  # its spaces are rewritten before they are cut
     greedy, drops, shrinks, unknown = (byte_level_tokenizer() for _ in range(4))
     greedy.add_special_tokens([tokenizers.AddedToken("<|pad|>", rstrip=True)])
@@ -220,8 +220,8 @@ def test_nothing_is_told_where_a_token_may_stand_for_any_length(fallback):
     )
     shrinks.normalizer = tokenizers.normalizers.Strip()
     unknown.pre_tokenizer = tokenizers.pre_tokenizers.Split(" ", "isolated")  # characters, not bytes: some are dropped
-    told = [Tokenizer(library, {}).least_tokens(" " * 100_000) for library in (greedy, drops, shrinks, unknown)]
-    assert told == [0, 0, 0, 0]
+    bounds = [Tokenizer(library, {}).least_tokens(" " * 100_000) for library in (greedy, drops, shrinks, unknown)]
+    assert bounds == [0, 0, 0, 0]
 
 
 def test_loading_reads_the_directory(tmp_path, byte_level):
@@ -258,7 +258,7 @@ def test_what_cannot_be_loaded_is_named(tmp_path, byte_level):
         Tokenizer.load(tmp_path)
 
 
-@pytest.mark.skipif(not STORIES.is_dir(), reason="the stories260K model is not beside this checkout")
+@pytest.mark.skipif(not STORIES.is_dir(), reason="the stories260K model is not next to this checkout")
 def test_a_real_model_encodes_as_its_own_files_say():
     tokenizer = Tokenizer.load(STORIES)
     assert tokenizer.encode("Once upon a time") == [1, 403, 407, 261, 378]

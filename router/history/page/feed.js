@@ -4,8 +4,8 @@
 const SILENT_MS = 5000, RETRY_MS = 1500;
 const KINDS = ["status", "steps", "requests"];
 
-/* `heard(kind, data)` for every event; `changed(state)` with "live" or "gone". */
-export function listen(url, heard, changed) {
+/* Calls `onEvent(kind, data)` for every event, and `changed(state)` with "live" or "gone". */
+export function listen(url, onEvent, changed) {
   let source = null, last = 0;
   const open = () => {
     source?.close();
@@ -17,7 +17,7 @@ export function listen(url, heard, changed) {
       source.addEventListener(kind, (event) => {
         last = Date.now();
         changed("live");
-        heard(kind, JSON.parse(event.data));
+        onEvent(kind, JSON.parse(event.data));
       });
     }
   };

@@ -16,11 +16,11 @@ const requests = new Requests(place("requests"));
 const transfers = new Transfers(place("transfers"), place("in-flight"));
 let paused = false;
 
-const heard = { status: showStatus, requests: showRequests };
+const handlers = { status: showStatus, requests: showRequests };
 
 listen("events", (kind, data) => {
   if (kind === "steps") lanes.add(data.node, data.steps);
-  else if (!paused) heard[kind](data);
+  else if (!paused) handlers[kind](data);
 }, (state) => {
   if (place("link").dataset.state === state) return;
   place("link").dataset.state = state;

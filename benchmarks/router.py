@@ -23,7 +23,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.result import Result, Table, free_port, median, parser, versions
-from node.router_stream import RouterStream
+from node.router_sessions import RouterStream
 from router.text.tokenizer import Tokenizer
 from shared.model_files import DEMO_MODEL
 from shared.registry import StreamAnnouncer

@@ -28,14 +28,13 @@ from engine.components import BuildOptions, build
 from engine.engine import Engine, EngineListener, StepTiming
 from engine.runner import Runner, SliceOutput, TorchRunner, row_of
 from engine.sampling import sample
-from node.node import Node
-from node.router_stream import RouterStream
+from node.output_publisher import OutputListener, OutputPublisher, PrefillProgress
+from node.recorder import StepRecorder
 from scheduler.request import Request, Step
-from scheduler.role import DECODE
 from scheduler.scheduler import Scheduler, StepLimits, StepOutput
 from shared.lifecycle import freeze_gc
 from shared.rpc.codec import encode
-from shared.rpc.messages import NodeInfo, NodeUpdate, SamplingParams
+from shared.rpc.messages import NodeUpdate, SamplingParams, TokenDelta
 
 T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0.0)
@@ -61,14 +60,27 @@ def decode(scheduler: Scheduler, count: int, context: int, steps: int) -> None:
         row.max_tokens = row.num_generated + steps
 
 
+class Outputs(OutputListener):
+    """Keeps the deltas of the last step."""
+
+    deltas: list[TokenDelta]
+
+    def on_admitted(self, request: Request) -> None: ...
+
+    def on_outputs(self, deltas: list[TokenDelta], progress: list[PrefillProgress], at_ns: int) -> None:
+        self.deltas = deltas
+
+    def on_request_failed(self, request_id: str) -> None: ...
+
+    def on_engine_failed(self, error: BaseException) -> None: ...
+
+
 class StepParts:
     """Calls a node's objects in turn and records how long each call took, in microseconds."""
 
-    def __init__(self, runner: TorchRunner, scheduler: Scheduler, count: int) -> None:
-        info = NodeInfo("d", "b" * 32, "decode", "", "m", "f", scheduler.block_tokens, 64, 2, 1 << 20, count)
-        self.node, self.outbox = Node(info, DECODE, scheduler, runner, 0.5, 8192), RouterStream()
-        self.node.sessions.streams["router"] = self.outbox
-        self.node.active.router_of.update(dict.fromkeys(scheduler.requests, "router"))
+    def __init__(self, runner: TorchRunner, scheduler: Scheduler) -> None:
+        self.publisher, self.outputs = OutputPublisher(scheduler, StepRecorder()), Outputs()
+        self.publisher.subscribe(self.outputs)
         self.runner, self.scheduler = runner, scheduler
         self.taken: dict[str, list[float]] = {part: [] for part in PARTS}
 
@@ -84,10 +96,9 @@ class StepParts:
         tokens = [output.token for output in outputs]
         events = self.timed("update", lambda: self.scheduler.update(step, tokens, failed))
         began = time.perf_counter()
-        self.node.publisher.on_step(step, events, outputs)
+        self.publisher.on_step(step, events, outputs)
         await asyncio.sleep(0)
-        deltas, self.outbox.deltas = self.outbox.deltas, []
-        encode(NodeUpdate(deltas))
+        encode(NodeUpdate(self.outputs.deltas))
         self.taken["publish"].append(1e6 * (time.perf_counter() - began))
         self.timed("records", lambda: self._record(step))
 
@@ -98,9 +109,9 @@ class StepParts:
         return found
 
     def _record(self, step: Step) -> None:
-        self.node.publisher.on_scheduled(step)
-        self.node.publisher.on_ran(StepTiming(step, 1, 1000, 1000))
-        self.node.publisher.on_turn(self.scheduler)
+        self.publisher.on_scheduled(step)
+        self.publisher.on_ran(StepTiming(step, 1, 1000, 1000))
+        self.publisher.on_turn(self.scheduler)
 
     @torch.inference_mode()
     def _logits(self, batch: Batch) -> Tensor:
@@ -176,7 +187,7 @@ async def measure_parts(runner: TorchRunner, counts: Sequence[int], context: int
     for count in counts:
         scheduler = _scheduler(count, context + steps)
         decode(scheduler, count, context, steps + 1)
-        parts = StepParts(runner, scheduler, count)
+        parts = StepParts(runner, scheduler)
         freeze_gc()
         for _ in range(steps):
             await parts.step()

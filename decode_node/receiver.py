@@ -1,51 +1,86 @@
-"""Receives handoffs: answers when there is room, checks what was written, lets the request run or gives it up."""
+"""Receives handoffs: reserves blocks, checks what was written, and lets the request run or gives it up."""
 
 import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from decode_node.reservations import Reservation, ReservationEnd, ReservationTable
-from node.node import Node
+from decode_node.reservations import LEASE_S, Reservation, ReservationEnd, ReservationTable
+from node.node import NodeServices, RpcHandler
+from node.output_publisher import PrefillProgress
 from scheduler.request import Request
+from scheduler.role import DECODE
 from shared import failpoints
 from shared.kv.channel import RESERVATION_ID_BYTES, KVChannel, is_incarnation_id
 from shared.kv.checksum import CHECKSUM_BYTES
 from shared.kv.staging import KVMemory
+from shared.lifecycle import TaskGroup
 from shared.logs import about, fields
 from shared.rpc.messages import (
     Ack,
     CommitRequest,
     PushedNotice,
+    RenewReply,
     RenewRequest,
     ReserveReply,
     ReserveRequest,
     StopRequest,
+    SubmitRequest,
     TokenDelta,
     pack_ids,
 )
 from shared.rpc.methods import COMMIT, PUSHED, RENEW, RESERVE, STOP, Rpc, unary
 
-log = logging.getLogger("baton.landing")
-TICK_S = 0.5
-MAX_TICKETS = 1 << 14  # that one writer may renew at once: far more than a pool has room for
+log = logging.getLogger("baton.handoff")
+CHECK_LEASES_S = 0.5
+MAX_RENEWED = 1 << 14  # reservations in one renewal: far more than a pool has blocks for
+MAX_CANCELLED = 1 << 12  # requests whose cancellation is remembered
 CORRUPT = "checksums differ"
+NOT_OPEN = Ack("the reservation is not open")
 
 
 class HandoffReceiver:
-    def __init__(self, node: Node, memory: KVMemory, channels: Sequence[KVChannel], timeout_s: float) -> None:
-        self._node = node
+    """The role adapter of a decode node. `channels`: best first.
+
+    Runs on the event loop; checksums are computed on a thread. Prefill nodes call its RPCs in the order reserve,
+    pushed, commit, with renewals meanwhile, or stop at any time. A request runs only after all of its rows have been
+    compared with the writer's checksums. The blocks of a handoff that failed are reused only when its writer can no
+    longer write (see `ReservationTable`).
+    """
+
+    role = DECODE
+
+    def __init__(
+        self,
+        services: NodeServices,
+        memory: KVMemory,
+        channels: Sequence[KVChannel],
+        reserve_timeout_s: float,
+        lease_s: float = LEASE_S,
+        check_leases_s: float = CHECK_LEASES_S,
+    ) -> None:
+        self._info = services.state.info
+        self._vocab_size = services.rules.vocab_size
+        self._requests = services.requests
+        self._engine = services.engine
+        self._recorder = services.recorder
+        self._counters = services.counters
         self._memory = memory
         self._channels = channels
-        self._timeout_s = timeout_s  # how long a writer may wait for room
-        self._table = ReservationTable(fenced=all(channel.fenced for channel in channels))
-        self._waiting: dict[str, asyncio.Future[Request]] = {}
-        node.on_room_found = self.on_room_found
-        node.on_abort = self.on_abort
+        self._reserve_timeout_s = reserve_timeout_s
+        self._check_leases_s = check_leases_s
+        self._table = ReservationTable(all(channel.fenced for channel in channels), lease_s)
+        self._waiting: dict[str, asyncio.Future[Request]] = {}  # for blocks, by request id
+        self._cancelled: dict[str, None] = {}  # requests that were stopped before they reserved anything
+        self._tasks = TaskGroup()
 
-    def handlers(self) -> dict[Rpc[Any, Any], Callable[[Any], Awaitable[None]]]:
+    @property
+    def is_idle(self) -> bool:
+        return not self._waiting and not len(self._table)
+
+    def handlers(self) -> Mapping[Rpc[Any, Any], RpcHandler]:
         return {
             RESERVE: unary(self.reserve),
             PUSHED: unary(self.pushed),
@@ -55,189 +90,218 @@ class HandoffReceiver:
         }
 
     def start(self) -> None:
-        self._node.tasks.start(self._watch_leases())
+        self._tasks.start(self._watch_leases())
 
     async def close(self) -> None:
-        """Its tasks are the node's."""
+        await self._tasks.close()
 
-    # ---- what writers ask ---------------------------------------------------------------------------------------
+    # ---- from prefill nodes -------------------------------------------------------------------------------------
 
     async def reserve(self, message: ReserveRequest) -> ReserveReply:
-        node, submit = self._node, message.request
+        """Register the request, wait until the scheduler has blocks for it, and reserve them for the writer."""
+        submit = message.request
         about(submit.id, submit.traceparent)
-        if message.fingerprint != node.info.fingerprint:
-            return ReserveReply(error=f"this node has {node.info.fingerprint}, the prefill node {message.fingerprint}")
+        if message.fingerprint != self._info.fingerprint:
+            return ReserveReply(error=f"this node has {self._info.fingerprint}, the prefill node {message.fingerprint}")
         if not is_incarnation_id(message.writer):
-            return ReserveReply(
-                error=f"writer is {message.writer!r:.40}: it must be a boot id of 32 hexadecimal digits"
-            )
-        waiting = asyncio.get_running_loop().create_future()
+            return ReserveReply(error=f"writer is {message.writer!r:.40}: it must be 32 hexadecimal digits")
+        if submit.id in self._cancelled:
+            return ReserveReply(error="the prefill node has cancelled this request")
+        blocks_found = asyncio.get_running_loop().create_future()
         try:
-            request = node.register(submit.router, submit, lands=True)
+            request = self._requests.register(submit.router, submit, self, receive_kv=True)
         except ValueError as error:
             return ReserveReply(error=str(error))
-        self._waiting[request.id] = waiting
+        self._waiting[request.id] = blocks_found
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await waiting
+            async with asyncio.timeout(self._reserve_timeout_s):
+                await blocks_found
         except (TimeoutError, asyncio.CancelledError):
-            node.abort(request.id)
+            self._requests.abort(request.id)
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                raise  # the writer is gone; else the request was aborted, or it is too late
-            return ReserveReply(error=f"no room within {self._timeout_s:g} s")
+                raise  # the prefill node hung up; otherwise the request was aborted, or timed out
+            return ReserveReply(error=f"no free blocks within {self._reserve_timeout_s:g} s")
         finally:
             del self._waiting[request.id]
-        if not node.owns(request.id):  # aborted after room was found, before this line ran: the blocks are gone
+        if request.id not in self._requests:  # aborted before this line ran: the blocks are gone
             return ReserveReply(error="the request was aborted")
         try:
             failpoints.reach("decode.reserved", request.id)
             return self._grant(message, request)
         except BaseException:
-            node.abort(request.id)
+            self._requests.abort(request.id)
             raise
 
     def _grant(self, message: ReserveRequest, request: Request) -> ReserveReply:
-        num_held = request.num_computed // self._node.info.block_tokens
+        num_held = request.num_computed // self._info.block_tokens
         blocks = request.blocks[num_held:]
-        ticket = secrets.token_bytes(RESERVATION_ID_BYTES)
-        landing = self._table.add(ticket, request, message.writer, blocks, time.monotonic())
+        reservation_id = secrets.token_bytes(RESERVATION_ID_BYTES)
+        reservation = self._table.add(reservation_id, request, message.writer, blocks, time.monotonic())
         if request.shared_pool:
-            landing.num_checked = len(blocks)  # nothing is sent that could differ
+            reservation.num_checked = len(blocks)  # the rows are not sent, so they cannot differ
         for channel in self._channels:
-            channel.grant(ticket, blocks)
-        cards = {channel.name: channel.descriptor() for channel in self._channels}
-        return ReserveReply(ticket, num_held, pack_ids(blocks), cards, held=pack_ids(request.blocks[:num_held]))
+            channel.grant(reservation_id, blocks)
+        descriptors = {channel.name: channel.descriptor() for channel in self._channels}
+        held = pack_ids(request.blocks[:num_held])
+        return ReserveReply(reservation_id, num_held, pack_ids(blocks), descriptors, held=held)
 
     async def pushed(self, message: PushedNotice) -> Ack:
-        landing = self._table.open(message.reservation_id)
-        if landing is None:
-            return Ack("the ticket is void")
-        error = await self._check(landing, message.checksums)
+        """Check rows while the next chunk is computed, so that the commit has only the last ones to check."""
+        reservation = self._table.open(message.reservation_id)
+        if reservation is None:
+            return NOT_OPEN
+        error = await self._check(reservation, message.checksums)
         return Ack(error, again=error == CORRUPT)
 
-    async def _check(self, landing: Reservation, sums: bytes) -> str:
-        """Compares the next rows with their checksums, on a thread. Returns what is wrong; the rows stay unchecked."""
-        first = landing.num_checked
-        last = first + len(sums) // CHECKSUM_BYTES
-        if len(sums) % CHECKSUM_BYTES or last > len(landing.blocks):
-            return f"{len(sums)} bytes are no checksums of the {len(landing.blocks) - first} rows to come"
-        found = await asyncio.to_thread(self._memory.checksums, landing.blocks[first:last])
-        if landing.num_checked != first:
-            return "rows were told twice"
-        if found != sums:
-            starts = range(0, len(sums), CHECKSUM_BYTES)
-            self._node.handoff_counters.rows_corrupt += sum(
-                found[at : at + CHECKSUM_BYTES] != sums[at : at + CHECKSUM_BYTES] for at in starts
-            )
-            return CORRUPT
-        landing.num_checked = last
-        return ""
-
     async def commit(self, message: CommitRequest) -> Ack:
-        landing = self._table.commit(message.reservation_id)
-        if landing is None:
-            return Ack("the ticket is void")
-        request = landing.request
+        """Check the last rows and let the request run, or, once, let the writer send damaged rows again."""
+        reservation = self._table.commit(message.reservation_id)
+        if reservation is None:
+            return NOT_OPEN
+        request = reservation.request
         for channel in self._channels:
             channel.revoke(message.reservation_id)
         try:
             failpoints.reach("decode.before_check", request.id)
-            error = await self._check(landing, message.checksums)
+            error = await self._check(reservation, message.checksums)
         except BaseException:
-            if not self._table.is_closed(landing):
-                self._end(self._table.reject(landing), "the commit was cut off")
+            if not self._table.is_closed(reservation):
+                self._end(self._table.reject(reservation), "the commit was interrupted")
             raise
-        if self._table.is_closed(landing):
+        if self._table.is_closed(reservation):
             return Ack("the request was aborted")
-        if error == CORRUPT and self._table.reopen(landing):
+        if error == CORRUPT and self._table.reopen(reservation):
             for channel in self._channels:
-                channel.grant(landing.reservation_id, landing.blocks[landing.num_checked :])
+                channel.grant(reservation.reservation_id, reservation.blocks[reservation.num_checked :])
             return Ack(error, again=True)
-        if error := error or self._flaw(landing, message):
-            self._end(self._table.reject(landing), f"the rows are not what the prefill node sent: {error}")
+        if error := error or self._commit_error(reservation, message):
+            self._end(self._table.reject(reservation), f"the rows are not what the prefill node sent: {error}")
             return Ack(error)
-        self._table.accept(landing)
-        self._node.recorder.event(request.id, "landed")
-        self._node.send_for(request.id, TokenDelta(request.id, handed_off=True))
-        self._node.post_for(request, lambda scheduler: scheduler.kv_received(request, message.first_token))
+        self._table.accept(reservation)
+        self._recorder.event(request.id, "landed")
+        self._requests.send(TokenDelta(request.id, handed_off=True))
+        self._requests.post_for(request, lambda scheduler: scheduler.kv_received(request, message.first_token))
         failpoints.reach("decode.landed", request.id)
         return Ack()
 
-    def _flaw(self, landing: Reservation, message: CommitRequest) -> str:
-        if landing.num_checked < len(landing.blocks):
-            return f"{len(landing.blocks) - landing.num_checked} rows were never told"
-        if not 0 <= message.first_token < self._node.vocab_size:
-            return f"token id {message.first_token} is not in the vocabulary of {self._node.vocab_size}"
+    async def _check(self, reservation: Reservation, checksums: bytes) -> str:
+        """Compare the next rows with their checksums, on a thread.
+
+        Return what is wrong, or an empty string. Rows that differ stay unchecked.
+        """
+        first = reservation.num_checked
+        last = first + len(checksums) // CHECKSUM_BYTES
+        if len(checksums) % CHECKSUM_BYTES or last > len(reservation.blocks):
+            num_left = len(reservation.blocks) - first
+            return f"{len(checksums)} bytes are not checksums of up to {num_left} remaining rows"
+        found = await asyncio.to_thread(self._memory.checksums, reservation.blocks[first:last])
+        if reservation.num_checked != first:
+            return "checksums of the same rows were sent twice"
+        if found != checksums:
+            starts = range(0, len(checksums), CHECKSUM_BYTES)
+            self._counters.rows_corrupt += sum(
+                found[at : at + CHECKSUM_BYTES] != checksums[at : at + CHECKSUM_BYTES] for at in starts
+            )
+            return CORRUPT
+        reservation.num_checked = last
+        return ""
+
+    def _commit_error(self, reservation: Reservation, message: CommitRequest) -> str:
+        if reservation.num_checked < len(reservation.blocks):
+            return f"{len(reservation.blocks) - reservation.num_checked} rows have no checksums"
+        if not 0 <= message.first_token < self._vocab_size:
+            return f"token id {message.first_token} is not in the vocabulary of {self._vocab_size}"
         return ""
 
     async def stop(self, message: StopRequest) -> Ack:
+        """End a reservation under which nothing more is written."""
         if message.request in self._waiting:
-            self._node.abort(message.request)
-        ticket = message.reservation_id or self._table.id_of(message.request)
-        self._end(self._table.stop(ticket), f"the prefill node stopped: {message.reason[:200]}")
+            self._requests.abort(message.request)
+        reservation_id = message.reservation_id or self._table.id_of(message.request)
+        if not reservation_id:
+            self._remember_cancelled(message.request)
+        self._end(self._table.stop(reservation_id), f"the prefill node stopped: {message.reason[:200]}")
         return Ack()
 
-    async def renew(self, message: RenewRequest) -> Ack:
-        data = message.reservation_ids
-        if len(data) > MAX_TICKETS * RESERVATION_ID_BYTES or len(data) % RESERVATION_ID_BYTES:
-            return Ack(f"{len(data)} bytes are not up to {MAX_TICKETS} tickets")
-        tickets = [data[at : at + RESERVATION_ID_BYTES] for at in range(0, len(data), RESERVATION_ID_BYTES)]
-        self._table.renew(message.writer, tickets, time.monotonic())
-        return Ack()
+    def _remember_cancelled(self, request_id: str) -> None:
+        """Refuse a reservation that arrives after its cancellation, late over an older connection.
 
-    # ---- what the node tells ------------------------------------------------------------------------------------
+        The prefill node would never learn of that reservation, nor stop it.
+        """
+        self._cancelled[request_id] = None
+        if len(self._cancelled) > MAX_CANCELLED:
+            del self._cancelled[next(iter(self._cancelled))]
 
-    def on_room_found(self, request: Request) -> None:
+    async def renew(self, message: RenewRequest) -> RenewReply:
+        """Renew leases. Report what is in quarantine until the writer stops it."""
+        data, size = message.reservation_ids, RESERVATION_ID_BYTES
+        if len(data) > MAX_RENEWED * size or len(data) % size:
+            return RenewReply(f"{len(data)} bytes are not up to {MAX_RENEWED} reservation ids")
+        reservation_ids = [data[at : at + size] for at in range(0, len(data), size)]
+        self._table.renew(message.writer, reservation_ids, time.monotonic())
+        quarantined = b"".join(self._table.quarantined(message.writer))
+        return RenewReply("", self._table.has(message.writer), quarantined)
+
+    # ---- from the node ------------------------------------------------------------------------------------------
+
+    def on_submit(self, submit: SubmitRequest, request: Request) -> None:
+        """A decode node sends no KV."""
+
+    def on_admitted(self, request: Request) -> None:
         waiting = self._waiting.get(request.id)
         if waiting is not None and not waiting.done():
             waiting.set_result(request)
 
-    def on_abort(self, identity: str) -> bool:
-        if (waiting := self._waiting.get(identity)) is not None:
+    def on_progress(self, progress: PrefillProgress) -> None:
+        """A decode node sends no KV."""
+
+    def on_abort(self, request_id: str) -> bool:
+        if (waiting := self._waiting.get(request_id)) is not None:
             waiting.cancel()
-        ending = self._table.abort(identity)
-        if ending is None:
+        end = self._table.abort(request_id)
+        if end is None:
             return False
-        self._release(ending)
+        self._release(end)
         return True
 
     def on_writer_lost(self, writer: str) -> None:
-        """The channel's news that a writer's process ended, or closed its mapping of this pool."""
         if not self._table.has(writer) or self._can_write(writer):
             return
-        for ending in self._table.writer_lost(writer):
-            self._end(ending, "the prefill node is gone")
+        for end in self._table.writer_lost(writer):
+            self._end(end, "the prefill node is gone")
 
     async def _watch_leases(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
-            for ending in self._table.expired(time.monotonic(), self._can_write):
-                self._end(ending, "its lease ended")
+            await asyncio.sleep(self._check_leases_s)
+            for end in self._table.expired(time.monotonic(), self._can_write):
+                self._end(end, "its lease expired")
 
     def _can_write(self, writer: str) -> bool:
-        """Whether a writer that is taken for dead could still write. If not, it never can again: it may only have
-        been frozen, and would go on with rows that are somebody else's by then."""
+        """Fence a writer that seems dead; return True if that failed because it is connected.
+
+        The writer may only be frozen. Without the fence it could resume and overwrite blocks that have since been
+        reassigned.
+        """
         return not all(channel.fenced or channel.fence_writer(writer) for channel in self._channels)
 
-    # ---- endings ------------------------------------------------------------------------------------------------
+    # ---- ends ---------------------------------------------------------------------------------------------------
 
-    def _end(self, ending: ReservationEnd | None, reason: str) -> None:
-        if ending is None:
+    def _end(self, end: ReservationEnd | None, reason: str) -> None:
+        if end is None:
             return
-        identity = ending.reservation.request.id
-        if not ending.quarantined:
-            log.warning("landing of %s ended: %s", identity, reason, extra=fields(request=identity))
-            self._node.send_for(identity, TokenDelta(identity, error=f"landing: {reason}", retry=True))
-            self._node.finish(identity, f"landing: {reason}")
-        self._release(ending)
+        request_id = end.reservation.request.id
+        if not end.quarantined:
+            log.warning("handoff of %s ended: %s", request_id, reason, extra=fields(request=request_id))
+            self._requests.send(TokenDelta(request_id, error=f"handoff: {reason}", retry=True))
+            self._requests.finish(request_id, f"handoff: {reason}")
+        self._release(end)
 
-    def _release(self, ending: ReservationEnd) -> None:
-        landing = ending.reservation
+    def _release(self, end: ReservationEnd) -> None:
+        reservation = end.reservation
         for channel in self._channels:
-            channel.revoke(landing.reservation_id)
-        post = self._node.engine.post
-        if ending.quarantined:
-            post(lambda scheduler: scheduler.pool.clear(landing.blocks))
+            channel.revoke(reservation.reservation_id)
+        if end.quarantined:
+            self._engine.post(lambda scheduler: scheduler.pool.clear(reservation.blocks))
         else:
-            post(lambda scheduler: scheduler.abort(landing.request, writer_stopped=ending.safe))
+            self._engine.post(lambda scheduler: scheduler.abort(reservation.request, writer_stopped=end.safe))

@@ -1,8 +1,8 @@
-"""The decode node's side of handoffs: blocks that are promised to a writer and not yet a request's.
+"""The decode node's side of handoffs: blocks reserved for a writer, until they belong to a request that may run.
 
-A table of tickets without I/O or clock: what happens goes in with the time, what is to be done comes out. Blocks of
-a landing that ends badly may be used again only when its writer cannot write any more: it said so, it is known dead,
-or the channel drops what comes too late (`fenced`). Until then they are in quarantine.
+A table without I/O or clock: events go in with the time, what to do comes out. After a handoff that fails, its blocks
+may be reused only when the writer can no longer write: it said that it stopped, it is known to be dead, or the channel
+drops late rows (`fenced`). Until then they are in quarantine.
 """
 
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from enum import Enum
 
 from scheduler.request import Request
 
-LEASE_S = 9.0  # with the second that may pass until its end is seen, nothing is held for a dead writer beyond 10 s
+LEASE_S = 9.0  # plus up to a second until its end is noticed: nothing is held for a dead writer beyond 10 s
 
 
 class ReservationPhase(Enum):
     OPEN = "open"  # the writer may write
     CHECKING = "checking"  # committed; the rows are being compared with their checksums
-    LANDED = "landed"
+    COMMITTED = "committed"  # the blocks are the request's
     QUARANTINED = "quarantined"  # given up, and the writer may still write
     CLOSED = "closed"
 
@@ -26,9 +26,9 @@ LEGAL: dict[ReservationPhase, frozenset[ReservationPhase]] = {
     ReservationPhase.OPEN: frozenset(
         {ReservationPhase.CHECKING, ReservationPhase.QUARANTINED, ReservationPhase.CLOSED}
     ),
-    ReservationPhase.CHECKING: frozenset({ReservationPhase.OPEN, ReservationPhase.LANDED, ReservationPhase.CLOSED}),
+    ReservationPhase.CHECKING: frozenset({ReservationPhase.OPEN, ReservationPhase.COMMITTED, ReservationPhase.CLOSED}),
     ReservationPhase.QUARANTINED: frozenset({ReservationPhase.CLOSED}),
-    ReservationPhase.LANDED: frozenset(),
+    ReservationPhase.COMMITTED: frozenset(),
     ReservationPhase.CLOSED: frozenset(),
 }
 
@@ -37,22 +37,24 @@ LEGAL: dict[ReservationPhase, frozenset[ReservationPhase]] = {
 class Reservation:
     reservation_id: bytes
     request: Request
-    writer: str
-    blocks: list[int]  # promised to the writer
+    writer: str  # incarnation id of the prefill node
+    blocks: list[int]  # reserved for the writer
     lease_expires: float
-    num_checked: int = 0  # of `blocks`, whose rows are what the writer sent
+    num_checked: int = 0  # leading `blocks` whose rows match their checksums
     phase: ReservationPhase = ReservationPhase.OPEN
-    is_repeated: bool = False  # rows came damaged at the commit, and may be written once more
+    is_repeated: bool = False  # rows were damaged at the commit, and may be written once more
 
     def move_to(self, phase: ReservationPhase) -> None:
-        assert phase in LEGAL[self.phase], f"landing: {self.phase} -> {phase} is not a legal transition"
+        assert phase in LEGAL[self.phase], f"reservation: {self.phase} -> {phase} is not a legal transition"
         self.phase = phase
 
 
 @dataclass(frozen=True, slots=True)
 class ReservationEnd:
-    """A landing that ended badly. `safe`: nobody can write its blocks any more. `quarantined`: they were given up
-    before, and only now become safe."""
+    """A reservation that failed. `safe`: its blocks can no longer be written.
+
+    `quarantined`: the request was given up earlier, and its blocks become safe only now.
+    """
 
     reservation: Reservation
     safe: bool
@@ -60,113 +62,130 @@ class ReservationEnd:
 
 
 class ReservationTable:
-    def __init__(self, fenced: bool) -> None:
+    """The reservations of one decode node, by id and by request.
+
+    Belongs to the `HandoffReceiver`, on the event loop. A reservation leaves the table when it is committed or when
+    its blocks are safe; a method that ends one returns it as `ReservationEnd` exactly once as safe. `fenced`: the
+    channels drop rows that are written under an unknown reservation.
+    """
+
+    def __init__(self, fenced: bool, lease_s: float = LEASE_S) -> None:
         self._fenced = fenced
-        self._by_ticket: dict[bytes, Reservation] = {}
+        self._lease_s = lease_s
+        self._by_id: dict[bytes, Reservation] = {}
         self._by_request: dict[str, Reservation] = {}
 
     def __len__(self) -> int:
-        return len(self._by_ticket)
+        return len(self._by_id)
 
-    def add(self, ticket: bytes, request: Request, writer: str, blocks: list[int], now: float) -> Reservation:
-        """The blocks are the writer's until the lease ends, unless it is renewed."""
-        assert ticket not in self._by_ticket
-        landing = Reservation(ticket, request, writer, blocks, now + LEASE_S)
-        self._by_ticket[ticket] = self._by_request[request.id] = landing
-        return landing
+    def add(self, reservation_id: bytes, request: Request, writer: str, blocks: list[int], now: float) -> Reservation:
+        """Reserve blocks for the writer until the lease ends, unless it is renewed."""
+        assert reservation_id not in self._by_id
+        reservation = Reservation(reservation_id, request, writer, blocks, now + self._lease_s)
+        self._by_id[reservation_id] = self._by_request[request.id] = reservation
+        return reservation
 
-    def renew(self, writer: str, tickets: list[bytes], now: float) -> None:
-        """The writer lives. Tickets that are not its own, or over, are ignored."""
-        for ticket in tickets:
-            landing = self._by_ticket.get(ticket)
-            if landing is not None and landing.writer == writer:
-                landing.lease_expires = max(landing.lease_expires, now + LEASE_S)
+    def renew(self, writer: str, reservation_ids: list[bytes], now: float) -> None:
+        """Renew leases. Ignore reservations that are another writer's, or over."""
+        for reservation_id in reservation_ids:
+            reservation = self._by_id.get(reservation_id)
+            if reservation is not None and reservation.writer == writer:
+                reservation.lease_expires = max(reservation.lease_expires, now + self._lease_s)
 
-    def open(self, ticket: bytes) -> Reservation | None:
-        """The landing whose writer may write; None: the ticket is void."""
-        landing = self._by_ticket.get(ticket)
-        return landing if landing is not None and landing.phase is ReservationPhase.OPEN else None
+    def open(self, reservation_id: bytes) -> Reservation | None:
+        """Return the reservation if its writer may write."""
+        reservation = self._by_id.get(reservation_id)
+        return reservation if reservation is not None and reservation.phase is ReservationPhase.OPEN else None
 
     def id_of(self, request_id: str) -> bytes:
-        """Empty when no landing of it is here."""
-        landing = self._by_request.get(request_id)
-        return landing.reservation_id if landing is not None else b""
+        """Return the id of the request's reservation, or an empty one."""
+        reservation = self._by_request.get(request_id)
+        return reservation.reservation_id if reservation is not None else b""
 
-    def commit(self, ticket: bytes) -> Reservation | None:
-        """The writer has written all and will write no more; None: the ticket is void."""
-        landing = self.open(ticket)
-        if landing is not None:
-            landing.move_to(ReservationPhase.CHECKING)
-        return landing
+    def commit(self, reservation_id: bytes) -> Reservation | None:
+        """The writer has written everything and writes no more. Return None if the reservation is not open."""
+        reservation = self.open(reservation_id)
+        if reservation is not None:
+            reservation.move_to(ReservationPhase.CHECKING)
+        return reservation
 
     @staticmethod
-    def reopen(landing: Reservation) -> bool:
-        """Whether the writer may write the unchecked rows once more, and commit again."""
-        if landing.is_repeated:
+    def reopen(reservation: Reservation) -> bool:
+        """Let the writer write the unchecked rows once more, and commit again. Return False the second time."""
+        if reservation.is_repeated:
             return False
-        landing.is_repeated = True
-        landing.move_to(ReservationPhase.OPEN)
+        reservation.is_repeated = True
+        reservation.move_to(ReservationPhase.OPEN)
         return True
 
     @staticmethod
-    def is_closed(landing: Reservation) -> bool:
-        return landing.phase is ReservationPhase.CLOSED
+    def is_closed(reservation: Reservation) -> bool:
+        return reservation.phase is ReservationPhase.CLOSED
 
-    def accept(self, landing: Reservation) -> None:
-        landing.move_to(ReservationPhase.LANDED)
-        self._drop(landing)
+    def accept(self, reservation: Reservation) -> None:
+        """The rows are what the writer sent: the blocks are the request's."""
+        reservation.move_to(ReservationPhase.COMMITTED)
+        self._drop(reservation)
 
-    def reject(self, landing: Reservation) -> ReservationEnd:
-        """Its rows are not what the writer sent; it has stopped writing."""
-        return self._close(landing)
+    def reject(self, reservation: Reservation) -> ReservationEnd:
+        """The rows are not what the writer sent; it has stopped writing."""
+        return self._close(reservation)
 
-    def stop(self, ticket: bytes) -> ReservationEnd | None:
-        """The writer gives up and writes no more. None: nothing was left to end, or it is being checked."""
-        landing = self._by_ticket.get(ticket)
-        if landing is None or landing.phase is ReservationPhase.CHECKING:
+    def stop(self, reservation_id: bytes) -> ReservationEnd | None:
+        """The writer gave up and writes no more. Return None if nothing is left to end, or it is being checked."""
+        reservation = self._by_id.get(reservation_id)
+        if reservation is None or reservation.phase is ReservationPhase.CHECKING:
             return None
-        return self._close(landing)
+        return self._close(reservation)
 
     def abort(self, request_id: str) -> ReservationEnd | None:
-        """The request is over while its KV is on its way. None: no landing of it is open."""
-        landing = self._by_request.get(request_id)
-        if landing is None or landing.phase is ReservationPhase.QUARANTINED:
+        """The request ended while its KV was being sent. Return None if it has no open reservation."""
+        reservation = self._by_request.get(request_id)
+        if reservation is None or reservation.phase is ReservationPhase.QUARANTINED:
             return None
-        if self._fenced or landing.phase is ReservationPhase.CHECKING:
-            return self._close(landing)
-        landing.move_to(ReservationPhase.QUARANTINED)
-        return ReservationEnd(landing, safe=False)
+        if self._fenced or reservation.phase is ReservationPhase.CHECKING:
+            return self._close(reservation)
+        reservation.move_to(ReservationPhase.QUARANTINED)
+        return ReservationEnd(reservation, safe=False)
 
     def expired(self, now: float, can_write: Callable[[str], bool]) -> list[ReservationEnd]:
-        """Landings whose writer renewed nothing for a lease. `can_write(writer)`: it is connected to this pool."""
-        endings: list[ReservationEnd] = []
-        for landing in [entry for entry in self._by_ticket.values() if entry.lease_expires < now]:
-            if landing.phase is ReservationPhase.CHECKING:
+        """End the reservations whose lease is over. `can_write(writer)`: it is connected to this node's pool."""
+        ends: list[ReservationEnd] = []
+        for reservation in [entry for entry in self._by_id.values() if entry.lease_expires < now]:
+            if reservation.phase is ReservationPhase.CHECKING:
                 continue
-            ending = self.abort(landing.request.id) if can_write(landing.writer) else self._close(landing)
-            if ending is not None:
-                endings.append(ending)
-        return endings
+            end = self.abort(reservation.request.id) if can_write(reservation.writer) else self._close(reservation)
+            if end is not None:
+                ends.append(end)
+        return ends
 
     def has(self, writer: str) -> bool:
-        """Whether rows are promised to this writer. Walks all landings: rare."""
-        return any(landing.writer == writer for landing in self._by_ticket.values())
+        """Return whether blocks are reserved for this writer. Walks all reservations."""
+        return any(reservation.writer == writer for reservation in self._by_id.values())
+
+    def quarantined(self, writer: str) -> list[bytes]:
+        """Ids of this writer's reservations that were given up, and that it has not stopped. Walks all reservations."""
+        return [
+            reservation_id
+            for reservation_id, entry in self._by_id.items()
+            if entry.writer == writer and entry.phase is ReservationPhase.QUARANTINED
+        ]
 
     def writer_lost(self, writer: str) -> list[ReservationEnd]:
-        """The writer's process is gone, or can reach this pool no more."""
-        gone = [
+        """The writer's process has ended, or can no longer reach this node's pool."""
+        lost = [
             entry
-            for entry in self._by_ticket.values()
+            for entry in self._by_id.values()
             if entry.writer == writer and entry.phase is not ReservationPhase.CHECKING
         ]
-        return [self._close(entry) for entry in gone]
+        return [self._close(entry) for entry in lost]
 
-    def _close(self, landing: Reservation) -> ReservationEnd:
-        quarantined = landing.phase is ReservationPhase.QUARANTINED
-        landing.move_to(ReservationPhase.CLOSED)
-        self._drop(landing)
-        return ReservationEnd(landing, safe=True, quarantined=quarantined)
+    def _close(self, reservation: Reservation) -> ReservationEnd:
+        quarantined = reservation.phase is ReservationPhase.QUARANTINED
+        reservation.move_to(ReservationPhase.CLOSED)
+        self._drop(reservation)
+        return ReservationEnd(reservation, safe=True, quarantined=quarantined)
 
-    def _drop(self, landing: Reservation) -> None:
-        del self._by_ticket[landing.reservation_id]
-        self._by_request.pop(landing.request.id, None)
+    def _drop(self, reservation: Reservation) -> None:
+        del self._by_id[reservation.reservation_id]
+        self._by_request.pop(reservation.request.id, None)

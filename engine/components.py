@@ -21,7 +21,8 @@ from engine.linear.selection import linear_on_cpu
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, load_model
 from engine.runner import Runner, TorchRunner
-from engine.weights import fingerprint
+from engine.startup import stage
+from engine.weights import fingerprint, weight_bytes
 from shared.kv.layout import HOST_KV_BYTES, KVLayout
 from shared.kv.memory import HostMemory
 from shared.kv_gpu.pool import PoolClient
@@ -29,6 +30,7 @@ from shared.model_files import resolve
 
 HASH_LAYERS = 2  # of the testing model that hashes instead of computing
 CPU_BLOCK_TOKENS = 16
+SMALLER_MODEL = "take a smaller model, or fewer bits for its weights (--weight-dtype bfloat16, --quantization int8)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,11 @@ class EngineComponents:
 def build(options: BuildOptions, borrowed: PoolClient | None = None) -> EngineComponents:
     """`borrowed`: to compute in, instead of KV memory of its own. Raises ValueError, with the fix in the message, when
     the model, the memory or the device cannot be had."""
+    with stage(f"--device {options.device}", "free memory on it, or choose another"):
+        return _build(options, borrowed)
+
+
+def _build(options: BuildOptions, borrowed: PoolClient | None) -> EngineComponents:
     path = resolve(options.model)
     config = ModelConfig.from_directory(path)
     max_model_len = options.max_model_len or config.max_position_embeddings
@@ -142,7 +149,8 @@ def _torch_runner(
     map_large_blocks()
     # On a thread that ends: its team of OpenMP threads goes with it. A second team in the process makes more
     # threads than cores, and libgomp then lets every team sleep between two products, at 50 us for each.
-    with ThreadPoolExecutor(1) as loading:
+    loads = stage(f"loading {weight_bytes(path) / 2**30:.1f} GiB of weights", SMALLER_MODEL)
+    with ThreadPoolExecutor(1) as loading, loads:
         linear, model = loading.submit(_load_on_cpu, options, path).result()
     give_back()
     keep_large_blocks()

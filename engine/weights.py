@@ -63,6 +63,11 @@ def _inside(directory: Path, name: str) -> Path:
     return file
 
 
+def weight_bytes(directory: Path) -> int:
+    """Return the size of the weights on disk. Raises ValueError as `weight_files` does."""
+    return sum(file.stat().st_size for file in weight_files(directory))
+
+
 def stored_dtype(directory: Path) -> str:
     """torch's name of the dtype of the first matrix. Raises ValueError as `Checkpoint` does."""
     for file in weight_files(directory):

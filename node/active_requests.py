@@ -1,39 +1,268 @@
-"""Which requests are here, whose each is, and how many tokens they brought: no more than a node can hold.
+"""The requests in progress on this node: registration within limits, commands to the engine, and every way to end."""
 
-It is the event loop's alone. What a request is to compute stands in its router's outbox, not here.
-"""
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
-MAX_REQUESTS = 8192  # here at once; more had better wait at their routers
-MAX_TOKENS = 1 << 23  # of all requests here, as they came: with 36 bytes each, 300 MB …
-MAX_POOLS = 16  # … or as many as fit that many pools
+from engine.engine import INTERNAL, Engine
+from node.recorder import StepRecorder
+from node.router_sessions import RouterSessions
+from node.stats import NodeState
+from node.validation import check_submit
+from scheduler.request import Request
+from scheduler.scheduler import Scheduler
+from shared import failpoints
+from shared.clock import now_ns
+from shared.logs import fields
+from shared.rpc.messages import SubmitRequest, TokenDelta, unpack_ids
+
+log = logging.getLogger("baton.node")
+MAX_REQUESTS = 8192  # more had better wait at their routers
+MAX_TOKENS = 1 << 23  # of all requests as they were submitted: at 36 bytes each, 300 MB
+MAX_POOLS = 16  # or as many tokens as fill this many KV pools of the node, if that is more
 
 
 class OverloadedError(ValueError):
-    """This node does not take the request now; another one may."""
+    """This node does not accept the request now; another one may."""
+
+
+class RequestOwner(Protocol):
+    """Takes part in ending a request: the role adapter, while the request's KV is sent or received."""
+
+    def on_abort(self, request_id: str) -> bool:
+        """Handle an abort. Return True if the owner returns the request's blocks to the scheduler itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRules:
+    """What this node accepts, and how it computes it."""
+
+    vocab_size: int
+    share_prefixes: bool = True
+    shared_pool: bool = False  # handoffs move nothing: a prefill node computes in the decode node's pool
+    max_requests: int = MAX_REQUESTS
+    max_tokens: int | None = None  # default: `MAX_TOKENS`, or `MAX_POOLS` pools if that is more
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveRequest:
+    """One request in progress. `num_tokens` is its size when it was submitted."""
+
+    request: Request
+    router: str
+    num_tokens: int
+    owner: RequestOwner | None
 
 
 class ActiveRequests:
-    def __init__(self, pool_tokens: int) -> None:
-        self.router_of: dict[str, str] = {}
-        self.num_tokens = 0
-        self.max_tokens = max(MAX_TOKENS, MAX_POOLS * pool_tokens)
-        self._sizes: dict[str, int] = {}  # tokens of each request, as it came; `num_tokens` is their sum
+    """The requests in progress, by id.
 
-    def check(self, identity: str, num_tokens: int) -> None:
-        """Raises ValueError when the id is taken, BusyError when there is no room for one more."""
-        if identity in self.router_of:
-            raise ValueError(f"request {identity} is already here")
-        if len(self.router_of) >= MAX_REQUESTS or self.num_tokens + num_tokens > self.max_tokens:
+    Used by the node and its role adapter, on the event loop; what concerns the scheduler is posted to the engine's
+    thread, in order. A request is registered once and ends once: whichever of finish, failure and abort comes first
+    removes its entry, and the others do nothing. An exception in code that serves one request fails that request
+    alone, as "internal".
+    """
+
+    def __init__(
+        self,
+        state: NodeState,
+        engine: Engine,
+        sessions: RouterSessions,
+        recorder: StepRecorder,
+        rules: RequestRules,
+    ) -> None:
+        self.num_tokens = 0  # of all entries
+        self._entries: dict[str, ActiveRequest] = {}
+        self._state = state
+        self._engine = engine
+        self._sessions = sessions
+        self._recorder = recorder
+        self._rules = rules
+        pool_tokens = state.info.num_blocks * state.info.block_tokens
+        self._max_tokens = rules.max_tokens or max(MAX_TOKENS, MAX_POOLS * pool_tokens)
+        self._loop = asyncio.get_running_loop()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._entries
+
+    def is_from(self, router: str, request_id: str) -> bool:
+        entry = self._entries.get(request_id)
+        return entry is not None and entry.router == router
+
+    # ---- start --------------------------------------------------------------------------------------------------
+
+    def register(
+        self,
+        router: str,
+        submit: SubmitRequest,
+        owner: RequestOwner | None = None,
+        *,
+        send_kv: bool = False,
+        receive_kv: bool = False,
+    ) -> Request:
+        """Register a request and give it to the engine, or, if it borrows another node's blocks, leave that to
+        `enqueue`.
+
+        Raises ValueError when the request is malformed or its router is not attached, and OverloadedError when
+        another node may accept it.
+        """
+        log.debug("request received", extra=fields(request=submit.id, traceparent=submit.traceparent))
+        if not self._sessions.is_attached(router):
+            raise ValueError("its router is not attached here")
+        if refusal := self._state.refusal:
+            raise OverloadedError(refusal)
+        rules = self._rules
+        tokens = check_submit(submit, self._state.info.max_model_len, rules.vocab_size)
+        self._check_limits(submit.id, len(tokens))
+        shares = submit.share_prefix and rules.share_prefixes
+        request = Request(
+            submit.id,
+            tokens,
+            submit.num_prompt,
+            submit.max_tokens,
+            min_tokens=submit.min_tokens,
+            stop_tokens=frozenset(unpack_ids(submit.stop_tokens)),
+            salt=submit.salt if shares else submit.salt + b"\0" + submit.id.encode(),
+            priority=submit.priority,
+            receive_kv=receive_kv,
+            send_kv=send_kv,
+            shared_pool=rules.shared_pool and (receive_kv or send_kv),
+            needs_prompt_logprobs=submit.sampling.prompt_logprobs is not None,
+            sampling=submit.sampling,
+        )
+        self._entries[request.id] = ActiveRequest(request, router, len(tokens), owner)
+        self.num_tokens += len(tokens)
+        try:
+            failpoints.reach("node.taken", request.id)
+            if not request.borrows_blocks:
+                self.enqueue(request)
+        except BaseException:
+            self._pop(request.id)
+            raise
+        return request
+
+    def _check_limits(self, request_id: str, num_tokens: int) -> None:
+        if request_id in self._entries:
+            raise ValueError(f"request {request_id} is already here")
+        if len(self._entries) >= self._rules.max_requests or self.num_tokens + num_tokens > self._max_tokens:
             raise OverloadedError(
-                f"this node has {len(self.router_of)} requests of {self.num_tokens} tokens: no more fit"
+                f"this node has {len(self._entries)} requests of {self.num_tokens} tokens: no more fit"
             )
 
-    def put(self, identity: str, router: str, num_tokens: int) -> None:
-        self.router_of[identity] = router
-        self._sizes[identity] = num_tokens
-        self.num_tokens += num_tokens
+    def enqueue(self, request: Request) -> None:
+        """Give a registered request to the engine."""
+        received_ns = now_ns()
 
-    def pop(self, identity: str) -> str | None:
-        """Returns whose it was; None when it is not here."""
-        self.num_tokens -= self._sizes.pop(identity, 0)
-        return self.router_of.pop(identity, None)
+        def add(scheduler: Scheduler) -> None:
+            try:
+                scheduler.add(request)
+                self._recorder.added(request, received_ns)
+            except ValueError as error:
+                self._recorder.event(request.id, "queued", received_ns, count=len(request.tokens))
+                self._loop.call_soon_threadsafe(self.fail, request.id, str(error), False)
+
+        self.post_for(request, add)
+
+    def post_for(self, request: Request, command: Callable[[Scheduler], object]) -> None:
+        """Run a command on the engine's thread; if it raises, only `request` fails."""
+
+        def guarded(scheduler: Scheduler) -> None:
+            try:
+                command(scheduler)
+            except Exception:
+                log.exception("request %s failed", request.id)
+                self._loop.call_soon_threadsafe(self.fail, request.id, INTERNAL, False)
+
+        self._engine.post(guarded)
+
+    def guard(self, request_id: str, call: Callable[..., object], *args: object) -> None:
+        """Call a function; if it raises, only this request fails."""
+        try:
+            call(*args)
+        except Exception:
+            log.exception("request %s failed", request_id)
+            self.fail(request_id, INTERNAL, retry=False)
+
+    # ---- output -------------------------------------------------------------------------------------------------
+
+    def send(self, delta: TokenDelta) -> None:
+        """Send a delta to the request's router; drop it if the request is over."""
+        entry = self._entries.get(delta.id)
+        if entry is not None:
+            self.send_to(entry.router, delta)
+
+    def send_to(self, router: str, delta: TokenDelta) -> None:
+        """Send a delta to a router. A router that has stopped reading loses its requests."""
+        if not self._sessions.send(router, delta):
+            self.abort_router(router)
+
+    # ---- end ----------------------------------------------------------------------------------------------------
+
+    def finish(self, request_id: str, reason: str, at_ns: int | None = None) -> Request | None:
+        """Remove a request that ended at `at_ns`, by default now. The scheduler knows, or the caller posts it."""
+        entry = self._pop(request_id)
+        if entry is None:
+            return None
+        self._recorder.event(request_id, "ended", at_ns, reason=reason)
+        return entry.request
+
+    def fail(self, request_id: str, reason: str, retry: bool) -> None:
+        """Report to the router that this node does not finish the request, and abort it.
+
+        With `retry`, another node may succeed.
+        """
+        self.send(TokenDelta(request_id, error=reason, retry=retry))
+        self.abort(request_id, reason)
+
+    def fail_all(self, reason: str) -> int:
+        """Hand every request back to its router, to be retried on another node. Return their number."""
+        request_ids = list(self._entries)
+        for request_id in request_ids:
+            self.fail(request_id, reason, retry=True)
+        return len(request_ids)
+
+    def abort_router(self, router: str) -> None:
+        """Abort all requests of a router."""
+        for request_id in [key for key, entry in self._entries.items() if entry.router == router]:
+            self.abort(request_id)
+
+    def abort(self, request_id: str, reason: str = "aborted") -> None:
+        """End a request in any state; does nothing if it is over."""
+        at_ns = now_ns()
+        entry = self._pop(request_id)
+        if entry is None:
+            return
+        writer_stopped = True
+        try:
+            is_handled = entry.owner is not None and entry.owner.on_abort(request_id)
+        except Exception:
+            log.exception("aborting request %s failed", request_id)
+            # A writer may still be active: keep the blocks forever rather than reuse them too early.
+            is_handled = writer_stopped = False
+        if is_handled:
+            self._recorder.event(request_id, "ended", at_ns, reason=reason)
+            return
+
+        def end(scheduler: Scheduler) -> None:
+            scheduler.abort(entry.request, writer_stopped=writer_stopped)
+            self._recorder.event(request_id, "ended", at_ns, reason=reason)  # after "queued", which this thread records
+
+        self._engine.post(end)
+
+    def release(self, request: Request) -> "asyncio.Future[None]":
+        """Abort a request in the scheduler. Done once no launched step computes it, so that its blocks are at rest."""
+        done: asyncio.Future[None] = self._loop.create_future()
+        publisher = self._state.publisher
+        self._engine.post(lambda scheduler: publisher.release(scheduler, request, done))
+        return done
+
+    def _pop(self, request_id: str) -> ActiveRequest | None:
+        entry = self._entries.pop(request_id, None)
+        if entry is not None:
+            self.num_tokens -= entry.num_tokens
+        return entry

@@ -1,4 +1,4 @@
-"""A KV channel that takes the time of an emulated link, over a real channel that moves the (much smaller) rows."""
+"""A KV channel that takes as long as an emulated link. A real channel moves the (much smaller) rows."""
 
 import asyncio
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from shared.kv.channel import KVChannel
 
 
 class EmulatedLink:
-    """Pushes of one node share its link: each begins when the one before it ends, in the order of their asking."""
+    """Serializes the pushes of one node, as its link would: each begins when the previous one ends."""
 
     def __init__(self, channel: KVChannel, emulation: Emulation, block_tokens: int) -> None:
         self.name = channel.name
@@ -16,29 +16,31 @@ class EmulatedLink:
         self._channel = channel
         self._latency_s = emulation.link.latency_s
         self._block_s = block_tokens * emulation.kv_bytes_per_token / emulation.link.bytes_per_s
-        self._free_at = 0.0  # of the loop's clock
+        self._free_at = 0.0  # time of the event loop
 
-    async def push(self, card: bytes, ticket: bytes, source: Sequence[int], target: Sequence[int]) -> None:
+    async def push(
+        self, descriptor: bytes, reservation_id: bytes, source: Sequence[int], target: Sequence[int]
+    ) -> None:
         loop = asyncio.get_running_loop()
         ends = max(loop.time(), self._free_at) + self._latency_s + len(source) * self._block_s
         self._free_at = ends
-        await self._channel.push(card, ticket, source, target)
+        await self._channel.push(descriptor, reservation_id, source, target)
         await asyncio.sleep(ends - loop.time())
 
     def descriptor(self) -> bytes:
         return self._channel.descriptor()
 
-    def grant(self, ticket: bytes, rows: Sequence[int]) -> None:
-        self._channel.grant(ticket, rows)
+    def grant(self, reservation_id: bytes, rows: Sequence[int]) -> None:
+        self._channel.grant(reservation_id, rows)
 
-    def revoke(self, ticket: bytes) -> None:
-        self._channel.revoke(ticket)
+    def revoke(self, reservation_id: bytes) -> None:
+        self._channel.revoke(reservation_id)
 
-    def fence_writer(self, boot: str) -> bool:
-        return self._channel.fence_writer(boot)
+    def fence_writer(self, incarnation_id: str) -> bool:
+        return self._channel.fence_writer(incarnation_id)
 
-    def reachable(self, card: bytes) -> bool:
-        return self._channel.reachable(card)
+    def reachable(self, descriptor: bytes) -> bool:
+        return self._channel.reachable(descriptor)
 
     async def close(self) -> None:
         await self._channel.close()

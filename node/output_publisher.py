@@ -1,10 +1,11 @@
-"""What the engine tells, on its thread: put into words for routers and sides, and handed over to the event loop.
+"""Publishes what the engine does: on the engine's thread, outputs become messages, which are handed to the event loop.
 
-What is one request's own is done for it alone: when that raises, it fails, and nobody else.
+An exception in code that serves one request fails that request alone.
 """
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +23,7 @@ log = logging.getLogger("baton.node")
 
 @dataclass(slots=True)
 class PrefillProgress:
-    """Of one request that leaves: how many tokens have KV, and its first token once it is sampled."""
+    """A step of a request whose KV is sent: how many tokens have KV, and the first token once it is sampled."""
 
     request: Request
     num_computed: int
@@ -31,72 +32,81 @@ class PrefillProgress:
 
 
 class OutputListener(Protocol):
-    """Who hears it, on the event loop."""
+    """Receives what is published, on the event loop."""
 
-    def on_receiving(self, request: Request) -> None: ...
+    def on_admitted(self, request: Request) -> None:
+        """The first step of a request that sends KV is scheduled, or one that receives KV has its blocks."""
 
-    def on_admitted(self, identity: str) -> None: ...
+    def on_outputs(self, deltas: list[TokenDelta], progress: list[PrefillProgress], at_ns: int) -> None: ...
 
-    def on_outputs(self, deltas: list[TokenDelta], progress: list[PrefillProgress], told_ns: int) -> None: ...
-
-    def fail(self, identity: str, reason: str, retry: bool) -> None: ...
+    def on_request_failed(self, request_id: str) -> None: ...
 
     def on_engine_failed(self, error: BaseException) -> None: ...
 
 
 class OutputPublisher(EngineListener):
-    """All but `seen` and `breach`, which anybody may read, is the engine's thread's."""
+    """Turns the engine's steps into deltas, progress of handoffs, and records.
 
-    def __init__(self, scheduler: Scheduler, recorder: StepRecorder, hearer: OutputListener) -> None:
-        self.snapshot = SchedulerSnapshot(scheduler.ledger())  # written as a whole
-        self.ledger_error = ""  # of the block ledger, once it was logged
+    The engine calls it on its thread, to which all of its state belongs. Two attributes are replaced as a whole and
+    may be read on any thread: `snapshot` and `ledger_error`. The listener is called on the event loop that subscribed
+    it, in the order of the engine's calls.
+    """
+
+    def __init__(self, scheduler: Scheduler, recorder: StepRecorder) -> None:
+        self.snapshot = SchedulerSnapshot(scheduler.ledger())
+        self.ledger_error = ""  # set once, when the error is logged
         self._scheduler = scheduler
         self._recorder = recorder
-        self._listener = hearer
-        self._post = asyncio.get_running_loop().call_soon_threadsafe
+        self._listener: OutputListener
+        self._post: Callable[..., object]
         self._releasing: list[tuple[Request, asyncio.Future[None]]] = []
-        self._scored: dict[str, tuple[Request, int]] = {}  # prompt positions whose logprobs were told
+        self._scored: dict[str, tuple[Request, int]] = {}  # prompt positions whose logprobs were published
+
+    def subscribe(self, listener: OutputListener) -> None:
+        """Publish to `listener` on the running loop. Call it once, before the engine starts."""
+        self._listener = listener
+        self._post = asyncio.get_running_loop().call_soon_threadsafe
 
     def release(self, scheduler: Scheduler, request: Request, done: "asyncio.Future[None]") -> None:
-        """Ends a request; `done` once no step that was launched computes it."""
+        """Abort a request; set `done` once no launched step computes it."""
         scheduler.abort(request)
         self._releasing.append((request, done))
 
     def on_turn(self, scheduler: Scheduler) -> None:
         for request, done in self._releasing:
             if not request.num_in_flight:
-                self._post(_finish, done)
+                self._post(_resolve, done)
         self._releasing = [entry for entry in self._releasing if entry[0].num_in_flight]
         if self._scored:
-            here = scheduler.requests
-            self._scored = {key: entry for key, entry in self._scored.items() if here.get(key) is entry[0]}
+            active = scheduler.requests
+            self._scored = {key: entry for key, entry in self._scored.items() if active.get(key) is entry[0]}
         running = len(scheduler.running) + scheduler.num_receiving
         self.snapshot = SchedulerSnapshot(scheduler.ledger(), running, scheduler.num_waiting)
         if scheduler.ledger_error and not self.ledger_error:
             self.ledger_error = scheduler.ledger_error
-            log.error("the block ledger is broken, no more is taken; start this node anew: %s", self.ledger_error)
+            log.error("the block ledger is broken; new requests are rejected, restart this node: %s", self.ledger_error)
         self._recorder.turned(self.snapshot)
 
     def on_receiving(self, requests: list[Request]) -> None:
         for request in requests:
-            self._post(self._listener.on_receiving, request)
+            self._post(self._listener.on_admitted, request)
 
     def on_scheduled(self, step: Step) -> None:
         for request in self._recorder.scheduled(step, self._scheduler):
             if request.send_kv:
-                self._post(self._listener.on_admitted, request.id)
+                self._post(self._listener.on_admitted, request)
 
     def on_step(self, step: Step, events: list[StepOutput], outputs: list[SliceOutput]) -> None:
         deltas: list[TokenDelta] = []
         progress: list[PrefillProgress] = []
-        told_ns = now_ns()
-        self._recorder.stepped(events, told_ns)
+        at_ns = now_ns()
+        self._recorder.stepped(events, at_ns)
         armed = failpoints.armed()
         for event in events:
             request, output = event.request, outputs[event.slice_index]
             try:
                 if armed:
-                    _pass_told(event)
+                    _reach_failpoints(event)
                 if event.fault is not None:
                     raise event.fault
                 if output.prompt_logprobs:
@@ -107,8 +117,8 @@ class OutputPublisher(EngineListener):
                     progress.append(PrefillProgress(request, request.num_computed, event.token, event.finish))
             except Exception:
                 log.exception("request %s failed", request.id)
-                self._post(self._listener.fail, request.id, INTERNAL, False)
-        self._post(self._listener.on_outputs, deltas, progress, told_ns)
+                self._post(self._listener.on_request_failed, request.id)
+        self._post(self._listener.on_outputs, deltas, progress, at_ns)
 
     def on_ran(self, ran: StepTiming) -> None:
         self._recorder.ran(ran)
@@ -117,11 +127,11 @@ class OutputPublisher(EngineListener):
         self._post(self._listener.on_engine_failed, error)
 
     def _drop_published(self, start: int, request: Request, output: SliceOutput) -> None:
-        """A preempted request computes its prompt again; each position's logprob is told once."""
-        whose, told = self._scored.get(request.id, (request, 0))
-        told = told if whose is request else 0
-        self._scored[request.id] = (request, max(told, start + len(output.prompt_logprobs)))
-        del output.prompt_logprobs[: max(0, told - start)]
+        """Publish each position's logprob once, although a preempted request computes its prompt again."""
+        seen, published = self._scored.get(request.id, (request, 0))
+        published = published if seen is request else 0
+        self._scored[request.id] = (request, max(published, start + len(output.prompt_logprobs)))
+        del output.prompt_logprobs[: max(0, published - start)]
 
 
 def delta_of(event: StepOutput, output: SliceOutput) -> TokenDelta:
@@ -139,7 +149,7 @@ def delta_of(event: StepOutput, output: SliceOutput) -> TokenDelta:
     )
 
 
-def _pass_told(event: StepOutput) -> None:
+def _reach_failpoints(event: StepOutput) -> None:
     request = event.request
     if request.send_kv:
         failpoints.reach("prefill.after_chunk", request.id)
@@ -149,6 +159,6 @@ def _pass_told(event: StepOutput) -> None:
             failpoints.reach("decode.ended", request.id)
 
 
-def _finish(done: "asyncio.Future[None]") -> None:
-    if not done.done():  # nobody waits any more
+def _resolve(done: "asyncio.Future[None]") -> None:
+    if not done.done():  # its waiter may have been cancelled
         done.set_result(None)

@@ -1,4 +1,4 @@
-"""One node as a process: builds it from its settings, serves its RPCs, joins the registry, drains and ends."""
+"""One node as a process: builds it from its settings, serves its RPCs, joins the registry, drains and exits."""
 
 import asyncio
 import logging
@@ -6,19 +6,24 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engine.components import BuildOptions, EngineComponents, build, on_gpu
 from engine.cuda.memory import DeviceMemory
-from engine.runner import Runner, set_ahead
+from engine.engine import Engine
+from engine.runner import set_ahead
+from engine.startup import stage
+from node.active_requests import RequestRules
 from node.emulated_link import EmulatedLink
-from node.node import Node
-from node.node_info import advertised, describe
+from node.node import Node, NodeServices, RoleAdapter
 from node.roles import Roles, RoleSwitch
+from node.stats import advertised, describe
 from node.watchdog import Watchdog, Watched
 from scheduler.budget import Budget, budget_of
 from scheduler.policy import POLICIES
@@ -29,6 +34,7 @@ from shared.config.settings import EVERY_ADDRESS, NodeSettings
 from shared.kv.channel import KVChannel, PeerLostError
 from shared.kv.local import LocalChannel, private
 from shared.kv.shm import ShmChannel
+from shared.kv.staging import KVMemory
 from shared.kv.tcp import TcpChannel
 from shared.kv_gpu.cuda_driver import CudaDevice
 from shared.kv_gpu.cuda_ipc import CudaIpcChannel
@@ -40,41 +46,49 @@ from shared.rpc import security
 from shared.rpc.methods import ATTACH, SET_ROLE, RpcServer, unary
 
 log = logging.getLogger("baton.node")
-EXIT_ENGINE_DIED = 70
-LENDER_S = 300.0  # a prefill node waits for the decode node whose pool it is to compute in
+EXIT_ENGINE_FAILED = 70
+POOL_OWNER_S = 300.0  # how long a prefill node waits for the decode node whose pool it is to compute in
 GRACE_S = 1.0  # for the event loop to end a stuck process by itself
-NO_BLOCKS = 2  # what a scheduler has at least, for a node that has no pool of its own
+NO_BLOCKS = 2  # the least a scheduler has, for a node without a pool of its own
+
+# Make the adapter of one role, over the KV pool and channels (best first), with a limit on the wait for blocks.
+RoleFactory = Callable[[NodeServices, KVMemory, Sequence[KVChannel], float], RoleAdapter]
 
 
-def main(settings: NodeSettings, role: Role) -> int:
-    """Runs the node until SIGTERM. Returns the process's exit status: 2 when the settings cannot be served."""
+def main(settings: NodeSettings, role: Role, factories: Mapping[str, RoleFactory]) -> int:
+    """Run a node until SIGTERM. Return the exit status of the process: 2, after one line on stderr, if it cannot start.
+
+    `factories` make the adapters of both roles, by name; the node begins in `role`.
+    """
     if settings.cpus:
         for thread in Path("/proc/self/task").iterdir():  # importing numpy has started some already
             os.sched_setaffinity(int(thread.name), settings.cpus)
-    boot = secrets.token_hex(16)
+    incarnation_id = secrets.token_hex(16)
     try:
         failpoints.configure(settings.failpoint, allowed=settings.allow_failpoints)
         listens = {"--host": settings.host, "--kv-host": settings.kv_host or settings.host}
         security.configure(settings.cluster_secret_file, listens)
         private(settings.kv_directory)
-        borrowed = _borrowed(settings, boot) if role is PREFILL and settings.kv_channel == POOL else None
-        computer = build(_options(settings), borrowed)
-        set_ahead(computer.runner, settings.async_scheduling)
+        pool = _shared_pool(settings, incarnation_id) if role is PREFILL and settings.kv_channel == POOL else None
+        components = build(_build_options(settings), pool)
+        set_ahead(components.runner, settings.async_scheduling)
         settings = settings.model_copy(update={"advertise": advertised(settings)})
     except (ValueError, OSError) as error:
-        print(f"{role.name}: {error}", file=sys.stderr)
-        return 2
-    name = settings.id or role.name
-    return run(
-        lambda lifetime: _serve(lifetime, settings, role, computer, boot, borrowed),
-        settings.log_level,
-        settings.log_format,
-        name,
-    )
+        return _start_failed(settings, role, error)
+    process = NodeProcess(settings, role, factories, components, incarnation_id, pool)
+    return run(process.serve, settings.log_level, settings.log_format, settings.id or role.name)
 
 
-def _options(settings: NodeSettings) -> BuildOptions:
-    """A setting goes to the option of its name."""
+def _start_failed(settings: NodeSettings, role: Role, error: Exception) -> int:
+    """Print one line, with --log-level debug after a traceback. Return the exit status."""
+    if settings.log_level == "debug":
+        traceback.print_exception(error)
+    print(f"{role.name}: {error}", file=sys.stderr)
+    return 2
+
+
+def _build_options(settings: NodeSettings) -> BuildOptions:
+    """Copy each setting to the option of the same name."""
     names = {field.name for field in fields(BuildOptions)} - {"max_step_tokens"}
     return BuildOptions(**{name: getattr(settings, name) for name in names}, max_step_tokens=_budget(settings).ceiling)
 
@@ -83,208 +97,211 @@ def _budget(settings: NodeSettings) -> Budget:
     return budget_of(settings.max_num_batched_tokens, settings.tbt_slo_ms / 1000)
 
 
-def _scheduler(
-    settings: NodeSettings, computer: EngineComponents, budget: Budget, borrowed: PoolClient | None
-) -> Scheduler:
-    limits = StepLimits(
-        settings.max_num_batched_tokens,
-        settings.max_num_seqs,
-        settings.long_prefill_token_threshold,
-        settings.max_num_partial_prefills,
-    )
-    num_blocks = computer.layout.num_blocks if borrowed is None else NO_BLOCKS
-    return Scheduler(limits, num_blocks, computer.layout.block_tokens, POLICIES[settings.policy], budget)
-
-
-def _borrowed(settings: NodeSettings, boot: str) -> PoolClient:
-    """Waits for the decode node on this device. Raises ValueError when there is none, OSError without a driver."""
+def _shared_pool(settings: NodeSettings, incarnation_id: str) -> PoolClient:
+    """Wait for the decode node on this device. Raises ValueError when there is none, OSError without a driver."""
     gpu = None
     if on_gpu(settings.device, computes=settings.runner == "torch" and not settings.emulate):
         gpu = CudaDevice(int(settings.device.partition(":")[2] or 0))
-    return PoolClient.attach(settings.kv_directory, gpu, boot, LENDER_S, settings.push_timeout_s)
+    return PoolClient.attach(settings.kv_directory, gpu, incarnation_id, POOL_OWNER_S, settings.push_timeout_s)
 
 
-async def _serve(
-    lifetime: ProcessLifetime,
-    settings: NodeSettings,
-    role: Role,
-    computer: EngineComponents,
-    boot: str,
-    borrowed: PoolClient | None,
-) -> int:
-    node = _node(settings, role, computer, boot, borrowed)
-    async with AsyncExitStack() as cleanup:
-        try:
-            registry = await _open(cleanup, lifetime, settings, node, computer, borrowed)
-        except (ValueError, OSError) as error:
-            print(f"{role.name}: {error}", file=sys.stderr)
-            return 2
-        node.start()
-        cleanup.push_async_callback(node.close)
-        await _warmed_up(node, computer.runner)
-        watchdog = _watchdog(node, settings)
-        watchdog.start()
-        cleanup.callback(watchdog.stop)
-        freeze_gc()
-        await registry.start(node.info)
-        info = node.info
-        log.info("%s at %s: %d blocks of %d tokens", info.id, info.address, info.num_blocks - 1, info.block_tokens)
-        if (died := await _until_ended(lifetime, node)) is None:
-            died = await _until_drained(node, registry, settings.drain_timeout_s)
-        if died is not None:
-            log.error("the engine died: %s", died)
-            os._exit(EXIT_ENGINE_DIED)  # at once, so that all notice; its thread may hang in the device
-        await registry.close()
-    return 0
-
-
-def _node(
-    settings: NodeSettings, role: Role, computer: EngineComponents, boot: str, borrowed: PoolClient | None
-) -> Node:
-    budget = _budget(settings)
-    return Node(
-        describe(settings, role, computer, budget, boot, borrowed.lender if borrowed else ""),
-        role,
-        _scheduler(settings, computer, budget, borrowed),
-        computer.runner,
-        settings.heartbeat_s,
-        computer.vocab_size,
-        settings.enable_prefix_caching,
-        shared_pool=settings.kv_channel == POOL,
-        stuck_s=settings.stuck_s,
-    )
-
-
-async def _open(
-    cleanup: AsyncExitStack,
-    lifetime: ProcessLifetime,
-    settings: NodeSettings,
-    node: Node,
-    computer: EngineComponents,
-    borrowed: PoolClient | None,
-) -> Announcer:
-    """The channels for KV and the server of RPCs; the node has its address then. Returns the registry to announce it
-    in. Raises ValueError or OSError, with the fix in the message, when one of them cannot be had."""
-    channels: list[KVChannel] = []
-    sides = Roles(node, computer.memory, channels, settings.reserve_timeout_s)
-    if borrowed is None:
-        channels += await _channels(settings, computer, node.info.incarnation_id, sides.on_writer_lost)
-    else:
-        channels.append(borrowed)
-        borrowed.watch(lambda: _lender_lost(lifetime, node))
-    for channel in channels:
-        cleanup.push_async_callback(channel.close)
-    if borrowed is not None:
-        cleanup.callback(_leave_borrowed, node)
-    sides.assume(node.role)
-    cleanup.push_async_callback(sides.close)
-    registry = announcer(settings.registry, settings.cluster, settings.heartbeat_s)
-    change = RoleSwitch(node, sides, registry, lifetime.draining)
-    server = RpcServer({ATTACH: node.attach, SET_ROLE: unary(change.set_role), **sides.handlers()})
-    try:
-        port = await server.start(settings.host, settings.port)
-    except OSError as error:
-        where = f"{settings.host}:{settings.port}"
-        raise OSError(f"cannot listen on {where}: {error.strerror or error}; choose another --port") from None
-    cleanup.push_async_callback(server.close)
-    node.info = replace(node.info, address=f"{settings.advertise}:{port}")
-    return registry
-
-
-async def _until_drained(node: Node, registry: Announcer, timeout_s: float) -> BaseException | None:
-    """Returns when no request is left, or with what the engine died of meanwhile."""
-    await registry.update(replace(node.info, state="draining"))
-    drained = asyncio.ensure_future(_drained(node, timeout_s))
-    ends: tuple[asyncio.Future[Any], ...] = (drained, node.fatal_error)
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    return node.fatal_error.result() if node.fatal_error.done() else None
-
-
-async def _drained(node: Node, timeout_s: float) -> None:
-    """Whoever is not done by then goes on elsewhere."""
-    await node.drain(timeout_s)
-    if moved := node.migrate_all(f"node {node.info.id} ends"):
-        log.warning("%d requests go on elsewhere, as they were not done within %g s", moved, timeout_s)
-        await node.sessions.flush_deltas()
-
-
-def _watchdog(node: Node, settings: NodeSettings) -> Watchdog:
-    """Of the engine, and of the event loop, without which no death of the engine would be told."""
-
-    def end(why: str) -> None:
-        log.error("stuck: %s", why)
-        node.stuck(why)
-        time.sleep(GRACE_S)
-        os._exit(EXIT_ENGINE_DIED)
-
-    engine = node.engine
-    loop_s = settings.stuck_s + 2 * settings.heartbeat_s
-    return Watchdog(
-        [
-            Watched("the engine", lambda: engine.progress, lambda: engine.allowed_s),
-            Watched("the event loop", lambda: node.num_heartbeats, lambda: loop_s),
-        ],
-        end,
-    )
-
-
-async def _warmed_up(node: Node, runner: Runner) -> None:
-    """On the engine's thread, whose own some of it is; a failure is the engine's death."""
-    loop = asyncio.get_running_loop()
-    warm = loop.create_future()
-
-    def command(_: Scheduler) -> None:
-        runner.warm_up()
-        loop.call_soon_threadsafe(warm.set_result, None)
-
-    node.engine.post(command)
-    await asyncio.wait((warm, node.fatal_error), return_when=asyncio.FIRST_COMPLETED)
-
-
-def _lender_lost(lifetime: ProcessLifetime, node: Node) -> None:
-    """Started anew, it waits for the next one: what is mapped now is no decode node's any more."""
-    if not lifetime.draining.is_set():
-        node.on_engine_failed(PeerLostError("the decode node in whose pool it computes has ended"))
-
-
-def _leave_borrowed(node: Node) -> None:
-    """Hanging up on the lender says that nothing is written any more. While something may still compute, only the
-    process's end may say that."""
-    if node.engine.is_running or node.fatal_error.done():
-        log.error("ends at once: a step may still be computing in the decode node's pool")
-        os._exit(EXIT_ENGINE_DIED)
-
-
-async def _until_ended(lifetime: ProcessLifetime, node: Node) -> BaseException | None:
-    """Returns at the first signal, or with what the engine died of."""
-    draining = asyncio.ensure_future(lifetime.draining.wait())
-    ends: tuple[asyncio.Future[Any], ...] = (draining, node.fatal_error)
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    draining.cancel()
-    return node.fatal_error.result() if node.fatal_error.done() else None
-
-
-async def _channels(
-    settings: NodeSettings, computer: EngineComponents, boot: str, on_writer_lost: Callable[[str], None]
+async def open_channels(
+    settings: NodeSettings, components: EngineComponents, incarnation_id: str, on_writer_lost: Callable[[str], None]
 ) -> list[KVChannel]:
-    """Best first. The news that a tcp writer is gone is nothing to act on: the receiver itself fences it off."""
-    memory, patience_s, wanted = computer.memory, settings.push_timeout_s, settings.kv_channel
+    """Open the node's KV channels, best first. A lost TCP writer is ignored: the receiver itself fences it."""
+    memory, timeout_s, wanted = components.memory, settings.push_timeout_s, settings.kv_channel
     local: type[LocalChannel[Any]] = CudaIpcChannel if isinstance(memory, DeviceMemory) else ShmChannel
     if wanted not in {"auto", "tcp", POOL, local.name}:
-        raise ValueError(f"--kv-channel {wanted}: is not for KV on --device {settings.device}: use {local.name} or tcp")
+        raise ValueError(
+            f"--kv-channel {wanted}: not available for KV on --device {settings.device}: use {local.name} or tcp"
+        )
     channels: list[KVChannel] = []
     if wanted != "tcp":
-        inner = await local.start(memory, boot, on_writer_lost, settings.kv_directory, patience_s)
+        inner = await local.start(memory, incarnation_id, on_writer_lost, settings.kv_directory, timeout_s)
         if wanted == POOL:
             gpu = memory.region.gpu if isinstance(memory, DeviceMemory) else None
             return [PoolOwner(inner, descriptor_file(settings.kv_directory, gpu))]
         channels.append(inner)
     if wanted in {"auto", "tcp"}:
         host = settings.kv_host or settings.host
-        advertised = None if settings.kv_host not in {"", *EVERY_ADDRESS} else settings.advertise
+        advertise = None if settings.kv_host not in {"", *EVERY_ADDRESS} else settings.advertise
         channels.append(
-            await TcpChannel.start(memory, boot, lambda _: None, host, settings.kv_port, advertised, patience_s)
+            await TcpChannel.start(memory, incarnation_id, lambda _: None, host, settings.kv_port, advertise, timeout_s)
         )
-    if computer.emulation is not None:
-        return [EmulatedLink(channel, computer.emulation, computer.layout.block_tokens) for channel in channels]
+    if components.emulation is not None:
+        return [EmulatedLink(channel, components.emulation, components.layout.block_tokens) for channel in channels]
     return channels
+
+
+@dataclass
+class NodeProcess:
+    """One node from its start to its exit.
+
+    `serve` runs on the process's event loop and returns the exit status. It opens what the node needs in the order of
+    dependence, and closes it in reverse. The engine's failure, or no progress for too long, exits the process at
+    once, so that its peers and its supervisor notice.
+    """
+
+    settings: NodeSettings
+    role: Role
+    factories: Mapping[str, RoleFactory]
+    components: EngineComponents
+    incarnation_id: str
+    pool: PoolClient | None = None  # of the decode node in whose pool this node computes
+    make_engine: Callable[..., Engine] = Engine
+    make_watchdog: Callable[[Sequence[Watched], Callable[[str], None]], Watchdog] = Watchdog
+    open_channels: Callable[..., Awaitable[list[KVChannel]]] = open_channels
+    freeze_gc: Callable[[], None] = freeze_gc
+
+    async def serve(self, lifetime: ProcessLifetime) -> int:
+        async with AsyncExitStack() as cleanup:
+            try:
+                node, registry = await self.open(cleanup, lifetime)
+                node.start()
+                cleanup.push_async_callback(node.close)
+                await self._warm_up(node)
+            except (ValueError, OSError) as error:
+                return _start_failed(self.settings, self.role, error)
+            watchdog = self._watchdog(node)
+            watchdog.start()
+            cleanup.callback(watchdog.stop)
+            self.freeze_gc()
+            info = node.state.info
+            await registry.start(info)
+            log.info("%s at %s: %d blocks of %d tokens", info.id, info.address, info.num_blocks - 1, info.block_tokens)
+            draining = asyncio.ensure_future(lifetime.draining.wait())
+            failure = await _first(draining, node.fatal_error) or await self._drain(node, registry)
+            if failure is not None:
+                log.error("the engine failed: %s", failure)
+                os._exit(EXIT_ENGINE_FAILED)  # at once: the engine's thread may hang in the device
+            await registry.close()
+        return 0
+
+    async def open(self, cleanup: AsyncExitStack, lifetime: ProcessLifetime) -> tuple[Node, Announcer]:
+        """Open the KV channels and the RPC server, which gives the node its address.
+
+        Raises ValueError or OSError, with the fix in the message, when one of them cannot be had.
+        """
+        settings, services = self.settings, self._services()
+        channels: list[KVChannel] = []
+        make = (services, self.components.memory, channels, settings.reserve_timeout_s)
+        roles = Roles({name: partial(factory, *make) for name, factory in self.factories.items()})
+        if self.pool is None:
+            channels += await self.open_channels(settings, self.components, self.incarnation_id, roles.on_writer_lost)
+        else:
+            channels.append(self.pool)
+        for channel in channels:
+            cleanup.push_async_callback(channel.close)
+        node = Node(roles.adapter(self.role), services, settings.heartbeat_s)
+        if self.pool is not None:
+            self.pool.watch(lambda: _on_pool_owner_lost(lifetime, node))
+            cleanup.callback(leave_shared_pool, node)
+        cleanup.push_async_callback(roles.close)
+        registry = announcer(settings.registry, settings.cluster, settings.heartbeat_s)
+        switch = RoleSwitch(node, roles, registry, lifetime.draining)
+        server = RpcServer({ATTACH: node.attach, SET_ROLE: unary(switch.set_role), **roles.handlers(node)})
+        try:
+            port = await server.start(settings.host, settings.port)
+        except OSError as error:
+            where = f"{settings.host}:{settings.port}"
+            raise OSError(f"cannot listen on {where}: {error.strerror or error}; choose another --port") from None
+        cleanup.push_async_callback(server.close)
+        node.update_info(address=f"{settings.advertise}:{port}")
+        return node, registry
+
+    def _services(self) -> NodeServices:
+        settings, components, budget = self.settings, self.components, _budget(self.settings)
+        limits = StepLimits(
+            settings.max_num_batched_tokens,
+            settings.max_num_seqs,
+            settings.long_prefill_token_threshold,
+            settings.max_num_partial_prefills,
+        )
+        num_blocks = components.layout.num_blocks if self.pool is None else NO_BLOCKS
+        scheduler = Scheduler(limits, num_blocks, components.layout.block_tokens, POLICIES[settings.policy], budget)
+        owner = self.pool.lender if self.pool is not None else ""
+        return NodeServices.build(
+            describe(settings, self.role, components, budget, self.incarnation_id, owner),
+            scheduler,
+            components.runner,
+            RequestRules(components.vocab_size, settings.enable_prefix_caching, settings.kv_channel == POOL),
+            stuck_s=settings.stuck_s,
+            make_engine=self.make_engine,
+        )
+
+    async def _warm_up(self, node: Node) -> None:
+        """Run the first steps on the engine's thread, to which some of their state belongs.
+
+        Raises ValueError, in one line, when they fail.
+        """
+        loop = asyncio.get_running_loop()
+        warm: asyncio.Future[Exception | None] = loop.create_future()
+
+        def command(_: Scheduler) -> None:
+            failed = None
+            try:
+                self.components.runner.warm_up()
+            except Exception as error:  # noqa: BLE001 - raised again by the coroutine that waits
+                failed = error
+            loop.call_soon_threadsafe(warm.set_result, failed)
+
+        node.engine.post(command)
+        await asyncio.wait((warm, node.fatal_error), return_when=asyncio.FIRST_COMPLETED)
+        with stage("the first steps", "leave more memory free: lower --gpu-memory-utilization or --num-blocks"):
+            if warm.done() and (failed := warm.result()) is not None:
+                raise failed
+
+    def _watchdog(self, node: Node) -> Watchdog:
+        """Make the watchdog of the engine, and of the event loop, which would have to report the engine's failure."""
+
+        def exit_stuck(reason: str) -> None:
+            log.error("stuck: %s", reason)
+            node.report_stuck(reason)
+            time.sleep(GRACE_S)
+            os._exit(EXIT_ENGINE_FAILED)
+
+        engine = node.engine
+        loop_s = self.settings.stuck_s + 2 * self.settings.heartbeat_s
+        watched = [
+            Watched("the engine", lambda: engine.progress, lambda: engine.allowed_s),
+            Watched("the event loop", lambda: node.num_heartbeats, lambda: loop_s),
+        ]
+        return self.make_watchdog(watched, exit_stuck)
+
+    async def _drain(self, node: Node, registry: Announcer) -> BaseException | None:
+        """Leave the registry and drain. Return the engine's error if it fails meanwhile."""
+        await registry.update(replace(node.state.info, state="draining"))
+        return await _first(asyncio.ensure_future(self._drain_requests(node)), node.fatal_error)
+
+    async def _drain_requests(self, node: Node) -> None:
+        timeout_s = self.settings.drain_timeout_s
+        await node.drain(timeout_s)
+        if migrated := node.requests.fail_all(f"node {node.state.info.id} ends"):
+            log.warning("%d requests did not end within %g s: they are retried on other nodes", migrated, timeout_s)
+            await node.sessions.flush_deltas()
+
+
+async def _first(event: "asyncio.Future[Any]", fatal_error: "asyncio.Future[BaseException]") -> BaseException | None:
+    """Wait for the event or for a fatal error. Return the error, or None."""
+    await asyncio.wait((event, fatal_error), return_when=asyncio.FIRST_COMPLETED)
+    if fatal_error.done():
+        event.cancel()
+        return fatal_error.result()
+    return None
+
+
+def _on_pool_owner_lost(lifetime: ProcessLifetime, node: Node) -> None:
+    """The mapped memory is stale: fail. The supervisor restarts this node, which then waits for a new owner."""
+    if not lifetime.draining.is_set():
+        node.on_engine_failed(PeerLostError("the decode node that owns the shared KV pool has ended"))
+
+
+def leave_shared_pool(node: Node) -> None:
+    """Exit at once if a step may still write into the shared pool.
+
+    Closing the connection tells the owner that nothing is written any more. Only the end of the process can promise
+    that while the engine's thread runs.
+    """
+    if node.engine.is_running or node.fatal_error.done():
+        log.error("exiting at once: a step may still write into the shared KV pool")
+        os._exit(EXIT_ENGINE_FAILED)

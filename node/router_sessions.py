@@ -1,109 +1,182 @@
-"""The routers that are attached: a standing stream each, commands in, deltas, load and records out of its outbox.
+"""Standing streams to the routers that are attached: commands come in; deltas, statistics and records go out.
 
-A router whose stream ends, or that reads nothing, takes its requests with it.
+A router that reads nothing costs bounded memory: it loses records first, and is dropped with its requests when unread
+deltas pile up.
 """
 
 import asyncio
 import logging
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from node.recorder import StepRecorder
-from node.router_stream import RouterStream
+from shared.clock import now_ns
 from shared.lifecycle import TaskGroup, wait_until
-from shared.rpc.messages import NodeStats, RouterCommand, SubmitRequest, TokenDelta
+from shared.rpc.messages import NodeStats, NodeUpdate, RequestEvent, RouterCommand, StepRecord, TokenDelta
+from shared.rpc.methods import STREAM_ENDED
 
 log = logging.getLogger("baton.node")
-MAX_OUTBOX = 100_000  # deltas that a router may leave unread before it counts as gone
+MAX_UNREAD_DELTAS = 100_000
 MAX_ROUTERS = 64
-FLUSH_S = 0.1  # between two tellings of what was recorded
-LAST_WORDS_S = 0.2  # for a node that ends
+RECORDS_S = 0.1  # between two messages of records
+FLUSH_S = 0.2  # how long an ending node waits until its last messages are sent
+MAX_DELTAS = 1000  # in one message: with 20 logprobs each they stay far below the size limit
+MAX_STEPS = 64  # in one message: with 4,096 members each they stay far below it
+MAX_EVENTS = 2000
+MAX_RECORDS = 8192  # unsent, of each kind
 
 
-class SessionOwner(Protocol):
-    """What routers command, and are told at each heartbeat."""
+class CommandHandler(Protocol):
+    """Executes the commands of attached routers. Called on the event loop."""
 
-    def submit(self, router: str, submit: SubmitRequest) -> None: ...
+    def on_command(self, router: str, command: RouterCommand) -> None: ...
 
-    def abort_for_router(self, router: str, identity: str) -> None: ...
-
-    def abort(self, identity: str) -> None: ...
+    def on_router_lost(self, router: str) -> None:
+        """The router's stream has ended or was replaced by a new one: its requests are orphans."""
 
     def stats(self) -> NodeStats: ...
 
 
-class RouterSessions:
-    def __init__(self, node: SessionOwner, tasks: TaskGroup, recorder: StepRecorder) -> None:
-        self.streams: dict[str, RouterStream] = {}
-        self.dropped = 0  # records that a router, or no router, was told
-        self._node = node
-        self._tasks = tasks
-        self._recorder = recorder
+@dataclass(slots=True)
+class RouterStream:
+    """What is not yet sent to one router: deltas at once, statistics at each heartbeat, records now and then."""
 
-    async def attach(self, stream: Any) -> None:
-        """Serves `ATTACH`: commands in, reports out, until either side ends."""
+    deltas: list[TokenDelta] = field(default_factory=list)
+    stats: NodeStats | None = None
+    steps: list[StepRecord] = field(default_factory=list)
+    events: list[RequestEvent] = field(default_factory=list)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    read_timeout: asyncio.Timeout = field(default_factory=lambda: asyncio.Timeout(None))
+
+    def record(self, steps: list[StepRecord], events: list[RequestEvent]) -> int:
+        """Queue records. Return how many of the oldest were dropped to make room."""
+        self.steps += steps
+        self.events += events
+        dropped = 0
+        for rows in (self.steps, self.events):
+            excess = max(0, len(rows) - MAX_RECORDS)
+            del rows[:excess]
+            dropped += excess
+        self.wake.set()
+        return dropped
+
+    async def write(self, stream: Any) -> None:
+        """Send what is queued, until cancelled or until the stream has ended."""
+        with suppress(*STREAM_ENDED):
+            while True:
+                await self.wake.wait()
+                self.wake.clear()
+                await self._send_pending(stream)
+
+    async def _send_pending(self, stream: Any) -> None:
+        deltas, self.deltas = self.deltas, []
+        for first in range(0, len(deltas), MAX_DELTAS):
+            await stream.send_message(NodeUpdate(deltas[first : first + MAX_DELTAS]))
+        stats, self.stats = self.stats, None
+        if stats is not None:
+            stats.sent_ns = now_ns()
+            await stream.send_message(NodeUpdate([], stats))
+        if self.events or self.steps:
+            await stream.send_message(self._next_records())
+            if self.events or self.steps:
+                self.wake.set()
+
+    def _next_records(self) -> NodeUpdate:
+        """Build one message, sent between two messages of deltas. Events precede the steps that refer to them."""
+        if self.events:
+            events, self.events = self.events[:MAX_EVENTS], self.events[MAX_EVENTS:]
+            return NodeUpdate(events=events)
+        steps, self.steps = self.steps[:MAX_STEPS], self.steps[MAX_STEPS:]
+        return NodeUpdate(steps=steps)
+
+
+class RouterSessions:
+    """The standing streams, one for each attached router.
+
+    Owned by the node and used on the event loop only. A router has one stream at a time: a new one replaces the old
+    one. When a stream ends or is replaced, the handler given to `attach` is called once, so that it can abort the
+    router's requests; when `send` drops a router, its caller does that.
+    """
+
+    def __init__(
+        self, recorder: StepRecorder, max_routers: int = MAX_ROUTERS, max_unread: int = MAX_UNREAD_DELTAS
+    ) -> None:
+        self.dropped_records = 0  # that a router, or no router, received
+        self._recorder = recorder
+        self._max_routers = max_routers
+        self._max_unread = max_unread
+        self._streams: dict[str, RouterStream] = {}
+        self._writers = TaskGroup()
+
+    async def close(self) -> None:
+        await self._writers.close()
+
+    def is_attached(self, router: str) -> bool:
+        return router in self._streams
+
+    async def attach(self, stream: Any, handler: CommandHandler) -> None:
+        """Serve `ATTACH`: read commands and write updates until either side ends the stream."""
         hello: RouterCommand | None = await stream.recv_message()
-        if hello is None or (len(self.streams) >= MAX_ROUTERS and hello.router not in self.streams):
+        if hello is None or (len(self._streams) >= self._max_routers and hello.router not in self._streams):
             return
-        router, outbox = hello.router, RouterStream(stats=self._node.stats())
-        outbox.wake.set()
-        self._drop(router)  # its stream of before
-        self.streams[router] = outbox
-        writer = self._tasks.start(outbox.write(stream))
+        router, session = hello.router, RouterStream(stats=handler.stats())
+        session.wake.set()
+        if router in self._streams:
+            self._end(router)
+            handler.on_router_lost(router)
+        self._streams[router] = session
+        writer = self._writers.start(session.write(stream))
         try:
-            async with outbox.read_timeout:
+            async with session.read_timeout:
                 async for command in stream:
-                    for identity in command.aborts:
-                        self._node.abort_for_router(router, identity)
-                    for submit in command.submits:
-                        self._node.submit(router, submit)
+                    handler.on_command(router, command)
         except TimeoutError:
-            return  # it was dropped: to hear the end of its stream, it has to read
+            return  # dropped by `_end`
         finally:
             writer.cancel()
-            if self.streams.get(router) is outbox:
-                self._forget(router)
+            if self._streams.get(router) is session:
+                del self._streams[router]
+                handler.on_router_lost(router)
 
-    def send(self, router: str, *deltas: TokenDelta) -> None:
-        """To a router that is not attached: nothing."""
-        outbox = self.streams.get(router)
-        if outbox is None:
-            return
-        outbox.deltas.extend(deltas)
-        outbox.wake.set()
-        if len(outbox.deltas) > MAX_OUTBOX:
-            log.error("router %s reads nothing: dropped with its requests", router)
-            self._drop(router)
+    def send(self, router: str, *deltas: TokenDelta) -> bool:
+        """Queue deltas for a router; drop them if it is not attached.
 
-    def publish_stats(self) -> None:
-        load = self._node.stats()
-        for outbox in self.streams.values():
-            outbox.stats = load
-            outbox.wake.set()
+        Return False when the router has too many unread deltas and is dropped: the caller aborts its requests.
+        """
+        session = self._streams.get(router)
+        if session is None:
+            return True
+        session.deltas.extend(deltas)
+        session.wake.set()
+        if len(session.deltas) <= self._max_unread:
+            return True
+        log.error("router %s does not read its stream: dropped with its requests", router)
+        self._end(router)
+        return False
+
+    def publish_stats(self, stats: NodeStats) -> None:
+        for session in self._streams.values():
+            session.stats = stats
+            session.wake.set()
 
     async def flush_deltas(self) -> None:
-        """Waits a moment for the last words to be on their way."""
-        await wait_until(lambda: not any(outbox.deltas for outbox in self.streams.values()), LAST_WORDS_S)
+        """Wait a moment until the queued deltas are handed to the transport."""
+        await wait_until(lambda: not any(session.deltas for session in self._streams.values()), FLUSH_S)
 
     async def publish_records(self) -> None:
-        """Every router is told everything that is recorded: whose a request is shows in its id."""
+        """Send every router everything that is recorded, forever: a request's id shows whose it is."""
         while True:
-            await asyncio.sleep(FLUSH_S)
+            await asyncio.sleep(RECORDS_S)
             steps, events = self._recorder.take()
             if not steps and not events:
                 continue
-            if not self.streams:
-                self.dropped += len(steps) + len(events)
-            for outbox in self.streams.values():
-                self.dropped += outbox.record(steps, events)
+            if not self._streams:
+                self.dropped_records += len(steps) + len(events)
+            for session in self._streams.values():
+                self.dropped_records += session.record(steps, events)
 
-    def _drop(self, router: str) -> None:
-        """Ends its stream, if it has one."""
-        if router in self.streams:
-            outbox = self._forget(router)
-            outbox.read_timeout.reschedule(asyncio.get_running_loop().time())
-
-    def _forget(self, router: str) -> RouterStream:
-        """Its requests find their outbox there, so they go first."""
-        for identity in list(self.streams[router].requests):
-            self._node.abort(identity)
-        return self.streams.pop(router)
+    def _end(self, router: str) -> None:
+        """Forget the router's stream and end its reader, which would otherwise wait for a peer that reads nothing."""
+        session = self._streams.pop(router)
+        session.read_timeout.reschedule(asyncio.get_running_loop().time())

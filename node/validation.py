@@ -1,7 +1,7 @@
-"""What a node may be asked to compute. A router checks its clients; a node checks routers and nodes by this.
+"""Bounds of what routers and prefill nodes may submit to a node.
 
-Each range is the API's or wider, so nothing that passed the router's rim is refused here. A number outside would end
-in arithmetic on the engine's thread, where it could harm others.
+Each range is that of the HTTP API or wider, so a request that passed the router's checks passes these. A value outside
+would reach arithmetic on the engine's thread, where it could harm other requests.
 """
 
 import re
@@ -12,7 +12,7 @@ from shared.rpc.messages import SamplingParams, SubmitRequest, unpack_ids
 MAX_ID, MAX_SALT_BYTES = 256, 256
 MAX_STOP_TOKENS = 4096  # a request's own and all of the model's
 ADDRESS = re.compile(r"[\w.:%\[\]-]{1,255}:\d{1,5}", re.ASCII)
-TINY = 5e-324  # the smallest number over 0
+TINY = 5e-324  # the smallest positive float
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
     "top_p": (TINY, 1),
@@ -28,7 +28,7 @@ RANGES: dict[str, tuple[float, float]] = {
 
 
 def check_submit(submit: SubmitRequest, max_model_len: int, vocab_size: int) -> list[int]:
-    """The tokens of the row. Raises ValueError naming the field that is out of its range."""
+    """Return the tokens of the request. Raises ValueError with the name of the field that is out of range."""
     tokens, stop_tokens = unpack_ids(submit.tokens), unpack_ids(submit.stop_tokens)
     if not 0 < submit.num_prompt <= len(tokens) <= max_model_len or submit.max_tokens <= 0:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Notices what makes no progress in a process that lives on: a device or a lock that never comes back.
+"""Detects parts of a process that make no progress, such as an engine whose device or lock never returns.
 
-How long a step may take is learnt from the steps before it, so that a slow machine is not taken for a stuck one. Time
-in which the process itself did not run (stopped, suspended, starved of its CPU) does not count: nobody could progress.
-While its memory comes back from the disk, time counts for little.
+The time a step may take is learnt from earlier steps, so a slow machine does not count as stuck. Time in which the
+process itself did not run (stopped, suspended, starved of CPU) does not count, and time in which it waits for pages
+from disk counts for little.
 """
 
 import resource
@@ -17,25 +17,25 @@ PAGING_SLACK = 10.0  # a tick with page faults from disk counts this many times 
 
 @dataclass(slots=True)
 class Watched:
-    """`progress` is another number at every sign of life; `allowed_s` may pass without one, as of now."""
+    """`progress` returns a number that changes with every progress; `allowed_s` the time that may pass without one."""
 
     name: str
     progress: Callable[[], int]
     allowed_s: Callable[[], float]
-    _seen: int = -1
-    _silent_s: float = 0.0
+    _last: int = -1
+    _idle_s: float = 0.0
 
-    def is_stuck(self, lived_s: float) -> bool:
-        """After `lived_s` more of this process's life."""
-        if (progress := self.progress()) != self._seen:
-            self._seen, self._silent_s = progress, 0.0
+    def is_stuck(self, elapsed_s: float) -> bool:
+        """Add `elapsed_s` of running time and return whether the limit is exceeded."""
+        if (progress := self.progress()) != self._last:
+            self._last, self._idle_s = progress, 0.0
         else:
-            self._silent_s += lived_s
-        return self._silent_s > self.allowed_s()
+            self._idle_s += elapsed_s
+        return self._idle_s > self.allowed_s()
 
 
 class Watchdog:
-    """A thread of its own, which waits for nobody. `on_stuck(why)` is called there, once."""
+    """Checks on a thread of its own. Calls `on_stuck(reason)` on that thread, once."""
 
     def __init__(self, watched: Sequence[Watched], on_stuck: Callable[[str], None]) -> None:
         self._watched = watched
@@ -53,14 +53,14 @@ class Watchdog:
         before, faults_before = time.monotonic(), _faults()
         while not self._ended.wait(TICK_S):
             now, faults = time.monotonic(), _faults()
-            lived_s = min(now - before, 2 * TICK_S) / (PAGING_SLACK if faults != faults_before else 1)
+            elapsed_s = min(now - before, 2 * TICK_S) / (PAGING_SLACK if faults != faults_before else 1)
             before, faults_before = now, faults
-            for one in self._watched:
-                if one.is_stuck(lived_s):
-                    self._on_stuck(f"{one.name} made no progress for {one.allowed_s():.1f} s")
+            for part in self._watched:
+                if part.is_stuck(elapsed_s):
+                    self._on_stuck(f"{part.name} made no progress for {part.allowed_s():.1f} s")
                     return
 
 
 def _faults() -> int:
-    """Pages that this process has waited for until they were read from the disk."""
+    """Return the number of page faults of this process that read from disk."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_majflt

@@ -1,86 +1,135 @@
-"""The decode nodes that a prefill node hands off to: connection, channel and tickets of each.
+"""The decode nodes that a prefill node sends KV to: the connection, the KV channel and the reservations of each.
 
-Leases of all tickets with one peer are renewed in one message, by a timer that does not wait for the forward pass. A
-peer that does not answer a renewal in time is given up with all that waits for it; one that fails again and again is
-left alone for a while (`prefill_node.circuit_breaker`).
+The leases of all reservations at one peer are renewed in one message, by a timer that does not wait for the forward
+pass. A peer that does not answer a renewal in time is disconnected, which fails every handoff that waits for it. A
+peer that fails repeatedly is not called for a moment.
+
+The reply to a renewal names the reservations whose blocks the peer keeps in quarantine, as this node may still write
+them. Each is stopped, whatever became of the first stop; an idle peer is asked until it holds none.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from node.node import Node
-from prefill_node.circuit_breaker import CircuitBreaker
-from shared.kv.channel import ChannelError, KVChannel
+from node.stats import HandoffCounters
+from shared.kv.channel import RESERVATION_ID_BYTES, ChannelError, KVChannel
 from shared.lifecycle import TaskGroup
-from shared.rpc import messages
 from shared.rpc.connection import GuardedChannel
+from shared.rpc.messages import RenewRequest, StopRequest
 from shared.rpc.methods import RENEW, STOP, PeerError, connect
 
 log = logging.getLogger("baton.handoff")
-RENEW_S = 0.5
-CALL_S = 2.5  # for what is answered at once: with a renewal before it, a peer cut off is found in 3 s
-INSIST_S = 2.0
-GONE_S = 60.0  # with nothing to ask, until a decode node that hung up is forgotten: its next life has another address
-# Long calls waiting for room share their connection with commits; HTTP/2 allows 100 calls on it.
-MAX_ASKING = 64
-STOP_TRIES = 30  # spread over a minute: a decode node that hears of no stop then is gone, or as good as
+# Calls that wait for blocks share their connection with commits; HTTP/2 allows 100 calls on it.
+MAX_RESERVING = 64
+STOP_TRIES = 30  # over one minute; after that, renewals find what is left in quarantine
+MAX_STOPS = 64  # of reservations in quarantine, after one renewal
+FAILURES, WITHIN_S = 5, 10.0
+OPEN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffTiming:
+    """Intervals and timeouts, in seconds, of calls to decode nodes."""
+
+    renew_s: float = 0.5
+    call_s: float = 2.5  # for calls that are answered at once; after a renewal, a peer cut off is found in 3 s
+    retry_stop_s: float = 2.0
+    forget_s: float = 60.0  # for an idle peer that hung up: when it restarts, it has another address
 
 
 class PeerRefusedError(PeerError):
-    """The peer lives, and answered that it does not do so."""
+    """The peer is reachable and rejected the call."""
 
 
 class CorruptBlocksError(PeerRefusedError):
-    """It found the last rows damaged, and takes them once more."""
+    """The peer found the last rows damaged, and accepts them once more."""
+
+
+class CircuitBreaker:
+    """Opens after 5 failures within 10 s, stays open for 1 s, then lets one trial call through (half-open).
+
+    Takes the time as an argument. After Nygard, "Release It!"; the numbers are of the order of Envoy's defaults.
+    """
+
+    def __init__(self) -> None:
+        self._failed_at: deque[float] = deque(maxlen=FAILURES)
+        self._open_until: float | None = None  # None: closed
+
+    def is_allowed(self, now: float) -> bool:
+        """Return whether to call. While open, allow one call each `OPEN_S` until one succeeds."""
+        if self._open_until is None:
+            return True
+        if now < self._open_until:
+            return False
+        self._open_until = now + OPEN_S
+        return True
+
+    def succeeded(self) -> None:
+        self._failed_at.clear()
+        self._open_until = None
+
+    def failed(self, now: float) -> None:
+        self._failed_at.append(now)
+        is_often = len(self._failed_at) == FAILURES and self._failed_at[0] > now - WITHIN_S
+        if is_often or self._open_until is not None:
+            self._open_until = now + OPEN_S
 
 
 @dataclass(slots=True)
 class DecodePeer:
-    """A decode node as seen from here."""
+    """A decode node as this prefill node sees it."""
 
     address: str
     rpc: GuardedChannel
-    asking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_ASKING))
-    channel: KVChannel | None = None  # the last one chosen, and the cards that it was chosen from
+    reserving: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_RESERVING))
+    channel: KVChannel | None = None  # the last one chosen, and the descriptors it was chosen from
     descriptors: dict[str, bytes] = field(default_factory=dict)
-    failed: dict[str, bytes] = field(default_factory=dict)  # the card with which a channel last failed
-    reservations: dict[bytes, None] = field(default_factory=dict)
+    failed: dict[str, bytes] = field(default_factory=dict)  # by channel, the descriptor with which it last failed
+    # Reservations whose leases are renewed, each with a function that cancels its handoff.
+    reservations: dict[bytes, Callable[[str], None]] = field(default_factory=dict)
+    void: set[bytes] = field(default_factory=set)  # stopped before the reply that grants them was received
+    is_settled: bool = False  # the peer holds nothing for this node, and no handoff has begun since it said so
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
-    num_waiting: int = 0  # handoffs that have asked for room
-    asked_at: float = field(default_factory=time.monotonic)  # when a handoff began last, or a stop was to be said
+    num_waiting: int = 0  # handoffs that wait for blocks
+    used_at: float = field(default_factory=time.monotonic)  # when a handoff or a stop last began
 
     @property
     def is_idle(self) -> bool:
         return not self.reservations and not self.num_waiting
 
-    def is_gone(self, now: float) -> bool:
-        return self.is_idle and not self.rpc.is_connected and now - self.asked_at > GONE_S
-
     def check_breaker(self) -> None:
-        """Raises RefusedError while the peer is left alone."""
+        """Raises PeerRefusedError while the breaker is open."""
         if not self.breaker.is_allowed(time.monotonic()):
-            raise PeerRefusedError(f"{self.address} failed again and again, and is left alone for a moment")
+            raise PeerRefusedError(f"{self.address} failed repeatedly and is not called for a moment")
 
-    def failed_call(self) -> None:
-        """It did not answer, or took no rows."""
+    def call_failed(self) -> None:
+        """Count a call without an answer, or a push that failed."""
         self.breaker.failed(time.monotonic())
 
-    def drop_channel(self, channel: KVChannel, card: bytes) -> None:
-        """A push over it failed: the next handoff chooses anew."""
-        self.failed[channel.name] = card
+    def drop_channel(self, channel: KVChannel, descriptor: bytes) -> None:
+        """A push over this channel failed: the next handoff chooses again."""
+        self.failed[channel.name] = descriptor
         if self.channel is channel:
             self.channel = None
 
 
 class DecodePeers:
-    """All of them, by address. `channels`: best first."""
+    """All decode nodes in use, by address. `channels` are this node's, best first.
 
-    def __init__(self, node: Node, channels: Sequence[KVChannel]) -> None:
-        self._node = node
+    Belongs to the `HandoffSender`, on the event loop. Renews leases, retries stops, and forgets peers that are gone.
+    """
+
+    def __init__(
+        self, incarnation_id: str, counters: HandoffCounters, channels: Sequence[KVChannel], timing: HandoffTiming
+    ) -> None:
+        self._incarnation_id = incarnation_id
+        self._counters = counters
         self._channels = channels
+        self._timing = timing
         self._peers: dict[str, DecodePeer] = {}
         self._tasks = TaskGroup()
 
@@ -92,75 +141,110 @@ class DecodePeers:
         for peer in self._peers.values():
             peer.rpc.close()
 
+    @property
+    def addresses(self) -> list[str]:
+        return list(self._peers)
+
+    @property
+    def is_idle(self) -> bool:
+        return all(peer.is_idle for peer in self._peers.values())
+
     def at(self, address: str) -> DecodePeer:
-        """Raises ValueError where that is no address."""
+        """Raises ValueError if `address` is not host:port."""
         peer = self._peers.get(address)
         if peer is None:
             peer = self._peers[address] = DecodePeer(address, connect(address))
-        peer.asked_at = time.monotonic()
+        peer.used_at = time.monotonic()
+        peer.is_settled = False
         return peer
 
-    def _forget_gone(self) -> None:
-        now = time.monotonic()
-        for address in [peer.address for peer in self._peers.values() if peer.is_gone(now)]:
-            self._peers.pop(address).rpc.close()
-            self._node.handoff_counters.channels.pop(address, None)
-
-    def choose_channel(self, peer: DecodePeer, cards: Mapping[str, bytes]) -> KVChannel:
-        """The first that both sides can do. Falling to a later one is logged and counted. Raises ChannelError."""
-        if peer.channel is not None and peer.descriptors == cards:
+    def choose_channel(self, peer: DecodePeer, descriptors: Mapping[str, bytes]) -> KVChannel:
+        """Return the best channel that both nodes have. A fallback is logged and counted. Raises ChannelError."""
+        if peer.channel is not None and peer.descriptors == descriptors:
             return peer.channel
-        peer.descriptors = dict(cards)
-        common = [channel for channel in self._channels if channel.name in cards]
-        for place, channel in enumerate(common):
-            card = cards[channel.name]
-            is_last = place == len(common) - 1
-            if channel.reachable(card) and (is_last or peer.failed.get(channel.name) != card):
-                if place:
-                    log.warning("handoffs to %s go over %s, not over a faster channel", peer.address, channel.name)
-                    self._node.handoff_counters.channel_fallbacks += 1
+        peer.descriptors = dict(descriptors)
+        common = [channel for channel in self._channels if channel.name in descriptors]
+        for index, channel in enumerate(common):
+            descriptor = descriptors[channel.name]
+            is_last = index == len(common) - 1
+            if channel.reachable(descriptor) and (is_last or peer.failed.get(channel.name) != descriptor):
+                if index:
+                    log.warning("handoffs to %s use %s: no faster channel works", peer.address, channel.name)
+                    self._counters.channel_fallbacks += 1
                 peer.channel = channel
-                self._node.handoff_counters.channels[peer.address] = channel.name
+                self._counters.channels[peer.address] = channel.name
                 return channel
-        raise ChannelError(f"no common KV channel with {peer.address}: it offers {sorted(cards)}")
+        raise ChannelError(f"no common KV channel with {peer.address}: it offers {sorted(descriptors)}")
 
-    async def stop(self, peer: DecodePeer, stop: messages.StopRequest) -> None:
-        """Says that nothing more is written under a ticket. Not heard at once, it is said again, beside whatever goes
-        on: from a writer that it takes for alive, a decode node believes nobody else, and keeps the blocks for it."""
+    async def stop(self, peer: DecodePeer, stop: StopRequest) -> None:
+        """Report that nothing more is written under a reservation; retry in the background until acknowledged.
+
+        While this node lives, the decode node believes only this message, and keeps the blocks until it arrives.
+        """
         if not await self._acknowledged(peer, stop):
             self._tasks.start(self._retry_stop(peer, stop))
 
-    def cancel_reservation(self, peer: DecodePeer, request: str, reason: str) -> None:
-        """The answer to a question for room is lost. Whatever it granted, nothing is written there."""
-        self._tasks.start(self._retry_stop(peer, messages.StopRequest(b"", reason, request)))
+    def cancel_reservation(self, peer: DecodePeer, request_id: str, reason: str) -> None:
+        """Give back what a lost answer may have granted: nothing is written there."""
+        self._tasks.start(self._retry_stop(peer, StopRequest(b"", reason, request_id)))
 
-    async def _retry_stop(self, peer: DecodePeer, stop: messages.StopRequest) -> None:
+    async def _retry_stop(self, peer: DecodePeer, stop: StopRequest) -> None:
         for _ in range(STOP_TRIES):
             if await self._acknowledged(peer, stop):
                 return
-            await asyncio.sleep(INSIST_S)
-        log.warning("%s never heard that a handoff stopped: it keeps its blocks while we live", peer.address)
+            await asyncio.sleep(self._timing.retry_stop_s)
+        log.warning("%s did not acknowledge a stopped handoff: it keeps the blocks while this node lives", peer.address)
 
-    async def _acknowledged(self, peer: DecodePeer, stop: messages.StopRequest) -> bool:
-        peer.asked_at = time.monotonic()
+    async def _acknowledged(self, peer: DecodePeer, stop: StopRequest) -> bool:
+        peer.used_at = time.monotonic()
         try:
-            await STOP.call(peer.rpc, stop, CALL_S)
+            await STOP.call(peer.rpc, stop, self._timing.call_s)
         except PeerError as error:
-            log.debug("%s did not hear that a handoff stopped: %s", peer.address, error)
+            log.debug("%s did not acknowledge a stopped handoff: %s", peer.address, error)
             return False
         return True
 
     async def _renew(self) -> None:
         while True:
-            await asyncio.sleep(RENEW_S)
+            await asyncio.sleep(self._timing.renew_s)
             self._forget_gone()
-            await asyncio.gather(*(self._renew_at(peer) for peer in self._peers.values() if not peer.is_idle))
+            due = [peer for peer in self._peers.values() if not (peer.is_idle and peer.is_settled)]
+            await asyncio.gather(*map(self._renew_at, due))
 
     async def _renew_at(self, peer: DecodePeer) -> None:
+        is_idle = peer.is_settled = peer.is_idle  # a handoff that begins meanwhile resets `is_settled`
+        if not peer.num_waiting:
+            peer.void.clear()  # no reply is due that could grant one of them
+        renewal = RenewRequest(self._incarnation_id, b"".join(peer.reservations))
         try:
-            await RENEW.call(
-                peer.rpc, messages.RenewRequest(self._node.info.incarnation_id, b"".join(peer.reservations)), CALL_S
-            )
+            reply = await RENEW.call(peer.rpc, renewal, self._timing.call_s)
         except PeerError as error:
-            log.warning("leases at %s were not renewed: %s", peer.address, error)
-            peer.rpc.close()  # who waits for room there goes elsewhere; the next call connects anew
+            peer.is_settled = False
+            level = logging.DEBUG if is_idle else logging.WARNING
+            log.log(level, "leases at %s were not renewed: %s", peer.address, error)
+            peer.rpc.close()  # fails the handoffs that wait for its blocks; the next call reconnects
+            return
+        if reply.has_reservations:
+            peer.is_settled = False
+        self._stop_quarantined(peer, reply.quarantined)
+
+    def _stop_quarantined(self, peer: DecodePeer, reservation_ids: bytes) -> None:
+        """Stop the reservations that the peer gave up.
+
+        A handoff that uses one is cancelled, and stops once its push has ended. Under one that no handoff uses, nothing
+        is being written, and nothing may be written later.
+        """
+        for at in range(0, min(len(reservation_ids), MAX_STOPS * RESERVATION_ID_BYTES), RESERVATION_ID_BYTES):
+            reservation_id = reservation_ids[at : at + RESERVATION_ID_BYTES]
+            if (cancel := peer.reservations.get(reservation_id)) is not None:
+                cancel("the decode node gave its reservation up")
+            else:
+                peer.void.add(reservation_id)
+                self._tasks.start(self._acknowledged(peer, StopRequest(reservation_id, "it is in quarantine")))
+
+    def _forget_gone(self) -> None:
+        expired = time.monotonic() - self._timing.forget_s
+        for peer in list(self._peers.values()):
+            if peer.is_idle and not peer.rpc.is_connected and peer.used_at < expired:
+                self._peers.pop(peer.address).rpc.close()
+                self._counters.channels.pop(peer.address, None)

@@ -1,300 +1,376 @@
-"""Carries handoffs out: asks decode nodes for room, pushes blocks over the best channel, commits, and says how it went.
+"""Sends handoffs: reserves blocks at decode nodes, pushes rows over the best channel, commits, and reports the outcome.
 
-One task a request that leaves. Rows that came damaged are pushed once more; whatever else goes wrong ends the handoff,
-and the request goes on elsewhere.
+One task for each request whose KV is sent. Damaged rows are pushed once more; any other failure ends the handoff, and
+the router retries the request on another node.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
+from statistics import median
 from typing import Any
 
-from node.node import Node
+from node.node import NodeServices, RpcHandler
 from node.output_publisher import PrefillProgress
-from prefill_node.decode_peers import CALL_S, CorruptBlocksError, DecodePeer, DecodePeers, PeerRefusedError
+from prefill_node.decode_peers import CorruptBlocksError, DecodePeer, DecodePeers, HandoffTiming, PeerRefusedError
 from prefill_node.handoff import Action, CommitAction, Handoff, HandoffPhase, PushAction, StopAction
-from prefill_node.transfer_time import TransferTimeModel
 from scheduler.request import Request
+from scheduler.role import PREFILL
 from shared import failpoints
 from shared.clock import now_ns
 from shared.kv.channel import RESERVATION_ID_BYTES, ChannelError, KVChannel, ReservationRefusedError
 from shared.kv.staging import KVMemory
 from shared.lifecycle import TaskGroup
 from shared.logs import about
-from shared.rpc import messages
-from shared.rpc.messages import SubmitRequest
+from shared.rpc.messages import (
+    Ack,
+    CommitRequest,
+    PushedNotice,
+    ReserveReply,
+    ReserveRequest,
+    StopRequest,
+    SubmitRequest,
+    unpack_ids,
+)
 from shared.rpc.methods import COMMIT, PUSHED, RESERVE, PeerError, Rpc
 
 log = logging.getLogger("baton.handoff")
-# Of requests that are to be computed in the decode node's pool: how many may have their room before their turn.
-MAX_GRANTED = 4
+# Requests that compute in the decode node's pool: how many may hold a reservation before their first step.
+MAX_RESERVED_EARLY = 4
+RECENT_PUSHES = 32
+REFIT_PUSHES = 8  # pushes between two fits, each of which takes a fraction of a millisecond
+
+
+class TransferTimeModel:
+    """Learns from recent pushes how long one takes: seconds for any push, plus seconds for each byte.
+
+    Uses the median of the slopes between all pairs of pushes (Theil-Sen), which a few slow pushes do not change.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT_PUSHES)  # bytes, seconds
+        self._num_pushes = 0
+        self._seconds: list[float] = []
+
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        self._recent.append((num_bytes, seconds))
+        self._num_pushes += 1
+        if self._num_pushes % REFIT_PUSHES == 1:
+            self._seconds = self._fit()
+
+    def seconds(self) -> list[float]:
+        """Return [seconds of any push, seconds of each byte]; empty before the first push.
+
+        If all pushes have one size, the two cannot be separated, and all time is attributed to the bytes.
+        """
+        return self._seconds
+
+    def _fit(self) -> list[float]:
+        pairs = combinations(self._recent, 2)
+        slopes = [(s - t) / (b - a) for (a, t), (b, s) in pairs if a != b]
+        per_byte = max(0.0, median(slopes)) if slopes else median(s / b for b, s in self._recent)
+        return [max(0.0, median(s - per_byte * b for b, s in self._recent)), per_byte]
 
 
 @dataclass(slots=True)
 class OutgoingHandoff:
-    """One request on its way."""
+    """One request whose KV is sent."""
 
     submit: SubmitRequest
     request: Request
     handoff: Handoff
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    channel: KVChannel | None = None  # with `card`, fixed for this handoff: they belong to the granted targets
+    channel: KVChannel | None = None  # with `descriptor`, fixed for this handoff: they belong to the granted targets
     descriptor: bytes = b""
-    checksums: bytes = b""  # of rows that are pushed, which the peer was not told yet
+    checksums: bytes = b""  # of pushed rows, not yet reported to the peer
     is_running: bool = False  # its task runs
-    waits: bool = False  # computed in the decode node's pool, it has room there or asks for it, and no step had it yet
-    is_silent: bool = False  # nobody is to be told how it ends: it was aborted, or ended here
+    is_early: bool = False  # holds one of the `MAX_RESERVED_EARLY` slots
+    is_silent: bool = False  # its outcome is not reported: it was aborted, or finished here
+
+    def cancel(self, reason: str) -> None:
+        self.handoff.cancel(reason)
+        self.changed.set()
 
 
 class HandoffSender:
-    """`channels`: best first."""
+    """The role adapter of a prefill node. `channels`: best first.
+
+    Runs on the event loop: the node calls the `on_...` methods, and each handoff has a task that does what its state
+    machine (`Handoff`) asks for. A handoff that fails fails its request, with `retry` set; one that commits ends the
+    request here, and its blocks stay in the prefix cache. The decode node is sent a stop, until it acknowledges one,
+    for every reservation that is not committed.
+    """
+
+    role = PREFILL
 
     def __init__(
         self,
-        node: Node,
+        services: NodeServices,
         memory: KVMemory,
         channels: Sequence[KVChannel],
         reserve_timeout_s: float,
+        timing: HandoffTiming | None = None,
     ) -> None:
-        self._node = node
+        self._info = services.state.info
+        self._requests = services.requests
+        self._engine = services.engine
+        self._recorder = services.recorder
+        self._counters = services.counters
         self._memory = memory
         self._reserve_timeout_s = reserve_timeout_s
-        self._peers = DecodePeers(node, channels)
+        self._timing = timing or HandoffTiming()
+        self.peers = DecodePeers(self._info.incarnation_id, services.counters, channels, self._timing)
         self._outgoing: dict[str, OutgoingHandoff] = {}
         self._tasks = TaskGroup()
-        self._push_fit = TransferTimeModel()
-        self._granted = asyncio.Semaphore(MAX_GRANTED)
-        node.on_send_submitted = self.on_submit
-        node.on_send_admitted = self.on_admitted
-        node.on_progress = self.on_progress
-        node.on_abort = self.on_abort
+        self._transfer_time = TransferTimeModel()
+        self._early = asyncio.Semaphore(MAX_RESERVED_EARLY)
 
-    def handlers(self) -> Mapping[Rpc[Any, Any], Callable[[Any], Awaitable[None]]]:
-        return {}  # nobody asks a prefill node for anything but prompts
+    @property
+    def is_idle(self) -> bool:
+        return not self._outgoing and self.peers.is_idle
 
-    def on_writer_lost(self, writer: str) -> None:
-        """Nobody writes into a prefill node's pool."""
+    def handlers(self) -> Mapping[Rpc[Any, Any], RpcHandler]:
+        return {}
 
     def start(self) -> None:
-        self._peers.start()
+        self.peers.start()
 
     async def close(self) -> None:
         await self._tasks.close()
-        await self._peers.close()
+        await self.peers.close()
 
-    # ---- what the node tells ------------------------------------------------------------------------------------
+    # ---- from the node ------------------------------------------------------------------------------------------
 
     def on_submit(self, submit: SubmitRequest, request: Request) -> None:
-        # Not of request.tokens: the engine has the request already, and may have appended to them.
-        handoff = Handoff(len(messages.unpack_ids(submit.tokens)), self._node.info.block_tokens)
-        leaving = self._outgoing[request.id] = OutgoingHandoff(submit, request, handoff)
+        # Not from request.tokens: the engine already has the request, and may have appended to them.
+        handoff = Handoff(len(unpack_ids(submit.tokens)), self._info.block_tokens)
+        outgoing = self._outgoing[request.id] = OutgoingHandoff(submit, request, handoff)
         if request.borrows_blocks:
-            self._start(leaving)  # it needs room before it can be computed
+            self._start(outgoing)  # it needs the decode node's blocks before it can be computed
 
-    def on_admitted(self, identity: str) -> None:
-        """Its first chunk is being computed: time to ask for room, not earlier."""
-        leaving = self._outgoing.get(identity)
-        if leaving is not None:
-            self._start_next(leaving)
-            if not leaving.is_running:
-                self._start(leaving)
+    def on_admitted(self, request: Request) -> None:
+        """Reserve blocks now that the first chunk is being computed, not earlier."""
+        outgoing = self._outgoing.get(request.id)
+        if outgoing is not None:
+            self._free_early_slot(outgoing)
+            if not outgoing.is_running:
+                self._start(outgoing)
 
-    def _start(self, leaving: OutgoingHandoff) -> None:
-        leaving.is_running = True
-        self._tasks.start(self._run(leaving))
-
-    def _start_next(self, leaving: OutgoingHandoff) -> None:
-        if leaving.waits:
-            leaving.waits = False
-            self._granted.release()
-
-    def on_progress(self, row: PrefillProgress) -> None:
-        leaving = self._outgoing.get(row.request.id)
-        if leaving is None:
+    def on_progress(self, progress: PrefillProgress) -> None:
+        outgoing = self._outgoing.get(progress.request.id)
+        if outgoing is None:
             return
-        leaving.handoff.computed(row.num_computed)
-        if row.finish is not None:  # over at its first token: nothing is left to generate elsewhere
-            leaving.is_silent = True
-            leaving.handoff.cancel(f"finished: {row.finish}")
-        elif row.first_token is not None:
-            leaving.handoff.sampled(row.first_token)
-        leaving.changed.set()
+        outgoing.handoff.computed(progress.num_computed)
+        if progress.finish is not None:  # over at its first token: the decode node has nothing to generate
+            outgoing.is_silent = True
+            outgoing.handoff.cancel(f"finished: {progress.finish}")
+        elif progress.first_token is not None:
+            outgoing.handoff.sampled(progress.first_token)
+        outgoing.changed.set()
 
-    def on_abort(self, identity: str) -> bool:
-        leaving = self._outgoing.get(identity)
-        if leaving is not None:
-            leaving.is_silent = True
-            leaving.handoff.cancel("aborted")
-            leaving.changed.set()
-            if not leaving.is_running:
-                del self._outgoing[identity]
-        return False  # the scheduler may have the blocks back now: what a push reads meanwhile is never committed
+    def on_abort(self, request_id: str) -> bool:
+        outgoing = self._outgoing.get(request_id)
+        if outgoing is not None:
+            outgoing.is_silent = True
+            outgoing.cancel("aborted")
+            if not outgoing.is_running:
+                del self._outgoing[request_id]
+        # The blocks may be reused from here on. A push in flight may send stale data; it is never committed.
+        return False
+
+    def on_writer_lost(self, writer: str) -> None:
+        """Nothing writes into a prefill node's pool."""
 
     # ---- one handoff --------------------------------------------------------------------------------------------
 
-    async def _run(self, leaving: OutgoingHandoff) -> None:
-        handoff, identity = leaving.handoff, leaving.request.id
-        about(identity, leaving.submit.traceparent)
+    def _start(self, outgoing: OutgoingHandoff) -> None:
+        outgoing.is_running = True
+        self._tasks.start(self._run(outgoing))
+
+    def _free_early_slot(self, outgoing: OutgoingHandoff) -> None:
+        if outgoing.is_early:
+            outgoing.is_early = False
+            self._early.release()
+
+    async def _run(self, outgoing: OutgoingHandoff) -> None:
+        handoff, request_id = outgoing.handoff, outgoing.request.id
+        about(request_id, outgoing.submit.traceparent)
         peer = None
         try:
-            peer = self._peers.at(leaving.submit.decode_node)
-            if leaving.request.borrows_blocks:
-                leaving.waits = await self._granted.acquire()
-            if handoff.phase is HandoffPhase.ASKING:  # else it was aborted meanwhile
-                await self._ask(peer, leaving)
+            peer = self.peers.at(outgoing.submit.decode_node)
+            if outgoing.request.borrows_blocks:
+                outgoing.is_early = await self._early.acquire()
+            if handoff.phase is HandoffPhase.RESERVING:  # not aborted while it waited
+                await self._reserve(peer, outgoing)
             while handoff.phase is not HandoffPhase.DONE:
                 action = handoff.next_action()
                 if action is not None:
-                    await self._do(peer, leaving, action)
+                    await self._do(peer, outgoing, action)
                 else:
-                    await leaving.changed.wait()
-                    leaving.changed.clear()
+                    await outgoing.changed.wait()
+                    outgoing.changed.clear()
         except Exception as error:
-            log.exception("handoff of %s broke", identity)
+            log.exception("handoff of %s raised an exception", request_id)
             handoff.reason = handoff.reason or type(error).__name__
             if peer is not None:
-                await self._stop(peer, leaving, StopAction(handoff.reason))
+                await self._stop(peer, outgoing, StopAction(handoff.reason))
         finally:
-            self._start_next(leaving)
-            del self._outgoing[identity]
+            self._free_early_slot(outgoing)
+            del self._outgoing[request_id]
             if peer is not None and handoff.reservation_id is not None:
                 peer.reservations.pop(handoff.reservation_id, None)
-            self._end(leaving)
+            self._report(outgoing)
 
-    async def _ask(self, peer: DecodePeer, leaving: OutgoingHandoff) -> None:
-        info, handoff = self._node.info, leaving.handoff
+    async def _reserve(self, peer: DecodePeer, outgoing: OutgoingHandoff) -> None:
+        handoff = outgoing.handoff
         peer.num_waiting += 1
         try:
             peer.check_breaker()
-            async with peer.asking:
-                question = messages.ReserveRequest(leaving.submit, info.incarnation_id, info.fingerprint)
-                asked_ns = now_ns()
-                try:
-                    reserved = await RESERVE.call(peer.rpc, question, self._reserve_timeout_s + CALL_S)
-                except PeerError as error:
-                    peer.failed_call()
-                    self._peers.cancel_reservation(peer, leaving.request.id, str(error))
-                    raise
-                self._note(leaving, "reserving", asked_ns, peer=peer.address)
-            if reserved.error:
-                handoff.failed(f"{peer.address} refused: {reserved.error}")
+            async with peer.reserving:
+                reply = await self._call_reserve(peer, outgoing)
+            if reply.error:
+                handoff.failed(f"{peer.address} refused: {reply.error}")
                 return
-            held, targets = messages.unpack_ids(reserved.held), messages.unpack_ids(reserved.targets)
-            handoff.granted(reserved.reservation_id, reserved.num_held, tuple(targets))
-            peer.reservations[reserved.reservation_id] = None
-            self._check_grant(leaving, reserved, held + targets)
-            leaving.channel = self._peers.choose_channel(peer, reserved.descriptors)
-            leaving.descriptor = reserved.descriptors[leaving.channel.name]
-            if leaving.request.borrows_blocks and handoff.phase is HandoffPhase.MOVING:
-                leaving.request.blocks = held + targets
-                leaving.request.num_computed = reserved.num_held * info.block_tokens
-                self._node.enqueue(leaving.request)
+            held, targets = unpack_ids(reply.held), unpack_ids(reply.targets)
+            handoff.granted(reply.reservation_id, reply.num_held, tuple(targets))
+            peer.reservations[reply.reservation_id] = outgoing.cancel
+            if reply.reservation_id in peer.void:
+                raise ValueError(f"{peer.address} gave the reservation up before its answer came")
+            self._check_grant(outgoing, reply, held + targets)
+            outgoing.channel = self.peers.choose_channel(peer, reply.descriptors)
+            outgoing.descriptor = reply.descriptors[outgoing.channel.name]
+            if outgoing.request.borrows_blocks and handoff.phase is HandoffPhase.PUSHING:
+                outgoing.request.blocks = held + targets
+                outgoing.request.num_computed = reply.num_held * self._info.block_tokens
+                self._requests.enqueue(outgoing.request)
         except (PeerError, ChannelError, ValueError) as error:
             handoff.failed(str(error))
         finally:
             peer.num_waiting -= 1
 
-    def _check_grant(self, leaving: OutgoingHandoff, reserved: messages.ReserveReply, blocks: list[int]) -> None:
-        """Raises ValueError. Where the prompt is computed in these blocks, no channel looks at them again."""
-        if len(reserved.reservation_id) != RESERVATION_ID_BYTES or len(set(blocks)) < len(blocks):
-            raise ValueError("the grant names a block twice, or its ticket is none")
-        is_whole = len(blocks) == leaving.handoff.num_blocks and 0 < min(blocks) <= max(blocks) < self._memory.num_rows
-        if leaving.request.borrows_blocks and not is_whole:
-            raise ValueError(f"the grant's {len(blocks)} blocks are not {leaving.handoff.num_blocks} of the pool")
+    async def _call_reserve(self, peer: DecodePeer, outgoing: OutgoingHandoff) -> ReserveReply:
+        request = ReserveRequest(outgoing.submit, self._info.incarnation_id, self._info.fingerprint)
+        began_ns = now_ns()
+        try:
+            reply = await RESERVE.call(peer.rpc, request, self._reserve_timeout_s + self._timing.call_s)
+        except PeerError as error:
+            peer.call_failed()
+            self.peers.cancel_reservation(peer, outgoing.request.id, str(error))
+            raise
+        self._record(outgoing, "reserving", began_ns, peer=peer.address)
+        return reply
 
-    async def _do(self, peer: DecodePeer, leaving: OutgoingHandoff, action: Action) -> None:
-        handoff = leaving.handoff
+    def _check_grant(self, outgoing: OutgoingHandoff, reply: ReserveReply, blocks: list[int]) -> None:
+        """Raises ValueError. If the prompt is computed in these blocks, no channel checks them again."""
+        if len(reply.reservation_id) != RESERVATION_ID_BYTES or len(set(blocks)) < len(blocks):
+            raise ValueError("the grant names a block twice, or its reservation id is malformed")
+        is_whole = len(blocks) == outgoing.handoff.num_blocks and 0 < min(blocks) <= max(blocks) < self._memory.num_rows
+        if outgoing.request.borrows_blocks and not is_whole:
+            raise ValueError(f"the grant's {len(blocks)} blocks are not {outgoing.handoff.num_blocks} of the pool")
+
+    async def _do(self, peer: DecodePeer, outgoing: OutgoingHandoff, action: Action) -> None:
+        handoff = outgoing.handoff
         try:
             match action:
                 case PushAction():
-                    failpoints.reach("prefill.before_push", leaving.request.id)
-                    await self._push(peer, leaving, action)
-                    failpoints.reach("prefill.after_push", leaving.request.id)
+                    failpoints.reach("prefill.before_push", outgoing.request.id)
+                    await self._push(peer, outgoing, action)
+                    failpoints.reach("prefill.after_push", outgoing.request.id)
                 case CommitAction():
-                    failpoints.reach("prefill.before_commit", leaving.request.id)
-                    assert handoff.reservation_id is not None
-                    commit = messages.CommitRequest(handoff.reservation_id, action.first_token, leaving.checksums)
-                    told_ns = now_ns()
-                    _check(await COMMIT.call(peer.rpc, commit, CALL_S))
-                    peer.breaker.succeeded()
-                    self._note(leaving, "committed", told_ns, peer=peer.address)
-                    failpoints.reach("prefill.after_commit", leaving.request.id)
+                    failpoints.reach("prefill.before_commit", outgoing.request.id)
+                    await self._commit(peer, outgoing, action)
+                    failpoints.reach("prefill.after_commit", outgoing.request.id)
                 case StopAction():
-                    await self._stop(peer, leaving, action)
+                    await self._stop(peer, outgoing, action)
         except CorruptBlocksError as error:
-            leaving.checksums = b""
+            outgoing.checksums = b""
             handoff.repeat(str(error))
         except (PeerError, ChannelError) as error:
-            if handoff.phase is not HandoffPhase.STOPPING and not isinstance(
-                error, PeerRefusedError | ReservationRefusedError
-            ):
-                peer.failed_call()
+            is_refusal = isinstance(error, PeerRefusedError | ReservationRefusedError)
+            if handoff.phase is not HandoffPhase.STOPPING and not is_refusal:
+                peer.call_failed()
             handoff.failed(str(error))
         else:
             handoff.done()
 
-    async def _push(self, peer: DecodePeer, leaving: OutgoingHandoff, push: PushAction) -> None:
-        channel, card = leaving.channel, leaving.descriptor
+    async def _push(self, peer: DecodePeer, outgoing: OutgoingHandoff, push: PushAction) -> None:
+        channel, descriptor, reservation_id = outgoing.channel, outgoing.descriptor, outgoing.handoff.reservation_id
         assert channel is not None
-        assert leaving.handoff.reservation_id is not None
-        if leaving.request.borrows_blocks:
-            await channel.push(card, leaving.handoff.reservation_id, (), ())
+        assert reservation_id is not None
+        if outgoing.request.borrows_blocks:
+            await channel.push(descriptor, reservation_id, (), ())
             return
-        source = leaving.request.blocks[push.first : push.last]
+        source = outgoing.request.blocks[push.first : push.last]
         if len(source) < push.last - push.first:
-            raise ChannelError("the request's blocks are gone")  # aborted just now
+            raise ChannelError("the request's blocks are gone")  # aborted a moment ago
         began_ns = now_ns()
         try:
-            await channel.push(card, leaving.handoff.reservation_id, source, push.targets)
+            await channel.push(descriptor, reservation_id, source, push.targets)
         except ReservationRefusedError:
-            raise  # the channel is well
+            raise  # the channel works
         except ChannelError:
-            peer.drop_channel(channel, card)
+            peer.drop_channel(channel, descriptor)
             raise
+        num_bytes = len(source) * self._info.block_bytes
         if source:
-            self._pushed(peer, leaving, began_ns, len(source))
-        leaving.checksums += await asyncio.to_thread(self._memory.checksums, source)
-        if push.last < leaving.handoff.num_blocks:
-            told = messages.PushedNotice(leaving.handoff.reservation_id, leaving.checksums)
-            leaving.checksums = b""
-            _check(await PUSHED.call(peer.rpc, told, CALL_S))
-        self._node.handoff_counters.blocks_moved += len(source)
-        self._node.handoff_counters.bytes_moved += len(source) * self._node.info.block_bytes
+            self._record(
+                outgoing,
+                "transfer",
+                began_ns,
+                count=len(source),
+                bytes=num_bytes,
+                peer=peer.address,
+                channel=channel.name,
+            )
+            self._transfer_time.observe(num_bytes, (now_ns() - began_ns) / 1e9)
+            self._counters.transfer = self._transfer_time.seconds()
+        outgoing.checksums += await asyncio.to_thread(self._memory.checksums, source)
+        if push.last < outgoing.handoff.num_blocks:
+            notice = PushedNotice(reservation_id, outgoing.checksums)
+            outgoing.checksums = b""
+            _check(await PUSHED.call(peer.rpc, notice, self._timing.call_s))
+        self._counters.blocks_moved += len(source)
+        self._counters.bytes_moved += num_bytes
 
-    def _pushed(self, peer: DecodePeer, leaving: OutgoingHandoff, began_ns: int, num_blocks: int) -> None:
-        num_bytes = num_blocks * self._node.info.block_bytes
-        channel = leaving.channel.name if leaving.channel is not None else ""
-        self._note(leaving, "transfer", began_ns, count=num_blocks, bytes=num_bytes, peer=peer.address, channel=channel)
-        self._push_fit.observe(num_bytes, (now_ns() - began_ns) / 1e9)
-        self._node.handoff_counters.transfer = self._push_fit.seconds()
+    async def _commit(self, peer: DecodePeer, outgoing: OutgoingHandoff, action: CommitAction) -> None:
+        assert outgoing.handoff.reservation_id is not None
+        commit = CommitRequest(outgoing.handoff.reservation_id, action.first_token, outgoing.checksums)
+        began_ns = now_ns()
+        _check(await COMMIT.call(peer.rpc, commit, self._timing.call_s))
+        peer.breaker.succeeded()
+        self._record(outgoing, "committed", began_ns, peer=peer.address)
 
-    def _note(self, leaving: OutgoingHandoff, kind: str, began_ns: int, **fields: object) -> None:
-        """Records what took from `began_ns` until now."""
+    async def _stop(self, peer: DecodePeer, outgoing: OutgoingHandoff, stop: StopAction) -> None:
+        reservation_id = outgoing.handoff.reservation_id
+        if reservation_id is None:
+            return
+        if outgoing.request.borrows_blocks:
+            await self._requests.release(outgoing.request)  # until then, steps write into the reserved blocks
+        await self.peers.stop(peer, StopRequest(reservation_id, stop.reason))
+
+    def _record(self, outgoing: OutgoingHandoff, kind: str, began_ns: int, **fields: object) -> None:
+        """Record an event that lasted from `began_ns` until now."""
         at_ns = now_ns()
         duration_us = (at_ns - began_ns) // 1000
-        self._node.recorder.event(leaving.request.id, kind, at_ns, duration_us=duration_us, **fields)
+        self._recorder.event(outgoing.request.id, kind, at_ns, duration_us=duration_us, **fields)
 
-    async def _stop(self, peer: DecodePeer, leaving: OutgoingHandoff, stop: StopAction) -> None:
-        ticket = leaving.handoff.reservation_id
-        if ticket is None:
+    def _report(self, outgoing: OutgoingHandoff) -> None:
+        request, handoff = outgoing.request, outgoing.handoff
+        if outgoing.is_silent:
             return
-        if leaving.request.borrows_blocks:
-            await self._node.release(leaving.request)  # as long as it takes: until then, steps write into its blocks
-        await self._peers.stop(peer, messages.StopRequest(ticket, stop.reason))
-
-    def _end(self, leaving: OutgoingHandoff) -> None:
-        node, request, handoff = self._node, leaving.request, leaving.handoff
-        if handoff.committed and not leaving.is_silent:
-            node.handoff_counters.handoffs += 1
-            node.finish(request.id, "handed_off")
-            node.engine.post(lambda scheduler: scheduler.abort(request))  # the blocks stay as prefix cache
-        elif not leaving.is_silent:
-            node.handoff_counters.handoffs_failed += 1
+        if handoff.committed:
+            self._counters.handoffs += 1
+            self._requests.finish(request.id, "handed_off")
+            self._engine.post(lambda scheduler: scheduler.abort(request))  # the blocks stay in the prefix cache
+        else:
+            self._counters.handoffs_failed += 1
             log.warning("handoff of %s failed: %s", request.id, handoff.reason)
-            node.fail(request.id, f"handoff: {handoff.reason}", retry=True)
+            self._requests.fail(request.id, f"handoff: {handoff.reason}", retry=True)
 
 
-def _check(answer: messages.Ack) -> None:
+def _check(answer: Ack) -> None:
     if answer.error:
         raise (CorruptBlocksError if answer.again else PeerRefusedError)(answer.error)

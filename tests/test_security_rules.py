@@ -28,7 +28,6 @@ EXCEPTIONS = {
         "engine/cpu/jit.py",
         "imports pickle",
     ): "the error that numba raises for a damaged file; nothing is unpickled by us",
-    ("node/roles.py", "imports a module whose name it computes"): "one of the two in the table above it",
     ("tests/simulation/", "imports multiprocessing"): "seeds in children of its own",
 }
 

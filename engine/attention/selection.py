@@ -7,10 +7,11 @@ import torch
 from engine.attention.interface import AttentionBackend
 from engine.attention.torch_attention import TorchAttention
 from engine.cpu.numba_support import why_not_compiled
-from engine.cuda.flash_attention import FLASH_2, FLASH_3, HOPPER, RUNS_ON, FlashAttention, installed
+from engine.cuda.flash_attention import FLASH_2, FLASH_3, HOPPER, RUNS_ON, FlashAttention, installed, load
 from engine.kv_pool import KVPool
 
 log = logging.getLogger("baton.engine")
+OWN = "own"  # Triton's kernels where they run, torch's elsewhere
 BLOCK_TOKENS = 64  # on a GPU: a head's keys and values of a block are 32 KiB together
 NO_FLASH_ATTN = (
     "--attention-backend flash_attn: no flash-attn package that runs on this GPU is installed: pip install "
@@ -41,7 +42,9 @@ def attention_on_cuda(name: str, pool: KVPool, triton: bool, computed: torch.dty
     if name == "numba":
         raise ValueError("--attention-backend numba: runs on a CPU only; use auto")
     if name == "triton" and not triton:
-        raise ValueError("--attention-backend triton: the package triton is not installed; install it, or use torch")
+        raise ValueError(
+            "--attention-backend triton: the package triton is not installed, or cannot launch kernels here; use torch"
+        )
     ours: AttentionBackend = TorchAttention(pool)
     if triton and name != "torch":
         from engine.cuda.attention import TritonAttention
@@ -61,6 +64,20 @@ def attention_on_cuda(name: str, pool: KVPool, triton: bool, computed: torch.dty
             "--kv-cache-dtype out, or use triton"
         )
     return FlashAttention(pool, found[0], ours)
+
+
+def usable_on_cuda(name: str, device: torch.device) -> str:
+    """`name`, or "own" in place of "auto" where the FlashAttention 3 that it would take cannot be loaded.
+
+    The log says so once, however many pools attention is chosen for.
+    """
+    if name == "auto" and FLASH_3 in flash_attn_here(device):
+        try:
+            load(FLASH_3)
+        except ValueError as error:
+            log.warning("our own attention kernels instead of FlashAttention 3: %s", error)
+            return OWN
+    return name
 
 
 def _flash_3_or(ours: AttentionBackend, pool: KVPool) -> AttentionBackend:

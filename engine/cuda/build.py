@@ -1,13 +1,14 @@
 """Builds what a node on a GPU computes with: weights, KV in the memory that they leave, kernels, captured passes."""
 
 import logging
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from engine.attention.selection import attention_on_cuda, block_tokens_on_cuda
+from engine.attention.selection import attention_on_cuda, block_tokens_on_cuda, usable_on_cuda
 from engine.components import BuildOptions, EngineComponents, exchange_fingerprint
 from engine.cuda.device import Accelerator
 from engine.cuda.runner import CudaRunner, Sampler
@@ -17,7 +18,8 @@ from engine.kv_pool import KVPool, blocks_for
 from engine.linear.plain import Plain
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, load_model
-from engine.weights import stored_dtype
+from engine.startup import stage
+from engine.weights import stored_dtype, weight_bytes
 from scheduler.request import Request, Slice, Step, cdiv
 from shared.kv.layout import KVLayout
 from shared.rpc.messages import SamplingParams
@@ -25,23 +27,33 @@ from shared.rpc.messages import SamplingParams
 log = logging.getLogger("baton.engine")
 GIB = 2**30
 CONTEXT_BYTES = 3 * GIB // 4  # an allowance for what torch does not count: CUDA's context, libraries, kernels
+SMALLER_MODEL = "take a smaller model, or a GPU with more free memory"
+SMALLER_STEP = "lower --max-num-batched-tokens or --max-num-seqs, or take a smaller model"
+LESS_KV = "lower --gpu-memory-utilization, or --num-blocks or --kv-cache-memory where one is given"
 GRAPH_BYTES = GIB  # an allowance, too: how much the graphs took is logged
 
 
 def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: Accelerator) -> EngineComponents:
     """`options.max_model_len` is the one that holds. Raises ValueError with the fix in its message, OSError when the
-    driver refuses memory."""
+    driver refuses what is no matter of memory."""
     dtype = _dtype(options, path)
     linear = Plain(dtype)
-    model = load_model(path, dtype, gpu.device, linear)
+    with _stage(gpu, f"loading {_gib(weight_bytes(path))} of weights", SMALLER_MODEL):
+        model = load_model(path, dtype, gpu.device, linear)
+    triton = gpu.has_triton()
+    options = replace(options, attention_backend=usable_on_cuda(options.attention_backend, gpu.device))
     one_block = _one_block(options, model)
-    # Also where it decides nothing: kernels are compiled here, not under the first request.
-    held = gpu.most_held(lambda: _largest_step(options, model, one_block, gpu))
+    largest = f"running a step of {options.max_step_tokens} tokens and up to {options.max_num_seqs} requests"
+    with _stage(gpu, largest, SMALLER_STEP):
+        # Also where it decides nothing: kernels are compiled here, not under the first request.
+        held = gpu.most_held(lambda: _largest_step(options, model, one_block, gpu, triton))
     layout = replace(one_block, num_blocks=_num_blocks(options, one_block, held, gpu))
-    memory = gpu.allocate(layout.num_blocks, layout.block_bytes)
-    runner = _runner(options, model, KVPool(layout, memory), gpu)
+    with _stage(gpu, f"allocating {_gib(layout.num_blocks * layout.block_bytes)} for KV", LESS_KV):
+        memory = gpu.allocate(layout.num_blocks, layout.block_bytes)
+        runner = _runner(options, model, KVPool(layout, memory), gpu, triton)
     if not options.enforce_eager:
-        _capture(runner, gpu)
+        with _stage(gpu, "capturing CUDA graphs", f"{LESS_KV}, or give --enforce-eager", "try --enforce-eager"):
+            _capture(runner, gpu)
     facts = {
         "runner": "torch",
         "device": str(gpu.device),
@@ -80,8 +92,7 @@ def _capacity(options: BuildOptions, block_tokens: int) -> StepCapacity:
     )
 
 
-def _runner(options: BuildOptions, model: Decoder, pool: KVPool, gpu: Accelerator) -> CudaRunner:
-    triton = gpu.has_triton()
+def _runner(options: BuildOptions, model: Decoder, pool: KVPool, gpu: Accelerator, triton: bool) -> CudaRunner:
     attention = attention_on_cuda(options.attention_backend, pool, triton, model.dtype)
     kernels = kernels_on_cuda(model.config, pool, triton)
     capacity = _capacity(options, pool.layout.block_tokens)
@@ -101,6 +112,15 @@ def _capture(runner: CudaRunner, gpu: Accelerator) -> None:
     runner.capture(gpu.graphs())
     after, _ = gpu.memory()
     log.info("graphs take %d MiB of the GPU", (before - after) >> 20)
+
+
+def _stage(gpu: Accelerator, doing: str, if_too_large: str, otherwise: str = "") -> AbstractContextManager[None]:
+    free, total = gpu.memory()
+    return stage(f"{doing} ({gpu.name}: {_gib(free)} of {_gib(total)} free)", if_too_large, otherwise)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"
 
 
 # ---- how much memory KV may have --------------------------------------------------------------------------------
@@ -146,10 +166,10 @@ class _Scratch:
     rows: Tensor
 
 
-def _largest_step(options: BuildOptions, model: Decoder, one: KVLayout, gpu: Accelerator) -> None:
+def _largest_step(options: BuildOptions, model: Decoder, one: KVLayout, gpu: Accelerator, triton: bool) -> None:
     """As many tokens, and draws, as a step may have, all of them in one block."""
     rows = torch.zeros((2, one.block_bytes), dtype=torch.uint8, device=gpu.device)
-    runner = _runner(options, model, KVPool(replace(one, num_blocks=2), _Scratch(rows)), gpu)
+    runner = _runner(options, model, KVPool(replace(one, num_blocks=2), _Scratch(rows)), gpu, triton)
     count = min(options.max_num_seqs, options.max_step_tokens)
     longest = min(options.max_step_tokens - count + 1, options.max_model_len)
     slices = []

@@ -10,6 +10,7 @@ import torch
 
 from engine.cuda.graphs import CudaGraphPool, GraphPool
 from engine.cuda.memory import DeviceMemory
+from engine.startup import cause
 from shared.kv.memory import HostMemory
 from shared.kv_gpu.pool import PoolClient
 
@@ -71,13 +72,20 @@ class CudaAccelerator:
         return CudaGraphPool(self.device)
 
     def has_triton(self) -> bool:
-        """Also that it can build its launchers, for which it needs a C compiler and a directory for code."""
-        if importlib.util.find_spec("triton") is None:
-            return False
-        try:
-            from triton.runtime import driver
+        return has_triton()
 
-            return driver.active.utils is not None
-        except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
-            log.warning("no Triton kernels, but torch's, which are slower: %s", error)
-            return False
+
+def has_triton() -> bool:
+    """Whether Triton can build its launchers too, for which it needs a C compiler and a directory for code."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        from triton.runtime import driver
+
+        return driver.active.utils is not None
+    except AssertionError as error:  # `ldconfig -p` does not list libcuda.so.1
+        fix = ": set TRITON_LIBCUDA_PATH to the directory of libcuda.so.1"
+        log.warning("no Triton kernels, but torch's, which are slower: %s%s", cause(error), fix)
+    except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+        log.warning("no Triton kernels, but torch's, which are slower: %s", cause(error))
+    return False

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.machinery import PathFinder
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from engine.attention.interface import AttentionBackend, AttentionPlan
 from engine.batch import Batch
 from engine.kv_pool import KVPool
+from engine.startup import cause
 
 
 @dataclass(slots=True)
@@ -122,15 +124,28 @@ RUNS_ON = {FLASH_3: {HOPPER}, FLASH_4: {HOPPER, 10, 11}, FLASH_2: range(8, 13)}
 
 
 def installed() -> list[str]:
-    """Names of the generations that can be imported, best first."""
+    """Names of the generations that are installed, best first. Nothing is imported: one may not load all the same."""
     return [name for name, (module, _, _) in GENERATIONS.items() if _is_there(module)]
 
 
 def _is_there(module: str) -> bool:
+    """`find_spec` of a submodule imports its package, which fails where that was built for another torch."""
+    package, _, submodule = module.partition(".")
+    found = importlib.util.find_spec(package)
+    if found is None or not submodule:
+        return found is not None
+    return PathFinder.find_spec(module, found.submodule_search_locations or []) is not None
+
+
+def load(name: str) -> FlashVersion:
+    """Import a generation's package. Raises ValueError when that fails: built for another torch, or half installed."""
     try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package above it is missing
-        return False
+        return GENERATIONS[name][1]()
+    except Exception as error:
+        raise ValueError(
+            f"--attention-backend flash_attn: {name} cannot be loaded: {cause(error)}: reinstall it for torch "
+            f"{torch.__version__}, or use auto"
+        ) from error
 
 
 class FlashAttention:
@@ -146,11 +161,8 @@ class FlashAttention:
                 f"--attention-backend flash_attn computes on KV in 16 bits with heads of up to 256 (a multiple of 8), "
                 f"not on {layout.dtype} with heads of {layout.head_dim}: use triton"
             )
-        _, generation, decodes = GENERATIONS[name]
-        try:
-            self._generation = generation()
-        except (ImportError, AttributeError, OSError) as error:  # built for another torch, or an empty package
-            raise ValueError(f"--attention-backend flash_attn: {name} cannot be loaded: {error}; use triton") from error
+        decodes = GENERATIONS[name][2]
+        self._generation = load(name)
         if refusal := self._generation.refusal(layout.block_tokens):
             raise ValueError(f"--attention-backend flash_attn: {refusal} (it is {layout.block_tokens})")
         self._pool = pool

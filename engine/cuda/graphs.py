@@ -6,6 +6,7 @@ ends, the call is remembered, capture begins again.
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol, TypeVar
 
 import torch
@@ -102,9 +103,13 @@ class GraphRecording:
         def whole() -> T:
             self._begin()
             try:
-                return work()
-            finally:
-                self._end()
+                result = work()
+            except BaseException:
+                with suppress(Exception):  # CUDA refuses to end what has failed: that error would hide the first
+                    self._end()
+                raise
+            self._end()
+            return result
 
         return self._pool.capture(whole)
 

@@ -81,7 +81,7 @@ class HostMemory:
         if size > available:
             text = (
                 f"cannot allocate {size / 2**20:,.0f} MiB of KV memory: {available / 2**20:,.0f} MiB are "
-                "available; lower the number of KV blocks"
+                "available; lower --num-blocks or --kv-cache-memory"
             )
             raise OSError(errno.ENOMEM, text)
 

@@ -273,6 +273,19 @@ class RenewRequest:
 
 
 @dataclass(slots=True)
+class RenewReply:
+    """What the decode node still holds for the writer.
+
+    `has_reservations`: it has reservations of this writer, renewed or not. `quarantined`: ids (16 bytes each,
+    concatenated) of those that it gave up, and whose blocks it keeps until the writer stops.
+    """
+
+    error: str = ""
+    has_reservations: bool = False
+    quarantined: bytes = b""
+
+
+@dataclass(slots=True)
 class StopRequest:
     """The writer gives the ticket up and will write no more. Where no answer told it a ticket: `request`."""
 

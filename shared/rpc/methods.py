@@ -29,6 +29,7 @@ from shared.rpc.messages import (
     NodeInfo,
     NodeUpdate,
     PushedNotice,
+    RenewReply,
     RenewRequest,
     ReserveReply,
     ReserveRequest,
@@ -98,7 +99,7 @@ RESERVE = Rpc("/baton.Decode/Reserve", ReserveRequest, ReserveReply)
 PUSHED = Rpc("/baton.Decode/Pushed", PushedNotice, Ack)
 COMMIT = Rpc("/baton.Decode/Commit", CommitRequest, Ack)
 STOP = Rpc("/baton.Decode/Stop", StopRequest, Ack)
-RENEW = Rpc("/baton.Decode/Renew", RenewRequest, Ack)
+RENEW = Rpc("/baton.Decode/Renew", RenewRequest, RenewReply)
 
 
 def unary(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[None]]:

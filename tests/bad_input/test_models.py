@@ -18,12 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from decode_node.__main__ import main as run_decode_node
 from engine.weights import INDEX, check_finite
-from node.process import main as node_main
 from router.__main__ import main as router_main
 from router.text.chat_template import RENDER_S, ChatTemplate
 from router.text.regex_safety import may_backtrack_exponentially
-from scheduler.role import DECODE
 from shared.config.settings import NodeSettings, RouterSettings
 from shared.errors import RequestError
 from tests.cluster.harness import DEMO
@@ -192,7 +191,7 @@ def test_a_node_ends_with_one_line(
     settings = NodeSettings(
         model=str(directory), kv_directory=str(directory / "kv"), num_blocks=64, threads=1, port=0, device="cpu"
     )
-    assert node_main(settings, DECODE) == 2
+    assert run_decode_node(settings) == 2
     one_line(capsys, complaint)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from node.process import main as node_main
+from decode_node.__main__ import main as run_decode_node
+from prefill_node.__main__ import main as run_prefill_node
 from router.__main__ import main as router_main
-from scheduler.role import DECODE, PREFILL
 from shared.config.command_line import settings_from_command_line
 from shared.config.settings import NodeSettings, RouterSettings, Settings
 from tests.cluster.harness import DEMO, ROOT
@@ -87,7 +87,7 @@ NODES: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_node_ends_with_one_line(
     changes: dict[str, Any], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert node_main(nodes(tmp_path, **changes), DECODE) == 2
+    assert run_decode_node(nodes(tmp_path, **changes)) == 2
     one_line(capsys, complaint)
 
 
@@ -115,7 +115,7 @@ def test_a_cost_model_that_is_none_is_named_with_its_file(
 ) -> None:
     file = tmp_path / "cost.json"
     file.write_bytes(content.encode() if isinstance(content, str) else content)
-    assert node_main(nodes(tmp_path, emulate=str(file)), PREFILL) == 2
+    assert run_prefill_node(nodes(tmp_path, emulate=str(file))) == 2
     one_line(capsys, complaint)
 
 
@@ -152,5 +152,5 @@ def _logging_as_before() -> Iterator[None]:
 def test_a_nodes_port_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert node_main(nodes(tmp_path, port=port, num_blocks=64), DECODE) == 2
+        assert run_decode_node(nodes(tmp_path, port=port, num_blocks=64)) == 2
         one_line(capsys, f"cannot listen on 127.0.0.1:{port}: ")

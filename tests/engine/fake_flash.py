@@ -5,11 +5,22 @@ table, inner strides. Written from the docstrings of FlashAttention 2.8, of its 
 `flash_attn.cute` (4).
 """
 
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+FAILURES = ["ImportError", "OSError", "AttributeError", "RuntimeError"]  # of packages that do not suit their torch
+
+
+def broken_package(root: Path, name: str, failure: str) -> None:
+    """A package below `root` that raises `failure` when it is imported, and leaves the file `imported` in `root`."""
+    (root / name).mkdir()
+    (root / name / "__init__.py").write_text(
+        f"open({str(root / 'imported')!r}, 'w').close()\nraise {failure}('undefined symbol\\nadvice in more lines')\n"
+    )
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, left: int | None) -> Tensor:

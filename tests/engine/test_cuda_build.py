@@ -5,19 +5,26 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.components import BuildOptions, build
 from engine.cuda.build import CONTEXT_BYTES, GIB, GRAPH_BYTES, build_on_cuda
+from engine.cuda.device import has_triton
 from engine.cuda.fake_graph import FakeGraphPool
+from engine.cuda.graphs import GraphRecording
 from engine.models.config import ModelConfig
 from scheduler.request import Request
 from shared.kv.memory import HostMemory
+from shared.kv_gpu.cuda_driver import CudaError
 from tests.engine.build import GREEDY, generate
 
 torch.set_num_threads(1)
@@ -115,7 +122,7 @@ def test_what_cannot_be_is_one_clear_line(gpu: HostGpu, options: dict[str, objec
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton has wheels for Linux only")
 def test_where_triton_cannot_launch_torchs_kernels_are_taken() -> None:
-    asked = "from engine.cuda.device import Gpu; print(Gpu.has_triton(None))"
+    asked = "from engine.cuda.device import has_triton; print(has_triton())"
     told = subprocess.run(
         [sys.executable, "-c", asked], cwd=MODEL.parents[1], capture_output=True, text=True, check=True
     )
@@ -123,9 +130,135 @@ def test_where_triton_cannot_launch_torchs_kernels_are_taken() -> None:
     assert "no Triton kernels" in told.stderr
 
 
+def test_a_driver_library_that_triton_does_not_find_is_named_with_the_variable_that_helps(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Driver:
+        @property
+        def active(self) -> NoReturn:
+            raise AssertionError("libcuda.so cannot found!\nPlease make sure GPU is set up")
+
+    triton, runtime = ModuleType("triton"), ModuleType("triton.runtime")
+    triton.__spec__ = ModuleSpec("triton", None)
+    runtime.driver = Driver()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setitem(sys.modules, "triton.runtime", runtime)
+    assert not has_triton()
+    (logged,) = caplog.messages
+    assert "libcuda.so cannot found! (AssertionError): set TRITON_LIBCUDA_PATH to the directory" in logged
+
+
+aten = torch.ops.aten
+# safetensors swallows what these raise while it makes tensors on the host, and raises something else.
+UNNOTICED = {
+    aten.empty.memory_format, aten.set_.source_Storage, aten.select.int, aten._local_scalar_dense.default,
+}  # fmt: skip
+
+
+class FailAt(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises `error` in place of one operation of torch on this thread, of number `at`, and of all that follow."""
+
+    def __init__(self, at: int, error: Exception) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+        self._at, self._error = at, error
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += func not in UNNOTICED
+        if self.count > self._at:
+            raise self._error
+        return func(*args, **(kwargs or {}))
+
+
+OUT_OF_MEMORY = torch.OutOfMemoryError(
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 8.00 GiB of which 5.00 MiB is "
+    "free. Of the allocated memory 7.00 GiB is allocated by PyTorch"
+)
+DEVICE_LOST = torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCompile with ...")
+FIXES = {
+    "loading": "take a smaller model",
+    "running": "lower --max-num-batched-tokens",
+    "allocating": "lower --gpu-memory-utilization",
+    "capturing": "--enforce-eager",
+}
+
+
+def test_an_error_in_any_operation_of_a_start_is_one_line_with_the_stage_and_the_fix() -> None:
+    options = replace(OPTIONS, num_blocks=40)
+    with FailAt(sys.maxsize, DEVICE_LOST) as whole:  # type: ignore[no-untyped-call]
+        build_on_cuda(options, config(), MODEL, HostGpu())
+    stages = set()
+    for number in range(10):
+        at, error = number * whole.count // 10, (OUT_OF_MEMORY, DEVICE_LOST)[number % 2]
+        with pytest.raises(ValueError, match="GiB free") as raised, FailAt(at, error):  # type: ignore[no-untyped-call]
+            build_on_cuda(options, config(), MODEL, HostGpu())
+        text = str(raised.value)
+        stage = text.split(maxsplit=1)[0]
+        stages.add(stage)
+        assert "\n" not in text
+        assert "(a host: 4.0 GiB of 4.0 GiB free): CUDA" in text
+        assert "Of the allocated" not in text
+        assert (FIXES[stage] in text) == (error is OUT_OF_MEMORY or stage == "capturing")
+    assert stages >= {"loading", "running", "capturing"}
+
+
+@pytest.mark.parametrize(
+    ("method", "error", "words"),
+    [
+        ("most_held", OUT_OF_MEMORY, "running a step of 24 tokens .*lower --max-num-batched-tokens"),
+        ("allocate", CudaError("cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY (2)"), "allocating .* for KV .*lower --g"),
+        ("graphs", DEVICE_LOST, "capturing CUDA graphs .*illegal memory access .*try --enforce-eager"),
+    ],
+)
+def test_what_the_device_refuses_is_one_line(method: str, error: Exception, words: str) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise error
+
+    gpu = type("Refuses", (HostGpu,), {method: refuse})()
+    with pytest.raises(ValueError, match=words) as raised:
+        build_on_cuda(replace(OPTIONS, num_blocks=40), config(), MODEL, gpu)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_capture_that_fails_is_not_hidden_by_the_end_of_its_graph() -> None:
+    class Invalid:
+        def begin(self) -> None: ...
+
+        def end(self) -> NoReturn:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+        def replay(self) -> None: ...
+
+    class Pool(FakeGraphPool):
+        def graph(self) -> Any:
+            return Invalid()
+
+    def work() -> NoReturn:
+        raise OUT_OF_MEMORY
+
+    with pytest.raises(torch.OutOfMemoryError):
+        GraphRecording(Pool()).capture(work)
+    with pytest.raises(RuntimeError, match="previous error"):
+        GraphRecording(Pool()).capture(lambda: None)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_asking_for_one_is_refused() -> None:
     with pytest.raises(ValueError, match="finds no CUDA device; use --device cpu"):
+        build(OPTIONS)
+
+
+def test_a_gpu_that_cannot_be_opened_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> NoReturn:
+        raise torch.AcceleratorError("CUDA error: all CUDA-capable devices are busy or unavailable\nadvice")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", fail)
+    words = r"^--device cuda: CUDA error: all CUDA-capable devices are busy or unavailable \(AcceleratorError\)$"
+    with pytest.raises(ValueError, match=words):
         build(OPTIONS)
 
 

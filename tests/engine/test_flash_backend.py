@@ -1,6 +1,7 @@
 """The flash-attn adapters against fakes with the packages' documented semantics: arguments, limits, same answer."""
 
 import sys
+from pathlib import Path
 from random import Random
 from types import ModuleType
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from engine.attention import selection as choose
-from engine.attention.selection import attention_on_cuda, block_tokens_on_cuda, flash_attn_here
+from engine.attention.selection import attention_on_cuda, block_tokens_on_cuda, flash_attn_here, usable_on_cuda
 from engine.attention.torch_attention import TorchAttention
 from engine.batch import build
 from engine.cuda import flash_attention as flash_backend
@@ -18,7 +19,7 @@ from scheduler.request import Slice
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
 from tests.engine.build import CPU, Blocks
-from tests.engine.fake_flash import flash_2, flash_3, flash_4
+from tests.engine.fake_flash import FAILURES, broken_package, flash_2, flash_3, flash_4
 
 BLOCK_TOKENS = {"flash_attn 2": 256, "flash_attn 3": 16, "flash_attn 4": 64}
 
@@ -141,8 +142,48 @@ def test_auto_takes_no_other_generation(monkeypatch: pytest.MonkeyPatch, name: s
 def test_a_package_that_cannot_be_loaded_is_told_when_asked_for_and_passed_over_by_auto() -> None:
     sys.modules["flash_attn_interface"] = ModuleType("flash_attn_interface")
     assert attention_on_cuda("auto", pool_of(64), triton=False).name == "torch"
-    with pytest.raises(ValueError, match=r"flash_attn 3 cannot be loaded: .*use triton"):
+    with pytest.raises(ValueError, match=r"flash_attn 3 cannot be loaded: .*reinstall it for torch .* or use auto$"):
         attention_on_cuda("flash_attn", pool_of(64), triton=False)
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_auto_never_imports_flash_attn_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str) -> None:
+    broken_package(tmp_path, "flash_attn", failure)
+    (tmp_path / "flash_attn" / "cute").mkdir()
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert installed() == ["flash_attn 4", "flash_attn 2"]
+    assert usable_on_cuda("auto", CPU) == "auto"
+    assert attention_on_cuda("auto", pool_of(64), triton=False).name == "torch"
+    assert not (tmp_path / "imported").exists()
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_flash_attn_3_that_cannot_be_loaded_is_logged_once_by_auto(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: str
+) -> None:
+    broken_package(tmp_path, "flash_attn_interface", failure)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = usable_on_cuda("auto", CPU)
+    assert [attention_on_cuda(name, pool_of(64), triton=False).name for _ in range(2)] == ["torch", "torch"]
+    assert block_tokens_on_cuda(name, CPU) == block_tokens_on_cuda("auto", CPU)
+    (logged,) = caplog.messages
+    assert "FlashAttention 3" in logged
+    assert f"undefined symbol ({failure})" in logged
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "flash_attn_interface"])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_flash_attn_that_cannot_be_loaded_is_one_line_when_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, name: str
+) -> None:
+    broken_package(tmp_path, name, failure)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert usable_on_cuda("flash_attn", CPU) == "flash_attn"
+    words = rf"undefined symbol \({failure}\): reinstall it for torch .*use auto$"
+    with pytest.raises(ValueError, match=words) as raised:
+        attention_on_cuda("flash_attn", pool_of(256), triton=False)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.usefixtures("packages")

@@ -1,62 +1,60 @@
-"""A prefill and a decode node in one process, joined by real RPCs and a real KV channel, under a router made by hand."""
+"""A prefill and a decode node in one process, joined by real RPCs and a real KV channel, with a router in memory."""
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from decode_node.receiver import HandoffReceiver
-from engine.hash_model import HashRunner, expected_tokens
+from engine.hash_model import HashRunner
 from engine.runner import SliceOutput
-from node.node import Node
+from node.node import NodeServices
+from prefill_node.decode_peers import HandoffTiming
 from prefill_node.sender import HandoffSender
 from scheduler.request import Step
-from scheduler.role import DECODE, PREFILL, Role
-from scheduler.scheduler import Scheduler, StepLimits
+from scheduler.role import DECODE, PREFILL
 from shared.kv.channel import KVChannel
 from shared.kv.memory import HostMemory
 from shared.kv.shm import ShmChannel
 from shared.kv.tcp import TcpChannel
-from shared.lifecycle import wait_until
-from shared.rpc.messages import (
-    NodeInfo,
-    NodeUpdate,
-    RouterCommand,
-    SamplingParams,
-    SubmitRequest,
-    TokenDelta,
-    pack_ids,
-    unpack_ids,
-)
+from shared.rpc.messages import TokenDelta, unpack_ids
 from shared.rpc.methods import RpcServer
-from tests.engine.test_records import Line
+from tests.node.harness import (
+    BLOCK_TOKENS,
+    LAYERS,
+    ROW_BYTES,
+    VOCABULARY,
+    HashNode,
+    RouterLine,
+    attached,
+    expected,
+    hash_node,
+    submission,
+)
 
-BLOCK_TOKENS, LAYERS, VOCABULARY = 4, 2, 97
-ROW_BYTES = BLOCK_TOKENS * LAYERS * 8
-ROUTER = "router"
 
+class ForwardingChannel:
+    """A channel that passes everything on; tests override `push`."""
 
-def expected(prompt: list[int], count: int) -> list[int]:
-    return expected_tokens(prompt, count, layers=LAYERS, vocab_size=VOCABULARY)
+    def __init__(self, inner: KVChannel) -> None:
+        self.inner = inner
+        self.name, self.fenced = inner.name, inner.fenced
 
+    def reachable(self, descriptor: bytes) -> bool:
+        return self.inner.reachable(descriptor)
 
-@dataclass
-class Wire(Line):
-    """A router's end of a standing stream, which hears every delta."""
-
-    hear: Callable[[TokenDelta], None] = lambda _: None
-
-    async def send_message(self, report: NodeUpdate) -> None:
-        for delta in report.deltas:
-            self.hear(delta)
+    async def push(
+        self, descriptor: bytes, reservation_id: bytes, source: Sequence[int], target: Sequence[int]
+    ) -> None:
+        await self.inner.push(descriptor, reservation_id, source, target)
 
 
 @dataclass
 class Sent:
-    """A request, and what the nodes said of it."""
+    """A request, and what the nodes sent about it."""
 
     prompt: list[int]
     max_tokens: int
@@ -69,7 +67,7 @@ class Sent:
         return bool(self.finish or self.errors)
 
     def row(self) -> list[int]:
-        """The tokens without a gap from the first; raises AssertionError when they are not what must come."""
+        """Return the tokens up to the first gap. Raises AssertionError if one is wrong."""
         row = [self.tokens[at] for at in range(len(self.tokens)) if at in self.tokens]
         assert row == expected(self.prompt, self.max_tokens)[: len(row)]
         return row
@@ -77,66 +75,47 @@ class Sent:
 
 @dataclass
 class Pair:
-    prefill: Node
-    decode: Node
-    courier: HandoffSender
-    receiver: HandoffReceiver
-    channels: list[KVChannel]  # the writer's and the receiver's
-    memories: list[HostMemory]
-    address: str = ""
-    wires: list[Wire] = field(default_factory=list)
+    prefill: HashNode
+    decode: HashNode
+    address: str  # of the decode node
+    lines: list[RouterLine]
     sent: dict[str, Sent] = field(default_factory=dict)
 
-    def hear(self, delta: TokenDelta) -> None:
+    def on_delta(self, delta: TokenDelta) -> None:
         sent = self.sent[delta.id]
         for at, token in enumerate(unpack_ids(delta.tokens), delta.position):
             if sent.tokens.setdefault(at, token) != token:
-                sent.tokens[at] = -1  # told twice, and not the same: `row` finds it
+                sent.tokens[at] = -1  # sent twice, and differently: `row` finds it
         sent.finish = sent.finish or delta.finish
         if delta.error:
             sent.errors.append(delta)
-            self.abort(delta.id)  # as a router does: nothing of it goes on anywhere
+            self.abort(delta.id)  # on both nodes, as a router does
 
-    def submit(self, identity: str, prompt: list[int], max_tokens: int, local: bool = False) -> Sent:
-        """To the prefill node, for the decode node; `local`: to the decode node alone."""
-        self.sent[identity] = Sent(prompt, max_tokens)
-        to = "" if local else self.address
-        greedy = SamplingParams(temperature=0.0)
-        submit = SubmitRequest(identity, ROUTER, pack_ids(prompt), len(prompt), max_tokens, greedy, decode_node=to)
-        self.wires[local].commands.put_nowait(RouterCommand(ROUTER, [submit]))
-        return self.sent[identity]
+    def submit(self, name: str, prompt: list[int], max_tokens: int, local: bool = False) -> Sent:
+        """Submit to the prefill node, for the decode node; or, if `local`, to the decode node alone."""
+        self.sent[name] = Sent(prompt, max_tokens)
+        self.lines[local].submit(submission(name, prompt, max_tokens, decode_node="" if local else self.address))
+        return self.sent[name]
 
-    def abort(self, *identities: str) -> None:
-        for wire in self.wires:
-            wire.commands.put_nowait(RouterCommand(ROUTER, aborts=list(identities)))
+    def abort(self, *names: str) -> None:
+        for line in self.lines:
+            line.abort(*names)
 
     def is_empty(self) -> bool:
-        for node in (self.prefill, self.decode):
-            ledger = node._scheduler.ledger()
-            if ledger.free + ledger.cached != ledger.total or node.active.router_of or node._scheduler.requests:
-                return False
-        peers = self.courier._peers._peers.values()
-        return not (
-            self.courier._outgoing
-            or self.receiver._waiting
-            or len(self.receiver._table)
-            or any(peer.reservations or peer.num_waiting for peer in peers)
-        )
+        return self.prefill.is_empty() and self.decode.is_empty()
 
-    async def empty(self, timeout_s: float = 20.0) -> None:
-        """Waits until nothing of any request is anywhere, and looks at every block."""
-        assert await wait_until(self.is_empty, timeout_s, 0.005), [
-            (node.info.role, node._scheduler.ledger(), list(node.active.router_of))
-            for node in (self.prefill, self.decode)
-        ]
-        for node in (self.prefill, self.decode):
-            assert node._scheduler.pool.audit([]) == ""
-            assert (node.active.num_tokens, node.active._sizes) == (0, {})
-            assert not any(outbox.requests for outbox in node.sessions.streams.values())
+    async def empty(self) -> None:
+        """Wait until nothing is left of any request, and audit every block."""
+        await self.prefill.empty()
+        await self.decode.empty()
+
+    def assert_alive(self) -> None:
+        for here in (self.prefill, self.decode):
+            assert not here.node.fatal_error.done()
 
 
 class SlowRunner(HashRunner):
-    """Its steps take `step_s` longer: there is a time between chunks."""
+    """Makes each step take `step_s` longer, so that there is time between chunks."""
 
     step_s = 0.0
 
@@ -145,19 +124,16 @@ class SlowRunner(HashRunner):
         return super().run(step)
 
 
-def _node(role: Role, boot: str, memory: HostMemory, step_s: float) -> Node:
-    num_blocks = memory.num_rows
-    scheduler = Scheduler(StepLimits(max_num_batched_tokens=8), num_blocks, BLOCK_TOKENS)
-    info = NodeInfo(role.name, boot, role.name, "", "m", "print", BLOCK_TOKENS, ROW_BYTES, num_blocks, 512, 64)
+def _runner(memory: HostMemory, step_s: float) -> SlowRunner:
     runner = SlowRunner(memory.rows, BLOCK_TOKENS, LAYERS, VOCABULARY)
     runner.step_s = step_s
-    return Node(info, role, scheduler, runner, 0.2, VOCABULARY)
+    return runner
 
 
-async def _channel(kind: str, memory: HostMemory, boot: str, lost: Any, directory: Path) -> KVChannel:
+async def open_channel(kind: str, memory: HostMemory, name: str, lost: Any, directory: Path) -> KVChannel:
     if kind == "shm":
-        return await ShmChannel.start(memory, boot, lost, directory)
-    return await TcpChannel.start(memory, boot, lambda _: None, "127.0.0.1")
+        return await ShmChannel.start(memory, name, lost, directory)
+    return await TcpChannel.start(memory, name, lambda _: None, "127.0.0.1")
 
 
 @asynccontextmanager
@@ -168,36 +144,39 @@ async def pair(
     decode_blocks: int = 64,
     reserve_s: float = 20.0,
     step_s: float = 0.0,
+    timing: HandoffTiming | None = None,
+    wrap: Callable[[KVChannel, HostMemory], Any] = lambda channel, _: channel,
 ) -> AsyncIterator[Pair]:
+    """`wrap(channel, decode_memory)` stands between the prefill node and its channel."""
     memories = [HostMemory(prefill_blocks, ROW_BYTES), HostMemory(decode_blocks, ROW_BYTES)]
-    boots = [secrets.token_hex(16) for _ in range(2)]
-    made: list[HandoffReceiver] = []
-    channels = [
-        await _channel(kind, memory, boot, lambda writer: made[0].on_writer_lost(writer), directory)
-        for memory, boot in zip(memories, boots, strict=True)
-    ]
-    nodes = [
-        _node(role, boot, memory, step_s) for role, boot, memory in zip((PREFILL, DECODE), boots, memories, strict=True)
-    ]
-    courier = HandoffSender(nodes[0], memories[0], channels[:1], reserve_s)
-    receiver = HandoffReceiver(nodes[1], memories[1], channels[1:], reserve_s)
-    made.append(receiver)
-    here = Pair(nodes[0], nodes[1], courier, receiver, channels, memories)
-    server = RpcServer(receiver.handlers())
-    here.address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    names = [secrets.token_hex(16) for _ in range(2)]
+    receivers: list[HandoffReceiver] = []
     async with AsyncExitStack() as cleanup:
-        for end in (*nodes, *channels, server, courier):
-            cleanup.push_async_callback(end.close)
-        for node in nodes:
-            node.start()
-        for side in (courier, receiver):
-            side.start()
-        for node in nodes:
-            wire = Wire(hear=here.hear)
-            here.wires.append(wire)
-            node.tasks.start(node.attach(wire))
-            wire.commands.put_nowait(RouterCommand(ROUTER))
-        assert await wait_until(lambda: all(node.sessions.streams for node in nodes), 5.0)
+        channels = [
+            await open_channel(kind, memory, name, lambda writer: receivers[0].on_writer_lost(writer), directory)
+            for memory, name in zip(memories, names, strict=True)
+        ]
+        for channel in channels:
+            cleanup.push_async_callback(channel.close)
+
+        def make_sender(services: NodeServices, memory: HostMemory) -> HandoffSender:
+            return HandoffSender(services, memory, [wrap(channels[0], memories[1])], reserve_s, timing)
+
+        def make_receiver(services: NodeServices, memory: HostMemory) -> HandoffReceiver:
+            receivers.append(HandoffReceiver(services, memory, channels[1:], reserve_s))
+            return receivers[0]
+
+        prefill, decode = (
+            hash_node(role, make, memory=memory, incarnation_id=name, runner=_runner(memory, step_s), heartbeat_s=0.2)
+            for role, make, memory, name in zip(
+                (PREFILL, DECODE), (make_sender, make_receiver), memories, names, strict=True
+            )
+        )
+        server = RpcServer(receivers[0].handlers())
+        address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+        cleanup.push_async_callback(server.close)
+        here = Pair(prefill, decode, address, [RouterLine(), RouterLine()])
+        for end, line in zip((prefill, decode), here.lines, strict=True):
+            line.on_delta = here.on_delta
+            await cleanup.enter_async_context(attached(end, line))
         yield here
-        for wire in here.wires:
-            wire.commands.put_nowait(None)

@@ -1,4 +1,4 @@
-"""Requests that are cancelled at any moment leave nothing behind, on either side."""
+"""Requests that are cancelled at any moment leave nothing behind, on either node."""
 
 import asyncio
 import random
@@ -15,7 +15,7 @@ AT_ONCE = 16
 
 
 async def client(here: Pair, rng: random.Random, names: list[str]) -> None:
-    """Sends requests one after the other, and leaves each at a random moment; sometimes twice, or too late."""
+    """Send requests one after the other, and abort each at a random moment; sometimes twice, or too late."""
     while names:
         name = names.pop()
         prompt = [rng.randrange(3, 97) for _ in range(rng.randrange(1, 25))]
@@ -25,11 +25,11 @@ async def client(here: Pair, rng: random.Random, names: list[str]) -> None:
         await asyncio.sleep(rng.choice([0.0, 0.0, rng.expovariate(100.0)]))
         if rng.random() < 0.1:
             await wait_until(lambda sent=sent: sent.is_over, 20.0, 0.002)
-        here.abort(*[name] * rng.choice([1, 1, 2]), "nobody")
+        here.abort(*[name] * rng.choice([1, 1, 2]), "unknown")
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
-async def test_a_thousand_cancels_leave_no_block_ticket_or_task(kind: str, tmp_path: Path) -> None:
+async def test_a_thousand_cancels_leave_no_block_reservation_or_task(kind: str, tmp_path: Path) -> None:
     rng = random.Random(NUM_CANCELS)
     async with pair(kind, tmp_path, step_s=0.001) as here:
         idle = len(asyncio.all_tasks())
@@ -38,17 +38,16 @@ async def test_a_thousand_cancels_leave_no_block_ticket_or_task(kind: str, tmp_p
         await here.empty()
         for sent in here.sent.values():
             sent.row()
-        assert here.prefill.handoff_counters.handoffs > 20, "some come through"
-        assert any(not sent.tokens for sent in here.sent.values()), "some are left before their first token"
-        # Calls of a connection that lives, and the last stops, end by themselves.
+        assert here.prefill.node.stats().handoffs > 20, "some finish"
+        assert any(not sent.tokens for sent in here.sent.values()), "some are aborted before their first token"
+        # Tasks of open connections, and the last stops, end by themselves.
         assert await wait_until(lambda: len(asyncio.all_tasks()) <= idle + 4, 10.0), asyncio.all_tasks()
-        assert not here.prefill.fatal_error.done()
-        assert not here.decode.fatal_error.done()
+        here.assert_alive()
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
-async def test_a_cancel_frees_both_sides_soon(kind: str, tmp_path: Path) -> None:
-    """Within a step and 100 ms where the machine is quiet; ten times that here."""
+async def test_a_cancel_frees_both_nodes_soon(kind: str, tmp_path: Path) -> None:
+    """Within a step and 100 ms on a quiet machine; the limit here is ten times that."""
     rng = random.Random(7)
     slowest = 0.0
     async with pair(kind, tmp_path, prefill_blocks=200, decode_blocks=200) as here:

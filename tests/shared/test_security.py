@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from cluster.cli import main as baton
 from cluster.secret import own_secret, write_secret
-from node.process import main as run_node
+from decode_node.__main__ import main as run_decode_node
 from router.__main__ import main as run_router
-from scheduler.role import DECODE
 from shared.config.settings import NodeSettings, RouterSettings
 from shared.errors import ConfigError
 from shared.registry import seal, unseal
@@ -156,9 +155,9 @@ def test_an_address_that_means_nothing_is_refused(monkeypatch: pytest.MonkeyPatc
     [
         (lambda: run_router(RouterSettings(model="m", host="0.0.0.0", port=0)), "--registry-host"),
         (lambda: run_router(RouterSettings(model="m", registry_host="0.0.0.0", port=0)), "--registry-host"),
-        (lambda: run_node(NodeSettings(model="m", host="0.0.0.0"), DECODE), "--host"),
-        (lambda: run_node(NodeSettings(model="m", kv_host="0.0.0.0"), DECODE), "--kv-host"),
-        (lambda: run_node(NodeSettings(model="m", cluster_secret_file="/no/such"), DECODE), "--cluster-secret-file"),
+        (lambda: run_decode_node(NodeSettings(model="m", host="0.0.0.0")), "--host"),
+        (lambda: run_decode_node(NodeSettings(model="m", kv_host="0.0.0.0")), "--kv-host"),
+        (lambda: run_decode_node(NodeSettings(model="m", cluster_secret_file="/no/such")), "--cluster-secret-file"),
     ],
 )
 def test_a_process_that_would_listen_so_ends_with_status_2_and_one_line(

@@ -15,27 +15,17 @@ def unbalanced(world: Any) -> list[str]:
         if ledger.owned or ledger.reserved or ledger.quarantined:
             found.append(f"{host.name} {ledger}")
         found += [f"{host.name} {request.id} {request.state}" for request in scheduler.requests.values()]
-        found += [f"{host.name} knows {identity}" for identity in node.active.router_of]
-        for outbox in node.sessions.streams.values():
-            found += [f"{host.name} outbox {identity}" for identity in outbox.requests]
-        found += _of_sides(host)
+        if len(node.requests) or node.requests.num_tokens:
+            found.append(f"{host.name} has {len(node.requests)} requests of {node.requests.num_tokens} tokens")
+        found += [
+            f"{host.name} has handoffs as a {adapter.role.name} node"
+            for adapter in host.adapters
+            if not adapter.is_idle
+        ]
     if world.router.is_up and world.router.fleet is not None:
         for link in world.router.fleet._connections.values():
             if link.listeners or link.outstanding_tokens or link.kv_tokens or link.prefilling:
                 found.append(f"router counts {link.info.id}: {sorted(link.listeners)} {link.kv_tokens}")
-    return found
-
-
-def _of_sides(host: Any) -> list[str]:
-    found: list[str] = []
-    sides = host.sides()
-    if (courier := sides.get("prefill")) is not None:
-        found += [f"{host.name} hands off {identity}" for identity in courier._outgoing]
-        for peer in courier._peers._peers.values():
-            found += [f"{host.name} renews a ticket at {peer.address}" for _ in peer.reservations]
-    if (receiver := sides.get("decode")) is not None:
-        found += [f"{host.name} awaits room for {identity}" for identity in receiver._waiting]
-        found += [f"{host.name} awaits a landing" for _ in range(len(receiver._table))]
     return found
 
 

@@ -74,6 +74,8 @@ class Faults:
                 self._cut(fault, up)
             case "reset":
                 self._reset(host)
+            case "stall":
+                self._stall(nodes, fault.for_s)
             case "drain":
                 host.run(_set(host.lifetime.draining))
             case "role":
@@ -106,14 +108,21 @@ class Faults:
         if ends:
             self.world.random.choice(ends).breaks_after = self.world.random.randrange(400)
 
+    def _stall(self, nodes: list[NodeHost], for_s: float) -> None:
+        """The connections between a prefill and a decode node move nothing for a while, in either direction."""
+        prefill, decode = (
+            self.world.random.choice([host for host in nodes if host.role == role]) for role in ("prefill", "decode")
+        )
+        self.world.network.stall(prefill.process, decode.process, for_s)
+
     def _hang(self, host: NodeHost, until: float) -> None:
         if host.engine is not None:
             host.engine.hangs_until = until
 
     def _change_role(self, host: NodeHost) -> None:
-        if host.node is not None and host.node.info.address and self.world.router.is_up:
+        if host.node is not None and host.node.state.info.address and self.world.router.is_up:
             host.role = "prefill" if host.role == "decode" else "decode"
-            self.world.router.run(_set_role(host.node.info.address, host.role, self.world.random.random() * 4.0))
+            self.world.router.run(_set_role(host.node.state.info.address, host.role, self.world.random.random() * 4.0))
 
     def _disturb_registry(self, fault: Fault) -> None:
         store, until = self.world.store, self.world.loop.now + fault.for_s

@@ -1,16 +1,19 @@
 """The machines of a simulated cluster and the processes on them: the real node, the real router, without their rims.
 
-A node is `node.process._serve` with memory, runner and channels of the simulation. A router is `NodePool` and `Dispatcher`
+A node is `node.process.NodeProcess` with memory, runner and channels of the simulation. A router is `NodePool` and `Dispatcher`
 over the real registry; its clients run inside it, as its HTTP handlers would.
 """
 
 import asyncio
 from contextvars import Context
+from functools import partial
 from typing import Any
 
+from decode_node.receiver import HandoffReceiver
 from engine.components import EngineComponents
-from node import process as node_process
 from node.node import Node
+from node.process import NodeProcess
+from prefill_node.sender import HandoffSender
 from router.dispatch.dispatcher import Dispatcher, DispatchRules
 from router.history.history import RequestHistory
 from router.nodes.pool import NodePool
@@ -22,7 +25,7 @@ from shared.registry import EmbeddedRegistry, RedisRegistry, Registry
 from tests.simulation.channel import SimChannel, SimMemory
 from tests.simulation.loop import CURRENT, Process
 from tests.simulation.scenario import LAYERS, VOCABULARY, Scenario
-from tests.simulation.turns import SimEngine, SimRunner
+from tests.simulation.turns import SimEngine, SimRunner, SimWatchdog
 
 JOIN_PORT = 8001
 HEARTBEAT_S = 0.5
@@ -86,7 +89,18 @@ class Host:
         raise NotImplementedError
 
 
+class SimNodeProcess(NodeProcess):
+    """Gives its node to the simulation."""
+
+    host: "NodeHost"
+
+    async def open(self, *given: Any) -> Any:
+        self.host.node, registry = await super().open(*given)
+        return self.host.node, registry
+
+
 class NodeHost(Host):
+    adapters: list[Any]  # of its roles, in the order in which it took them
     boot = ""
     node: Node | None = None
     engine: SimEngine | None = None
@@ -98,6 +112,7 @@ class NodeHost(Host):
 
     def start(self) -> None:
         self.boot, self.node, self.engine, self.scheduler = "", None, None, None
+        self.adapters = []
         super().start()
 
     async def main(self) -> int:
@@ -121,12 +136,26 @@ class NodeHost(Host):
             reserve_timeout_s=5.0,
         )
         lifetime: Any = self.lifetime
-        return await node_process._serve(lifetime, settings, ROLES[self.role], computer, self.boot, None)
+        process = SimNodeProcess(
+            settings,
+            ROLES[self.role],
+            {"prefill": partial(self._adapter, HandoffSender), "decode": partial(self._adapter, HandoffReceiver)},
+            computer,
+            self.boot,
+            make_engine=SimEngine,
+            make_watchdog=SimWatchdog,
+            open_channels=self.channels,
+            freeze_gc=lambda: None,
+        )
+        process.host = self
+        return await process.serve(lifetime)
 
-    async def channels(
-        self, settings: Any, computer: EngineComponents, boot: str, on_writer_lost: Any
-    ) -> list[SimChannel]:
-        """In the place of `node.process._channels`."""
+    def _adapter(self, kind: Any, *given: Any) -> Any:
+        self.adapters.append(kind(*given))
+        return self.adapters[-1]
+
+    async def channels(self, settings: Any, computer: EngineComponents, boot: str, on_writer_lost: Any) -> list[Any]:
+        """Open simulated channels, in place of `node.process.open_channels`."""
         memory: Any = computer.memory
         lost = {"tcp": lambda _: None, "shm": on_writer_lost}
         names = self.world.scenario.channels
@@ -135,11 +164,6 @@ class NodeHost(Host):
     def _is_promised(self, block: int) -> bool:
         assert self.scheduler is not None
         return block in self.scheduler.pool._reserved or block in self.scheduler.pool._quarantined
-
-    def sides(self) -> dict[str, Any]:
-        """The ends of handoffs that it has had, by role."""
-        owner: Any = getattr(self.node.on_abort if self.node is not None else None, "__self__", None)
-        return dict(owner._adapters) if owner is not None else {}
 
 
 class RouterHost(Host):

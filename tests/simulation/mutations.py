@@ -14,6 +14,7 @@ import router.nodes.connection
 import scheduler.scheduler
 from decode_node.receiver import HandoffReceiver
 from decode_node.reservations import ReservationEnd, ReservationPhase, ReservationTable
+from node.active_requests import ActiveRequests
 from node.router_sessions import RouterSessions
 from prefill_node.decode_peers import DecodePeers
 from prefill_node.handoff import Handoff, PushAction
@@ -46,12 +47,15 @@ def _around(owner: Any, name: str, wrapper: Callable[..., Any]) -> Broken:
 
 
 def _quarantine_skipped(self: ReservationTable, request_id: str) -> ReservationEnd | None:
-    landing = self._by_request.get(request_id)
-    return None if landing is None or landing.phase is ReservationPhase.QUARANTINED else self._close(landing)
+    reservation = self._by_request.get(request_id)
+    if reservation is None or reservation.phase is ReservationPhase.QUARANTINED:
+        return None
+    return self._close(reservation)
 
 
-async def _not_compared(self: HandoffReceiver, landing: Any, sums: bytes) -> str:
-    landing.num_checked = min(len(landing.blocks), landing.num_checked + len(sums) // CHECKSUM_BYTES)
+async def _not_compared(self: HandoffReceiver, reservation: Any, checksums: bytes) -> str:
+    num_checked = reservation.num_checked + len(checksums) // CHECKSUM_BYTES
+    reservation.num_checked = min(len(reservation.blocks), num_checked)
     return ""
 
 
@@ -80,8 +84,13 @@ def _miscounted(original: Any, self: NodeConnection, submit: Any, listener: Any)
     original(self, submit, listener)
 
 
-def _some_lost(original: Any, self: RouterSessions, router: str, *deltas: Any) -> None:
-    original(self, router, *(delta for delta in deltas if delta.position != 3))
+def _some_lost(original: Any, self: RouterSessions, router: str, *deltas: Any) -> bool:
+    return original(self, router, *(delta for delta in deltas if delta.position != 3))
+
+
+def _orphans_kept(self: ActiveRequests, router: str) -> None:
+    for request_id in [key for key, entry in self._entries.items() if entry.router == router]:
+        self.finish(request_id, "forgotten")  # the scheduler never knows
 
 
 def _block_too_far(original: Any, self: Scheduler, request: Request, held: list[int]) -> None:
@@ -105,7 +114,7 @@ def _any_epoch(original: Any, self: Scheduler, step: Any, *given: Any) -> Any:
     return original(self, step, *given)
 
 
-def _landed_too_far(original: Any, self: Scheduler, request: Request, token: int) -> None:
+def _blocks_swapped(original: Any, self: Scheduler, request: Request, token: int) -> None:
     original(self, request, token)
     if request.blocks:
         request.blocks[0], request.blocks[-1] = request.blocks[-1], request.blocks[0]
@@ -138,8 +147,12 @@ async def _nothing(*_: Any) -> None:
     return None
 
 
+async def _acknowledged(*_: Any) -> bool:
+    return True
+
+
 MUTATIONS: dict[str, Broken] = {
-    "tickets stay open": _in_place_of(SimChannel, "revoke", lambda self, ticket: None),
+    "reservations stay open": _in_place_of(SimChannel, "revoke", lambda self, ticket: None),
     "a release is forgotten": _around(BlockPool, "release", lambda original, self, blocks: original(self, blocks[1:])),
     "leases are ignored": _in_place_of(ReservationTable, "expired", lambda *_: []),
     "a barred writer is let in": _in_place_of(HandoffReceiver, "_can_write", lambda self, writer: False),
@@ -154,15 +167,22 @@ MUTATIONS: dict[str, Broken] = {
     "rows to the wrong places, unchecked": lambda: _both(
         mock.patch.object(HandoffReceiver, "_check", _not_compared), _around(Handoff, "_action", _shifted)()
     ),
-    "blocks of a landing mixed up": _around(Scheduler, "kv_received", _landed_too_far),
+    "received blocks are mixed up": _around(Scheduler, "kv_received", _blocks_swapped),
     "what was generated counts as prompt": _around(NodeConnection, "submit", _miscounted),
     "a node's death is not told": _in_place_of(Attempt, "on_node_lost", lambda self, link: None),
     "no node left counts as an attempt": _around(Dispatcher, "_wait_for", _not_waited_for),
     "avoided prefill nodes stay avoided": _around(NodePool, "place", partial(_avoided_for_good, "prefill")),
     "avoided decode nodes stay avoided": _around(NodePool, "place", partial(_avoided_for_good, "decode")),
     "who is lost is not dialled again": _in_place_of(router.nodes.connection, "REDIAL_S", (1000.0,)),
-    "orphans are kept": _in_place_of(RouterSessions, "_forget", lambda self, router: self.streams.pop(router)),
-    "stops are not said": _in_place_of(DecodePeers, "stop", _nothing),
+    "orphans are kept": _in_place_of(ActiveRequests, "abort_router", _orphans_kept),
+    "stops are not said": _in_place_of(DecodePeers, "_acknowledged", _acknowledged),
+    "a lost stop is not made up for": lambda: _both(
+        mock.patch.object(DecodePeers, "stop", _nothing),
+        mock.patch.object(ReservationTable, "quarantined", return_value=[]),
+    ),
+    "a cancelled request reserves late": _in_place_of(
+        HandoffReceiver, "_remember_cancelled", lambda self, request_id: None
+    ),
     "a preempted row resumes too far on": _around(Scheduler, "_hold", _block_too_far),
     "blocks freed under a step": _around(Scheduler, "_free", _freed_under_a_step),
     "epochs are not compared": _around(Scheduler, "update", _any_epoch),

@@ -1,7 +1,8 @@
 """TCP between simulated processes: bytes come in order on each connection, late, in pieces, or not at all.
 
 A cut link loses no byte: what is under way comes when the link is whole again, as retransmissions would bring it. A
-process that dies resets its connections; one whose host vanished does not, and its peers hear nothing.
+connection can stall while others to the same process work, as one does that lost segments: what was sent over it, its
+end included, then arrives after what was sent later over another connection. A process that dies resets its connections; one whose host vanished does not, and its peers hear nothing.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from tests.simulation.loop import CURRENT, WORLD, Process, SimLoop
 
 HIGH_BYTES, LOW_BYTES = 64 << 10, 16 << 10  # unread bytes at which a writer is paused, and goes on
 DELAYS_S = (0.0, 0.0, 0.002, 0.05)  # of a connection, beside what each of its segments takes
+RESEND_S = 0.2  # at most, between two segments of a connection that stalled
 CONNECT_S = 20.0  # until a connection that nobody answers fails
 WORLD_CONTEXT = Context()
 WORLD_CONTEXT.run(CURRENT.set, WORLD)
@@ -74,6 +76,12 @@ class Network:
         """From now on nothing gets from `source` to `target`."""
         self._cuts[source, target] = self.loop.now + for_s
         self.loop.call_later(for_s + 0.001, self._resume, context=WORLD_CONTEXT)
+
+    def stall(self, one: Process, other: Process, for_s: float) -> None:
+        """The connections that they have now move nothing for a while; those that they make later work."""
+        for end in self.ends_of(one) + self.ends_of(other):
+            if {end.process, end.peer.process} == {one, other}:
+                end.stall(for_s)
 
     def heal(self) -> None:
         self._cuts.clear()
@@ -151,6 +159,7 @@ class End(asyncio.Transport):
         self._unread = 0
         self._paused = False
         self._last_arrival = 0.0
+        self._is_stalled = False
 
     # ---- what a protocol asks of a transport ---------------------------------------------------------------------
 
@@ -206,15 +215,35 @@ class End(asyncio.Transport):
         self._last_arrival = max(self._last_arrival, self._loop.now + self.delay_s + self._network.latency())
         self._loop.call_at(self._last_arrival, self._arrive, context=WORLD_CONTEXT)
 
+    @property
+    def _can_arrive(self) -> bool:
+        return bool(self._wire) and not self._network.is_cut(self.process, self.peer.process)
+
     def _arrive(self) -> None:
-        if self._wire and not self._network.is_cut(self.process, self.peer.process):
-            self._loop.call_soon(self.peer.receive, self._wire.popleft(), context=self.peer.context)
+        if self._can_arrive and not self._is_stalled:
+            self._deliver()
         if self.is_lost and not self._wire:
             self._network.forget(self)
 
+    def _deliver(self) -> None:
+        self._loop.call_soon(self.peer.receive, self._wire.popleft(), context=self.peer.context)
+
     def flow_on(self) -> None:
-        while self._wire and not self._network.is_cut(self.process, self.peer.process):
+        while self._can_arrive and not self._is_stalled:
             self._arrive()
+
+    def stall(self, for_s: float) -> None:
+        """Nothing of ours arrives until then, and after that one segment at a time."""
+        self._is_stalled = True
+        self._loop.call_later(for_s, self._resend, context=WORLD_CONTEXT)
+
+    def _resend(self) -> None:
+        if self._can_arrive:
+            self._deliver()
+            self._loop.call_later(RESEND_S * self._loop.random.random(), self._resend, context=WORLD_CONTEXT)
+            return
+        self._is_stalled = False
+        self._arrive()
 
     def receive(self, data: bytes | None) -> None:
         if data is None:

@@ -16,15 +16,12 @@ from unittest import mock
 
 import grpclib.server
 
-import node.node
-import node.node_info
-import node.process
 import shared.clock
 import shared.registry
 from shared import failpoints
 from tests.simulation.loop import CURRENT, Died
 from tests.simulation.redis import FakeRedis
-from tests.simulation.turns import SimEngine, SimWatchdog
+from tests.simulation.turns import SimEngine
 
 UNIX_S = 1_700_000_000.0
 
@@ -60,13 +57,8 @@ def simulated(world: Any) -> Iterator[None]:
             (secrets, "token_hex", lambda count=None: token_bytes(count).hex()),
             (os, "_exit", leave),
             (failpoints, "watcher", world.faults.at_site),
-            (node.node, "Engine", SimEngine),
             (SimEngine, "world", world),
-            (node.process, "_channels", lambda *given: world.host_of(CURRENT.get()).channels(*given)),
-            (node.process, "Watchdog", SimWatchdog),
-            (node.process, "freeze_gc", lambda: None),
             (time, "sleep", lambda _: None),
-            (node.node_info, "_version", lambda: "simulated"),
             (shared.registry, "_client", lambda *_, **__: FakeRedis(world.store)),
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))

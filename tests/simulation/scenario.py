@@ -30,6 +30,8 @@ NODE_FAULTS = (
 FLEET_FAULTS = ("registry down", "registry hangs", "registry flushed", "registry lies", "clock jumps", "reset")
 OUTAGE = {"prefill": "freeze all prefill nodes", "decode": "freeze all decode nodes"}  # both at once
 OUTAGE_EVERY = 10  # seeds: one of them has an outage and no other fault
+STALL = "stall"  # of the connections between a prefill and a decode node; later ones work
+STALL_EVERY = 10  # seeds: one of them has stalls and no other fault
 HARMLESS = {"slow", "clock jumps", "registry down", "registry hangs", "registry flushed", "registry lies"}
 
 
@@ -135,7 +137,19 @@ def draw(seed: int) -> Scenario:
     scenario.faults = _faults(random)
     if seed % OUTAGE_EVERY == OUTAGE_EVERY - 1:
         _freeze_all(scenario)
+    if seed % STALL_EVERY == STALL_EVERY // 2:
+        _stall(scenario)
     return scenario
+
+
+def _stall(scenario: Scenario) -> None:
+    """Handoffs by shared memory, where blocks that a prefill node may still write into stay in quarantine. Drawn apart,
+    so that other seeds stay as they are."""
+    random = Random(f"stall {scenario.seed}")
+    scenario.num_prefill, scenario.num_decode, scenario.kv_faults = *random.choices((1, 2), k=2), 0
+    scenario.channels, scenario.disaggregate = ("shm",), "always"
+    times = sorted(random.choice(scenario.wishes).arrives_s + 0.02 * random.random() for _ in range(3))
+    scenario.faults = [Fault(STALL, at_s, 3.0 + 5.0 * random.random()) for at_s in times]
 
 
 def _freeze_all(scenario: Scenario) -> None:

@@ -4,7 +4,7 @@ from collections import Counter
 
 from shared.failpoints import SITES
 from tests.simulation.channel import FAULTS
-from tests.simulation.scenario import FLEET_FAULTS, NODE_FAULTS, OUTAGE
+from tests.simulation.scenario import FLEET_FAULTS, NODE_FAULTS, OUTAGE, STALL
 
 STATES = (
     "client: finished",
@@ -27,11 +27,11 @@ STATES = (
     "ended in good order",
     "log: request %s goes on elsewhere: %s",
     "log: handoff of %s failed: %s",
-    "log: landing of %s ended: %s",
+    "log: handoff of %s ended: %s",
 )
 WANTED = (
     *(f"site {site}" for site in SITES),
-    *(f"fault: {kind}" for kind in sorted({*NODE_FAULTS, *FLEET_FAULTS, *OUTAGE.values(), "kill router"})),
+    *(f"fault: {kind}" for kind in sorted({*NODE_FAULTS, *FLEET_FAULTS, *OUTAGE.values(), STALL, "kill router"})),
     *(f"channel: {fault}" for fault in FAULTS),
     *STATES,
 )

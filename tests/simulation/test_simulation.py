@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SEEDS = 200
 # Seeds that found a defect, and which.
 FOUND: dict[int, str] = {
+    5: "a reservation that arrived after its cancellation was granted, and its blocks stayed in quarantine for good",
     4: "sending on a stream that its peer had just reset was logged as a failed task",
     16: "a Reserve whose caller was gone or out of time swallowed its cancellation",
     143: "the same, as its connection was lost",
@@ -25,7 +26,7 @@ FOUND: dict[int, str] = {
 # Of the mutations, those that the first seeds notice; `make simulate ARGS="--mutate all"` tries all.
 QUICK = (
     "a release is forgotten",
-    "blocks of a landing mixed up",
+    "received blocks are mixed up",
     "prefixes without salt",
     "quarantine is skipped",
     "no node left counts as an attempt",

@@ -76,7 +76,7 @@ class SimEngine(Engine):
         self._is_idle = self._is_begun = self._is_over = False
         self._steps_before = 0
         self.hangs_until = 0.0
-        self.world.engine_made(self, scheduler, tell)
+        self.world.engine_made(self, scheduler)
 
     def start(self) -> None:
         self._is_begun = True

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from node.output_publisher import OutputPublisher
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from shared.failpoints import FailpointError
@@ -159,7 +158,9 @@ class World:
 
     def _is_planted(self, record: logging.LogRecord) -> bool:
         if record.exc_info is None:
-            return self.faults.fired_raise or (self.hangs and str(record.msg).startswith(("stuck", "the engine died")))
+            return self.faults.fired_raise or (
+                self.hangs and str(record.msg).startswith(("stuck", "the engine failed"))
+            )
         return _comes_from(record.exc_info[1], FailpointError)
 
     def _uncaught(self, process: Process, text: str, error: BaseException | None) -> None:
@@ -167,9 +168,9 @@ class World:
             self.violate(f"{process}: {text}: {error!r}")
             self.note("".join(traceback.format_exception(error)) if error is not None else "")
 
-    def engine_made(self, engine: SimEngine, scheduler: Scheduler, teller: OutputPublisher | Any) -> None:
+    def engine_made(self, engine: SimEngine, scheduler: Scheduler) -> None:
         host = self.host_of(engine.process)
-        host.engine, host.scheduler, host.node = engine, scheduler, teller._listener
+        host.engine, host.scheduler = engine, scheduler
 
     def audit(self, process: Process, scheduler: Scheduler) -> None:
         """After each turn of an engine."""
@@ -181,7 +182,7 @@ class World:
             ("reserved", ledger.reserved),
             ("preempted", scheduler.counters.preemptions),
             ("prefix hit", scheduler.counters.cache_hits),
-            ("rows found corrupt", node is not None and node.handoff_counters.rows_corrupt),
+            ("rows found corrupt", node is not None and node.stats().rows_corrupt),
             ("a moved request found its blocks", any(map(_is_resumed, scheduler.running))),
         ):
             if is_so:

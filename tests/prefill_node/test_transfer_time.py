@@ -1,10 +1,11 @@
-"""What is learnt of pushes: both parts of their time where sizes differ, and nothing from the odd slow one."""
+"""The model of transfer times: latency and bandwidth from pushes of different sizes, in spite of slow outliers."""
 
 import random
 
 import pytest
 
-from prefill_node.transfer_time import REFIT, TransferTimeModel
+from prefill_node.sender import REFIT_PUSHES as REFIT
+from prefill_node.sender import TransferTimeModel
 
 
 def fitted(pushes: list[tuple[int, float]]) -> list[float]:

@@ -1,7 +1,7 @@
-"""Decode nodes as real processes, forked from one that has imported everything: a start costs no import.
+"""Decode nodes as real processes, forked from one that has imported everything, so that a start is quick.
 
-`python -m tests.engine.forked_nodes SETTINGS DIRECTORY`, settings as JSON {name: {variable: value}}. Prints a line
-{name: pid} at once, and {name: exit status} when all have ended; a log each is in DIRECTORY.
+`python -m tests.node.forked_nodes SETTINGS DIRECTORY`, settings as JSON {name: {variable: value}}. Prints a line
+{name: pid} at once, and {name: exit status} when all have ended; each logs to a file in DIRECTORY.
 """
 
 import json

@@ -1,0 +1,191 @@
+"""An engine that is fed by its own steps, over a small torch model, with a step in flight or without."""
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from random import Random
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine.batch import Batch
+from engine.engine import Engine, EngineListener, StepTiming
+from engine.models.decoder import Decoder, load_model
+from engine.runner import PendingStep, SliceOutput, TorchRunner
+from scheduler.policy import POLICIES
+from scheduler.request import Request, RequestState, Step
+from scheduler.scheduler import Scheduler, StepLimits, StepOutput
+from shared.rpc.messages import SamplingParams
+from tests.engine.build import CPU, GREEDY, torch_runner
+
+torch.set_num_threads(1)
+VOCABULARY, BLOCK_TOKENS = 61, 4
+SAMPLINGS = [
+    GREEDY,
+    SamplingParams(seed=1),
+    SamplingParams(seed=2, temperature=0.7, top_p=0.9, logprobs=2),
+    SamplingParams(seed=3, top_k=8, frequency_penalty=0.6),  # its draws read its tokens
+    SamplingParams(temperature=0.0, logit_bias={7: 4.0}),
+]
+
+
+@pytest.fixture(scope="module", name="model")
+def model_fixture(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    where = tmp_path_factory.mktemp("model")
+    torch.manual_seed(5)
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(
+        LlamaConfig(**shape, num_key_value_heads=1, vocab_size=VOCABULARY, initializer_range=0.4)
+    ).save_pretrained(where)
+    return load_model(where, torch.float32, CPU)
+
+
+class Ahead(TorchRunner):
+    """Counts the steps launched behind a pending one; fails where the test says so."""
+
+    def __init__(self, *given: object) -> None:
+        super().__init__(*given)
+        self.ahead = True
+        self.carried = self.behind = self.passes = 0
+        self.fails_at: set[int] = set()  # passes over several slices that fail once
+        self.dies_after = 10**9  # passes
+        self.poison = ""  # a request that fails every pass
+
+    def launch(self, step: Step, before: Step | None = None) -> PendingStep:
+        self.behind += before is not None
+        return super().launch(step, before)
+
+    def _pass(self, step: Step, batch: Batch) -> list[SliceOutput]:
+        self.carried += len(batch.carried)
+        self.passes += 1
+        once = self.passes in self.fails_at and len(step.slices) > 1
+        poisoned = any(piece.request.id == self.poison for piece in step.slices)
+        if once or poisoned or self.passes > self.dies_after:
+            self._carry(batch)  # a pass that fails has begun
+            raise RuntimeError("the device failed")
+        return super()._pass(step, batch)
+
+
+class Drive(EngineListener):
+    """An engine whose commands are posted at given step numbers, so that a run does not depend on time."""
+
+    def __init__(self, scheduler: Scheduler, runner: TorchRunner, todo: dict[int, list[tuple[str, Request]]]) -> None:
+        self.engine = Engine(scheduler, runner, self)
+        self.runner = runner
+        self.scheduler = scheduler
+        self.todo = dict(sorted(todo.items()))
+        self.steps = 0
+        self.rans: list[StepTiming] = []
+        self.errors: list[str] = []
+        self.left = sum(kind == "add" for items in todo.values() for kind, _ in items)
+        self.over = threading.Event()
+        self.death: BaseException | None = None
+
+    def run(self) -> None:
+        self.engine.start()
+        assert self.over.wait(120), "the engine hangs"
+        self.engine.stop()
+        assert not self.engine.is_running
+
+    def _feed(self) -> None:
+        """Post what is due at this step, or, if no request is active, what comes next."""
+        idle = not self.scheduler.requests
+        while self.todo and (idle or next(iter(self.todo)) <= self.steps):
+            idle = False
+            for kind, request in self.todo.pop(next(iter(self.todo))):
+                self.engine.post(partial(self._abort if kind == "abort" else self._add, request))
+
+    def _add(self, request: Request, scheduler: Scheduler) -> None:
+        scheduler.add(request)
+
+    def _abort(self, request: Request, scheduler: Scheduler) -> None:
+        self.left -= request.state is not RequestState.DONE
+        scheduler.abort(request)
+        self._look()
+
+    def _look(self) -> None:
+        if not self.left:
+            self.over.set()
+
+    def on_turn(self, scheduler: Scheduler) -> None:
+        assert scheduler.ledger().balances
+        self._feed()
+
+    def on_receiving(self, requests: list[Request]) -> None: ...
+
+    def on_scheduled(self, step: Step) -> None: ...
+
+    def on_step(self, step: Step, events: list[StepOutput], outputs: list[SliceOutput]) -> None:
+        assert len(outputs) == len(step.slices)
+        assert self.scheduler.ledger().balances
+        self.steps += 1
+        self.errors += [outputs[event.slice_index].error for event in events if event.finish == "error"]
+        self.left -= sum(event.finish is not None for event in events)
+        self._look()
+
+    def on_ran(self, ran: StepTiming) -> None:
+        self.rans.append(ran)
+
+    def on_failure(self, error: BaseException) -> None:
+        self.death = error
+        self.over.set()
+
+
+def workload(seed: int) -> list[Request]:
+    rng = Random(seed)
+    stem = [rng.randrange(VOCABULARY) for _ in range(12)]
+    rows = []
+    for index in range(9):
+        prompt = stem[: rng.choice([0, 12])] + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 14))]
+        rows.append(
+            Request(
+                f"r{index}",
+                prompt,
+                len(prompt),
+                rng.randrange(1, 14),
+                min_tokens=rng.choice([0, 0, 4]),
+                stop_tokens=frozenset(rng.sample(range(VOCABULARY), rng.choice([0, 8]))),
+                needs_prompt_logprobs=rng.random() < 0.1,
+                sampling=SAMPLINGS[rng.randrange(5 if seed % 2 else 3)],  # loads with an even seed have no penalties
+            )
+        )
+    return rows
+
+
+def driven(model: Decoder, rows: list[Request], seed: int, num_blocks: int, *, ahead: bool, aborts: bool) -> Drive:
+    """Run the requests, with arrivals and aborts at steps that the seed determines."""
+    rng = Random(seed)
+    todo: dict[int, list[tuple[str, Request]]] = {}
+    for row in rows:
+        at = rng.randrange(30)
+        todo.setdefault(at, []).append(("add", row))
+        if aborts and rng.random() < 0.4:
+            todo.setdefault(at + rng.randrange(1, 12), []).append(("abort", row))
+    drive = Drive(scheduler_of(num_blocks, rng.choice([6, 16, 64])), runner_of(model, num_blocks), todo)
+    drive.runner.ahead = ahead
+    drive.run()
+    assert drive.death is None
+    ledger = drive.scheduler.ledger()
+    assert (ledger.owned, ledger.reserved, ledger.free + ledger.cached) == (0, 0, ledger.total)
+    assert not drive.scheduler.requests
+    return drive
+
+
+def scheduler_of(num_blocks: int, budget: int = 64) -> Scheduler:
+    return Scheduler(StepLimits(max_num_batched_tokens=budget), num_blocks, BLOCK_TOKENS, POLICIES["stall_free"])
+
+
+def runner_of(model: Decoder, num_blocks: int) -> Ahead:
+    plain, pool, _ = torch_runner(model, num_blocks, BLOCK_TOKENS)
+    return Ahead(model, pool, plain._backend, plain._kernels, CPU)
+
+
+def answers(rows: Sequence[Request]) -> list[tuple[list[int], str | None]]:
+    return [(row.tokens[row.num_prompt :], row.finish) for row in rows]
+
+
+def expected_of(model: Decoder, seed: int) -> list[tuple[list[int], str | None]]:
+    rows = workload(seed)
+    driven(model, rows, seed, 200, ahead=False, aborts=False)
+    return answers(rows)

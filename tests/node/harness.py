@@ -1,0 +1,201 @@
+"""Nodes of the hash model inside the test's process, and a router's end of their standing stream."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from decode_node.receiver import HandoffReceiver
+from engine.hash_model import KV_BYTES, HashRunner, expected_tokens
+from node.active_requests import RequestRules
+from node.node import Node, NodeServices
+from node.recorder import StepRecorder
+from node.router_sessions import RouterSessions
+from scheduler.role import Role
+from scheduler.scheduler import Scheduler, StepLimits
+from shared.kv.memory import HostMemory
+from shared.lifecycle import wait_until
+from shared.rpc.messages import (
+    NodeInfo,
+    NodeUpdate,
+    RequestEvent,
+    RouterCommand,
+    SamplingParams,
+    StepRecord,
+    SubmitRequest,
+    TokenDelta,
+    pack_ids,
+)
+
+BLOCK_TOKENS, LAYERS, VOCABULARY = 4, 2, 97
+ROW_BYTES = BLOCK_TOKENS * LAYERS * KV_BYTES
+GREEDY = SamplingParams(temperature=0.0)
+ROUTER = "router"
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Hide the tracebacks of planted errors, which the code logs."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    return expected_tokens(prompt, count, layers=LAYERS, vocab_size=VOCABULARY)
+
+
+def submission(
+    name: str = "r", prompt: list[int] | None = None, max_tokens: int = 4, router: str = ROUTER, **more: Any
+) -> SubmitRequest:
+    tokens = prompt or [5, 6, 7]
+    given = {"tokens": pack_ids(tokens), "num_prompt": len(tokens), "max_tokens": max_tokens, "sampling": GREEDY}
+    return SubmitRequest(name, router, **(given | more))
+
+
+@dataclass
+class RouterLine:
+    """A router's end of a standing stream, in memory."""
+
+    name: str = ROUTER
+    commands: asyncio.Queue[RouterCommand | None] = field(default_factory=asyncio.Queue)
+    updates: list[NodeUpdate] = field(default_factory=list)
+    on_delta: Callable[[TokenDelta], None] = lambda _: None
+
+    # ---- what the node calls ----
+
+    async def recv_message(self) -> RouterCommand | None:
+        return await self.commands.get()
+
+    def __aiter__(self) -> "RouterLine":
+        return self
+
+    async def __anext__(self) -> RouterCommand:
+        command = await self.commands.get()
+        if command is None:
+            raise StopAsyncIteration
+        return command
+
+    async def send_message(self, update: NodeUpdate) -> None:
+        self.updates.append(update)
+        for delta in update.deltas:
+            self.on_delta(delta)
+
+    # ---- what the test calls ----
+
+    def say_hello(self) -> None:
+        self.commands.put_nowait(RouterCommand(self.name))
+
+    def submit(self, *submits: SubmitRequest) -> None:
+        self.commands.put_nowait(RouterCommand(self.name, list(submits)))
+
+    def abort(self, *names: str) -> None:
+        self.commands.put_nowait(RouterCommand(self.name, aborts=list(names)))
+
+    def hang_up(self) -> None:
+        self.commands.put_nowait(None)
+
+    @property
+    def deltas(self) -> list[TokenDelta]:
+        return [delta for update in self.updates for delta in update.deltas]
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        return [step for update in self.updates for step in update.steps]
+
+    def finishes(self, name: str) -> list[str]:
+        return [delta.finish for delta in self.deltas if delta.id == name and delta.finish]
+
+    def errors(self) -> list[tuple[str, bool]]:
+        return [(delta.error, delta.retry) for delta in self.deltas if delta.error]
+
+    def events(self, name: str | None = None) -> list[RequestEvent]:
+        return [event for update in self.updates for event in update.events if name in {None, event.id}]
+
+    def kinds(self, name: str) -> list[str]:
+        return [event.kind for event in sorted(self.events(name), key=lambda event: event.at_ns)]
+
+    async def ends(self, *names: str) -> None:
+        def all_ended() -> bool:
+            return all(any(event.kind == "ended" for event in self.events(name)) for name in names)
+
+        assert await wait_until(all_ended, 5.0), self.events()
+
+
+@dataclass
+class HashNode:
+    """A node, its role adapter and what it is made of."""
+
+    node: Node
+    adapter: Any
+    services: NodeServices
+    scheduler: Scheduler
+    memory: HostMemory
+
+    def is_empty(self) -> bool:
+        """Whether nothing is left of any request."""
+        ledger = self.scheduler.ledger()
+        is_free = ledger.free + ledger.cached == ledger.total and not self.scheduler.requests
+        return is_free and not self.node.requests and self.node.requests.num_tokens == 0 and self.adapter.is_idle
+
+    async def empty(self, timeout_s: float = 20.0) -> None:
+        assert await wait_until(self.is_empty, timeout_s, 0.005), (self.node.stats(), self.scheduler.requests)
+        assert self.scheduler.audit() == ""
+
+
+def hash_node(
+    role: Role,
+    make_adapter: Callable[[NodeServices, HostMemory], Any] | None = None,
+    *,
+    num_blocks: int = 64,
+    memory: HostMemory | None = None,
+    incarnation_id: str = "",
+    runner: HashRunner | None = None,
+    limits: StepLimits | None = None,
+    rules: RequestRules | None = None,
+    max_routers: int = 64,
+    max_unread: int = 100_000,
+    heartbeat_s: float = 0.05,
+    max_model_len: int = 512,
+) -> HashNode:
+    """Build a node that is not started. Without `make_adapter` its adapter serves no handoffs."""
+    memory = memory or HostMemory(num_blocks, ROW_BYTES)
+    scheduler = Scheduler(limits or StepLimits(max_num_batched_tokens=8), memory.num_rows, BLOCK_TOKENS)
+    identity = incarnation_id or secrets.token_hex(16)
+    sizes = (BLOCK_TOKENS, ROW_BYTES, memory.num_rows, max_model_len, 64)
+    info = NodeInfo(f"{role.name}-0", identity, role.name, "h:1", "m", "print", *sizes)
+    runner = runner or HashRunner(memory.rows, BLOCK_TOKENS, LAYERS, VOCABULARY)
+    recorder = StepRecorder()
+    services = NodeServices.build(
+        info,
+        scheduler,
+        runner,
+        rules or RequestRules(VOCABULARY),
+        recorder=recorder,
+        sessions=RouterSessions(recorder, max_routers, max_unread),
+    )
+    adapter = make_adapter(services, memory) if make_adapter is not None else HandoffReceiver(services, memory, [], 1.0)
+    return HashNode(Node(adapter, services, heartbeat_s), adapter, services, scheduler, memory)
+
+
+@asynccontextmanager
+async def attached(here: HashNode, line: RouterLine | None = None) -> AsyncIterator[RouterLine]:
+    """Run the node's engine with a router attached to it."""
+    line = line or RouterLine()
+    here.node.start()
+    here.adapter.start()
+    session = here.node.tasks.start(here.node.attach(line))
+    line.say_hello()
+    assert await wait_until(lambda: here.services.sessions.is_attached(line.name), 5.0)
+    try:
+        yield line
+    finally:
+        line.hang_up()
+        await session
+        await here.adapter.close()
+        await here.node.close()

@@ -1,0 +1,258 @@
+"""A node under what routers send, and under its own faults: stuck loops and broken block ledgers."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.active_requests import RequestRules
+from node.watchdog import Watchdog, Watched
+from scheduler.role import DECODE
+from scheduler.scheduler import StepLimits
+from shared.lifecycle import wait_until
+from shared.registry import EmbeddedRegistry
+from shared.rpc.messages import RouterCommand, SamplingParams, SubmitRequest, TokenDelta, pack_ids
+from shared.rpc.methods import ATTACH, connect
+from tests.node.harness import (
+    VOCABULARY,
+    HashNode,
+    RouterLine,
+    attached,
+    hash_node,
+    quiet,  # noqa: F401
+    submission,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def large_node(**more: Any) -> HashNode:
+    return hash_node(DECODE, num_blocks=2000, limits=StepLimits(8, 8), max_model_len=1 << 16, **more)
+
+
+# ---- the watchdog ----------------------------------------------------------------------------------------------------
+
+
+def test_only_running_time_without_progress_counts() -> None:
+    turns = 0
+    watched = Watched("the engine", lambda: turns, lambda: 5.0)
+    assert not any(watched.is_stuck(0.5) for _ in range(10))
+    turns += 1
+    assert not any(watched.is_stuck(0.5) for _ in range(11)), "progress restarts the clock"
+    assert watched.is_stuck(0.5)
+
+
+def test_a_process_that_waits_for_pages_from_disk_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = itertools.count()
+    reasons: list[str] = []
+    monkeypatch.setattr("node.watchdog._faults", lambda: next(faults))
+    watchdog = Watchdog([Watched("the engine", lambda: 0, lambda: 0.4)], reasons.append)
+    watchdog.start()
+    time.sleep(1.0)
+    assert reasons == []
+    monkeypatch.setattr("node.watchdog._faults", lambda: 0)
+    time.sleep(1.0)
+    assert reasons == ["the engine made no progress for 0.4 s"]
+    watchdog.stop()
+
+
+# ---- what routers send -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"num_prompt": 0}, "num_prompt 0"),
+        ({"num_prompt": 4}, "num_prompt 4"),
+        ({"max_tokens": 2**40}, "num_prompt and max_tokens together"),
+        ({"tokens": pack_ids([5, 6, 97])}, "beyond the vocabulary"),
+        ({"tokens": b"\0" * 11}, ""),
+        ({"stop_tokens": b"\xff" * 4}, "negative"),
+        ({"decode_node": "file:///etc/passwd"}, "decode_node"),
+        ({"decode_node": "host"}, "decode_node"),
+        ({"salt": b"s" * 300}, "salt"),
+        ({"traceparent": "t" * 300}, "traceparent"),
+        ({"sampling": SamplingParams(temperature=float("nan"))}, "temperature"),
+        ({"sampling": SamplingParams(logit_bias={97: 1.0})}, "logit_bias"),
+        ({"sampling": SamplingParams(logprobs=2**31)}, "logprobs"),
+    ],
+)
+async def test_a_malformed_submit_is_refused_with_the_fields_name(fields: Any, complaint: str) -> None:
+    here = hash_node(DECODE)
+    async with attached(here) as line:
+        line.submit(submission("bad", **fields), submission("good"))
+        assert await wait_until(lambda: line.finishes("good") in (["stop"], ["length"]), 5.0)
+        (refusal,) = [delta for delta in line.deltas if delta.id == "bad"]
+        assert complaint in refusal.error != ""
+        assert (refusal.retry, here.node.requests.num_tokens) == (False, 0)
+
+
+@pytest.mark.parametrize("rules", [RequestRules(VOCABULARY, max_requests=10), RequestRules(VOCABULARY, max_tokens=30)])
+async def test_a_flood_is_bounded_and_may_be_retried_on_another_node(rules: RequestRules) -> None:
+    here = hash_node(DECODE, rules=rules)
+    async with attached(here) as line:
+        line.submit(*(submission(f"r{index}") for index in range(200)))
+        assert await wait_until(lambda: len(line.errors()) == 190, 5.0)
+        assert all(retry and "no more fit" in error for error, retry in line.errors())
+        await here.empty()
+        assert here.scheduler.counters.generated_tokens == 40, "those within the limit are served"
+
+
+async def test_a_router_aborts_only_its_own_requests_and_ids_are_unique() -> None:
+    here = large_node(max_routers=2)
+    async with attached(here) as line:
+        other, third = RouterLine("other"), RouterLine("third")
+        sessions = [asyncio.ensure_future(here.node.attach(one)) for one in (other, third)]
+        other.say_hello()
+        await asyncio.sleep(0)
+        third.say_hello()
+        await asyncio.wait_for(sessions[1], 5.0)
+        line.submit(submission("r", max_tokens=3000))
+        assert await wait_until(lambda: "r" in here.node.requests, 5.0)
+        other.commands.put_nowait(RouterCommand("other", [submission("r", router="other")], aborts=["r", "unknown"]))
+        assert await wait_until(lambda: bool(other.errors()), 5.0)
+        assert "already here" in other.errors()[0][0]
+        assert "r" in here.node.requests
+        line.abort("r", "r")
+        await here.empty()
+        other.hang_up()
+        await sessions[0]
+
+
+class UnreadLine(RouterLine):
+    """A router that does not read."""
+
+    async def send_message(self, update: Any) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.usefixtures("quiet")
+async def test_a_router_that_does_not_read_loses_its_requests_and_its_stream() -> None:
+    here = large_node(max_unread=20)
+    async with attached(here):
+        unread, again, last = UnreadLine("other"), RouterLine("other"), RouterLine("other")
+        session = asyncio.ensure_future(here.node.attach(unread))
+        unread.say_hello()
+        unread.submit(submission("r", max_tokens=3000))
+        await asyncio.wait_for(session, 10.0)
+        assert not here.services.sessions.is_attached("other")
+        await here.empty()
+        second = asyncio.ensure_future(here.node.attach(again))  # it reconnects, and again before that stream has ended
+        again.say_hello()
+        await asyncio.sleep(0)
+        third = asyncio.ensure_future(here.node.attach(last))
+        last.say_hello()
+        await asyncio.wait_for(second, 5.0)
+        last.submit(submission("r2"))
+        assert await wait_until(lambda: last.finishes("r2") == ["length"], 5.0), "the last stream is the valid one"
+        last.hang_up()
+        await third
+
+
+@pytest.mark.usefixtures("quiet")
+async def test_a_node_with_a_broken_ledger_takes_nothing_more_and_ends_nothing() -> None:
+    here = large_node()
+    async with attached(here) as line:
+        line.submit(submission("runs", max_tokens=2000))
+        assert await wait_until(lambda: here.scheduler.counters.steps > 1, 5.0)
+        here.services.engine.post(lambda scheduler: scheduler.pool.take(1))  # a block without a request
+        assert await wait_until(lambda: here.node.stats().state == "breached", 10.0)
+        line.submit(submission("late"))
+        assert await wait_until(lambda: bool(line.errors()), 5.0)
+        assert ("block ledger is broken" in line.errors()[0][0], line.errors()[0][1]) == (True, True)
+        assert await wait_until(lambda: line.finishes("runs") == ["length"], 20.0), "what runs continues"
+        assert not here.node.fatal_error.done()
+
+
+async def test_a_leak_that_keeps_the_sums_right_is_found_when_the_engine_is_idle() -> None:
+    here = hash_node(DECODE)
+    async with attached(here) as line:
+        line.submit(submission())
+        assert await wait_until(lambda: line.finishes("r") == ["length"], 5.0)
+        here.services.engine.post(lambda scheduler: scheduler.pool.take(1))
+        assert await wait_until(lambda: here.node.stats().state == "breached", 10.0)
+        assert "has 0 holders and 1 references" in here.node.stats().ledger_error
+
+
+# ---- real processes --------------------------------------------------------------------------------------------------
+
+NODES: dict[str, dict[str, str]] = {
+    "hangs": {"FAILPOINT": "engine.step:40=hang", "STUCK_S": "1"},
+    "raises": {"FAILPOINT": "engine.step:40=raise"},
+    "blocked": {"FAILPOINT": "node.taken:2=hang", "STUCK_S": "1"},
+    "drains": {"DRAIN_TIMEOUT_S": "0.5", "FAILPOINT": "engine.step:*=sleep-0.05"},
+    "hurried": {"FAILPOINT": "engine.step:*=sleep-0.05"},
+}
+
+
+@contextlib.contextmanager
+def forked(directory: Path, port: int) -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
+    """Start the nodes. Yield their parent, which prints their exit statuses, and their process ids."""
+    common = {"MODEL": str(ROOT / "demo" / "model"), "RUNNER": "hash", "NUM_BLOCKS": "200", "HEARTBEAT_S": "0.1"}
+    common |= {"REGISTRY": f"127.0.0.1:{port}", "ALLOW_FAILPOINTS": "true", "KV_DIRECTORY": str(directory / "kv")}
+    settings = {name: {f"BATON_{key}": value for key, value in (common | own).items()} for name, own in NODES.items()}
+    command = [sys.executable, "-m", "tests.node.forked_nodes", json.dumps(settings), str(directory)]
+    parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    try:
+        yield parent, json.loads(parent.stdout.readline())
+    finally:
+        parent.kill()  # its children end with it
+        parent.wait()
+        parent.stdout.close()
+
+
+async def served(address: str, received: list[TokenDelta], submits: list[SubmitRequest]) -> None:
+    """Collect what one node sends about requests, until its stream ends."""
+    channel = connect(address)
+    try:
+        async with ATTACH.open(channel) as stream:
+            await stream.send_message(RouterCommand("router", submits[:0]))
+            for submit in submits:
+                await stream.send_message(RouterCommand("router", [submit]))
+            while (update := await stream.recv_message()) is not None:
+                received += update.deltas
+    except Exception as error:  # noqa: BLE001 - in whatever way a process's end shows
+        received.append(TokenDelta("end", error=type(error).__name__))
+    finally:
+        channel.close()
+
+
+async def test_processes_that_are_stuck_failed_or_terminated_exit_with_the_right_status(tmp_path: Path) -> None:
+    """A request waits no longer than for the end of its node, however that ends."""
+    registry = EmbeddedRegistry("router", "127.0.0.1", 0)
+    await registry.start(lambda: None)
+    received: dict[str, list[TokenDelta]] = {name: [] for name in NODES}
+    long = [submission(f"r{index}", max_tokens=2000) for index in range(2)]
+    with forked(tmp_path, registry.port) as (parent, pids):
+        assert await wait_until(lambda: set(registry.nodes) == set(NODES), 60.0), registry.nodes
+        addresses = {name: info.address for name, info in registry.nodes.items()}
+        streams = [asyncio.ensure_future(served(addresses[name], received[name], long)) for name in NODES]
+        assert await wait_until(lambda: all(received.values()), 30.0)
+        for name in ("drains", "hurried"):
+            os.kill(pids[name], signal.SIGTERM)
+        assert await wait_until(
+            lambda: "hurried" not in registry.nodes or registry.nodes["hurried"].state == "draining", 20
+        )
+        os.kill(pids["hurried"], signal.SIGTERM)
+        assert parent.stdout is not None
+        statuses = json.loads(await asyncio.wait_for(asyncio.to_thread(parent.stdout.readline), 60.0))
+        await asyncio.gather(*streams)
+    await registry.close()
+    assert statuses == {"hangs": 70, "raises": 70, "blocked": 70, "drains": 0, "hurried": 128 + signal.SIGTERM}
+    moved = {delta.id for delta in received["drains"] if delta.retry}
+    assert moved == {"r0", "r1"}, "they are handed back to the router"
+    assert {delta.error for delta in received["drains"] if delta.retry} == {"node drains ends"}
+    assert all("end" in {delta.id for delta in received[name]} for name in ("hangs", "raises"))
+    assert "made no progress for 1.0 s" in (tmp_path / "hangs.log").read_text()
+    assert "the event loop made no progress" in (tmp_path / "blocked.log").read_text()

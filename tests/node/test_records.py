@@ -1,0 +1,230 @@
+"""What a node records: one record for each step, events of each request from "queued" to "ended", in bounded memory."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from engine.engine import StepTiming
+from node.node import Node
+from node.recorder import SchedulerSnapshot, StepRecorder
+from node.router_sessions import MAX_RECORDS, MAX_STEPS, RouterStream
+from router.history.step_ring import members_of
+from scheduler.blocks import Ledger
+from scheduler.cost import StepWork, work_of
+from scheduler.request import Request, Slice, Step
+from scheduler.role import DECODE
+from scheduler.scheduler import Scheduler, StepLimits
+from shared.lifecycle import wait_until
+from shared.rpc.messages import NodeStats, NodeUpdate, RequestEvent, StepRecord, TokenDelta, unpack_ids
+from tests.node.harness import RouterLine, attached, hash_node, submission
+
+SNAPSHOT = SchedulerSnapshot(Ledger(1, 2, 3, 4, 0, 10), 5, 6)
+
+
+@asynccontextmanager
+async def running_node(num_blocks: int = 64) -> AsyncIterator[tuple[Node, RouterLine, Scheduler]]:
+    here = hash_node(DECODE, num_blocks=num_blocks, limits=StepLimits(8, 8), max_model_len=1 << 16)
+    async with attached(here) as line:
+        yield here.node, line, here.scheduler
+
+
+async def test_every_step_is_recorded_once_with_its_work_its_members_and_its_times() -> None:
+    async with running_node() as (_, line, scheduler):
+        line.submit(submission("a", list(range(3, 21)), 6))
+        line.submit(submission("b", list(range(40, 51)), 4))
+        await line.ends("a", "b")
+        await wait_until(lambda: len(line.steps) == scheduler.counters.steps, 2.0)
+        steps = line.steps
+        assert [step.number for step in steps] == list(range(scheduler.counters.steps))
+        assert sum(step.prefill_tokens for step in steps) == 18 + 11 == scheduler.counters.prompt_tokens
+        assert sum(step.num_decodes for step in steps) == 5 + 3, "the first tokens come from the prompts' last chunks"
+        for step in steps:
+            members = members_of(step.members, step.num_prefills)
+            assert [member.is_chunk for member in members] == [True] * step.num_prefills + [False] * step.num_decodes
+            assert sum(member.num_tokens for member in members if member.is_chunk) == step.prefill_tokens
+            assert sum(member.start + 1 for member in members if not member.is_chunk) == step.decode_context
+            assert (step.budget, step.reason) == (8, "fixed")
+            assert step.blocks_free + step.blocks_cached + step.blocks_owned == 63
+        ends = [step.start_ns + 1000 * step.duration_us for step in steps]
+        assert all(end <= step.start_ns + 1000 for end, step in zip(ends, steps[1:], strict=False)), "passes overlap"
+
+
+async def test_members_refer_to_requests_by_the_serial_of_their_queued_event() -> None:
+    async with running_node() as (_, line, scheduler):
+        for name in ("a", "b"):
+            line.submit(submission(name, [ord(name) % 90] * 9, 3))
+        await line.ends("a", "b")
+        await wait_until(lambda: len(line.steps) == scheduler.counters.steps, 2.0)
+        serials = {event.serial: event for event in line.events() if event.kind == "queued"}
+        computed = dict.fromkeys(serials, 0)
+        for step in line.steps:
+            for member in members_of(step.members, step.num_prefills):
+                computed[member.serial] += member.num_tokens
+        assert computed == dict.fromkeys(serials, 9 + 2), "every token but the last sampled one"
+        assert {event.count for event in serials.values()} == {9}
+
+
+async def test_a_request_is_queued_admitted_sampled_first_and_ended() -> None:
+    async with running_node() as (_, line, _):
+        line.submit(submission("a", list(range(3, 21)), 6))
+        await line.ends("a")
+        assert line.kinds("a") == ["queued", "admitted", "first", "ended"]
+        assert line.events("a")[-1].reason == "length"
+        line.submit(submission("b", list(range(3, 21)), 6))
+        await line.ends("b")
+        admitted = next(event for event in line.events("b") if event.kind == "admitted")
+        assert admitted.count == 16, "its prefix was found: four whole blocks"
+
+
+def abort(line: RouterLine) -> None:
+    line.abort("a")
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "prompt", "also", "reason"),
+    [
+        (6, 18, lambda _: None, "length"),
+        (600, 18, abort, "aborted"),
+        (900, 100, lambda _: None, "the KV cache has 63"),
+    ],
+    ids=["finished", "aborted as it comes", "refused by the scheduler"],
+)
+async def test_every_queued_request_ends_once(
+    max_tokens: int, prompt: int, also: Callable[[RouterLine], None], reason: str
+) -> None:
+    async with running_node() as (_, line, _):
+        line.submit(submission("a", [5] * prompt, max_tokens))
+        also(line)
+        await line.ends("a")
+        await asyncio.sleep(0.15)
+        kinds = line.kinds("a")
+        assert (kinds[0], kinds[-1]) == ("queued", "ended")
+        assert (kinds.count("queued"), kinds.count("ended")) == (1, 1)
+        assert reason in next(event.reason for event in line.events("a") if event.kind == "ended")
+
+
+async def test_a_request_that_is_aborted_before_the_engine_adds_it_is_queued_before_it_ends() -> None:
+    async with running_node() as (running, line, _):
+        busy = threading.Event()
+        running.engine.post(lambda _: busy.wait(5.0))  # as in a long pass
+        line.submit(submission("a", [5] * 18, 6))
+        abort(line)
+        assert await wait_until(lambda: not line.commands.qsize(), 2.0)
+        assert await wait_until(lambda: "a" not in running.requests, 2.0)
+        await asyncio.sleep(0.15)
+        busy.set()
+        await line.ends("a")
+        await asyncio.sleep(0.15)
+        assert [event.kind for event in line.events("a")] == ["queued", "ended"], (
+            "in the order in which they are sent, too"
+        )
+        queued, ended = line.events("a")
+        assert queued.at_ns <= ended.at_ns < queued.at_ns + 100_000_000, "it ended when it was aborted"
+
+
+async def test_a_router_that_leaves_ends_its_requests_and_later_records_count_as_dropped() -> None:
+    async with running_node(num_blocks=8192) as (running, line, _):
+        line.submit(submission("a", [5] * 18, 30_000))
+        assert await wait_until(lambda: "a" in running.requests, 2.0)
+        line.hang_up()
+        assert await wait_until(lambda: "a" not in running.requests, 2.0)
+        assert await wait_until(lambda: running.stats().records_dropped > 0, 2.0)
+
+
+async def test_every_preemption_is_recorded() -> None:
+    async with running_node(num_blocks=12) as (_, line, scheduler):
+        line.submit(submission("a", [5] * 8, 28))
+        line.submit(submission("b", [6] * 8, 28))
+        await line.ends("a", "b")
+        recorded = sum(event.kind == "preempted" for event in line.events())
+        assert recorded == scheduler.counters.preemptions > 0
+
+
+async def test_the_stats_carry_their_time_and_the_fitted_model() -> None:
+    async with running_node() as (_, line, _):
+        line.submit(submission("a", list(range(3, 21)), 60))
+        await line.ends("a")
+
+        def latest() -> NodeStats | None:
+            return next((update.stats for update in reversed(line.updates) if update.stats is not None), None)
+
+        assert await wait_until(lambda: (stats := latest()) is not None and bool(stats.cost), 2.0)
+        sent = [update.stats.sent_ns for update in line.updates if update.stats is not None]
+        assert sent == sorted(sent)
+        assert sent[0] > 0
+
+
+# ---- bounds ------------------------------------------------------------------------------------------------------
+
+
+def timing(number: int) -> StepTiming:
+    chunk, decode = Request("c", [1] * 9, 9, 4, arrival=3), Request("d", [1] * 5, 4, 4, arrival=2)
+    slices = [Slice(decode, 4, 1, True, 0), Slice(chunk, 0, 7, False, 0)]
+    step = Step(number, slices, [], work=StepWork())
+    step.work = work_of(step)
+    return StepTiming(step, 1_000_000, 2_500, 700)
+
+
+def test_a_record_is_what_the_step_was() -> None:
+    recorder = StepRecorder()
+    recorder.ran(timing(4))
+    recorder.turned(SNAPSHOT)
+    recorder.turned(SNAPSHOT)  # a turn without a step
+    ((record,), events) = recorder.take()
+    assert events == []
+    assert (record.number, record.start_ns, record.duration_us, record.host_us) == (4, 1_000_000, 2, 0)
+    assert (record.num_prefills, record.prefill_tokens, record.num_decodes, record.decode_context) == (1, 7, 1, 5)
+    assert unpack_ids(record.members) == [3, 0, 7, 2, 4, 1]
+    assert (record.running, record.waiting, record.blocks_free, record.blocks_reserved) == (5, 6, 1, 4)
+    assert recorder.take() == ([], [])
+
+
+def test_a_full_recorder_drops_the_oldest_and_counts_them() -> None:
+    recorder = StepRecorder(max_steps=2, max_events=3)
+    for number in range(5):
+        recorder.ran(timing(number))
+        recorder.turned(SNAPSHOT)
+        recorder.event(f"r{number}", "landed")
+    steps, events = recorder.take()
+    assert [step.number for step in steps] == [3, 4]
+    assert [event.id for event in events] == ["r2", "r3", "r4"]
+    assert recorder.dropped == 3 + 2
+
+
+async def test_a_stream_sends_events_before_the_steps_that_refer_to_them_in_small_messages() -> None:
+    stream, line = RouterStream(), RouterLine()
+    steps = [StepRecord(number, 0, 0) for number in range(MAX_STEPS + 3)]
+    assert stream.record(steps, [RequestEvent("a", "queued", 1)]) == 0
+    writer = asyncio.ensure_future(stream.write(line))
+    assert await wait_until(lambda: len(line.steps) == len(steps), 2.0)
+    writer.cancel()
+    assert [bool(update.events) for update in line.updates] == [True, False, False]
+    assert max(len(update.steps) for update in line.updates) == MAX_STEPS
+
+
+async def test_records_reach_a_router_that_is_sent_tokens_without_pause() -> None:
+    class Busy(RouterLine):
+        async def send_message(self, update: NodeUpdate) -> None:
+            await super().send_message(update)
+            stream.deltas.append(TokenDelta("a"))
+            stream.wake.set()
+            await asyncio.sleep(0)
+
+    stream, line = RouterStream(), Busy()
+    stream.deltas.append(TokenDelta("a"))
+    stream.record([StepRecord(number, 0, 0) for number in range(3 * MAX_STEPS)], [])
+    writer = asyncio.ensure_future(stream.write(line))
+    assert await wait_until(lambda: len(line.steps) == 3 * MAX_STEPS, 2.0)
+    writer.cancel()
+
+
+def test_a_stream_that_is_not_read_stays_bounded() -> None:
+    stream = RouterStream()
+    steps = [StepRecord(number, 0, 0) for number in range(MAX_RECORDS)]
+    assert stream.record(steps, []) == 0
+    assert stream.record(steps[:10], []) == 10
+    assert len(stream.steps) == MAX_RECORDS
+    assert stream.steps[0].number == 10

@@ -1,0 +1,145 @@
+"""A node that switches its role: what it answers meanwhile and afterwards, without a peer."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+
+from decode_node.receiver import HandoffReceiver
+from node.node import Node, NodeServices, RoleAdapter
+from node.roles import Roles, RoleSwitch
+from prefill_node.sender import HandoffSender
+from scheduler.role import PREFILL
+from shared.kv.memory import HostMemory
+from shared.lifecycle import wait_until
+from shared.rpc.messages import Ack, NodeInfo, PushedNotice, ReserveReply, ReserveRequest, SetRoleRequest, StopRequest
+from shared.rpc.methods import PUSHED, RESERVE, STOP, RpcServer, connect
+from tests.node.harness import RouterLine, attached, hash_node, submission
+
+RESERVATION = ReserveRequest(submission(router="unknown"), "a" * 32, "print")
+
+
+@dataclass
+class RecordingAnnouncer:
+    """Keeps what was announced, as (role, state)."""
+
+    infos: list[tuple[str, str]] = field(default_factory=list)
+
+    async def start(self, info: NodeInfo) -> None:
+        await self.update(info)
+
+    async def update(self, info: NodeInfo) -> None:
+        self.infos.append((info.role, info.state))
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+@dataclass
+class Stage:
+    node: Node
+    roles: Roles
+    line: RouterLine
+    announcer: RecordingAnnouncer
+    ending: asyncio.Event
+    switch: RoleSwitch
+
+    async def set_role(self, role: str, drain_s: float = 1.0) -> Ack:
+        return await self.switch.set_role(SetRoleRequest(role, drain_s))
+
+    async def submit_endless(self) -> None:
+        """Submit a request that outlasts every drain here."""
+        self.line.submit(submission("r", max_tokens=100_000))
+        assert await wait_until(lambda: "r" in self.node.requests, 5.0)
+
+
+@asynccontextmanager
+async def stage() -> AsyncIterator[Stage]:
+    roles: list[Roles] = []
+
+    def first_adapter(services: NodeServices, memory: HostMemory) -> RoleAdapter:
+        make = (services, memory, [], 0.2)
+        roles.append(Roles({"prefill": partial(HandoffSender, *make), "decode": partial(HandoffReceiver, *make)}))
+        return roles[0].adapter(PREFILL)
+
+    here = hash_node(PREFILL, first_adapter, num_blocks=1 << 16, max_model_len=1 << 18)
+    announcer, ending = RecordingAnnouncer(), asyncio.Event()
+    async with attached(here) as line:
+        switch = RoleSwitch(here.node, roles[0], announcer, ending)
+        yield Stage(here.node, roles[0], line, announcer, ending, switch)
+        await roles[0].close()
+
+
+async def test_a_node_announces_that_it_drains_and_then_that_it_is_ready_in_its_new_role() -> None:
+    async with stage() as here:
+        assert await here.set_role("decode") == Ack()
+        assert here.announcer.infos == [("prefill", "draining"), ("decode", "ready")]
+        assert (here.node.role.role.name, here.node.state.info.role, here.node.stats().state) == (
+            "decode",
+            "decode",
+            "ready",
+        )
+        assert await here.set_role("decode") == Ack()
+        assert len(here.announcer.infos) == 2, "nothing changed"
+        assert await here.set_role("prefill") == Ack()
+        assert here.node.role.role is PREFILL
+
+
+async def test_handoffs_reach_the_decode_adapter_while_the_node_has_that_role() -> None:
+    async with stage() as here:
+        server = RpcServer(here.roles.handlers(here.node))
+        channel = connect(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
+        try:
+            refused = ReserveReply(error="node prefill-0 is a prefill node now")
+            assert await RESERVE.call(channel, RESERVATION, 5.0) == refused
+            assert await PUSHED.call(channel, PushedNotice(b"t" * 16, b""), 5.0) == Ack(
+                "node prefill-0 is a prefill node now"
+            )
+            await here.set_role("decode")
+            asked = await RESERVE.call(channel, RESERVATION, 5.0)
+            assert asked.error == "its router is not attached here", "the decode adapter answered"
+            await here.set_role("prefill")
+            assert await RESERVE.call(channel, RESERVATION, 5.0) == refused
+            assert await STOP.call(channel, StopRequest(b"t" * 16), 5.0) == Ack(), "earlier handoffs may still end"
+        finally:
+            channel.close()
+            await server.close()
+
+
+@pytest.mark.parametrize("role", ["king", ""])
+async def test_an_unknown_role_is_refused(role: str) -> None:
+    async with stage() as here:
+        answer = await here.set_role(role)
+        assert answer.error == f"unknown role {role!r}: use prefill or decode"
+        assert here.announcer.infos == []
+
+
+async def test_a_node_that_ends_while_it_drains_does_not_rejoin() -> None:
+    async with stage() as here:
+        await here.submit_endless()
+        changing = asyncio.ensure_future(here.set_role("decode", 0.3))
+        await asyncio.sleep(0.05)
+        assert await here.set_role("decode", 0.3) == Ack("the node is draining")
+        here.ending.set()
+        assert await changing == Ack("the node ends")
+        assert here.announcer.infos == [("prefill", "draining")]
+        assert here.line.errors() == [("node prefill-0 becomes a decode node", True)]
+
+
+async def test_of_two_concurrent_switches_one_is_refused() -> None:
+    async with stage() as here:
+        first, second = await asyncio.gather(here.set_role("decode", 0.3), here.set_role("decode", 0.3))
+        assert (first, second) == (Ack(), Ack("the node is draining"))
+        assert here.announcer.infos == [("prefill", "draining"), ("decode", "ready")]
+
+
+async def test_a_caller_that_hangs_up_does_not_leave_the_node_draining() -> None:
+    async with stage() as here:
+        await here.submit_endless()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(here.set_role("decode", 0.2), 0.05)
+        assert await wait_until(lambda: here.node.state.info.state == "ready", 5.0)
+        assert here.node.role.role.name == "decode"

@@ -1,0 +1,449 @@
+"""The sender of a real prefill node, with a decode node that answers as the test says, over a real channel."""
+
+import asyncio
+import secrets
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.hash_model import HashRunner
+from engine.runner import SliceOutput
+from node.node import NodeServices
+from prefill_node.decode_peers import HandoffTiming
+from prefill_node.sender import HandoffSender
+from scheduler.request import Request, Slice, Step
+from scheduler.role import PREFILL
+from shared.kv.channel import ChannelError, KVChannel
+from shared.kv.checksum import checksums
+from shared.kv.memory import HostMemory
+from shared.kv.tcp import TcpChannel
+from shared.lifecycle import wait_until
+from shared.rpc.messages import (
+    Ack,
+    CommitRequest,
+    NodeStats,
+    PushedNotice,
+    RenewReply,
+    RenewRequest,
+    ReserveReply,
+    ReserveRequest,
+    StopRequest,
+    TokenDelta,
+    pack_ids,
+    unpack_ids,
+)
+from shared.rpc.methods import COMMIT, PUSHED, RENEW, RESERVE, STOP, RpcServer, unary
+from tests.node.harness import (
+    BLOCK_TOKENS,
+    LAYERS,
+    ROW_BYTES,
+    VOCABULARY,
+    HashNode,
+    RouterLine,
+    attached,
+    expected,
+    hash_node,
+    submission,
+)
+
+PROMPT = list(range(3, 21))  # 18 tokens: 5 blocks, 3 chunks of 8, 8 and 2 tokens
+FIRST = expected(PROMPT, 1)[0]
+TARGETS = [9, 2, 7, 4, 5]
+Rows = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Decoder:
+    """A decode node that grants TARGETS to every reservation, unless set otherwise, and records its calls."""
+
+    def __init__(self, memory: HostMemory, channel: KVChannel) -> None:
+        self.rows, self.channel = memory.rows, channel
+        self.descriptors = {channel.name: channel.descriptor()}
+        self.received: list[Any] = []
+        self.held, self.targets = 0, TARGETS
+        self.errors: dict[type, str] = {}  # its answers, by type of message
+        self.quarantined: dict[bytes, None] = {}  # reservations that it gave up, and that were not stopped
+        self.next_id = b""  # of the reservation that it grants next; by default a random one
+        self.waits: dict[type, asyncio.Event] = {}  # what it waits for before it answers
+        self.address = ""
+
+    async def answer(self, message: Any) -> Any:
+        self.received.append(message)
+        if type(message) in self.waits:
+            await self.waits[type(message)].wait()
+        error = self.errors.get(type(message), "")
+        if isinstance(message, StopRequest):
+            self.quarantined.pop(message.reservation_id, None)
+        if isinstance(message, RenewRequest):
+            return RenewReply(error, bool(self.quarantined), b"".join(self.quarantined))
+        if not isinstance(message, ReserveRequest) or error:
+            return (ReserveReply if isinstance(message, ReserveRequest) else Ack)(error=error)
+        reservation_id, targets = self.next_id or secrets.token_bytes(16), self.targets[self.held :]
+        self.channel.grant(reservation_id, targets)
+        return ReserveReply(reservation_id, self.held, pack_ids(targets), self.descriptors)
+
+    def all(self, kind: type) -> list[Any]:
+        return [message for message in self.received if isinstance(message, kind)]
+
+    async def receives(self, kind: type, count: int = 1) -> Any:
+        assert await wait_until(lambda: len(self.all(kind)) >= count, 5.0), self.received
+        return self.all(kind)[count - 1]
+
+    def checksums(self) -> bytes:
+        """Return all checksums received, in order."""
+        return b"".join(
+            message.checksums for message in self.received if isinstance(message, PushedNotice | CommitRequest)
+        )
+
+
+class StepwiseRunner(HashRunner):
+    """Computes a step when the test releases it."""
+
+    steps: threading.Semaphore
+
+    def run(self, step: Step) -> list[SliceOutput]:
+        self.steps.acquire()
+        return super().run(step)
+
+
+class BrokenChannel:
+    """Reaches every peer, and moves nothing; its pushes fail unless `works` is set."""
+
+    name = "shm"
+    fenced = False
+
+    def __init__(self, works: bool = False) -> None:
+        self.works = works
+
+    def reachable(self, _: bytes) -> bool:
+        return True
+
+    async def push(
+        self, descriptor: bytes, reservation_id: bytes, source: Sequence[int], target: Sequence[int]
+    ) -> None:
+        if not self.works:
+            raise ChannelError("the wire is cut")
+
+
+@dataclass
+class Bench:
+    here: HashNode
+    decoder: Decoder
+    steps: threading.Semaphore
+    line: RouterLine
+
+    @property
+    def deltas(self) -> list[TokenDelta]:
+        return self.line.deltas
+
+    def stats(self) -> NodeStats:
+        return self.here.node.stats()
+
+    def submit(self, name: str = "r", max_tokens: int = 6) -> None:
+        self.line.submit(submission(name, PROMPT, max_tokens, decode_node=self.decoder.address))
+
+    async def abort(self, name: str = "r") -> None:
+        self.line.abort(name)
+        assert await wait_until(lambda: name not in self.here.node.requests, 5.0)
+
+    async def failure(self) -> TokenDelta:
+        """Wait until the router is sent an error. Return it, the only one."""
+        assert await wait_until(lambda: bool(self.line.errors()), 5.0)
+        (failure,) = [delta for delta in self.deltas if delta.error]
+        return failure
+
+    async def empty(self) -> None:
+        await self.here.empty(5.0)
+
+
+@asynccontextmanager
+async def bench(
+    steps: int = 1000, first: BrokenChannel | None = None, reserve_s: float = 5.0, **timing: float
+) -> AsyncIterator[Bench]:
+    """`steps` steps are released from the start. `first` is a channel that is preferred to tcp."""
+    ours, theirs, name = HostMemory(20, ROW_BYTES), HostMemory(20, ROW_BYTES), secrets.token_hex(16)
+    async with AsyncExitStack() as cleanup:
+        writer = await TcpChannel.start(ours, name, lambda _: None, "127.0.0.1")
+        receiver = await TcpChannel.start(theirs, secrets.token_hex(16), lambda _: None, "127.0.0.1")
+        decoder = Decoder(theirs, receiver)
+        server = RpcServer({rpc: unary(decoder.answer) for rpc in (RESERVE, PUSHED, COMMIT, STOP, RENEW)})
+        decoder.address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+        for end in (writer, receiver, server):
+            cleanup.push_async_callback(end.close)
+        channels: list[Any] = [first, writer] if first else [writer]
+        decoder.descriptors |= {"shm": b"a descriptor"} if first else {}
+        runner = StepwiseRunner(ours.rows, BLOCK_TOKENS, LAYERS, VOCABULARY)
+        runner.steps = threading.Semaphore(steps)
+
+        def make_sender(services: NodeServices, memory: HostMemory) -> HandoffSender:
+            return HandoffSender(services, memory, channels, reserve_s, HandoffTiming(**timing))
+
+        here = hash_node(PREFILL, make_sender, memory=ours, incarnation_id=name, runner=runner, heartbeat_s=30.0)
+        line = await cleanup.enter_async_context(attached(here))
+        cleanup.callback(runner.steps.release, 1000)
+        yield Bench(here, decoder, runner.steps, line)
+
+
+def prompt_rows() -> Rows:
+    """Return what the prompt's five blocks must hold."""
+    rows = np.zeros((6, ROW_BYTES), np.uint8)
+    request = Request("reference", list(PROMPT), len(PROMPT), 1, blocks=[1, 2, 3, 4, 5])
+    HashRunner(rows, BLOCK_TOKENS, LAYERS, VOCABULARY).run(Step(0, [Slice(request, 0, len(PROMPT), True, 0)], []))
+    return rows[1:]
+
+
+@pytest.mark.parametrize("held", [0, 2])
+async def test_a_prompt_is_moved_chunk_by_chunk_and_committed_with_its_first_token(held: int) -> None:
+    async with bench(steps=1) as here:
+        here.decoder.held = held
+        here.submit()
+        reserve = await here.decoder.receives(ReserveRequest)
+        assert (reserve.writer, reserve.fingerprint) == (here.here.node.state.info.incarnation_id, "print")
+        if held == 0:
+            first = await here.decoder.receives(PushedNotice)
+            assert first.checksums == checksums(prompt_rows(), [0, 1]), "before the next chunk is computed"
+        here.steps.release(1)
+        await here.decoder.receives(PushedNotice, 1 if held else 2)
+        here.steps.release(1)
+        commit = await here.decoder.receives(CommitRequest)
+        assert commit.first_token == FIRST
+        assert [(delta.position, unpack_ids(delta.tokens), delta.finish) for delta in here.deltas] == [(0, [FIRST], "")]
+        assert (here.decoder.rows[TARGETS[held:]] == prompt_rows()[held:]).all()
+        assert here.decoder.checksums() == checksums(here.decoder.rows, TARGETS[held:])
+        await here.empty()
+        assert here.decoder.all(StopRequest) == []
+        load = here.stats()
+        assert (load.handoffs, load.handoffs_failed, load.channel_fallbacks) == (1, 0, 0)
+        assert (load.blocks_moved, load.bytes_moved) == (5 - held, (5 - held) * ROW_BYTES)
+        assert load.channels == {here.decoder.address: "tcp"}
+        assert load.blocks_cached > 0, "the prompt stays as prefix cache"
+
+
+@pytest.mark.parametrize("phase", [ReserveRequest, PushedNotice, CommitRequest])
+async def test_a_refusal_in_any_phase_is_reported_to_the_router_and_the_peer(phase: type) -> None:
+    async with bench(steps=1) as here:
+        here.decoder.errors[phase] = "not today"
+        here.submit()
+        await here.decoder.receives(ReserveRequest if phase is ReserveRequest else PushedNotice)
+        here.steps.release(1000)
+        failure = await here.failure()
+        assert (failure.id, failure.retry) == ("r", True)
+        assert "not today" in failure.error
+        assert failure.error.startswith("handoff: ")
+        stops = here.decoder.all(StopRequest)
+        assert len(stops) == (phase is not ReserveRequest), "without a reservation there is nothing to stop"
+        assert all("not today" in stop.reason for stop in stops)
+        assert len(here.decoder.all(CommitRequest)) == (phase is CommitRequest)
+        await here.empty()
+        assert (here.stats().handoffs, here.stats().handoffs_failed) == (0, 1)
+
+
+async def test_a_decode_node_that_is_gone_is_reported_to_the_router() -> None:
+    async with bench() as here:
+        here.decoder.address = "127.0.0.1:1"
+        here.submit()
+        assert await wait_until(lambda: any(delta.retry and delta.error for delta in here.deltas), 5.0)
+        await here.empty()
+
+
+async def test_a_request_that_is_aborted_in_the_queue_reserves_nothing() -> None:
+    async with bench(steps=0) as here:
+        here.submit("first")
+        await here.decoder.receives(ReserveRequest)
+        here.submit("second")
+        assert await wait_until(lambda: "second" in here.here.node.requests, 5.0)
+        await here.abort("second")
+        here.steps.release(1000)
+        await here.decoder.receives(CommitRequest)
+        await here.empty()
+        assert [reserve.request.id for reserve in here.decoder.all(ReserveRequest)] == ["first"]
+
+
+@pytest.mark.parametrize("phase", ["reserving", "between chunks", "pushing", "committing"])
+async def test_an_abort_in_any_phase_stops_the_decode_node_and_sends_the_router_no_error(phase: str) -> None:
+    waits = {"reserving": ReserveRequest, "pushing": PushedNotice, "committing": CommitRequest}.get(phase)
+    async with bench(steps=1) as here:
+        proceed = asyncio.Event()
+        if waits is not None:
+            here.decoder.waits[waits] = proceed
+        here.submit()
+        await here.decoder.receives(ReserveRequest if phase == "reserving" else PushedNotice)
+        if phase == "committing":
+            here.steps.release(2)
+            await here.decoder.receives(CommitRequest)
+        await here.abort()
+        assert here.decoder.all(StopRequest) == [] or waits is None, "the call under way ends first"
+        proceed.set()
+        here.steps.release(1000)
+        assert (await here.decoder.receives(StopRequest)).reason == "aborted"
+        await here.empty()
+        assert len(here.decoder.all(StopRequest)) == 1
+        assert len(here.decoder.all(CommitRequest)) == (phase == "committing")
+        assert not any(delta.error for delta in here.deltas)
+        assert (here.stats().handoffs, here.stats().handoffs_failed) == (0, 0)
+
+
+async def test_a_request_that_ends_at_its_first_token_is_not_committed() -> None:
+    async with bench(steps=0) as here:
+        here.submit(max_tokens=1)
+        await here.decoder.receives(ReserveRequest)
+        here.steps.release(1000)
+        stop = await here.decoder.receives(StopRequest)
+        assert stop.reason == "finished: length"
+        assert [(unpack_ids(delta.tokens), delta.finish, delta.error) for delta in here.deltas] == [
+            ([FIRST], "length", "")
+        ]
+        await here.empty()
+        assert here.decoder.all(CommitRequest) == []
+        assert (here.stats().handoffs, here.stats().handoffs_failed) == (0, 0)
+
+
+async def test_a_stop_that_was_not_acknowledged_is_retried_until_it_is() -> None:
+    async with bench(steps=1, call_s=0.1, retry_stop_s=0.05) as here:
+        here.decoder.waits[StopRequest] = asyncio.Event()
+        here.submit()
+        await here.decoder.receives(PushedNotice)
+        await here.abort()
+        again = await here.decoder.receives(StopRequest, 3)
+        assert again == here.decoder.all(StopRequest)[0], "else its blocks would stay reserved while this node lives"
+        here.steps.release(1000)
+        await here.empty()
+        here.decoder.waits[StopRequest].set()
+        await asyncio.sleep(0.3)
+        received = len(here.decoder.all(StopRequest))
+        await asyncio.sleep(0.3)
+        assert len(here.decoder.all(StopRequest)) == received
+
+
+async def test_what_a_lost_answer_may_have_granted_is_given_back() -> None:
+    async with bench(reserve_s=0.05, call_s=0.05) as here:
+        here.decoder.waits[ReserveRequest] = asyncio.Event()
+        here.submit()
+        stop = await here.decoder.receives(StopRequest)
+        assert (stop.reservation_id, stop.request) == (b"", "r")
+        await here.empty()
+        assert here.decoder.all(CommitRequest) == []
+
+
+async def test_leases_of_all_reservations_are_renewed_together_until_they_end() -> None:
+    async with bench(renew_s=0.03) as here:
+        here.decoder.waits[CommitRequest] = asyncio.Event()
+        for identity in ("one", "two"):
+            here.submit(identity)
+        await here.decoder.receives(CommitRequest, 2)
+        reservation_ids = {commit.reservation_id for commit in here.decoder.all(CommitRequest)}
+        await here.decoder.receives(RenewRequest, len(here.decoder.all(RenewRequest)) + 2)
+        renew = here.decoder.all(RenewRequest)[-1]
+        assert renew.writer == here.here.node.state.info.incarnation_id
+        assert {renew.reservation_ids[:16], renew.reservation_ids[16:]} == reservation_ids
+        here.decoder.waits[CommitRequest].set()
+        await here.empty()
+        assert await wait_until(lambda: here.stats().handoffs == 2, 5.0)
+        assert await wait_until(lambda: here.decoder.all(RenewRequest)[-1].reservation_ids == b"", 5.0)
+        received = len(here.decoder.all(RenewRequest))
+        await asyncio.sleep(0.1)
+        assert len(here.decoder.all(RenewRequest)) == received, "nothing is left to renew"
+
+
+async def test_what_a_decode_node_keeps_for_no_handoff_is_stopped() -> None:
+    """Whatever became of the first stop: the prefill node asks once more when it is idle."""
+    async with bench(renew_s=0.03) as here:
+        lost = [bytes([number]) * 16 for number in (1, 2)]
+        here.decoder.quarantined = dict.fromkeys(lost)
+        here.submit()
+        await here.decoder.receives(CommitRequest)
+        await here.empty()
+        await here.decoder.receives(StopRequest, 2)
+        assert {stop.reservation_id for stop in here.decoder.all(StopRequest)} == set(lost)
+        assert await wait_until(lambda: not here.decoder.quarantined, 5.0)
+
+
+async def test_a_handoff_whose_reservation_is_given_up_is_cancelled() -> None:
+    """It is cancelled before its next chunk, and stopped once its push has ended."""
+    async with bench(steps=1, renew_s=0.03) as here:
+        here.submit()
+        reservation_id = (await here.decoder.receives(PushedNotice)).reservation_id
+        here.decoder.quarantined[reservation_id] = None
+        assert (await here.decoder.receives(StopRequest)).reservation_id == reservation_id
+        assert await here.failure() == TokenDelta(
+            "r", error="handoff: the decode node gave its reservation up", retry=True
+        )
+        here.steps.release(1000)
+        await here.empty()
+        assert here.decoder.all(CommitRequest) == []
+
+
+async def test_a_reservation_stopped_before_its_reply_is_received_is_never_written() -> None:
+    async with bench(renew_s=0.03) as here:
+        here.decoder.next_id = b"\x07" * 16
+        here.decoder.quarantined[here.decoder.next_id] = None
+        reply = here.decoder.waits[ReserveRequest] = asyncio.Event()
+        here.submit()
+        await here.decoder.receives(StopRequest)
+        reply.set()
+        stops = [await here.decoder.receives(StopRequest, count) for count in (1, 2)]
+        assert {stop.reservation_id for stop in stops} == {here.decoder.next_id}
+        assert "gave the reservation up before its answer came" in (await here.failure()).error
+        await here.empty()
+        assert not here.decoder.all(PushedNotice) + here.decoder.all(CommitRequest)
+
+
+async def test_a_channel_that_fails_costs_one_handoff_and_the_next_uses_another_channel() -> None:
+    async with bench(first=BrokenChannel()) as here:
+        here.submit("one")
+        await here.decoder.receives(StopRequest)
+        failure = await here.failure()
+        assert (failure.error, failure.retry) == ("handoff: the wire is cut", True)
+        for count, identity in enumerate(("two", "three"), 1):
+            here.submit(identity)
+            await here.decoder.receives(CommitRequest, count)
+        await here.empty()
+        load = here.stats()
+        assert (load.handoffs, load.handoffs_failed, load.channel_fallbacks) == (2, 1, 1)
+        assert load.channels == {here.decoder.address: "tcp"}
+        here.decoder.descriptors["shm"] = b"the descriptor of a new incarnation"
+        here.submit("four")
+        await here.decoder.receives(StopRequest, 2)
+        assert await wait_until(lambda: here.stats().handoffs_failed == 2, 5.0), "a new descriptor is tried"
+
+
+async def test_handoffs_that_share_a_failed_channel_each_report_the_error() -> None:
+    channel = BrokenChannel(works=True)
+    async with bench(steps=1, first=channel) as here:
+        proceed = here.decoder.waits[PushedNotice] = asyncio.Event()
+        here.submit("one")
+        await here.decoder.receives(PushedNotice)
+        channel.works = False
+        here.submit("two")
+        here.steps.release(1000)
+        for identity in ("two", "one"):
+            failure = TokenDelta(identity, error="handoff: the wire is cut", retry=True)
+            assert await wait_until(lambda failure=failure: failure in here.deltas, 5.0), here.deltas
+            proceed.set()
+        await here.empty()
+        assert len(here.decoder.all(StopRequest)) == 2
+
+
+async def test_a_grant_of_the_wrong_size_is_given_back_and_not_renewed() -> None:
+    async with bench(renew_s=0.03) as here:
+        here.decoder.targets = TARGETS[:4]
+        here.submit()
+        stop = await here.decoder.receives(StopRequest)
+        assert "0 held and 4 reserved blocks are not the prompt's 5" in stop.reason
+        await here.empty()
+        here.decoder.received.clear()
+        await asyncio.sleep(0.1)
+        assert not any(renewal.reservation_ids for renewal in here.decoder.received)
+
+
+async def test_without_a_common_channel_the_error_names_what_the_peer_offers() -> None:
+    async with bench() as here:
+        here.decoder.descriptors = {"nixl": b""}
+        here.submit()
+        assert "no common KV channel" in (await here.decoder.receives(StopRequest)).reason
+        assert await wait_until(lambda: any("['nixl']" in delta.error for delta in here.deltas), 5.0)
+        await here.empty()

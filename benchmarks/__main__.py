@@ -15,7 +15,7 @@ BENCHMARKS = {
     "policies": "batching policies on a virtual clock; writes docs/policies.md",
     "gpu_first_run": "experimental: everything on a GPU: checks, kernels, a whole model, handoffs, a cluster",
     "models": "make a checkpoint of random weights",
-    "document": "write the tables of docs/performance.md and docs/fault-tolerance.md from the results",
+    "document": "write the tables of docs/results/ from the results",
 }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.result import RESULTS, Result, shown
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = (DOCS / "performance.md", DOCS / "fault-tolerance.md")
+PAGES = (DOCS / "results" / "performance.md", DOCS / "results" / "fault-tolerance.md")
 BLOCK = re.compile(r"(<!-- result: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -196,13 +196,13 @@ class Sealed:
     proof: bytes
 
 
-def seal(info: NodeInfo, key: str, identity: tls.Identity | None) -> bytes:
+def seal(info: NodeInfo, key: str, identity: tls.ClusterIdentity | None) -> bytes:
     """Return the value to store in Redis at `key`."""
     data = encode(info)
     return data if identity is None else encode(Sealed(data, identity.sign(key, data)))
 
 
-def unseal(value: bytes, key: str, identity: tls.Identity | None) -> NodeInfo:
+def unseal(value: bytes, key: str, identity: tls.ClusterIdentity | None) -> NodeInfo:
     """Inverse of `seal`. Raises DecodeError for a value that is malformed or not signed by a member of the cluster."""
     if identity is not None:
         sealed = decode(value, Sealed)

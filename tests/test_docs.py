@@ -1,4 +1,4 @@
-"""The documentation is true: every `file:name` exists, every linked file is there, the state tables are the code's."""
+"""The documentation matches the code: every `file:name` and link exists, and so do the fifteen stops and the states."""
 
 import ast
 import re
@@ -13,7 +13,8 @@ from prefill_node import handoff
 from scheduler import request
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "CONTRIBUTING.md"])
 NAME = re.compile(r"`([\w/]+\.py)(?::([\w.]+))?`")
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 States = TypeVar("States", bound=Enum)
@@ -46,16 +47,31 @@ def test_what_a_page_names_exists(page: Path) -> None:
 
 def drawn(title: str, legal: dict[States, frozenset[States]]) -> str:
     lines = [
-        f"{title:13}{state.value:12}→ {', '.join(sorted(s.value for s in after))}"
+        f"{title:13}{state.value:14}→ {', '.join(sorted(s.value for s in after))}"
         for state, after in legal.items()
         if after
     ]
     return "\n".join(lines)
 
 
-def test_the_journey_shows_the_states_of_the_code() -> None:
+def test_the_architecture_page_shows_the_states_of_the_code() -> None:
     tables = [("request", request.LEGAL), ("handoff", handoff.LEGAL), ("reservation", reservations.LEGAL)]
     wanted = "\n\n".join(drawn(title, legal) for title, legal in tables)
-    text = (ROOT / "docs" / "journey.md").read_text()
-    found = text.split("<!-- states: written by tests/test_docs.py -->")[1].split("<!-- end -->")[0]
-    assert found.strip() == f"```\n{wanted}\n```", f"put this into docs/journey.md:\n```\n{wanted}\n```"
+    found = ARCHITECTURE.read_text().split("<!-- states: written by tests/test_docs.py -->")[1].split("<!-- end -->")[0]
+    assert found.strip() == f"```\n{wanted}\n```", f"put this into {ARCHITECTURE.name}:\n```\n{wanted}\n```"
+
+
+def test_a_request_takes_fifteen_stops_and_returns_to_no_file() -> None:
+    rows = re.findall(r"^\| (\d+) \| (.+?) \|", ARCHITECTURE.read_text(), re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 16))
+    files = [NAME.findall(stop)[0][0] for _, stop in rows]
+    step_loop = files[7:11]
+    assert step_loop == ["engine/engine.py", "scheduler/scheduler.py", "engine/runner.py", "scheduler/scheduler.py"]
+    others = files[:7] + files[11:]
+    assert len(set(others)) == len(others), "a stop returns to a file"
+    assert not set(others) & set(step_loop), "a stop returns to the step loop"
+
+
+def test_the_glossary_is_short() -> None:
+    glossary = ARCHITECTURE.read_text().split("## Glossary")[1]
+    assert 10 <= len(re.findall(r"^\| (?!term|---)", glossary, re.MULTILINE)) <= 25

@@ -34,7 +34,7 @@ from h2.settings import SettingCodes
 
 from shared.logs import peer_log
 from shared.rpc.codec import MAX_MESSAGE_BYTES, DecodeError
-from shared.rpc.tls import AuthenticationError, Identity
+from shared.rpc.tls import AuthenticationError, ClusterIdentity
 
 HANDSHAKE_S = 4.0
 CONNECT_S = 5.0  # to reach a peer, including the TLS handshake
@@ -311,7 +311,7 @@ class RpcListener:
     """Accepts connections on one port, over TLS if there is an identity, until `close`."""
 
     def __init__(
-        self, methods: Mapping[str, Method], codec: CodecBase, identity: Identity | None, answer_s: float
+        self, methods: Mapping[str, Method], codec: CodecBase, identity: ClusterIdentity | None, answer_s: float
     ) -> None:
         self.methods = methods
         self.codec = codec
@@ -400,7 +400,9 @@ class RpcChannel(grpclib.client.Channel):
     A connection is given up when the peer does not prove its certificate or leaves a ping unanswered for `answer_s`.
     """
 
-    def __init__(self, host: str, port: int, identity: Identity | None, codec: CodecBase, answer_s: float) -> None:
+    def __init__(
+        self, host: str, port: int, identity: ClusterIdentity | None, codec: CodecBase, answer_s: float
+    ) -> None:
         super().__init__(host, port, codec=codec, ssl=identity.client_context if identity else None)
         self._answer_s = answer_s
         self._name = f"{host}:{port}"

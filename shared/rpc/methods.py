@@ -120,14 +120,14 @@ class RpcServer(RpcListener):
     def __init__(
         self,
         handlers: Mapping[Rpc[Any, Any], Callable[[Any], Awaitable[None]]],
-        identity: tls.Identity | None = None,
+        identity: tls.ClusterIdentity | None = None,
         answer_s: float = SERVER_ANSWER_S,
     ) -> None:
         methods = {rpc.path: rpc.serve(handle) for rpc, handle in handlers.items()}
         super().__init__(methods, CODEC, identity or tls.own(), answer_s)
 
 
-def connect(address: str, identity: tls.Identity | None = None, answer_s: float = ANSWER_S) -> RpcChannel:
+def connect(address: str, identity: tls.ClusterIdentity | None = None, answer_s: float = ANSWER_S) -> RpcChannel:
     """Return a channel to `host:port`, for `identity`: by default that of this process, if any. The caller closes it.
 
     It connects at the first call, and gives a connection up when a ping is not answered for `answer_s`.

@@ -44,7 +44,7 @@ class ServerHandshake(ssl.SSLObject):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Identity:
+class ClusterIdentity:
     """The certificate and key of this process, and the roots that it trusts.
 
     A file may hold several certificates and keys: the first pair is presented and signs, all are accepted. So a secret
@@ -68,7 +68,7 @@ def _signature(key: bytes, name: str, data: bytes) -> bytes:
     return hmac.digest(key, len(encoded).to_bytes(4, "big") + encoded + data, "sha256")
 
 
-def read_identity(path: str) -> Identity:
+def read_identity(path: str) -> ClusterIdentity:
     """Load a PEM file written by `baton secret`, or a directory with ca.crt, tls.crt and tls.key.
 
     Raises ConfigError, which never quotes the contents.
@@ -99,7 +99,7 @@ def read_identity(path: str) -> Identity:
         ) from None
     server, client = contexts
     server.sslobject_class = ServerHandshake
-    return Identity(server, client, tuple(hmac.digest(each, REGISTRY_PURPOSE, "sha256") for each in keys))
+    return ClusterIdentity(server, client, tuple(hmac.digest(each, REGISTRY_PURPOSE, "sha256") for each in keys))
 
 
 def _read_private(path: Path, flag: str) -> bytes:
@@ -121,7 +121,7 @@ def _read_private(path: Path, flag: str) -> bytes:
 
 # ---- the identity of this process ------------------------------------------------------------------------------------
 
-_own: list[Identity] = []  # at most one; every connection asks for it, so that none is left unprotected
+_own: list[ClusterIdentity] = []  # at most one; every connection asks for it, so that none is left unprotected
 
 
 def configure(path: str, listens: Mapping[str, str]) -> None:
@@ -142,7 +142,7 @@ def configure(path: str, listens: Mapping[str, str]) -> None:
             )
 
 
-def own() -> Identity | None:
+def own() -> ClusterIdentity | None:
     """Return the identity of this process, if it has one."""
     return _own[0] if _own else None
 

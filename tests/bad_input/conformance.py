@@ -23,10 +23,10 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
 
 from router.http.openapi import openapi
-from tests.cluster.harness import SHARED_DATA, cluster
+from tests.cluster.harness import DATA, cluster
 
 CHECKS = [not_a_server_error, response_schema_conformance, content_type_conformance]
-OPENAI = SHARED_DATA / "spec" / "openai_reduced_openapi.json"
+OPENAI = DATA / "openai" / "openai_reduced_openapi.json"
 Document = dict[str, Any]
 
 

@@ -24,7 +24,7 @@ from engine.hash_model import expected_tokens
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "demo" / "model"
 DEMO_VOCABULARY = 2048
-SHARED_DATA = ROOT.parent / "shared" / "data"
+DATA = ROOT / "tests" / "data"
 START_S = 90.0
 
 

@@ -1,4 +1,4 @@
-"""A real checkpoint's golden outputs, token for token, through REST: both modes, tiny and large budgets, both channels."""
+"""A real checkpoint answers with its golden tokens through REST: in both modes, with two budgets, over both channels."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.harness import DEMO, SHARED_DATA, Cluster, cluster
+from tests.cluster.harness import DATA, DEMO, Cluster, cluster
 
-STORIES = SHARED_DATA / "models" / "stories260K"
+STORIES = DATA / "stories260K"
 
 
 def golden_cases() -> list[dict[str, Any]]:
@@ -25,7 +25,6 @@ def ask(running: Cluster, case: dict[str, Any]) -> tuple[list[int], str, str]:
     return list(choice["token_ids"]), str(choice["text"]), str(choice["finish_reason"])
 
 
-@pytest.mark.skipif(not STORIES.exists(), reason="the stories260K checkpoint is not beside this checkout")
 @pytest.mark.parametrize("budget", [7, 2048])
 @pytest.mark.parametrize(("prefill", "decode", "channel"), [(1, 1, "shm"), (1, 1, "tcp"), (0, 1, "auto")])
 def test_the_golden_outputs_come_out_exactly(prefill: int, decode: int, channel: str, budget: int) -> None:

@@ -28,7 +28,7 @@ from shared.rpc.codec import encode
 from shared.rpc.connection import SERVER_ANSWER_S, bounded_timeout
 from shared.rpc.messages import Ack, NodeUpdate, RouterCommand, StopRequest
 from shared.rpc.methods import ATTACH, STOP, PeerError, RpcServer, connect, unary
-from shared.rpc.tls import Identity
+from shared.rpc.tls import ClusterIdentity
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEADERS = [
@@ -45,7 +45,7 @@ WAIT_S = 20.0
 class Served:
     """A server, what it was told, and how many connections it holds."""
 
-    def __init__(self, identity: Identity | None = None, answer_s: float = SERVER_ANSWER_S) -> None:
+    def __init__(self, identity: ClusterIdentity | None = None, answer_s: float = SERVER_ANSWER_S) -> None:
         self.heard: list[StopRequest] = []
         self.server = RpcServer({STOP: unary(self._stop), ATTACH: self._attach}, identity, answer_s)
         self.port = 0
@@ -66,7 +66,7 @@ class Served:
     def num_open(self) -> int:
         return self.server.num_connections
 
-    async def works(self, identity: Identity | None = None) -> None:
+    async def works(self, identity: ClusterIdentity | None = None) -> None:
         channel = connect(self.address, identity)
         try:
             assert await STOP.call(channel, StopRequest(b"well"), WAIT_S) == Ack("heard")
@@ -75,7 +75,7 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(identity: Identity | None = None, answer_s: float = SERVER_ANSWER_S) -> AsyncIterator[Served]:
+async def serving(identity: ClusterIdentity | None = None, answer_s: float = SERVER_ANSWER_S) -> AsyncIterator[Served]:
     served = Served(identity, answer_s)
     served.port = await served.server.start("127.0.0.1", 0)
     try:
@@ -174,16 +174,16 @@ GOOD = message(encode(StopRequest(b"ticket")))
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Identity:
+def ours(tmp_path_factory: pytest.TempPathFactory) -> ClusterIdentity:
     return identity_in(tmp_path_factory.mktemp("ours"))
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Identity:
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> ClusterIdentity:
     return identity_in(tmp_path_factory.mktemp("theirs"))
 
 
-def identity_in(directory: Path) -> Identity:
+def identity_in(directory: Path) -> ClusterIdentity:
     write_secret(directory / "secret")
     return tls.read_identity(str(directory / "secret"))
 
@@ -305,7 +305,7 @@ GARBAGE = {
 @pytest.mark.parametrize("is_open", [True, False], ids=["open", "secret"])
 @pytest.mark.parametrize("words", GARBAGE.values(), ids=GARBAGE)
 async def test_who_says_nothing_or_nonsense_is_hung_up_on(
-    words: bytes, is_open: bool, ours: Identity, monkeypatch: pytest.MonkeyPatch
+    words: bytes, is_open: bool, ours: ClusterIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert grpc_connection.HANDSHAKE_S <= 5
     monkeypatch.setattr(grpc_connection, "HANDSHAKE_S", 0.2)
@@ -403,7 +403,7 @@ async def test_a_flood_of_calls_ends_its_connection_alone(kind: str, monkeypatch
 # The certificate
 
 
-async def test_who_proves_nothing_is_in_nobodys_way(ours: Identity, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_proves_nothing_is_in_nobodys_way(ours: ClusterIdentity, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_connection, "MAX_CONNECTIONS_PER_ADDRESS", 2)
     monkeypatch.setattr(grpc_connection, "HANDSHAKE_S", 60.0)
     async with serving(ours) as served, AsyncExitStack() as cleanup:
@@ -419,7 +419,7 @@ async def test_who_proves_nothing_is_in_nobodys_way(ours: Identity, monkeypatch:
         assert served.num_open <= 2
 
 
-async def test_who_has_the_certificate_is_served_on_calls_and_streams(ours: Identity) -> None:
+async def test_who_has_the_certificate_is_served_on_calls_and_streams(ours: ClusterIdentity) -> None:
     async with serving(ours) as served:
         await served.works(ours)
         channel = connect(served.address, ours)
@@ -431,7 +431,7 @@ async def test_who_has_the_certificate_is_served_on_calls_and_streams(ours: Iden
 
 
 async def test_who_has_another_certificate_is_neither_calls_nor_is_called_and_is_logged_once(
-    ours: Identity, theirs: Identity, caplog: pytest.LogCaptureFixture
+    ours: ClusterIdentity, theirs: ClusterIdentity, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving(ours) as served:
         peer_log.reset(served.address)
@@ -447,7 +447,7 @@ async def test_who_has_another_certificate_is_neither_calls_nor_is_called_and_is
 
 
 async def test_a_client_that_trusts_the_server_but_is_not_trusted_gets_nothing(
-    ours: Identity, theirs: Identity, caplog: pytest.LogCaptureFixture
+    ours: ClusterIdentity, theirs: ClusterIdentity, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With TLS 1.3 it believes itself connected, and may have sent its call, before the server refuses it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -467,7 +467,7 @@ async def test_a_client_that_trusts_the_server_but_is_not_trusted_gets_nothing(
     assert REFUSED in refusals[0]
 
 
-async def test_plain_http_is_hung_up_on(ours: Identity) -> None:
+async def test_plain_http_is_hung_up_on(ours: ClusterIdentity) -> None:
     async with serving(ours) as served:
         channel = connect(served.address)
         with pytest.raises(PeerError):
@@ -486,7 +486,9 @@ async def test_plain_http_is_hung_up_on(ours: Identity) -> None:
     ],
     ids=["hangs up", "plain HTTP/2", "zeros"],
 )
-async def test_a_false_server_never_sees_what_it_is_called_for(ours: Identity, answer: bytes, complaint: str) -> None:
+async def test_a_false_server_never_sees_what_it_is_called_for(
+    ours: ClusterIdentity, answer: bytes, complaint: str
+) -> None:
     said, ended = b"", asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -513,7 +515,7 @@ async def test_a_false_server_never_sees_what_it_is_called_for(ours: Identity, a
 
 
 async def test_a_server_with_another_certificate_never_sees_what_it_is_called_for(
-    ours: Identity, theirs: Identity
+    ours: ClusterIdentity, theirs: ClusterIdentity
 ) -> None:
     """Even if it accepts anybody."""
     theirs.server_context.verify_mode = ssl.CERT_NONE
@@ -526,7 +528,9 @@ async def test_a_server_with_another_certificate_never_sees_what_it_is_called_fo
     theirs.server_context.verify_mode = ssl.CERT_REQUIRED
 
 
-async def test_a_server_that_never_proves_itself_is_given_up(ours: Identity, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_never_proves_itself_is_given_up(
+    ours: ClusterIdentity, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grpc_connection, "CONNECT_S", 0.1)
     ended = asyncio.Event()
 
@@ -547,7 +551,7 @@ async def test_a_server_that_never_proves_itself_is_given_up(ours: Identity, mon
         channel.close()
 
 
-async def test_bytes_may_come_in_any_pieces(ours: Identity) -> None:
+async def test_bytes_may_come_in_any_pieces(ours: ClusterIdentity) -> None:
     """As the first call in the segment that ends the handshake, or byte by byte."""
     ended = asyncio.Event()
     async with serving(ours) as served:

@@ -23,7 +23,7 @@ from shared.registry import seal, unseal
 from shared.rpc import tls
 from shared.rpc.codec import DecodeError, encode
 from shared.rpc.messages import NodeInfo
-from shared.rpc.tls import Identity, read_identity
+from shared.rpc.tls import ClusterIdentity, read_identity
 
 INFO = NodeInfo("d0", "b" * 32, "decode", "10.0.0.1:7000", "m", "f", 4, 64, 8, 8, 8)
 PEM, OTHER_PEM = new_pem().decode(), new_pem().decode()
@@ -37,7 +37,7 @@ def file_of(directory: Path, text: str, mode: int = 0o600) -> str:
     return str(path)
 
 
-def identity_of(directory: Path, text: str) -> Identity:
+def identity_of(directory: Path, text: str) -> ClusterIdentity:
     return read_identity(file_of(directory, text))
 
 
@@ -83,7 +83,7 @@ def test_a_directory_in_the_layout_of_cert_manager_is_an_identity(tmp_path: Path
         read_identity(str(tmp_path))
 
 
-def met(client: Identity, server: Identity) -> bool:
+def met(client: ClusterIdentity, server: ClusterIdentity) -> bool:
     """Do a TLS handshake in memory. Return whether both sides accepted the other."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = [

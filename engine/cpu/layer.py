@@ -37,8 +37,8 @@ class NumbaKernels:
 class NumbaStep:
     """The element-wise kernels of one step on a CPU.
 
-    Made by `NumbaKernels.begin` for one batch, used by the decoder on the engine's thread, and dropped after the step. It
-    owns the batch's rotary angles; KV rows are written straight into the pool.
+    Made by `NumbaKernels.begin` for one batch, used by the decoder on the engine's thread, and dropped after the step.
+    It owns the batch's rotary angles; KV rows are written straight into the pool.
     """
 
     def __init__(self, kernels: NumbaKernels, batch: Batch) -> None:

@@ -94,8 +94,8 @@ class TritonAttention:
 class TritonPlan:
     """The attention of one step on a GPU: which kernel launches its slices need. Experimental.
 
-    Made by `TritonAttention.plan` for one batch and used by each layer on the engine's thread. It owns the lists of slices
-    on the device; decodes of long contexts are split and merged, prompts are cut into tiles.
+    Made by `TritonAttention.plan` for one batch and used by each layer on the engine's thread. It owns the lists of
+    slices on the device; decodes of long contexts are split and merged, prompts are cut into tiles.
     """
 
     def __init__(self, backend: TritonAttention, batch: Batch) -> None:

@@ -1,6 +1,6 @@
-"""Prints what `make lock` pins: what Baton needs and is built with, and what torch needs, but not torch itself.
+"""Print the requirements that `make lock` pins: those of Baton, of its build and of torch, but not torch itself.
 
-torch's CPU and CUDA builds share a version and not their hashes, and the CUDA libraries belong to one of them.
+The CPU and CUDA builds of torch have the same version but different hashes, and only the latter needs CUDA libraries.
 """
 
 import re

@@ -1,1 +1,1 @@
-"""A node that takes over KV and generates; without prefill nodes it computes prompts as well."""
+"""The role of a decode node: it receives the KV of prompts and generates tokens, and can also compute prompts."""

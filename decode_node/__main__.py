@@ -1,4 +1,4 @@
-"""Runs a decode node: `python -m decode_node --help`. Composes its process; a role switch makes it a prefill node."""
+"""Runs a decode node: `python -m decode_node --help`. It has the adapters of both roles, to be able to switch."""
 
 import sys
 

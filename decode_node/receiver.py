@@ -1,4 +1,4 @@
-"""Receives handoffs: reserves blocks, checks what was written, and lets the request run or gives it up."""
+"""Receives handoffs: reserves blocks, checks what was written to them, and starts the request or gives it up."""
 
 import asyncio
 import logging
@@ -148,7 +148,7 @@ class HandoffReceiver:
         return ReserveReply(reservation_id, num_held, pack_ids(blocks), descriptors, held=held)
 
     async def pushed(self, message: PushedNotice) -> Ack:
-        """Check rows while the next chunk is computed, so that the commit has only the last ones to check."""
+        """Check rows while the next chunk is computed, so that only the last ones are checked at the commit."""
         reservation = self._table.open(message.reservation_id)
         if reservation is None:
             return NOT_OPEN
@@ -156,7 +156,7 @@ class HandoffReceiver:
         return Ack(error, again=error == CORRUPT)
 
     async def commit(self, message: CommitRequest) -> Ack:
-        """Check the last rows and let the request run, or, once, let the writer send damaged rows again."""
+        """Check the last rows and start the request. If rows are damaged, let the writer send them again, once."""
         reservation = self._table.commit(message.reservation_id)
         if reservation is None:
             return NOT_OPEN
@@ -226,16 +226,16 @@ class HandoffReceiver:
         return Ack()
 
     def _remember_cancelled(self, request_id: str) -> None:
-        """Refuse a reservation that arrives after its cancellation, late over an older connection.
+        """Refuse a reservation that arrives after its cancellation, delayed on an older connection.
 
-        The prefill node would never learn of that reservation, nor stop it.
+        The prefill node would not know about that reservation, and would never stop it.
         """
         self._cancelled[request_id] = None
         if len(self._cancelled) > MAX_CANCELLED:
             del self._cancelled[next(iter(self._cancelled))]
 
     async def renew(self, message: RenewRequest) -> RenewReply:
-        """Renew leases. Report what is in quarantine until the writer stops it."""
+        """Renew leases. Reply with the reservations in quarantine, which the writer must stop."""
         data, size = message.reservation_ids, RESERVATION_ID_BYTES
         if len(data) > MAX_RENEWED * size or len(data) % size:
             return RenewReply(f"{len(data)} bytes are not up to {MAX_RENEWED} reservation ids")
@@ -247,7 +247,7 @@ class HandoffReceiver:
     # ---- from the node ------------------------------------------------------------------------------------------
 
     def on_submit(self, submit: SubmitRequest, request: Request) -> None:
-        """A decode node sends no KV."""
+        """Do nothing: a decode node sends no KV."""
 
     def on_admitted(self, request: Request) -> None:
         waiting = self._waiting.get(request.id)
@@ -255,7 +255,7 @@ class HandoffReceiver:
             waiting.set_result(request)
 
     def on_progress(self, progress: PrefillProgress) -> None:
-        """A decode node sends no KV."""
+        """Do nothing: a decode node sends no KV."""
 
     def on_abort(self, request_id: str) -> bool:
         if (waiting := self._waiting.get(request_id)) is not None:

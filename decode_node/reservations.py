@@ -1,8 +1,8 @@
-"""The decode node's side of handoffs: blocks reserved for a writer, until they belong to a request that may run.
+"""The decode node's side of handoffs: blocks that are reserved for a writer until the request may run.
 
-A table without I/O or clock: events go in with the time, what to do comes out. After a handoff that fails, its blocks
-may be reused only when the writer can no longer write: it said that it stopped, it is known to be dead, or the channel
-drops late rows (`fenced`). Until then they are in quarantine.
+The table does no I/O and reads no clock: its methods take events and the time, and return what to do. After a failed
+handoff, its blocks may be reused only when the writer can no longer write: the writer reported that it stopped, it is
+known to be dead, or the channel drops late rows (`fenced`). Until then, the blocks are in quarantine.
 """
 
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from enum import Enum
 
 from scheduler.request import Request
 
-LEASE_S = 9.0  # plus up to a second until its end is noticed: nothing is held for a dead writer beyond 10 s
+LEASE_S = 9.0  # noticed up to a second later, so a dead writer holds blocks for at most 10 s
 
 
 class ReservationPhase(Enum):
     OPEN = "open"  # the writer may write
     CHECKING = "checking"  # committed; the rows are being compared with their checksums
-    COMMITTED = "committed"  # the blocks are the request's
+    COMMITTED = "committed"  # the blocks belong to the request
     QUARANTINED = "quarantined"  # given up, and the writer may still write
     CLOSED = "closed"
 
@@ -65,8 +65,8 @@ class ReservationTable:
     """The reservations of one decode node, by id and by request.
 
     Belongs to the `HandoffReceiver`, on the event loop. A reservation leaves the table when it is committed or when
-    its blocks are safe; a method that ends one returns it as `ReservationEnd` exactly once as safe. `fenced`: the
-    channels drop rows that are written under an unknown reservation.
+    its blocks are safe. For each one that fails, exactly one `ReservationEnd` is returned with `safe` set. `fenced`:
+    the channels drop rows that are written under an unknown reservation.
     """
 
     def __init__(self, fenced: bool, lease_s: float = LEASE_S) -> None:
@@ -86,7 +86,7 @@ class ReservationTable:
         return reservation
 
     def renew(self, writer: str, reservation_ids: list[bytes], now: float) -> None:
-        """Renew leases. Ignore reservations that are another writer's, or over."""
+        """Renew leases. Ignore reservations that have ended or belong to another writer."""
         for reservation_id in reservation_ids:
             reservation = self._by_id.get(reservation_id)
             if reservation is not None and reservation.writer == writer:
@@ -103,7 +103,7 @@ class ReservationTable:
         return reservation.reservation_id if reservation is not None else b""
 
     def commit(self, reservation_id: bytes) -> Reservation | None:
-        """The writer has written everything and writes no more. Return None if the reservation is not open."""
+        """Begin the check of a reservation whose writer has written everything. Return None if it is not open."""
         reservation = self.open(reservation_id)
         if reservation is not None:
             reservation.move_to(ReservationPhase.CHECKING)
@@ -123,23 +123,23 @@ class ReservationTable:
         return reservation.phase is ReservationPhase.CLOSED
 
     def accept(self, reservation: Reservation) -> None:
-        """The rows are what the writer sent: the blocks are the request's."""
+        """Complete a reservation whose rows are correct: the blocks now belong to the request."""
         reservation.move_to(ReservationPhase.COMMITTED)
         self._drop(reservation)
 
     def reject(self, reservation: Reservation) -> ReservationEnd:
-        """The rows are not what the writer sent; it has stopped writing."""
+        """End a reservation whose rows are incorrect. Its writer has stopped writing."""
         return self._close(reservation)
 
     def stop(self, reservation_id: bytes) -> ReservationEnd | None:
-        """The writer gave up and writes no more. Return None if nothing is left to end, or it is being checked."""
+        """End a reservation whose writer has stopped. Return None if it has ended or is being checked."""
         reservation = self._by_id.get(reservation_id)
         if reservation is None or reservation.phase is ReservationPhase.CHECKING:
             return None
         return self._close(reservation)
 
     def abort(self, request_id: str) -> ReservationEnd | None:
-        """The request ended while its KV was being sent. Return None if it has no open reservation."""
+        """End the reservation of a request that ended during its handoff. Return None if it has none."""
         reservation = self._by_request.get(request_id)
         if reservation is None or reservation.phase is ReservationPhase.QUARANTINED:
             return None
@@ -149,7 +149,7 @@ class ReservationTable:
         return ReservationEnd(reservation, safe=False)
 
     def expired(self, now: float, can_write: Callable[[str], bool]) -> list[ReservationEnd]:
-        """End the reservations whose lease is over. `can_write(writer)`: it is connected to this node's pool."""
+        """End the reservations whose lease has expired. `can_write(writer)`: it is connected to this node's pool."""
         ends: list[ReservationEnd] = []
         for reservation in [entry for entry in self._by_id.values() if entry.lease_expires < now]:
             if reservation.phase is ReservationPhase.CHECKING:
@@ -164,7 +164,7 @@ class ReservationTable:
         return any(reservation.writer == writer for reservation in self._by_id.values())
 
     def quarantined(self, writer: str) -> list[bytes]:
-        """Ids of this writer's reservations that were given up, and that it has not stopped. Walks all reservations."""
+        """Return the ids of this writer's reservations in quarantine. Walks all reservations."""
         return [
             reservation_id
             for reservation_id, entry in self._by_id.items()
@@ -172,7 +172,7 @@ class ReservationTable:
         ]
 
     def writer_lost(self, writer: str) -> list[ReservationEnd]:
-        """The writer's process has ended, or can no longer reach this node's pool."""
+        """End the reservations of a writer that has ended or can no longer reach this node's pool."""
         lost = [
             entry
             for entry in self._by_id.values()

@@ -1,1 +1,1 @@
-"""What prefill and decode nodes share: the process, its RPCs, router sessions and request bookkeeping."""
+"""Code that prefill and decode nodes share: the process, its RPCs, router sessions and request bookkeeping."""

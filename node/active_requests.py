@@ -19,9 +19,9 @@ from shared.logs import fields
 from shared.rpc.messages import SubmitRequest, TokenDelta, unpack_ids
 
 log = logging.getLogger("baton.node")
-MAX_REQUESTS = 8192  # more had better wait at their routers
-MAX_TOKENS = 1 << 23  # of all requests as they were submitted: at 36 bytes each, 300 MB
-MAX_POOLS = 16  # or as many tokens as fill this many KV pools of the node, if that is more
+MAX_REQUESTS = 8192  # further requests wait at their routers
+MAX_TOKENS = 1 << 23  # of all requests when they were submitted; at 36 bytes each, 300 MB
+MAX_POOLS = 16  # the tokens of this number of KV pools of the node, if that is more
 
 
 class OverloadedError(ValueError):
@@ -59,7 +59,7 @@ class ActiveRequest:
 class ActiveRequests:
     """The requests in progress, by id.
 
-    Used by the node and its role adapter, on the event loop; what concerns the scheduler is posted to the engine's
+    Used by the node and its role adapter, on the event loop; commands for the scheduler are posted to the engine's
     thread, in order. A request is registered once and ends once: whichever of finish, failure and abort comes first
     removes its entry, and the others do nothing. An exception in code that serves one request fails that request
     alone, as "internal".
@@ -204,7 +204,7 @@ class ActiveRequests:
     # ---- end ----------------------------------------------------------------------------------------------------
 
     def finish(self, request_id: str, reason: str, at_ns: int | None = None) -> Request | None:
-        """Remove a request that ended at `at_ns`, by default now. The scheduler knows, or the caller posts it."""
+        """Remove a request that ended at `at_ns`, by default now. Does not abort it in the scheduler."""
         entry = self._pop(request_id)
         if entry is None:
             return None
@@ -250,12 +250,13 @@ class ActiveRequests:
 
         def end(scheduler: Scheduler) -> None:
             scheduler.abort(entry.request, writer_stopped=writer_stopped)
-            self._recorder.event(request_id, "ended", at_ns, reason=reason)  # after "queued", which this thread records
+            # Recorded on this thread, as "queued" is, so that it follows that event.
+            self._recorder.event(request_id, "ended", at_ns, reason=reason)
 
         self._engine.post(end)
 
     def release(self, request: Request) -> "asyncio.Future[None]":
-        """Abort a request in the scheduler. Done once no launched step computes it, so that its blocks are at rest."""
+        """Abort a request in the scheduler. The future is done when no launched step writes to its blocks any more."""
         done: asyncio.Future[None] = self._loop.create_future()
         publisher = self._state.publisher
         self._engine.post(lambda scheduler: publisher.release(scheduler, request, done))

@@ -89,19 +89,19 @@ class RoleAdapter(Protocol):
         """Return the RPCs that this role serves to peers."""
 
     def on_submit(self, submit: SubmitRequest, request: Request) -> None:
-        """A request whose KV is to be sent was registered."""
+        """Handle a newly registered request whose KV is to be sent."""
 
     def on_admitted(self, request: Request) -> None:
-        """The first step of a request that sends KV is scheduled, or one that receives KV has its blocks."""
+        """Handle the first step of a request that sends KV, or the blocks of one that receives KV."""
 
     def on_progress(self, progress: PrefillProgress) -> None:
-        """A step computed part of a request whose KV is sent."""
+        """Handle a step that computed part of a request whose KV is sent."""
 
     def on_abort(self, request_id: str) -> bool:
         """End the request's handoff. Return True if the adapter returns its blocks to the scheduler."""
 
     def on_writer_lost(self, writer: str) -> None:
-        """A process that could write into this node's KV pool has ended or hung up."""
+        """Handle the end of a process that could write into this node's KV pool."""
 
 
 class Node:

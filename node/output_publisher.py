@@ -1,4 +1,4 @@
-"""Publishes what the engine does: on the engine's thread, outputs become messages, which are handed to the event loop.
+"""Publishes the engine's results: builds messages on the engine's thread and passes them to the event loop.
 
 An exception in code that serves one request fails that request alone.
 """
@@ -35,7 +35,7 @@ class OutputListener(Protocol):
     """Receives what is published, on the event loop."""
 
     def on_admitted(self, request: Request) -> None:
-        """The first step of a request that sends KV is scheduled, or one that receives KV has its blocks."""
+        """Handle the first step of a request that sends KV, or the blocks of one that receives KV."""
 
     def on_outputs(self, deltas: list[TokenDelta], progress: list[PrefillProgress], at_ns: int) -> None: ...
 

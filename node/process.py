@@ -48,9 +48,9 @@ from shared.rpc.methods import ATTACH, SET_ROLE, RpcServer, unary
 
 log = logging.getLogger("baton.node")
 EXIT_ENGINE_FAILED = 70
-POOL_OWNER_S = 300.0  # how long a prefill node waits for the decode node whose pool it is to compute in
-GRACE_S = 1.0  # for the event loop to end a stuck process by itself
-NO_BLOCKS = 2  # the least a scheduler has, for a node without a pool of its own
+POOL_OWNER_S = 300.0  # how long a prefill node waits for the owner of its shared pool
+GRACE_S = 1.0  # for the event loop to end a stuck process
+NO_BLOCKS = 2  # the minimum of a scheduler, for a node without a pool of its own
 
 # Make the adapter of one role, over the KV pool and channels (best first), with a limit on the wait for blocks.
 RoleFactory = Callable[[NodeServices, KVMemory, Sequence[KVChannel], float], RoleAdapter]
@@ -81,7 +81,7 @@ def main(settings: NodeSettings, role: Role, factories: Mapping[str, RoleFactory
 
 
 def _start_failed(settings: NodeSettings, role: Role, error: Exception) -> int:
-    """Print one line, with --log-level debug after a traceback. Return the exit status."""
+    """Print one line on stderr, after a traceback with --log-level debug. Return the exit status."""
     if settings.log_level == "debug":
         traceback.print_exception(error)
     print(f"{role.name}: {error}", file=sys.stderr)
@@ -181,7 +181,7 @@ class NodeProcess:
     async def open(self, cleanup: AsyncExitStack, lifetime: ProcessLifetime) -> tuple[Node, Announcer]:
         """Open the KV channels and the RPC server, which gives the node its address.
 
-        Raises ValueError or OSError, with the fix in the message, when one of them cannot be had.
+        Raises ValueError or OSError if one of them cannot be opened; the message says how to fix it.
         """
         settings, services = self.settings, self._services()
         channels: list[KVChannel] = []
@@ -231,9 +231,9 @@ class NodeProcess:
         )
 
     async def _warm_up(self, node: Node) -> None:
-        """Run the first steps on the engine's thread, to which some of their state belongs.
+        """Run the first steps, on the engine's thread, which owns some of their state.
 
-        Raises ValueError, in one line, when they fail.
+        Raises ValueError, with a message of one line, if they fail.
         """
         loop = asyncio.get_running_loop()
         warm: asyncio.Future[Exception | None] = loop.create_future()
@@ -253,7 +253,7 @@ class NodeProcess:
                 raise failed
 
     def _watchdog(self, node: Node) -> Watchdog:
-        """Make the watchdog of the engine, and of the event loop, which would have to report the engine's failure."""
+        """Make the watchdog of the engine and of the event loop, without which no failure would be reported."""
 
         def exit_stuck(reason: str) -> None:
             log.error("stuck: %s", reason)
@@ -292,7 +292,7 @@ async def _first(event: "asyncio.Future[Any]", fatal_error: "asyncio.Future[Base
 
 
 def _on_pool_owner_lost(lifetime: ProcessLifetime, node: Node) -> None:
-    """The mapped memory is stale: fail. The supervisor restarts this node, which then waits for a new owner."""
+    """Fail, since the mapped memory is stale. The supervisor restarts this node, which then waits for a new owner."""
     if not lifetime.draining.is_set():
         node.on_engine_failed(PeerLostError("the decode node that owns the shared KV pool has ended"))
 
@@ -300,8 +300,8 @@ def _on_pool_owner_lost(lifetime: ProcessLifetime, node: Node) -> None:
 def leave_shared_pool(node: Node) -> None:
     """Exit at once if a step may still write into the shared pool.
 
-    Closing the connection tells the owner that nothing is written any more. Only the end of the process can promise
-    that while the engine's thread runs.
+    When the connection closes, the owner assumes that nothing more is written. While the engine's thread runs, only the
+    end of the process guarantees that.
     """
     if node.engine.is_running or node.fatal_error.done():
         log.error("exiting at once: a step may still write into the shared KV pool")

@@ -1,8 +1,7 @@
 """Roles of a node: the adapter that sends KV (prefill) or receives it (decode), and the switch between them.
 
 A node that switches its role drains, takes the adapter of the other role, and keeps its weights, its KV pool and its
-prefix cache. The adapter of the former role stays, idle, and serves what peers still send about reservations that
-ended.
+prefix cache. The adapter of the former role remains, idle, and answers calls of peers about reservations that ended.
 """
 
 import asyncio
@@ -48,7 +47,7 @@ class Roles:
         return {rpc: partial(self._call, node, rpc) for rpc in DECODE_CALLS}
 
     async def _call(self, node: Node, rpc: Rpc[Any, Any], stream: Any) -> None:
-        """Call the adapter that serves this RPC. Only the current role's makes new reservations."""
+        """Call the adapter that serves this RPC. Only that of the current role makes new reservations."""
         handlers = [
             adapter.handlers() for adapter in self._adapters.values() if adapter is node.role or rpc is not RESERVE
         ]

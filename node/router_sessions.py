@@ -33,7 +33,7 @@ class CommandHandler(Protocol):
     def on_command(self, router: str, command: RouterCommand) -> None: ...
 
     def on_router_lost(self, router: str) -> None:
-        """The router's stream has ended or was replaced by a new one: its requests are orphans."""
+        """Abort the requests of a router whose stream has ended or was replaced by a new one."""
 
     def stats(self) -> NodeStats: ...
 
@@ -102,7 +102,7 @@ class RouterSessions:
     def __init__(
         self, recorder: StepRecorder, max_routers: int = MAX_ROUTERS, max_unread: int = MAX_UNREAD_DELTAS
     ) -> None:
-        self.dropped_records = 0  # that a router, or no router, received
+        self.dropped_records = 0  # not sent to a router that was too slow, or to any router
         self._recorder = recorder
         self._max_routers = max_routers
         self._max_unread = max_unread
@@ -165,7 +165,7 @@ class RouterSessions:
         await wait_until(lambda: not any(session.deltas for session in self._streams.values()), FLUSH_S)
 
     async def publish_records(self) -> None:
-        """Send every router everything that is recorded, forever: a request's id shows whose it is."""
+        """Send all records to every router, forever. Routers ignore records of requests that are not theirs."""
         while True:
             await asyncio.sleep(RECORDS_S)
             steps, events = self._recorder.take()

@@ -1,7 +1,7 @@
-"""Bounds of what routers and prefill nodes may submit to a node.
+"""Limits on the requests that routers and prefill nodes submit to a node.
 
-Each range is that of the HTTP API or wider, so a request that passed the router's checks passes these. A value outside
-would reach arithmetic on the engine's thread, where it could harm other requests.
+Each range is at least as wide as that of the HTTP API, so a request that passed the router's checks passes these. A
+value out of range would reach arithmetic on the engine's thread, where it could break other requests.
 """
 
 import re

@@ -1,8 +1,8 @@
 """Detects parts of a process that make no progress, such as an engine whose device or lock never returns.
 
-The time a step may take is learnt from earlier steps, so a slow machine does not count as stuck. Time in which the
-process itself did not run (stopped, suspended, starved of CPU) does not count, and time in which it waits for pages
-from disk counts for little.
+The allowed time of a step is derived from earlier steps, so a slow machine does not count as stuck. Time in which the
+process did not run (stopped, suspended, starved of CPU) does not count, and time in which it reads pages from disk
+counts only in part.
 """
 
 import resource
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 TICK_S = 0.25
-PAGING_SLACK = 10.0  # a tick with page faults from disk counts this many times less
+PAGING_SLACK = 10.0  # the time of a tick with page faults from disk is divided by this
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Watched:
 
 
 class Watchdog:
-    """Checks on a thread of its own. Calls `on_stuck(reason)` on that thread, once."""
+    """Checks progress on a thread of its own, and calls `on_stuck(reason)` on that thread, once."""
 
     def __init__(self, watched: Sequence[Watched], on_stuck: Callable[[str], None]) -> None:
         self._watched = watched

@@ -1,1 +1,1 @@
-"""A node that computes prompts and hands their KV to a decode node, chunk by chunk."""
+"""The role of a prefill node: it computes prompts and sends their KV to a decode node, chunk by chunk."""

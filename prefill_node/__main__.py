@@ -1,4 +1,4 @@
-"""Runs a prefill node: `python -m prefill_node --help`. Composes its process; a role switch makes it a decode node."""
+"""Runs a prefill node: `python -m prefill_node --help`. It has the adapters of both roles, to be able to switch."""
 
 import sys
 

@@ -1,11 +1,12 @@
 """The decode nodes that a prefill node sends KV to: the connection, the KV channel and the reservations of each.
 
-The leases of all reservations at one peer are renewed in one message, by a timer that does not wait for the forward
-pass. A peer that does not answer a renewal in time is disconnected, which fails every handoff that waits for it. A
-peer that fails repeatedly is not called for a moment.
+A timer, independent of forward passes, renews the leases of all reservations at one peer in one message. A peer that
+does not answer a renewal in time is disconnected, which fails every handoff that waits for it. A peer that fails
+repeatedly is not called for a moment.
 
-The reply to a renewal names the reservations whose blocks the peer keeps in quarantine, as this node may still write
-them. Each is stopped, whatever became of the first stop; an idle peer is asked until it holds none.
+The reply to a renewal lists the reservations whose blocks the peer keeps in quarantine, because this node may still
+write to them. This node stops each of them, even if it has sent a stop before, and keeps calling an idle peer until
+the peer has no more reservations.
 """
 
 import asyncio
@@ -36,9 +37,9 @@ class HandoffTiming:
     """Intervals and timeouts, in seconds, of calls to decode nodes."""
 
     renew_s: float = 0.5
-    call_s: float = 2.5  # for calls that are answered at once; after a renewal, a peer cut off is found in 3 s
+    call_s: float = 2.5  # for calls that are answered at once; with `renew_s`, an unreachable peer is detected in 3 s
     retry_stop_s: float = 2.0
-    forget_s: float = 60.0  # for an idle peer that hung up: when it restarts, it has another address
+    forget_s: float = 60.0  # how long an idle, disconnected peer is kept; after a restart it has another address
 
 
 class PeerRefusedError(PeerError):
@@ -46,7 +47,7 @@ class PeerRefusedError(PeerError):
 
 
 class CorruptBlocksError(PeerRefusedError):
-    """The peer found the last rows damaged, and accepts them once more."""
+    """The peer found the last rows damaged, and accepts one repetition."""
 
 
 class CircuitBreaker:
@@ -86,7 +87,7 @@ class DecodePeer:
     address: str
     rpc: RpcChannel
     reserving: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_RESERVING))
-    channel: KVChannel | None = None  # the last one chosen, and the descriptors it was chosen from
+    channel: KVChannel | None = None  # the last one chosen; `descriptors` are those it was chosen from
     descriptors: dict[str, bytes] = field(default_factory=dict)
     failed: dict[str, bytes] = field(default_factory=dict)  # by channel, the descriptor with which it last failed
     # Reservations whose leases are renewed, each with a function that cancels its handoff.
@@ -102,7 +103,7 @@ class DecodePeer:
         return not self.reservations and not self.num_waiting
 
     def check_breaker(self) -> None:
-        """Raises PeerRefusedError while the breaker is open."""
+        """Raise PeerRefusedError while the breaker is open."""
         if not self.breaker.is_allowed(time.monotonic()):
             raise PeerRefusedError(f"{self.address} failed repeatedly and is not called for a moment")
 
@@ -111,7 +112,7 @@ class DecodePeer:
         self.breaker.failed(time.monotonic())
 
     def drop_channel(self, channel: KVChannel, descriptor: bytes) -> None:
-        """A push over this channel failed: the next handoff chooses again."""
+        """Record a failed push over this channel, so that the next handoff chooses again."""
         self.failed[channel.name] = descriptor
         if self.channel is channel:
             self.channel = None
@@ -150,7 +151,7 @@ class DecodePeers:
         return all(peer.is_idle for peer in self._peers.values())
 
     def at(self, address: str) -> DecodePeer:
-        """Raises ValueError if `address` is not host:port."""
+        """Return the peer at `address`, created if needed. Raises ValueError if `address` is not host:port."""
         peer = self._peers.get(address)
         if peer is None:
             peer = self._peers[address] = DecodePeer(address, connect(address))
@@ -179,13 +180,13 @@ class DecodePeers:
     async def stop(self, peer: DecodePeer, stop: StopRequest) -> None:
         """Report that nothing more is written under a reservation; retry in the background until acknowledged.
 
-        While this node lives, the decode node believes only this message, and keeps the blocks until it arrives.
+        While this node is alive, the decode node keeps the blocks until it receives this message.
         """
         if not await self._acknowledged(peer, stop):
             self._tasks.start(self._retry_stop(peer, stop))
 
     def cancel_reservation(self, peer: DecodePeer, request_id: str, reason: str) -> None:
-        """Give back what a lost answer may have granted: nothing is written there."""
+        """Cancel a reservation that a lost reply may have granted. This node writes nothing under it."""
         self._tasks.start(self._retry_stop(peer, StopRequest(b"", reason, request_id)))
 
     async def _retry_stop(self, peer: DecodePeer, stop: StopRequest) -> None:

@@ -52,7 +52,7 @@ class Handoff:
     """State of one handoff, in the terms of the prompt's logical blocks.
 
     Belongs to the task of one `OutgoingHandoff`, on the event loop; `computed`, `sampled` and `cancel` are also called
-    between that task's actions. Blocks are pushed in order and each once, but for one repetition of the last push.
+    between that task's actions. Blocks are pushed in order, each once, except for one repetition of the last push.
     After `cancel` or a failure, the next action is a stop, once the action under way has ended.
     """
 
@@ -76,7 +76,7 @@ class Handoff:
     # ---- events -------------------------------------------------------------------------------------------------
 
     def granted(self, reservation_id: bytes, num_held: int, targets: tuple[int, ...]) -> None:
-        """The decode node holds the first `num_held` blocks and reserved `targets` for the others."""
+        """Record that the decode node has the first `num_held` blocks and reserved `targets` for the others."""
         self.reservation_id = reservation_id
         if num_held < 0 or num_held + len(targets) != self.num_blocks:
             self.cancel(f"{num_held} held and {len(targets)} reserved blocks are not the prompt's {self.num_blocks}")
@@ -86,14 +86,14 @@ class Handoff:
             self._move_to(HandoffPhase.PUSHING)
 
     def computed(self, num_tokens: int) -> None:
-        """KV of the first `num_tokens` prompt tokens is computed. Never decreases: pushed blocks stay pushed."""
+        """Record that the KV of the first `num_tokens` prompt tokens is computed. A lower number has no effect."""
         self._num_computed = max(self._num_computed, min(num_tokens, self._num_prompt))
 
     def sampled(self, first_token: int) -> None:
         self._first_token = first_token
 
     def done(self) -> None:
-        """The action under way succeeded."""
+        """Complete the action under way, which succeeded."""
         action, self._current = self._current, None
         match action:
             case PushAction():
@@ -108,7 +108,7 @@ class Handoff:
                 raise AssertionError("no action was under way")
 
     def repeat(self, reason: str) -> None:
-        """The action under way found the rows of the last push damaged: push them again. A second time fails."""
+        """Push the rows of the last push again, because the decode node found them damaged. Fail the second time."""
         if self.is_repeated:
             self.failed(reason)
             return
@@ -119,7 +119,7 @@ class Handoff:
             self._move_to(HandoffPhase.PUSHING)
 
     def failed(self, reason: str) -> None:
-        """The reservation, or the push or commit under way, failed: stop."""
+        """Stop, because the reservation, or the push or commit under way, failed."""
         assert not isinstance(self._current, StopAction), "a stop is done even if the peer did not answer"
         self._current = None
         self.cancel(reason)

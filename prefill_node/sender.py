@@ -38,7 +38,7 @@ from shared.rpc.messages import (
 from shared.rpc.methods import COMMIT, PUSHED, RESERVE, PeerError, Rpc
 
 log = logging.getLogger("baton.handoff")
-# Requests that compute in the decode node's pool: how many may hold a reservation before their first step.
+# With a shared pool, the number of requests that may hold a reservation before their first step.
 MAX_RESERVED_EARLY = 4
 RECENT_PUSHES = 32
 REFIT_PUSHES = 8  # pushes between two fits, each of which takes a fraction of a millisecond
@@ -77,7 +77,7 @@ class TransferTimeModel:
 
 @dataclass(slots=True)
 class OutgoingHandoff:
-    """One request whose KV is sent."""
+    """A request whose KV is sent, and the state of its handoff."""
 
     submit: SubmitRequest
     request: Request
@@ -182,7 +182,7 @@ class HandoffSender:
         return False
 
     def on_writer_lost(self, writer: str) -> None:
-        """Nothing writes into a prefill node's pool."""
+        """Do nothing: no peer writes into the pool of a prefill node."""
 
     # ---- one handoff --------------------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ class HandoffSender:
         return reply
 
     def _check_grant(self, outgoing: OutgoingHandoff, reply: ReserveReply, blocks: list[int]) -> None:
-        """Raises ValueError. If the prompt is computed in these blocks, no channel checks them again."""
+        """Raise ValueError for an invalid grant. In a shared pool, no channel checks the blocks later."""
         if len(reply.reservation_id) != RESERVATION_ID_BYTES or len(set(blocks)) < len(blocks):
             raise ValueError("the grant names a block twice, or its reservation id is malformed")
         is_whole = len(blocks) == outgoing.handoff.num_blocks and 0 < min(blocks) <= max(blocks) < self._memory.num_rows

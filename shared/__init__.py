@@ -1,1 +1,1 @@
-"""What two processes must agree on: messages, codec, RPCs, registry, errors, settings, KV channels."""
+"""Code that several processes share: messages, codec, RPCs, registry, errors, settings and KV channels."""

@@ -1,4 +1,4 @@
-"""Helpers of clients of the HTTP API."""
+"""Helpers for clients of the HTTP API."""
 
 
 def bearer(api_key: str) -> dict[bytes, bytes]:

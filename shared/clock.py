@@ -1,4 +1,4 @@
-"""One clock for everything that is recorded: Unix time that never steps back within a process."""
+"""The clock of all records: Unix time that never steps back within a process."""
 
 import time
 
@@ -6,5 +6,5 @@ EPOCH_NS = time.time_ns() - time.monotonic_ns()
 
 
 def now_ns() -> int:
-    """Nanoseconds since 1970, as this host has it, advancing as its monotonic clock does."""
+    """Return nanoseconds since 1970: the host's clock when the process started, advanced by the monotonic clock."""
     return EPOCH_NS + time.monotonic_ns()

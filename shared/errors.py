@@ -1,11 +1,12 @@
-"""Errors by culprit: the client's (`RequestError`) and ours of the moment (`UnavailableError`). Anything else is a bug.
+"""Expected errors: wrong requests, a temporary lack of service, and wrong settings. Any other exception is a bug.
 
-Both carry only text that a client may read, and are mapped to a protocol's form once, at that protocol's rim.
+`RequestError` and `UnavailableError` carry only text that a client may read. Each protocol's outermost layer maps them
+to the form of that protocol.
 """
 
 
 class RequestError(Exception):
-    """The request is wrong and stays wrong. `param` names the culprit; `status` is its HTTP status."""
+    """The request is invalid, and a retry cannot help. `param` names the invalid parameter; `status` is for HTTP."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -16,7 +17,7 @@ class RequestError(Exception):
 
 
 class UnavailableError(Exception):
-    """The request is fine; somewhere else, or `retry_after_s` seconds later, it may work."""
+    """The request is valid. It may succeed on another node or router, or after `retry_after_s` seconds."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0, status: int = 503, code: str | None = None) -> None:
         super().__init__(message)
@@ -27,4 +28,4 @@ class UnavailableError(Exception):
 
 
 class ConfigError(ValueError):
-    """A setting, or a file of the model, that this system cannot run with. The message names it and the remedy."""
+    """A setting, or a file of the model, is unusable. The message names it and says how to fix it."""

@@ -1,10 +1,11 @@
-"""Named places at which a test makes a process fail: `prefill.after_chunk:3=kill`. Off, passing one costs nothing.
+"""Failpoints: named places in the code where a test can make the process fail, as in `prefill.after_chunk:3=kill`.
 
-`BATON_FAILPOINT` is a comma-separated list of `SITE[:N][@DETAIL]=ACTION`: the action is done when the site is passed
-for the N-th time (the first by default; `*`: each time), counting only those with this detail, which is the site's own
-(a request's id, mostly; `*`: any, each counted for itself, so that a request's N-th passing is meant). Refused unless
-`BATON_ALLOW_FAILPOINTS` is set too. The simulation hangs its own faults on the same sites (`watcher`). After
-FoundationDB's BUGGIFY and the failpoints of TiKV.
+`BATON_FAILPOINT` is a comma-separated list of `SITE[:N][@DETAIL]=ACTION`. The action is performed when the process
+reaches the site for the N-th time: the first time by default, every time with `*`. DETAIL, usually a request id,
+restricts the count to calls with that detail; with `*`, calls are counted separately for each detail. A process refuses
+to start with failpoints unless `BATON_ALLOW_FAILPOINTS` is also set. A site that is not armed costs almost nothing.
+The simulation uses `watcher` to inject its own faults at the same sites. The design follows FoundationDB's BUGGIFY and
+the failpoints of TiKV.
 """
 
 import logging
@@ -46,26 +47,26 @@ FOR_EVER_S = 1e8
 
 
 class FailpointError(Exception):
-    """Raised where a test asked for it."""
+    """The error of the action `raise`."""
 
 
 @dataclass(slots=True)
 class Failpoint:
-    """`number` 0: each time."""
+    """One entry of `BATON_FAILPOINT`. A `number` of 0 means every time."""
 
     site: str
     number: int
     detail: str
     action: str
-    passed: Counter[str] = field(default_factory=Counter)  # by detail, where each is counted for itself
+    passed: Counter[str] = field(default_factory=Counter)  # calls by detail if DETAIL is `*`, otherwise under ""
 
 
 _failpoints: dict[str, list[Failpoint]] = {}
-watcher: Callable[[str, str], None] | None = None  # the simulation's: called with site and detail, may raise
+watcher: Callable[[str, str], None] | None = None  # set by the simulation; called with site and detail, may raise
 
 
 def configure(text: str, *, allowed: bool) -> None:
-    """For this process, from now on. Raises ConfigError when it is malformed, or not allowed."""
+    """Replace the failpoints of this process. Raises ConfigError if `text` is malformed or `allowed` is false."""
     _failpoints.clear()
     if not text:
         return
@@ -85,12 +86,12 @@ def configure(text: str, *, allowed: bool) -> None:
 
 
 def armed() -> bool:
-    """Whether any site may act: asked once before a loop that passes one for each of its items."""
+    """Return whether any site may act. A loop asks once, and skips its calls of `reach` if not."""
     return bool(_failpoints) or watcher is not None
 
 
 def reach(site: str, detail: str = "") -> None:
-    """The process is at this site. Raises FailpointError where that was asked for."""
+    """Perform the actions that are due at this site. Raises FailpointError for the action `raise`."""
     if watcher is not None:
         watcher(site, detail)
     if not _failpoints:

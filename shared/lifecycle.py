@@ -1,4 +1,4 @@
-"""Runs one process of Baton: its event loop, its signals, its drain."""
+"""The life of one process: its event loop, its signals, its background tasks."""
 
 import asyncio
 import ctypes
@@ -19,7 +19,7 @@ LIBC = ctypes.CDLL(None)
 
 
 class ProcessLifetime:
-    """How a process ends: the first SIGTERM or SIGINT asks for a drain, the second ends it at once."""
+    """Handles SIGTERM and SIGINT: the first signal sets `draining`, the second exits the process at once."""
 
     def __init__(self) -> None:
         self.draining = asyncio.Event()
@@ -39,11 +39,11 @@ def run(
     log_format: str = "text",
     name: str = "",
 ) -> int:
-    """Runs `main` under uvloop until it returns the process's exit status. `name`: of the process, in JSON lines."""
+    """Run `main` under uvloop and return its exit status. JSON log lines name the process `name`."""
     logs.configure(log_level, log_format, name)
 
-    # A node's engine thread and its event loop share the interpreter: at the default of 5 ms, each would make the
-    # other wait for most of a small model's step.
+    # A node's engine thread and its event loop share the interpreter lock. With the default interval of 5 ms, each
+    # could wait for the other for most of a small model's step.
     sys.setswitchinterval(0.0005)
 
     async def body() -> int:
@@ -53,24 +53,24 @@ def run(
 
 
 def set_parent_death_signal(parent: int) -> Callable[[], None]:
-    """Run in the child before it becomes its program: whatever ends the parent, SIGKILL too, ends the child."""
+    """Return a function to be called in a child process. It makes the kernel kill the child when the parent ends."""
 
     def ask() -> None:
         LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != parent:  # it was gone before we asked
+        if os.getppid() != parent:  # the parent ended before the call above
             os._exit(1)
 
     return ask
 
 
 def freeze_gc() -> None:
-    """After start-up: what lives for good is left out of garbage collections, which otherwise show as gaps."""
+    """Exclude all present objects from garbage collection. Call it after start-up: long collections delay tokens."""
     gc.collect()
     gc.freeze()
 
 
 async def wait_until(condition: Callable[[], bool], timeout_s: float, interval_s: float = 0.02) -> bool:
-    """Waits for a condition that nothing announces; False when the time is over."""
+    """Poll until the condition holds. Return False after `timeout_s`."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not condition():
         if asyncio.get_running_loop().time() > deadline:
@@ -80,7 +80,7 @@ async def wait_until(condition: Callable[[], bool], timeout_s: float, interval_s
 
 
 class TaskGroup:
-    """Background tasks of one owner: kept alive while they run, cancelled together."""
+    """The background tasks of one owner: holds references to them while they run, and cancels them together."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -98,7 +98,8 @@ class TaskGroup:
 
     async def close(self) -> None:
         current = asyncio.current_task()
-        # Again and again: grpclib turns a cancellation that meets the end of a stream into that stream's error.
+        # One cancellation may not suffice: if the stream ends at the same time, grpclib raises the stream's error
+        # instead, and the task continues.
         while pending := {task for task in self._tasks if task is not current and not task.done()}:
             for task in pending:
                 task.cancel()

@@ -1,4 +1,4 @@
-"""Limits of requests that both the router, for its clients, and the nodes, for their routers, enforce."""
+"""Limits of requests that both routers and nodes enforce."""
 
 INT32_MAX = 2**31 - 1
 MAX_LOGIT_BIASES = 300

@@ -1,4 +1,4 @@
-"""What a log line looks like: text for people, or one JSON object a line, with the request that it is about."""
+"""Log formats: plain text, or one JSON object per line, which includes the request that the line is about."""
 
 import json
 import logging
@@ -12,23 +12,23 @@ from typing import Any
 
 TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 NOTHING: Mapping[str, str] = MappingProxyType({})
-MAX_PEERS = 1024  # remembered by a RateLimitedLog
+MAX_PEERS = 1024  # that a RateLimitedLog remembers
 LINE_ENDS = {ord(end): repr(end)[1:-1] for end in "\n\r\v\f\x1b\x1c\x1d\x1e\x85\u2028\u2029"}
 _about: ContextVar[Mapping[str, str]] = ContextVar("about", default=NOTHING)
 
 
 def about(request: str, traceparent: str) -> None:
-    """From here on, JSON lines of this task, and of the tasks that it starts, name this request and its trace."""
+    """Add this request and its trace to all later JSON lines of the current task and of the tasks that it starts."""
     _about.set({"request": request, "traceparent": traceparent} if traceparent else {"request": request})
 
 
 def fields(**values: object) -> dict[str, Any]:
-    """A log call's `extra`: what a JSON line has beside its message. Prompts and keys never belong here."""
+    """Return the `extra` of a log call: further fields of the JSON line. Prompts and keys must not be logged."""
     return {"fields": values}
 
 
 def configure(level: str, log_format: str, process: str = "") -> None:
-    """All of this process's lines go to stderr as `log_format`, "text" or "json", the latter naming `process`."""
+    """Log to stderr as "text" or "json". JSON lines carry `process` as the field `node`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(process) if log_format == "json" else TextLines(TEXT))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
@@ -37,7 +37,10 @@ def configure(level: str, log_format: str, process: str = "") -> None:
 
 
 class TextLines(logging.Formatter):
-    """One line whatever is named in it: nobody makes up a line of their own. An exception follows on more."""
+    """Formats a record as one line of text, followed by the traceback of an exception, if any.
+
+    Line ends in the message are escaped, so that logged input cannot forge lines.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the library's name
         record.message = record.message.translate(LINE_ENDS)
@@ -45,7 +48,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One object a line whatever the message holds: line ends in it, and exceptions, are escaped."""
+    """Formats a record as one JSON object on one line. Line ends in messages and exceptions are escaped."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -84,7 +87,7 @@ class RateLimitedLog:
         self._logger.log(logging.WARNING if is_new else logging.DEBUG, "%s: %s", peer, text)
 
     def reset(self, peer: str) -> None:
-        """The peer is well: log its next problem."""
+        """Log the next problem with this peer, because it works again."""
         with self._lock:
             self._peers.pop(peer, None)
 

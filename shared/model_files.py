@@ -1,4 +1,4 @@
-"""Where a model's files are: a directory as it is, or a hub's snapshot of it. All processes must find the same."""
+"""Finds the files of a model: in a local directory, or in a snapshot downloaded from the hub."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def resolve(model: str) -> Path:
-    """A local directory as it is; a hub id (`owner/name`) as its downloaded snapshot. Raises ValueError."""
+    """Return a local directory unchanged; download the snapshot of a hub id (`owner/name`). Raises ValueError."""
     path = Path(model).expanduser()
     if model and path.is_dir():
         return path
@@ -23,6 +23,6 @@ def resolve(model: str) -> Path:
         ) from None
     try:
         return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.jinja"]))
-    except (OSError, ValueError, RuntimeError) as error:  # the hub's and the network's errors are all of these
+    except (OSError, ValueError, RuntimeError) as error:  # all that the hub and the network raise
         reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
         raise ValueError(f"model {model!r} is no local directory, and downloading it failed: {reason}") from None

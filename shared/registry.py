@@ -1,9 +1,9 @@
-"""Who is there: nodes announce themselves under a lease, routers read the list.
+"""The registry of nodes: nodes announce themselves under a lease, and routers read the list.
 
-Two makes with one interface. `Embedded`: nodes hold a stream to the router, which is their membership. `Redis`: a
-key a node with a time to live, for several routers; while Redis is down, paused or comes back empty, the last list
-stays and the router judges nodes by their own streams. In a cluster with a secret, Redis is not trusted: entries are
-signed.
+There are two implementations. With `EmbeddedRegistry`, the router is the registry, and a node is a member as long as it
+holds a stream to the router. With `RedisRegistry`, several routers share the nodes, and each node has a key with a time
+to live. While Redis is down, paused or newly restarted and empty, a router keeps its last list, and detects lost nodes
+by its own streams to them. In a cluster with a secret, Redis is not trusted: entries are signed.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ from shared.rpc.methods import JOIN, PEER_FAILURES, RpcServer, connect
 
 log = logging.getLogger("baton.registry")
 REDIS_TIMEOUT_S = 0.5
-# What comes of a Redis that fails, or of a server that speaks nonsense: the client's parser lets errors of all kinds
-# by, and closes the connection. A task that died of one would never see that Redis is back.
+# What the client can raise for a failed Redis, or for a server that is not Redis: its parser does not convert its own
+# errors on malformed replies. All are caught, so that the tasks continue and notice when Redis is back.
 REDIS_FAILURES = (RedisError, OSError, TimeoutError, ValueError, TypeError, AttributeError, LookupError, RecursionError)
 LEASE_HEARTBEATS = 3
 FAILURES_TO_TELL = 15
@@ -39,8 +39,10 @@ ADDRESS = re.compile(r"[\w.:%-]{1,255}:(\d{1,5})", re.ASCII)
 
 
 def check_node(info: NodeInfo) -> None:
-    """Raises Malformed naming the field in which no node can be as `info` says. What it says is proved by its own
-    stream alone."""
+    """Raise DecodeError, with the name of the field, unless every value is possible for a node.
+
+    Whether the values are true shows only on the stream to the node itself.
+    """
     address = ADDRESS.fullmatch(info.address)
     if not NAME.fullmatch(info.id) or not NAME.fullmatch(info.incarnation_id):
         raise DecodeError("NodeInfo.id and .incarnation_id must be 1 to 64 letters, digits and . _ -")
@@ -65,7 +67,7 @@ def check_node(info: NodeInfo) -> None:
 
 
 class Registry(Protocol):
-    """The router's view. `nodes` is by id; `changed` is called after it changed."""
+    """The router's side: keeps `nodes`, by id, up to date, and calls `changed` after each change."""
 
     kind: str
     state: str  # "ok" | "down"
@@ -76,7 +78,7 @@ class Registry(Protocol):
 
 
 class Announcer(Protocol):
-    """A node's side: keeps `info` in the registry, whatever happens to it, until `close` takes it out."""
+    """A node's side: keeps `info` in the registry, also after the registry restarts, until `close` removes it."""
 
     async def start(self, info: NodeInfo) -> None: ...
     async def update(self, info: NodeInfo) -> None: ...
@@ -84,14 +86,14 @@ class Announcer(Protocol):
 
 
 def announcer(url: str, cluster: str, heartbeat_s: float) -> Announcer:
-    """For `redis://…`, or `host:port` of a router that is its own registry."""
+    """Return the announcer for `redis://…`, or for `host:port` of a router that is its own registry."""
     if url.startswith(("redis://", "rediss://", "unix://")):
         return RedisAnnouncer(url, cluster, heartbeat_s)
     return StreamAnnouncer(url, heartbeat_s)
 
 
 class EmbeddedRegistry:
-    """The router is the registry: a node's stream is its membership, and its end the node's."""
+    """The registry inside a router: a node joins by opening a stream, and leaves when the stream ends."""
 
     kind = "embedded"
     state = "ok"
@@ -126,13 +128,13 @@ class EmbeddedRegistry:
                     self._changed()
                 await stream.send_message(JoinReply(self._router))
         finally:
-            if info is not None and self.nodes.get(info.id) is info:  # a new life of the same id may have come
+            if info is not None and self.nodes.get(info.id) is info:  # a restarted node may have replaced it
                 del self.nodes[info.id]
                 self._changed()
 
 
 class StreamAnnouncer:
-    """Holds a stream to one router; says itself again at every heartbeat and after every loss."""
+    """Holds a stream to one router. Sends the node's info at every heartbeat, and reconnects after every loss."""
 
     def __init__(self, address: str, heartbeat_s: float) -> None:
         self._address = address
@@ -170,7 +172,7 @@ class StreamAnnouncer:
                         self._wake.clear()
             except PEER_FAILURES as error:
                 failures += 1
-                if failures == FAILURES_TO_TELL:  # the first ones are a router that starts, or that ends with us
+                if failures == FAILURES_TO_TELL:  # the first ones occur while a router starts, or ends together with us
                     log.warning("no router at %s (%s): trying on", self._address, str(error) or type(error).__name__)
             finally:
                 channel.close()
@@ -178,7 +180,7 @@ class StreamAnnouncer:
 
 
 def _client(url: str) -> Any:
-    # The client's own defaults hold a call for over 12 s when the server is frozen.
+    # With the client's defaults, a call to a frozen server takes over 12 s to fail.
     return redis.asyncio.Redis.from_url(
         url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S, retry=None
     )
@@ -190,7 +192,7 @@ def _keys(cluster: str) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class Sealed:
-    """An entry of a cluster with a secret: the encoded NodeInfo, and a signature over it and its key in Redis."""
+    """A node's entry in a cluster with a secret: the encoded NodeInfo, and a signature over it and its Redis key."""
 
     info: bytes
     proof: bytes
@@ -213,7 +215,7 @@ def unseal(value: bytes, key: str, identity: tls.ClusterIdentity | None) -> Node
 
 
 class RedisAnnouncer:
-    """A key with a time to live of three heartbeats, set again at each."""
+    """Holds a key in Redis with a time to live of three heartbeats, and sets it again at each heartbeat."""
 
     def __init__(self, url: str, cluster: str, heartbeat_s: float) -> None:
         self._client = _client(url)
@@ -260,22 +262,25 @@ class RedisAnnouncer:
 
 
 class RedisRegistry:
-    """Reads all keys every half second. A node leaves the list only after it was absent from a registry that
-    answered for a whole lease: an empty restart of Redis therefore empties nothing. Names without a key, of nodes that
-    crashed, leave Redis' index after as long: with `MAX_NODES` of them, it would show no other."""
+    """Reads all keys from Redis every half second.
+
+    A node leaves the list only after its key was absent from every answer for a whole lease, so a Redis that restarts
+    empty does not empty the list. The names of crashed nodes are removed from the index in Redis after the same time;
+    otherwise `MAX_NODES` of them would hide all live nodes.
+    """
 
     kind = "redis"
 
     def __init__(self, url: str, cluster: str, heartbeat_s: float = 0.5) -> None:
         self.nodes: dict[str, NodeInfo] = {}
         self.state = "down"
-        self.skipped = 0  # entries that were not a NodeInfo
+        self.skipped = 0  # malformed or unsigned entries, and those beyond MAX_NODES
         self._client = _client(url)
         self._identity = tls.own()
         self._prefix, self._index = _keys(cluster)
         self._interval_s = heartbeat_s
         self._absent_since: dict[str, float] = {}
-        self._gone_since: dict[bytes, float] = {}  # names in Redis' index that have no key
+        self._gone_since: dict[bytes, float] = {}  # names in the index that have no key
         self._changed: Callable[[], None] = lambda: None
         self._tasks = TaskGroup()
 
@@ -300,12 +305,12 @@ class RedisRegistry:
             else:
                 self.state = "ok"
                 self._take(found, time.monotonic())
-                with contextlib.suppress(*REDIS_FAILURES):  # we may only read, or the next look finds out
+                with contextlib.suppress(*REDIS_FAILURES):  # a read-only account; the next read sees a lost Redis
                     await self._tidy(gone, time.monotonic())
             await asyncio.sleep(self._interval_s)
 
     async def _read(self) -> tuple[dict[str, NodeInfo], list[bytes]]:
-        """The nodes, and the names that have no key."""
+        """Return the nodes, and the names in the index that have no key."""
         every = sorted(await self._client.smembers(self._index))
         members = every[:MAX_NODES]
         self.skipped += len(every) - len(members)
@@ -329,7 +334,7 @@ class RedisRegistry:
         return found, gone
 
     async def _tidy(self, gone: list[bytes], now: float) -> None:
-        """Takes what had no key for a whole lease of answers out of the index. A node that lives sets both again."""
+        """Remove names that have had no key for a whole lease from the index. A live node adds its name again."""
         self._gone_since = {member: self._gone_since.get(member, now) for member in gone}
         lease_s = LEASE_HEARTBEATS * self._interval_s
         stale = [member for member, since in self._gone_since.items() if now - since > lease_s]
@@ -338,7 +343,7 @@ class RedisRegistry:
         await self._client.srem(self._index, *stale)
         values = await self._client.mget([self._prefix.encode() + member for member in stale])
         if back := [member for member, value in zip(stale, values, strict=True) if value is not None]:
-            await self._client.sadd(self._index, *back)  # it came back in between
+            await self._client.sadd(self._index, *back)  # these set their keys again in the meantime
 
     def _take(self, found: dict[str, NodeInfo], now: float) -> None:
         before = dict(self.nodes)

@@ -1,7 +1,7 @@
-"""W3C Trace Context: which trace of the client's a request belongs to (https://www.w3.org/TR/trace-context/).
+"""W3C Trace Context: the trace of the client that a request belongs to (https://www.w3.org/TR/trace-context/).
 
-Baton reports no spans of its own to a tracer, so it hands the client's header on as it came, which the
-specification allows to whoever does not take part; a client without a valid one gets a new trace.
+Baton reports no spans, so it forwards the client's header with the parent id unchanged, as the specification allows. If
+the client sends no valid header, the request starts a new trace.
 """
 
 import re
@@ -12,15 +12,17 @@ FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.
 
 
 def traceparent_of(headers: Sequence[str]) -> str:
-    """The request's traceparent, in version 00, given all its headers of that name. A new one where there is no
-    header, more than one, or one that the specification calls invalid: a wrong form, version ff, ids of zeros only.
+    """Return the traceparent of a request, in version 00, from all its headers of that name.
+
+    Return a new one if there is no header, more than one, or an invalid one: malformed, of version ff, or with an id of
+    zeros only.
     """
     found = FORM.fullmatch(headers[0]) if len(headers) == 1 else None
     if found is not None:
         version, trace, parent, flags, rest = found.groups()
         is_known = version != "ff" and (version != "00" or rest is None)
         if is_known and int(trace, 16) and int(parent, 16):
-            # Of a later version only what version 00 knows may be handed on, of its flags only "sampled".
+            # From a later version, only the fields of version 00 are forwarded, and only the flag "sampled".
             return f"00-{trace}-{parent}-{flags if version == '00' else f'{int(flags, 16) & 1:02x}'}"
     return f"00-{_id(16)}-{_id(8)}-01"
 

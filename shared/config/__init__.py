@@ -1,1 +1,1 @@
-"""Settings of every process, and the command line made from them."""
+"""The settings of every process, and the command line that is built from them."""

@@ -1,6 +1,6 @@
 """The command line of every process, with an option for each setting.
 
-Wrong usage and wrong values are reported in one line on stderr, with status 2.
+Wrong usage and invalid values print one line on stderr and exit with status 2.
 """
 
 import inspect
@@ -18,7 +18,8 @@ from shared.errors import ConfigError
 
 S = TypeVar("S", bound=Settings)
 
-# Typer carries its own copy of click, or needs click itself, and exports from neither the class of all wrong usage.
+# The base class of usage errors. Depending on its version, Typer includes a copy of click or depends on click, and it
+# does not export the class from either.
 Misuse = cast(type[Exception], next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"))
 
 
@@ -33,12 +34,12 @@ def settings_from_command_line(kind: type[S], argv: Sequence[str], prog: str) ->
 
 
 def markup_mode() -> Literal["rich"] | None:
-    """Use boxes and colours only on terminals."""
+    """Return the markup of --help: boxes and colours on a terminal, plain text elsewhere."""
     return "rich" if sys.stdout.isatty() else None
 
 
 def run_app(app: typer.Typer, argv: Sequence[str], prog: str) -> Any:
-    """Return what the command returned, or 0 after --help. Wrong usage prints one line and raises SystemExit(2)."""
+    """Run the command and return its result, or 0 after --help. Wrong usage prints one line and exits with status 2."""
     try:
         return typer.main.get_command(app).main(args=list(argv), prog_name=prog, standalone_mode=False)
     except Misuse as error:
@@ -77,7 +78,7 @@ def command_of(kind: type[S], prog: str, run: Callable[[S], Any]) -> Callable[..
 
 
 def _parameter(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
-    """Return the option of a field. Values stay text: pydantic parses them, whatever their source."""
+    """Return the option of a field. Its value is text, since pydantic parses the values of all sources."""
     flag = flag_of(name)
     default = format_value(field.get_default(call_default_factory=True), field)
     about = str(field.description)

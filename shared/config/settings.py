@@ -21,10 +21,10 @@ from pydantic.fields import FieldInfo
 from shared.errors import ConfigError
 
 PREFIX = "BATON_"
-CLIENTS = ("url", "api_key")  # of the commands that ask a router
+CLIENTS = ("url", "api_key")  # settings of the commands that call a router
 MAX_CPU = 4095
 SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,6})?) ?(?:([KMGT])(I?))?B?", re.IGNORECASE | re.ASCII)
-MAX_SIZE = 10**18  # as many digits as are parsed: a process passes sizes on to others in bytes
+MAX_SIZE = 10**18  # 18 digits, which SIZE accepts: processes pass sizes to each other in bytes
 SIZE_FORMS = "bytes, or a number with KiB, MiB, GiB, TiB, kB, MB, GB or TB, as in 512MiB"
 EVERY_ADDRESS = ("0.0.0.0", "::")
 
@@ -35,7 +35,7 @@ EVERY_ADDRESS = ("0.0.0.0", "::")
 def parse_size(value: int | str) -> int:
     """Return the bytes in "512MiB" (1024s), "2GB" (1000s) or "4096". Raises ValueError for anything else."""
     match = SIZE.fullmatch(str(value).strip())
-    # "2G" is 2 GB to some programs and 2 GiB to others.
+    # "2G" is rejected, since it is 2 GB in some programs and 2 GiB in others.
     if match is None or (match[2] and not match[0].upper().endswith("B")):
         raise ValueError(f"must be {SIZE_FORMS}")
     exponent = " KMGT".index(match[2].upper()) if match[2] else 0
@@ -87,7 +87,7 @@ def _matches(pattern: str, words: str, value: str) -> str:
 
 
 def _check_registry(value: str) -> str:
-    """`host:port` of a router, or a Redis URL."""
+    """Check that the value is `host:port` of a router or a Redis URL."""
     if "://" not in value:
         host, _, port = value.rpartition(":")
         if not host or not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
@@ -96,7 +96,7 @@ def _check_registry(value: str) -> str:
     try:
         parts = urlsplit(value)
         valid = parts.scheme in {"redis", "rediss", "unix"} and (parts.port or 0) >= 0 and (parts.netloc or parts.path)
-    except ValueError:  # its message repeats the URL, with the password
+    except ValueError:  # its message would show the URL with the password
         valid = False
     if not valid:
         raise ValueError("must be redis://host:port/database, rediss:// or unix:// for a URL")
@@ -145,13 +145,13 @@ LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidat
 
 
 class Settings(BaseModel):
-    """Base of all settings: frozen, without unknown keys. The fields in `needed` must not be empty at the start."""
+    """The base class of all settings: frozen; unknown keys are errors. The fields in `needed` must not be empty."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
     needed: ClassVar[tuple[str, ...]] = ("model",)
 
     def environment(self) -> dict[str, str]:
-        """Return the environment in which another process reads the same settings."""
+        """Return the environment variables from which another process reads the same settings."""
         return {
             variable_of(name): format_value(getattr(self, name))
             for name, field in type(self).model_fields.items()
@@ -406,7 +406,7 @@ def _refuse_misspelt(kind: type[Settings], environment: Mapping[str, str]) -> No
 
 
 def _complaint(kind: type[Settings], error: ValidationError, sources: Mapping[str, str]) -> str:
-    """Describe the first error in one line; further lines would hide it."""
+    """Describe the first error, and only that, in one line."""
     first = error.errors(include_url=False)[0]
     own_words = str(first["ctx"]["error"]) if first["type"] == "value_error" else ""
     if not first["loc"]:
@@ -437,6 +437,6 @@ def allowed(field: FieldInfo) -> str:
 
 
 def hide_password(text: str) -> str:
-    """Hide the password in a URL, or in text that may be meant as one: errors quote wrong values."""
+    """Hide the password in a URL, or in text that resembles one, because errors quote invalid values."""
     hidden = re.sub(r"(://[^:@]*:).+@", r"\1***@", text, flags=re.DOTALL)
     return re.sub(r"([?&]password=)[^&#]+", r"\1***", hidden)

@@ -1,1 +1,1 @@
-"""The data plane: the memory of KV pools and the channels that move rows of it. Knows no request and no model."""
+"""The data plane: the memory of KV pools and the channels that move its rows. Independent of requests and models."""

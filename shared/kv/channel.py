@@ -15,23 +15,23 @@ class ChannelError(Exception):
 
 
 class DescriptorError(ChannelError):
-    """This channel cannot write to the owner of the descriptor: it is malformed, or of another machine or row size."""
+    """The descriptor is malformed, or is of a pool that this channel cannot write to: another machine or row size."""
 
 
 class ReservationRefusedError(ChannelError):
-    """The peer accepts no rows, or not these, under this reservation; the connection stays usable."""
+    """The peer does not accept these rows under this reservation. The connection remains usable."""
 
 
 class PeerLostError(ChannelError):
-    """The peer ended, hung up, or was silent for too long. Another push may connect again."""
+    """The peer has ended, hung up, or was silent for too long. The next push connects again."""
 
 
 class KVChannel(Protocol):
     """Both directions of one process: peers write into our pool, and we write into theirs.
 
-    A KV block is one row of a 2-D byte matrix. `fenced` says who stops a stale writer. True: the receiver drops the
-    rows of a revoked reservation itself. False: writes are one-sided, so the rows of a revoked reservation may be
-    reused only after the writer reported that it stopped, or `on_writer_lost` (given at the start) reported its loss.
+    A KV block is one row of a 2-D byte matrix. If `fenced`, the receiver drops rows that arrive for a revoked
+    reservation. If not, writes are one-sided: the rows of a revoked reservation may be reused only after the writer
+    reported that it stopped, or `on_writer_lost` (given at the start) reported that the writer is gone.
     """
 
     name: str
@@ -55,7 +55,7 @@ class KVChannel(Protocol):
     def fence_writer(self, incarnation_id: str) -> bool:
         """Receiver: refuse the process with this incarnation id from now on, because it is treated as dead.
 
-        False: it is connected now, so it can write until its loss is reported, and is not refused.
+        Return False, and refuse nothing, if it is connected: then it can write until its loss is reported.
         """
         ...
 
@@ -66,20 +66,20 @@ class KVChannel(Protocol):
     async def push(
         self, descriptor: bytes, reservation_id: bytes, source: Sequence[int], target: Sequence[int]
     ) -> None:
-        """Writer: copy our rows `source` to the peer's rows `target`; done when they are readable there.
+        """Writer: copy our rows `source` to the peer's rows `target`, and wait until they can be read there.
 
-        Raises ChannelError. After it ends in any way, including cancellation, it writes nothing more.
+        Raises ChannelError. Once the call has ended, even by cancellation, nothing more is written.
         """
         ...
 
     async def close(self) -> None:
-        """End both directions: pushes in progress fail, and peers see the connection end. Idempotent."""
+        """End both directions: fail the pushes in progress, and close the connections to peers. Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PeerDescriptor:
-    """Where a peer's pool is. Each channel defines `host` and `endpoint`; `incarnation_id` tells restarts apart."""
+    """Where a peer's pool is. Each channel defines `host` and `endpoint`; `incarnation_id` changes at each restart."""
 
     channel: str
     host: str

@@ -1,19 +1,19 @@
-"""The shape of a KV pool: the one place that orders heads, layers and tokens inside a block."""
+"""The shape of a KV pool: the order of heads, layers and tokens inside a block, which only this module defines."""
 
 from dataclasses import dataclass, fields
 from math import prod
 
-HOST_KV_BYTES = 512 << 20  # that a node on a CPU takes when nothing else is asked for
+HOST_KV_BYTES = 512 << 20  # default size of the KV pool of a node on the CPU
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Block-major, heads before layers (vLLM's BHLNC with K and V packed; PR #33339 there shows why it pays).
+    """The layout of a pool: block-major, heads before layers (vLLM's BHLNC with K and V packed; see its PR #33339).
 
-    A block of all layers is one contiguous row, so a handoff moves few large pieces; a range of the heads of a
-    block is one contiguous piece too, for peers that split heads differently. Raises ValueError for a size that is
-    no positive integer or a dtype that no pool holds.
+    A block with all its layers is one contiguous row, so that a handoff moves few large pieces. A range of heads of a
+    block is contiguous too, for peers that split heads differently. Raises ValueError for a size that is not a
+    positive integer, or an unsupported dtype.
     """
 
     num_blocks: int
@@ -21,7 +21,7 @@ class KVLayout:
     layers: int
     block_tokens: int
     head_dim: int
-    dtype: str  # torch's name of it
+    dtype: str  # as torch names it
 
     def __post_init__(self) -> None:
         if self.dtype not in BYTES_OF:
@@ -38,16 +38,16 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Size of one block of all layers: one row of the pool."""
+        """The size of one block with all its layers, which is one row of the pool."""
         return prod(self.shape[1:]) * BYTES_OF[self.dtype]
 
     @property
     def layer_bytes(self) -> int:
-        """Of one head's keys and values of one layer in a block: one contiguous piece."""
+        """The size of the keys and values of one head and one layer in a block, which are contiguous."""
         return self.block_bytes // (self.kv_heads * self.layers)
 
     def describe(self) -> str:
-        """What two peers must have in common to exchange blocks; the number of blocks is each one's own."""
+        """Describe what two peers must have in common to exchange blocks: everything but the number of blocks."""
         return (
             f"kv=BHLNC heads={self.kv_heads} layers={self.layers} block_tokens={self.block_tokens} "
             f"head_dim={self.head_dim} dtype={self.dtype}"

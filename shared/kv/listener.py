@@ -1,8 +1,8 @@
-"""The receiving end of a channel: admits writers, runs a thread for each, and reports when the last of one has gone.
+"""The receiving end of a channel: admits writers, runs a thread for each connection, and reports lost writers.
 
-It handles only the greeting; what follows on a connection is up to the channel (`serve`). A greeting names a
-reservation: 16 random bytes, which the writer received over the TLS of the RPC that made it. Over tcp only a writer
-that names an open one is admitted; a unix socket is protected by its permissions.
+It handles only the greeting; the channel handles the rest of the connection (`serve`). A greeting names a reservation:
+16 random bytes, which the writer received in the reply of an RPC over TLS. Over tcp, only a writer that names an open
+reservation is admitted. A unix socket is protected by its permissions.
 """
 
 import asyncio
@@ -26,15 +26,15 @@ from shared.kv.channel import (
 
 MAGIC = b"BTKV"
 VERSION = 3
-# Magic, version, row bytes, the writer's incarnation id, that of the process it wants to reach, a reservation id.
+# Magic, version, row bytes, the writer's incarnation id, that of the process that it wants to reach, a reservation id.
 HELLO = struct.Struct("<4sHxxI32s32s16s")
 ANSWER = struct.Struct("<4sHH")  # magic, version, Verdict
-MAX_CONNECTIONS_PER_ADDRESS = 64  # a whole host of nodes, and still few threads
-MAX_CONNECTIONS_PER_WRITER = 4  # one is in use; a lost one may linger until its end is noticed
+MAX_CONNECTIONS_PER_ADDRESS = 64  # enough for all nodes of a host, and still few threads
+MAX_CONNECTIONS_PER_WRITER = 4  # it uses one; a lost one may remain until its end is noticed
 
 
 class HandshakeVerdict(IntEnum):
-    """The answer of a receiver to a greeting."""
+    """The receiver's answer to a greeting."""
 
     WELCOME = 0
     OTHER_ROW_BYTES = 1
@@ -53,7 +53,7 @@ WELCOME = ANSWER.pack(MAGIC, VERSION, HandshakeVerdict.WELCOME)
 
 
 class MalformedError(Exception):
-    """The bytes on a connection are not of our protocol."""
+    """The bytes on a connection violate the protocol."""
 
 
 class ChannelListener:
@@ -83,11 +83,10 @@ class ChannelListener:
         self._patience_s = patience_s
         self._is_open = is_open
         self._loop = asyncio.get_running_loop()
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Lock()  # guards the attributes below
         self._threads: dict[socket.socket, threading.Thread] = {}
-        self._num_open: Counter[str] = (
-            Counter()
-        )  # connections by address, and by writer's incarnation id once introduced
+        # Connections by address, and, after the greeting, also by the incarnation id of the writer.
+        self._num_open: Counter[str] = Counter()
         self._fenced: set[str] = set()
         self._closing = False
         self.num_rejected = 0  # connections closed for a protocol error, an unknown reservation or a limit
@@ -107,7 +106,7 @@ class ChannelListener:
         self._server.close()
 
     def fence_writer(self, incarnation_id: str) -> bool:
-        """Refuse this writer from now on. False: it is connected now, and is not refused."""
+        """Refuse this writer from now on. Return False, and do not refuse it, if it is connected."""
         with self._lock:
             if self._num_open[incarnation_id]:
                 return False
@@ -128,7 +127,7 @@ class ChannelListener:
         with self._lock:
             if not self._closing and self._take(address, MAX_CONNECTIONS_PER_ADDRESS):
                 try:
-                    thread.start()  # it removes itself under this lock, so only after it is added
+                    thread.start()  # it removes itself under this lock, so not before it is added
                     self._threads[connection] = thread
                     return
                 except RuntimeError:  # no more threads can be started
@@ -146,7 +145,7 @@ class ChannelListener:
             with self._lock:
                 self.num_rejected += 1
         except (OSError, EOFError):
-            pass  # it hung up, or was silent for too long; `_leave` reports it
+            pass  # the writer hung up, or was silent for too long; `_leave` reports it
         finally:
             connection.close()
             self._leave(connection, address, incarnation_id)
@@ -203,7 +202,7 @@ class ChannelListener:
         return True
 
     def _release(self, key: str) -> bool:
-        """Count one connection less. Return whether it was the last."""
+        """Decrement the number of connections of `key`. Return whether this was the last one."""
         self._num_open[key] -= 1
         if self._num_open[key]:
             return False

@@ -1,7 +1,7 @@
-"""The base of the channels within one host: a private unix socket, over which a writer is given our memory.
+"""The base of the channels within one host: a private unix socket, over which a writer receives our memory.
 
-After that the socket carries nothing; its end of file tells each side that the other is gone. Writes are one-sided:
-not `fenced`.
+After that, the socket carries no data; its end of file shows each side that the other is gone. Writes are one-sided, so
+the channels are not `fenced`.
 """
 
 import contextlib
@@ -20,16 +20,17 @@ from shared.kv.peers import ChannelLink, ChannelPeers
 from shared.kv.staging import KVMemory
 
 PATIENCE_S = 2.0
-SWEEP_AGE_S = 60.0  # a younger socket may be bound and not listening yet
+SWEEP_AGE_S = 60.0  # a younger socket may be bound but not listening yet
 
 
 Memory = TypeVar("Memory", bound=KVMemory)
 
 
 class LocalChannel(Generic[Memory]):
-    """See KVChannel. `open` and `shut` fence nothing here, since a writer asks nobody.
+    """See KVChannel. `grant` only checks its arguments, and `revoke` does nothing, since writes are one-sided.
 
-    A subclass says what a writer is given (`_offer`), how it is used (`_link`), and which places it can write to.
+    A subclass defines what a writer receives (`_offer`), how a writer uses it (`_link`), and where it can write
+    (`_place`, `_reaches`).
     """
 
     name: str
@@ -63,7 +64,7 @@ class LocalChannel(Generic[Memory]):
         directory: str | Path,
         patience_s: float = PATIENCE_S,
     ) -> Self:
-        """Listen in `directory`, which writers must see under the same path. Raises OSError when it cannot be."""
+        """Listen in `directory`, which writers must see under the same path. Raises OSError if that fails."""
         check_incarnation_id(incarnation_id)
         return cls(memory, incarnation_id, on_writer_lost, _listening(directory), patience_s)
 
@@ -76,7 +77,7 @@ class LocalChannel(Generic[Memory]):
         raise NotImplementedError
 
     def _offer(self) -> tuple[bytes, list[int]]:
-        """Return what a writer is sent after the welcome: bytes, and file descriptors."""
+        """Return what is sent to a writer after the welcome: bytes, and file descriptors."""
         raise NotImplementedError
 
     def _link(self, descriptor: PeerDescriptor, _reservation_id: bytes) -> ChannelLink:
@@ -84,7 +85,7 @@ class LocalChannel(Generic[Memory]):
 
     @property
     def num_rejected(self) -> int:
-        """Connections rejected: protocol error or connection limit."""
+        """The number of rejected connections: protocol error or connection limit."""
         return self._listener.num_rejected
 
     def descriptor(self) -> bytes:
@@ -100,7 +101,7 @@ class LocalChannel(Generic[Memory]):
         return self._listener.fence_writer(incarnation_id)
 
     def reachable(self, descriptor: bytes) -> bool:
-        """Return whether the owner is alive on this machine and its socket can be reached from this container.
+        """Return whether the owner is alive on this machine, and this container can reach its socket.
 
         Raises DescriptorError if it is not a descriptor of this channel, or its rows differ in size from ours.
         """
@@ -109,7 +110,7 @@ class LocalChannel(Generic[Memory]):
         return self.is_live(peer)
 
     def is_live(self, peer: PeerDescriptor) -> bool:
-        """Like `reachable`, for rows of any size."""
+        """Return the same as `reachable`, but accept rows of any size."""
         return self._reaches(peer.host) and _answers(peer.endpoint)
 
     async def push(
@@ -127,14 +128,14 @@ class LocalChannel(Generic[Memory]):
         self._let_go()
 
     def _let_go(self) -> None:
-        """Of the memory, whoever may still hold this channel."""
+        """Release the memory, even if other objects still refer to this channel."""
         raise NotImplementedError
 
     def _serve(self, connection: socket.socket, _incarnation_id: str) -> None:
         data, descriptors = self._offer()
         socket.send_fds(connection, [WELCOME + data], descriptors)
         connection.settimeout(None)
-        # Nothing but the end counts: hanging up on a writer that talks would leave it writing unobserved.
+        # Read until the writer ends, and ignore the bytes: a writer that we disconnect could still write to the memory.
         while connection.recv(4096):
             pass
 
@@ -144,7 +145,7 @@ def _answers(path: str) -> bool:
         probe.setblocking(False)
         try:
             probe.connect(path)
-        except BlockingIOError:  # the backlog is full: it is alive, and busy
+        except BlockingIOError:  # the backlog is full: the owner is alive but busy
             return True
         except (OSError, ValueError):
             return False
@@ -168,7 +169,7 @@ def _listening(directory: str | Path) -> socket.socket:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove the sockets that killed processes left behind: old ones without a listener."""
+    """Remove the sockets of killed processes: those that are old and have no listener."""
     for path in directory.iterdir() if directory.is_dir() else ():
         with contextlib.suppress(OSError):
             if not path.is_socket() or time.time() - path.stat().st_mtime < SWEEP_AGE_S:
@@ -186,9 +187,10 @@ def _unlink(path: str) -> None:
 
 
 def private(directory: str | Path) -> Path:
-    """Return the directory, created if needed. Raises OSError if other users can create sockets and descriptors there.
+    """Return the directory, created if needed. Raises OSError if other users can create files there.
 
-    A writer would send them its prompts. A directory of the administrator (a volume) is trusted.
+    They could create sockets and descriptors, to which writers would send their prompts. A directory that belongs to
+    root, such as a mounted volume, is trusted.
     """
     path = Path(directory)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)

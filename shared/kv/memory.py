@@ -1,4 +1,4 @@
-"""Host memory that a peer process may map: a sealed memfd, seen here as a matrix of bytes, one KV block a row."""
+"""Host memory that a peer process can map: a sealed memfd, used as a matrix of bytes with one KV block per row."""
 
 import errno
 import fcntl
@@ -22,11 +22,11 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class HostMemory:
-    """`num_rows` rows of `row_bytes` zero bytes in a memfd; it leaves nothing behind when the process dies.
+    """`num_rows` rows of `row_bytes` zero bytes in a memfd, which the kernel frees when the last process unmaps it.
 
-    `rows` is uint8 [num_rows, row_bytes]. Every page is touched here, since a first touch costs 20 times the copy
-    that it would happen in. Raises ValueError for a size below one, OSError (ENOMEM) when the machine or the
-    control group has less memory than asked for.
+    `rows` is uint8 [num_rows, row_bytes]. The constructor touches every page, because the first touch of a page takes
+    20 times as long as a copy into it. Raises ValueError for a size below one, and OSError (ENOMEM) if the machine or
+    the control group has too little memory.
     """
 
     sums: ClassVar[str] = "xxh3"
@@ -47,7 +47,7 @@ class HostMemory:
 
     @property
     def fd(self) -> int:
-        """The memfd. Raises ValueError after `close`, since its number may be another file's by then."""
+        """The memfd. Raises ValueError after `close`, since its number may then belong to another file."""
         if self._fd is None:
             raise ValueError("the KV memory is closed")
         return self._fd
@@ -59,7 +59,7 @@ class HostMemory:
         return InPlaceStaging(self.rows)
 
     def close(self) -> None:
-        """Let go of the memory. Idempotent; the mapping itself ends with the last view of `rows` that others hold."""
+        """Release the memory. Idempotent. The mapping remains until the last view of `rows` is deleted."""
         if self._fd is not None:
             os.close(self._fd)
         self._fd = None
@@ -68,7 +68,7 @@ class HostMemory:
     @staticmethod
     def _allocate(fd: int, size: int) -> Rows:
         os.ftruncate(fd, size)
-        os.posix_fallocate(fd, 0, size)  # memory that is not there is an error here, and a SIGBUS at the touch
+        os.posix_fallocate(fd, 0, size)  # fails here if memory is short; a later touch would be a SIGBUS
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         flat = np.frombuffer(mmap.mmap(fd, size), np.uint8)  # the array owns the mapping
         flat[:: mmap.PAGESIZE] = 0
@@ -76,7 +76,7 @@ class HostMemory:
 
     @staticmethod
     def _check_available(size: int) -> None:
-        """Refuse before the kernel's out-of-memory killer would: it ends the process without a word."""
+        """Raise OSError if memory is short. Otherwise, the kernel would kill the process without a message."""
         available = _available_bytes()
         if size > available:
             text = (
@@ -87,7 +87,7 @@ class HostMemory:
 
 
 def _available_bytes() -> int:
-    """What the kernel says can be had without swapping, and no more than the control group's limit."""
+    """Return the memory available without swapping, or the limit of the control group if that is less."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(lines["MemAvailable"].split()[0]) * 1024
     limit = Path("/sys/fs/cgroup/memory.max")

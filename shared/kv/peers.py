@@ -1,4 +1,4 @@
-"""The writing end of a channel: a thread and a connection for each peer, with one push at a time."""
+"""The writing end of a channel: a thread and a connection for each peer, which runs one push at a time."""
 
 import asyncio
 import contextlib
@@ -20,28 +20,28 @@ from shared.kv.channel import (
 
 
 class ChannelLink(Protocol):
-    """A connection to one peer, blocking, used by one thread (but for `interrupt`)."""
+    """A blocking connection to one peer. One thread uses it, except for `interrupt`."""
 
     socket: socket.socket
 
     def push(
         self, reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
     ) -> None:
-        """Move rows; return early, at a boundary that the next push can follow, when `stopped()`.
+        """Move rows. When `stopped()`, return early, at a point from which the next push can continue.
 
-        Raises ReservationRefusedError when the link stays good; OSError, EOFError or PeerLostError when it does not.
+        Raises ReservationRefusedError if the link remains usable, and OSError, EOFError or PeerLostError if not.
         """
         ...
 
     def interrupt(self) -> None:
-        """From any thread: let a blocked push fail soon, unless it ends soon by itself."""
+        """Make a blocked push fail soon, unless it ends soon by itself. May be called on any thread."""
         ...
 
     def close(self) -> None: ...
 
 
 class _Peer:
-    """One peer for the life of one connection. Once `lost` it stays so: the next push makes another."""
+    """One peer, for the life of one connection. When it is `lost`, the next push creates another one."""
 
     def __init__(self, descriptor: PeerDescriptor, connect: Callable[[bytes], ChannelLink]) -> None:
         self._name = f"{descriptor.channel} peer {descriptor.incarnation_id[:8]} at {descriptor.endpoint}"
@@ -54,7 +54,7 @@ class _Peer:
         return self.lost or (self._link is not None and hung_up(self._link.socket))
 
     async def push(self, reservation_id: bytes, source: Sequence[int], target: Sequence[int]) -> None:
-        """Wait for our turn and for the end of our bytes, even if cancelled: only then is it safe to go on."""
+        """Push when earlier pushes have ended. If cancelled, still wait until nothing more is being written."""
         stop = threading.Event()
         call = self._thread.submit(self._run, reservation_id, source, target, stop)
         moving = asyncio.wrap_future(call)
@@ -65,14 +65,14 @@ class _Peer:
             except asyncio.CancelledError as error:
                 cancelled = error
                 stop.set()
-                call.cancel()  # it is over at once when its turn has not come
+                call.cancel()  # has an effect only if the push has not started
         try:
             if cancelled is None:
                 return moving.result()
             if not moving.cancelled():
-                moving.exception()  # nobody is left to hear it
+                moving.exception()  # mark it as retrieved; the caller gets the cancellation
             raise cancelled
-        finally:  # an error refers to this frame; if the frame refers to it too, much memory waits for a collection
+        finally:  # break the cycle between an error and this frame, which would keep memory until the next collection
             del call, moving, cancelled
 
     async def close(self) -> None:
@@ -93,7 +93,7 @@ class _Peer:
         except ReservationRefusedError:
             raise
         except Exception as error:
-            self.lost = True  # whatever it was: the exchange is not at its end, so nothing may follow it there
+            self.lost = True  # the exchange is incomplete, so the connection cannot be used again
             self._drop()
             if not isinstance(error, OSError | EOFError | ChannelError):
                 raise
@@ -113,7 +113,7 @@ class _Peer:
 
 
 class ChannelPeers:
-    """The peers we write to, by incarnation id; must be created on the event loop.
+    """The peers that we write to, by incarnation id. Must be created on the event loop.
 
     `connect` runs in the thread of the peer.
     """
@@ -125,8 +125,8 @@ class ChannelPeers:
         self._peers: dict[str, _Peer] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._closed = False
-        # An epoll can itself be waited on: the loop hears of every peer that hangs up, also while no push is under
-        # way, and reads nothing from the sockets, which belong to the threads. A dead peer's memory is let go at once.
+        # The loop waits on this epoll, and so notices every peer that hangs up, even while no push is in progress, and
+        # releases the memory of a dead peer at once. It reads nothing from the sockets, which belong to the threads.
         self._hangups = select.epoll()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._hangups.fileno(), self._on_hangup)
@@ -151,7 +151,7 @@ class ChannelPeers:
                 self._retire_lost()
 
     async def close(self) -> None:
-        """Fail the pushes under way and wait for every thread. Idempotent."""
+        """Fail the pushes in progress and wait for every thread. Idempotent."""
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._hangups.fileno())
@@ -161,12 +161,12 @@ class ChannelPeers:
 
     def _linked(self, descriptor: PeerDescriptor, reservation_id: bytes) -> ChannelLink:
         link = self._connect(descriptor, reservation_id)
-        with contextlib.suppress(ValueError):  # closed meanwhile
+        with contextlib.suppress(ValueError):  # the socket was closed in the meantime
             self._hangups.register(link.socket, select.EPOLLRDHUP | select.EPOLLET)
         return link
 
     def _on_hangup(self) -> None:
-        self._hangups.poll(0)  # edge-triggered: this takes the news; which peer it was is asked of the peers
+        self._hangups.poll(0)  # clears the edge-triggered events; each peer is then asked
         self._retire_lost()
 
     def _retire_lost(self) -> None:
@@ -180,7 +180,7 @@ class ChannelPeers:
 
 
 def hung_up(connection: socket.socket) -> bool:
-    """Whether the other end has closed or died; takes nothing from the stream."""
+    """Return whether the other end has closed or died. Reads nothing from the stream."""
     poll = select.poll()
     try:
         poll.register(connection, select.POLLRDHUP)
@@ -192,7 +192,7 @@ def hung_up(connection: socket.socket) -> bool:
 def _check_rows(
     descriptor: PeerDescriptor, reservation_id: bytes, source: Sequence[int], target: Sequence[int], num_rows: int
 ) -> None:
-    """Targets come from the peer, and a one-sided write outside its pool would be a write into nowhere."""
+    """Raise ChannelError unless all rows are in the pools. A one-sided write outside the peer's pool would not fail."""
     if len(reservation_id) != RESERVATION_ID_BYTES:
         raise ChannelError(f"a reservation id has {RESERVATION_ID_BYTES} bytes, not {len(reservation_id)}")
     if len(source) != len(target):

@@ -1,6 +1,7 @@
-"""The KV channel within one host: the writer maps the receiver's memfd and copies rows straight into its pool.
+"""The KV channel within one host: the writer maps the receiver's memfd and copies rows directly into its pool.
 
-The descriptor travels once, as `shared.kv.local` says. Writes are one-sided: not `fenced`.
+The receiver sends the memfd once, over the socket of `shared.kv.local`. Writes are one-sided, so the channel is not
+`fenced`.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from shared.kv.local import LocalChannel, host_id
 from shared.kv.memory import HostMemory, Rows
 from shared.kv.peers import hung_up
 
-PIECE_BYTES = 8 << 20  # copied between two looks at whether to go on: a few milliseconds
+PIECE_BYTES = 8 << 20  # copied between two checks for a stop: a few milliseconds
 
 
 class ShmChannel(LocalChannel[HostMemory]):
@@ -36,7 +37,7 @@ class ShmChannel(LocalChannel[HostMemory]):
     ) -> None:
         self._rows = memory.rows
         self._incarnation_id = incarnation_id
-        self._fd = os.dup(memory.fd)  # ours, so that a closed memory can never send out another file's number
+        self._fd = os.dup(memory.fd)  # our own: after the memory is closed, its number may belong to another file
         super().__init__(memory, incarnation_id, on_writer_lost, server, patience_s)
 
     def _place(self) -> str:
@@ -57,7 +58,7 @@ class ShmChannel(LocalChannel[HostMemory]):
 
 
 class _Mapping:
-    """A peer's pool, mapped into this process for as long as the peer lives."""
+    """A peer's pool, which is mapped into this process while the peer is alive."""
 
     def __init__(self, descriptor: PeerDescriptor, incarnation_id: str, rows: Rows, patience_s: float) -> None:
         self._ours = rows
@@ -66,9 +67,9 @@ class _Mapping:
     def push(
         self, _reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
     ) -> None:
-        """Copy row by row at the speed of memcpy; numpy lets the other threads run meanwhile."""
+        """Copy adjacent rows together. numpy releases the interpreter lock, so other threads run in the meantime."""
         row_bytes = self._ours.shape[1]
-        copied = 0  # bytes since the last look
+        copied = 0  # bytes since the last check
         for start, end in runs(source, target, max(1, PIECE_BYTES // row_bytes)):
             if copied >= PIECE_BYTES or not start:
                 copied = 0
@@ -77,20 +78,20 @@ class _Mapping:
             count = end - start
             copied += count * row_bytes
             from_rows, to_rows = (slice(first, first + count) for first in (source[start], target[start]))
-            self._theirs[to_rows] = self._ours[from_rows]  # in no local name: a traceback would keep it mapped
+            self._theirs[to_rows] = self._ours[from_rows]  # without a local name, which a traceback would keep mapped
         if hung_up(self.socket):
             raise PeerLostError("it has ended")
 
     def interrupt(self) -> None:
-        """Nothing: a push looks at `stopped` every few milliseconds, and the peer must not see an end before that."""
+        """Do nothing: a push checks `stopped` after each piece, and the connection must stay open until it ends."""
 
     def close(self) -> None:
         self._theirs = np.empty((0, 0), np.uint8)  # unmaps
-        self.socket.close()  # last, since this tells the peer that we write no more
+        self.socket.close()  # last, since its end shows the peer that we write no more
 
 
 def attach(descriptor: PeerDescriptor, incarnation_id: str, patience_s: float) -> tuple[socket.socket, Rows]:
-    """Map the memory of the owner. Return the mapping, and the connection that announces us, to be closed after it.
+    """Map the memory of the owner. Return the connection and the mapping, which must be released first.
 
     Raises DescriptorError, PeerLostError, or OSError.
     """
@@ -119,9 +120,10 @@ def _received(connection: socket.socket, descriptor: PeerDescriptor) -> Rows:
 
 
 def _map(fd: int, descriptor: PeerDescriptor) -> Rows:
-    """uint8 [num_rows, row_bytes] over the peer's memfd, its pages touched.
+    """Map the peer's memfd as uint8 [num_rows, row_bytes], and touch its pages.
 
-    Raises PeerLostError unless its size is sealed and as in the descriptor: a mapping longer than its file is a SIGBUS.
+    Raises PeerLostError unless its size is sealed and equals that in the descriptor: an access to a mapping beyond the
+    end of its file is a SIGBUS.
     """
     size = descriptor.num_rows * descriptor.row_bytes
     try:
@@ -131,12 +133,12 @@ def _map(fd: int, descriptor: PeerDescriptor) -> Rows:
     if not sealed or os.fstat(fd).st_size != size:
         raise PeerLostError(f"it did not send a sealed memory of {size} bytes")
     flat = np.frombuffer(mmap.mmap(fd, size), np.uint8)
-    flat[:: mmap.PAGESIZE].max()  # a read: the pool is in use
+    flat[:: mmap.PAGESIZE].max()  # read only: the pool is in use
     return flat.reshape(descriptor.num_rows, descriptor.row_bytes)
 
 
 def runs(source: Sequence[int], target: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
-    """Split positions into [start, end) whose rows are adjacent on both sides, at most `limit` long."""
+    """Split the positions into ranges [start, end) of at most `limit` rows that are adjacent in both sequences."""
     start = 0
     for end in range(1, len(source) + 1):
         if (

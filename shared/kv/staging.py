@@ -1,4 +1,4 @@
-"""Host bytes of a pool's rows, for channels that move them through sockets: in place, or on their way to a GPU."""
+"""Access to the bytes of rows in host memory, for channels that use sockets: in place, or through copies of a GPU."""
 
 import ctypes
 from collections.abc import Sequence
@@ -11,18 +11,18 @@ from shared.kv_gpu.cuda_driver import CudaRegion, CudaStream
 
 
 class Staging(Protocol):
-    """Of one thread. What a call returns holds until the next one."""
+    """Host buffers for rows. Used by one thread; what a call returns is valid until the next call."""
 
     def read(self, rows: Sequence[int]) -> list[memoryview]:
-        """The bytes of these rows."""
+        """Return the bytes of these rows."""
         ...
 
     def room(self, rows: Sequence[int]) -> list[memoryview]:
-        """Where bytes for these rows are to be put."""
+        """Return buffers to be filled with bytes for these rows."""
         ...
 
     def write(self, rows: Sequence[int]) -> None:
-        """What was put into `room(rows)` is in the rows when this returns."""
+        """Copy what was put into `room(rows)` to the rows, and wait until it is there."""
         ...
 
     def close(self) -> None: ...
@@ -31,7 +31,7 @@ class Staging(Protocol):
 class KVMemory(Protocol):
     """The rows of a KV pool, on the host or on a GPU: `num_rows` of `row_bytes` each.
 
-    `sums`: name of the checksum. Only memories with the same one can tell whether a row arrived whole.
+    `sums` names the checksum. Two memories must use the same one to compare rows.
     """
 
     sums: ClassVar[str]
@@ -43,16 +43,16 @@ class KVMemory(Protocol):
     def row_bytes(self) -> int: ...
 
     def checksums(self, rows: Sequence[int]) -> bytes:
-        """8 bytes of each row. Equal rows have equal ones on memories of one kind."""
+        """Return the checksums of the rows, 8 bytes each."""
         ...
 
     def staging(self) -> Staging:
-        """To be made and closed by the thread that uses it."""
+        """Return a new staging. The thread that uses it must create and close it."""
         ...
 
 
 class InPlaceStaging:
-    """Rows that are host memory need no staging."""
+    """The staging of rows in host memory, which copies nothing."""
 
     def __init__(self, rows: NDArray[np.uint8]) -> None:
         self._rows = rows
@@ -70,9 +70,9 @@ class InPlaceStaging:
 
 
 class PinnedStaging:
-    """Page-locked memory through which rows of a GPU pass, as much as one call ever asked for.
+    """Page-locked memory for copies from and to a GPU. It grows to the largest number of rows of any call.
 
-    The rows to read must be computed before: whoever names them was told so after their step had ended.
+    Rows must be fully computed before they are read. Callers push only rows of steps that have ended.
     """
 
     def __init__(self, region: CudaRegion, row_bytes: int) -> None:

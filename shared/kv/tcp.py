@@ -1,7 +1,7 @@
-"""The KV channel between hosts: length-prefixed frames over TCP, straight from the pool and straight into it.
+"""The KV channel between hosts: frames over TCP, sent directly from the pool and received directly into it.
 
 Blocking sockets in threads take a quarter of the CPU time of an event loop. The receiver looks up the reservation and
-the rows of a frame before it decides where the bytes are written, so a stale writer does no harm: `fenced`.
+the rows of a frame before it decides where to write the bytes, so a stale writer does no harm: the channel is `fenced`.
 """
 
 import contextlib
@@ -29,22 +29,23 @@ from shared.kv.listener import (
 from shared.kv.peers import ChannelPeers
 from shared.kv.staging import KVMemory, Staging
 
-# A push is some frames and one without rows; then the receiver answers with an ACK.
-# A frame's header: magic, version, number of rows, reservation id, bytes per row; and a CRC-32 of it, because rows that
-# a flipped bit adds to their number would never arrive. Then u32 rows, then their bytes, with checksums in the commit.
+# A push consists of frames with rows and a last frame without rows, which the receiver answers with an ACK.
+# A frame has a header, then the row numbers as u32, then the bytes of the rows, whose checksums are in the commit. The
+# header has magic, version, number of rows, reservation id, bytes per row, and a CRC-32 of these: with a corrupted
+# number of rows, the receiver would wait for rows that never arrive.
 FRAME, FRAME_CHECK = struct.Struct("<4sHH16sI"), struct.Struct("<I")
 ACK = struct.Struct("<4sHxxII")  # magic, version, rows accepted, rows refused
 PATIENCE_S = 2.0
-LEAST_BYTES_PER_S = 256 << 10  # of a frame: a slow writer holds blocks and a thread
-MAX_FRAME_ROWS = 512  # with two buffers for the header well below the kernel's 1,024 buffers a call
-FRAME_BYTES = 4 << 20  # few calls a frame, hence few waits for the interpreter lock; a cancelled push ends at one
+LEAST_BYTES_PER_S = 256 << 10  # within a frame, since a slow writer occupies blocks and a thread
+MAX_FRAME_ROWS = 512  # well below the kernel's limit of 1,024 buffers per call
+FRAME_BYTES = 4 << 20  # large frames need few calls and few interpreter locks; a cancelled push ends after a frame
 
 
 class _OpenRows:
-    """Rows that may be written until `shut`.
+    """The rows of one reservation, which may be written until `shut`.
 
-    The lock is held around every receive into the rows and never while waiting for bytes. So `shut` waits for at
-    most one copy out of the socket's buffer, and after it no byte lands: the rest of the row goes to scratch.
+    The lock is held during every receive into the rows, and never while waiting for bytes. So `shut` waits for at
+    most one copy out of the socket's buffer. After it, no byte is written to the rows: the rest goes to scratch.
     """
 
     def __init__(self, rows: Sequence[int]) -> None:
@@ -76,7 +77,7 @@ class TcpChannel:
         self._staging = memory.staging
         self._patience_s = patience_s
         self._reservations: dict[bytes, _OpenRows] = {}
-        self._scratch = memoryview(bytearray(row_bytes))  # shared by all threads: nobody reads it
+        self._scratch = memoryview(bytearray(row_bytes))  # shared by all threads, since it is never read
         self._descriptor = PeerDescriptor(
             self.name, host, str(server.getsockname()[1]), incarnation_id, row_bytes, num_rows
         )
@@ -96,9 +97,9 @@ class TcpChannel:
         advertised: str | None = None,
         patience_s: float = PATIENCE_S,
     ) -> Self:
-        """Listen on `host`; peers are told to reach us at `advertised`, by default the same. Raises OSError.
+        """Listen on `host`, and advertise `advertised`, by default the same, to peers. Raises OSError.
 
-        `patience_s` is for how long a peer may move no byte in the middle of a push.
+        `patience_s` limits the time without any byte in the middle of a push.
         """
         check_incarnation_id(incarnation_id)
         if advertised is None and host in ("", "0.0.0.0", "::"):
@@ -109,7 +110,7 @@ class TcpChannel:
 
     @property
     def num_rejected(self) -> int:
-        """Connections rejected: protocol error, unknown reservation or connection limit."""
+        """The number of rejected connections: protocol error, unknown reservation or connection limit."""
         return self._listener.num_rejected
 
     def descriptor(self) -> bytes:
@@ -130,7 +131,7 @@ class TcpChannel:
         return self._listener.fence_writer(incarnation_id)
 
     def reachable(self, descriptor: bytes) -> bool:
-        """Any address may be: only the push itself finds out."""
+        """Return True for every valid descriptor. Only a push shows whether the address can be reached."""
         PeerDescriptor.unpack(descriptor, self.name).check_row_bytes(self._descriptor.row_bytes)
         return True
 
@@ -142,7 +143,7 @@ class TcpChannel:
     async def close(self) -> None:
         await self._peers.close()
         self._listener.close()
-        self._staging = _none_left  # lets go of the memory, whoever may still hold this channel
+        self._staging = _none_left  # releases the memory, even if other objects still refer to this channel
 
     def _connect(self, descriptor: PeerDescriptor, reservation_id: bytes) -> "_Connection":
         greeting = pack_greeting(descriptor, self._descriptor.incarnation_id, reservation_id)
@@ -170,13 +171,13 @@ class TcpChannel:
                 landed = self._land(wire, staging, granted, indices[: 4 * count].cast("I"))
                 accepted, refused = accepted + landed, refused + count - landed
             else:
-                # It never blocks: a peer that leaves answers unread until the buffer is full is not one of ours.
+                # The socket does not block: a peer that fills the buffer with unread answers violates the protocol.
                 connection.send(ACK.pack(MAGIC, VERSION, accepted, refused))
                 accepted = refused = 0
             pushing = count > 0
 
     def _land(self, wire: "_Wire", staging: Staging, granted: _OpenRows, rows: memoryview) -> int:
-        """Receive a frame's rows, each into the pool or into scratch; how many of them landed whole."""
+        """Receive the rows of a frame, each into the pool or into scratch. Return how many are complete in the pool."""
         size = self._descriptor.row_bytes
         num_landed = len(rows)
         wanted = [row for row in rows if row in granted.rows]
@@ -201,7 +202,7 @@ class TcpChannel:
 
 
 class _Wire:
-    """The receiving end of a connection that never blocks but in `wait`."""
+    """The receiving end of a connection. Only `wait` blocks, and the methods that call it."""
 
     def __init__(self, connection: socket.socket, patience_s: float) -> None:
         _keep_alive(connection)
@@ -213,11 +214,11 @@ class _Wire:
         self._poll.register(connection, select.POLLIN)
 
     def expect(self, num_bytes: int) -> None:
-        """From now on `wait` ends when these bytes are too slow to come, also where some of them do."""
+        """Set the deadline of `wait` for these bytes, at the least rate that is accepted."""
         self._until = time.monotonic() + self._patience_s + num_bytes / LEAST_BYTES_PER_S
 
     def receive(self, buffers: list[memoryview]) -> int:
-        """Fill `buffers` with what is there, perhaps nothing. Raises EOFError at the end."""
+        """Receive what is available, without waiting. Raises EOFError if the connection has ended."""
         try:
             received = self._connection.recvmsg_into(buffers)[0]
         except BlockingIOError:
@@ -227,13 +228,13 @@ class _Wire:
         return received
 
     def wait(self, for_ever: bool = False) -> None:
-        """Until there is something to receive. Raises TimeoutError when there is nothing for too long."""
+        """Wait for bytes to receive. Raises TimeoutError after the deadline, or `patience_s` without a byte."""
         left_s = min(self._patience_s, max(0.0, self._until - time.monotonic()))
         if not self._poll.poll(None if for_ever else left_s * 1000):
             raise TimeoutError
 
     def head(self, may_idle: bool) -> memoryview:
-        """A frame's, without its checksum; valid until the next one. Raises MalformedError when it came damaged."""
+        """Receive the header of a frame, valid until the next call. Raises MalformedError if its checksum is wrong."""
         self.fill(self._head, may_idle)
         head = self._head[: FRAME.size]
         if FRAME_CHECK.unpack(self._head[FRAME.size :]) != (crc32(head),):
@@ -241,7 +242,7 @@ class _Wire:
         return head
 
     def fill(self, buffer: memoryview, may_idle: bool = False) -> None:
-        """Receive all of `buffer`; with `may_idle` the first byte may be waited for without end."""
+        """Receive until `buffer` is full. With `may_idle`, wait for the first byte without limit."""
         done = 0
         self.expect(len(buffer))
         while done < len(buffer):
@@ -254,7 +255,7 @@ class _Wire:
 
 
 class _Connection:
-    """The writing end of a connection: frames out, one answer a push."""
+    """The writing end of a connection: sends frames, and receives one answer per push."""
 
     def __init__(
         self, descriptor: PeerDescriptor, greeting: bytes, staging: Callable[[], Staging], patience_s: float
@@ -269,7 +270,7 @@ class _Connection:
             check_answer(receive_exactly(self.socket, ANSWER.size, patience_s))
             self._staging = staging()
             undo.pop_all()
-        # The kernel's own timeout on a blocking socket: one call, and one wait for the interpreter lock, a frame.
+        # With the kernel's timeout on a blocking socket, a frame needs one call and one wait for the interpreter lock.
         self.socket.settimeout(None)
         seconds, fraction = divmod(patience_s, 1)
         limit = struct.pack("ll", int(seconds), int(fraction * 1e6))
@@ -278,7 +279,7 @@ class _Connection:
     def push(
         self, reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
     ) -> None:
-        """Send the rows and wait for the answer. A push that is stopped sends fewer rows, but whole frames."""
+        """Send the rows and wait for the answer. If stopped, send fewer rows, but only complete frames."""
         row_bytes = self._row_bytes
         per_frame = min(MAX_FRAME_ROWS, max(1, FRAME_BYTES // row_bytes))
         sent = 0
@@ -292,7 +293,7 @@ class _Connection:
         self._check_ack(sent)
 
     def interrupt(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended by itself
+        with contextlib.suppress(OSError):  # the connection has ended already
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -323,7 +324,7 @@ class _Connection:
 
 
 def checked(head: bytes) -> bytes:
-    """A frame's head with its checksum."""
+    """Return the header of a frame with its checksum."""
     return head + FRAME_CHECK.pack(crc32(head))
 
 
@@ -332,7 +333,7 @@ def _none_left() -> Staging:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Small frames go out at once, and a host that vanished without a word is noticed within a quarter of a minute."""
+    """Send small frames at once, and detect a host that has vanished within 15 seconds."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 3), (socket.TCP_KEEPCNT, 3)):

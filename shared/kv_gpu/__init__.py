@@ -1,1 +1,1 @@
-"""KV transfer between GPUs of one host. Experimental: no GPU has run it yet."""
+"""KV transfer between GPUs of one host. Experimental: it has not run on a GPU yet."""

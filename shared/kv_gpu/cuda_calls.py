@@ -1,4 +1,4 @@
-"""The calls of the CUDA driver that are used here, as cuda.h declares them: names, argument types, structures."""
+"""The functions and structures of the CUDA driver that Baton uses, as cuda.h declares them."""
 
 from ctypes import POINTER, Structure, c_char, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import Any
@@ -38,7 +38,7 @@ class CopyAttributes(Structure):
     _fields_ = (("source_order", c_int), ("source", Location), ("target", Location), ("flags", c_uint))
 
 
-# Name and types of the arguments of each call; all return a CUresult. Pointers into a device are 64-bit numbers.
+# The name and the argument types of each function; all return a CUresult. Device pointers are 64-bit numbers.
 CALLS: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
@@ -74,7 +74,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "cuStreamSynchronize": (c_void_p,),
     "cuStreamDestroy_v2": (c_void_p,),
 }
-# From CUDA 12.8 on. CUDA 13 has a second version without the failed index, beside this one.
+# Available from CUDA 12.8 on. CUDA 13 adds a second version, without the index of the failed copy.
 BATCH_COPY = "cuMemcpyBatchAsync"
 BATCH_COPY_TYPES: tuple[Any, ...] = (
     POINTER(c_uint64),

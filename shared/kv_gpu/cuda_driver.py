@@ -1,6 +1,6 @@
-"""The CUDA driver through ctypes: memory of a GPU that another process may map, and copies of rows in it. No torch.
+"""The CUDA driver through ctypes: GPU memory that another process can map, and copies of its rows. Does not use torch.
 
-What is here lives outside every framework's allocator, so no allocator setting can make it impossible to share.
+The memory is allocated outside the allocators of frameworks, whose settings can make memory impossible to share.
 """
 
 import ctypes
@@ -23,20 +23,20 @@ from shared.kv_gpu.cuda_calls import (
 
 VMM, LEGACY = "vmm", "legacy"
 SHARE_BY_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE and CU_MEM_ALLOCATION_TYPE_PINNED alike
+ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE, and also CU_MEM_ALLOCATION_TYPE_PINNED
 READ_AND_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 CAN_SHARE_BY_DESCRIPTOR = 103  # CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
-NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: waits for no default stream, and none for it
+NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not synchronized with the default stream
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 
 
 class CudaError(OSError):
-    """A call of the driver failed; the text has its name and the driver's name of the error."""
+    """A call of the driver failed. The text has the name of the call and that of the error."""
 
 
 class Driver:
-    """`library` has the functions of `CALLS`, and perhaps `BATCH_COPY`: libcuda, or what stands in for it in tests."""
+    """Calls `library`: libcuda, or a substitute in tests. It has the functions of `CALLS`, and perhaps `BATCH_COPY`."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -50,14 +50,14 @@ class Driver:
     @classmethod
     @cache
     def load(cls) -> "Driver":
-        """The machine's own. Raises CudaError when it has none, or no GPU."""
+        """Return the driver of this machine. Raises CudaError if it has no driver or no GPU."""
         try:
             return cls(ctypes.CDLL("libcuda.so.1"))
         except (OSError, AttributeError) as error:
             raise CudaError(f"no CUDA driver to use here: {error}") from error
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Lets other threads run meanwhile. Raises CudaError."""
+        """Call a function without the interpreter lock, so that other threads can run. Raises CudaError."""
         code = getattr(self._library, name)(*arguments)
         if code:
             text = c_char_p()
@@ -65,7 +65,7 @@ class Driver:
             raise CudaError(f"{name} failed: {(text.value or b'unknown').decode()} ({code})")
 
     def uuids(self) -> list[str]:
-        """Of the GPUs that this process may use, by ordinal; the same in every process that sees them."""
+        """Return the UUIDs of the GPUs that this process may use, by ordinal. Ordinals differ between processes."""
         count, found = c_int(), []
         self.call("cuDeviceGetCount", byref(count))
         for ordinal in range(count.value):
@@ -81,7 +81,7 @@ class Driver:
 
 
 class CudaDevice:
-    """One GPU by its primary context, which frameworks use too. `ordinal` counts as theirs do."""
+    """One GPU, used through its primary context, as frameworks do. `ordinal` counts GPUs as they do."""
 
     def __init__(self, ordinal: int, driver: Driver | None = None) -> None:
         self.driver = driver or Driver.load()
@@ -91,12 +91,12 @@ class CudaDevice:
         self.driver.call("cuDevicePrimaryCtxRetain", byref(self._context), self.device)
 
     def use(self) -> Driver:
-        """For this thread's next calls."""
+        """Make this GPU current for the next calls of this thread, and return the driver."""
         self.driver.call("cuCtxSetCurrent", self._context)
         return self.driver
 
     def reaches(self, uuid: str) -> bool:
-        """Whether it can copy into the memory of that GPU: itself, or a peer that this process sees."""
+        """Return whether it can copy to the GPU with this UUID: itself, or a peer that this process sees."""
         uuids = self.driver.uuids()
         if uuid not in uuids or uuid == self.uuid:
             return uuid == self.uuid
@@ -111,10 +111,10 @@ class CudaDevice:
 
 
 class CudaRegion:
-    """Memory of a GPU, this process's own (`allocate`) or a peer's (`attach`): `size` bytes at `address`.
+    """`size` bytes of GPU memory at `address`: our own (`allocate`) or those of a peer (`attach`).
 
-    `kind` says how a peer gets it: "vmm", by a descriptor, and the memory lives as long as anyone maps it; or
-    "legacy", by the 64 bytes of `handle`, and then nobody may touch it once its owner is gone.
+    `kind` is how a peer maps it. "vmm": by `descriptor`, and the memory exists as long as a process maps it. "legacy":
+    by the 64 bytes of `handle`, and peers must not access the memory once its owner is gone.
     """
 
     def __init__(self, gpu: CudaDevice, kind: str, size: int, address: int, *, is_own: bool) -> None:
@@ -128,7 +128,7 @@ class CudaRegion:
 
     @classmethod
     def allocate(cls, gpu: CudaDevice, size: int) -> Self:
-        """Zeroed. Raises CudaError, for want of memory too."""
+        """Allocate zeroed memory. Raises CudaError, also if there is too little memory."""
         region = cls._created(gpu, size) if gpu.can_share_by_descriptor() else cls._allocated(gpu, size)
         with_stream = CudaStream(gpu)
         gpu.driver.call("cuMemsetD8Async", region.address, 0, region.size, with_stream.handle)
@@ -138,7 +138,7 @@ class CudaRegion:
 
     @classmethod
     def attach(cls, gpu: CudaDevice, kind: str, size: int, descriptor: int | None, handle: bytes) -> Self:
-        """A peer's region, in this process. The descriptor stays the caller's. Raises CudaError."""
+        """Map a region of a peer into this process. The caller still owns `descriptor`. Raises CudaError."""
         driver = gpu.use()
         if kind == VMM:
             memory = c_uint64()
@@ -150,7 +150,7 @@ class CudaRegion:
         return cls(gpu, kind, size, address.value, is_own=False)
 
     def close(self) -> None:
-        """Idempotent. Nothing may be under way that reads or writes it from here."""
+        """Unmap or free the memory. Idempotent. No copy of this process may still use it."""
         address, self.address = self.address, 0
         if not address:
             return
@@ -190,7 +190,7 @@ class CudaRegion:
 
 
 def _mapped(gpu: CudaDevice, memory: c_uint64, size: int) -> int:
-    """Where `memory` is from now on; as long as it is mapped, it needs no other reference."""
+    """Map `memory`, release its handle, and return its address. The mapping keeps the memory allocated."""
     driver, address, access = gpu.driver, c_uint64(), Access(Location(ON_DEVICE, gpu.device), READ_AND_WRITE)
     try:
         driver.call("cuMemAddressReserve", byref(address), size, 0, 0, 0)
@@ -202,7 +202,7 @@ def _mapped(gpu: CudaDevice, memory: c_uint64, size: int) -> int:
 
 
 class CudaStream:
-    """Copies one after another, beside what the GPU computes. For one thread."""
+    """A stream of copies, which run while the GPU computes. Used by one thread."""
 
     def __init__(self, gpu: CudaDevice) -> None:
         self._driver = gpu.use()
@@ -210,7 +210,7 @@ class CudaStream:
         self._driver.call("cuStreamCreate", byref(self.handle), NON_BLOCKING)
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Begin copies within GPUs: (target address, source address, bytes) each, in no order among themselves."""
+        """Start copies within GPUs, each (target address, source address, bytes). Their order is undefined."""
         if not self._driver.copies_batches or len(copies) < 2:
             for target, source, size in copies:
                 self._driver.call("cuMemcpyDtoDAsync_v2", target, source, size, self.handle)
@@ -230,7 +230,7 @@ class CudaStream:
         self._driver.call("cuMemcpyHtoDAsync_v2", target, source, size, self.handle)
 
     def wait(self) -> None:
-        """Until all that was begun is done."""
+        """Wait until all copies that were started have ended."""
         self._driver.call("cuStreamSynchronize", self.handle)
 
     def close(self) -> None:

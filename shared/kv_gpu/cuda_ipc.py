@@ -1,8 +1,8 @@
 """The KV channel between GPUs of one host: the writer maps the receiver's memory and copies rows on the device.
 
-The receiver's own allocation is given once, as `shared.kv.local` says: by its descriptor, or by the 64 bytes of a
-legacy handle; nothing is pickled. Writes are one-sided: not `fenced`. A process that does not see the receiver's GPU,
-or whose GPU cannot reach it, is not `reachable`: GPUs are known by UUID, since ordinals differ between processes.
+The receiver sends its allocation once, over the socket of `shared.kv.local`: as a file descriptor, or as the 64 bytes
+of a legacy handle. Writes are one-sided, so the channel is not `fenced`. A receiver is `reachable` if this process sees
+the receiver's GPU and its own GPU can copy to it. GPUs are identified by UUID, since ordinals differ between processes.
 """
 
 import contextlib
@@ -22,22 +22,25 @@ from shared.kv.staging import KVMemory
 from shared.kv_gpu.cuda_driver import VMM, CudaDevice, CudaError, CudaRegion, CudaStream
 
 OFFER = struct.Struct("<8sQ64s")  # kind, bytes of the region, legacy handle
-# Copied between two looks at whether to go on: half a millisecond on one GPU, beside which a look is little.
+# Copied between two checks for a stop: it takes half a millisecond on one GPU, and a check takes far less.
 PIECE_BYTES = 1 << 30
-# A killed process's sockets may be closed before the driver has ended what it began on the GPU.
+# The kernel may close the sockets of a killed process before the driver has ended its copies.
 SETTLE_S = 0.1
 
 
 class DeviceRows(KVMemory, Protocol):
-    """A pool on a GPU: its rows lie one after another from the start of `region`."""
+    """A pool on a GPU, whose rows are contiguous from the start of `region`."""
 
     @property
     def region(self) -> CudaRegion: ...
 
 
 class CudaIpcChannel(LocalChannel[DeviceRows]):
-    """See KVChannel. The rows of a push must be computed: the engine tells of a chunk after its step has ended, so no
-    event of the computing stream has to be waited for."""
+    """See KVChannel.
+
+    The rows of a push must be fully computed. The engine reports a chunk after its step has ended, so a push need not
+    wait for the computing stream.
+    """
 
     name = "cuda_ipc"
 
@@ -82,7 +85,7 @@ class CudaIpcChannel(LocalChannel[DeviceRows]):
 
 
 class _Copier:
-    """A peer's pool, mapped into this process for as long as the peer lives."""
+    """A peer's pool, which is mapped into this process while the peer is alive."""
 
     def __init__(self, descriptor: PeerDescriptor, incarnation_id: str, ours: CudaRegion, patience_s: float) -> None:
         self._ours = ours
@@ -97,7 +100,7 @@ class _Copier:
     def push(
         self, _reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
     ) -> None:
-        """Copy neighbouring rows at once, and wait for each piece: the other threads run meanwhile."""
+        """Copy adjacent rows together, and wait for each piece. Other threads run in the meantime."""
         size = self._row_bytes
         copies: list[tuple[int, int, int]] = []
         begun = 0
@@ -118,22 +121,22 @@ class _Copier:
             raise PeerLostError("it has ended")
 
     def interrupt(self) -> None:
-        """Nothing: a push looks at `stopped` every few milliseconds, and the peer must not see an end before that."""
+        """Do nothing: a push checks `stopped` after each piece, and the connection must stay open until it ends."""
 
     def close(self) -> None:
-        with contextlib.suppress(CudaError):  # the device is lost, and with it all that was begun
+        with contextlib.suppress(CudaError):  # the device is lost, so no copy is in progress
             self._stream.wait()
             self._stream.close()
             self._theirs.close()
-        self.socket.close()  # last, since this tells the peer that we write no more
+        self.socket.close()  # last, since its end shows the peer that we write no more
 
 
 def attach(
     descriptor: PeerDescriptor, incarnation_id: str, gpu: CudaDevice, patience_s: float
 ) -> tuple[socket.socket, CudaRegion]:
-    """The memory of the descriptor's owner, mapped for `gpu`, and the connection that tells it of us.
+    """Connect to the owner of the descriptor and map its memory for `gpu`. Return both.
 
-    Raises DescriptorError, PeerLostError, or OSError when the driver or the socket refuses.
+    Raises DescriptorError, PeerLostError, or OSError if the driver or the socket fails.
     """
     with contextlib.ExitStack() as undo:
         connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

@@ -1,8 +1,9 @@
 """The KV channel that moves nothing: a prefill node computes in the pool of the one decode node on its device.
 
 The decode node shares its memory (`PoolOwner`) and writes its descriptor to a file in a common directory. A prefill
-node maps the memory at its start (`PoolClient`), instead of having a pool of its own, and computes in the blocks that
-each handoff is granted. A connection of `shm` or `cuda_ipc` shows which clients are alive. Not `fenced`.
+node has no pool of its own: it maps this memory at its start (`PoolClient`), and computes each prompt in the blocks
+that the decode node reserved. A connection of `shm` or `cuda_ipc` shows which clients are alive. The channel is not
+`fenced`.
 """
 
 import asyncio
@@ -38,14 +39,13 @@ def descriptor_file(directory: str | Path, gpu: CudaDevice | None) -> Path:
 
 
 class PoolOwner:
-    """See KVChannel: the decode node's end. `inner`: the channel over whose socket clients come in; it is closed
-    with this one."""
+    """See KVChannel: the decode node's end. Clients connect over `inner`, which is closed with this channel."""
 
     name = NAME
     fenced = False
 
     def __init__(self, inner: LocalChannel[Any], path: Path) -> None:
-        """Raises OSError if another live decode node shares its pool at `path`."""
+        """Write the descriptor to `path`. Raises OSError if another live decode node shares its pool there."""
         self._inner = inner
         self._path = path
         if _is_live(inner, path):
@@ -92,10 +92,10 @@ def _is_live(channel: LocalChannel[Any], path: Path) -> bool:
 
 
 class PoolClient:
-    """See KVChannel, and KVMemory: the prefill node's end, and what it has for a pool.
+    """See KVChannel and KVMemory: the prefill node's end of the channel, and its pool.
 
-    `rows`: uint8 [num_rows, row_bytes] of the host; on a GPU there are none, and its memory is `region`. The owner
-    counts us as a writer until `close`; all computing has to be over by then.
+    On the host, `rows` is uint8 [num_rows, row_bytes]; on a GPU, `rows` is empty and `region` is the memory. For the
+    owner, this node is a writer until `close`, which must not be called before all computing has ended.
     """
 
     name = NAME
@@ -116,7 +116,7 @@ class PoolClient:
     def attach(
         cls, directory: str | Path, gpu: CudaDevice | None, incarnation_id: str, wait_s: float, patience_s: float
     ) -> Self:
-        """Wait for an owner on this device, blocking. Raises ValueError after `wait_s`."""
+        """Block until there is an owner on this device, and map its pool. Raises ValueError after `wait_s`."""
         path, until = descriptor_file(directory, gpu), time.monotonic() + wait_s
         while True:
             try:
@@ -149,7 +149,7 @@ class PoolClient:
         return self
 
     def watch(self, on_lost: Callable[[], None]) -> None:
-        """Call `on_lost` once, on the running loop, when the owner has ended."""
+        """Call `on_lost` once, on the running loop, when the owner ends."""
         loop = asyncio.get_running_loop()
 
         def look() -> None:

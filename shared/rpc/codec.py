@@ -1,8 +1,9 @@
-"""The msgpack codec of the control plane: dataclasses as arrays in field order, read as their types ask and no further.
+"""The msgpack codec of the control plane: a dataclass is encoded as an array of its fields, in order.
 
-A shorter array than the dataclass takes the missing fields' defaults, a longer one is cut: both neighbours of a
-version understand it. Anything else that does not fit raises `DecodeError`, naming the field, where it is met: nothing
-is built that the types have no place for, however much of it was sent. The only importer of msgpack.
+If the array is shorter than the dataclass, the missing fields take their defaults; if it is longer, the extra fields
+are skipped. So a version understands the messages of the versions before and after it. The decoder follows the types
+of the fields. It raises `DecodeError`, with the name of the field, at the first value that does not fit, and never
+builds a value for which the types have no place. Only this module imports msgpack.
 """
 
 import types
@@ -15,17 +16,17 @@ from typing import Any, TypeVar, Union, cast
 import msgpack
 from grpclib.encoding.base import CodecBase
 
-MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # a 4-million-token prompt; KV never travels here
-MAX_ITEMS = 1 << 20  # of all lists and maps of a message together
-DATACLASS_ITEMS = 16  # an item that is a dataclass counts as so many: what it costs to make
-MAX_FIELDS = 256  # of one dataclass, those of later versions included
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # enough for a prompt of 4 million tokens; KV is not sent by RPC
+MAX_ITEMS = 1 << 20  # in all lists and maps of a message together
+DATACLASS_ITEMS = 16  # an item that is a dataclass counts as 16 items, since it costs more to build
+MAX_FIELDS = 256  # in one dataclass, including fields of later versions
 NIL = 0xC0
 BAD_BYTES = (ValueError, msgpack.UnpackException)
 T = TypeVar("T")
 
 
 class DecodeError(ValueError):
-    """The bytes are not a message of the type asked for."""
+    """The bytes are not a message of the expected type."""
 
 
 def encode(message: object) -> bytes:
@@ -33,7 +34,10 @@ def encode(message: object) -> bytes:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """Raises Malformed when `data` is not one `kind`, whole and well-typed. Costs what `kind` could make of it."""
+    """Decode exactly one `kind`. Raises DecodeError if `data` is incomplete, too long, or has a value of a wrong type.
+
+    Invalid input costs no more than the largest valid message would.
+    """
     if len(data) > MAX_MESSAGE_BYTES:
         raise DecodeError(f"{kind.__name__}: {len(data)} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
     source = _Source(data)
@@ -54,12 +58,12 @@ def _field_names(kind: type) -> tuple[str, ...]:
 
 
 class _Source:
-    """One message on its way in. `value` reads a scalar; a container there is refused before it is built."""
+    """The bytes of one message. `value` reads a scalar, and rejects a container before building it."""
 
     __slots__ = ("_items_left", "array", "data", "map", "skip", "tell", "value")
 
     def __init__(self, data: bytes) -> None:
-        # The limits hold for `unpack` alone: containers that the types ask for are entered by their headers.
+        # The limits apply to `unpack` only. Containers that the types require are read through their headers.
         unpacker = msgpack.Unpacker(
             None, raw=False, max_buffer_size=max(1, len(data)), max_array_len=0, max_map_len=0, max_ext_len=0
         )
@@ -73,7 +77,7 @@ class _Source:
         self._items_left = MAX_ITEMS
 
     def count(self, header: Callable[[], int], cost: int, where: str, what: str) -> int:
-        """Of a list's or a map's items, which the message may still have."""
+        """Read the header of a list or map, and return its length. Raises DecodeError for too many items in all."""
         try:
             number = header()
         except BAD_BYTES:
@@ -89,7 +93,7 @@ Read = Callable[[_Source], Any]
 
 @cache
 def _reader(hint: Any, where: str) -> Read:
-    """A function that reads the value of type `hint`; `where` names it in complaints."""
+    """Return a function that reads a value of type `hint`. `where` names the value in errors."""
     if is_dataclass(hint):
         return _dataclass_reader(cast(type, hint), where)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -176,7 +180,7 @@ def _dataclass_reader(kind: type, where: str) -> Read:
 
 @dataclass(frozen=True)
 class MessageCodec(CodecBase):
-    """For grpclib: `content-type: application/grpc+msgpack`."""
+    """The codec as grpclib needs it, for `content-type: application/grpc+msgpack`."""
 
     __content_subtype__ = "msgpack"
 

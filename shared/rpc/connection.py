@@ -38,27 +38,27 @@ from shared.rpc.tls import AuthenticationError, ClusterIdentity
 
 HANDSHAKE_S = 4.0
 CONNECT_S = 5.0  # to reach a peer, including the TLS handshake
-# A peer that is frozen or cut off sends no reset. A client finds out after 2.0 to 2.6 s unless it allows more.
+# A peer that is frozen or cut off sends no reset. By default, a client detects it after 2.0 to 2.6 s.
 PING_S = 0.65
 ANSWER_S = 1.9
-SERVER_ANSWER_S = 6.0  # clients find out first; this frees what a lost client holds, or one that sends nothing
-FLUSH_S = 1.0  # for unsent bytes when a connection is closed
-MAX_CONNECTIONS_PER_ADDRESS = 1024  # `baton up` may run 512 nodes on one
+SERVER_ANSWER_S = 6.0  # longer than the clients' own; it frees what a lost or silent client holds
+FLUSH_S = 1.0  # to send the remaining bytes when a connection is closed
+MAX_CONNECTIONS_PER_ADDRESS = 1024  # `baton up` may run 512 nodes at one address
 
 WINDOW_BYTES = 4 << 20
-MAX_CLOSED_STREAMS = 1024  # remembered by a connection; h2's default is 64 times as many
-FEED_BYTES = 16 << 10  # between two looks at the budget of frames
-# Budget for frames that carry next to nothing, against rapid resets (CVE-2023-44487) and floods of pings, settings etc.
+MAX_CLOSED_STREAMS = 1024  # that a connection remembers; h2's default is 64 times that
+FEED_BYTES = 16 << 10  # processed between two checks of the frame budget
+# Budget for frames with little or no data, against rapid resets (CVE-2023-44487) and floods of pings, settings etc.
 FRAMES_AT_ONCE = 10_000
 FRAMES_PER_S = 5_000  # several times what 1,000 calls a second need
-SMALL_BYTES = 64  # a data frame below this counts
-RESET_FRAMES = 10  # the price of a reset: starting and ending a call is what costs
-REJECTED_FRAMES = 20
+SMALL_BYTES = 64  # a data frame with less counts against the budget
+RESET_FRAMES = 10  # what a reset costs, since starting and ending a call is expensive
+REJECTED_FRAMES = 20  # what a call with invalid headers costs
 
 MAX_TIMEOUT_S = 3600
 TIMEOUT = re.compile(r"(\d{1,20})([HMSmun])", re.ASCII)
 UNIT_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
-HEADERS = {":method", ":path", "content-type", "te", "grpc-timeout", "user-agent"}  # the others are ignored
+HEADERS = {":method", ":path", "content-type", "te", "grpc-timeout", "user-agent"}  # all others are ignored
 Headers = list[tuple[str, str]]
 
 
@@ -66,10 +66,10 @@ Headers = list[tuple[str, str]]
 
 
 class ClosingTransport:
-    """A transport that raises StreamTerminatedError when it is closed, and whose `close` ends within FLUSH_S.
+    """A transport whose `write` raises StreamTerminatedError once closed, and whose `close` takes at most FLUSH_S.
 
-    uvloop raises RuntimeError for a write after the end and asyncio ignores it; both wait without limit for a peer that
-    takes no bytes.
+    Without it, a write after the end raises RuntimeError in uvloop and is ignored in asyncio, and both wait without
+    limit for a peer that does not read.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -93,19 +93,19 @@ class ClosingTransport:
 
 
 class BoundedStream(H2Stream):
-    """A stream whose messages are checked for their length and compression before they are received."""
+    """A stream that rejects messages that are too long or compressed, before it receives them."""
 
     _at_header = True
 
     async def recv_data(self, size: int) -> bytes:
-        """Called by grpclib for the 5 bytes before a message, then for the message."""
+        """Receive `size` bytes. grpclib calls it for the 5-byte header of a message, then for the message."""
         if size > MAX_MESSAGE_BYTES:
             raise GRPCError(
                 Status.RESOURCE_EXHAUSTED, f"a message of {size} bytes is over the limit of {MAX_MESSAGE_BYTES}"
             )
         try:
             data = await super().recv_data(size)
-        except AssertionError:  # how grpclib reports a stream that ended too soon
+        except AssertionError:  # grpclib raises it for a stream that ended too soon
             raise DecodeError("the stream ended within a message") from None
         if self._at_header and data[:1] > b"\0":
             raise GRPCError(Status.UNIMPLEMENTED, "compressed messages are not supported")
@@ -116,7 +116,7 @@ class BoundedStream(H2Stream):
 
 
 class RpcConnection(Connection):
-    """grpclib's state of a connection, with bounded streams."""
+    """The state that grpclib keeps for a connection, with streams that are bounded."""
 
     def __init__(self, http: H2Connection, transport: ClosingTransport, config: Configuration) -> None:
         super().__init__(http, cast(asyncio.Transport, transport), config=config)
@@ -128,7 +128,11 @@ class RpcConnection(Connection):
 
 
 class PeerProtocol(H2Protocol):
-    """One HTTP/2 connection, of either side, from `connection_made` to `connection_lost`."""
+    """One HTTP/2 connection, on the client or the server, from `connection_made` to `connection_lost`.
+
+    Runs on the event loop. It limits the frames that the peer may send, pings the peer, and closes the connection when
+    the peer violates the protocol, exceeds the limit, or leaves a ping unanswered for `answer_s`.
+    """
 
     connection: RpcConnection
     transport: asyncio.Transport
@@ -151,7 +155,7 @@ class PeerProtocol(H2Protocol):
         self.fell_silent = False
         self._answer_s = answer_s
         self._loop = asyncio.get_running_loop()
-        self._pinged_at: float | None = None  # the ping that is not answered yet
+        self._pinged_at: float | None = None  # when the unanswered ping was sent
         self._checked_at = 0.0
         self._watch: asyncio.TimerHandle | None = None
         self._frames_left = float(FRAMES_AT_ONCE)
@@ -175,7 +179,7 @@ class PeerProtocol(H2Protocol):
         if self._watch is not None:
             self._watch.cancel()
         super().connection_lost(exc)
-        self.connection.write_ready.set()  # a call that waits to write must fail, not wait without end
+        self.connection.write_ready.set()  # wake pending writers so that they see the closed connection
 
     def data_received(self, data: bytes) -> None:
         for start in range(0, len(data), FEED_BYTES):
@@ -201,16 +205,16 @@ class PeerProtocol(H2Protocol):
             self._flush()
             for event in events:
                 if type(event) is DataReceived and not event.flow_controlled_length:
-                    continue  # grpclib takes an empty frame in the middle of a message for the end of the stream
+                    continue  # within a message, grpclib would treat an empty frame as the end of the stream
                 if type(event) is PingAckReceived:
                     self._pinged_at = None
-                with contextlib.suppress(NotImplementedError):  # a frame of an extension
+                with contextlib.suppress(NotImplementedError):  # raised for a frame of an HTTP/2 extension
                     self.processor.process(event)
             self._flush()
         except Exception as error:  # noqa: BLE001 - invalid input of any kind closes only this connection
             peer_log.warn(self.peer, f"RPC connection closed: {str(error) or type(error).__name__}")
             with contextlib.suppress(StreamTerminatedError):
-                self._flush()  # sends the reason, if it was an error of HTTP/2
+                self._flush()  # sends the reason if it was an HTTP/2 error
             self.processor.close("Protocol error")
 
     def _flush(self) -> None:
@@ -226,7 +230,8 @@ class PeerProtocol(H2Protocol):
             self.connection.http.ping(bytes(8))
             self.connection.flush()
         else:
-            self._pinged_at += max(0.0, now - self._checked_at - PING_S)  # for as long as this process stood still
+            # Exclude the time in which this process did not run.
+            self._pinged_at += max(0.0, now - self._checked_at - PING_S)
             if now - self._pinged_at > self._answer_s:
                 self.fell_silent = True
                 self.processor.close("it does not answer")
@@ -251,7 +256,7 @@ def _cost(event: Event) -> int:
 
 
 class ServerProtocol(PeerProtocol):
-    """A connection that a client made, once its certificate is proved where one is needed."""
+    """A connection from a client, after the TLS handshake if there is one."""
 
     def __init__(self, listener: "RpcListener") -> None:
         super().__init__(CallHandler(listener.methods, listener.codec, self), False, listener.answer_s)
@@ -267,7 +272,7 @@ class ServerProtocol(PeerProtocol):
 
 
 class CallHandler(AbstractHandler):
-    """The calls of one connection to a server: a task for each."""
+    """The calls on one connection to a server, each in a task of its own."""
 
     def __init__(self, methods: Mapping[str, Method], codec: CodecBase, protocol: PeerProtocol) -> None:
         self._methods = dict(methods)
@@ -283,7 +288,7 @@ class CallHandler(AbstractHandler):
             self._protocol.spend(REJECTED_FRAMES)
             work = _reject(stream, error)
         else:
-            # The stream is released below: a task that is cancelled before it starts would never release it.
+            # The stream is released below. A task that is cancelled before it starts would not release it.
             work = grpclib.server.request_handler(
                 self._methods, stream, known, self._codec, None, self._dispatch, lambda: None
             )
@@ -308,7 +313,7 @@ class CallHandler(AbstractHandler):
 
 
 class RpcListener:
-    """Accepts connections on one port, over TLS if there is an identity, until `close`."""
+    """Accepts connections on one port until `close`; over TLS if there is an identity."""
 
     def __init__(
         self, methods: Mapping[str, Method], codec: CodecBase, identity: ClusterIdentity | None, answer_s: float
@@ -323,11 +328,11 @@ class RpcListener:
 
     @property
     def num_connections(self) -> int:
-        """Connections that are past the TLS handshake."""
+        """The number of connections that have completed the TLS handshake."""
         return len(self._connections)
 
     async def start(self, host: str, port: int) -> int:
-        """Return the port in use. Raises OSError if it cannot be bound."""
+        """Listen, and return the port in use. Raises OSError if it cannot be bound."""
         tls: dict[str, Any] = (
             {"ssl": self._identity.server_context, "ssl_handshake_timeout": HANDSHAKE_S} if self._identity else {}
         )
@@ -362,7 +367,7 @@ class RpcListener:
 
 
 def _checked(headers: Headers) -> Headers:
-    """Return the headers that a call needs, with a timeout within bounds. Raises GRPCError."""
+    """Return the headers that a call needs, with its timeout limited. Raises GRPCError for invalid headers."""
     known = [(name, value) for name, value in headers if name in HEADERS]
     names = [name for name, _ in known]
     if len(set(names)) < len(names) or not {":method", ":path"} <= set(names):
@@ -371,7 +376,7 @@ def _checked(headers: Headers) -> Headers:
 
 
 def bounded_timeout(text: str) -> str:
-    """Return a grpc-timeout of at most an hour. Raises GRPCError."""
+    """Return the value of a grpc-timeout header, limited to an hour. Raises GRPCError if it is invalid."""
     match = TIMEOUT.fullmatch(text)
     if match is None:
         raise GRPCError(Status.INVALID_ARGUMENT, "grpc-timeout: must be a whole number and one of H, M, S, m, u, n")
@@ -382,7 +387,7 @@ def bounded_timeout(text: str) -> str:
 
 
 async def _reject(stream: H2Stream, error: GRPCError) -> None:
-    with contextlib.suppress(H2ProtocolError, StreamTerminatedError):  # it was reset, or the connection ended
+    with contextlib.suppress(H2ProtocolError, StreamTerminatedError):  # the call was reset, or the connection ended
         trailers = [("grpc-status", str(error.status.value)), ("grpc-message", str(error.message))]
         await stream.send_headers(
             [(":status", "200"), ("content-type", "application/grpc+msgpack"), *trailers], end_stream=True
@@ -395,9 +400,9 @@ async def _reject(stream: H2Stream, error: GRPCError) -> None:
 
 
 class RpcChannel(grpclib.client.Channel):
-    """A channel to one peer, which connects when it is first used and again after a loss.
+    """A channel to one peer. It connects at the first call, and again at the first call after a loss.
 
-    A connection is given up when the peer does not prove its certificate or leaves a ping unanswered for `answer_s`.
+    It closes a connection when the peer's certificate is not accepted, or a ping is unanswered for `answer_s`.
     """
 
     def __init__(
@@ -414,14 +419,14 @@ class RpcChannel(grpclib.client.Channel):
 
     @property
     def fell_silent(self) -> bool:
-        """Whether the last connection ended because the peer did not answer."""
+        """Return whether the last connection ended because the peer did not answer."""
         return self._last is not None and self._last.fell_silent
 
     def _protocol_factory(self) -> H2Protocol:
         return PeerProtocol(grpclib.client.Handler(), True, self._answer_s)
 
     async def _create_connection(self) -> H2Protocol:
-        """Raises OSError, including AuthenticationError and TimeoutError."""
+        """Connect. Raises OSError, which includes AuthenticationError and TimeoutError."""
         try:
             async with asyncio.timeout(CONNECT_S):
                 protocol = cast(PeerProtocol, await super()._create_connection())
@@ -430,7 +435,7 @@ class RpcChannel(grpclib.client.Channel):
             problem = "its certificate is of another cluster" if other else f"no TLS ({error.reason}): it has no secret"
             peer_log.warn(self._name, f"not connected: {problem}")
             raise AuthenticationError(f"{problem}; give all processes the same --cluster-secret-file") from error
-        if protocol.connection.is_closing():  # grpclib would not notice
+        if protocol.connection.is_closing():  # grpclib does not check it
             raise ConnectionResetError("the peer hung up at once")
         peer_log.reset(self._name)
         self._last = protocol

@@ -1,7 +1,7 @@
-"""The messages of the control plane, each a flat slotted dataclass sent as a msgpack array in field order.
+"""The messages of the control plane. Each is a slotted dataclass, sent as a msgpack array in field order.
 
-Fields are only ever appended, with a default, so that neighbouring versions understand each other. Rows of token
-ids travel as bytes (`pack_ids`): a list of integers costs a hundred times as much to check and to copy.
+New fields are appended, with a default, and no field is removed, so that one version understands the next. Sequences
+of token ids are sent as bytes (`pack_ids`), since a list of integers takes a hundred times as long to check and copy.
 """
 
 from array import array
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
-    """Non-negative ids below 2**31 as little-endian int32 (every machine this runs on is little-endian)."""
+    """Pack non-negative ids below 2**31 as little-endian int32, the byte order of all supported machines."""
     return array("i", ids).tobytes()
 
 
 def unpack_ids(data: bytes) -> list[int]:
-    """Inverse of `pack_ids`. Raises ValueError when the bytes are not whole int32s or hold a negative id."""
+    """Inverse of `pack_ids`. Raises ValueError if the bytes are not whole int32s, or an id is negative."""
     ids = array("i")
     ids.frombytes(data)
     row = ids.tolist()
@@ -26,24 +26,24 @@ def unpack_ids(data: bytes) -> list[int]:
 
 @dataclass(slots=True)
 class SamplingParams:
-    """How the next token is drawn; names and meanings are vLLM's. temperature 0 is greedy."""
+    """How the next token is sampled. Names and meanings are those of vLLM; temperature 0 is greedy."""
 
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0: all
+    top_k: int = 0  # 0: all tokens
     min_p: float = 0.0
     seed: int = 0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
-    logprobs: int | None = None  # how many alternatives beside the drawn token; None: no logprobs
+    logprobs: int | None = None  # number of alternatives in addition to the sampled token; None: no logprobs
     prompt_logprobs: int | None = None
 
 
 @dataclass(slots=True)
 class SubmitRequest:
-    """Router to node: compute this request. `decode_node` names the peer that generates, or "" for this node."""
+    """Router to node: compute this request. `decode_node` is the address of the node that generates; "": this node."""
 
     id: str
     router: str
@@ -56,13 +56,13 @@ class SubmitRequest:
     salt: bytes = b""
     priority: int = 0
     decode_node: str = ""
-    share_prefix: bool = True  # False: neither reads nor feeds other requests' prefix cache
+    share_prefix: bool = True  # False: shares no prefix cache with other requests
     traceparent: str = ""  # W3C trace context of the client's request, for logs
 
 
 @dataclass(slots=True)
 class RouterCommand:
-    """Router to node on the standing stream. The first message names the router and carries nothing else."""
+    """Router to node, on the standing stream. The first message contains only the name of the router."""
 
     router: str
     submits: list[SubmitRequest] = field(default_factory=list)
@@ -71,7 +71,7 @@ class RouterCommand:
 
 @dataclass(slots=True)
 class Logprobs:
-    """Of one position: the token there, its logprob and rank, and the most likely alternatives, best first."""
+    """The logprobs of one position: the token, its logprob and rank, and the likeliest alternatives, best first."""
 
     token: int
     logprob: float
@@ -82,14 +82,14 @@ class Logprobs:
 
 @dataclass(slots=True)
 class TokenDelta:
-    """What one step did for one request. `position` counts generated tokens before `tokens`."""
+    """The result of one step for one request. `position` is the number of tokens generated before `tokens`."""
 
     id: str
     position: int = 0
     tokens: bytes = b""
     finish: str = ""  # "stop" | "length": the request is over
-    error: str = ""  # not empty: this node gave the request up; the reason
-    handed_off: bool = False  # the KV arrived whole; from now on this node alone generates
+    error: str = ""  # why this node gave the request up; empty if it did not
+    handed_off: bool = False  # the KV has arrived complete; from now on only this node generates
     cached_tokens: int = 0
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
@@ -98,7 +98,7 @@ class TokenDelta:
 
 @dataclass(slots=True)
 class NodeStats:
-    """A node's state, sent twice a second. Blocks: free + cached + owned + reserved + quarantined = total."""
+    """The state of a node, sent at each heartbeat. Blocks: free + cached + owned + reserved + quarantined = total."""
 
     state: str = "ready"  # "ready" | "draining" | "stuck" | "breached": its block ledger is broken
     running: int = 0
@@ -116,33 +116,33 @@ class NodeStats:
     cache_queries: int = 0  # tokens looked up in the prefix cache
     cache_hits: int = 0  # tokens found there
     preemptions: int = 0
-    handoffs: int = 0  # prefill node: committed at a peer
+    handoffs: int = 0  # prefill node: committed at a decode node
     handoffs_failed: int = 0
     blocks_moved: int = 0
     bytes_moved: int = 0
     channels: dict[str, str] = field(default_factory=dict)  # peer id -> channel in use
     channel_fallbacks: int = 0
-    cost: list[float] = field(default_factory=list)  # scheduler.cost.CostModel.packed, once one is fitted
-    transfer: list[float] = field(default_factory=list)  # prefill node: seconds a push, and seconds a byte of it
-    records_dropped: int = 0  # step records and request events that no router could be told
-    sent_ns: int = 0  # the node's Unix time when this was sent, for the offset of its clock
-    overruns: int = 0  # emulated passes that ended late, as the machine is too slow for what it emulates
-    rows_corrupt: int = 0  # decode node: rows of KV that came otherwise than they were sent
+    cost: list[float] = field(default_factory=list)  # scheduler.cost.CostModel.packed; empty until one is fitted
+    transfer: list[float] = field(default_factory=list)  # prefill node: seconds per push, and seconds per byte
+    records_dropped: int = 0  # step records and request events that were not sent to a router
+    sent_ns: int = 0  # the node's Unix time when this was sent, to compute the offset of its clock
+    overruns: int = 0  # emulated passes that ended late because this machine is too slow
+    rows_corrupt: int = 0  # decode node: rows of KV whose checksum differed on arrival
     ledger_error: str = ""  # what is wrong with the block ledger, if anything
-    incarnation_id: str = ""  # of who says this: at an address that is used again, another one answers
+    incarnation_id: str = ""  # of the sender; another process may reuse its address
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """What one step was and what it took. Times are the node's Unix time; tokens, pairs: see scheduler.cost.Work."""
+    """The contents and durations of one step. Times are Unix time of the node. For pairs, see `cost.StepWork`."""
 
     number: int
     start_ns: int  # when its forward pass began
     duration_us: int  # of the forward pass
-    host_us: int = 0  # deciding it and telling the step before: time of the engine's loop outside the device
-    predicted_us: int = 0  # by the step-time model, before it ran, for pass and host together; 0: there was none
-    budget: int = 0  # tokens that it was allowed
-    reason: str = ""  # why so many: see scheduler.budget
+    host_us: int = 0  # planning it and publishing the previous one: time of the engine's loop outside the device
+    predicted_us: int = 0  # duration_us + host_us as the cost model predicted them; 0: no model
+    budget: int = 0  # maximum tokens of this step
+    reason: str = ""  # what limited the budget: see scheduler.budget
     num_prefills: int = 0
     prefill_tokens: int = 0
     prefill_pairs: int = 0
@@ -155,23 +155,23 @@ class StepRecord:
     blocks_cached: int = 0
     blocks_owned: int = 0
     blocks_reserved: int = 0
-    members: bytes = b""  # `pack_ids` of (serial, start, count) a slice, chunks first; serial: see RequestEvent
+    members: bytes = b""  # (serial, start, count) of each slice, prompts first; packed; serial: see RequestEvent
 
 
 @dataclass(slots=True)
 class RequestEvent:
-    """Something that happened to one request on one node, at its Unix time `at_ns`, after `duration_us` of it.
+    """An event of one request on one node. It ended at `at_ns`, the node's Unix time, and lasted `duration_us`.
 
-    kind, and what else is set:
-    "queued"     the node took it: serial (its number in step records of this node), count = tokens of its row
-    "reserving"  room was asked for at `peer`; duration_us = until it was granted
+    The kinds, and the other fields that each sets:
+    "queued"     the node accepted the request: serial (its number in step records of this node), count = its tokens
+    "reserving"  `peer` reserved blocks: duration_us = time until the reply
     "transfer"   blocks were pushed to `peer`: count = blocks, bytes, channel, duration_us
-    "committed"  the peer has all of them and said so
-    "landed"     on the decode node: it may run from now on
-    "admitted"   its first step here began: count = tokens found in the prefix cache
-    "first"      its first token was sampled here
-    "preempted"  its blocks were taken; it computes again
-    "ended"      it is over here; reason: "stop", "length", "handed_off", "aborted", or what went wrong
+    "committed"  `peer` acknowledged that it has all blocks: duration_us
+    "landed"     the decode node has all blocks, and the request may run there
+    "admitted"   the first step of the request on this node began: count = tokens found in the prefix cache
+    "first"      its first token on this node was sampled
+    "preempted"  its blocks were taken away; its tokens are computed again
+    "ended"      it ended on this node: reason = "stop", "length", "handed_off", "aborted", or an error
     """
 
     id: str
@@ -188,8 +188,8 @@ class RequestEvent:
 
 @dataclass(slots=True)
 class NodeUpdate:
-    """Node to router on the standing stream: one a step with tokens, one a heartbeat with the load, and what
-    happened since the last, ten times a second."""
+    """Node to router, on the standing stream: deltas after each step, statistics at each heartbeat, and new records of
+    steps and events ten times a second."""
 
     deltas: list[TokenDelta] = field(default_factory=list)
     stats: NodeStats | None = None
@@ -199,7 +199,7 @@ class NodeUpdate:
 
 @dataclass(slots=True)
 class NodeInfo:
-    """What a node says of itself when it joins. `boot` is new at every start and fences off its past life."""
+    """The description of a node in the registry. `incarnation_id` is new at every start of its process."""
 
     id: str
     incarnation_id: str
@@ -214,8 +214,8 @@ class NodeInfo:
     max_num_seqs: int
     version: str = ""
     state: str = "ready"
-    attributes: dict[str, str] = field(default_factory=dict)  # what else must be equal for two nodes to be compared
-    shared_pool_owner: str = ""  # boot of the decode node in whose pool it computes: it can hand prompts to no other
+    attributes: dict[str, str] = field(default_factory=dict)  # other settings; comparisons and placement use them
+    shared_pool_owner: str = ""  # incarnation id of the decode node in whose pool it computes, if any
 
 
 @dataclass(slots=True)
@@ -225,30 +225,31 @@ class JoinReply:
 
 @dataclass(slots=True)
 class ReserveRequest:
-    """Prefill node to decode node: room for this request's KV, please. Answered when there is room."""
+    """Prefill node to decode node: reserve blocks for the KV of this request. The reply comes when there are blocks."""
 
     request: SubmitRequest
-    writer: str  # boot id of the prefill node
+    writer: str  # incarnation id of the prefill node
     fingerprint: str
 
 
 @dataclass(slots=True)
 class ReserveReply:
-    """`targets` are the blocks to fill, for the prompt's logical blocks from `num_held` on; the rest is there."""
+    """The reserved blocks. The decode node already has the first `num_held` logical blocks of the prompt; `targets` are
+    the blocks to fill with the others."""
 
     reservation_id: bytes = b""
     num_held: int = 0
     targets: bytes = b""
     descriptors: dict[str, bytes] = field(default_factory=dict)  # channel name -> how to write into this pool
     error: str = ""
-    held: bytes = b""  # the blocks that are there, for who computes in this pool
+    held: bytes = b""  # the blocks of the first `num_held`, for a prefill node that computes in this pool
 
 
 @dataclass(slots=True)
 class PushedNotice:
-    """The next target blocks of the ticket are written: one xxh3-64 each, 8 bytes, in their order.
+    """The next target blocks of the reservation are written. `checksums`: the 8-byte xxh3-64 of each, in order.
 
-    Told while the next chunk is computed, so that at the commit only the last rows are left to check.
+    It is sent while the next chunk is computed, so that only the last rows remain to be checked at the commit.
     """
 
     reservation_id: bytes
@@ -257,7 +258,7 @@ class PushedNotice:
 
 @dataclass(slots=True)
 class CommitRequest:
-    """All rows of the ticket are written; `checksums` are those that no `PushedNotice` has told yet."""
+    """All rows of the reservation are written. `checksums` are those that no `PushedNotice` contained."""
 
     reservation_id: bytes
     first_token: int
@@ -266,7 +267,7 @@ class CommitRequest:
 
 @dataclass(slots=True)
 class RenewRequest:
-    """The writer lives and still wants these tickets (16 bytes each, concatenated): their leases start anew."""
+    """Prefill node to decode node: renew the leases of these reservations (ids of 16 bytes each, concatenated)."""
 
     writer: str
     reservation_ids: bytes
@@ -276,8 +277,8 @@ class RenewRequest:
 class RenewReply:
     """What the decode node still holds for the writer.
 
-    `has_reservations`: it has reservations of this writer, renewed or not. `quarantined`: ids (16 bytes each,
-    concatenated) of those that it gave up, and whose blocks it keeps until the writer stops.
+    `has_reservations`: it has reservations of this writer, renewed or not. `quarantined`: the ids (16 bytes each,
+    concatenated) of reservations that it gave up; it does not reuse their blocks before the writer stops.
     """
 
     error: str = ""
@@ -287,7 +288,7 @@ class RenewReply:
 
 @dataclass(slots=True)
 class StopRequest:
-    """The writer gives the ticket up and will write no more. Where no answer told it a ticket: `request`."""
+    """The writer gives the reservation up and writes no more. If it never received the id, `request` is set instead."""
 
     reservation_id: bytes
     reason: str = ""
@@ -296,9 +297,9 @@ class StopRequest:
 
 @dataclass(slots=True)
 class SetRoleRequest:
-    """Router to node: be a "prefill" or a "decode" node from now on. Answered once the node has rejoined as one.
+    """Router to node: become a "prefill" or a "decode" node. The reply comes when the node has rejoined in that role.
 
-    Requests on it that still run after `drain_s` go on elsewhere.
+    Requests that still run after `drain_s` are retried on other nodes.
     """
 
     role: str
@@ -308,4 +309,4 @@ class SetRoleRequest:
 @dataclass(slots=True)
 class Ack:
     error: str = ""
-    again: bool = False  # with `error`: what was said last may be done again, once
+    again: bool = False  # with `error`: the sender may repeat the last push, once

@@ -1,4 +1,4 @@
-"""Every RPC of Baton, one line each: server mapping and client call both derive from that line."""
+"""The RPCs of Baton. One line defines each; the handler of the server and the call of the client derive from it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -34,7 +34,7 @@ from shared.rpc.messages import (
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 CODEC = MessageCodec()
-MESSAGE_S = 30.0  # for the one message of a unary call to arrive
+MESSAGE_S = 30.0  # to receive the message of a unary call
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Rpc(Generic[Request, Reply]):
     path: str
     request: type[Request]
     reply: type[Reply]
-    streams: bool = False  # both ways, for the life of the connection
+    streams: bool = False  # in both directions, as long as the connection lasts
 
     def serve(self, handle: "Handle[Request, Reply]") -> Handler:
         async def handler(stream: Any) -> None:
@@ -64,28 +64,26 @@ class Rpc(Generic[Request, Reply]):
 
     @asynccontextmanager
     async def open(self, channel: grpclib.client.Channel) -> AsyncIterator["ClientStream[Request, Reply]"]:
-        """Open a standing stream. Leaving the block resets it."""
+        """Open a stream. It is reset when the block ends."""
         method = grpclib.client.StreamStreamMethod(channel, self.path, self.request, self.reply)
         async with method.open() as stream:
             try:
                 yield stream
             finally:
-                with suppress(ProtocolError, StreamTerminatedError):  # not sent yet, or over
+                with suppress(ProtocolError, StreamTerminatedError):  # not sent yet, or ended already
                     await stream.cancel()
 
 
 Handle = Callable[["ServerStream[Request, Reply]"], Awaitable[None]]
 ServerStream = grpclib.server.Stream
 ClientStream = grpclib.client.Stream
-STREAM_ENDED = (
-    StreamTerminatedError,
-    StreamClosedError,
-)  # for a sender; the reader sees the end too
+# Raised for a sender whose stream has ended. A reader sees the end of the stream instead.
+STREAM_ENDED = (StreamTerminatedError, StreamClosedError)
 PEER_FAILURES = (GRPCError, *STREAM_ENDED, OSError, asyncio.TimeoutError, DecodeError)
 
 
 class PeerError(Exception):
-    """The peer refused, is gone, or did not answer in time. Another peer may be able to."""
+    """The peer rejected the call, is gone, or did not answer in time. Another peer may succeed."""
 
 
 JOIN = Rpc("/baton.Registry/Join", NodeInfo, JoinReply, streams=True)
@@ -115,7 +113,7 @@ def unary(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[
 
 
 class RpcServer(RpcListener):
-    """Serves RPCs on one port until `close`. Clients must prove `identity`: by default that of this process, if any."""
+    """Serves RPCs on one port until `close`, to members of the cluster. `identity` defaults to that of this process."""
 
     def __init__(
         self,
@@ -128,9 +126,9 @@ class RpcServer(RpcListener):
 
 
 def connect(address: str, identity: tls.ClusterIdentity | None = None, answer_s: float = ANSWER_S) -> RpcChannel:
-    """Return a channel to `host:port`, for `identity`: by default that of this process, if any. The caller closes it.
+    """Return a channel to `host:port`, which the caller closes. `identity` defaults to that of this process, if any.
 
-    It connects at the first call, and gives a connection up when a ping is not answered for `answer_s`.
+    The channel connects at the first call, and closes a connection when a ping is unanswered for `answer_s`.
     """
     host, port = host_and_port(address)
     return RpcChannel(host, port, identity or tls.own(), CODEC, answer_s)

@@ -1,8 +1,8 @@
 """Mutual TLS between the processes of a cluster, and the signature on their entries in Redis.
 
 One PEM file (or a directory in cert-manager's layout) is the identity of every process and its only trust root: a peer
-is a member of the cluster if its certificate is signed by that root. Host names are not checked. Nodes are dialled at
-addresses that change with each start, and no member is trusted with more than another.
+is a member of the cluster if that root signed its certificate. Host names are not checked, since the addresses of nodes
+change with each start, and all members have the same rights.
 """
 
 import base64
@@ -26,11 +26,11 @@ REGISTRY_PURPOSE = b"baton registry 1"
 
 
 class AuthenticationError(ConnectionError):
-    """The peer is not a member of this cluster, or does not accept that this process is one."""
+    """The peer is not a member of this cluster, or rejects the certificate of this process."""
 
 
 class ServerHandshake(ssl.SSLObject):
-    """The server's side of a connection. It logs clients that are refused, which asyncio does not report."""
+    """The server's side of a TLS handshake. It logs rejected clients, which asyncio does not report."""
 
     def do_handshake(self) -> None:
         try:
@@ -47,8 +47,8 @@ class ServerHandshake(ssl.SSLObject):
 class ClusterIdentity:
     """The certificate and key of this process, and the roots that it trusts.
 
-    A file may hold several certificates and keys: the first pair is presented and signs, all are accepted. So a secret
-    can be replaced without a moment at which two processes refuse each other.
+    A file may contain several certificates and keys. This process presents the first certificate and signs with the
+    first key, and accepts all of them. So a secret can be replaced while all processes keep accepting each other.
     """
 
     server_context: ssl.SSLContext
@@ -88,7 +88,7 @@ def read_identity(path: str) -> ClusterIdentity:
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.check_hostname = False
             context.verify_mode = ssl.CERT_REQUIRED
-            context.load_cert_chain(certificate, key, password="")  # without a password, OpenSSL would ask the terminal
+            context.load_cert_chain(certificate, key, password="")  # by default, OpenSSL would prompt for a password
             context.load_verify_locations(roots)
             contexts.append(context)
         keys = [base64.b64decode(body) for _, body in found]
@@ -103,14 +103,14 @@ def read_identity(path: str) -> ClusterIdentity:
 
 
 def _read_private(path: Path, flag: str) -> bytes:
-    """Read a file that only its owner may read. Raises ConfigError."""
+    """Read a file. Raises ConfigError unless only its owner can read it."""
     try:
         with path.open("rb") as file:
             status, read_only = os.fstat(file.fileno()), os.fstatvfs(file.fileno()).f_flag & os.ST_RDONLY
             data = file.read(MAX_FILE_BYTES)
     except OSError as error:
         raise ConfigError(f"{flag}: cannot be read: {error.strerror}; `baton secret FILE` writes a new one") from None
-    # A container platform mounts secrets read-only, owned by root and readable; it controls who sees the mount.
+    # Container platforms mount secrets read-only, owned by root and readable, and control which containers see them.
     is_mounted = status.st_uid == 0 and read_only and not status.st_mode & 0o022
     if status.st_mode & 0o077 and not is_mounted:
         raise ConfigError(
@@ -121,7 +121,7 @@ def _read_private(path: Path, flag: str) -> bytes:
 
 # ---- the identity of this process ------------------------------------------------------------------------------------
 
-_own: list[ClusterIdentity] = []  # at most one; every connection asks for it, so that none is left unprotected
+_own: list[ClusterIdentity] = []  # at most one; every connection uses it, so that none is left unprotected
 
 
 def configure(path: str, listens: Mapping[str, str]) -> None:

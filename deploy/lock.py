@@ -1,6 +1,7 @@
-"""Prints what `make lock` pins: what Baton needs and is built with, and what torch needs, but not torch itself.
+"""Print the requirements that `make lock` pins: those of Baton, of its build and of torch, but not torch itself.
 
-torch's CPU and CUDA builds share a version and not their hashes, and the CUDA libraries belong to one of them.
+torch and its CUDA libraries are left out, because torch's CPU and CUDA builds have one version but different hashes,
+and only the CUDA build needs those libraries.
 """
 
 import re

@@ -1,15 +1,15 @@
-# One image for every role; the command says which. A CPU torch is taken where pip finds one (PIP_FIND_LINKS): its
-# builds have different hashes, so it alone is not in requirements.lock, which has those of all other libraries.
+# One image for all roles; the command selects the role. requirements.lock pins every library by hash except torch, whose
+# CPU and CUDA builds have different hashes. pip installs a CPU build of torch if it finds one (PIP_FIND_LINKS).
 FROM python:3.11-slim
 ARG TORCH=torch==2.13.0
-# Of Debian: what compiles while it runs needs a compiler (docker-compose.gpu.yml).
+# Debian packages to install, for example a compiler for code that is compiled at run time (docker-compose.gpu.yml).
 ARG PACKAGES=
 RUN test -z "$PACKAGES" || (apt-get update && apt-get install -y --no-install-recommends $PACKAGES \
  && rm -rf /var/lib/apt/lists/*)
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /baton
-# Dependencies in layers of their own: an empty package is installed first, the sources come after. What torch needs
-# beside its CUDA libraries is in the lock too, and so is there before torch asks for it.
+# Dependencies have layers of their own: an empty package is installed first, the sources are copied later. The lock file
+# includes the dependencies of torch other than its CUDA libraries, so they are present before torch is installed.
 COPY requirements.lock ./
 RUN pip install --no-cache-dir --no-deps --require-hashes -r requirements.lock
 RUN pip install --no-cache-dir "$TORCH"
@@ -25,8 +25,8 @@ COPY node node
 COPY engine engine
 COPY compare compare
 COPY cluster cluster
-# At home is where a node may write, a volume in docker-compose.yml: kernels that are compiled for the CPU stay there, in
-# .cache/baton. Compiled here they would be for the CPU that builds the image.
+# Nodes write to the home directory, where docker-compose.yml mounts a volume. CPU kernels are compiled at the first start
+# and kept there in .cache/baton; kernels compiled here would fit the CPU of the machine that builds the image.
 RUN useradd --uid 1000 --no-create-home --home-dir /run/baton baton \
  && mkdir -m 0700 /run/baton /run/secret && chown baton:baton /run/baton /run/secret
 USER baton

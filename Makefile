@@ -1,7 +1,7 @@
 # `make serve` runs the demo cluster, `make test` runs every check in its short form. Both set up .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
-# A CPU wheel of torch if pip finds one (`pip config`, PIP_FIND_LINKS), otherwise the wheel of the registry.
+# pip installs a CPU wheel of torch if it finds one (`pip config`, PIP_FIND_LINKS), otherwise the registry's wheel.
 TORCH ?= $(shell $(PYTHON) -c 'import platform; print("torch==2.13.0" if platform.system() == "Linux" else "torch")')
 
 .PHONY: serve test check lint types imports unit clocked unclocked \
@@ -37,50 +37,50 @@ unclocked:
 	nice -n 19 $(BIN)/python -m pytest -q -o timeout=400 $(UNCLOCKED) $(PYTEST) > .venv/unclocked.log 2>&1; \
 	  status=$$?; cat .venv/unclocked.log; exit $$status
 
-# The exhaustive forms of what `make test` checks briefly; takes hours. `make -k nightly` continues after a failure.
-# The fault matrix and the cancels also rewrite their files in benchmarks/results.
+# The exhaustive forms of the checks in `make test`; takes hours. `make -k nightly` continues after a failure.
+# `chaos` and `cancels` also rewrite their files in benchmarks/results.
 nightly: chaos cancels simulate mutations fuzz schemathesis
 
-# The fault matrix with real processes; see `python -m tests.chaos --help`.
+# Run the fault matrix with real processes; see `python -m tests.chaos --help`.
 chaos: .venv/tested
 	$(BIN)/python -m tests.chaos $(ARGS)
 
-# Clients that disconnect at random moments during random faults.
+# Clients disconnect at random moments during random faults.
 CANCELS ?= 10000
 cancels: .venv/tested
 	$(BIN)/python -m tests.chaos cancels --count $(CANCELS)
 
-# Half load with one fault a minute: reports memory, descriptors and threads that grow.
+# Run at half load with one fault per minute; report growth of memory, descriptors and threads.
 MINUTES ?= 30
 soak: .venv/tested
 	$(BIN)/python -m tests.chaos soak --minutes $(MINUTES)
 
-# Whole clusters on a virtual clock, with faults drawn by seed.
+# Simulate whole clusters on a virtual clock, with faults drawn by seed.
 SEEDS ?= 10000
 simulate: .venv/tested
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) $(ARGS)
 
-# Each mutation breaks the system in one place; at least one seed must notice.
+# Each mutation breaks the system in one place; at least one seed must detect it.
 MUTATION_SEEDS ?= 60
 mutations: .venv/tested
 	$(BIN)/python -m tests.simulation --seeds $(MUTATION_SEEDS) --mutate all
 
-# Fuzz every parser of untrusted bytes; guided by coverage if atheris is installed (`pip install atheris`, Linux).
+# Fuzz every parser of untrusted bytes, guided by coverage if atheris is installed (`pip install atheris`, Linux).
 RUNS ?= 1000000
 fuzz: .venv/tested
 	$(BIN)/python -m tests.fuzz.run --runs $(RUNS) --jobs $$(nproc) $(ARGS)
 
-# A live cluster against its own OpenAPI document and, if available, OpenAI's.
+# Test a live cluster against its own OpenAPI document and, if available, OpenAI's.
 CASES ?= 50000
 schemathesis: .venv/tested
 	$(BIN)/python -m tests.bad_input.conformance --cases $(CASES)
 
-# The libraries that the image installs, with their hashes, resolved again from pyproject.toml.
+# Resolve the libraries that the image installs from pyproject.toml again, with their hashes.
 lock: .venv/installed .venv/tools
 	$(BIN)/python deploy/lock.py | .venv/tools/bin/uv pip compile - --quiet --universal --python-version 3.11.3 \
 	  --generate-hashes --no-annotate --custom-compile-command "make lock" --output-file requirements.lock
 
-# The installed packages in CycloneDX format.
+# List the installed packages in CycloneDX format.
 sbom: .venv/installed .venv/tools
 	.venv/tools/bin/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --output-file sbom.json
 

@@ -1,7 +1,6 @@
 """Print the requirements that `make lock` pins: those of Baton, of its build and of torch, but not torch itself.
 
-torch and its CUDA libraries are left out, because torch's CPU and CUDA builds have one version but different hashes,
-and only the CUDA build needs those libraries.
+The CPU and CUDA builds of torch have the same version but different hashes, and only the latter needs CUDA libraries.
 """
 
 import re

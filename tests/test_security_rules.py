@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("router", "prefill_node", "decode_node", "node", "shared", "scheduler", "engine", "compare", "cluster")
 TREES = (*PRODUCT, "benchmarks", "demo", "tests")
 
-# R1: what runs, or can be made to run, the bytes that it reads.
+# Modules, calls and options that can execute the data that they read.
 MODULES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle", "code"}
 MODULES |= {"multiprocessing", "xmlrpc", "torch.multiprocessing", "torch.package"}
 BUILTINS = {"eval", "exec", "compile", "__import__"}
@@ -43,7 +43,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def forbidden(tree: ast.AST) -> Iterator[str]:
-    """What of R1 and R17 a file does, in words."""
+    """Yield a description of each rule that a file breaks: code that executes data, or allows remote code."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = {alias.name for alias in node.names}
@@ -109,13 +109,13 @@ def test_the_rule_sees_each_way(source: str, what: str) -> None:
 
 
 def test_no_path_of_the_product_knows_of_remote_code() -> None:
-    """R17: not even the name, but where it is refused."""
+    """The names occur only where remote code is refused."""
     naming = {str(file.relative_to(ROOT)) for file in python_files(*PRODUCT)
               if re.search("trust_remote|auto_map|remote_code", file.read_text())}  # fmt: skip
     assert naming == {"engine/models/config.py"}
 
 
-# ---- R19: what clients are told ------------------------------------------------------------------------------------
+# ---- what clients receive --------------------------------------------------------------------------------------------
 
 TELLING = {"Rejected", "Unavailable", "JSONResponse", "PlainTextResponse", "Response", "error_response"}
 
@@ -150,9 +150,9 @@ def test_the_rule_of_exceptions_sees_one() -> None:
     assert list(told_exceptions(ast.parse(fine))) == []
 
 
-# ---- R24, R25: libraries and containers -----------------------------------------------------------------------------
+# ---- libraries and containers ----------------------------------------------------------------------------------------
 
-# The oldest release without a known hole that would reach us; see docs/security.md.
+# The oldest release without a known vulnerability that affects Baton; see docs/security.md.
 FLOORS = {
     "h2": (4, 3),  # CVE-2025-57804: request splitting
     "hpack": (4, 0),  # CVE-2016-6581: decompression bombs

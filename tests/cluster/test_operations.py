@@ -62,7 +62,7 @@ def listened(process: "subprocess.Popen[bytes]") -> tuple[set[tuple[str, int]], 
 
 
 def test_every_process_listens_where_it_says_and_nowhere_else(running: Cluster) -> None:
-    """R4: a library that opens a port by itself would show here."""
+    """Detects a library that opens a port by itself."""
     for name, url in running.urls.items():
         port = int(url.rpartition(":")[2])
         assert listened(running.processes[name]) == ({("127.0.0.1", port)}, set()), name
@@ -77,7 +77,7 @@ def test_every_process_listens_where_it_says_and_nowhere_else(running: Cluster) 
 
 
 def test_what_lies_in_the_kv_directory_is_for_its_user_and_its_names_cannot_be_guessed(running: Cluster) -> None:
-    """R20: memory has no name at all, and travels as a descriptor over the socket."""
+    """Shared memory has no name; its descriptor is passed over the socket."""
     directory = directory_of(running)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     sockets = [path for path in directory.iterdir() if path.is_socket()]
@@ -93,7 +93,7 @@ def test_what_lies_in_the_kv_directory_is_for_its_user_and_its_names_cannot_be_g
 
 
 def test_no_process_connects_to_anybody_but_its_peers(running: Cluster) -> None:
-    """R18: over the whole run so far, requests included, by what the processes themselves have noted."""
+    """Covers the whole run so far, including requests, by the processes' own lists of connections."""
     prompt = [5] * 700
     assert running.complete(prompt, 4) == expected(prompt, 4)
     peers = {redis_port(running)}
@@ -130,7 +130,7 @@ def test_the_guard_sees_a_connection_that_should_not_be(tmp_path: Path) -> None:
 
 
 def test_every_process_is_restarted_under_load_and_no_request_fails(running: Cluster) -> None:
-    """F15, F52: one after the other, each drained and back before the next; then both routers."""
+    """One process at a time: each is drained and back before the next; the routers come last."""
     before = {name: node["address"] for name, node in running.nodes().items()}
     with Load(running, max_tokens=60, retries=True) as load:
         for name in ("prefill-0", "decode-0", "decode-1", "router", "router-1"):
@@ -144,7 +144,7 @@ def test_every_process_is_restarted_under_load_and_no_request_fails(running: Clu
 
 
 def test_after_a_power_cut_everything_starts_as_if_nothing_had_been(running: Cluster) -> None:
-    """F54: what killed processes leave (sockets, a card, half a file) is in nobody's way, and goes."""
+    """Files of killed processes (sockets, a descriptor file, a partial file) do no harm and are removed."""
     directory = directory_of(running)
     for process in running.processes.values():
         process.kill()

@@ -140,7 +140,7 @@ async def test_whatever_redis_answers_the_list_stays_and_all_are_back_when_it_sp
 
 
 async def test_a_late_answer_is_never_taken_for_that_to_the_next_question(tmp_path: Path) -> None:
-    """Each answer comes when its question was given up: the next one must be asked on another connection (R23)."""
+    """Each reply arrives after its query timed out, so the next query must use another connection."""
     with redis_server(tmp_path) as (url, start):
         start()
         port = int(url.rpartition(":")[2])
@@ -163,7 +163,7 @@ async def test_a_late_answer_is_never_taken_for_that_to_the_next_question(tmp_pa
 
 
 async def test_names_are_looked_up_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resolver that does not answer holds nobody up but who asks (F40)."""
+    """A resolver that does not answer blocks only the lookup."""
     threads: list[bool] = []
 
     def slow(*_: object, **__: object) -> object:
@@ -253,7 +253,7 @@ class Server:
 
 
 def test_no_request_fails_whatever_happens_to_redis(tmp_path: Path) -> None:
-    """F36-F39: each fault until it is felt, under load at two routers; after it, both have all nodes again."""
+    """Each fault lasts until it is detected, with load on two routers; after it, both have all nodes again."""
     with redis_here(tmp_path) as (port, server), relay_to(port) as ours, relay_to(port) as theirs:
         threading.Timer(1.0, server.start).start()  # processes start before it, and wait
         with cluster(registry=ours.url, own={"router-1": {"registry": theirs.url}}, routers=2) as running:
@@ -304,7 +304,7 @@ def test_no_request_fails_whatever_happens_to_redis(tmp_path: Path) -> None:
 
 
 def an_entry_at_the_address_of_another_node_is_not_used(running: Cluster, port: int) -> None:
-    """F38: left behind by a node that is dead, or written by somebody."""
+    """The entry was left behind by a dead node, or written by another process."""
     client = redis.Redis(port=port)
     address = running.nodes()["decode-0"]["address"]
     entry = decode(bytes(client.get("baton:default:node:decode-0")), NodeInfo)
@@ -319,7 +319,7 @@ def an_entry_at_the_address_of_another_node_is_not_used(running: Cluster, port: 
 
 
 def a_router_that_sees_no_node_says_so_and_the_other_serves(running: Cluster, theirs: Relay) -> None:
-    """F39: one of two routers is cut off from Redis."""
+    """One of two routers is cut off from Redis."""
     theirs.reply = b""
     prompt = [7] * 30
     wait_for(lambda: running.status("router-1")["registry"]["state"] == "down", "the cut is felt")

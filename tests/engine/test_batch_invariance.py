@@ -175,7 +175,7 @@ def test_a_slice_beyond_its_tokens_or_blocks_is_refused() -> None:
     request = Blocks(16, 4).request(range(6), max_tokens=2)
     for blocks, end in ((request.blocks, 7), (request.blocks[:1], 6)):
         request.blocks = blocks
-        with pytest.raises(ValueError, match="no tokens or no blocks"):
+        with pytest.raises(ValueError, match="beyond the request's tokens or blocks"):
             build([Slice(request, 0, end, True, 0)], 4, CPU)
 
 

@@ -13,8 +13,8 @@ from node.recorder import SchedulerSnapshot, StepRecorder
 from node.router_sessions import MAX_RECORDS, MAX_STEPS, RouterStream
 from router.history.step_ring import members_of
 from scheduler.blocks import Ledger
-from scheduler.cost import StepWork, work_of
-from scheduler.request import Request, Slice, Step
+from scheduler.cost import StepWork
+from scheduler.request import Request, Slice, Step, work_of
 from scheduler.role import DECODE
 from scheduler.scheduler import Scheduler, StepLimits
 from shared.lifecycle import wait_until

@@ -335,7 +335,7 @@ async def test_a_node_that_comes_back_is_given_little_at_first(monkeypatch: pyte
 
 
 def test_a_decode_node_that_dies_or_freezes_is_noticed_in_time_and_its_prompt_is_not_computed_again() -> None:
-    """F6, F7, F9. The gaps that clients see are told, and held only to what a machine at its limit keeps to."""
+    """Print the longest gaps that clients see; the limits on them are those that a fully loaded machine can meet."""
     own: dict[str, dict[str, object]] = {
         "decode-0": {"failpoint": "decode.token:20=kill", "allow_failpoints": True},
         "decode-1": {"failpoint": "decode.token:20=stop", "allow_failpoints": True},

@@ -513,7 +513,7 @@ async def test_a_client_that_reads_nothing_for_long_is_given_up(monkeypatch: pyt
 
 
 def test_a_client_that_takes_nothing_or_is_gone_without_a_word_is_cut_off_by_the_kernel() -> None:
-    """F34, F35: connections inherit it from the socket that they come in at."""
+    """Accepted connections inherit the option from the listening socket."""
     with _listener("127.0.0.1", 0, "--port") as listener, socket.create_connection(listener.getsockname()):
         connection, _ = listener.accept()
         with connection:
@@ -590,7 +590,7 @@ async def end(here: Stage, how: str, name: str, run: Any) -> None:
 
 
 async def test_a_bug_in_one_request_is_its_own_affair() -> None:
-    """R8: an exception where its tokens are told fails it with a 500, and the others on that node go on."""
+    """An exception while one request's tokens are delivered fails it with a 500; others on that node continue."""
     here = stage("d0")
     runs = [await here.submit(name=name) for name in ("good", "bad")]
     failpoints.configure("router.told:2@bad.0.0=raise", allowed=True)

@@ -116,7 +116,7 @@ class SimEngine(Engine):
         before = self._scheduler.counters.prompt_tokens + self._scheduler.counters.generated_tokens
         try:
             if not self._take_commands():
-                self._land()
+                self._finish_in_flight()
                 self._is_over = True
                 return
             self._turn()

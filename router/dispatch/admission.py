@@ -85,7 +85,7 @@ class PriorityLevel:
     tokens: dict[str, int] = field(default_factory=dict)
 
     def share(self, tenant: str, cost: int) -> int:
-        """Return how many tokens are served until a new request of the tenant is, if the tenants take turns."""
+        """Return the tokens served up to and including a new request of the tenant, if the tenants take turns."""
         tenants = len(self.queues) + (tenant not in self.queues)
         return min(sum(self.tokens.values()) + cost, (self.tokens.get(tenant, 0) + cost) * tenants)
 

@@ -1,1 +1,1 @@
-"""The `baton` command: starts, watches and talks to a cluster on one machine."""
+"""The `baton` command. It starts, watches, checks and queries a cluster."""

@@ -1,4 +1,4 @@
-"""Runs the `baton` command from a checkout: `python -m cluster --help`."""
+"""Run the `baton` command from a checkout: `python -m cluster --help`."""
 
 import sys
 

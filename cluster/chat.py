@@ -1,4 +1,4 @@
-"""`baton chat`: a conversation at the terminal, or one prompt a line from a pipe, over the OpenAI API."""
+"""`baton chat`: a chat client for the terminal that uses the OpenAI API. From a pipe, it reads one prompt per line."""
 
 import json
 import sys
@@ -11,18 +11,18 @@ import httpx
 
 from shared.api_client import bearer
 
-# An answer may take long to begin when the cluster is busy; once it runs, gaps are short.
+# On a busy cluster, an answer may take long to begin.
 TIMEOUT = httpx.Timeout(connect=5.0, read=120.0, write=30.0, pool=5.0)
 HELP = "/new forgets the conversation, /quit ends; Ctrl-C stops an answer"
 
 
 class ChatError(Exception):
-    """The router refused, failed, or is not there; the message is one line."""
+    """The router rejected the request, failed, or cannot be reached. The message is one line."""
 
 
 @dataclass(slots=True)
 class ChatReply:
-    """What came back, and when: seconds from the request to its first and to its last text."""
+    """The answer's text, and the seconds from the request to the first and to the last part of the text."""
 
     text: str = ""
     num_tokens: int = 0
@@ -30,14 +30,14 @@ class ChatReply:
     total_s: float = 0.0
 
     def timing(self) -> str:
-        """TTFT, and the rate of the tokens after the first."""
+        """Return a line with the TTFT and the rate of the tokens after the first."""
         rate = f", {(self.num_tokens - 1) / (self.total_s - self.ttft_s):.1f} tokens/s" if self.num_tokens > 1 else ""
         return f"[{self.num_tokens} tokens, TTFT {1000 * self.ttft_s:.0f} ms{rate}]"
 
 
 @dataclass(slots=True)
 class Conversation:
-    """The messages so far. A failed or cancelled answer leaves no trace, so that it can be asked again."""
+    """The messages so far. A question whose answer failed or was cancelled is not kept, so that it can be repeated."""
 
     client: httpx.Client
     system: str = ""
@@ -49,7 +49,7 @@ class Conversation:
         self.messages = []
 
     def ask(self, prompt: str, answer: ChatReply) -> Iterator[str]:
-        """Yields the answer's text as it comes, and fills `answer`. Raises ChatError."""
+        """Yield the answer's text as it arrives, and record it in `answer`. Raises ChatError."""
         question = {"role": "user", "content": prompt}
         started = time.monotonic()
         try:
@@ -100,7 +100,7 @@ def _message(error: object) -> str:
 
 
 def _reason(reply: httpx.Response) -> str:
-    """Of a reply that is not 200: the error's message where it has OpenAI's form."""
+    """Return why a request failed: the message, if the error has OpenAI's format, and the status."""
     reply.read()
     try:
         return f"{_message(reply.json()['error'])} (status {reply.status_code})"
@@ -109,17 +109,17 @@ def _reason(reply: httpx.Response) -> str:
 
 
 def run_chat(url: str, api_key: str, system: str, max_tokens: int | None, temperature: float | None) -> int:
-    """Returns the exit status, as `converse`."""
-    # No proxy: the default URL is this machine's.
+    """Chat with the model at `url`. Return the exit status of `converse`."""
+    # Ignore proxy settings, because the default URL is on this machine.
     with httpx.Client(base_url=url, headers=bearer(api_key), timeout=TIMEOUT, trust_env=False) as client:
         return converse(Conversation(client, system, max_tokens, temperature))
 
 
 def converse(conversation: Conversation) -> int:
-    """Answers what standard input says, to its end. Returns 1 when a prompt from a pipe got no answer, else 0."""
+    """Answer the prompts from standard input. Return 1 if a prompt from a pipe got no answer, else 0."""
     interactive = sys.stdin.isatty()
     if interactive:
-        import readline  # noqa: F401 - lets `input` edit its line and recall earlier ones
+        import readline  # noqa: F401 - adds line editing and a history to `input`
 
         print(HELP)
     status = 0
@@ -132,7 +132,7 @@ def converse(conversation: Conversation) -> int:
 
 
 def _prompts(interactive: bool) -> Iterator[str]:
-    """Until the end of the input or /quit."""
+    """Yield the prompts until the end of the input or /quit."""
     while True:
         try:
             line = (input("> ") if interactive else input()).strip()
@@ -141,7 +141,7 @@ def _prompts(interactive: bool) -> Iterator[str]:
         except KeyboardInterrupt:
             if not interactive:
                 raise
-            print()  # the line is dropped, as in a shell
+            print()  # drop the line, as a shell does
             continue
         if line == "/quit":
             return
@@ -155,7 +155,7 @@ def _answered(conversation: Conversation, prompt: str) -> bool:
         for text in conversation.ask(prompt, answer):
             print(text, end="", flush=True)
         print()
-    except KeyboardInterrupt:  # the request's end is the router's sign to cancel it everywhere
+    except KeyboardInterrupt:  # the router cancels the request when the connection closes
         print("\n[stopped]", file=sys.stderr)
         return False
     except ChatError as error:

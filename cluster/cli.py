@@ -64,7 +64,7 @@ def _options(
 def _print_version() -> None:
     try:
         print(f"baton {version('baton-serve')}")
-    except PackageNotFoundError:  # run from a checkout that is not installed
+    except PackageNotFoundError:  # this is a checkout that is not installed
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         print(f"baton {project['version']}")
     raise typer.Exit

@@ -1,5 +1,8 @@
-"""`baton doctor`: examines this installation, and a cluster: that its nodes fit together, and that the same prompts get
-the same tokens in both modes and over every KV channel. It mends nothing."""
+"""`baton doctor`: checks this installation and a cluster, and changes nothing.
+
+It checks that the nodes of the cluster fit together, and that the same prompts get the same tokens in both modes and
+over every KV channel.
+"""
 
 import asyncio
 import secrets
@@ -18,17 +21,17 @@ from shared.config.settings import ComputingSettings, format_value
 from shared.errors import ConfigError
 from shared.model_files import DEMO_MODEL
 
-PROMPT_TOKENS = (1, 16, 33, 130, 700)  # at, beside and over the edges of blocks and chunks
-IDS = 250  # every vocabulary has these
-CLOCK_S = 1.0  # of difference from which it is worth a word
+PROMPT_TOKENS = (1, 16, 33, 130, 700)  # at, near and beyond the boundaries of blocks and chunks
+IDS = 250  # token ids below this are in every vocabulary
+CLOCK_S = 1.0  # a larger difference between clocks gets a warning
 IDLE_S = 10.0
 CO_LOCATED = "co-located"
-# What doctor itself chooses for the clusters that it starts.
+# The settings that doctor chooses for the clusters that it starts.
 OURS = {"kv_channel", "kv_directory", "cpus", "emulate"}
 
 
 def run_doctor(settings: DoctorSettings) -> int:
-    """Prints a line for each check. Returns the exit status: 1 when one has failed."""
+    """Run all checks and print a line for each. Return the exit status, which is 1 if a check failed."""
     return asyncio.run(_run(settings))
 
 
@@ -56,7 +59,7 @@ async def _findings(settings: DoctorSettings) -> AsyncIterator[Finding]:
         yield Finding("cluster", "failed", str(error))
 
 
-# ---- a cluster that runs -------------------------------------------------------------------------------------------
+# ---- a running cluster ---------------------------------------------------------------------------------------------
 
 
 async def _running(settings: DoctorSettings) -> AsyncIterator[Finding]:
@@ -73,7 +76,7 @@ async def _running(settings: DoctorSettings) -> AsyncIterator[Finding]:
 
 
 def peers(status: Document) -> Iterator[Finding]:
-    """Of a router's /v1/status: whether all nodes are there and fit together."""
+    """Check in a router's /v1/status that all nodes are ready and fit together."""
     nodes = status["nodes"]
     yield examine("nodes", lambda: _ready(nodes))
     yield examine("fingerprints", lambda: _alike(nodes))
@@ -94,7 +97,10 @@ def _ready(nodes: Sequence[Document]) -> str:
 
 
 def _alike(nodes: Sequence[Document]) -> str:
-    """Nodes of another fingerprint exchange no KV, so the router leaves the fewer ones alone."""
+    """Check that all nodes have the same fingerprint. Nodes with different ones cannot exchange KV.
+
+    The router uses only the nodes of the most common fingerprint.
+    """
     prints = [node["fingerprint"] for node in nodes]
     most = max(sorted(set(prints)), key=prints.count, default="")
     others = [node for node in nodes if node["fingerprint"] != most]
@@ -149,7 +155,7 @@ def _membership(registry: Document) -> str:
 
 
 async def _replayed_there(endpoint: Endpoint) -> Finding:
-    """A salt of its own: the first time, nothing is in a prefix cache."""
+    """Check that the cluster repeats its answers. A random salt ensures that the prefix cache is empty at first."""
     prompts, salt = _prompts(endpoint.max_model_len), secrets.token_hex(8)
     answers = {"at once": await greedy_answers(endpoint, prompts, salt)}
     answers["from the prefix cache"] = await greedy_answers(endpoint, prompts, salt)
@@ -157,11 +163,11 @@ async def _replayed_there(endpoint: Endpoint) -> Finding:
     return _verdict("replays", answers, f"{len(prompts)} prompts, at once, from the prefix cache and one by one")
 
 
-# ---- clusters of its own -------------------------------------------------------------------------------------------
+# ---- clusters that doctor starts -----------------------------------------------------------------------------------
 
 
 async def _own(settings: DoctorSettings) -> AsyncIterator[Finding]:
-    """A co-located one, and one for each channel, or for --kv-channel."""
+    """Start a co-located cluster, and one for each KV channel or for --kv-channel, and compare their answers."""
     model = settings.model or str(DEMO_MODEL)
     on_gpus = 0 if settings.device == "cpu" else num_gpus()
     every = ("cuda_ipc" if on_gpus else "shm", "tcp", "pool")
@@ -184,7 +190,10 @@ async def _own(settings: DoctorSettings) -> AsyncIterator[Finding]:
 
 
 def _arm(settings: DoctorSettings, name: str, directory: str) -> Arm:
-    """As the user's settings say, but co-located, or with every prompt handed off over the channel of this name."""
+    """Return the arm for a cluster with the user's settings.
+
+    It is co-located, or hands off every prompt over the channel `name`.
+    """
     given = {
         field: format_value(getattr(settings, field))
         for field, about in ComputingSettings.model_fields.items()
@@ -214,7 +223,7 @@ async def _replayed_here(stack: LocalStack, started: Awaitable[None], answers: d
 
 
 def _moved(status: Document, channel: str, count: int) -> str:
-    """Tokens prove nothing of a channel that was not used."""
+    """Check that the channel was used. Equal tokens prove nothing about a channel that was not."""
     used = {name for node in status["nodes"] for name in node["channels"].values()}
     if status["handoffs"] < count or used != {channel}:
         over = ", ".join(used) or "nothing"

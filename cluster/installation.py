@@ -1,4 +1,4 @@
-"""What `baton doctor` looks at on this machine: libraries, kernels, model, memory, files, ports. It starts nothing."""
+"""The checks of this machine for `baton doctor`: libraries, kernels, model, memory, files and ports."""
 
 import asyncio
 import os
@@ -32,13 +32,13 @@ from shared.model_files import DEMO_MODEL, resolve
 from shared.registry import RedisRegistry
 from shared.rpc import tls
 
-FLOOR = re.compile(r"([\w.-]+)>=([\d.]+)")  # of a requirement without an extra
-OTHER_FILES = 256  # that a process has open beside its clients: nodes, libraries, logs
+FLOOR = re.compile(r"([\w.-]+)>=([\d.]+)")  # name and minimum version in a requirement without extras
+OTHER_FILES = 256  # open files of a process in addition to its clients: nodes, libraries, logs
 REDIS_S = 3.0
 
 
 class Finding(NamedTuple):
-    """`text`: what was found; where that is not well, with what to do."""
+    """The result of a check. `text` says what was found and, if that is a problem, how to fix it."""
 
     name: str
     level: Literal["ok", "warning", "failed"]
@@ -46,11 +46,15 @@ class Finding(NamedTuple):
 
 
 class CheckFailedError(Exception):
-    """Baton will run, and not well; the message says why, and what to do."""
+    """Baton will run, but not well. The message says why, and how to fix it."""
 
 
 def examine(name: str, check: Callable[[], str]) -> Finding:
-    """A check returns what it found, or raises Doubt, or what a process of Baton would end with at its start."""
+    """Run a check and return its finding.
+
+    The check returns a text, raises CheckFailedError for a warning, or raises the error with which a process of Baton
+    would fail to start.
+    """
     try:
         return Finding(name, "ok", check())
     except CheckFailedError as doubt:
@@ -60,7 +64,7 @@ def examine(name: str, check: Callable[[], str]) -> Finding:
 
 
 def installation(settings: DoctorSettings) -> Iterator[Finding]:
-    """One after the other, as they are found."""
+    """Yield the findings of all checks, each as soon as it is known."""
     checks: dict[str, Callable[[DoctorSettings], str]] = {
         "libraries": libraries,
         "computing": computing,
@@ -71,7 +75,7 @@ def installation(settings: DoctorSettings) -> Iterator[Finding]:
         "secrets": secret_files,
         "registry": registry,
     }
-    if not settings.url:  # else what serves there has them already
+    if not settings.url:  # a running cluster may already use the ports
         checks["ports"] = ports
     for name, check in checks.items():
         yield examine(name, partial(check, settings))
@@ -94,7 +98,7 @@ def libraries(_: DoctorSettings) -> str:
 def _requirements() -> list[str]:
     try:
         return requires("baton-serve") or []
-    except PackageNotFoundError:  # run from a checkout that is not installed
+    except PackageNotFoundError:  # this is a checkout that is not installed
         return list(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
 
 
@@ -135,8 +139,8 @@ def model(settings: DoctorSettings) -> str:
 
 
 def memory(settings: DoctorSettings) -> str:
-    """That of the nodes of `baton up` with these settings, on a CPU."""
-    HostMemory(1, 1 << 20).close()  # shared memory can be had, sealed and mapped
+    """Check the memory that the nodes of `baton up` would need with these settings on a CPU."""
+    HostMemory(1, 1 << 20).close()  # check that shared memory can be created, sealed and mapped
     available = memory_available()
     if settings.device.startswith("cuda"):
         return f"shared memory can be had; {available >> 20} MiB are available"
@@ -174,7 +178,7 @@ def open_files(settings: DoctorSettings) -> str:
 
 
 def secret_files(settings: DoctorSettings) -> str:
-    """Those that are given; from here on this process is one of their cluster."""
+    """Check the given secret files. From then on, this process uses the cluster's secret."""
     tls.configure(settings.cluster_secret_file, {"--registry-host": settings.registry_host})
     if settings.api_keys_file or settings.api_keys:
         ApiKeys(settings.api_keys_file, settings.api_keys)

@@ -1,4 +1,4 @@
-"""`baton key`: draws an API key for a tenant. The key itself is told once and kept nowhere."""
+"""`baton key`: creates an API key for a tenant. The key is printed once and not stored."""
 
 import sys
 from hashlib import sha256
@@ -10,8 +10,10 @@ KEY_BYTES = 32
 
 
 def make_key(tenant: str, *, is_admin: bool) -> int:
-    """Prints the line for the file of keys to stdout and the key to stderr, so that `>> FILE` keeps the line alone.
-    Returns the exit status: 2 for a name that no tenant can have."""
+    """Print a new key to stderr, and its line for the keys file to stdout, so that `>> FILE` appends only the line.
+
+    Return the exit status, which is 2 if the tenant's name is invalid.
+    """
     key, line = new_key(tenant, is_admin=is_admin)
     if LINE.fullmatch(line) is None:
         print("baton key: a tenant's name has 1 to 64 letters, digits and . _ -", file=sys.stderr)
@@ -22,6 +24,6 @@ def make_key(tenant: str, *, is_admin: bool) -> int:
 
 
 def new_key(tenant: str, *, is_admin: bool) -> tuple[str, str]:
-    """A random key, and its line."""
+    """Return a random key and its line for the keys file."""
     key = f"baton-{token_urlsafe(KEY_BYTES)}"
     return key, f"{tenant}:{sha256(key.encode()).hexdigest()}{':admin' if is_admin else ''}"

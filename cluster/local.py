@@ -1,4 +1,4 @@
-"""Starts the processes of a local cluster, watches them, and ends them together. It computes and serves nothing."""
+"""Starts the processes of a local cluster, restarts nodes that end, and stops all processes together."""
 
 import asyncio
 import contextlib
@@ -19,13 +19,13 @@ from shared.api_client import bearer
 from shared.config.settings import EVERY_ADDRESS
 from shared.lifecycle import set_parent_death_signal
 
-Say = Callable[[str, str], None]  # name of a process, a line
+Say = Callable[[str, str], None]  # prints a line; the arguments are the name of its process and the line
 
 MAX_LINE_BYTES = 1 << 16
 RESTARTS_PER_MINUTE = 5
 FIRST_DELAY_S = 0.5
-GRACE_S = 2.0  # that a process gets beyond its drain, to close what it opened
-BAD_SETTINGS = 2  # the exit status of a process that cannot run with its settings, and never will
+GRACE_S = 2.0  # how long a process may take to exit after its drain
+BAD_SETTINGS = 2  # the exit status of a process with invalid settings, which is not restarted
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")
 
 
@@ -33,12 +33,13 @@ TELL_AFTER_S = 20.0
 
 
 def up(settings: LocalSettings) -> int:
-    """Runs a cluster until a signal or the router's end. Returns the exit status; raises ConfigError before it starts.
+    """Run a cluster until a signal arrives or its router ends, and return the exit status.
 
-    SIGINT, SIGTERM and SIGHUP drain it; a second one kills it. SIGUSR1 restarts its nodes, one after the other.
+    SIGINT, SIGTERM and SIGHUP drain the cluster; a second signal kills it. SIGUSR1 restarts the nodes one after the
+    other. Raises ConfigError, before any process starts, if the settings are invalid.
     """
     settings, key = with_own_key(checked(settings))
-    if not settings.cluster_secret_file and not settings.registry:  # a Redis may be shared with others of the cluster
+    if not settings.cluster_secret_file and not settings.registry:  # Redis may connect other hosts
         settings = settings.model_copy(update={"cluster_secret_file": own_secret(settings.kv_directory)})
     children = plan(settings, settings.cpus or sorted(os.sched_getaffinity(0)))
     say = printer([child.name for child in children])
@@ -46,7 +47,10 @@ def up(settings: LocalSettings) -> int:
 
 
 def with_own_key(settings: LocalSettings) -> tuple[LocalSettings, str]:
-    """The settings with one more admin's key, for what this process asks the router, and that key; "" without keys."""
+    """Return the settings with one more admin key, and that key, or "" if the settings have no keys.
+
+    This process uses the key for its own requests to the router.
+    """
     if not (settings.api_keys_file or settings.api_keys):
         return settings, ""
     key, line = new_key("baton-up", is_admin=True)
@@ -90,15 +94,15 @@ async def _tell_when_ready(
 
 
 def num_ready(status: Any) -> int:
-    """Nodes that take requests, by a router's /v1/status."""
+    """Return the number of nodes that take requests according to a router's /v1/status."""
     return sum(bool(node["alive"]) and node["state"] == "ready" for node in status["nodes"])
 
 
 async def until_answers(url: str, is_enough: Callable[[Any], bool], key: str = "") -> None:
-    """Asks until the status is 200 and the JSON enough."""
+    """Repeat the request until its status is 200 and `is_enough` accepts its JSON."""
     import httpx
 
-    # A proxy of the user's environment has no business between a machine and itself.
+    # Ignore the environment's proxy settings, because the router is on this machine.
     async with httpx.AsyncClient(timeout=2.0, trust_env=False, headers=bearer(key)) as client:
         while True:
             with contextlib.suppress(httpx.HTTPError):
@@ -109,7 +113,7 @@ async def until_answers(url: str, is_enough: Callable[[Any], bool], key: str = "
 
 
 def printer(names: Iterable[str]) -> Say:
-    """Prints a line after the name of its process, in that process's colour where it is a terminal."""
+    """Return a function that prints a line after the name of its process, in colour if the output is a terminal."""
     from rich.console import Console
     from rich.text import Text
 
@@ -126,10 +130,11 @@ def printer(names: Iterable[str]) -> Say:
 
 
 class LocalCluster:
-    """Owns the processes of `children`. A node that ends is started again; without its router, all of it ends.
+    """The running processes of `children`.
 
-    `drain_timeout_s` is how long the processes take at most to end by themselves. `all_ready` returns when every node
-    takes requests.
+    `baton up` creates one, and calls `run` on the event loop. It restarts nodes that end, stops the cluster when the
+    router ends, and leaves no process behind. After SIGTERM, a process has `drain_timeout_s` seconds to end before it
+    is killed. `all_ready` waits until every node takes requests.
     """
 
     def __init__(
@@ -147,7 +152,10 @@ class LocalCluster:
         self._status = 0
 
     async def run(self) -> int:
-        """Returns the exit status once every process has ended: 0 after a signal, 128 + its number after two."""
+        """Run the processes until they have all ended, and return the exit status.
+
+        The status is 0 after one signal, and 128 plus its number after a second one.
+        """
         loop = asyncio.get_running_loop()
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         for number in numbers:
@@ -156,11 +164,11 @@ class LocalCluster:
         try:
             self._keepers = {child.name: loop.create_task(self._keep(child)) for child in self._children}
             for keeper in self._keepers.values():
-                keeper.add_done_callback(lambda _: self._ending.set())  # one that could not start its child, too
+                keeper.add_done_callback(lambda _: self._ending.set())  # also if it could not start its child
             await self._ending.wait()
             if self._rolling is not None:
                 self._rolling.cancel()
-            # The router first: it finishes its requests, and needs the nodes for that.
+            # End the router first, because it needs the nodes to finish its requests.
             await self._end([ROUTER])
             await self._end([child.name for child in self._children if child.name != ROUTER])
             await asyncio.gather(*self._keepers.values())
@@ -184,11 +192,11 @@ class LocalCluster:
             self._rolling = asyncio.get_running_loop().create_task(self._restart_all())
 
     async def _restart_all(self) -> None:
-        """Each node drains, ends, and takes requests again before the next one drains."""
+        """Restart the nodes one after the other. Each one takes requests again before the next one drains."""
         await self._all_ready()
         for name in [child.name for child in self._children if child.name != ROUTER]:
             if (process := self._processes.get(name)) is None:
-                continue  # it is being started as it is
+                continue  # it is already being restarted
             self._say(name, "is restarted: draining")
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
@@ -202,7 +210,7 @@ class LocalCluster:
                 self._processes[name].kill()
 
     async def _end(self, names: Sequence[str]) -> None:
-        """SIGTERM, the time to drain, SIGKILL."""
+        """Send SIGTERM, wait until the processes have drained, and kill those that have not."""
         running = [name for name in names if name in self._processes]
         for name in running:
             with contextlib.suppress(ProcessLookupError):
@@ -221,7 +229,7 @@ class LocalCluster:
             status = await self._run(child)
             if self._ending.is_set():
                 return
-            asked = child.name != ROUTER and status == 0  # by SIGTERM, for a restart
+            asked = child.name != ROUTER and status == 0  # by `_restart_all`
             self._say(child.name, "has drained and ended" if asked else f"ended unexpectedly, {described(status)}")
             if child.name == ROUTER or status == BAD_SETTINGS:
                 if child.name == ROUTER and status != BAD_SETTINGS:
@@ -236,19 +244,19 @@ class LocalCluster:
             restarts.append(time.monotonic())
 
     async def _run(self, child: Child) -> int:
-        """One life of a child; returns how it ended, as a negative signal number or an exit status."""
+        """Run a child once. Return its exit status, or the negative number of the signal that ended it."""
         process = await asyncio.create_subprocess_exec(
             *child.command,
             stdin=DEVNULL,
             stdout=PIPE,
             stderr=STDOUT,
             env=inherited(os.environ) | child.environment,
-            start_new_session=True,  # a Ctrl-C at the terminal is ours to pass on
+            start_new_session=True,  # so that Ctrl-C at the terminal reaches only this process
             preexec_fn=set_parent_death_signal(os.getpid()),
         )
         self._processes[child.name] = process
         if self._ending.is_set():
-            process.kill()  # born too late to have anything to drain
+            process.kill()  # it has just started, so it has nothing to drain
         relay = asyncio.create_task(self._relay(child.name, process))
         try:
             return await process.wait()
@@ -265,7 +273,7 @@ class LocalCluster:
 
 
 async def lines_of(read: Callable[[int], Awaitable[bytes]]) -> AsyncIterator[str]:
-    """Lines without their ends, until `read` gives b"". A line that never ends comes in pieces."""
+    """Yield lines without their line ends until `read` returns b"". Very long lines are yielded in parts."""
     rest = b""
     while chunk := await read(MAX_LINE_BYTES):
         *lines, rest = (rest + chunk).split(b"\n")
@@ -279,7 +287,10 @@ async def lines_of(read: Callable[[int], Awaitable[bytes]]) -> AsyncIterator[str
 
 
 def restart_delay_s(restarts: Sequence[float], now: float) -> float:
-    """Twice as long for each restart within the last minute, and long enough to stay within the limit a minute."""
+    """Return the delay before the next restart.
+
+    It doubles with each restart in the last minute, and enforces the maximum number of restarts per minute.
+    """
     recent = [at for at in restarts if now - at < 60]
     if len(recent) >= RESTARTS_PER_MINUTE:
         return recent[-RESTARTS_PER_MINUTE] + 60 - now

@@ -1,4 +1,4 @@
-"""What `baton up` starts: its settings, checked against this machine, as a list of processes. It starts none."""
+"""Plans a local cluster: checks the settings of `baton up` on this machine, and lists the processes to start."""
 
 import os
 import re
@@ -30,14 +30,14 @@ from shared.model_files import DEMO_MODEL, resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 ROUTER = "router"
-# Turns of a loop that an OpenMP thread waits in before it sleeps: a few µs. By default it is milliseconds, in which it
-# takes a core from the very thread that it waits for whenever router, event loop or another node run there too.
+# Iterations for which a waiting OpenMP thread spins before it sleeps: a few µs. By default, it spins for milliseconds.
+# If the router or another node shares its core, that time may be taken from the thread that it waits for.
 SPIN = "1000"
 MODEL_FILES = ("config.json", "tokenizer.json", "*.safetensors")
 
 
 def parse_devices(value: str | Iterable[str]) -> tuple[str, ...]:
-    """GPUs of "cuda:0,cuda:1", each once; "" is none. Raises ValueError."""
+    """Return the GPUs of a list such as "cuda:0,cuda:1", or none for "". Raises ValueError if it is invalid."""
     names = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
     if names == [""]:
         return ()
@@ -55,7 +55,7 @@ Devices = Annotated[tuple[str, ...], BeforeValidator(parse_devices)]
 class LocalSettings(ServingSettings, ComputingSettings):
     """The cluster"""
 
-    needed: ClassVar[tuple[str, ...]] = ()  # without a model, it is the demo's
+    needed: ClassVar[tuple[str, ...]] = ()  # the default model is the demo model
 
     prefill: int = Field(default=1, ge=0, le=256, description="Number of prefill nodes.")
     decode: int = Field(default=0, ge=0, le=256, description="Number of decode nodes; 0: 1, colocated 1 + --prefill.")
@@ -88,12 +88,12 @@ class LocalSettings(ServingSettings, ComputingSettings):
         return self
 
     def places(self) -> list[str]:
-        """The device of each node: prefill nodes, then decode nodes."""
+        """Return the device of each node, prefill nodes first."""
         devices = self.devices or (self.device,)
         return [devices[number % len(devices)] for number in range(sum(self.num_nodes()))]
 
     def num_nodes(self) -> tuple[int, int]:
-        """Of prefill, of decode."""
+        """Return the numbers of prefill and of decode nodes."""
         if self.mode == "colocated":
             return 0, self.decode or 1 + self.prefill
         return self.prefill, self.decode or 1
@@ -107,7 +107,7 @@ class DoctorSettings(LocalSettings):
 
 
 def _not_poolable(num_prefill: int, places: Sequence[str]) -> str:
-    """Why prefill nodes cannot compute in the pools of decode nodes; empty when they can."""
+    """Return why prefill nodes cannot compute in the pools of decode nodes, or "" if they can."""
     decode = Counter(places[num_prefill:])
     for device, count in decode.items():
         if count > 1:
@@ -122,7 +122,7 @@ def _not_poolable(num_prefill: int, places: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """One process; `environment` comes on top of the parent's (see `inherited`)."""
+    """A process to start. `environment` is added to the variables that it inherits (see `inherited`)."""
 
     name: str
     command: tuple[str, ...]
@@ -130,7 +130,7 @@ class Child:
 
 
 def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
-    """The router, then the nodes, which share `cores`. `settings` are `checked`: model and ports are known."""
+    """Return the router's process, and then the nodes', which share `cores`. `settings` must come from `checked`."""
     num_prefill, num_decode = settings.num_nodes()
     nodes = {"prefill": num_prefill, "decode": num_decode}
     names = [(role, number) for role, count in nodes.items() for number in range(count)]
@@ -139,7 +139,7 @@ def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
     for (role, number), cpus, device in zip(names, share_out(cores, len(names)), places, strict=True):
         name = f"{role}-{number}"
         num_threads = settings.threads or len(cpus) or 1
-        # In a Redis that other machines use too, a plain number would not be unique.
+        # If other machines use the same Redis, these names would not be unique.
         own = {"id": "" if settings.registry else name, "host": "127.0.0.1", "port": 0, "threads": num_threads}
         own |= {"device": device, "gpu_memory_utilization": settings.gpu_memory_utilization / places.count(device)}
         node = _part(settings, NodeSettings, own | {"registry": settings.registry or _joined_at(settings)})
@@ -148,7 +148,7 @@ def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
 
 
 def share_out(cores: Sequence[int], num_nodes: int) -> list[tuple[int, ...]]:
-    """Neighbouring cores for each node, and all of them used; nobody is pinned when there are too few for that."""
+    """Divide all cores among the nodes, in adjacent groups. If there are fewer cores than nodes, pin no node."""
     if len(cores) < num_nodes:
         return [()] * num_nodes
     ends = [len(cores) * number // num_nodes for number in range(num_nodes + 1)]
@@ -156,15 +156,15 @@ def share_out(cores: Sequence[int], num_nodes: int) -> list[tuple[int, ...]]:
 
 
 def checked(settings: LocalSettings) -> LocalSettings:
-    """The settings with the model's directory and free ports in them, and the model's files seen.
+    """Return the settings with the model's directory and with free ports, after checking that the model's files exist.
 
-    Raises ConfigError for what no child could run with.
+    Raises ConfigError for settings with which no process could run.
     """
     directory = _local(settings.model) if settings.model else DEMO_MODEL
     for pattern in MODEL_FILES:
         if not any(directory.glob(pattern)):
             raise ConfigError(f"--model {settings.model or directory}: has no {pattern} in it")
-    # Of a downloaded model, the directory's name is a hash.
+    # A downloaded model is served by its hub id, because its directory's name is a hash.
     is_downloaded = bool(settings.model) and not Path(settings.model).expanduser().is_dir()
     update: dict[str, object] = {
         "model": str(directory.resolve()),
@@ -182,19 +182,19 @@ SettingsKind = TypeVar("SettingsKind", bound=Settings)
 
 
 def _part(settings: LocalSettings, kind: type[SettingsKind], own: dict[str, object]) -> SettingsKind:
-    """Those of one process, which `own` are its own."""
+    """Return the settings of one process: the common ones, replaced and extended by `own`."""
     common = {name: getattr(settings, name) for name in kind.model_fields if name in LocalSettings.model_fields}
     return kind(**(common | own))
 
 
 def _child(name: str, module: str, settings: Settings, num_threads: int) -> Child:
-    # -P: a directory of the same name where the user happens to stand must not be taken for ours.
+    # -P: do not import a module of the same name from the current directory.
     environment = {**settings.environment(), "OMP_NUM_THREADS": str(num_threads), "PYTHONUNBUFFERED": "1"}
     return Child(name, (sys.executable, "-P", "-m", module), environment)
 
 
 def inherited(environment: Mapping[str, str]) -> dict[str, str]:
-    """A child's share of its parent's environment: without the parent's settings, and with these very sources."""
+    """Return the variables that a child inherits: without the parent's settings, and with this checkout's sources."""
     settings = {variable_of(name) for kind in (LocalSettings, NodeSettings) for name in kind.model_fields}
     kept = {name: value for name, value in environment.items() if name not in settings}
     if "OMP_WAIT_POLICY" not in kept:
@@ -208,7 +208,7 @@ def _joined_at(settings: LocalSettings) -> str:
 
 
 def _local(model: str) -> Path:
-    """The directory, downloaded when `model` is a hub id."""
+    """Return the model's directory. If `model` is a hub id, download the model first."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -222,7 +222,7 @@ def _local(model: str) -> Path:
 
 
 def _free_port(name: str, host: str, port: int) -> int:
-    """`port`, or any for 0; it is free when this returns, and a child takes it soon after."""
+    """Return `port`, or any free port if it is 0. Raises ConfigError if it is in use. A child binds it soon after."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""`baton role`: asks the router to give a running node another role, and says how that went."""
+"""`baton role`: changes the role of a running node through the router, and prints the result."""
 
 import sys
 from urllib.parse import quote
@@ -11,10 +11,13 @@ CONNECT_S = 5.0
 
 
 def change_role(url: str, node: str, role: str, api_key: str = "") -> int:
-    """Returns the exit status: 1, after one line on stderr, when the node kept its role. Waits as long as it drains."""
+    """Change a node's role, and wait while it drains.
+
+    Return the exit status, which is 1, after one line on stderr, if the node keeps its role.
+    """
     target = f"{url.rstrip('/')}/v1/nodes/{quote(node, safe='')}/role"
     try:
-        # No proxy: the default URL is this machine's.
+        # Ignore proxy settings, because the default URL is on this machine.
         timeout = httpx.Timeout(None, connect=CONNECT_S)
         headers = bearer(api_key)
         answer = httpx.post(target, json={"role": role}, headers=headers, timeout=timeout, trust_env=False)

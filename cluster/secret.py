@@ -1,4 +1,4 @@
-"""`baton secret` writes the secret of a cluster; `baton up` has one, so that no other user's process can join."""
+"""`baton secret`: writes the secret of a cluster. `baton up` uses one, so that other users' processes cannot join."""
 
 import datetime
 import os
@@ -17,9 +17,9 @@ NAME = "cluster-secret.pem"
 
 
 def new_pem() -> bytes:
-    """Return a new private key and its self-signed certificate, which does not expire: clocks need not agree."""
+    """Return a new private key and its self-signed certificate, which does not expire, so that clocks may differ."""
     key = ec.generate_private_key(ec.SECP256R1())
-    # A name of its own keeps the certificates apart while one replaces the other.
+    # A unique name distinguishes the certificates while one replaces the other.
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"baton cluster {secrets.token_hex(8)}")])
     certificate = (
         x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
@@ -35,7 +35,7 @@ def new_pem() -> bytes:
 
 
 def write_secret(path: Path) -> bool:
-    """Write a new secret that only its owner can read, complete when it appears. False: the file exists and is kept.
+    """Write a new secret atomically, readable only by its owner. Return False, and keep the file, if it exists.
 
     Raises OSError.
     """
@@ -53,7 +53,10 @@ def write_secret(path: Path) -> bool:
 
 
 def run_secret(file: Path, *, if_absent: bool) -> int:
-    """Return the exit status: 1, after one line on stderr, if nothing was written and that is an error."""
+    """Write a secret. Return the exit status, which is 1, after one line on stderr, if that failed.
+
+    With `if_absent`, an existing file is not an error.
+    """
     try:
         if write_secret(file) or if_absent:
             return 0
@@ -65,7 +68,7 @@ def run_secret(file: Path, *, if_absent: bool) -> int:
 
 
 def own_secret(directory: str) -> str:
-    """Return the file of this user's own secret in a private directory, written if needed. Raises ConfigError."""
+    """Return the file of this user's secret in a private directory, and write it if needed. Raises ConfigError."""
     try:
         path = private(directory).absolute() / NAME
         write_secret(path)

@@ -1,4 +1,4 @@
-"""`baton status`: the status of a cluster, as a table."""
+"""`baton status`: shows the status of a cluster as a table."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ class RouterUnreachableError(Exception):
 
 
 def show_status(url: str, api_key: str, *, as_json: bool) -> int:
-    """Return the exit status: 1, after one line on stderr, if no router answers."""
+    """Print the status. Return the exit status, which is 1, after one line on stderr, if no router answers."""
     try:
         status = fetch_status(url, api_key)
     except RouterUnreachableError as error:
@@ -38,7 +38,7 @@ def show_status(url: str, api_key: str, *, as_json: bool) -> int:
 def fetch_status(url: str, api_key: str = "") -> dict[str, Any]:
     """Return the document of GET /v1/status. Raises RouterUnreachableError."""
     try:
-        # No proxy: the default URL is this machine's.
+        # Ignore proxy settings, because the default URL is on this machine.
         headers = bearer(api_key)
         answer = httpx.get(url.rstrip("/") + "/v1/status", headers=headers, timeout=TIMEOUT_S, trust_env=False)
         answer.raise_for_status()
@@ -55,7 +55,7 @@ def fetch_status(url: str, api_key: str = "") -> dict[str, Any]:
 
 
 def refusal(url: str, status: int) -> str:
-    """Explain a refused request, with the remedy if there is one."""
+    """Return a message that explains a rejected request, and how to fix it if that is known."""
     if status in {401, 403}:
         return f"{url} requires an admin key: give --api-key, or set BATON_API_KEY"
     return f"{url} answered with status {status}; is it a router?"
@@ -94,7 +94,7 @@ def row_of(node: dict[str, Any]) -> tuple[str, ...]:
 
 
 def size_text(size: float) -> str:
-    """1536 -> "1.5 KiB"."""
+    """Format a number of bytes: 1536 becomes "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,5 +1,7 @@
-"""`baton top`: the nodes, what holds the cluster back and the latest passes, live in the terminal, from the router's
-event stream. Where the output is no terminal it prints once, plainly, and ends."""
+"""`baton top`: shows the nodes, the bottleneck and the latest steps live in the terminal.
+
+It reads the router's event stream. If the output is not a terminal, it prints one plain report and exits.
+"""
 
 import json
 import math
@@ -23,21 +25,21 @@ from cluster.status import RouterUnreachableError, refusal
 from shared.api_client import bearer
 
 COLUMNS = ("NODE", "ROLE", "STATE", "BATCH", "KV", "QUEUE", "IT/S", "BUSY")
-NUM_LEFT = 3  # columns of words; the rest are numbers
-TIMEOUT_S = 5.0  # the stream says something every second
+NUM_LEFT = 3  # left-aligned columns; the others are numbers
+TIMEOUT_S = 5.0  # the stream has an event every second
 RETRY_S = 1.0
 FRAME_S = 0.25
 PASSES_KEPT = 400
 STRANGE = "sent an event that is not as this version of Baton has it"
 LEVELS = "▁▂▃▄▅▆▇█"
-FULL_TOKENS = 2048  # a pass of so many is as high as can be
+FULL_TOKENS = 2048  # a step with this many tokens or more has the full height
 STYLES = {"prefill": "yellow", "decode": "blue", "over": "bold red"}
 # Columns of a step in the `steps` event.
 START, DURATION, PREFILL_TOKENS, NUM_DECODES = 1, 2, 8, 9
 
 
 class TopView:
-    """What the stream has said so far. The reading thread writes it, the drawing one reads it."""
+    """The latest contents of the event stream. The reading thread updates it, and the drawing thread reads it."""
 
     def __init__(self) -> None:
         self.status: dict[str, Any] | None = None
@@ -52,11 +54,11 @@ class TopView:
         elif kind == "steps":
             kept = self.passes.setdefault(data["node"], deque(maxlen=PASSES_KEPT))
             newest = kept[-1][START] if kept else -math.inf
-            kept.extend(row for row in data["steps"] if row[START] > newest)  # some come again after a reconnect
+            kept.extend(row for row in data["steps"] if row[START] > newest)  # a reconnect repeats some steps
 
 
 def run_top(url: str, api_key: str = "") -> int:
-    """Returns the exit status: 1, after one line on stderr, when no router answers at first."""
+    """Run until the user quits. Return the exit status, which is 1, after a line on stderr, if no router answers."""
     view, events = TopView(), read_events(url, api_key)
     try:
         while view.status is None:
@@ -81,9 +83,12 @@ def run_top(url: str, api_key: str = "") -> int:
 
 
 def read_events(url: str, api_key: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """(kind, data) of the server-sent events at `url`. Raises Unreachable; ends when the router ends the stream."""
+    """Yield the kind and the data of each server-sent event until the router ends the stream.
+
+    Raises RouterUnreachableError.
+    """
     try:
-        # No proxy: the default URL is this machine's.
+        # Ignore proxy settings, because the default URL is on this machine.
         where, headers = url.rstrip("/") + "/events", bearer(api_key)
         with httpx.stream("GET", where, headers=headers, timeout=TIMEOUT_S, trust_env=False) as answer:
             answer.raise_for_status()
@@ -103,7 +108,7 @@ def read_events(url: str, api_key: str = "") -> Iterator[tuple[str, dict[str, An
 
 
 def _keep_reading(url: str, api_key: str, view: TopView, events: Iterator[tuple[str, dict[str, Any]]]) -> None:
-    """Reads on, and anew whenever the stream breaks, until the process ends."""
+    """Read events until the process ends, and reconnect whenever the stream breaks."""
     while True:
         try:
             for kind, data in events:
@@ -119,7 +124,7 @@ def _keep_reading(url: str, api_key: str, view: TopView, events: Iterator[tuple[
 
 
 def _show(view: TopView) -> None:
-    """Draws until q or Ctrl-C."""
+    """Draw the screen until the user presses q or Ctrl-C."""
     console = Console()
     with _keys(sys.stdin) as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         try:
@@ -131,7 +136,7 @@ def _show(view: TopView) -> None:
 
 @contextmanager
 def _keys(stream: TextIO) -> Iterator[Callable[[float], str]]:
-    """Gives a function that waits so many seconds for keys and returns them; the terminal is as before afterwards."""
+    """Provide a function that waits up to a given time for keys and returns them. Restore the terminal afterwards."""
     if not stream.isatty():
         yield _no_keys
         return
@@ -157,7 +162,7 @@ def _no_keys(seconds: float) -> str:
 
 
 def _order(node: dict[str, Any]) -> tuple[bool, int, str]:
-    """Prefill nodes first, and node-2 before node-10."""
+    """Return a sort key that puts prefill nodes first, and node-2 before node-10."""
     return node.get("role") != "prefill", len(node["id"]), node["id"]
 
 
@@ -165,7 +170,7 @@ def _order(node: dict[str, Any]) -> tuple[bool, int, str]:
 
 
 def plain_lines(view: TopView) -> list[str]:
-    """The same without colours and strip, cells parted by tabs."""
+    """Return the report for an output that is not a terminal, with cells separated by tabs."""
     status = view.status or {}
     rows = [row_of(node) for node in status["nodes"]]
     return [_summary(status), latency_line(status), *("\t".join(row) for row in [COLUMNS, *rows])]
@@ -201,7 +206,7 @@ def _summary(status: dict[str, Any]) -> str:
 
 
 def row_of(node: dict[str, Any]) -> tuple[str, ...]:
-    """One node in the order of COLUMNS. Blocks in use are all that are neither free nor merely cached."""
+    """Return the cells of a node in the order of COLUMNS. Blocks in use are neither free nor only cached."""
     blocks, batch = node.get("blocks") or {}, node.get("batch") or {}
     total = blocks.get("total") or 0
     used = total - (blocks.get("free") or 0) - (blocks.get("cached") or 0)
@@ -221,7 +226,7 @@ def row_of(node: dict[str, Any]) -> tuple[str, ...]:
 
 
 def latency_line(status: dict[str, Any]) -> str:
-    """ "TTFT 180/420 ms (SLO 450)   …" of the last minute, p50/p99."""
+    """Return the p50 and p99 latencies of the last minute, as in "TTFT 180/420 ms (SLO 450)"."""
     latency = status.get("latency") or {}
     parts = []
     for name in ("ttft", "tbt", "ttst"):
@@ -234,7 +239,10 @@ def latency_line(status: dict[str, Any]) -> str:
 
 
 def strip(passes: list[list[Any]], slo_ms: float) -> Text:
-    """One character a pass; its height is its tokens, logarithmic, its colour what most of them were."""
+    """Return a chart with one character for each step.
+
+    Its height is the logarithm of the number of tokens, and its colour shows which kind of tokens prevailed.
+    """
     text = Text()
     for row in passes:
         tokens = row[PREFILL_TOKENS] + row[NUM_DECODES]

@@ -1,1 +1,1 @@
-"""REST in, tokens out: the router owns requests from the client's first byte to the last. It never imports torch."""
+"""The router: it serves the REST API, and owns each request from its first byte to its last. It never imports torch."""

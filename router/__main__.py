@@ -45,10 +45,10 @@ log = logging.getLogger("baton.router")
 
 
 def main(settings: RouterSettings) -> int:
-    """Serve until SIGTERM. Return the process's exit status, 2 for invalid settings."""
+    """Serve until SIGTERM. Return the exit status of the process, which is 2 for invalid settings."""
     try:
         failpoints.configure(settings.failpoint, allowed=settings.allow_failpoints)
-        # With Redis there is no registry port; the API's port has keys of its own.
+        # With Redis the router has no registry port. The API's port is protected by API keys instead.
         listens = {} if settings.registry else {"--registry-host": settings.registry_host or settings.host}
         tls.configure(settings.cluster_secret_file, listens)
         directory = resolve(settings.model)
@@ -130,7 +130,7 @@ async def _serve(
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves signals to the process, which drains all its servers together."""
+    """A uvicorn server that installs no signal handlers: the process drains all its servers together."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -152,14 +152,14 @@ def _server(app: Starlette, waiting: IdleConnections, max_connections: int, drai
             log_level="warning",
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # clients could forge the addresses that the log shows
+            proxy_headers=False,  # with them, clients could forge the addresses in the log
             timeout_graceful_shutdown=int(drain_timeout_s),
         )
     )
 
 
 def _listeners(settings: RouterSettings) -> list[socket.socket]:
-    """Bind the API's listener and, if it is separate, the admin one. Raises OSError with one clear line."""
+    """Bind the API's listener and, if there is an admin port, its listener. Raises OSError with a one-line message."""
     places = [(settings.host, settings.port, "--port")]
     if settings.admin_port:
         places.append((settings.admin_host, settings.admin_port, "--admin-port"))
@@ -170,7 +170,7 @@ def _listener(host: str, port: int, flag: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Connections inherit these, which end those of clients that vanished or do not read.
+    # Connections inherit these options, which close them when the client has vanished or does not read.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)

@@ -1,1 +1,1 @@
-"""Admission, placement attempts and failover of requests."""
+"""Admission, attempts and failover of requests."""

@@ -1,8 +1,9 @@
-"""Admission: which requests go to the nodes now, which wait in the router, and which are refused at once.
+"""Admission: decides which requests go to the nodes now, which wait in the router, and which are refused at once.
 
-Nodes get what they can run and a little more, so that what waits is ordered here: by priority, then fairly between
-tenants by tokens (start-time fair queueing: Goyal, Vin and Cheng 1996), then by arrival. A request is never overtaken
-by one behind it, so that long requests do not starve. Tokens are those of KV; all costs are counted in them.
+The nodes get the requests that they can run and a few more; all others wait here. They are ordered by priority, then
+fairly between tenants by tokens (start-time fair queueing: Goyal, Vin and Cheng 1996), then by arrival. A small request
+does not overtake the first one in this order, so that large requests do not starve. The cost of a request is the number
+of tokens whose KV it needs.
 """
 
 import asyncio
@@ -16,12 +17,12 @@ from router.dispatch.requests import GenerationRequest
 from router.nodes.pool import PoolCapacity
 from shared.errors import UnavailableError
 
-RATE_S = 10.0  # the nodes' throughput is averaged over about this time
+RATE_S = 10.0  # time constant of the average of the nodes' throughput
 BEGUN = 0.25  # share of the tokens held by nodes that counts as done before any request has finished
-CAUTION = 2.0  # a wait may take this many times the prediction; a request that could not afford it is refused at once
-FORGET = 0.98  # weight of what is known about earlier requests' time on the nodes, with each that ends
-QUEUED_KV = 4  # without a configured limit, this many times the nodes' KV may wait …
-LEAST_QUEUED_TOKENS = 1 << 18  # … and at least this many tokens: 10 MB
+CAUTION = 2.0  # safety factor: a request is refused if this many times its predicted wait would be too long
+FORGET = 0.98  # decay of the statistics of earlier requests with each request that ends
+QUEUED_KV = 4  # default limit of the queue, as a multiple of the nodes' KV capacity
+LEAST_QUEUED_TOKENS = 1 << 18  # lower bound of that default, which takes 10 MB
 MAX_RETRY_AFTER_S = 60.0
 
 
@@ -45,16 +46,17 @@ class EntryState(Enum):
 
 @dataclass(slots=True, eq=False)
 class QueueEntry:
-    """One prompt and its `num_left` samples. It waits for its slot until `expires`, and holds it until all ended."""
+    """One prompt and its `num_left` unfinished samples. It waits for its slot until `expires` at the latest, and holds
+    the slot until its last sample ends."""
 
     tenant: str
     priority: int  # smaller goes first
     prompt_tokens: int
-    sample_tokens: int  # that one sample is expected to add
+    sample_tokens: int  # expected tokens of one sample
     num_left: int
     expires: float
-    deadline: float = inf  # of the whole answer
-    granted_at: float | None = None  # None also once its time on the nodes says nothing about them
+    deadline: float = inf  # for the whole answer
+    granted_at: float | None = None  # also None after a pause, which makes its time on the nodes meaningless
     state: EntryState = EntryState.WAITING
     has_pending_prefill: bool = True
 
@@ -68,7 +70,7 @@ class QueueEntry:
 
 
 class QueueFullError(Exception):
-    """The request cannot even wait. In `wait_s` seconds it may be admitted."""
+    """The queue cannot take the request. It may be admitted in `wait_s` seconds."""
 
     def __init__(self, wait_s: float) -> None:
         super().__init__(f"no slot within {wait_s:g} s")
@@ -77,22 +79,20 @@ class QueueFullError(Exception):
 
 @dataclass(slots=True)
 class PriorityLevel:
-    """The entries that wait with one priority, by tenant."""
+    """The waiting entries of one priority, by tenant."""
 
     queues: dict[str, deque[QueueEntry]] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
 
     def share(self, tenant: str, cost: int) -> int:
-        """Return the tokens served up to and including the tenant's next request when tenants take turns."""
+        """Return the tokens served up to and including a new request of the tenant, if the tenants take turns."""
         tenants = len(self.queues) + (tenant not in self.queues)
         return min(sum(self.tokens.values()) + cost, (self.tokens.get(tenant, 0) + cost) * tenants)
 
 
 class ThroughputEstimator:
-    """Tokens per second that the nodes finish while requests wait, per request that they should hold at once.
-
-    Times without a queue do not change it.
-    """
+    """Estimates the tokens per second that the nodes finish, divided by the number of requests that they hold at once.
+    Only times with a queue are measured, because the nodes are not fully used at other times."""
 
     def __init__(self) -> None:
         self._now = self._busy_s = self._tokens = 0.0
@@ -108,29 +108,31 @@ class ThroughputEstimator:
         self._tokens += tokens
 
     def tokens_per_s(self, held: float) -> float:
-        """Return the rate, infinite at first. Nodes that were empty when the queue began have finished little yet, so
-        a share of what they hold counts as done."""
+        """Return the rate, which is infinite before the first measurement. Nodes that were empty when the queue began
+        have finished few requests yet, so a share of the tokens that they hold counts as done."""
         begun = BEGUN * held * (1 - self._busy_s / RATE_S)
         return (self._tokens + begun) / self._busy_s if self._busy_s else inf
 
 
 class Admission:
-    """The accounts of what waits and what is held. Pure: the time is an argument.
+    """The accounts of waiting and granted entries. Pure: the time is an argument.
 
-    Methods that return entries have granted these; their owners are to be woken.
+    `AdmissionQueue` owns it and calls it on the router's event loop. A method that returns entries has granted them,
+    and the caller wakes their owners. An entry's cost is counted from its offer until its last sample is released.
     """
 
     def __init__(self, max_queued_tokens: int = 0) -> None:
-        """`max_queued_tokens` 0: QUEUED_KV times the nodes' KV, and no less than LEAST_QUEUED_TOKENS."""
+        """Create empty accounts. If `max_queued_tokens` is 0, the limit is QUEUED_KV times the nodes' KV, and at least
+        LEAST_QUEUED_TOKENS."""
         self.capacity = PoolCapacity()
         self.held_requests = self.held_tokens = self.pending_prefill_tokens = self.pending_prefills = 0
         self.queued_requests = self.queued_tokens = 0
         self._max_queued_tokens = max_queued_tokens
         self._levels: dict[int, PriorityLevel] = {}
-        self._served: dict[str, float] = {}  # tenant -> tokens, as a virtual time
-        self._virtual = 0.0  # of the latest grant: a tenant that comes back after a pause has no credit
+        self._served: dict[str, float] = {}  # each tenant's tokens, as a virtual time
+        self._virtual = 0.0  # virtual time of the latest grant; a tenant gets no credit for a pause
         self._throughput = ThroughputEstimator()
-        self._stayed_s = self._generated = 0.0  # of the latest samples: time on the nodes, and tokens generated
+        self._stayed_s = self._generated = 0.0  # sums over recent samples: time on the nodes, and tokens generated
 
     @property
     def queued_tenants(self) -> frozenset[str]:
@@ -139,7 +141,7 @@ class Admission:
     # ---- what happens -------------------------------------------------------------------------------------------
 
     def offer(self, entry: QueueEntry, now: float) -> list[QueueEntry]:
-        """Grant the entry or let it wait. Raises QueueFullError if it would wait past `expires`, or too much waits."""
+        """Grant the entry or queue it. Raises QueueFullError if it would wait too long, or if the queue is full."""
         if not self._levels and self._fits(entry):
             self._grant(entry, now)
             return [entry]
@@ -153,13 +155,13 @@ class Admission:
         return self._granted(now)
 
     def resize(self, capacity: PoolCapacity, now: float) -> list[QueueEntry]:
-        """Nodes joined or left."""
+        """Set the capacity of the nodes, after nodes joined or left."""
         self._throughput.pass_time(now, bool(self._levels))
         self.capacity = capacity
         return self._granted(now)
 
     def credit_prefix_hit(self, entry: QueueEntry, cached_tokens: int) -> None:
-        """Its node has cached this much of the prompt, and shares it with other requests."""
+        """Reduce the entry's cost by the part of its prompt that its node has cached and shares with other requests."""
         shared = min(cached_tokens, entry.prompt_tokens)
         if entry.is_granted:
             self.held_tokens -= shared
@@ -167,7 +169,7 @@ class Admission:
             entry.prompt_tokens -= shared
 
     def prompt_computed(self, entry: QueueEntry, now: float) -> list[QueueEntry]:
-        """The prompt is computed."""
+        """Record that the entry's prompt is computed."""
         if not (entry.is_granted and entry.has_pending_prefill):
             return []
         self._throughput.pass_time(now, bool(self._levels))
@@ -175,7 +177,7 @@ class Admission:
         return self._granted(now)
 
     def release(self, entry: QueueEntry, generated: int, now: float) -> list[QueueEntry]:
-        """One of its samples ended, waiting or granted."""
+        """Record that a sample of the entry ended. The entry may be waiting or granted."""
         self._throughput.pass_time(now, bool(self._levels))
         if not entry.is_granted:
             self._leave(entry)
@@ -187,7 +189,7 @@ class Admission:
         entry.num_left -= 1
         self.held_requests -= 1
         self.held_tokens -= tokens
-        self._served[entry.tenant] += generated - entry.sample_tokens  # correct what was charged
+        self._served[entry.tenant] += generated - entry.sample_tokens  # replace the expected tokens by the actual ones
         if self._levels:
             self._throughput.finished(tokens / max(1, self.capacity.requests))
         if entry.granted_at is not None and generated:
@@ -196,7 +198,7 @@ class Admission:
         return self._granted(now)
 
     def paused(self, entry: QueueEntry, now: float) -> list[QueueEntry]:
-        """One of its samples holds nothing until `resumed`."""
+        """Record that a sample of the entry holds no slot until `resumed`."""
         self._throughput.pass_time(now, bool(self._levels))
         entry.granted_at = None
         self.held_requests -= 1
@@ -210,7 +212,7 @@ class Admission:
     # ---- predictions ---------------------------------------------------------------------------------------------
 
     def expected_wait_s(self, entry: QueueEntry) -> float:
-        """Return the seconds until its slot if it were offered now; 0 while nothing is known."""
+        """Return the predicted seconds until the entry gets a slot; 0 before the first measurement."""
         slots = max(1, self.capacity.requests)
         rate = slots * self._throughput.tokens_per_s(self.held_tokens / slots)
         ahead = sum(sum(level.tokens.values()) for at, level in self._levels.items() if at < entry.priority)
@@ -219,7 +221,7 @@ class Admission:
         return ahead / rate if rate else inf
 
     def expected_latency_s(self, entry: QueueEntry) -> float:
-        """Return the seconds on the nodes until its answer is complete."""
+        """Return the predicted seconds on the nodes until the answer is complete; 0 before the first measurement."""
         return entry.sample_tokens * self._stayed_s / self._generated if self._generated else 0.0
 
     def _check(self, entry: QueueEntry, now: float) -> None:
@@ -230,7 +232,7 @@ class Admission:
         limit = self._max_queued_tokens or max(LEAST_QUEUED_TOKENS, QUEUED_KV * self.capacity.kv_tokens)
         if self.queued_tokens + entry.cost <= limit:
             return
-        # The queue is full: a tenant that uses less than its share of it may enter nevertheless.
+        # The queue is full. A tenant may still use its equal share.
         tenants = self.queued_tenants | {entry.tenant}
         own = sum(level.tokens.get(entry.tenant, 0) for level in self._levels.values())
         if (own + entry.cost) * len(tenants) > limit:
@@ -239,7 +241,7 @@ class Admission:
     def _fits(self, entry: QueueEntry) -> bool:
         room = self.capacity
         if not self.held_requests:
-            return True  # whatever its size: it will never get more room
+            return True  # no node has other requests, so waiting would not make more room
         return (
             self.held_requests + entry.num_left <= room.requests
             and self.held_tokens + entry.cost <= room.kv_tokens
@@ -279,7 +281,7 @@ class Admission:
             self.pending_prefills -= 1
 
     def _leave(self, entry: QueueEntry) -> None:
-        """One sample of a waiting entry ended; with its last sample the entry leaves the queue."""
+        """Remove a sample of a waiting entry. The entry leaves the queue with its last sample."""
         if entry.num_left == 1:
             self._remove(entry)
         else:
@@ -303,37 +305,37 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class QueueStatus:
-    """What waits in the router: samples, and tokens of prompts and answers."""
+    """The length of the queue, in samples and in tokens of prompts and answers."""
 
     requests: int
     tokens: int
 
 
 class AdmissionQueue:
-    """The queue in front of the nodes: `Admission` with a clock, and with the requests that wait.
+    """The queue in front of the nodes. It adds a clock, and events that wake waiting requests, to `Admission`.
 
-    The dispatcher enqueues each request, waits for its slot, and releases it sample by sample; the pool reports its
-    capacity (`CapacityListener`). Runs on the router's event loop. Each entry is released exactly once per sample.
+    The dispatcher enqueues each request, waits for its slot, and releases each sample exactly once. The pool reports
+    its capacity (`CapacityListener`). Runs on the router's event loop.
     """
 
     def __init__(self, max_queue_s: float, ttft_slo_s: float, max_queued_tokens: int = 0) -> None:
-        """`ttft_slo_s` 0: no SLO; `max_queued_tokens`: see `Admission`."""
-        self._max_wait_s = min(max_queue_s, ttft_slo_s or inf)  # a longer wait alone would break the SLO
+        """Create an empty queue. `ttft_slo_s` may be 0 for no SLO. `Admission` documents `max_queued_tokens`."""
+        self._max_wait_s = min(max_queue_s, ttft_slo_s or inf)  # a longer wait would miss the SLO by itself
         self._admission = Admission(max_queued_tokens)
         self._waiting: dict[QueueEntry, asyncio.Event] = {}
 
     def resize(self, capacity: PoolCapacity) -> None:
-        """Take the pool's new capacity, and wake the requests that fit now."""
+        """Set the pool's new capacity, and wake the requests that fit now."""
         self._wake(self._admission.resize(capacity, time.monotonic()))
 
     def enqueue(self, request: GenerationRequest) -> QueueEntry:
-        """Return an entry, granted or waiting. Raises AdmissionRefusedError where it would wait too long."""
+        """Return an entry, granted or waiting. Raises AdmissionRefusedError if the queue cannot take the request."""
         now, deadline = time.monotonic(), inf if request.deadline is None else request.deadline
         entry = QueueEntry(
             tenant=request.tenant,
             priority=request.priority,
             prompt_tokens=len(request.prompt),
-            sample_tokens=max(1, request.max_tokens // 2),  # as an attempt is charged
+            sample_tokens=max(1, request.max_tokens // 2),  # the same estimate as in `LoadCharge`
             num_left=request.n,
             expires=min(now + self._max_wait_s, deadline),
             deadline=deadline,
@@ -348,7 +350,7 @@ class AdmissionQueue:
         return entry
 
     async def wait_for_slot(self, entry: QueueEntry) -> None:
-        """Return when the entry is granted. Raises UnavailableError when that takes too long."""
+        """Wait until the entry is granted. Raises UnavailableError if that takes too long."""
         if entry.is_granted:
             return
         try:
@@ -360,21 +362,21 @@ class AdmissionQueue:
             raise UnavailableError("The request waited too long for a slot.", 2.0, code="queue_timeout") from None
 
     def credit_prefix_hit(self, entry: QueueEntry, cached_tokens: int) -> None:
-        """The node that was chosen has cached this much of the prompt: it takes no room twice."""
+        """Reduce the entry's cost by the part of its prompt that the chosen node has cached."""
         self._admission.credit_prefix_hit(entry, cached_tokens)
 
     def prompt_computed(self, entry: QueueEntry) -> None:
         self._wake(self._admission.prompt_computed(entry, time.monotonic()))
 
     def pause(self, entry: QueueEntry) -> None:
-        """One sample of the entry holds no slot until `resume`."""
+        """Release the slot of one sample of the entry until `resume`."""
         self._wake(self._admission.paused(entry, time.monotonic()))
 
     def resume(self, entry: QueueEntry) -> None:
         self._admission.resumed(entry)
 
     def release(self, entry: QueueEntry, num_generated: int) -> None:
-        """One sample of the entry ended."""
+        """Release one sample of the entry for good. It generated `num_generated` tokens."""
         granted = self._admission.release(entry, num_generated, time.monotonic())
         if not entry.num_left:
             self._waiting.pop(entry, None)
@@ -386,7 +388,7 @@ class AdmissionQueue:
 
     @property
     def held(self) -> tuple[int, int]:
-        """Return the requests and the tokens that granted entries hold."""
+        """The number of samples, and of tokens, of granted entries."""
         return self._admission.held_requests, self._admission.held_tokens
 
     def status(self) -> QueueStatus:

@@ -1,4 +1,4 @@
-"""One attempt to generate one sample on one placement, and what the attempts of a request share."""
+"""One attempt to generate a sample on one choice of nodes, and the state that the attempts of a request share."""
 
 import asyncio
 from collections import deque
@@ -13,14 +13,14 @@ from shared.errors import RequestError, UnavailableError
 from shared.rpc.messages import Logprobs, TokenDelta, unpack_ids
 
 HANDOFF = ("handoff: ", "landing: ")  # prefixes of the errors by which nodes report a failed handoff
-UNREAD_BYTES = 128 << 10  # of one request's deltas: a connection buffers as much again, and the kernel its own share
-FULL_S = 0.05  # that the limit may be exceeded: a burst is read in the next iterations of the event loop
-SLOW_S = 30.0  # without a read, while generation waits for the client, until the request is given up
+UNREAD_BYTES = 128 << 10  # limit of a request's unread deltas; the connection and the kernel buffer more
+FULL_S = 0.05  # how long the limit may be exceeded: the event loop reads a burst in its next iterations
+SLOW_S = 30.0  # how long a paused request waits for its client to read before it fails
 
 
 class AttemptFailed(Exception):
-    """The attempt is over, another may succeed. `node` reported it or is gone; `is_suspect`: it crashed while it
-    computed this request."""
+    """The attempt failed; another one may succeed. `node` reported the failure or, with `is_gone`, is lost. With
+    `is_suspect`, it crashed while it computed this request."""
 
     def __init__(self, reason: str, node: str, *, is_gone: bool = False, is_suspect: bool = False) -> None:
         super().__init__(reason)
@@ -31,45 +31,45 @@ class AttemptFailed(Exception):
 
 
 class ClientBackpressure(Exception):
-    """The client does not read: nothing is generated for it until it does."""
+    """The client does not read fast enough. Its request is paused until it has read more."""
 
 
 @dataclass(slots=True)
 class RequestCounts:
-    """Requests by how they ended; each sample counts as one."""
+    """The number of requests by outcome. Each sample counts as one."""
 
     running: int = 0
     total: int = 0
     finished: int = 0
     cancelled: int = 0
     failed: int = 0
-    refused: int = 0  # they would have waited too long
+    refused: int = 0  # because they would have waited too long
     moved: int = 0  # attempts that were retried
-    retried: int = 0  # of these: not because their node was lost
+    retried: int = 0  # attempts that were retried although no node was lost
     paused: int = 0  # attempts that ended because their client did not read
 
     def end(self, outcome: str, times: int = 1) -> None:
-        """Count ends: "finished", "cancelled", "failed" or "refused"."""
+        """Count an outcome: "finished", "cancelled", "failed" or "refused"."""
         setattr(self, outcome, getattr(self, outcome) + times)
 
 
 @dataclass(slots=True)
 class SampleState:
-    """What one sample has generated so far, over all attempts."""
+    """The tokens of one sample so far, over all attempts, and its state."""
 
     index: int
     tokens: list[int] = field(default_factory=list)
-    outcome: str = ""  # how it ended
-    is_paused: bool = False  # it holds no slot, as its client does not read
-    attempt: "Attempt | None" = None  # under way
+    outcome: str = ""  # "" until it has ended
+    is_paused: bool = False  # it holds no slot, because its client does not read
+    attempt: "Attempt | None" = None  # the current one
 
 
 class AdmittedRequest:
-    """What the samples of one request share, from its admission until the last of them ended.
+    """The state that the samples of one request share, from admission until the last one has ended.
 
-    The dispatcher creates it. It counts each sample's end and releases its slot, once, and bounds what is generated and
-    not read yet over all samples: when a client stops reading, the attempts are taken off the nodes. Runs on the
-    router's event loop.
+    The dispatcher creates it. It counts the end of each sample and releases its slot, exactly once. It also bounds the
+    unread output of all samples together: when the client stops reading, it ends the current attempts, and the samples
+    continue once the client has read most of their output. Runs on the router's event loop.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class AdmittedRequest:
         self.entry = entry
         self.samples = [SampleState(index) for index in range(request.n)]
         self.kv_node: NodeConnection | None = None  # the decode node that has the prompt's KV
-        self.first_is_computed = asyncio.Event()  # sample 0's prompt: the other samples may start
+        self.first_is_computed = asyncio.Event()  # by sample 0, so that the others may start
         self._queue = queue
         self._counts = counts
         self._unread_bytes = 0
@@ -123,7 +123,7 @@ class AdmittedRequest:
         self._has_read.set()
 
     async def wait_until_read(self) -> None:
-        """Return when the client has read most of what was generated. Raises UnavailableError if it never does."""
+        """Wait until the client has read most of the output. Raises UnavailableError if it stops reading."""
         while self._unread_bytes > UNREAD_BYTES // 4 and self._error is None:
             self._has_read.clear()
             await self._has_read.wait()
@@ -165,18 +165,19 @@ class AdmittedRequest:
 
 
 class Attempt:
-    """One sample on one placement: an async iterator over its deltas, in order, each once.
+    """One attempt to generate a sample. It is an async iterator that yields each of its deltas once and in order.
 
-    The connections of its two nodes feed it (`DeltaListener`); their deltas may arrive in any order. It is over once
-    the sample finished or it failed, and releases its nodes at that moment, even if its reader is late; the reader then
-    gets what was received before, and the error. Runs on the router's event loop.
+    The dispatcher creates and reads it. The connections of its one or two nodes pass it deltas (`DeltaListener`), which
+    may arrive in any order. It ends when the sample finishes or the attempt fails, and releases its nodes at once, even
+    if its reader is slow. The reader then gets the deltas received before the end, and the error if there is one. Runs
+    on the router's event loop.
     """
 
     def __init__(self, admitted: AdmittedRequest, sample: SampleState, number: int) -> None:
         self.request = admitted.request
         self.sample = sample
         self.id = f"{self.request.id}.{sample.index}.{number}"
-        self.is_first = number == 0 and sample.index == 0  # the request's first: nothing of it was accepted yet
+        self.is_first = number == 0 and sample.index == 0  # the first attempt of the whole request
         self.prefill: NodeConnection | None = None
         self.decode: NodeConnection | None = None
         self._admitted = admitted
@@ -205,7 +206,8 @@ class Attempt:
         return node in self._producers
 
     def begin(self, prefill: NodeConnection | None, decode: NodeConnection, cached_tokens: int) -> None:
-        """Take these nodes: charge the load to them. `cached_tokens`: of the prompt, expected where it is computed."""
+        """Assign the nodes, and charge the attempt to their load. `cached_tokens` is the expected prefix hit on the
+        node that computes the prompt."""
         self.prefill, self.decode = prefill, decode
         num_tokens = len(self.request.prompt) + len(self.sample.tokens)
         left = self.request.max_tokens - len(self.sample.tokens)
@@ -214,7 +216,7 @@ class Attempt:
         self.sample.attempt = self
 
     def end(self, error: Exception | None) -> bool:
-        """End the attempt, on every node that still runs it. Return False if it was over before."""
+        """End the attempt, on every node that still runs it. Return False if it had already ended."""
         if self._is_over:
             return False
         self._is_over, self._error = True, error
@@ -230,13 +232,13 @@ class Attempt:
         return True
 
     def discard(self, error: Exception) -> None:
-        """End the attempt with an error, and drop what was not read."""
+        """End the attempt with an error, and drop the unread deltas."""
         self.end(error)
         self._error = error
         self._drop_unread()
 
     def close(self) -> None:
-        """The reader is done with it."""
+        """End the attempt, and drop the unread deltas. The reader calls this when it leaves."""
         self.end(None)
         self._drop_unread()
         self.sample.attempt = None
@@ -294,7 +296,7 @@ class Attempt:
         if delta.error:
             if connection is self.decode or not self._handed_off:
                 self.end(_failure(connection, delta))
-            return  # otherwise the prefill node missed that its commit succeeded
+            return  # ignore the prefill node's error: its commit succeeded, but it did not receive the answer
         if not self._is_prompt_computed and (self._handed_off or self.prefill is None or delta.finish):
             self._prompt_computed()
             if self.sample.index == 0:
@@ -322,7 +324,7 @@ class Attempt:
         is_first = not self.sample.tokens
         self.sample.tokens += unpack_ids(delta.tokens)
         self._producers.add(connection)
-        # Prompt logprobs are delivered whole with the first token, so that a failed attempt before it leaves no trace.
+        # Deliver all prompt logprobs with the first token, so that none are delivered twice after a failed attempt.
         delta.prompt_logprobs, self._prompt_logprobs = (self._prompt_logprobs if is_first else []), []
         if not is_first:
             delta.cached_tokens = 0
@@ -341,7 +343,7 @@ def _failure(connection: NodeConnection, delta: TokenDelta) -> Exception:
 
 
 def size_of(delta: TokenDelta) -> int:
-    """Return about how many bytes the delta takes in this process."""
+    """Return the approximate number of bytes that the delta takes in this process."""
     size = 384 + 10 * len(delta.tokens)
     if delta.logprobs or delta.prompt_logprobs:
         size += sum(200 + 80 * len(entry.top_tokens) for entry in delta.logprobs + delta.prompt_logprobs)

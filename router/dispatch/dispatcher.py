@@ -1,6 +1,6 @@
-"""The way of one request through the cluster: admit it, place it, send it, stream its tokens, retry when a node fails.
+"""Runs each request on the nodes: admits it, places it, sends it, streams its tokens, and retries if a node fails.
 
-The router owns the request: it has the prompt and the tokens so far, so any node may be lost at any moment.
+The router owns the request. It keeps the prompt and the tokens so far, so that any node may be lost at any time.
 """
 
 import asyncio
@@ -37,18 +37,18 @@ from shared.errors import RequestError, UnavailableError
 from shared.rpc.messages import SubmitRequest, pack_ids
 
 log = logging.getLogger("baton.dispatch")
-WAIT_NEW_S = 1.0  # for a node, before a new request is refused
-WAIT_UNDER_WAY_S = 30.0  # for a node, before a request that was accepted is given up
-RETRY_PAUSE_S = 0.05  # times the attempts so far, more or less by half
-NEWS_S = 0.2  # after a failed handoff it is mostly known within this time which of its nodes died
-SEED_STEP = 0x9E3779B97F4A7C15  # spreads the seeds of samples (the golden ratio, as in splitmix64)
+WAIT_NEW_S = 1.0  # how long a new request waits for a node before it is refused
+WAIT_UNDER_WAY_S = 30.0  # how long an accepted request waits for a node before it fails
+RETRY_PAUSE_S = 0.05  # multiplied by the number of attempts so far, with a jitter of 50 %
+NEWS_S = 0.2  # how long the loss of a node usually takes to be noticed after a failed handoff
+SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of two samples (the golden ratio, as in splitmix64)
 Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchRules:
-    """`disaggregate`: see `scheduler.placement.place`. `ttft_slo_s`: a request whose first token is predicted later
-    is refused; 0: none is."""
+    """The settings of the dispatcher. `scheduler.placement.place` documents `disaggregate`. A request is refused if its
+    first token is predicted later than `ttft_slo_s`; 0 disables this."""
 
     max_attempts: int = 5
     disaggregate: str = "auto"
@@ -57,7 +57,7 @@ class DispatchRules:
 
 @dataclass(frozen=True, slots=True)
 class DispatcherStatus:
-    """`placements`: attempts by the reason of their placement."""
+    """The dispatcher's part of `/v1/status`. `placements` counts attempts by the reason of their placement."""
 
     model: str
     router: str
@@ -72,11 +72,11 @@ class DispatcherStatus:
 
 
 class Dispatcher:
-    """Generates every admitted request, whatever happens to the nodes.
+    """Generates the tokens of every admitted request, and retries on other nodes after failures.
 
-    The HTTP side calls `admit` for each request and reads its streams. Everything runs in the reader's task, on the
-    router's event loop. Each sample's tokens are delivered in order and once, and when the context is left nothing of
-    the request is left on any node, in the queue or in the load of a node; it is counted once per sample.
+    The HTTP handlers call `admit` for each request and read its streams. Everything runs in the reader's task, on the
+    router's event loop. Each sample's tokens are delivered in order and exactly once. When the context exits, the
+    request is gone from all nodes, from the queue and from the nodes' load, and each sample has been counted once.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class Dispatcher:
     async def admit(self, request: GenerationRequest) -> AsyncIterator[list[TokenStream]]:
         """Admit a request, and provide one stream for each sample; see `GenerationBackend.admit`.
 
-        Raises UnavailableError when no node takes requests or the request would wait too long, RequestError when no
-        node could ever hold it. At the request's deadline, it cancels the block and raises UnavailableError.
+        Raises UnavailableError if no node takes requests or if the request would wait too long, and RequestError if it
+        is too large for every node. At the request's deadline, cancels the block and raises UnavailableError.
         """
         late_s = inf if request.deadline is None else request.deadline - time.monotonic()
         if late_s <= 0:
@@ -144,8 +144,8 @@ class Dispatcher:
     async def generate(self, admitted: AdmittedRequest, sample: SampleState) -> TokenStream:
         """Yield the tokens of one sample, retrying on other nodes from the last delivered token.
 
-        Sample 0 runs alone until its prompt is computed; the others then go to the node that has its KV. Raises
-        UnavailableError or RequestError when the sample cannot be completed.
+        Sample 0 runs alone until its prompt is computed. The other samples are then placed on the node that has the
+        prompt's KV. Raises UnavailableError or RequestError if the sample cannot be completed.
         """
         try:
             if sample.index:
@@ -154,7 +154,7 @@ class Dispatcher:
             failover = Failover(self._rules.max_attempts)
             for number in itertools.count():
                 attempt = Attempt(admitted, sample, number)
-                row = array("i", admitted.request.prompt + sample.tokens)  # hashed for placement, and sent
+                row = array("i", admitted.request.prompt + sample.tokens)  # placement hashes it, and `_submit` sends it
                 try:
                     await self._place(admitted, attempt, row, failover)
                     self._submit(attempt, row)
@@ -170,7 +170,7 @@ class Dispatcher:
                     admitted.resume(sample)
                 finally:
                     attempt.close()
-        except GeneratorExit:  # the client has enough of this sample
+        except GeneratorExit:  # the reader needs no more tokens of this sample
             admitted.end(sample, "finished")
             raise
         except Exception as error:
@@ -181,8 +181,8 @@ class Dispatcher:
                 admitted.first_is_computed.set()
 
     async def _wait_for(self, find: Callable[[], Found | None], wait_s: float) -> Found:
-        """Return what `find` returns, called again after each change of the pool while it returns None. Raises
-        UnavailableError after `wait_s`."""
+        """Call `find` now and after each change of the pool, and return its first result that is not None. Raises
+        UnavailableError after `wait_s` seconds."""
         if (found := find()) is not None:
             return found
         try:
@@ -197,7 +197,7 @@ class Dispatcher:
             ) from None
 
     def _check_fits(self, request: GenerationRequest) -> None:
-        """Raise RequestError if no node could hold the request even alone."""
+        """Raise RequestError if the request is too large even for a node without other requests."""
         prefill, decode = self._pool.routable()
         largest = max(decode or prefill, key=lambda node: node.kv_capacity_tokens, default=None)
         tokens = len(request.prompt) + request.max_tokens
@@ -214,13 +214,15 @@ class Dispatcher:
     # ---- one attempt --------------------------------------------------------------------------------------------
 
     async def _place(self, admitted: AdmittedRequest, attempt: Attempt, row: "array[int]", failover: Failover) -> None:
-        """Give the attempt its nodes as soon as a node can take it; the wait does not count as an attempt. Raises
-        UnavailableError when it is too long, AdmissionRefusedError when the first token would be too late."""
+        """Wait until nodes are available for the attempt, and assign them to it. The wait does not count as an attempt.
+
+        Raises UnavailableError if the wait is too long, and AdmissionRefusedError if the first token would be too late.
+        """
         request, sample = attempt.request, attempt.sample
         sibling = admitted.kv_node
         if sample.index and sibling in self._pool.routable()[1] and sibling.info.id not in failover.avoid:
             self._record_placement(attempt, Placement(None, sibling.info.id, "sibling"))
-            attempt.begin(None, sibling, 0)  # the prompt's KV is there already
+            attempt.begin(None, sibling, 0)  # this node already has the prompt's KV
             return
 
         def choose() -> PlacementCandidate | None:
@@ -242,8 +244,8 @@ class Dispatcher:
     def _check_slo(self, placement: Placement, computes: NodeConnection) -> None:
         """Raise AdmissionRefusedError if the first token is predicted later than the SLO.
 
-        Without a prediction every request is admitted. With a stale one too, or a node once measured as too slow would
-        never be measured again.
+        A request without a prediction is admitted. So is one with a stale prediction, because a node that was once
+        measured as too slow would otherwise get no more requests and never be measured again.
         """
         slo_s, estimate = self._rules.ttft_slo_s, placement.estimate
         if not slo_s or estimate is None or estimate.first_token_s <= slo_s or computes.load.is_stale:
@@ -263,11 +265,11 @@ class Dispatcher:
         self._history.placed(attempt.id, placement.prefill, placement.decode, placement.reason, local_s, remote_s)
 
     def _submit(self, attempt: Attempt, row: "array[int]") -> None:
-        """Send the attempt. It names a decode node only if a prefill node computes the prompt."""
+        """Send the attempt. The message has a decode node's address only if a prefill node computes the prompt."""
         request, sample, prefill, decode = attempt.request, attempt.sample, attempt.prefill, attempt.decode
         assert decode is not None
         sampling = replace(request.sampling, seed=(request.sampling.seed + sample.index * SEED_STEP) % 2**63)
-        if sample.index or sample.tokens:  # delivered with the first token of sample 0
+        if sample.index or sample.tokens:  # sample 0 has delivered them with its first token
             sampling.prompt_logprobs = None
         submit = SubmitRequest(
             id=attempt.id,
@@ -294,7 +296,7 @@ class Dispatcher:
     # ---- after a failure ----------------------------------------------------------------------------------------
 
     async def _wait_to_retry(self, attempt: Attempt, failure: AttemptFailed, failover: Failover, number: int) -> None:
-        """Return when the next attempt may start. Raises UnavailableError or RequestError when there is none."""
+        """Wait until the next attempt may start. Raises UnavailableError or RequestError if there may be no more."""
         self._counts.moved += 1
         self._history.migrated(attempt.id, failure.reason)
         log.warning("request %s is retried: %s", attempt.id, failure)
@@ -308,10 +310,10 @@ class Dispatcher:
         await asyncio.sleep(pause_s)
 
     async def _has_lost_node(self, attempt: Attempt) -> bool:
-        """Return whether a node of the attempt is gone or leaving, waiting a moment for that news.
+        """Return whether a node of the attempt is lost or leaving, after a short wait for such a change.
 
-        A node reports a failed handoff before the loss of the other node is known. Then the other node is to blame, and
-        retrying is no strain on the budget.
+        A node may report a failed handoff before the router notices that the other node is lost. The lost node is then
+        at fault, and the retry does not count against the budget.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(NEWS_S):

@@ -1,7 +1,7 @@
-"""Failover: which nodes a sample avoids after a failure, which still has its KV, and when it is given up.
+"""Failover: decides which nodes a sample avoids after a failure, and when to stop retrying it.
 
-Requests on a node that dies are retried at once. All other retries, of all requests together, are limited to a small
-share of the requests, so that retries cannot overload the nodes.
+Requests on a node that crashes are retried at once. All other retries are limited to a small share of all requests, so
+that retries cannot overload the nodes.
 """
 
 from collections.abc import Iterable
@@ -11,15 +11,16 @@ from router.dispatch.attempt import HANDOFF, Attempt, AttemptFailed
 from router.nodes.connection import NodeConnection
 from shared.errors import RequestError, UnavailableError
 
-MAX_CRASHES = 2  # of nodes that computed a request, until it counts as their cause
-RETRY_SHARE = 0.1  # of the requests
-RETRIES_PER_S = 3.0  # in addition
-BURST_S = 10.0  # worth of retries that may accumulate
+MAX_CRASHES = 2  # crashes of nodes that computed a request, after which the request counts as their cause
+RETRY_SHARE = 0.1  # retries for each request
+RETRIES_PER_S = 3.0  # retries for each second, in addition
+BURST_S = 10.0  # unused retries accumulate for this many seconds
 MAX_RETRY_WAIT_S = 10.0
 
 
 class RetryBudget:
-    """The budget of all requests together: a tenth of them, and 3 a second. Finagle's, but a retry waits its turn."""
+    """The retry budget of all requests together: a tenth of their number, and 3 a second. It follows Finagle's, except
+    that a retry over the budget waits instead of failing."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -30,7 +31,7 @@ class RetryBudget:
         self._level = min(self._level + RETRY_SHARE, RETRIES_PER_S * BURST_S)
 
     def take(self, now: float) -> float:
-        """Return the seconds to wait before one more retry. Raises UnavailableError when too many wait already."""
+        """Return the seconds to wait before one more retry. Raises UnavailableError if that would be too long."""
         passed_s, self._now = max(0.0, now - self._now), now
         self._level = min(self._level + passed_s * RETRIES_PER_S, RETRIES_PER_S * BURST_S)
         wait_s = max(0.0, 1.0 - self._level) / RETRIES_PER_S
@@ -44,8 +45,8 @@ class RetryBudget:
 
 @dataclass(slots=True)
 class Failover:
-    """The failures of one sample. `avoid`: nodes that it is not placed on while there are others. `prefix_node`: the
-    prefill node that still has its prompt's KV, or ""."""
+    """The failures of one sample. The sample is placed on a node in `avoid` only if there is no other. `prefix_node` is
+    the prefill node that still has the prompt's KV, or ""."""
 
     max_attempts: int
     avoid: set[str] = field(default_factory=set)
@@ -55,9 +56,9 @@ class Failover:
     _crashed: list[NodeConnection] = field(default_factory=list)
 
     def record_failure(self, attempt: Attempt, failure: AttemptFailed, decode_nodes: Iterable[str]) -> None:
-        """Record a failed attempt. `decode_nodes`: those that could generate. Raises UnavailableError or RequestError
-        when it was the last one."""
-        # Do not count an attempt that produced tokens on a node that is alive: such a node only moves its requests.
+        """Record a failed attempt. `decode_nodes` are the nodes that can generate. Raises UnavailableError or
+        RequestError if there may be no further attempt."""
+        # Do not count an attempt that produced tokens on a node that is still alive: the node only moves its requests.
         self.failures += failure.is_gone or not attempt.has_output
         self._assign_fault(attempt, failure, decode_nodes)
         if failure.is_suspect:
@@ -67,9 +68,12 @@ class Failover:
             raise UnavailableError(f"The request was given up after {self.max_attempts} attempts.", code="node_lost")
 
     def _assign_fault(self, attempt: Attempt, failure: AttemptFailed, decode_nodes: Iterable[str]) -> None:
-        """Decide which end of a handoff to avoid. A node that is gone is at fault. If both are alive, avoid the decode
-        node first, since another one only needs the blocks sent again; avoid the prefill node when its handoff fails
-        again, or when there is no other decode node."""
+        """Decide which node to avoid after a failure.
+
+        A lost node is at fault. If both nodes of a failed handoff are alive, avoid the decode node first, since the
+        prefill node only has to send the blocks to another one. Avoid the prefill node too if its handoff fails again,
+        or if there is no other decode node.
+        """
         prefill, decode = attempt.prefill, attempt.decode
         self.prefix_node = ""
         if prefill is None or decode is None:
@@ -87,10 +91,8 @@ class Failover:
             self.prefix_node = prefill.info.id
 
     def _record_crash(self, attempt: Attempt, node: NodeConnection) -> None:
-        """Apply the poison rule: after two crashes without a token in between, the request itself is the likely cause.
-
-        A node that is back in the same incarnation did not crash, but only lost its connection.
-        """
+        """Apply the poison rule: after two crashes without a token in between, the request is the likely cause. A node
+        that has returned in the same incarnation did not crash. It only lost its connection."""
         if attempt.produced_by(node):
             self._crashed = []
             return

@@ -1,4 +1,4 @@
-"""What the HTTP side and the dispatcher exchange: token ids in, token ids out. Neither text nor HTTP is known here."""
+"""The interface between the HTTP handlers and the dispatcher. It consists of token ids, without text or HTTP."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -9,12 +9,12 @@ from typing import Any, Protocol, TypeVar
 from shared.rpc.messages import SamplingParams, TokenDelta
 
 Item = TypeVar("Item")
-MERGED_ITEMS = 16  # held between several streams and a slow reader
+MERGED_ITEMS = 16  # buffered between the streams and a slow reader
 
 
 @dataclass(slots=True, frozen=True)
 class ModelCard:
-    """The model that a cluster serves. `max_model_len` bounds prompt and answer together, in tokens."""
+    """The model that a cluster serves. `max_model_len` is the maximum number of tokens in prompt and answer."""
 
     name: str
     max_model_len: int
@@ -25,10 +25,8 @@ class ModelCard:
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """One prompt and how to continue it, `n` times. Validated: every id is in the vocabulary, and everything fits.
-
-    Sample i is drawn with a seed that the dispatcher derives from `sampling.seed` and i.
-    """
+    """One prompt and the parameters of its `n` samples. It is validated: every id is in the vocabulary, and prompt and
+    answer fit the model's context. The dispatcher derives the seed of sample i from `sampling.seed` and i."""
 
     id: str
     prompt: list[int]
@@ -41,42 +39,39 @@ class GenerationRequest:
     priority: int = 0  # smaller runs first
     share_prefix: bool = True
     traceparent: str = ""  # W3C trace context of the client's request
-    tenant: str = ""  # of the client's API key; "" without keys
+    tenant: str = ""  # the owner of the client's API key, or "" if no keys are set
     deadline: float | None = None  # on the monotonic clock, in seconds
 
 
 TokenStream = AsyncGenerator[TokenDelta, None]
-"""The tokens of one sample: each delta continues the one before, none is lost and none comes twice.
+"""The tokens of one sample. Each delta continues the one before; no token is lost or repeated.
 
-`prompt_logprobs` are complete in the first delta of sample 0 and empty elsewhere; `cached_tokens` is set in the first
-delta only. The last delta has `finish`, "stop" (its last token is one of `stop_tokens`) or "length", and may hold no
-tokens. Raises RequestError or UnavailableError when the sample cannot be completed.
+The first delta of sample 0 has all `prompt_logprobs`; they are empty in all others. Only the first delta of a sample
+has `cached_tokens`. The last delta may have no tokens; its `finish` is "stop" if the last token is in `stop_tokens`,
+and "length" otherwise. The stream raises RequestError or UnavailableError if the sample cannot be completed.
 """
 
 
 class StatusReport(Protocol):
     def as_json(self) -> Mapping[str, Any]:
-        """Return what `/v1/status` shows; JSON types only."""
+        """Return the content of `/v1/status`. It consists of JSON types."""
 
 
 class GenerationBackend(Protocol):
-    """What the HTTP side needs of the dispatcher."""
+    """The interface of the dispatcher that the HTTP handlers use."""
 
     def admit(self, request: GenerationRequest) -> AbstractAsyncContextManager[Sequence[TokenStream]]:
-        """Admit a request, and provide the streams of its `n` samples. Raises RequestError or UnavailableError.
-
-        Closing a stream ends its sample: the client has enough of it. Leaving the context ends all of them, at once and
-        on every node.
-        """
+        """Admit a request, and provide the streams of its `n` samples. Closing a stream ends its sample early. Leaving
+        the context ends all samples at once, on every node. Raises RequestError or UnavailableError."""
 
     def status(self) -> StatusReport: ...
 
     def ready(self) -> bool:
-        """Return whether a request admitted now would find a node."""
+        """Return whether a node takes requests now."""
 
 
 async def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
-    """Yield the items of all streams as they arrive. The first error ends it and is raised."""
+    """Yield the items of all streams as they arrive. Stop at the first error and raise it."""
     if len(streams) == 1:
         async for only in streams[0]:
             yield only
@@ -89,7 +84,7 @@ async def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator
                 await queue.put((item, None))
             await queue.put((None, None))
         except Exception as error:  # noqa: BLE001 - raised below, where the items are read
-            for task in feeds:  # at once: the reader may be slow
+            for task in feeds:  # cancel them now, as the reader may take long to read the error
                 if task is not asyncio.current_task():
                     task.cancel()
             await queue.put((None, error))

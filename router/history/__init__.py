@@ -1,1 +1,1 @@
-"""A bounded record of steps, requests and transfers, and the page that shows it. Optional."""
+"""A bounded record of steps, requests and transfers, and the page that shows it."""

@@ -8,17 +8,18 @@ from typing import Any
 Node = dict[str, Any]
 Status = dict[str, Any]
 
-BUSY = 0.85  # of the last seconds; a node above this has no capacity left
-SLACK = 0.5  # a node below this has capacity left
+BUSY = 0.85  # a node whose busy share of the last seconds is above this has no capacity left
+SLACK = 0.5  # a node whose busy share is below this has capacity left
 FULL = 0.97  # share of KV blocks held by requests
-SLOW_SECOND, SLOW_SECOND_MS = 3.0, 50.0  # a late second token: times the usual gap, and at least milliseconds
+SLOW_SECOND, SLOW_SECOND_MS = 3.0, 50.0  # a second token is late above this multiple of the usual gap and this time
 
 
 def bottleneck(status: Status) -> str:
-    """Return the first finding that applies to the document of /v1/status.
+    """Return the first finding that applies to a document of /v1/status.
 
-    The order is: no nodes, blocks, the prefill pool, prompt chunks between tokens, the decode pool, transfers, a late
-    first token without a queue, a missed SLO, and otherwise that the cluster keeps up or is idle.
+    The findings are checked in this order: no nodes, full blocks, a busy prefill pool, prompt chunks between tokens, a
+    busy decode pool, slow transfers, late first tokens without a queue, and a missed SLO. If none applies, the sentence
+    says that the cluster keeps up or is idle.
     """
     view = ClusterView(status)
     if not view.nodes:
@@ -84,7 +85,7 @@ def _requests(count: int) -> str:
 
 
 def _move(nodes: list[Node], role: str) -> str:
-    """Return the advice to move the least busy node to the other pool, or "" if the others could not replace it."""
+    """Return the advice to move the least busy node to the other pool, or "" if the other nodes are too busy for it."""
     share = len(nodes) / max(1, len(nodes) - 1)
     if len(nodes) < 2 or share * (_busy(nodes) or 0.0) >= BUSY or share * max(map(_held, nodes)) >= FULL:
         return ""
@@ -148,7 +149,7 @@ def _decode_pool(view: ClusterView) -> str | None:
 
 
 def _transfer(view: ClusterView) -> str | None:
-    """Find slow handoffs. If the usual gap is 0, tokens arrive in groups, and the second one shows nothing."""
+    """Find slow handoffs. If the usual gap is 0, tokens arrive in groups, and the second token's time means nothing."""
     second, usual = view.p50["ttst_ms"], view.p50["tbt_ms"]
     is_handed_over = view.prefill and any(node.get("handoffs") for node in view.nodes)
     if not is_handed_over or _queue(view.decode) or not second or not usual:

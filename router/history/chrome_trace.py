@@ -1,8 +1,9 @@
 """Exports the history as a Chrome trace, for Perfetto and chrome://tracing.
 
-Each node is a process: its steps on thread 0, its pushes of KV on as many further threads as overlap, its blocks and
-queue as counters. One more process has all requests, each an asynchronous row of its phases. Arrows lead from a
-request's last chunk through its last push to its first decode step. Times are microseconds since the trace began.
+Each node is shown as a process. Thread 0 has its steps, and further threads have its pushes of KV, because pushes may
+overlap. Counters show its blocks and its queue. Another process has one asynchronous row for each request with its
+phases. Arrows lead from a request's last chunk through its last push to its first decode step. Times are microseconds
+since the trace began.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from router.history.step_ring import FIELDS, StepRing, StepRow
 from router.history.trace import AttemptSpan, RequestTrace, TraceEvent
 
 Event = dict[str, Any]
-MAX_STEPS = 200_000  # of all nodes; a longer trace is cut at its beginning
+MAX_STEPS = 200_000  # of all nodes together; the earliest steps of a longer trace are left out
 COUNTER_NS = 10_000_000  # between two samples of a counter
 REQUESTS = 1  # process id; nodes follow
 PASSES, PUSHES = 0, 1  # thread ids
@@ -74,7 +75,7 @@ class NodeTrack:
 
 
 def _pushes(pid: int, pushes: Sequence[Transfer], since_ns: int, lanes: dict[TraceEvent, int]) -> Iterator[Event]:
-    """Yield pushes, each on the first free thread, as events of one thread must not overlap; note it in `lanes`."""
+    """Yield each push on the first free thread, because events of one thread must not overlap. Add it to `lanes`."""
     free_ns: list[int] = []
     for push in sorted(pushes, key=lambda push: push.event.start_ns):
         event = push.event
@@ -93,7 +94,7 @@ def _pushes(pid: int, pushes: Sequence[Transfer], since_ns: int, lanes: dict[Tra
 
 
 def _request(trace: RequestTrace, since_ns: int) -> Iterator[Event]:
-    """Yield an asynchronous row: the request, the stages of its last attempt, and its events as instants."""
+    """Yield the events of a request's row: the request, the stages of its last attempt, and its events as instants."""
 
     def event(phase: str, name: str, at_ns: int, **arguments: object) -> Event:
         found = _event(phase, name, REQUESTS, 0, max(0, at_ns - since_ns))
@@ -114,7 +115,7 @@ def _request(trace: RequestTrace, since_ns: int) -> Iterator[Event]:
 
 
 def _stages(trace: RequestTrace) -> Iterator[tuple[str, int, int]]:
-    """Yield name, start and end of the finished stages of the last attempt, in order and within the request."""
+    """Yield the name, start and end of the last attempt's finished stages, in order and within the request's time."""
     attempt = trace.last_attempt
     if attempt is None:
         return
@@ -141,14 +142,15 @@ End = tuple[str, int, int]  # node, time, thread
 
 
 def _flow(identity: str, ends: Sequence[End], pids: dict[str, int], since_ns: int) -> Iterator[Event]:
-    """Yield an arrow, each end of which lies within the step or the push that it belongs to."""
+    """Yield the events of an arrow. Each of its ends lies within a step or a push."""
     for phase, (node, at_ns, thread) in zip("stf", ends, strict=True):
         found = _event(phase, "handoff", pids[node], thread, at_ns - since_ns)
         yield found | {"cat": "handoff", "id": identity} | ({"bp": "e"} if phase == "f" else {})
 
 
 def _arrow(attempt: AttemptSpan, history: RequestHistory, lanes: dict[TraceEvent, int]) -> list[End] | None:
-    """Return the points from the last chunk through the last push to the first decode step, if all are shown."""
+    """Return the points of an arrow from the last chunk through the last push to the first decode step. Return None if
+    one of them is not in the trace."""
     pushes, admitted = attempt.pushes, attempt.find("admitted", attempt.decode)
     ring = history.ring(attempt.decode)
     chunks = attempt.chunks

@@ -1,6 +1,6 @@
 """The routes of the history: requests and their timelines, steps, events, the Chrome trace, and the dashboard's page.
 
-The page's files are a fixed table that is read once, so that no request names a path on disk.
+The page's files are read once from a fixed table, so that no request can name a path on disk.
 """
 
 import re
@@ -21,7 +21,7 @@ from router.http.responses import dump
 from shared.clock import now_ns
 from shared.errors import RequestError
 
-ROWS_AT_ONCE = 200  # formatted at a time
+ROWS_AT_ONCE = 200  # rows to format at a time
 JSON = "application/json; charset=utf-8"
 MAX_LAST_S = 3600.0
 DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(ms|s|m)?")
@@ -65,7 +65,7 @@ def history_routes(history: RequestHistory, events: EventStream, rows_at_once: i
 
 
 class HistoryHandlers:
-    """Handlers of the routes that read the history, on the event loop."""
+    """The handlers of the routes that read the history. They run on the event loop."""
 
     def __init__(self, history: RequestHistory, rows_at_once: int) -> None:
         self._history = history
@@ -141,11 +141,8 @@ class HistoryHandlers:
         return ring
 
     def _listing(self, head: Mapping[str, object], name: str, rows: Iterable[object], size: int) -> Response:
-        """Return `head` and, under `name`, the rows.
-
-        More than `rows_at_once` are formatted in parts on another thread; formatting them at once would hold the
-        interpreter lock, and with it every client's stream.
-        """
+        """Return `head` and, under `name`, the rows. More than `rows_at_once` rows are formatted in parts on another
+        thread. Formatting all of them at once would hold the interpreter lock, and delay every client's stream."""
         if size <= self._rows_at_once:
             return _answer({**head, name: list(rows)})
         return StreamingResponse(_pieces(head, name, iter(rows), self._rows_at_once), media_type=JSON)

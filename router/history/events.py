@@ -1,9 +1,10 @@
 """`/events`: the cluster's activity as server-sent events, which are formatted once for all subscribers.
 
-Types: "status" (the document of `/v1/status`, once a second), "steps" (of one node, up to ten times a second),
-"requests" (summaries of changed requests, up to five times a second), "transfers". Ids are Unix milliseconds. A client
-that reconnects with `Last-Event-ID` gets what it missed in the last half minute, of which up to a second may be sent
-twice. A client that reads slowly loses the oldest waiting events; one that does not read at all is disconnected.
+The types are "status" (the document of `/v1/status`, once a second), "steps" (of one node, up to ten times a second),
+"requests" (summaries of changed requests, up to five times a second), and "transfers". Ids are Unix milliseconds. A
+client that reconnects with `Last-Event-ID` gets the events that it missed in the last half minute; up to a second of
+them may be repeated. A client that reads slowly loses the oldest waiting events, and one that does not read is
+disconnected.
 """
 
 import asyncio
@@ -27,13 +28,13 @@ MAX_SUBSCRIBERS = 64
 MAX_WAITING_BYTES = 1 << 20  # of one subscriber
 TICK_S = 0.1
 REQUEST_TICKS, STATUS_TICKS = 2, 10
-MAX_CHANGED = 200  # requests per event; the others follow in the next
-SILENT_S = 5.0  # without reading, after which a subscriber is disconnected
+MAX_CHANGED = 200  # requests per event; the others are in the next one
+SILENT_S = 5.0  # a subscriber that does not read for this time is disconnected
 MISSED_NS, TWICE_NS = 30 * 10**9, 10**9
 
 
 class Subscriber:
-    """The events that wait for one client, which wants the steps of `node`, or of all nodes if it is None."""
+    """The events that wait for one client. It gets the steps of `node`, or of all nodes if `node` is None."""
 
     def __init__(self, node: str | None) -> None:
         self.node = node
@@ -81,7 +82,7 @@ class EventStream:
         self._tasks = TaskGroup()
         self._ticks: asyncio.Task[None] | None = None
         self._closed = False
-        self._seen: dict[str, tuple[StepRing, int]] = {}  # node -> how many of its steps were sent
+        self._seen: dict[str, tuple[StepRing, int]] = {}  # by node: its ring, and how many of its steps were sent
         self._num_transfers = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,7 +95,7 @@ class EventStream:
         try:
             await while_connected(receive, self._serve(subscriber, reply))
         except TimeoutError:
-            return  # the client does not read, so it gets no error either
+            return  # do not send an error to a client that does not read
         finally:
             del self._subscribers[subscriber]
             if not self._subscribers and self._ticks is not None:
@@ -190,7 +191,7 @@ class EventStream:
 
 
 def _since(last_event_id: str | None) -> int | None:
-    """Return from when a reconnected client continues; None for a new client, or another server's id."""
+    """Return the time from which a reconnected client continues, or None for a new client or another server's id."""
     if last_event_id is None or not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) < 16):
         return None
     return max(int(last_event_id) * 10**6 - TWICE_NS, now_ns() - MISSED_NS)

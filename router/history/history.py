@@ -1,8 +1,8 @@
 """The router's bounded record of nodes' steps, of the latest requests, and of the latest transfers of KV.
 
-Nodes stamp their records with their own host's clock. The offset of a node's clock is the smallest difference between
-the arrival and the sending of its latest heartbeats, which is too large by the latency of the fastest of them (a
-fraction of a millisecond on a local network). Times of a node whose offset is over 1 ms are corrected by it.
+Nodes stamp their records with the clock of their host. The offset of that clock is estimated as the smallest difference
+between the arrival and the sending times of the node's latest heartbeats. The estimate is too large by the latency of
+the fastest heartbeat, a fraction of a millisecond on a local network. Offsets over 1 ms are corrected.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ MAX_REQUESTS = 4000
 MAX_NODES = 256
 GONE_NS = 900 * 10**9  # after this time without an update, a node is dropped when another one joins
 MAX_TEXT = 200  # characters of a name that a node sends
-HEARTBEATS = 128  # over which a clock's offset is taken
+HEARTBEATS = 128  # the latest ones, from which a clock's offset is estimated
 OFFSET_NS = 1_000_000  # a smaller offset is ignored
 MAX_NS = 2**62
 
@@ -31,8 +31,8 @@ class HistoryLimits:
 
     requests: int = MAX_REQUESTS
     transfers: int = 5000
-    rows: int = 500_000  # events and chunks of all requests, which take 150 MB
-    serials: int = 16_384  # of one node: requests whose number in step records is known
+    rows: int = 500_000  # events and chunks of all requests; they take 150 MB
+    serials: int = 16_384  # requests of one node whose numbers in step records are kept
 
 
 class RecordObserver(Protocol):
@@ -61,13 +61,13 @@ class Transfer(NamedTuple):
 
 
 class NodeActivity(NamedTuple):
-    """What a node did in the last seconds."""
+    """A node's activity in the last seconds."""
 
     steps_per_s: float
     tokens_per_s: float
-    busy: float  # share of the time in which a step ran
+    busy: float  # share of the time during which a step ran
     last: StepRow
-    reason: str  # for the last step's budget
+    reason: str  # of the last step's budget
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class NodeHistory:
 
     incarnation_id: str
     steps: StepRing = field(default_factory=StepRing)
-    serials: dict[int, str] = field(default_factory=dict)  # number in step records to attempt
+    serials: dict[int, str] = field(default_factory=dict)  # attempts by their number in step records
     delays_ns: deque[int] = field(default_factory=lambda: deque(maxlen=HEARTBEATS))
     offset_ns: int = 0
     updated_ns: int = 0
@@ -99,11 +99,11 @@ class NodeHistory:
 class RequestHistory:
     """The traces of the latest requests, the steps of all nodes, and the latest transfers.
 
-    Node connections pass in what nodes report (`take`, `lost`), sessions what clients receive (`accepted`, `output`,
+    Node connections record the nodes' reports (`take`, `lost`), HTTP requests their output (`accepted`, `output`,
     `ended`), and the dispatcher its placements (`placed`, `migrated`). `/v1/requests`, `/v1/steps`, `/events`, `/trace`
-    and the metrics read it. Everything runs on the router's event loop, except that a copy (`nodes`, `traces`,
-    `transfers`) may be read on another thread. Nothing raises for what a node sends: malformed records are dropped and
-    counted. Memory is bounded by `limits`; the oldest requests are dropped first.
+    and the metrics read it. Everything runs on the router's event loop, but other threads may read the copies that
+    `nodes`, `traces` and `transfers` return. Malformed records of a node are dropped and counted; they never raise.
+    Memory is bounded by `limits`, and the oldest requests are dropped first.
     """
 
     def __init__(self, now: Callable[[], int] = now_ns, limits: HistoryLimits = HistoryLimits()) -> None:
@@ -217,15 +217,13 @@ class RequestHistory:
         if self._watched:
             self._changed[identity] = None
 
-    # ---- from sessions and the dispatcher -----------------------------------------------------------------------
+    # ---- from HTTP requests and the dispatcher ------------------------------------------------------------------
 
     def accepted(
         self, id: str, num_prompt: int, num_samples: int, traceparent: str = "", waited_s: float = 0.0
     ) -> None:
-        """Record that a request with one prompt, or another prompt of a request, was accepted.
-
-        It arrived `waited_s` ago, so that reading and checking the body counts as the router's time.
-        """
+        """Record that one prompt of a request was accepted. The request arrived `waited_s` seconds ago. Reading and
+        checking its body counts as the router's time."""
         trace = self._traces.get(id)
         if trace is None:
             trace = self._traces[id] = RequestTrace(id, self._now() - round(waited_s * 1e9), traceparent=traceparent)
@@ -244,7 +242,7 @@ class RequestHistory:
                 self._changed[id] = None
 
     def ended(self, id: str, sample: int, how: str) -> None:
-        """Record the end of a sample: "stop", "length", "abort" (the client left) or "error"."""
+        """Record the end of a sample: "stop", "length", "abort" (the client disconnected) or "error"."""
         trace = self._traces.get(id)
         if trace is not None:
             trace.ended(how, self._now())
@@ -253,14 +251,14 @@ class RequestHistory:
     def placed(
         self, attempt: str, prefill: str | None, decode: str, reason: str, local_s: float = 0.0, remote_s: float = 0.0
     ) -> None:
-        """Record an attempt's nodes, and the predicted seconds of both placements, 0 if there is no prediction."""
+        """Record an attempt's nodes, and the predicted seconds of both placements, which are 0 without a prediction."""
         trace = self._trace(attempt)
         if trace is not None:
             trace.attempts[attempt] = AttemptSpan(attempt, prefill, decode, reason, self._now(), local_s, remote_s)
             self._change(trace.id)
 
     def migrated(self, attempt: str, why: str) -> None:
-        """Record why an attempt ended early; another follows, or the request fails."""
+        """Record why an attempt ended early. Another attempt follows, or the request fails."""
         span = self._attempt(attempt)
         if span is not None:
             span.migrated = why
@@ -292,7 +290,7 @@ class RequestHistory:
         )
 
     def offset_ms(self, node: str) -> float:
-        """Return the milliseconds to add to the node's clock, 0 if it is less than one."""
+        """Return the milliseconds to add to the node's clock, or 0 if the offset is less than one."""
         memory = self._nodes.get(node)
         return 0.0 if memory is None else round(memory.offset_ns / 1e6, 3)
 
@@ -312,7 +310,7 @@ class RequestHistory:
         return (None, None) if span is None else (span.prefill, span.decode)
 
     def latest_requests(self, limit: int) -> Iterator[dict[str, object]]:
-        """Yield summaries, newest first, each made when it is read."""
+        """Yield summaries, newest first. Each one is created when it is read."""
         return (trace.summary(self.ring) for trace in self.traces()[:limit])
 
     def traces(self) -> list[RequestTrace]:
@@ -324,7 +322,7 @@ class RequestHistory:
         return [transfer for transfer in list(self._transfers) if transfer.event.at_ns >= since_ns]
 
     def transfers_after(self, num_seen: int) -> tuple[int, list[Transfer]]:
-        """Return the number of pushes so far, and those after the first `num_seen`."""
+        """Return the number of pushes so far, and the pushes after the first `num_seen`."""
         new = min(self._num_transfers - num_seen, len(self._transfers))
         return self._num_transfers, list(self._transfers)[len(self._transfers) - new :]
 

@@ -1,7 +1,7 @@
-"""The latest steps of one node, packed in a ring: 65,536 steps in 12 MB, found by time in O(log n).
+"""The latest steps of one node, packed in a ring. 65,536 steps take 12 MB, and one is found by its time in O(log n).
 
-Each row also has the running sums before it, so that the busy time, the tokens and the interference of an interval
-take two look-ups and a subtraction.
+Each row also has the sums over all earlier rows. The busy time, the tokens and the interference of an interval are
+therefore the difference of two rows.
 """
 
 import struct
@@ -13,10 +13,10 @@ from scheduler.cost import CostModel, StepWork
 from shared.rpc.messages import StepRecord, unpack_ids
 
 CAPACITY = 65_536
-MEMBERS_BYTES = 16 << 20  # of one node; members of the oldest steps are dropped first
+MEMBERS_BYTES = 16 << 20  # for one node; the members of the oldest steps are dropped first
 MAX_REASONS = 256
 MAX_REASON = 64  # characters of one
-MOST = 2**40  # microseconds or tokens of a step; more is malformed, and its sums would soon overflow a row
+MOST = 2**40  # microseconds or tokens of a step; larger values are malformed, and would overflow the sums
 
 
 class StepRow(NamedTuple):
@@ -212,10 +212,11 @@ class StepRing:
 
 
 def interference_ns(row: StepRow, model: CostModel | None) -> int:
-    """Return how much longer a step took, including host time, than its decodes alone by the node's own model.
+    """Return by how much the prompts in a step delayed the requests that decode on the node.
 
-    This is the time that prompts took from each request that decodes there; a step of prompts alone delays decodes by
-    all of its time. 0 for steps without prompts, and until the node has a model.
+    It is the duration of the step, including host time, minus the duration that the node's model predicts for its
+    decodes alone. A step of prompts alone delays decodes by its whole duration. The result is 0 for a step without
+    prompts, and for one with decodes while the node has no model.
     """
     if row.prefill_tokens == 0 or (model is None and row.num_decodes):
         return 0

@@ -13,11 +13,11 @@ interference       what prompts added to the decode node's steps in that time: `
 retry              only of a migrated request: from its first placement to its last; the other phases are those of the
                    last attempt
 
-The phases are differences of times that never decrease, so they sum to the duration whatever the clocks did. A request
+The phases are differences between times that never decrease, so they sum to the duration even if clocks jump. A request
 has no phases if some of its nodes' records were lost.
 
-Events and chunks are kept as plain tuples of numbers and strings, which the garbage collector does not track: its
-pauses would show as gaps between tokens.
+Events and chunks are kept as plain tuples of numbers and strings, because the garbage collector does not track those.
+Its pauses would otherwise delay tokens.
 """
 
 import math
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from router.history.step_ring import StepRing, interference_ns
 
-MAX_EVENTS = 4096  # of one attempt: a push per chunk, and a preemption now and then
+MAX_EVENTS = 4096  # of one attempt, which usually has a push per chunk and a few preemptions
 GAP_NS = 500_000  # shorter gaps are overhead of the engine's loop
 MAX_STALLS = 200  # of one timeline; later ones are left out
 PHASES = ("router", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference")
@@ -291,10 +291,8 @@ class RequestTrace:
         }
 
     def timeline(self, rings: Rings) -> dict[str, object]:
-        """Return the summary and the spans by their start, "wait" spans with the cause of each gap among them.
-
-        A span without an end is still open.
-        """
+        """Return the summary, and the spans ordered by their start. "wait" spans have the cause of each gap. A span
+        without an end is still open."""
         spans = [span for attempt in self.attempts.values() for span in attempt.spans(rings, self.num_generated)]
         return self.summary(rings) | {"spans": sorted(spans, key=_start)}
 

@@ -1,4 +1,4 @@
-"""The operator's route that changes a node's role."""
+"""The admin route that changes a node's role."""
 
 import json
 import logging
@@ -18,29 +18,27 @@ from shared.rpc.methods import SET_ROLE, PeerError, connect
 
 log = logging.getLogger("baton.router")
 ROLES = ("prefill", "decode")
-MARGIN_S = 10.0  # after the drain, for the node to answer
-REGISTRY_S = 2.0  # for the registry to report the new role
+MARGIN_S = 10.0  # how long the node may take to answer after its drain
+REGISTRY_S = 2.0  # how long the registry may take to report the new role
 BODY_BYTES, BODY_S = 4096, 10.0
 
 
 def admin_routes(pool: NodePool, drain_s: float) -> list[Route]:
-    """Return the routes. A node that changes its role waits up to `drain_s` for its requests."""
+    """Return the admin routes. A node that changes its role waits up to `drain_s` seconds for its requests to end."""
     return [Route("/v1/nodes/{node}/role", Admin(pool, drain_s).set_role, methods=["POST"])]
 
 
 class Admin:
-    """The handlers. Owns the role changes in progress, so that two of them do not leave a role without nodes."""
+    """The handlers of the admin routes. It tracks role changes in progress, so that two cannot remove the last node."""
 
     def __init__(self, pool: NodePool, drain_s: float) -> None:
         self._pool = pool
         self._drain_s = drain_s
-        self._becoming: dict[str, str] = {}  # node to role, of the changes in progress
+        self._becoming: dict[str, str] = {}  # new role by node, while its change is in progress
 
     async def set_role(self, request: Request) -> Response:
-        """POST {"role": "prefill" | "decode"}.
-
-        Answers when the node has rejoined, with a note if the cluster now works without one of the roles.
-        """
+        """Handle POST {"role": "prefill" | "decode"}. The response is sent when the node has rejoined. It has a note if
+        the cluster now has no node of one role."""
         role = _role(await read_body(request.scope, request.receive, BODY_BYTES, BODY_S))
         connection = self._connection(request.path_params["node"])
         note = self._check(connection, role)
@@ -67,7 +65,8 @@ class Admin:
         return connection
 
     def _check(self, connection: NodeConnection, role: str) -> str:
-        """Return the note. Raises RequestError if no node would be left to take requests."""
+        """Return a note if the change leaves a role without nodes, or "". Raises RequestError if the node is already
+        changing its role, or if no node would be left to take requests."""
         name = connection.info.id
         if name in self._becoming:
             raise RequestError(f"Node {name} is becoming a {self._becoming[name]} node already.", "role", status=409)

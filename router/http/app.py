@@ -1,4 +1,4 @@
-"""The routes of the REST API, and how each is answered. Errors become statuses here and nowhere else."""
+"""The routes of the REST API and their handlers. This is the only place where errors become HTTP statuses."""
 
 import asyncio
 import time
@@ -54,11 +54,13 @@ def build_app(
     request_timeout_s: float = 0.0,
     body_timeout_s: float = BODY_TIMEOUT_S,
 ) -> Starlette:
-    """The whole REST API as an ASGI app. `registry` is what `/metrics` shows, `records` what dispatch and the nodes
-    tell, `slo` what is promised to a request that comes now, `more_routes` are for admins.
+    """Build the whole REST API as an ASGI app.
 
-    Its `state.api` and `state.admin` are the same in two: what tenants ask for, and what observes or changes the
-    cluster. `state.feed` has to be closed when the server drains: its streams end by nothing else.
+    `/metrics` shows `registry`. `records` is the history to which the dispatcher and the nodes report. `slo` returns
+    the targets for a request that arrives now. `more_routes` require an admin's key.
+
+    For servers with two ports, `state.api` has only the routes for tenants, and `state.admin` only those that observe
+    or change the cluster. Close `state.feed` when the server drains; its streams do not end by themselves.
     """
     registry = CollectorRegistry() if registry is None else registry
     records = RequestHistory() if records is None else records
@@ -107,7 +109,7 @@ def _tell(request: Request, error: Exception) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Of requests with a body; times in seconds, 0 for a request's: no limit."""
+    """Limits of requests with a body. Times are in seconds; with `request_timeout_s` 0, requests have no timeout."""
 
     max_concurrent_requests: int
     request_timeout_s: float
@@ -115,7 +117,12 @@ class RequestLimits:
 
 
 class ApiHandlers:
-    """What all routes share. Owns the count of requests at work and their metrics."""
+    """The handlers of the API's routes, and the state that they share.
+
+    `build_app` creates one for the app, and every handler runs on the router's event loop. It holds the model's card,
+    the count of requests in progress, which `JsonEndpoint` limits, and the request metrics. Errors pass through: the
+    endpoint or the app's exception handler turns them into responses.
+    """
 
     def __init__(
         self,
@@ -165,7 +172,7 @@ class ApiHandlers:
             await reply.json(formatter.answer())
 
     async def tokenize(self, body: Body, reply: ResponseWriter) -> None:
-        """POST /tokenize, in vLLM's shape."""
+        """Handle POST /tokenize, with the fields of vLLM."""
         assert isinstance(body, TokenizeBody)
         if body.prompt is not None:
             ids = await encode(self._tokenizer, body.prompt, body.add_special_tokens is not False)
@@ -183,7 +190,7 @@ class ApiHandlers:
         )
 
     async def detokenize(self, body: Body, reply: ResponseWriter) -> None:
-        """POST /detokenize, in vLLM's shape; special tokens are written out."""
+        """Handle POST /detokenize, with the fields of vLLM. The text includes special tokens."""
         assert isinstance(body, DetokenizeBody)
         check_ids(body.tokens, self.model, "tokens")
         await reply.json({"prompt": self._tokenizer.decode(body.tokens, skip_special_tokens=False)})
@@ -215,7 +222,7 @@ class ApiHandlers:
         return whole_status(self._dispatcher.status().as_json(), self._records, self._request_metrics)
 
     async def health(self, _request: Request) -> Response:
-        """The router itself lives; whether anybody can compute is `/ready`."""
+        """Report that the router is running. `/ready` reports whether a node can take requests."""
         return Response(status_code=200)
 
     async def ready(self, _request: Request) -> Response:
@@ -224,12 +231,13 @@ class ApiHandlers:
 
     async def metrics(self, _request: Request) -> Response:
         collected = Collected(self._registry)
-        text = await asyncio.to_thread(generate_latest, collected)  # most of a scrape; tokens flow meanwhile
+        text = await asyncio.to_thread(generate_latest, collected)  # the slow part: keep it off the event loop
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 class JsonEndpoint:
-    """A route that takes a JSON body: counted, read under limits, cancelled when its client leaves, always answered."""
+    """A route that takes a JSON body. It limits the number of requests in progress, and the size and duration of their
+    bodies. It cancels the handler when the client disconnects, and answers every error."""
 
     def __init__(
         self,
@@ -255,7 +263,7 @@ class JsonEndpoint:
             await while_connected(receive, self._work(raw, reply))
         except ClientDisconnected:
             return
-        except Exception as error:  # noqa: BLE001 - this is the rim: every request gets an answer
+        except Exception as error:  # noqa: BLE001 - every request gets a response
             await reply.fail(error)
         finally:
             rim.num_at_work -= 1

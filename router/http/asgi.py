@@ -1,4 +1,4 @@
-"""HTTP at the ASGI level: bodies read under limits, responses, and clients that disconnect."""
+"""ASGI helpers: they read bodies under limits, write responses, and notice clients that disconnect."""
 
 import asyncio
 import logging
@@ -39,16 +39,16 @@ class ClientDisconnected(Exception):
 
 
 def label_of(scope: Scope, fallback: str) -> str:
-    """Return the client's X-Request-Id if it is well-formed. It is only echoed and logged."""
+    """Return the client's X-Request-Id if it is well-formed, else `fallback`. It is only echoed and logged."""
     given = Headers(scope=scope).get("x-request-id", "")
     return given if LABEL.fullmatch(given) else fallback
 
 
 def deadline_of(scope: Scope, arrived: float, longest_s: float) -> float | None:
-    """Return the deadline of a request on the clock of `arrived`, or None.
+    """Return the deadline of a request on the clock of `arrived`, or None if it has none.
 
-    The header `x-request-timeout` sets it in seconds, up to `longest_s`, which is also the default; 0 stands for no
-    default and at most a day. Raises RequestError for an invalid header.
+    The header `x-request-timeout` sets a timeout in seconds. `longest_s` is the maximum and the default; if it is 0,
+    there is no default and the maximum is a day. Raises RequestError if the header is invalid.
     """
     given = Headers(scope=scope).getlist("x-request-timeout")
     if not given:
@@ -60,7 +60,7 @@ def deadline_of(scope: Scope, arrived: float, longest_s: float) -> float | None:
 
 
 def check_headers(headers: Headers, limit: int) -> None:
-    """Raise RequestError for a body that is not plain JSON, or announces more than `limit` bytes."""
+    """Raise RequestError if the headers announce something other than plain JSON, or more than `limit` bytes."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RequestError("Content-Type must be application/json.", status=415)
@@ -78,7 +78,7 @@ def too_large(limit: int) -> RequestError:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float) -> bytes:
-    """Return the body, of at most `limit` bytes. Raises RequestError (408, 413, 415) or ClientDisconnected."""
+    """Return the body if it has at most `limit` bytes. Raises RequestError (408, 413, 415) or ClientDisconnected."""
     check_headers(Headers(scope=scope), limit)
     body = bytearray()
     try:
@@ -116,7 +116,8 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def described(error: Exception, label: str) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Return the status, OpenAI's error object, and headers. Unexpected errors are only logged, under `label`."""
+    """Return an error's status, error object in OpenAI's format, and headers. The details of an unexpected error are
+    logged under `label`, and are not sent to the client."""
     headers: dict[str, str] = {}
     param = code = None
     match error:
@@ -126,7 +127,7 @@ def described(error: Exception, label: str) -> tuple[int, dict[str, Any], dict[s
                 headers["connection"] = "close"
         case UnavailableError():
             status, message, code = error.status, error.message, error.code
-            if status != 504:  # a request that timed out may be sent again at once
+            if status != 504:  # the client may repeat a request that timed out at once
                 headers["retry-after"] = str(max(1, round(error.retry_after_s)))
         case HTTPException():
             status, message = error.status_code, str(error.detail)
@@ -139,11 +140,8 @@ def described(error: Exception, label: str) -> tuple[int, dict[str, Any], dict[s
 
 
 class ResponseWriter:
-    """One response: either a JSON object or a stream of events.
-
-    Created by the request's task on the event loop, it also sets the request of that task's log lines, and writes the
-    access log.
-    """
+    """One response: either a JSON object or a stream of events. The task of the request creates it, on the event loop.
+    It also sets the request id of the task's log lines, and writes the request's line of the access log."""
 
     def __init__(self, scope: Scope, send: Send, label: str) -> None:
         self._send = send
@@ -151,7 +149,7 @@ class ResponseWriter:
         self._scope = scope
         self.traceparent = traceparent_of(Headers(scope=scope).getlist("traceparent"))
         self.arrived = time.monotonic()
-        self.deadline: float | None = None  # on the same clock
+        self.deadline: float | None = None  # on the clock of `arrived`
         self._log_fields: Callable[[], Mapping[str, object]] = dict
         self._status = CLIENT_GONE
         self._outcome = "client_gone"
@@ -164,16 +162,16 @@ class ResponseWriter:
         return identity_of(self._scope)
 
     def name(self, identity: str) -> None:
-        """Set the id under which clients and the history know this request."""
+        """Set the id by which clients and the history refer to this request."""
         self._name = identity
         about(identity, self.traceparent)
 
     def add_log_fields(self, fields: Callable[[], Mapping[str, object]]) -> None:
-        """Add the fields that `fields` returns at the end of the request to its line of the access log."""
+        """Set the function that returns more fields for the access log when the request ends."""
         self._log_fields = fields
 
     def log(self) -> None:
-        """Write the request's line of the access log, at its end."""
+        """Write the request's line of the access log. Called once, when the request ends."""
         if not access.isEnabledFor(logging.INFO):
             return
         duration_ms = round(1000 * (time.monotonic() - self.arrived), 1)
@@ -185,7 +183,7 @@ class ResponseWriter:
     def _logged(self) -> Mapping[str, object]:
         try:
             return self._log_fields()
-        except Exception:  # the request is answered, so a bug here must not fail it
+        except Exception:  # the response has been sent, so an error here must not fail the request
             log.exception("request %s: the fields of its access log line failed", self._name)
             return {}
 
@@ -198,7 +196,7 @@ class ResponseWriter:
         self._outcome = "answered"
 
     async def events(self, data: bytes) -> None:
-        """Send a part of a stream. The first part starts it, so that an earlier failure still has a status."""
+        """Send a part of a stream. The first part sends the status, so that an earlier failure can send its own."""
         if not self._streams:
             self._streams = True
             await self._start(
@@ -218,7 +216,7 @@ class ResponseWriter:
         self._outcome = "answered"
 
     async def fail(self, error: Exception) -> None:
-        """Send an error: as a status, or as the last event of a stream that has started."""
+        """Send an error, as a status or, if the stream has started, as its last event."""
         status, value, headers = described(error, self._label)
         if not self._streams:
             await self.json(value, status, headers)

@@ -1,7 +1,7 @@
-"""Authentication: the middleware around the whole app. A request without a valid key reaches no route.
+"""The authentication middleware around the whole app. A request without a valid key reaches no route.
 
-A tenant's key opens the API. Everything else, including unknown paths, needs an admin's key, so that a new route is
-closed to tenants until it is listed.
+A tenant's key allows the API's routes. All other paths, including unknown ones, require an admin's key, so that a new
+route is closed to tenants until it is listed.
 """
 
 import base64
@@ -22,12 +22,13 @@ from router.metrics.request_metrics import RequestMetrics
 from shared.errors import RequestError
 
 log = logging.getLogger("baton.keys")
-NO_KEY_NEEDED = frozenset({"/health", "/ready"})  # they answer with one bit about the router
+NO_KEY_NEEDED = frozenset({"/health", "/ready"})  # they reveal only whether the router is up and ready
 LOG_EVERY_S = 10.0
 
 
 class AuthMiddleware:
-    """An ASGI middleware. A tenant's key opens `tenants_routes`; with `keys` None, everything is open to any client."""
+    """ASGI middleware that checks API keys. Tenants may use `tenants_routes`. If `keys` is None, any client may use
+    everything."""
 
     def __init__(
         self, app: ASGIApp, keys: ApiKeys | None, tenants_routes: Sequence[BaseRoute], metrics: RequestMetrics
@@ -75,16 +76,14 @@ class AuthMiddleware:
     def _reject(self, scope: Scope, error: RequestError) -> JSONResponse:
         label = label_of(scope, token_hex(16))
         status, value, headers = described(error, label)
-        if status == 401:  # with Basic, a browser asks for the key and sends it with every request of the page
+        if status == 401:  # Basic makes browsers ask for the key and send it with each of the page's requests
             headers["www-authenticate"] = "Bearer" if self._is_for_tenants(scope) else 'Basic realm="Baton"'
         return JSONResponse(value, status, headers | {"x-request-id": label})
 
 
 def key_of(scope: Scope) -> bytes:
-    """Return the key of a request, or b"".
-
-    In a Basic header the key is the password, and only reads: a browser adds that header to any site's requests.
-    """
+    """Return the key of a request, or b"" if it has none. A Basic header has the key as its password. It is only
+    accepted for GET and HEAD, because browsers add the header to requests that other sites cause."""
     given = Headers(scope=scope).getlist("authorization")
     scheme, _, value = (given[0] if len(given) == 1 else "").partition(" ")
     value = value.strip()

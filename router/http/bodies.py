@@ -32,9 +32,9 @@ MAX_MESSAGES = 2048
 MAX_PARTS = 1024
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 4, 64, 128
 MAX_NAME = 64
-OURS = "baton"  # the type of validation errors whose text continues the name of the parameter
+OURS = "baton"  # type of the validation errors whose text follows the name of the parameter
 
-# Fields of OpenAI's that do not affect the tokens.
+# OpenAI's fields that do not affect the tokens.
 IGNORED = frozenset(
     {
         "metadata",
@@ -47,7 +47,7 @@ IGNORED = frozenset(
         "user",
     }
 )
-# Known fields that are not supported, and their values that request nothing.
+# Known fields that are not supported, and the values with which they have no effect.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "audio": (),
     "function_call": ("none",),
@@ -81,11 +81,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
-    """Return a JSON object. Raises RequestError for anything else.
-
-    A BOM, NaN, trailing bytes, duplicate names and lone surrogates are errors. The caller bounds the size of `raw`; the
-    interpreter bounds the nesting.
-    """
+    """Parse a JSON object. Raises RequestError if `raw` is anything else. A BOM, NaN, trailing bytes, duplicate names
+    and lone surrogates are errors. The caller limits the size of `raw`, and the interpreter limits the nesting."""
     try:
         text = raw.decode("utf-8")
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique)
@@ -103,7 +100,7 @@ def parse_json(raw: bytes) -> dict[str, Any]:
 
 
 def described(text: str) -> WrapValidator:
-    """Replace the errors of a field, or of its parts, by one that says what the field must be."""
+    """Replace all errors of a field and its parts by one error that says what the field must be."""
 
     def check(value: object, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -376,7 +373,7 @@ BodyType = TypeVar("BodyType", bound=Body)
 
 
 def read_body(kind: type[BodyType], raw: bytes, model_name: str) -> BodyType:
-    """Return a checked body. Raises RequestError, which names the parameter and quotes little of what was sent."""
+    """Parse and validate a body. Raises RequestError, which names the parameter and quotes little of its value."""
     fields = {key: value for key, value in parse_json(raw).items() if value is not None}
     name = fields.get("model", model_name)
     if name != model_name:
@@ -398,7 +395,7 @@ def read_body(kind: type[BodyType], raw: bytes, model_name: str) -> BodyType:
 
 
 def _rejection(error: ValidationError, param: str = "") -> RequestError:
-    """Return the first error for the client; `param` is the parameter that was validated, "" for the whole body."""
+    """Return the first error. `param` is the parameter that was validated, or "" for the whole body."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     for part in first["loc"]:
         if isinstance(part, int):

@@ -1,21 +1,23 @@
-"""One client's HTTP/1.1 connection: uvicorn's protocol class, with limits on what a client may send, and how slowly.
+"""One client's HTTP/1.1 connection: uvicorn's protocol class with limits on the size and the duration of requests.
 
-This subclasses `HttpToolsProtocol`, which uvicorn does not document as an interface, because the public options of no
-server hold the limits that tests/router/test_bad_input.py checks. Tried were:
+This module subclasses `HttpToolsProtocol`, which is not a documented interface of uvicorn, because no server's public
+options enforce the limits that tests/router/test_bad_input.py checks. These servers were tried:
 
-- uvicorn 0.54: a request's head may take forever; `limit_concurrency` counts idle connections, so that as many silent
-  ones shut out all other clients; with httptools, headers take unbounded memory, trailers count as headers, and a
-  client that left is not noticed while a second request waits behind the first.
-- Hypercorn 0.18: no limit on connections, clients that leave as above, half as much CPU again for each streamed token.
-- Granian 2.8: a fifth less CPU for each streamed token, but clients that leave as above, status 500 for malformed
-  chunks, one time limit for a head and for an idle connection, and no limit on draining when embedded in a process.
+- uvicorn 0.54 has no timeout for a request's head. Its `limit_concurrency` also counts idle connections, so idle
+  clients can shut out all others. With httptools, headers take unbounded memory, trailers count as headers, and a
+  disconnect is not noticed while a pipelined request waits.
+- Hypercorn 0.18 has no limit on connections, does not notice such a disconnect either, and takes half as much CPU
+  again for each streamed token.
+- Granian 2.8 takes a fifth less CPU for each streamed token. It does not notice such a disconnect either, answers
+  malformed chunks with status 500, has a single timeout for heads and idle connections, and does not limit the
+  duration of a drain when it is embedded in a process.
 
-All of them reset the connection of a client that they refuse while it sends, and a draining server of each closes new
-connections whose first request is on its way. The subclass takes no more CPU a token than uvicorn's own class.
+All three reset the connection when they reject a client that is still sending. While they drain, all three close new
+connections whose first request is on its way. This subclass takes no more CPU for each token than uvicorn's own class.
 
-Lines, headers, chunks and their framing, time, pipelined requests and connections are counted while they are read.
-What exceeds a limit is answered in the API's error format, unless that would look like the answer to another request,
-and the connection is closed.
+The class counts the bytes of lines, headers and chunk framing, the chunks, the pipelined requests, the connections and
+the elapsed time while it reads. If a client exceeds a limit, it sends an error in the API's format and closes the
+connection. It omits the error if the client could take it for the response to another request.
 """
 
 import asyncio
@@ -36,15 +38,15 @@ from router.http.responses import dump
 from shared.errors import RequestError, UnavailableError
 
 LINE_BYTES, HEAD_BYTES, MAX_HEADERS = 8 << 10, 32 << 10, 100
-PIECE_BYTES = 8 << 10  # parsed at a time; an exceeded limit is noticed up to this many bytes later
+PIECE_BYTES = 8 << 10  # parsed at a time; an exceeded limit may be noticed this many bytes late
 MAX_CHUNKS = 10_000
 FRAMING_BYTES, FRAMING_BYTES_A_CHUNK = 16 << 10, 16  # chunk sizes and their extensions, trailers
-MAX_PIPELINED = 16  # parsed requests that wait for their turn; further ones stay unparsed
-CLOSE_S = 30.0  # for a client to read its response
+MAX_PIPELINED = 16  # parsed requests that wait for an earlier response; the bytes after them stay unparsed
+CLOSE_S = 30.0  # how long a client may take to read the last response
 
 
 class Flow(FlowControl):
-    """Flow control that does not resume reading while read bytes wait to be parsed."""
+    """Flow control that does not resume reading while received bytes wait to be parsed."""
 
     is_held = False
 
@@ -54,10 +56,10 @@ class Flow(FlowControl):
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One connection: its parser, its one timer, and its requests in progress. Runs on the event loop.
+    """One connection: its parser, its single timer, and its requests in progress. Runs on the event loop.
 
-    It also stands in for the transport of its requests (`write`, `close`, `is_closing`): closing a socket with unread
-    bytes resets the connection, and a response sent before the whole request had arrived would be lost.
+    uvicorn creates one for each client. It is also the transport of its requests (`write`, `close`, `is_closing`),
+    because closing a socket with unread bytes resets the connection, which would lose a response sent early.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class HttpConnection(HttpToolsProtocol):
         limits: ConnectionLimits = ConnectionLimits(),
         waiting: IdleConnections | None = None,
     ) -> None:
-        """`waiting` has the idle connections of the server; with None, none is closed for a new one."""
+        """`waiting` holds the server's idle connections. If it is None, no idle connection is closed for a new one."""
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
         self._waiting = waiting or IdleConnections()
@@ -123,7 +125,7 @@ class HttpConnection(HttpToolsProtocol):
             flow.resume_reading()
 
     def _take(self, piece: bytes) -> None:
-        """Parse a piece. Raises RequestError for invalid HTTP, or beyond a limit."""
+        """Parse a piece. Raises RequestError if it is not valid HTTP or exceeds a limit."""
         was_in_head, was_in_body, self._num_body_bytes = self._in_head, self._in_body, 0
         try:
             self.parser.feed_data(piece)
@@ -144,8 +146,8 @@ class HttpConnection(HttpToolsProtocol):
     def _stay(self, rest: bytes) -> None:
         """Parse the request again without its Upgrade header.
 
-        llhttp takes what follows the header for the other protocol. Java's and curl's clients send it with every
-        request, and expect to be served nevertheless.
+        llhttp assumes that the bytes after such a head belong to another protocol. The clients of Java and curl send
+        the header with every request, and expect a normal response.
         """
         if self.parser.get_method() == b"CONNECT":
             raise RequestError("CONNECT is not supported.", status=405)
@@ -170,7 +172,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
-            return  # a trailer, which must not change what is already decided
+            return  # ignore trailers: the request is already being handled
         num_bytes = len(name) + len(value)
         _check_head(num_bytes > LINE_BYTES or len(self.headers) >= MAX_HEADERS)
         self._num_head_bytes += num_bytes
@@ -214,7 +216,7 @@ class HttpConnection(HttpToolsProtocol):
         return self._is_leaving or self.transport.is_closing()
 
     def close(self) -> None:
-        """Close once the client has read the response. Bytes that still arrive are dropped."""
+        """Close the connection after the client has read the response. Drop all bytes that still arrive."""
         if self._is_leaving:
             return
         self._is_leaving, self._unparsed = True, b""
@@ -239,10 +241,8 @@ class HttpConnection(HttpToolsProtocol):
             self.loop.call_soon(self._parse)
 
     def shutdown(self) -> None:
-        """Drain: answer requests that have begun, and a first request on a new connection, and close when idle.
-
-        A new connection is not closed at once, because its first request may be on its way and would fail.
-        """
+        """Drain: answer requests that have begun, then close. Close idle connections at once. A new connection stays
+        open for a moment, because its first request may be on its way and would fail."""
         if self._under_way:
             self._under_way[-1].keep_alive = False
         elif self._was_answered and not (self._in_head or self._in_body):
@@ -253,7 +253,7 @@ class HttpConnection(HttpToolsProtocol):
     # ---- timeouts and rejections ------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Set the timer to what the client must do next. A request in progress has its own timeouts."""
+        """Set the timer for the client's next action. A request in progress has its own timeouts."""
         self._unset_keepalive_if_required()
         limits = self._limits
         if self._is_leaving or self._under_way or self._in_body:
@@ -273,7 +273,7 @@ class HttpConnection(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(left_s, self.timeout_keep_alive_handler)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Handle the timer, which uvicorn calls by this name."""
+        """Handle the timer. The name is uvicorn's."""
         self.timeout_keep_alive_task = None
         if self._in_head and not self._is_leaving:
             self._refuse(RequestError("The request did not arrive in time.", code="too_slow", status=408))
@@ -281,7 +281,7 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.abort()
 
     def _refuse(self, error: RequestError | UnavailableError) -> None:
-        """Send an error and close, without the error if it would look like the response to another request."""
+        """Send an error and close. Omit the error if it would look like the response to another request."""
         label = token_hex(16)
         status, value, headers = described(error, label)
         body = dump(value).encode()
@@ -295,7 +295,7 @@ class HttpConnection(HttpToolsProtocol):
         self.close()
 
     def _abort(self) -> None:
-        """Signal the disconnect to all requests; uvicorn signals it to the last one only."""
+        """Signal the disconnect to all requests. uvicorn signals it only to the last one."""
         for cycle in self._under_way:
             cycle.disconnected = True
             cycle.message_event.set()

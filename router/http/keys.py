@@ -1,8 +1,8 @@
-"""API keys, which are read from a file of hashes, and the identity that each key stands for.
+"""API keys and the identity of their owners. The keys' hashes are read from a file.
 
-A line is `tenant:sha256` or `tenant:sha256:admin`, and `#` begins a comment; `baton key` creates a key and its line.
-The file is read again when it changes, so that keys are added and revoked without a restart. If it cannot be read,
-the keys read before stay in force. Keys have 256 random bits, so that guesses need no rate limit.
+A line is `tenant:sha256` or `tenant:sha256:admin`, and `#` begins a comment. `baton key` creates a key and its line.
+The file is read again when it changes, so that keys can be added and revoked without a restart. If it cannot be read,
+the keys read before remain valid. Keys have 256 random bits, so guesses need no rate limit.
 """
 
 import hmac
@@ -21,44 +21,46 @@ from shared.errors import ConfigError
 log = logging.getLogger("baton.keys")
 LINE = re.compile(r"(?P<tenant>[\w.-]{1,64}):(?P<hash>[0-9a-f]{64})(?P<admin>:admin)?", re.ASCII)
 LINE_FORM = "must be tenant:sha256 or tenant:sha256:admin; `baton key TENANT` makes such a line"
-MAX_KEYS = 1024  # each request is compared with all of them, at 0.05 us each
+MAX_KEYS = 1024  # each request's key is compared with all of them, at 0.05 us each
 MAX_FILE_BYTES = 256 << 10
-LOOK_S = 1.0  # between checks whether the file has changed
+LOOK_S = 1.0  # between checks for a change of the file
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The owner of a request's key. An admin may see and change the cluster. Without keys, the tenant is ""."""
+    """The owner of a request's key. An admin may view and change the cluster. `tenant` is "" if no keys are set."""
 
     tenant: str
     is_admin: bool = False
 
 
 ANONYMOUS = Identity("", is_admin=True)
-SCOPE_KEY = "baton.identity"  # of the ASGI scope
+SCOPE_KEY = "baton.identity"  # the key in the ASGI scope
 
 
 def identity_of(scope: Scope) -> Identity:
-    """Return the identity of a request. Raises KeyError if the request did not pass the authentication."""
+    """Return the identity of a request. Raises KeyError if the request was not authenticated."""
     identity: Identity = scope[SCOPE_KEY]
     return identity
 
 
 class ApiKeys:
-    """The keys of a file and of a setting; a tenant may have several."""
+    """The API keys of a file and of a setting. A tenant may have several. The authentication middleware calls
+    `identify` on the event loop, which also reads the file again after a change."""
 
     def __init__(self, path: str, more: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        """`path` "" stands for no file; `more` has lines separated by commas. Raises ConfigError, naming the line."""
+        """Read the keys. `path` may be "" for no file; `more` has further lines, separated by commas. Raises
+        ConfigError, which names the invalid line."""
         self._path = path
         self._more = more.replace(",", "\n")
         self._clock = clock
         self._stamp = self._stamped()
         self._entries = self._read()
         self._looked = clock()
-        self._logged = ""  # the last error of the file as it is now
+        self._logged = ""  # the last error that was logged since the file was readable
 
     def identify(self, key: bytes) -> Identity | None:
-        """Return the owner of a key, or None, in the same time for all keys, valid or not."""
+        """Return the owner of a key, or None if it is invalid. The time taken does not depend on the key."""
         self._look()
         digest, found = sha256(key).digest(), None
         for known, identity in self._entries:
@@ -76,7 +78,7 @@ class ApiKeys:
             return
         try:
             self._entries = self._read()
-        except ConfigError as error:  # tried again, as the cause may be a permission or our own descriptor limit
+        except ConfigError as error:  # try again later: the cause may be a permission or our descriptor limit
             if str(error) != self._logged:
                 log.error("%s; the keys read before stay in force", error)
             self._logged = str(error)
@@ -88,7 +90,7 @@ class ApiKeys:
         """Return a value that changes when the file is written or replaced."""
         try:
             found = os.stat(self._path)
-        except OSError:  # also when there is no file
+        except OSError:  # the file may not exist
             return ()
         return found.st_mtime_ns, found.st_size, found.st_ino
 
@@ -105,7 +107,7 @@ class ApiKeys:
                         raise ConfigError(
                             f"{where}, line {number}: repeats the key of an earlier line; a key has one tenant"
                         )
-                elif entry:  # not shown in the message, as it may be a key
+                elif entry:  # the message omits the line, which may be a key
                     raise ConfigError(f"{where}, line {number}: {LINE_FORM}")
         if not 0 < len(entries) <= MAX_KEYS:
             raise ConfigError(f"--api-keys-file {self._path}: must hold 1 to {MAX_KEYS} keys, and holds {len(entries)}")

@@ -1,4 +1,4 @@
-"""Limits of clients' connections: their number, their timeouts, and which idle one is closed for a new one."""
+"""Limits of clients' connections: their number, their timeouts, and the choice of an idle one to close."""
 
 import asyncio
 import resource
@@ -12,8 +12,8 @@ SPARE_FILES = 256  # file descriptors for everything except clients' connections
 class ConnectionLimits:
     """The number of connections, and timeouts in seconds.
 
-    `head_s` bounds a request's head, `rest_s` the rest of a request that is answered already, `idle_s` the time without
-    a request, and `drain_s` the time without a first request while the server drains.
+    `head_s` bounds the head of a request, `rest_s` the rest of a request that was answered early, `idle_s` the time
+    between requests, and `drain_s` the wait for a first request while the server drains.
     """
 
     connections: int = 10_000
@@ -29,12 +29,10 @@ class IdleConnection(Protocol):
 
 @dataclass(slots=True)
 class IdleConnections:
-    """The connections of one server that wait for a request, oldest first.
+    """The connections of one server that wait for a request, oldest first. If there are too many connections, these are
+    closed to admit new ones. Those that never sent a request go first."""
 
-    If there are too many connections, these are closed for new ones, beginning with those that never sent a request.
-    """
-
-    is_draining: bool = False  # each connection ends with its next response
+    is_draining: bool = False  # each connection closes after its next response
     silent: dict[IdleConnection, None] = field(default_factory=dict)
     idle: dict[IdleConnection, None] = field(default_factory=dict)
 
@@ -47,7 +45,7 @@ class IdleConnections:
 
 
 def raise_fd_limit(connections: int) -> int:
-    """Raise the limit of file descriptors for `connections`, and return how many connections it allows."""
+    """Raise the file descriptor limit for `connections`. Return the number of connections that the limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,4 +1,5 @@
-"""Logprobs as the API writes them: completions' parallel lists, chat's list of objects, vLLM's prompt logprobs."""
+"""The API's three formats of logprobs: parallel lists for completions, a list of objects for chat completions, and
+vLLM's prompt logprobs."""
 
 import codecs
 from collections.abc import Sequence
@@ -7,18 +8,18 @@ from typing import Any
 from router.text.tokenizer import Tokenizer
 from shared.rpc.messages import Logprobs
 
-FLOOR = -9999.0  # JSON has no -Infinity; vLLM's floor
+FLOOR = -9999.0  # the same as in vLLM; JSON has no -Infinity
 
 
 def _finite(logprob: float) -> float:
-    return max(FLOOR, logprob)  # in this order a NaN becomes the floor too
+    return max(FLOOR, logprob)  # with the arguments in this order, NaN also becomes FLOOR
 
 
 class CompletionLogprobs:
-    """Completions' form. Offsets count characters of the text, so one object follows one sample from its start."""
+    """Formats logprobs for completions. It counts the text's characters for the offsets, so each sample has its own."""
 
     def __init__(self, tokenizer: Tokenizer, num_top: int, skipped: frozenset[int], num_stripped: int) -> None:
-        """`skipped` tokens have no text; the text is without its first `num_stripped` spaces."""
+        """Tokens in `skipped` add no text. The first `num_stripped` leading spaces are not part of the text."""
         self._tokenizer = tokenizer
         self._num_top = num_top
         self._skipped = skipped
@@ -27,7 +28,7 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def table(self, entries: Sequence[Logprobs], unscored: int | None = None) -> dict[str, Any]:
-        """The next tokens' four lists; `unscored` is a prompt's first token, which nothing predicts."""
+        """Return the four lists for the next tokens. `unscored` is a prompt's first token, which has no logprob."""
         offsets: list[int] = []
         names: list[str] = []
         logprobs: list[float | None] = []
@@ -45,7 +46,8 @@ class CompletionLogprobs:
         return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": names, "top_logprobs": tops}
 
     def _place(self, token: int) -> int:
-        """Where this token's text begins; moves on to where it ends. Half characters begin where the whole does."""
+        """Return the offset at which the token's text begins, and advance past the text. All tokens that share a
+        character have the offset of that character."""
         at = self._offset
         if token not in self._skipped:
             text = self._decoder.decode(self._tokenizer.vocabulary.bytes_of(token))
@@ -56,7 +58,7 @@ class CompletionLogprobs:
         return at
 
     def _top(self, entry: Logprobs) -> dict[str, float]:
-        """The most likely tokens, and the drawn one whether or not it is among them."""
+        """Return the logprobs of the most likely tokens and of the sampled token."""
         top = {self._tokenizer.token_text(entry.token): _finite(entry.logprob)}
         for token, logprob in _alternatives(entry, self._num_top):
             top.setdefault(self._tokenizer.token_text(token), _finite(logprob))
@@ -64,7 +66,7 @@ class CompletionLogprobs:
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[Logprobs], num_top: int) -> dict[str, Any]:
-    """Chat completions' form; `bytes` lets a client put together characters that tokens share."""
+    """Format logprobs for chat completions. From `bytes`, clients can assemble characters split across tokens."""
     content = []
     for entry in entries:
         top = [_chat_token(tokenizer, token, logprob) for token, logprob in _alternatives(entry, num_top)]
@@ -73,7 +75,8 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[Logprobs], num_top: in
 
 
 def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[Logprobs], num_top: int) -> list[dict[str, Any] | None]:
-    """vLLM's form: per prompt token its own entry and the most likely ones by id; the first token has none."""
+    """Format a prompt's logprobs as vLLM does: for each token, a map from token id to entry. The map has the prompt's
+    token and the most likely ones. The first token has no logprobs."""
     rows: list[dict[str, Any] | None] = [None]
     for entry in entries:
         row = {str(entry.token): _prompt_token(tokenizer, entry.token, entry.logprob, entry.rank)}

@@ -172,7 +172,7 @@ class AnyResponse(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
-STREAM: Schema = {"text/event-stream": {}}  # an event per chunk, or an error, and then [DONE]
+STREAM: Schema = {"text/event-stream": {}}  # an event for each chunk, then an error or [DONE]
 POSTS: dict[str, tuple[type[Body], type[BaseModel], Schema]] = {
     "/v1/completions": (CompletionBody, CompletionResponse, STREAM),
     "/v1/chat/completions": (ChatBody, ChatResponse, STREAM),

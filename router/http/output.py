@@ -1,4 +1,4 @@
-"""The output of one HTTP request: its choices' tokens become text, up to where a stop string ends them."""
+"""The output of one HTTP request: converts the tokens of its choices to text, and ends choices at stop strings."""
 
 import asyncio
 import time
@@ -15,25 +15,25 @@ from router.text.tokenizer import Tokenizer
 from shared.errors import UnavailableError
 from shared.rpc.messages import Logprobs, TokenDelta, unpack_ids
 
-SETTLE_DELAY_S = 1.0  # after the last token, until the nodes' records of the request have arrived
+SETTLE_DELAY_S = 1.0  # how long the nodes' last records may take to arrive after the request has ended
 
 
 @dataclass(slots=True)
 class TextDelta:
-    """What one token delta adds to a choice. `text` may lag behind `tokens`: while characters are incomplete or may
-    become a stop string, they are held back."""
+    """The text and tokens that one token delta adds to a choice. `text` may lag behind `tokens`, because incomplete
+    characters and possible stop strings are held back."""
 
     text: str
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     is_first: bool = False
-    finish: str | None = None  # in the last one: "stop" or "length"
+    finish: str | None = None  # "stop" or "length" in the choice's last delta
     stop_reason: str | int | None = None  # the stop string or token that ended the choice
 
 
 @dataclass(slots=True)
 class PromptOutput:
-    """What the choices of one prompt share."""
+    """The output that the choices of one prompt share."""
 
     request: GenerationRequest
     cached_tokens: int = 0
@@ -41,7 +41,7 @@ class PromptOutput:
     has_logprobs: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def take_logprobs(self, delta: TokenDelta, *, is_first_sample: bool) -> None:
-        """Take the prompt logprobs from sample 0's first delta; the other samples wait for them."""
+        """Take the prompt logprobs from the first delta of sample 0. The other samples wait for them."""
         if self.request.sampling.prompt_logprobs is None or self.has_logprobs.is_set():
             return
         if not is_first_sample:
@@ -54,7 +54,7 @@ class PromptOutput:
 
 
 class OutputProcessor:
-    """One choice: detokenizes its tokens and searches its text for stop strings. The last delta has `finish`."""
+    """Detokenizes one choice, and searches its text for stop strings. The last delta that it returns has `finish`."""
 
     def __init__(
         self, index: int, prompt: PromptOutput, tokenizer: Tokenizer, body: GenerateBody, timings: SampleTimings
@@ -70,7 +70,7 @@ class OutputProcessor:
         self._is_first = True
 
     def process(self, delta: TokenDelta) -> TextDelta:
-        """Return what `delta` adds. A stop string ends the choice, and the tokens after it are dropped."""
+        """Return the text that `delta` adds. A stop string ends the choice, and the tokens after it are dropped."""
         ids = unpack_ids(delta.tokens)
         added = TextDelta("", is_first=self._is_first)
         self._is_first = False
@@ -97,7 +97,8 @@ class OutputProcessor:
         return added
 
     def _without_stop(self, text: str) -> str:
-        """Return the text before a stop string, and none that may become one. Below the minimum length none counts."""
+        """Return the text that is before any complete or possible stop string. Stop strings are ignored until the
+        choice has its minimum number of tokens."""
         return text if self.num_tokens <= self._min_tokens else self._stops.push(text)
 
 
@@ -107,8 +108,8 @@ Output = tuple[OutputProcessor, TextDelta]
 class RequestOutput:
     """The choices of one HTTP request, their tokens as text, and their measurements.
 
-    The handler of the request opens it once, and writes what it yields. Whatever happens, when it is left every sample
-    is over on the nodes, and counted once in the metrics and the history.
+    The handler of the request opens it once, and writes the deltas that it yields. When the context exits, every sample
+    has ended on all nodes, and the metrics and the history have counted it exactly once. Runs on the event loop.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class RequestOutput:
         history: RequestHistory,
         arrived: float,
     ) -> None:
-        """`arrived`: when the request arrived, on the monotonic clock."""
+        """`arrived` is the time at which the request arrived, on the monotonic clock."""
         self.id = request_id
         self.prompts = [PromptOutput(request) for request in requests]
         self.choices = [
@@ -130,7 +131,7 @@ class RequestOutput:
             for index in range(body.n)
         ]
         self.num_prompt_tokens = sum(len(request.prompt) for request in requests)
-        self.num_generated = 0  # tokens that were passed on
+        self.num_generated = 0  # tokens that were yielded to the handler
         self._metrics = metrics
         self._history = history
         self._arrived = arrived
@@ -142,7 +143,7 @@ class RequestOutput:
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds to the first token of any choice."""
+        """The seconds until the first token of any choice, or None before it."""
         return min((ttft_s for each in self.choices if (ttft_s := each.timings.ttft_s) is not None), default=None)
 
     def log_fields(self) -> dict[str, object]:
@@ -160,7 +161,8 @@ class RequestOutput:
 
     @asynccontextmanager
     async def open(self, dispatcher: GenerationBackend) -> AsyncIterator[AsyncGenerator[Output, None]]:
-        """Admit the prompts, and provide every choice's text as it comes. Raises RequestError and UnavailableError."""
+        """Admit the prompts, and provide the text of all choices as it arrives. Raises RequestError or
+        UnavailableError."""
         streams: list[TokenStream] = []
         outcome = "abort"
         try:
@@ -182,7 +184,7 @@ class RequestOutput:
             asyncio.get_running_loop().call_later(SETTLE_DELAY_S, record_settled, self.id, self._history, self._metrics)
 
     async def _outputs(self, streams: Sequence[TokenStream]) -> AsyncGenerator[Output, None]:
-        """Yield the text of all choices as it comes, and record what was written to the client."""
+        """Yield the text of all choices as it arrives, and record the tokens that were written to the client."""
         texts = [self._texts(choice, stream) for choice, stream in zip(self.choices, streams, strict=True)]
         outputs = texts[0] if len(texts) == 1 else merge(texts)
         try:
@@ -200,7 +202,7 @@ class RequestOutput:
                 await each.aclose()
 
     async def _texts(self, choice: OutputProcessor, stream: TokenStream) -> AsyncGenerator[Output, None]:
-        """Yield the text of one choice. Close the stream of its tokens when a stop string ends it."""
+        """Yield the text of one choice. Close its token stream when a stop string ends the choice."""
         prompt, is_complete = choice.prompt, False
         async for delta in stream:
             await prompt.take_logprobs(delta, is_first_sample=choice.index % prompt.request.n == 0)
@@ -223,6 +225,6 @@ class RequestOutput:
 
 
 def record_settled(request_id: str, history: RequestHistory, metrics: RequestMetrics) -> None:
-    """Record the request's phases, which are known once its nodes have reported."""
+    """Record the durations of the request's phases, which are known once its nodes have reported."""
     if (summary := history.summary(request_id)) is not None:
         metrics.settled(summary)

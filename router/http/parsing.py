@@ -1,4 +1,4 @@
-"""From a validated body to generation requests: token ids that fit the model's context."""
+"""Converts a validated body to generation requests, whose token ids fit the model's context."""
 
 import asyncio
 import hashlib
@@ -14,8 +14,8 @@ from shared.errors import RequestError
 from shared.limits import GREEDY_BELOW
 from shared.rpc.messages import SamplingParams
 
-COMPLETION_TOKENS = 16  # the default of OpenAI and vLLM for completions
-AT_ONCE = 8192  # characters, encoded in about a millisecond; longer texts are encoded on a thread
+COMPLETION_TOKENS = 16  # OpenAI's and vLLM's default of `max_tokens` for completions
+AT_ONCE = 8192  # characters that take about a millisecond to encode; longer texts are encoded on a thread
 ENCODE_S = 10.0
 
 Arguments = ParamSpec("Arguments")
@@ -40,7 +40,8 @@ async def build_requests(
     identity: Identity = ANONYMOUS,
     deadline: float | None = None,
 ) -> list[GenerationRequest]:
-    """Return one request for each prompt. Raises RequestError for ids beyond the vocabulary and too many tokens."""
+    """Return one request for each prompt. Raises RequestError if a token id is not in the vocabulary, or if the tokens
+    do not fit the model's context."""
     check_ids(body.stop_token_ids, model, "stop_token_ids")
     check_ids(list(body.logit_bias), model, "logit_bias")
     prompts = await _encoded(body, model, tokenizer)
@@ -57,7 +58,7 @@ async def build_requests(
             sampling=sampling,
             n=body.n,
             salt=salt,
-            # A tenant may lower its priority, and not raise it.
+            # Only an admin may raise the priority of a request.
             priority=body.priority if identity.is_admin else max(0, body.priority),
             traceparent=traceparent,
             tenant=identity.tenant,
@@ -68,10 +69,10 @@ async def build_requests(
 
 
 def cache_namespace(tenant: str, cache_salt: str | None) -> bytes:
-    """Return the salt of the prefix cache, here and on every node.
+    """Return the salt that the router and the nodes use for this client's entries in the prefix cache.
 
-    Tenants share no cached prefixes, so that the duration of a request tells nothing about another tenant's prompts.
-    The client's own salt divides the cache further.
+    Tenants do not share cached prefixes, because the duration of a request would reveal another tenant's prompts. The
+    client's own salt divides its tenant's cache further.
     """
     parts = [tenant.encode(), *([] if cache_salt is None else [cache_salt.encode()])]
     return hashlib.sha256(b"".join(len(part).to_bytes(4) + part for part in parts)).digest() if any(parts) else b""
@@ -84,14 +85,14 @@ def check_ids(ids: list[int], model: ModelCard, param: str) -> None:
 
 
 async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Return the ids of a text. A long one is encoded on a thread."""
+    """Return the token ids of a text. Long texts are encoded on a thread."""
     if len(text) <= AT_ONCE:
         return tokenizer.encode(text, add_special_tokens)
     return await run_in_thread(tokenizer.encode, text, add_special_tokens)
 
 
 async def _encoded(body: CompletionBody | ChatBody, model: ModelCard, tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the ids of each prompt."""
+    """Return the token ids of each prompt."""
     if isinstance(body, ChatBody):
         ids = await run_in_thread(
             tokenizer.encode_chat,
@@ -122,7 +123,7 @@ async def _encoded_text(prompt: str, body: CompletionBody, model: ModelCard, tok
 
 
 def _max_tokens(body: GenerateBody, num_prompt: int, model: ModelCard) -> int:
-    """Return how many tokens to generate at most. Raises RequestError with both numbers when they do not fit."""
+    """Return the maximum number of tokens to generate. Raises RequestError if they do not fit after the prompt."""
     context, param = model.max_model_len, "messages" if isinstance(body, ChatBody) else "prompt"
     if num_prompt >= context:
         raise _too_long(str(num_prompt), model, param)
@@ -148,7 +149,7 @@ def _too_long(num_tokens: str, model: ModelCard, param: str) -> RequestError:
 
 
 def _sampling(body: CompletionBody | ChatBody) -> SamplingParams:
-    """Return the sampling parameters. Without a seed from the client one is drawn here, so that a retry on another node
+    """Return the sampling parameters. If the client gave no seed, choose one here, so that a retry on another node
     continues with the same tokens."""
     prompt_logprobs = body.prompt_logprobs
     if isinstance(body, CompletionBody) and body.echo and prompt_logprobs is None:

@@ -1,6 +1,7 @@
-"""OpenAI's responses: whole objects, and server-sent events.
+"""Formats OpenAI's responses, as whole objects or as server-sent events.
 
-An event costs an escaped string and a few concatenations; what does not change is made once per choice.
+The constant part of a choice's events is formatted once, so that an event only costs escaping and concatenating
+strings.
 """
 
 import json
@@ -28,7 +29,7 @@ def event(value: object) -> bytes:
 
 @dataclass(slots=True)
 class ChoiceState:
-    """The beginning of one choice's events, its logprobs so far, and what is collected of a whole answer."""
+    """The constant beginning of one choice's events, its logprobs, and the parts collected for a whole response."""
 
     head: str
     logprobs: CompletionLogprobs | None
@@ -39,10 +40,8 @@ class ChoiceState:
 
 
 class ResponseFormatter:
-    """Formats one request's output as a completion or a chat completion, streamed or whole.
-
-    The handler of the request creates it, and passes each text delta either to `events` or to `collect`.
-    """
+    """Formats one request's output as a completion or a chat completion, streamed or whole. The handler of the request
+    creates it on the event loop, and passes each text delta to `events` or to `collect`."""
 
     def __init__(
         self, output: RequestOutput, body: CompletionBody | ChatBody, tokenizer: Tokenizer, model: str, created: int
@@ -51,7 +50,7 @@ class ResponseFormatter:
         self._tokenizer = tokenizer
         self._body = body
         self._chat = isinstance(body, ChatBody)
-        self._echo: list[str] | None = None  # the prompts' texts, where they are echoed
+        self._echo: list[str] | None = None  # the text of each prompt, if the client wants it echoed
         if isinstance(body, CompletionBody) and body.echo:
             self._echo = [
                 prompt if isinstance(prompt, str) else tokenizer.decode(prompt, body.skip_special_tokens)
@@ -82,7 +81,8 @@ class ResponseFormatter:
     # Streams
 
     def events(self, choice: OutputProcessor, delta: TextDelta) -> bytes:
-        """Return the events for a text delta; none while its text is held back and nothing else was asked for."""
+        """Return the events for a text delta. The result is empty if the text is held back and the client requested no
+        details about each token."""
         text = self._echoed(choice) + delta.text if delta.is_first else delta.text
         parts: list[str] = []
         if delta.is_first and self._chat:
@@ -120,7 +120,7 @@ class ResponseFormatter:
         )
 
     def _finish(self, delta: TextDelta) -> str:
-        """Return the finish reason and the stop reason in JSON."""
+        """Return the finish reason and the stop reason as JSON."""
         if delta.finish is None:
             return "null"
         return f'"{delta.finish}","stop_reason":{dump(self._stop_reason(delta))}'
@@ -131,7 +131,7 @@ class ResponseFormatter:
         return f',"usage":{dump(self.usage()) if self._body.continuous_usage else "null"}'
 
     def ending(self) -> bytes:
-        """Return the usage, if it was asked for, and the end of the stream."""
+        """Return the event that ends the stream, after the usage if the client requested it."""
         usage = event(self._whole | {"choices": [], "usage": self.usage()}) if self._include_usage else b""
         return usage + DONE
 
@@ -145,7 +145,7 @@ class ResponseFormatter:
         state.last = delta
 
     def answer(self) -> dict[str, Any]:
-        """Return the whole answer, once everything is collected."""
+        """Return the whole response, after all deltas are collected."""
         choices = [self._whole_choice(choice) for choice in self._output.choices]
         whole = self._whole | {"choices": choices, "usage": self.usage()}
         if self._chat and self._body.return_token_ids:
@@ -173,7 +173,7 @@ class ResponseFormatter:
     # Both
 
     def usage(self) -> dict[str, Any]:
-        """Return the tokens so far. A prompt counts once, however many choices continue it."""
+        """Return the usage so far. A prompt counts once, even if several choices continue it."""
         prompt, generated = self._output.num_prompt_tokens, self._output.num_generated
         return {
             "prompt_tokens": prompt,
@@ -183,7 +183,7 @@ class ResponseFormatter:
         }
 
     def _stop_reason(self, delta: TextDelta) -> str | int | None:
-        """Return the stop string or the token of `stop_token_ids`; None where the model ended by itself."""
+        """Return the stop string or the id from `stop_token_ids` that ended the choice, or None for another reason."""
         reason = delta.stop_reason
         return None if isinstance(reason, int) and reason not in self._body.stop_token_ids else reason
 

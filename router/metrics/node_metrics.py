@@ -1,6 +1,6 @@
 """Metrics of nodes for Prometheus: their last reported stats, histograms of their steps and transfers, and queues.
 
-The series of a node that left are dropped. Labels come from node ids, roles and fixed sets.
+The series of a node that left are dropped. Label values are node ids, roles and members of fixed sets.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ def _usage(load: NodeStats) -> float:
     return used / load.blocks_total if load.blocks_total else 0.0
 
 
-# vLLM's names where it has one, so that its dashboards work.
+# Gauges have vLLM's names if vLLM has them, so that its dashboards work.
 GAUGES: tuple[tuple[str, str, Callable[[NodeStats], float]], ...] = (
     ("vllm:num_requests_running", "Requests in the running batch.", lambda load: load.running),
     ("vllm:num_requests_waiting", "Requests waiting for blocks or a slot.", lambda load: load.waiting),
@@ -86,7 +86,7 @@ HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
         ERRORS,
     ),
 )
-# Counts of the dispatcher's status: the key, the name, the deprecated alias of one release, and the help text.
+# Counters from the dispatcher's status: the key, the name, the alias that is kept for one release, and the help text.
 STATUS_COUNTERS = (
     ("moved", "baton_request_migrations", "baton_requests_moved", "Attempts migrated to another node."),
     (
@@ -104,7 +104,7 @@ STEP, PUSH_S, PUSH_BYTES, ADMISSION, ERROR = range(len(HISTOGRAMS))
 
 MAX_OPEN = 65_536  # attempts; the oldest are dropped first
 
-# Names and meanings are SGLang's. The role is that of the nodes that have the queue.
+# Names and meanings are SGLang's. The role is the one of the nodes that have the queue.
 QUEUES = {
     "num_prefill_bootstrap_queue_reqs": (
         "prefill",
@@ -147,7 +147,7 @@ class HandoffQueues:
             self._left(event.id, attempt, info.id)
         elif event.kind == "landed":
             attempt.landed = True
-        elif info.id == attempt.prefill:  # not by its role, which may have changed
+        elif info.id == attempt.prefill:  # compare ids, because the node's role may have changed
             attempt.admitted |= event.kind == "admitted"
             attempt.granted |= event.kind == "reserving"
             attempt.sampled |= event.kind == "first"

@@ -1,6 +1,6 @@
 """Latencies and counts of requests as clients see them, under vLLM's metric names so that its dashboards work.
 
-Labels come from fixed sets and from the tenants of the API keys file.
+Label values are members of fixed sets, and the tenants in the API keys file.
 """
 
 import time
@@ -18,7 +18,7 @@ TTFT_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80),
     *(160, 640, 2560),
 )
-# vLLM's, and finer below 10 ms, where a small model's tokens are.
+# vLLM's bounds, with finer ones below 10 ms for the tokens of small models.
 ITL_S = (
     *(0.001, 0.002, 0.004, 0.006, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1),
     *(2.5, 5, 7.5, 10, 20, 40, 80),
@@ -46,7 +46,7 @@ HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
     "hidden": ("baton_kv_transfer_hidden_seconds", "Transfer time that overlapped the prefill.", ITL_S),
     "exposed": ("baton_kv_transfer_exposed_seconds", "Time from the end of the prefill to the last block.", ITL_S),
 }
-# Second names of histograms. vLLM's published dashboard asks for that of "tbt"; the others are deprecated.
+# Second names of histograms. vLLM's published dashboard uses the one of "tbt"; the others are deprecated.
 ALIASES = {
     "ttft": "gen_ai_server_time_to_first_token_seconds",
     "tbt": "vllm:time_per_output_token_seconds",
@@ -89,14 +89,14 @@ class SampleTimings:
         return self.first - self.arrived if self.num_tokens else None
 
     def breaks(self, now: float) -> bool:
-        """Return whether the sample has missed its SLO by now; of its gaps, 1 % may be too long."""
+        """Return whether the sample has missed its SLO by now. Up to 1 % of its gaps may be too long."""
         ttft_s = now - self.arrived if self.ttft_s is None else self.ttft_s
         return bool(self.slo.ttft_s and ttft_s > self.slo.ttft_s) or self.num_slow > max(0, self.num_tokens - 1) // 100
 
 
 @dataclass(slots=True)
 class TenantUsage:
-    """What a tenant has used so far; each field is exported as a counter."""
+    """The usage of a tenant so far. Each field is exported as a counter."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -107,10 +107,11 @@ class TenantUsage:
 class RequestMetrics(Collector):
     """Counts and latencies of requests, and their usage by tenant. A Prometheus collector.
 
-    A request's session records into it as tokens go out; `/metrics` and `/v1/status` read it, all on the event loop. A
-    prompt with `n` samples counts once, its samples each. The library's Histogram and Counter are not used: observing
-    a token costs 2 to 6 us with them and 0.3 to 0.8 us with ours, which serves several names, and they add a
-    `_created` series to each.
+    Each HTTP request records its tokens as they are sent; `/metrics` and `/v1/status` read the metrics. Everything runs
+    on the event loop. A prompt with `n` samples counts once as a prompt, and each of its samples counts once.
+
+    The library's Histogram and Counter are not used, because they take 2 to 6 us for a token instead of 0.3 to 0.8 us,
+    add a `_created` series to each metric, and cannot export a metric under two names.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class RequestMetrics(Collector):
         return SampleTimings(self._slo(), arrived)
 
     def tokens(self, pace: SampleTimings, count: int, now: float) -> None:
-        """Record `count` tokens that were sent together, with no time between them."""
+        """Record `count` tokens that were sent together, so that there is no time between them."""
         self._num_generated += count
         if pace.num_tokens:
             gap_s = now - pace.last
@@ -157,7 +158,7 @@ class RequestMetrics(Collector):
         pace.num_tokens += count
 
     def used(self, tenant: str, num_prompt: int, num_cached: int, num_generated: int) -> None:
-        """Record what a request of a tenant used; "" is a client without a key."""
+        """Record the tokens that a request of a tenant used. `tenant` is "" for a client without a key."""
         if tenant:
             total = self._usage.setdefault(tenant, TenantUsage())
             total.requests += 1
@@ -173,15 +174,15 @@ class RequestMetrics(Collector):
         self._window[what].observe(value, times)
 
     def ended(self, pace: SampleTimings, reason: str, now: float) -> None:
-        """Record the end of a sample. `reason` is in FINISHES: "abort" if the client left, "error" if we failed."""
+        """Record the end of a sample. `reason` is in FINISHES: "abort" for a disconnect, "error" for a failure."""
         self._ended[reason] += 1
-        if reason in FINISHED:  # rejections within a millisecond would improve the latencies
+        if reason in FINISHED:  # fast rejections would distort the latencies
             self._seen["generation"].observe(pace.num_tokens)
             self._seen["e2e"].observe(now - pace.arrived)
         if pace.num_tokens > 1:
             self._seen["tpot"].observe((pace.last - pace.first) / (pace.num_tokens - 1))
         is_missed = reason == "error" or pace.breaks(now)
-        # A client that left before anything was late neither met nor missed the SLO.
+        # If the client disconnected before a token was late, the sample neither met nor missed the SLO.
         if (pace.slo.ttft_s or pace.slo.tbt_s) and (reason != "abort" or is_missed):
             self._num_slo[not is_missed] += 1
             self._kept.add(not is_missed)

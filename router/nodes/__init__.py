@@ -1,1 +1,1 @@
-"""Connections to the nodes, and which of them take requests."""
+"""The pool of nodes: connections to them, their health, their load and their status."""

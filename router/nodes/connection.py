@@ -1,4 +1,4 @@
-"""The stream between the router and one node: requests out, their tokens in, and whether the node is alive."""
+"""The stream between the router and one node. It sends requests, receives their tokens, and detects a lost node."""
 
 import asyncio
 import logging
@@ -17,27 +17,27 @@ from shared.rpc.methods import ATTACH, PEER_FAILURES, STREAM_ENDED, connect
 log = logging.getLogger("baton.fleet")
 MAX_COMMAND_BYTES = 4 << 20
 REDIAL_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-LIVENESS_INTERVALS = 8  # without a message until a node is lost; together they last as long as its timeout
-SLOW_START_S = 10.0  # until a node that joins others at work gets its full share of requests
+LIVENESS_INTERVALS = 8  # the timeout is divided into these; a node is lost after as many without a message
+SLOW_START_S = 10.0  # until a node that joins busy ones gets its full share of requests
 
 
 class DeltaListener(Protocol):
-    """Receives what a node reports about one request."""
+    """An object that receives the deltas of one request from a node."""
 
     def on_delta(self, connection: "NodeConnection", delta: TokenDelta) -> None:
-        """Process a delta. Raises ValueError if it is malformed, which ends the stream to its node."""
+        """Process a delta. Raises ValueError if it is malformed; the stream to the node then ends."""
 
     def on_node_lost(self, connection: "NodeConnection") -> None:
-        """The node is lost, or has dropped all its requests. Called once; no deltas follow."""
+        """Handle that the node was lost or has dropped all its requests. Called once; no deltas follow."""
 
 
 class NodeConnection:
-    """The standing stream to one incarnation of one node, dialled again whenever it ends.
+    """The stream to one incarnation of a node. It reconnects whenever the stream ends.
 
     The pool creates it, and runs `run` as a task of the router's event loop, on which everything here happens. Attempts
     send requests with `submit`, stop them with `abort`, and receive deltas as a `DeltaListener` until they `forget` the
-    request. The node is alive while messages arrive; when they stop, every listener is notified once, and `on_change`
-    is called before. `load` is the bookkeeping for placement.
+    request. The node is alive while messages arrive. When they stop, `on_change` is called first, and then every
+    listener is notified once. `load` is the node's load as placement reads it.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class NodeConnection:
         self.load = NodeLoad(info)
         self.is_alive = False
         self.alive_since = 0.0
-        self.ramp_until = 0.0  # until then it is given less than its share
-        self.has_crashed = False  # its stream broke while it worked: it neither fell silent nor was it leaving
+        self.ramp_until = 0.0  # until then the node gets less than its share of requests
+        self.has_crashed = False  # its stream broke although it was neither silent nor leaving
         self.is_listed = True  # in the registry
         self.router_is_closing = False
         self.listeners: dict[str, DeltaListener] = {}  # by attempt id
@@ -68,13 +68,13 @@ class NodeConnection:
         self._silent_intervals = 0
 
     def update_info(self, info: NodeInfo) -> None:
-        """The registry has new information on the same incarnation of the node."""
+        """Replace the registry's information about this incarnation of the node."""
         self.info = info
         self.load.read_attributes(info)
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the node shuts down or changes its role in an orderly way, or this router shuts down."""
+        """Whether the node is draining, to shut down or to change its role, or this router is shutting down."""
         return self.router_is_closing or "draining" in {self.info.state, self.stats.state}
 
     @property
@@ -87,7 +87,7 @@ class NodeConnection:
         return kv_capacity_tokens(self.info)
 
     def has_room(self, now: float) -> bool:
-        """Whether the node may be given one more request during its slow start."""
+        """Return whether the node may get one more request during its slow start."""
         share = 1 - max(0.0, self.ramp_until - now) / SLOW_START_S
         if self.info.role == "prefill":
             return self.load.outstanding_tokens <= share * self.load.backlog_tokens
@@ -99,13 +99,13 @@ class NodeConnection:
     # ---- to the node --------------------------------------------------------------------------------------------
 
     def submit(self, submit: SubmitRequest, listener: DeltaListener) -> None:
-        """Send a request, and pass what the node reports about it to `listener`."""
+        """Send a request, and pass its deltas to `listener`."""
         self.listen(submit.id, listener)
         self._command.submits.append(submit)
         self._wake.set()
 
     def listen(self, identity: str, listener: DeltaListener) -> None:
-        """Receive what this node reports about a request that another node hands to it."""
+        """Pass the deltas of a request to `listener`. Another node will hand the request over to this one."""
         self.listeners[identity] = listener
         self.load.count_placement()
 
@@ -127,14 +127,14 @@ class NodeConnection:
             self._wake.set()
 
     def take_command(self) -> RouterCommand:
-        """Return what is to be sent, and start a new command."""
+        """Return the unsent command, and start a new one."""
         command, self._command = self._command, RouterCommand(self._router)
         return command
 
     # ---- the stream ---------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keep a stream to the node open until it has ended and the registry no longer lists the node."""
+        """Keep a stream to the node open, and reconnect when it ends, while the registry lists the node."""
         tries = 0
         while self.is_listed:
             is_silent = False
@@ -173,10 +173,10 @@ class NodeConnection:
 
     @asynccontextmanager
     async def _liveness_timeout(self) -> AsyncIterator[None]:
-        """Raise TimeoutError when no message arrives for the node's timeout.
+        """Raise TimeoutError if no message arrives within the node's timeout.
 
-        It counts intervals instead of time: if this process stalls, that is one interval, however long, and messages
-        that arrived meanwhile are processed before the next one.
+        Count intervals instead of time, so that a stall of this process counts as a single interval. Messages that
+        arrived during the stall are processed before the next interval ends.
         """
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle
@@ -207,7 +207,7 @@ class NodeConnection:
     # ---- from the node ------------------------------------------------------------------------------------------
 
     def process(self, update: NodeUpdate) -> None:
-        """Process one message. Raises ValueError if it is malformed or from another node; the stream ends then."""
+        """Process one message. Raises ValueError, which ends the stream, if it is malformed or from another node."""
         if update.stats is not None and update.stats.incarnation_id not in {"", self.info.incarnation_id}:
             raise ValueError("another node, or another incarnation of it, answers at its address")
         self._history.take(self.info, update)
@@ -233,17 +233,17 @@ class NodeConnection:
             self._on_change(self)
 
     def stream_ended(self, *, is_silent: bool = False) -> None:
-        """Mark the node as lost, and notify the listeners. `is_silent`: it stopped answering."""
+        """Mark the node as lost, and notify the listeners. `is_silent` says that the node stopped answering."""
         was_alive, self.is_alive = self.is_alive, False
         self.has_crashed = was_alive and not is_silent and not self.is_leaving
-        if was_alive:  # a failed reconnect changes nothing, and notifying the pool makes it scan all it knows
+        if was_alive:  # a failed reconnect changes nothing, and notifying the pool would make it scan all nodes
             self._on_change(self)
             self._history.lost(self.info.id)
         self._fail_requests("is lost" if was_alive and not self.router_is_closing else "")
         self.load.clear()
 
     def _fail_requests(self, what: str) -> None:
-        """Notify every listener that the node dropped its request. Abort them on a node that is still connected."""
+        """Notify every listener that the node dropped its request. Abort the requests if the node is connected."""
         listeners, self.listeners = self.listeners, {}
         if what and (listeners or not self.is_alive):
             log.warning("node %s %s with %d requests on it", self.info.id, what, len(listeners))
@@ -256,7 +256,7 @@ class NodeConnection:
 
 
 def _parts(command: RouterCommand) -> Iterator[RouterCommand]:
-    """Split a command into messages below the size limit: aborts first, then submits by the bytes of their tokens."""
+    """Split a command into messages of limited size. The first has the aborts; the tokens of submits count as size."""
     part, size = RouterCommand(command.router, aborts=command.aborts), 0
     for submit in command.submits:
         if size > MAX_COMMAND_BYTES:

@@ -1,27 +1,27 @@
-"""Outlier ejection: after failures a node gets no requests for a growing time. Pure: the time is an argument.
+"""Outlier ejection: a node that fails gets no requests for some time. Pure: the time is an argument.
 
-As in Envoy, except that the time doubles with each ejection instead of growing by a constant.
+It works as in Envoy, except that the time doubles with each ejection instead of growing by a constant.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
-EJECT_S, MAX_EJECT_S = 1.0, 60.0  # duration of the first ejection, and the longest
-FORGET_S = 60.0  # without a failure until the next ejection counts as the first again
-MAX_FAILURES, WINDOW_S = 5, 10.0  # failures in a row, within this time, that count as a crash
+EJECT_S, MAX_EJECT_S = 1.0, 60.0  # durations of the first and of the longest ejection
+FORGET_S = 60.0  # after this time without a failure, the next ejection counts as the first
+MAX_FAILURES, WINDOW_S = 5, 10.0  # consecutive failures within this time count as a crash
 MAX_DETECTORS = 1024
 
 
 @dataclass(slots=True)
 class OutlierDetector:
-    """The failures of one node under its name, through all its incarnations."""
+    """The failures of one node by its name, over all its incarnations."""
 
     ejected_until: float = 0.0
-    times: int = 0  # recent ejections
+    times: int = 0  # the number of recent ejections
     failures: deque[float] = field(default_factory=deque)
 
     def died(self, now: float) -> None:
-        """The node crashed or fell silent: eject it."""
+        """Eject the node, which crashed or stopped answering."""
         if now - self.ejected_until > FORGET_S:
             self.times = 0
         self.ejected_until = now + min(MAX_EJECT_S, EJECT_S * 2.0 ** min(self.times, 30))
@@ -29,7 +29,7 @@ class OutlierDetector:
         self.failures.clear()
 
     def failed(self, now: float) -> bool:
-        """Count a failure that involved the node. Return whether that ejects it."""
+        """Count a failure that involved the node. Return whether the node is ejected for it."""
         self.failures.append(now)
         while now - self.failures[0] > WINDOW_S:
             self.failures.popleft()
@@ -45,12 +45,12 @@ class OutlierDetector:
         return now < self.ejected_until
 
     def is_forgotten(self, now: float) -> bool:
-        """Whether nothing that it recorded counts any more."""
+        """Return whether all recorded failures are too old to matter."""
         return now - max(self.ejected_until, *self.failures, 0.0) > FORGET_S
 
 
 class OutlierDetectors:
-    """The detectors of all nodes by name, in bounded number."""
+    """The detectors of all nodes by name. Their number is bounded."""
 
     def __init__(self) -> None:
         self._by_node: dict[str, OutlierDetector] = {}

@@ -1,4 +1,4 @@
-"""The load and speed of one node as the router knows them: what placement decides by."""
+"""The load and the speed of one node as the router knows them. Placement uses them."""
 
 import time
 
@@ -6,9 +6,9 @@ from scheduler.cost import MOST, CostModel, pairs_of
 from scheduler.disaggregate import NodeView
 from shared.rpc.messages import NodeInfo, NodeStats
 
-STALE_S = 30.0  # without a step, a node's step-time model is no longer trusted
-LEARNT_PROMPT_TOKENS = 4096  # that a node must have computed before its step-time model is trusted for prompts
-BACKLOG_STEPS = 16  # steps' worth of prompt tokens that a node should have queued: a second or two
+STALE_S = 30.0  # after this time without a step, a node's step-time model is not trusted
+LEARNT_PROMPT_TOKENS = 4096  # a node must compute this many before its step-time model is trusted for prompts
+BACKLOG_STEPS = 16  # a node should have prompt tokens for this many steps queued: a second or two
 
 
 class NodeLoad:
@@ -19,14 +19,14 @@ class NodeLoad:
     """
 
     def __init__(self, info: NodeInfo) -> None:
-        self.outstanding_tokens = 0  # prompt tokens sent there that are not computed yet
+        self.outstanding_tokens = 0  # prompt tokens sent to the node that are not computed yet
         self.outstanding_pairs = 0  # their query-key pairs
-        self.kv_tokens = 0  # tokens whose KV is, or will be, there
-        self.prefilling = 0  # requests that generate there and whose prompt is not computed yet
-        self.num_placed = 0  # attempts ever placed there
+        self.kv_tokens = 0  # tokens whose KV is, or will be, on the node
+        self.prefilling = 0  # requests that will generate on the node, and whose prompt is not computed yet
+        self.num_placed = 0  # all attempts that were placed on the node
         self._cost: CostModel | None = None
         self._push_s = self._byte_s = 0.0
-        self._last_active = time.monotonic()  # when it last computed something, or was given something to compute
+        self._last_active = time.monotonic()  # when it last ran a step or got a request
         self.read_attributes(info)
 
     def read_attributes(self, info: NodeInfo) -> None:
@@ -34,7 +34,7 @@ class NodeLoad:
         self._tbt_slo_s = _attribute(info, "tbt_slo_ms", 0) / 1000
 
     def read_stats(self, stats: NodeStats, has_stepped: bool) -> None:
-        """Read the node's speed from a heartbeat. Invalid values count as missing, and are removed from `stats`."""
+        """Read the node's speed from a heartbeat. Treat invalid values as missing, and remove the cost from `stats`."""
         self._cost = CostModel.unpacked(stats.cost)
         if self._cost is None:
             stats.cost = []
@@ -48,12 +48,12 @@ class NodeLoad:
         self._last_active = time.monotonic()
 
     def clear(self) -> None:
-        """Forget the work: the stream to the node ended."""
+        """Reset the counters, after the stream to the node ended."""
         self.outstanding_tokens = self.outstanding_pairs = self.kv_tokens = self.prefilling = 0
 
     @property
     def is_stale(self) -> bool:
-        """Whether its last step is too long ago to predict the next ones from it."""
+        """Whether the last step was too long ago for predictions."""
         return time.monotonic() - self._last_active > STALE_S
 
     @property
@@ -62,7 +62,7 @@ class NodeLoad:
         return BACKLOG_STEPS * self._max_step_tokens
 
     def view(self, info: NodeInfo, stats: NodeStats, num_requests: int) -> NodeView:
-        """Return what placement reads. `num_requests`: that this router has on the node."""
+        """Return the values that placement reads. `num_requests` counts this router's requests on the node."""
         in_blocks = (stats.blocks_owned + stats.blocks_reserved) * info.block_tokens
         return NodeView(
             id=info.id,
@@ -90,10 +90,8 @@ class NodeLoad:
 
 
 class LoadCharge:
-    """What one attempt adds to the load of its nodes, until `release`.
-
-    `computes` computes the prompt, `generates` holds the KV; they may be one node.
-    """
+    """The load that one attempt adds to its nodes, until `release`. `computes` is the node that computes the prompt,
+    and `generates` the one that holds the KV. They may be the same."""
 
     def __init__(
         self, computes: NodeLoad, generates: NodeLoad, num_tokens: int, cached_tokens: int, max_new_tokens: int
@@ -113,7 +111,7 @@ class LoadCharge:
         self._generates.prefilling += 1
 
     def release_prompt(self) -> bool:
-        """Release what the prompt's computation charged. Return False if that happened before."""
+        """Release the load of the prompt's computation. Return False if it was already released."""
         if not self._has_prompt:
             return False
         self._has_prompt = False
@@ -123,7 +121,7 @@ class LoadCharge:
         return True
 
     def release(self) -> None:
-        """Release everything. May be called again."""
+        """Release all load. Later calls do nothing."""
         self.release_prompt()
         if self._has_kv:
             self._has_kv = False
@@ -135,7 +133,7 @@ def kv_capacity_tokens(info: NodeInfo) -> int:
 
 
 def _attribute(info: NodeInfo, name: str, default: float) -> float:
-    """Return a number from the node's attributes, or `default` where it is missing or invalid."""
+    """Return a number from the node's attributes, or `default` if it is missing or invalid."""
     try:
         value = float(info.attributes[name])
     except (KeyError, ValueError):

@@ -1,6 +1,6 @@
-"""The pool of nodes: which are alive and take requests, and which of them a request is placed on.
+"""The pool of nodes: it tracks which nodes are alive and take requests, and chooses the nodes of each attempt.
 
-The registry lists the nodes to connect to. Whether a node is alive is decided by its stream alone.
+The registry lists the nodes to connect to. Only a node's stream decides whether the node is alive.
 """
 
 import asyncio
@@ -21,28 +21,28 @@ from shared.registry import Registry
 from shared.rpc.messages import NodeInfo, NodeStats
 
 log = logging.getLogger("baton.fleet")
-PROMPTS_PER_NODE = 2  # that a node should have queued, however long they are
-SPARE_REQUESTS = 8  # one extra request for this many that a node runs at once, so that it never waits for the router
-TIMER_S = 0.01  # timers may fire early by a millisecond, when the node would still be ejected
+PROMPTS_PER_NODE = 2  # prompts that a node should have queued, even if they are long
+SPARE_REQUESTS = 8  # a node gets one extra request for this many that it runs at once, so that it is never idle
+TIMER_S = 0.01  # margin for timers that fire early, while the node is still ejected
 
 
 class PoolCapacity(NamedTuple):
-    """What all nodes together should hold at once."""
+    """The requests and tokens that all nodes together should hold at once."""
 
     requests: int = 0
     kv_tokens: int = 0
-    prompt_tokens: int = 0  # not computed yet
-    prompts: int = 0  # that are admitted whatever their length
+    prompt_tokens: int = 0  # of prompts that are not computed yet
+    prompts: int = 0  # that many uncomputed prompts are admitted even if they are longer
 
 
 class CapacityListener(Protocol):
-    """Is notified when the capacity of the pool may have changed."""
+    """An object that is notified when the capacity of the pool may have changed."""
 
     def resize(self, capacity: PoolCapacity) -> None: ...
 
 
 class PlacementCandidate(NamedTuple):
-    """A placement of a row, the hashes of its blocks, and how many of its tokens the computing node has cached."""
+    """A placement of a token sequence, the hashes of its blocks, and its prefix hit on the computing node."""
 
     placement: Placement
     hashes: list[bytes]
@@ -50,11 +50,11 @@ class PlacementCandidate(NamedTuple):
 
 
 class NodePool:
-    """All nodes that the router knows, one `NodeConnection` each.
+    """The nodes that the router knows. It owns one `NodeConnection` for each.
 
     It follows the registry, ejects nodes that fail (`OutlierDetector`), ramps up those that join, and chooses the nodes
-    of each attempt. The dispatcher calls it on the router's event loop. A decision costs as little in a large pool as
-    in a small one: what changes only when a node changes is computed then.
+    of each attempt. The dispatcher calls it on the router's event loop. It computes the list of routable nodes only
+    when a node changes, and looks at a few nodes for each decision, so that large pools cost little.
     """
 
     def __init__(
@@ -66,7 +66,8 @@ class NodePool:
         history: RequestHistory,
         listener: CapacityListener | None = None,
     ) -> None:
-        """`listener` is notified after every change of the pool. `timeout_s`: without a message, a node is lost."""
+        """Create an empty pool. A node is lost after `timeout_s` seconds without a message. `listener` is notified
+        after every change."""
         self.router = router
         self.mode = mode
         self.prefixes = PrefixIndex()
@@ -83,7 +84,7 @@ class NodePool:
         self._routable_by_name: dict[str, NodeConnection] = {}
         self._has_shared_pools = False
         self._capacity: PoolCapacity | None = None  # None: to be computed
-        self._ramps_until = 0.0  # the latest of all connections
+        self._ramps_until = 0.0  # the latest `ramp_until` of all connections
         self._handoffs_before = {"handoffs": 0, "blocks_moved": 0, "bytes_moved": 0}  # by nodes that have left
 
     # ---- the nodes ----------------------------------------------------------------------------------------------
@@ -125,16 +126,16 @@ class NodePool:
         )
 
     async def change(self) -> None:
-        """Return when a node has come, gone, or changed whether it takes requests."""
+        """Wait until a node joins, leaves, or changes whether it takes requests."""
         self._changed.clear()
         await self._changed.wait()
 
     def add(self, connection: NodeConnection) -> None:
-        """Add a connection, which the caller runs. Nodes that the registry lists are added automatically."""
+        """Add a connection that the caller runs. Nodes that the registry lists are added automatically."""
         self._connections[connection.info.id] = connection
 
     def _reconcile(self) -> None:
-        """The registry changed: connect to new nodes, and drop those that are gone."""
+        """Connect to nodes that the registry now lists, and drop those that it no longer lists."""
         listed = self._registry.nodes
         for name, info in listed.items():
             connection = self._connections.get(name)
@@ -166,14 +167,14 @@ class NodePool:
             run.cancel()
 
     def notify(self) -> None:
-        """A node changed: recompute what depends on it, and wake everything that waits for a change."""
+        """Process a change of a node: invalidate the cached lists, and wake everything that waits for a change."""
         self._routable = self._capacity = None
         self._changed.set()
         if self._listener is not None:
             self._listener.resize(self.capacity())
 
     def connection_changed(self, connection: NodeConnection) -> None:
-        """A connection became alive, ready or not ready, or was lost."""
+        """Process a change of a connection, which became alive, ready or not ready, or was lost."""
         if connection.is_alive:
             self._start_slowly(connection)
         elif not connection.is_leaving:
@@ -187,7 +188,7 @@ class NodePool:
                 self._drop(connection.info.id)
 
     def _start_slowly(self, connection: NodeConnection) -> None:
-        """Ramp up a node that joins others at work: it is empty, and would otherwise be given everything at once."""
+        """Ramp up a node that joins busy ones. It is empty, so placement would otherwise send it every new request."""
         now = time.monotonic()
         if connection.alive_since < now - SLOW_START_S or not any(
             other.is_alive and other.info.role == connection.info.role and other.alive_since < now - SLOW_START_S
@@ -200,7 +201,7 @@ class NodePool:
     # ---- outliers -----------------------------------------------------------------------------------------------
 
     def failed(self, *connections: NodeConnection) -> None:
-        """These nodes failed at something together; which of them was at fault is unknown."""
+        """Count a failure of these nodes. It is unknown which of them was at fault."""
         now = time.monotonic()
         for connection in connections:
             if self.outliers.of(connection.info.id, now).failed(now):
@@ -221,8 +222,8 @@ class NodePool:
     # ---- placement ----------------------------------------------------------------------------------------------
 
     def routable(self) -> tuple[list[NodeConnection], list[NodeConnection]]:
-        """Return the prefill and the decode nodes that take requests, all of one fingerprint so that they can exchange
-        KV. Recomputed only after a change."""
+        """Return the prefill and the decode nodes that take requests. They all have the same fingerprint, so that they
+        can exchange KV. The lists are recomputed only after a change."""
         if self._routable is None:
             prefill, decode = self._routable = self._find_routable()
             self._routable_by_name = {each.info.id: each for each in prefill + decode}
@@ -250,7 +251,7 @@ class NodePool:
         return kept or connections
 
     def capacity(self) -> PoolCapacity:
-        """Return what the routable nodes should hold: as much as they can generate, and prompts for a second or two."""
+        """Return the capacity of the routable nodes, with queued prompts for a second or two."""
         prefill, decode = self.routable()
         if self._capacity is None:
             generating = decode or prefill
@@ -271,10 +272,10 @@ class NodePool:
         disaggregate: str,
         prefix_node: str = "",
     ) -> PlacementCandidate | None:
-        """Return the nodes that should take these tokens, or None if no node is routable.
+        """Choose the nodes for these tokens, or return None if no node is routable.
 
-        Nodes to `avoid` are used only where no other node can generate. Of the prefill nodes, `prefix_node` is taken if
-        it is routable, since it has the KV. Looks at a few nodes, however many there are.
+        Nodes in `avoid` are chosen only if no other node can generate. `prefix_node` is chosen as the prefill node if
+        it is routable, because it has the KV. The decision looks only at a few nodes.
         """
         prefill, decode = self.routable()
         if avoid:
@@ -290,9 +291,9 @@ class NodePool:
         block_tokens = (prefill or decode)[0].info.block_tokens
         hashes = block_hashes(row, block_tokens, salt)
         cached = {name: depth * block_tokens for name, depth in self.prefixes.overlap(hashes).items()}
-        matches = [name for name in reversed(cached) if name not in avoid]  # the longest first
+        matches = [name for name in reversed(cached) if name not in avoid]  # the longest match first
         decode_views = self._views(identity, decode, matches)
-        if self._has_shared_pools:  # a prefill node hands over only to the decode node in whose pool it computes
+        if self._has_shared_pools:  # a prefill node in a shared pool can hand off only to the pool's owner
             owners = {"", *(view.incarnation_id for view in decode_views)}
             prefill = [each for each in prefill if each.info.shared_pool_owner in owners]
         prefill_views = self._views(identity, prefill, matches)
@@ -301,7 +302,7 @@ class NodePool:
         return PlacementCandidate(placement, hashes, cached.get(placement.prefill or placement.decode, 0))
 
     def _views(self, identity: str, connections: list[NodeConnection], matches: list[str]) -> list[NodeView]:
-        """Return the nodes that a decision looks at: a few, and the one with the longest matching prefix."""
+        """Return the nodes that a decision looks at: a few, and the one with the longest cached prefix."""
         known = (self._routable_by_name[name] for name in matches if name in self._routable_by_name)
         role = connections[0].info.role if connections else ""
         prefix_match = next((each for each in known if each.info.role == role), None)

@@ -1,4 +1,4 @@
-"""The status of the cluster as `/v1/status` shows it."""
+"""The status of the cluster for `/v1/status`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class RegistryStatus:
 
 @dataclass(frozen=True, slots=True)
 class PoolStatus:
-    """The nodes of the pool, and what all nodes that it ever had handed over."""
+    """The nodes of the pool, and the totals of all handoffs, including those of nodes that have left."""
 
     mode: str
     registry: RegistryStatus
@@ -68,8 +68,8 @@ def node_status(info: NodeInfo, stats: NodeStats, alive: bool) -> dict[str, obje
 
 
 def whole_status(status: Mapping[str, Any], records: RequestHistory, requests: RequestMetrics) -> dict[str, Any]:
-    """Return the body of `/v1/status`: the dispatcher's status, the nodes' activity in the last seconds, and the
-    latencies of the last minute."""
+    """Return the document of `/v1/status`. It has the dispatcher's status, the activity of each node in the last
+    seconds, and the latencies of the last minute."""
     nodes = [
         node | {"clock_offset_ms": records.offset_ms(node["id"])} | _activity(records.activity(node["id"]))
         for node in status["nodes"]
@@ -98,7 +98,7 @@ def _activity(activity: NodeActivity | None) -> dict[str, object]:
 
 
 def promised(ttft_slo_ms: float, nodes: Iterable[NodeInfo]) -> SloTargets:
-    """Return what clients may expect: the router's SLO for the first token, the strictest decode node's for others."""
+    """Return the SLO targets: the router's for the first token, the strictest decode node's for the other tokens."""
     values = [info.attributes.get("tbt_slo_ms", "0") for info in nodes if info.role == "decode"]
     tbt_ms = [value for text in values if (value := _number(text)) > 0]
     return SloTargets(ttft_slo_ms / 1000, min(tbt_ms, default=0.0) / 1000)

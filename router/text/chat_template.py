@@ -1,10 +1,10 @@
 """A model's chat template, rendered in a process of its own. Clients cannot supply a template.
 
-A template is a program that comes with the model. Jinja's sandbox keeps it away from the file system, but bounds
-neither its time nor its memory, and Python cannot stop a thread. Therefore this module also runs as a child process
-(`python -m router.text.chat_template`): one JSON line with the template in, then one line per conversation in and one
-line with the result out, under a memory limit and an alarm that kills the process. Rendering there also keeps long
-conversations from holding the interpreter lock while the router streams tokens.
+A template is a program that comes with the model. Jinja's sandbox denies it access to the file system, but does not
+limit its time or memory, and Python cannot stop a thread. Therefore this module also runs as a child process (`python
+-m router.text.chat_template`). The child reads a JSON line with the template, then one line for each conversation, and
+writes one line with each result. It has a memory limit, and an alarm that kills it. Rendering in a child also prevents
+long conversations from holding the interpreter lock while the router streams tokens.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ from shared.errors import ConfigError, RequestError
 
 MAX_SOURCE_BYTES = 1 << 20
 MEMORY_BYTES = 512 << 20  # address space of the child; an interpreter with Jinja takes 50 MiB
-MAX_CHARACTERS = 8 << 20  # of a rendered prompt; longer than any model's context
-RENDER_S = 2  # for one conversation, after which the child is killed
+MAX_CHARACTERS = 8 << 20  # of a rendered prompt; more than fit any model's context
+RENDER_S = 2  # time limit for one conversation, after which the child is killed
 
 # One turn of a conversation: `role`, `content` and, where given, `name`.
 Message = dict[str, str]
@@ -68,9 +68,9 @@ def _source(directory: Path, config: dict[str, Any]) -> str | None:
 class ChatTemplate:
     """A compiled template.
 
-    Owns the child process that renders it, and restarts the process after it was killed. `render` blocks, so it is
-    called on a worker thread; it is thread-safe, and conversations wait for each other, each for at most RENDER_S.
-    The child ends when this object is collected.
+    The router's tokenizer owns one. It owns the child process that renders the template, and restarts the process after
+    it was killed. `render` blocks, so callers run it on a worker thread. It is thread-safe: conversations are rendered
+    one at a time, each within RENDER_S. The child ends when this object is collected.
     """
 
     def __init__(self, source: str, tokens: dict[str, str], special: Sequence[str]) -> None:
@@ -133,7 +133,7 @@ class ChatTemplate:
             [sys.executable, "-m", "router.text.chat_template"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[2],  # where the package `router` is found, however the parent was started
+            cwd=Path(__file__).parents[2],  # the package `router` is importable from this directory
         )
         self._stop = weakref.finalize(self, _kill, self._process)
         answer = self._ask(self._source)
@@ -159,7 +159,7 @@ class ChatTemplate:
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    with contextlib.suppress(OSError):  # of bytes that the child did not read
+    with contextlib.suppress(OSError):  # the child did not read all of its input
         process.communicate()
 
 

@@ -1,11 +1,11 @@
 """Detokenization as tokens arrive, and stop strings.
 
-A detokenizer never takes back what it returned. It works on each token's own bytes, so that a step costs what its
-tokens cost, however long the row is; its pieces concatenate to the tokenizer's own decoding of the whole row.
+A detokenizer never changes text that it has returned. It processes the bytes of each new token once, so that its cost
+does not grow with the length of the row. The pieces concatenate to the tokenizer's own decoding of the whole row.
 
-`tokenizers.decoders.DecodeStream` does not guarantee that. It holds back text for as long as it ends with U+FFFD and
-decodes all of it again for each token (a row of 4,000 bytes 0xFF yields nothing, at 740 us a token), and it raises
-"Invalid prefix" when a byte that is not UTF-8 spoils a run of byte-fallback tokens that it has returned in part.
+`tokenizers.decoders.DecodeStream` does not guarantee this. While its text ends with U+FFFD, it holds the text back and
+decodes all of it again for each token: a row of 4,000 bytes 0xFF returns no text and takes 740 us for each token. It
+also raises "Invalid prefix" if an invalid byte changes a run of byte-fallback tokens that was returned in part.
 """
 
 import codecs
@@ -19,14 +19,14 @@ import tokenizers
 from shared.errors import ConfigError
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A run of byte tokens is decoded at its end, because one bad byte spoils all of it. After this many bytes, whole
-# characters are returned nevertheless, and only the rest of the run can still be spoilt.
+# A run of byte tokens is decoded at its end, because one invalid byte changes the text of the whole run. After this
+# many bytes, complete characters are returned earlier, and an invalid byte changes only the rest of the run.
 HELD_BYTES = 64
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte, inverted (Radford et al. 2019, `bytes_to_unicode`)."""
+    """Return the byte for each of GPT-2's printable characters (Radford et al. 2019, `bytes_to_unicode`)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -45,10 +45,8 @@ class Detokenizer(Protocol):
 
 
 class TokenVocabulary:
-    """The text or bytes that each token id stands for.
-
-    Reads the tokenizer's decoder once, and caches each token on first use; a Tokenizer owns it, any thread may use it.
-    """
+    """The text or bytes that each token id stands for. It reads the tokenizer's decoder once, and caches each token on
+    first use. A Tokenizer owns it; it is thread-safe."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -111,10 +109,10 @@ class TokenVocabulary:
 
 
 def _most_bytes(written: dict[str, Any]) -> int:
-    """Return how many bytes of a text one token can stand for, at most; 0 if there is no bound.
+    """Return the maximum number of bytes of text that one token can stand for, or 0 if there is no bound.
 
-    There is none where text is dropped or rewritten before it is split, or where a token absorbs adjacent spaces.
-    `written` is the content of tokenizer.json.
+    There is no bound if the tokenizer drops or rewrites text before it splits it, or if a token absorbs adjacent
+    spaces. `written` is the content of tokenizer.json.
     """
     cutter, model, added = written["pre_tokenizer"] or {}, written["model"], written["added_tokens"]
     # NFC turns at most 7 bytes into 2: U+1FBE U+0308 U+0301.
@@ -131,7 +129,7 @@ def _most_bytes(written: dict[str, Any]) -> int:
 
 
 class ByteLevelDetokenizer:
-    """For byte-level BPE (GPT-2, Llama 3, Qwen): the bytes of all tokens are one UTF-8 text."""
+    """A detokenizer for byte-level BPE (GPT-2, Llama 3, Qwen), where the bytes of all tokens form one UTF-8 text."""
 
     def __init__(self, vocabulary: TokenVocabulary, skipped: frozenset[int]) -> None:
         self._vocabulary = vocabulary
@@ -147,9 +145,10 @@ class ByteLevelDetokenizer:
 
 
 class ByteFallbackDetokenizer:
-    """For SentencePiece-like BPE (Llama 2, Mistral, Gemma): text tokens, and runs of byte tokens between them.
+    """A detokenizer for SentencePiece-like BPE (Llama 2, Mistral, Gemma), which has text tokens and byte tokens.
 
-    A run that is not UTF-8 becomes one U+FFFD per byte, including its valid parts, as the tokenizer decodes it.
+    A run of byte tokens that is not valid UTF-8 becomes one U+FFFD per byte, including its valid parts, as in the
+    tokenizer's own decoding.
     """
 
     def __init__(self, vocabulary: TokenVocabulary, skipped: frozenset[int], *, at_start: bool) -> None:
@@ -157,7 +156,7 @@ class ByteFallbackDetokenizer:
         self._skipped = skipped
         self._strip = vocabulary.strip_start if at_start else 0
         self._run = bytearray()
-        self._spoilt = False  # this run has returned a replacement already
+        self._spoilt = False  # this run has already returned a replacement
 
     def push(self, tokens: Iterable[int]) -> str:
         out: list[str] = []
@@ -207,10 +206,10 @@ class ByteFallbackDetokenizer:
 
 
 class StopStrings:
-    """Ends a text at the first position where one of `stops` ends, and cuts off the longest that ends there.
+    """Searches a text that arrives in pieces for stop strings.
 
-    The result is the same however the text is split into pieces. The shortest tail that could still become a stop
-    string is held back.
+    The match is the first position at which one of `stops` ends; the longest that ends there is cut off. The result
+    does not depend on how the text is split into pieces. The tail that could still become a stop string is held back.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:

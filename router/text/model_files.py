@@ -12,7 +12,7 @@ MAX_COUNT = 2**31 - 1
 
 
 def read_model(directory: Path, name: str, max_model_len: int, created: int) -> ModelCard:
-    """Return the model's card; `max_model_len` 0 stands for the model's own. Raises ConfigError for a bad file."""
+    """Return the model's card. If `max_model_len` is 0, use the model's own limit. Raises ConfigError."""
     config = read_object(directory / "config.json")
     positions = _count(config, "max_position_embeddings", directory)
     vocab_size = _count(config, "vocab_size", directory)
@@ -26,7 +26,7 @@ def read_model(directory: Path, name: str, max_model_len: int, created: int) -> 
 
 
 def _stop_ids(directory: Path, config: dict[str, Any], vocab_size: int) -> frozenset[int]:
-    """Return the stop tokens of generation_config.json, or of config.json where it has none."""
+    """Return the stop tokens of generation_config.json or, if it has none, of config.json."""
     generation = directory / "generation_config.json"
     found = read_object(generation).get("eos_token_id") if generation.exists() else None
     ids = found if found is not None else config.get("eos_token_id")

@@ -1,7 +1,7 @@
-"""Rejects regular expressions of a tokenizer.json that can take exponential time.
+"""Rejects regular expressions in a tokenizer.json that can take exponential time.
 
 The tokenizer's regex engine backtracks, in native code that cannot be interrupted: `(a+)+` takes hours for 40 letters.
-Such a pattern has a group that repeats without bound and contains another such repeat, or alternatives.
+A dangerous pattern has a group that repeats without bound and contains alternatives or another unbounded repeat.
 """
 
 import json
@@ -42,7 +42,7 @@ def _patterns(value: Any) -> Iterator[str]:
 
 
 def may_backtrack_exponentially(pattern: str) -> bool:
-    """Return whether a group that is repeated without bound contains another such repeat, or alternatives."""
+    """Return whether a group that repeats without bound contains alternatives or another unbounded repeat."""
     open_groups = [False]  # whether each contains one so far
     closed: bool | None = None  # the same for the group that ended just before
     class_depth = 0

@@ -19,8 +19,8 @@ MAX_TOKENIZER_BYTES, MAX_CONFIG_BYTES = 128 << 20, 16 << 20  # some models have 
 class Tokenizer:
     """A model's own tokenizer and chat template.
 
-    Immutable after its construction, so that the event loop and worker threads share it. `encode` and `encode_chat` are
-    slow for long texts and belong on a worker thread; a detokenizer is cheap and belongs to one row.
+    It is immutable after its construction, so that the event loop and worker threads share it. `encode` and
+    `encode_chat` are slow for long texts, so callers run them on a worker thread. Each row has its own detokenizer.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class Tokenizer:
     def load(cls, directory: Path, vocab_size: int = 0) -> "Tokenizer":
         """Read tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
-        `vocab_size` is the model's, 0 if unknown. Raises ConfigError, which names the file, also for tokens that the
-        model has no embedding for.
+        `vocab_size` is the model's, or 0 if it is unknown. Raises ConfigError, which names the file, if a file is
+        invalid or if the model has no embedding for some of the tokens.
         """
         file = directory / "tokenizer.json"
         if not file.is_file():
@@ -70,10 +70,8 @@ class Tokenizer:
         return len(text.encode(errors="replace")) // most if most else 0
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`, in which the names of special tokens become those tokens, as in other servers.
-
-        Takes about a second per megabyte, during which other threads run.
-        """
+        """Return the ids of `text`. As in other servers, the names of special tokens in it become those tokens. Takes
+        about a second per megabyte, during which other threads run."""
         # Only the batch call releases the interpreter lock; without offsets it is faster.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if not add_special_tokens:
@@ -95,9 +93,9 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids of a conversation in the model's template. Raises RequestError if the template refuses it.
 
-        A special token's name inside a message is text, never that token: rendering returns the offsets of such
-        names, and the tokens found there are replaced by the ids of their spelling. A special token splits the text
-        in any case, so the rest of the encoding does not change.
+        The name of a special token inside a message is encoded as plain text. Rendering returns the offsets of such
+        names, and the tokens at these offsets are replaced by the ids of the name's text. This does not change the rest
+        of the encoding, because the text is split at special tokens first.
         """
         if self._template is None:
             raise RequestError("This model has no chat template; use /v1/completions.", "messages")
@@ -128,7 +126,7 @@ class Tokenizer:
         return detokenizer.push(tokens) + detokenizer.finish()
 
     def detokenizer(self, prompt: Iterable[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
-        """Return a detokenizer for a row that follows `prompt`; after a prompt, a leading space is kept."""
+        """Return a detokenizer for a row that follows `prompt`. It keeps a leading space if there is a prompt."""
         skipped = self.vocabulary.special if skip_special_tokens else frozenset()
         if self.vocabulary.byte_level:
             return ByteLevelDetokenizer(self.vocabulary, skipped)
@@ -136,7 +134,7 @@ class Tokenizer:
         return ByteFallbackDetokenizer(self.vocabulary, skipped, at_start=at_start)
 
     def token_text(self, token: int) -> str:
-        """Return a single token as OpenAI's logprobs spell it: part of a character is `bytes:\\xf0\\x9f`."""
+        """Return a token's text as in OpenAI's logprobs. A part of a character becomes `bytes:\\xf0\\x9f`."""
         data = self.vocabulary.bytes_of(token)
         try:
             return data.decode()
@@ -149,7 +147,7 @@ class Tokenizer:
 
 
 def _missing_affixes(tokenizer: tokenizers.Tokenizer, config: dict[str, Any]) -> tuple[int | None, int | None]:
-    """Return the first and last tokens that the config asks for and tokenizer.json does not add by itself."""
+    """Return the first and last tokens that the config requires, if tokenizer.json does not add them itself."""
     bare = tokenizer.encode("").ids
     names = special_tokens(config)
     front = tokenizer.token_to_id(names.get("bos_token", "")) if config.get("add_bos_token") else None

@@ -94,7 +94,7 @@ def test_one_trace_goes_through_the_answer_and_every_process_log(running):
     assert 0 < line["ttft_ms"] <= line["duration_ms"]
     for name in ("prefill-0", "decode-0"):
         told = [line for line in lines(running, name) if line.get("traceparent") == TRACEPARENT]
-        assert "took request" in {line["message"] for line in told}
+        assert "request received" in {line["message"] for line in told}
         assert all(line["request"].startswith(identity) and line["node"] == name for line in told)
 
 
@@ -106,7 +106,7 @@ def test_a_refused_request_has_its_line_and_no_log_has_a_prompt(running):
         assert re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-01", answer.headers["traceparent"])
 
     def is_logged() -> bool:
-        return any((line.get("status"), line.get("outcome")) == (400, "Rejected") for line in lines(running, "router"))
+        return any((line.get("status"), line.get("outcome")) == (400, "RequestError") for line in lines(running, "router"))
 
     wait_for(is_logged, "the refused request's line")
     assert "1000000000" not in (running.directory / "router.log").read_text()

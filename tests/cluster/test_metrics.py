@@ -106,7 +106,9 @@ def test_a_refused_request_has_its_line_and_no_log_has_a_prompt(running):
         assert re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-01", answer.headers["traceparent"])
 
     def is_logged() -> bool:
-        return any((line.get("status"), line.get("outcome")) == (400, "RequestError") for line in lines(running, "router"))
+        return any(
+            (line.get("status"), line.get("outcome")) == (400, "RequestError") for line in lines(running, "router")
+        )
 
     wait_for(is_logged, "the refused request's line")
     assert "1000000000" not in (running.directory / "router.log").read_text()

@@ -101,7 +101,7 @@ def _missing(name: str) -> ModuleType | None:
     ("name", "pool", "words"),
     [
         ("flash_attn 2", (64, "float16", 32), "multiple of 256 .it is 64."),
-        ("flash_attn 3", (16, "float32", 32), "16 bits.*use triton"),
+        ("flash_attn 3", (16, "float32", 32), "16-bit.*use triton"),
         ("flash_attn 3", (16, "bfloat16", 20), "multiple of 8"),
         ("flash_attn 4", (128, "bfloat16", 32), "128: use another"),
     ],

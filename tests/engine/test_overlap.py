@@ -110,7 +110,7 @@ def test_a_device_on_which_every_pass_fails_ends_the_engine(
     runner.ahead, runner.dies_after = ahead, 2
     drive = Drive(scheduler_of(200), runner, {2 * at: [("add", row)] for at, row in enumerate(rows)})
     drive.run()
-    assert "the device fails with any work" in str(drive.death)
+    assert "the device fails on any work" in str(drive.death)
     assert not drive.errors, "no request is blamed: all are retried on other nodes"
 
 
@@ -134,7 +134,7 @@ def test_a_batch_names_the_draws_of_the_pending_step_that_are_its_tokens() -> No
     assert batch.carried == [(0, 1), (3, 0)]
     assert batch.tokens.tolist() == [0, 7, 2, 0]
     assert batch.positions.tolist() == [4, 2, 3, 4]
-    with pytest.raises(ValueError, match="no tokens or no blocks"):
+    with pytest.raises(ValueError, match="beyond the request's tokens or blocks"):
         build(after, 4, CPU, before[:2])
 
 

@@ -12,7 +12,7 @@ from router.http.app import build_app
 from router.http.openapi import openapi
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
-from tests.bad_input.conformance import OPENAI, asking_for, hold, openai_document
+from tests.bad_input.conformance import asking_for, hold, openai_document
 from tests.router.conftest import CHATML, byte_level_tokenizer
 from tests.router.scripted import EOS, MODEL, ScriptedDispatcher
 
@@ -34,7 +34,6 @@ def test_our_own_document_is_kept(app: Any) -> None:
     assert statuses[400] > CASES
 
 
-@pytest.mark.skipif(not OPENAI.is_file(), reason="OpenAI's document is not next to this checkout")
 def test_openais_document_is_kept(app: Any) -> None:
     statuses = hold(app, asking_for(MODEL.name, openai_document()), CASES, "http://router/v1")
     assert statuses[200]

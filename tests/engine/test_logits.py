@@ -31,7 +31,7 @@ from tests.engine.build import (
     torch_runner,
 )
 
-STORIES = Path(__file__).parents[3] / "shared" / "data" / "models" / "stories260K"
+STORIES = Path(__file__).parents[1] / "data" / "stories260K"
 torch.set_num_threads(1)
 __all__ = ["every_backend"]  # applies to every test here
 
@@ -226,7 +226,6 @@ def golden() -> list[dict[str, Any]]:
     return cases
 
 
-@pytest.mark.skipif(not STORIES.exists(), reason="the stories260K model is not beside this checkout")
 @pytest.mark.parametrize("budget", [7, 4096])
 def test_a_trained_model_tells_the_golden_stories(budget: int) -> None:
     model = load_model(STORIES, torch.float32, CPU)

@@ -17,7 +17,7 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] | trim }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-STORIES = Path(__file__).parents[3] / "shared" / "data" / "models" / "stories260K"
+STORIES = Path(__file__).parents[1] / "data" / "stories260K"
 
 
 def byte_level_tokenizer() -> tokenizers.Tokenizer:

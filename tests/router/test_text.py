@@ -14,7 +14,7 @@ from shared.errors import ConfigError, RequestError
 from tests.router.conftest import byte_level_tokenizer
 
 SETTINGS = settings(max_examples=120)
-STORIES = Path(__file__).parents[3] / "shared" / "data" / "models" / "stories260K"
+STORIES = Path(__file__).parents[1] / "data" / "stories260K"
 
 
 def token_id(tokenizer: Tokenizer, name: str) -> int:
@@ -258,7 +258,6 @@ def test_what_cannot_be_loaded_is_named(tmp_path, byte_level):
         Tokenizer.load(tmp_path)
 
 
-@pytest.mark.skipif(not STORIES.is_dir(), reason="the stories260K model is not next to this checkout")
 def test_a_real_model_encodes_as_its_own_files_say():
     tokenizer = Tokenizer.load(STORIES)
     assert tokenizer.encode("Once upon a time") == [1, 403, 407, 261, 378]

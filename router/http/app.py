@@ -30,7 +30,7 @@ from router.http.openapi import openapi_route
 from router.http.output import RequestOutput
 from router.http.parsing import build_requests, check_ids, encode, run_in_thread
 from router.http.responses import ResponseFormatter
-from router.metrics.request_metrics import Collected, RequestMetrics, SloTargets
+from router.metrics.request_metrics import RequestMetrics, SloTargets, Snapshot
 from router.nodes.status import whole_status
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError, UnavailableError
@@ -230,8 +230,8 @@ class ApiHandlers:
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def metrics(self, _request: Request) -> Response:
-        collected = Collected(self._registry)
-        text = await asyncio.to_thread(generate_latest, collected)  # the slow part: keep it off the event loop
+        snapshot = Snapshot(self._registry)
+        text = await asyncio.to_thread(generate_latest, snapshot)  # the slow part: keep it off the event loop
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 

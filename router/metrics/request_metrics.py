@@ -3,17 +3,21 @@
 Label values are members of fixed sets, and the tenants in the API keys file.
 """
 
+import math
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+import prometheus_client
+from prometheus_client import CollectorRegistry, Gauge, Histogram
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from router.metrics.histogram import Histogram, SlidingPercentiles, SlidingWindow
-
-WINDOW_S = 60.0
+WINDOW_S, NUM_SLICES = 60.0, 12  # of the percentiles in `/v1/status`
+SLICE_S = WINDOW_S / NUM_SLICES
+LEAST_S, BUCKET_RATIO = 1e-7, 1.05  # times of the smallest bucket, and between two buckets
 TTFT_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80),
     *(160, 640, 2560),
@@ -23,13 +27,13 @@ ITL_S = (
     *(0.001, 0.002, 0.004, 0.006, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1),
     *(2.5, 5, 7.5, 10, 20, 40, 80),
 )
-E2E_S = (*(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680),)
+E2E_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 FINISHED = ("stop", "length")
 FINISHES = (*FINISHED, "abort", "error")
 AFTER_FIRST = ("transfer_exposed", "decode_queue", "decode", "interference")  # a request's phases after its first token
 
-HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
+HISTOGRAMS = {
     "ttft": ("vllm:time_to_first_token_seconds", "Time from arrival to the first token.", TTFT_S),
     "tbt": ("vllm:inter_token_latency_seconds", "Time between two tokens of a sample.", ITL_S),
     "tpot": ("vllm:request_time_per_output_token_seconds", "Mean time between the tokens of a sample.", ITL_S),
@@ -46,23 +50,92 @@ HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
     "hidden": ("baton_kv_transfer_hidden_seconds", "Transfer time that overlapped the prefill.", ITL_S),
     "exposed": ("baton_kv_transfer_exposed_seconds", "Time from the end of the prefill to the last block.", ITL_S),
 }
-# Second names of histograms. vLLM's published dashboard uses the one of "tbt"; the others are deprecated.
+COUNTERS = {
+    "prompt": ("vllm:prompt_tokens", "Prompt tokens accepted.", ["model_name"]),
+    "generation": ("vllm:generation_tokens", "Tokens sent to clients.", ["model_name"]),
+    "ended": ("vllm:request_success", "Samples that ended, by reason.", ["model_name", "finished_reason"]),
+    "slo": ("baton_slo_requests", "Samples, by whether they met their SLO.", ["model_name", "met"]),
+    "tenant_requests": ("baton_tenant_requests", "Requests, by tenant.", ["model_name", "tenant"]),
+    "tenant_prompt": ("baton_tenant_prompt_tokens", "Prompt tokens, by tenant.", ["model_name", "tenant"]),
+    "tenant_cached": ("baton_tenant_cached_tokens", "Cached tokens, by tenant.", ["model_name", "tenant"]),
+    "tenant_generation": ("baton_tenant_generation_tokens", "Generation tokens, by tenant.", ["model_name", "tenant"]),
+    "without_key": ("baton_requests_without_key", "Requests rejected because they had no valid API key.", []),
+}
+# Second names of metrics. vLLM's published dashboard uses the first one; all others are deprecated.
 ALIASES = {
-    "ttft": "gen_ai_server_time_to_first_token_seconds",
-    "tbt": "vllm:time_per_output_token_seconds",
-    "tpot": "gen_ai_server_time_per_output_token_seconds",
-    "e2e": "gen_ai_server_request_duration_seconds",
+    "vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds",
+    "vllm:time_to_first_token_seconds": "gen_ai_server_time_to_first_token_seconds",
+    "vllm:request_time_per_output_token_seconds": "gen_ai_server_time_per_output_token_seconds",
+    "vllm:e2e_request_latency_seconds": "gen_ai_server_request_duration_seconds",
+    "baton_request_migrations": "baton_requests_moved",
+    "baton_requests_rejected": "baton_requests_refused",
+    "baton_client_backpressure": "baton_requests_paused",
+    "baton_node_records_dropped": "baton_records_malformed",
 }
 
 
-class Collected(Collector):
-    """A snapshot of all metrics, taken on the event loop and formatted on another thread."""
+class Snapshot(Collector):
+    """A copy of all metrics, with their aliases. It is taken on the event loop and formatted on another thread."""
 
     def __init__(self, registry: Collector) -> None:
-        self._families = list(registry.collect())
+        self._families: list[Metric] = []
+        for family in registry.collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            self._families.append(family)
+            if alias := ALIASES.get(family.name):
+                self._families.append(_renamed(family, alias))
 
     def collect(self) -> list[Metric]:
         return self._families
+
+
+def _renamed(family: Metric, name: str) -> Metric:
+    alias = Metric(name, f"Alias of {family.name}.", family.type)
+    model = "gen_ai_request_model" if name.startswith("gen_ai") else "model_name"
+    for sample in family.samples:
+        labels = {model if label == "model_name" else label: value for label, value in sample.labels.items()}
+        alias.add_sample(sample.name.replace(family.name, name), labels, sample.value)
+    return alias
+
+
+class SlidingCounts:
+    """Counts of keys over the last minute, in slices that expire as a whole."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._slices: deque[tuple[int, Counter[int]]] = deque(maxlen=NUM_SLICES)  # with their numbers
+
+    def add(self, key: int, times: int = 1) -> None:
+        number = int(self._clock() / SLICE_S)
+        if not self._slices or self._slices[-1][0] != number:
+            self._slices.append((number, Counter()))
+        self._slices[-1][1][key] += times
+
+    def totals(self) -> Counter[int]:
+        expired = int(self._clock() / SLICE_S) - NUM_SLICES
+        return sum((counts for number, counts in self._slices if number > expired), Counter())
+
+
+class SlidingPercentiles:
+    """Percentiles of the last minute's times. They are accurate to 2.5 %, because buckets grow by 5 %."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._buckets = SlidingCounts(clock)
+
+    def observe(self, value_s: float, times: int = 1) -> None:
+        self._buckets.add(round(math.log(max(value_s, LEAST_S)) / math.log(BUCKET_RATIO)), times)
+
+    def read_ms(self) -> dict[str, float | None]:
+        """Return the number of values, and their 50th and 99th percentile in milliseconds."""
+        counts = self._buckets.totals()
+        read: dict[str, float | None] = {"p50": None, "p99": None, "n": counts.total()}
+        below = 0
+        for bucket in sorted(counts):
+            below += counts[bucket]
+            for name, share in (("p50", 0.5), ("p99", 0.99)):
+                if read[name] is None and below >= share * counts.total():
+                    read[name] = round(1000 * BUCKET_RATIO**bucket, 3)
+        return read
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,24 +167,11 @@ class SampleTimings:
         return bool(self.slo.ttft_s and ttft_s > self.slo.ttft_s) or self.num_slow > max(0, self.num_tokens - 1) // 100
 
 
-@dataclass(slots=True)
-class TenantUsage:
-    """The usage of a tenant so far. Each field is exported as a counter."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generation_tokens: int = 0
-
-
 class RequestMetrics(Collector):
     """Counts and latencies of requests, and their usage by tenant. A Prometheus collector.
 
     Each HTTP request records its tokens as they are sent; `/metrics` and `/v1/status` read the metrics. Everything runs
     on the event loop. A prompt with `n` samples counts once as a prompt, and each of its samples counts once.
-
-    The library's Histogram and Counter are not used, because they take 2 to 6 us for a token instead of 0.3 to 0.8 us,
-    add a `_created` series to each metric, and cannot export a metric under two names.
     """
 
     def __init__(
@@ -120,19 +180,33 @@ class RequestMetrics(Collector):
         """`slo` returns the targets of requests that arrive now."""
         self._model_name = model_name
         self._slo = slo
-        self._seen = {what: Histogram(bounds) for what, (_, _, bounds) in HISTOGRAMS.items()}
-        self._window = {what: SlidingPercentiles(WINDOW_S, clock) for what in ("ttft", "tbt", "ttst")}
-        self._kept = SlidingWindow(2, WINDOW_S, clock=clock)  # samples that missed and met their SLO
-        self._num_slo = [0, 0]
-        self._num_prompt = self._num_generated = 0
-        self._ended = dict.fromkeys(FINISHES, 0)
-        self._num_without_key = 0
-        self._usage: dict[str, TenantUsage] = {}
+        self._registry = CollectorRegistry()
+        self._seen = {
+            what: Histogram(name, text, ["model_name"], buckets=bounds, registry=self._registry).labels(model_name)
+            for what, (name, text, bounds) in HISTOGRAMS.items()
+        }
+        self._counters = {
+            what: prometheus_client.Counter(*definition, registry=self._registry)
+            for what, definition in COUNTERS.items()
+        }
+        for what, *labels in (
+            ["prompt"],
+            ["generation"],
+            *(["ended", reason] for reason in FINISHES),
+            ["slo", "no"],
+            ["slo", "yes"],
+        ):
+            self._counters[what].labels(model_name, *labels)  # show them from the start, as 0
+        self._generated = self._counters["generation"].labels(model_name)
+        text = "Share of the last minute's samples that met their SLO."
+        self._attainment = Gauge("baton_slo_attainment_ratio", text, ["model_name"], registry=self._registry)
+        self._window = {what: SlidingPercentiles(clock) for what in ("ttft", "tbt", "ttst")}
+        self._kept = SlidingCounts(clock)  # samples by whether they met their SLO
 
     # ---- recording ----------------------------------------------------------------------------------------------
 
     def accepted(self, num_prompt: int, max_tokens: int) -> None:
-        self._num_prompt += num_prompt
+        self._count("prompt", num_prompt)
         self._seen["prompt"].observe(num_prompt)
         self._seen["max_tokens"].observe(max_tokens)
 
@@ -141,7 +215,7 @@ class RequestMetrics(Collector):
 
     def tokens(self, pace: SampleTimings, count: int, now: float) -> None:
         """Record `count` tokens that were sent together, so that there is no time between them."""
-        self._num_generated += count
+        self._generated.inc(count)
         if pace.num_tokens:
             gap_s = now - pace.last
             self._observe("tbt", gap_s)
@@ -150,8 +224,8 @@ class RequestMetrics(Collector):
         else:
             pace.first = now
             self._observe("ttft", now - pace.arrived)
-        if count > 1:
-            self._observe("tbt", 0.0, count - 1)
+        for _ in range(count - 1):
+            self._observe("tbt", 0.0)
         if pace.num_tokens < 2 <= pace.num_tokens + count:
             self._observe("ttst", now - pace.first)
         pace.last = now
@@ -160,22 +234,16 @@ class RequestMetrics(Collector):
     def used(self, tenant: str, num_prompt: int, num_cached: int, num_generated: int) -> None:
         """Record the tokens that a request of a tenant used. `tenant` is "" for a client without a key."""
         if tenant:
-            total = self._usage.setdefault(tenant, TenantUsage())
-            total.requests += 1
-            total.prompt_tokens += num_prompt
-            total.cached_tokens += num_cached
-            total.generation_tokens += num_generated
+            amounts = {"requests": 1, "prompt": num_prompt, "cached": num_cached, "generation": num_generated}
+            for what, amount in amounts.items():
+                self._count(f"tenant_{what}", amount, tenant)
 
     def rejected_without_key(self) -> None:
-        self._num_without_key += 1
-
-    def _observe(self, what: str, value: float, times: int = 1) -> None:
-        self._seen[what].observe(value, times)
-        self._window[what].observe(value, times)
+        self._counters["without_key"].inc()
 
     def ended(self, pace: SampleTimings, reason: str, now: float) -> None:
         """Record the end of a sample. `reason` is in FINISHES: "abort" for a disconnect, "error" for a failure."""
-        self._ended[reason] += 1
+        self._count("ended", 1, reason)
         if reason in FINISHED:  # fast rejections would distort the latencies
             self._seen["generation"].observe(pace.num_tokens)
             self._seen["e2e"].observe(now - pace.arrived)
@@ -184,7 +252,7 @@ class RequestMetrics(Collector):
         is_missed = reason == "error" or pace.breaks(now)
         # If the client disconnected before a token was late, the sample neither met nor missed the SLO.
         if (pace.slo.ttft_s or pace.slo.tbt_s) and (reason != "abort" or is_missed):
-            self._num_slo[not is_missed] += 1
+            self._count("slo", 1, "no" if is_missed else "yes")
             self._kept.add(not is_missed)
 
     def settled(self, summary: Mapping[str, Any]) -> None:
@@ -201,54 +269,28 @@ class RequestMetrics(Collector):
             for what in ("busy", "hidden", "exposed"):
                 self._seen[what].observe(transfer[f"{what}_ms"] / 1000)
 
+    def _observe(self, what: str, value_s: float) -> None:
+        self._seen[what].observe(value_s)
+        self._window[what].observe(value_s)
+
+    def _count(self, what: str, amount: int, *labels: str) -> None:
+        self._counters[what].labels(self._model_name, *labels).inc(amount)
+
     # ---- reading ------------------------------------------------------------------------------------------------
 
     def latency(self) -> dict[str, Any]:
         """Return the last minute's percentiles in milliseconds, and the SLO, for `/v1/status`."""
         slo = self._slo()
-        shown: dict[str, Any] = {"window_s": WINDOW_S}
-        for what, window in self._window.items():
-            count, found = window.read(0.5, 0.99)
-            p50, p99 = (None if value is None else round(1000 * value, 3) for value in found)
-            shown[f"{what}_ms"] = {"p50": p50, "p99": p99, "n": count}
-        attainment = self.attainment()
-        shown["slo"] = {"ttft_ms": 1000 * slo.ttft_s, "tbt_ms": 1000 * slo.tbt_s, "attainment": attainment}
-        return shown
+        targets = {"ttft_ms": 1000 * slo.ttft_s, "tbt_ms": 1000 * slo.tbt_s, "attainment": self.attainment()}
+        percentiles = {f"{what}_ms": window.read_ms() for what, window in self._window.items()}
+        return {"window_s": WINDOW_S, **percentiles, "slo": targets}
 
     def attainment(self) -> float | None:
-        missed, met = self._kept.sums()
-        return met / (missed + met) if missed + met else None
+        kept = self._kept.totals()
+        return kept[True] / kept.total() if kept else None
 
     def collect(self) -> Iterable[Metric]:
-        for what, (name, text, _) in HISTOGRAMS.items():
-            for each in (name, *filter(None, [ALIASES.get(what)])):
-                label = "gen_ai_request_model" if each.startswith("gen_ai") else "model_name"
-                family = HistogramMetricFamily(each, text if each == name else f"Alias of {name}.", labels=[label])
-                self._seen[what].add_to(family, [self._model_name])
-                yield family
-        yield self._counter("vllm:prompt_tokens", "Prompt tokens accepted.", {"": self._num_prompt})
-        yield self._counter("vllm:generation_tokens", "Tokens sent to clients.", {"": self._num_generated})
-        yield self._counter("vllm:request_success", "Samples that ended, by reason.", self._ended, "finished_reason")
-        kept = {"no": self._num_slo[0], "yes": self._num_slo[1]}
-        yield self._counter("baton_slo_requests", "Samples, by whether they met their SLO.", kept, "met")
-        gauge = GaugeMetricFamily(
-            "baton_slo_attainment_ratio",
-            "Share of the last minute's samples that met their SLO.",
-            labels=["model_name"],
-        )
+        self._attainment.clear()
         if (attainment := self.attainment()) is not None:
-            gauge.add_metric([self._model_name], attainment)
-        yield gauge
-        for field in TenantUsage.__slots__:
-            used = {tenant: getattr(usage, field) for tenant, usage in self._usage.items()}
-            yield self._counter(
-                f"baton_tenant_{field}", f"{field.replace('_', ' ').capitalize()}, by tenant.", used, "tenant"
-            )
-        text = "Requests rejected because they had no valid API key."
-        yield CounterMetricFamily("baton_requests_without_key", text, self._num_without_key)
-
-    def _counter(self, name: str, text: str, values: Mapping[str, int], label: str = "") -> Metric:
-        family = CounterMetricFamily(name, text, labels=["model_name", *([label] if label else [])])
-        for key, value in values.items():
-            family.add_metric([self._model_name, *([key] if label else [])], value)
-        return family
+            self._attainment.labels(self._model_name).set(attainment)
+        return self._registry.collect()

@@ -4,17 +4,18 @@ The series of a lost node are dropped. Label values are node ids, roles and memb
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from router.history.history import RequestHistory
 from router.history.step_ring import interference_ns
+from router.metrics.request_metrics import metric_family
 from shared.rpc.messages import NodeInfo, NodeStats, RequestEvent, StepRecord
 
 NodeRow = tuple[NodeInfo, NodeStats, bool]
@@ -233,7 +234,7 @@ class NodeMetrics(Collector):
         return info.id, info.role, self._model_name
 
     def _of_nodes(self, name: str, text: str, values: Iterable[tuple[NodeInfo, float]]) -> Metric:
-        return _family(name, text, LABELS, ((self._labels(info), value) for info, value in values))
+        return metric_family(name, text, LABELS, ((self._labels(info), value) for info, value in values))
 
     def _busy(self, infos: list[NodeInfo]) -> Iterable[Metric]:
         activities = [(info, self._history.activity(info.id)) for info in infos]
@@ -244,13 +245,13 @@ class NodeMetrics(Collector):
         shares = {role: [share for info, share in busy if info.role == role] for role in {info.role for info in infos}}
         means = [((role, self._model_name), sum(each) / len(each)) for role, each in shares.items()]
         text = "Mean busy ratio of the nodes of a role."
-        yield _family("baton_pool_busy_ratio", text, ["role", "model_name"], means)
+        yield metric_family("baton_pool_busy_ratio", text, ["role", "model_name"], means)
 
     def _from_status(self) -> Iterable[Metric]:
         status, model = self._status(), (self._model_name,)
         placements = [((*model, reason), count) for reason, count in list(status["placements"].items())[:MAX_REASONS]]
         text = "Attempts, by placement reason."
-        yield _family("baton_placements_total", text, ["model_name", "reason"], placements)
+        yield metric_family("baton_placements_total", text, ["model_name", "reason"], placements)
         values = [(name, text, status["requests"].get(key, 0)) for key, (name, text) in COUNTS.items()]
         queue = status.get("queue", {})
         values += [
@@ -259,16 +260,8 @@ class NodeMetrics(Collector):
             ("baton_queue_tokens", "Prompt and answer tokens queued in the router.", queue.get("tokens", 0)),
         ]
         for name, text, value in values:
-            yield _family(name, text, ["model_name"], [(model, value)])
+            yield metric_family(name, text, ["model_name"], [(model, value)])
 
 
 def _value(stats: NodeStats, value: str | Callable[[NodeStats], float]) -> float:
     return float(getattr(stats, value) if isinstance(value, str) else value(stats))
-
-
-def _family(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
-    """Return a counter if the name ends with "_total", and a gauge otherwise."""
-    family = (CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily)(name, text, labels=labels)
-    for label_values, value in values:
-        family.add_metric(label_values, value)
-    return family

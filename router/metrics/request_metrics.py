@@ -133,13 +133,15 @@ class SlidingCounts:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._slices: deque[tuple[int, Counter[int]]] = deque(maxlen=NUM_SLICES)  # with their numbers
+        self._number, self._current = -1, Counter[int]()  # of the current slice
+        self._slices: deque[tuple[int, Counter[int]]] = deque(maxlen=NUM_SLICES)
 
     def add(self, key: int, times: int = 1) -> None:
         number = int(self._clock() / SLICE_S)
-        if not self._slices or self._slices[-1][0] != number:
-            self._slices.append((number, Counter()))
-        self._slices[-1][1][key] += times
+        if number != self._number:
+            self._number, self._current = number, Counter()
+            self._slices.append((number, self._current))
+        self._current[key] += times
 
     def totals(self) -> Counter[int]:
         expired = int(self._clock() / SLICE_S) - NUM_SLICES

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from ipaddress import ip_address
+from math import inf
 from pathlib import Path
 from typing import Any, cast
 
@@ -82,12 +83,14 @@ async def _serve(
     identity = f"router-{secrets.token_hex(8)}"
     records = RequestHistory()
     ttft_slo_s = settings.ttft_slo_ms / 1000
-    queue = AdmissionQueue(settings.max_queue_s, ttft_slo_s, settings.max_queued_tokens)
-    fleet = NodePool(identity, _registry(settings, identity), settings.mode, settings.node_timeout_s, records, queue)
+    # A wait longer than the SLO would miss it by itself.
+    queue = AdmissionQueue(min(settings.max_queue_s, ttft_slo_s or inf), settings.max_queued_tokens)
+    registry = _registry(settings, identity)
+    fleet = NodePool(identity, registry, settings.mode, settings.node_timeout_s, records, queue.resize)
     rules = DispatchRules(settings.max_attempts, settings.disaggregate, ttft_slo_s)
     dispatch = Dispatcher(fleet, queue, model.name, rules, records)
     metrics = CollectorRegistry()
-    node_metrics = NodeMetrics(fleet.nodes, model.name, records, lambda: dispatch.status().as_json())
+    node_metrics = NodeMetrics(fleet.nodes, model.name, records, dispatch.status)
     records.subscribe(node_metrics)
     metrics.register(node_metrics)
     app = build_app(

@@ -219,7 +219,7 @@ class ApiHandlers:
         return JSONResponse(self.whole_status())
 
     def whole_status(self) -> dict[str, Any]:
-        return whole_status(self._dispatcher.status().as_json(), self._records, self._request_metrics)
+        return whole_status(self._dispatcher.status(), self._records, self._request_metrics)
 
     async def health(self, _request: Request) -> Response:
         """Report that the router is running. `/ready` reports whether a node can take requests."""

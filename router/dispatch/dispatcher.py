@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, TypeVar
 
+from dashboard.history import RequestHistory
 from router.dispatch.admission import AdmissionQueue, AdmissionRefusedError, deadline_error
 from router.dispatch.attempt import (
     HANDOFF,
@@ -27,7 +28,6 @@ from router.dispatch.attempt import (
 )
 from router.dispatch.failover import Failover, RetryBudget
 from router.dispatch.requests import GenerationRequest, TokenStream
-from router.history.history import RequestHistory
 from router.nodes.connection import NodeConnection
 from router.nodes.pool import NodePool, PlacementCandidate
 from scheduler.placement import Placement

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from router.history.history import RequestHistory
-from router.history.step_ring import interference_ns
+from dashboard.history import RequestHistory
+from dashboard.step_ring import interference_ns
 from router.metrics.request_metrics import metric_family
 from shared.rpc.messages import NodeInfo, NodeStats, RequestEvent, StepRecord
 

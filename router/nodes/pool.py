@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
-from router.history.history import RequestHistory
+from dashboard.history import RequestHistory
 from router.nodes.connection import SLOW_START_S, NodeConnection
 from router.nodes.health import OutlierDetectors
 from router.nodes.status import node_status

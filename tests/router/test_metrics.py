@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.history.history import RequestHistory
+from dashboard.history import RequestHistory
 from router.http.asgi import ResponseWriter
 from router.http.keys import ANONYMOUS, SCOPE_KEY
 from router.metrics.node_metrics import BOOTSTRAP, INFLIGHT, PREALLOC, TRANSFER, HandoffQueues, NodeMetrics

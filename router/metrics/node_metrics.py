@@ -1,32 +1,20 @@
-"""Metrics of nodes for Prometheus: their last reported stats, histograms of their steps and transfers, and queues.
+"""Metrics of nodes for Prometheus, from their last reported stats, and of the dispatcher.
 
-The series of a lost node are dropped. Label values are node ids, roles and members of fixed sets.
+The series of a node that left are dropped. Label values are node ids, roles and members of fixed sets.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import prometheus_client
-from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from dashboard.history import RequestHistory
-from dashboard.step_ring import interference_ns
 from router.metrics.request_metrics import metric_family
-from shared.rpc.messages import NodeInfo, NodeStats, RequestEvent, StepRecord
+from shared.rpc.messages import NodeInfo, NodeStats
 
 NodeRow = tuple[NodeInfo, NodeStats, bool]
 LABELS = ("engine", "role", "model_name")
 MAX_REASONS = 64  # of placements, exported as labels
-MAX_OPEN = 65_536  # attempts; the oldest are dropped first
-
-STEP_TOKENS = tuple(2**power for power in range(15))
-ERRORS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-TRANSFER_S = (0.0001, 0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
-TRANSFER_BYTES = tuple(2**power for power in range(11, 35, 2))  # vLLM's, 2 KiB to 8 GiB
 
 
 def _usage(stats: NodeStats) -> float:
@@ -62,14 +50,6 @@ STATS: tuple[tuple[str, str | Callable[[NodeStats], float], str], ...] = (
     ("baton_kv_rows_corrupt_total", "rows_corrupt", "KV rows that failed their checksum."),
     ("baton_records_dropped_total", "records_dropped", "Step records and events that a node dropped before sending."),
 )
-# From the nodes' records of steps and requests.
-HISTOGRAMS = {
-    "step": ("vllm:iteration_tokens_total", "Tokens per step.", STEP_TOKENS),
-    "push_s": ("vllm:nixl_xfer_time_seconds", "Time of one push of KV blocks, over any channel.", TRANSFER_S),
-    "push_bytes": ("vllm:nixl_bytes_transferred", "Bytes per push of KV blocks.", TRANSFER_BYTES),
-    "admission": ("baton_decode_admission_wait_seconds", "Time until a decode node granted a reservation.", TRANSFER_S),
-    "error": ("baton_step_prediction_error_ratio", "|predicted - measured| / measured step time.", ERRORS),
-}
 # From the counts in the dispatcher's status.
 COUNTS = {
     "moved": ("baton_request_migrations_total", "Attempts migrated to another node."),
@@ -77,138 +57,18 @@ COUNTS = {
     "retried": ("baton_requests_retried_total", "Attempts retried without the loss of a node."),
     "paused": ("baton_client_backpressure_total", "Attempts ended because a client did not read."),
 }
-# The queues of handoffs, with SGLang's names and meanings. The role is the one of the nodes that have the queue.
-BOOTSTRAP, INFLIGHT = "num_prefill_bootstrap_queue_reqs", "num_prefill_inflight_queue_reqs"
-PREALLOC, TRANSFER = "num_decode_prealloc_queue_reqs", "num_decode_transfer_queue_reqs"
-QUEUES = {
-    BOOTSTRAP: ("prefill", "Requests in prefill that wait for a reservation on their decode node."),
-    INFLIGHT: ("prefill", "Computed prompts whose KV is still being transferred."),
-    PREALLOC: ("decode", "Handoffs that wait for a reservation."),
-    TRANSFER: ("decode", "Handoffs whose KV is being received."),
-}
-
-
-@dataclass(slots=True)
-class OpenHandoff:
-    """An attempt that at least one node works on, and the kinds of its events. They arrive in any order."""
-
-    prefill: str = ""  # the node, or "" before its first event and after its last one
-    decode: str = ""
-    seen: set[str] = field(default_factory=set)
-
-    def places(self) -> Iterator[tuple[str, str]]:
-        """Yield the queues that the attempt is in, by node."""
-        is_granted = "reserving" in self.seen
-        if self.prefill and "admitted" in self.seen and not is_granted:
-            yield self.prefill, BOOTSTRAP
-        if self.prefill and "first" in self.seen and is_granted:
-            yield self.prefill, INFLIGHT
-        if self.decode and "queued" in self.seen and "landed" not in self.seen:
-            yield self.decode, TRANSFER if is_granted else PREALLOC
-
-
-class HandoffQueues:
-    """The progress of open handoffs, counted from nodes' events as the queues that SGLang shows for its two pools."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, OpenHandoff] = {}
-
-    def event(self, info: NodeInfo, event: RequestEvent) -> None:
-        attempt = self._open.get(event.id)
-        if attempt is None:
-            if event.kind != "queued":
-                return
-            if len(self._open) >= MAX_OPEN:
-                del self._open[next(iter(self._open))]
-            attempt = self._open[event.id] = OpenHandoff()
-        if event.kind == "queued" and info.role != "prefill":
-            attempt.decode = info.id
-        elif event.kind == "queued":
-            attempt.prefill = info.id
-        if event.kind == "ended":
-            self._left(event.id, attempt, info.id)
-        elif event.kind == "landed" or info.id == attempt.prefill:  # not by role, which may have changed
-            attempt.seen.add(event.kind)
-
-    def lost(self, node: str) -> None:
-        """Drop what was on a node whose stream ended."""
-        for identity, attempt in list(self._open.items()):
-            self._left(identity, attempt, node)
-
-    def counts(self) -> Counter[tuple[str, str]]:
-        """Return the length of each queue, by node and queue."""
-        return Counter(place for attempt in self._open.values() for place in attempt.places())
-
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
-
-    def _left(self, identity: str, attempt: OpenHandoff, node: str) -> None:
-        attempt.prefill = "" if attempt.prefill == node else attempt.prefill
-        attempt.decode = "" if attempt.decode == node else attempt.decode
-        if not attempt.prefill and not attempt.decode:
-            del self._open[identity]
 
 
 class NodeMetrics(Collector):
-    """A Prometheus collector, and a `RecordObserver` of the history that sums up nodes' records.
-
-    The composition root subscribes it to the history and registers it. Everything runs on the event loop.
-    """
+    """A Prometheus collector of nodes' last reported stats and of the dispatcher's status. Runs on the event loop."""
 
     def __init__(
-        self,
-        nodes: Callable[[], list[NodeRow]],
-        model_name: str,
-        history: RequestHistory,
-        status: Callable[[], Mapping[str, Any]],
+        self, nodes: Callable[[], list[NodeRow]], model_name: str, status: Callable[[], Mapping[str, Any]]
     ) -> None:
         """`nodes` lists the known nodes; `status` returns the dispatcher's status."""
         self._nodes = nodes
         self._model_name = model_name
-        self._history = history
         self._status = status
-        self._queues = HandoffQueues()
-        self._registry = CollectorRegistry()
-        self._seen: dict[str, Any] = {
-            what: Histogram(name, text, LABELS, buckets=bounds, registry=self._registry)
-            for what, (name, text, bounds) in HISTOGRAMS.items()
-        }
-        text = "Time that prompt chunks added to steps, times the decodes in those steps."
-        self._seen["interference"] = prometheus_client.Counter(
-            "baton_interference_seconds", text, LABELS, registry=self._registry
-        )
-
-    # ---- observing records --------------------------------------------------------------------------------------
-
-    def step(self, info: NodeInfo, record: StepRecord) -> None:
-        self._observe(info, "step", record.prefill_tokens + record.num_decodes)
-        measured_us = record.duration_us + record.host_us
-        if record.predicted_us and measured_us:
-            self._observe(info, "error", abs(record.predicted_us - measured_us) / measured_us)
-        if record.prefill_tokens and record.num_decodes and (ring := self._history.ring(info.id)) is not None:
-            row = ring.latest()
-            if row is not None:
-                added_s = interference_ns(row, ring.model) * record.num_decodes / 1e9
-                self._seen["interference"].labels(*self._labels(info)).inc(added_s)
-
-    def event(self, info: NodeInfo, event: RequestEvent) -> None:
-        self._queues.event(info, event)
-        if event.kind == "transfer":
-            self._observe(info, "push_s", event.duration_us / 1e6)
-            self._observe(info, "push_bytes", event.bytes)
-        elif event.kind == "reserving":
-            self._observe(info, "admission", event.duration_us / 1e6)
-
-    def lost(self, node: str) -> None:
-        self._queues.lost(node)
-        for metric in self._seen.values():
-            metric.remove_by_labels({"engine": node})
-
-    def _observe(self, info: NodeInfo, what: str, value: float) -> None:
-        self._seen[what].labels(*self._labels(info)).observe(value)
-
-    # ---- reading ------------------------------------------------------------------------------------------------
 
     def collect(self) -> Iterable[Metric]:
         rows = self._nodes()
@@ -219,33 +79,11 @@ class NodeMetrics(Collector):
         yield self._of_nodes(
             "baton_node_alive", "Whether the node's stream is connected.", [(info, up) for info, _, up in rows]
         )
-        counts = self._queues.counts()
-        for queue, (role, text) in QUEUES.items():
-            lengths = [(info, counts[info.id, queue]) for info, _, _ in rows if info.role == role]
-            yield self._of_nodes(f"baton_{queue}", text, lengths)
-        for info, _, _ in alive:
-            for metric in self._seen.values():
-                metric.labels(*self._labels(info))  # show it from the start, as 0
-        yield from self._registry.collect()
-        yield from self._busy([info for info, _, _ in alive])
         yield from self._from_status()
 
-    def _labels(self, info: NodeInfo) -> tuple[str, str, str]:
-        return info.id, info.role, self._model_name
-
     def _of_nodes(self, name: str, text: str, values: Iterable[tuple[NodeInfo, float]]) -> Metric:
-        return metric_family(name, text, LABELS, ((self._labels(info), value) for info, value in values))
-
-    def _busy(self, infos: list[NodeInfo]) -> Iterable[Metric]:
-        activities = [(info, self._history.activity(info.id)) for info in infos]
-        busy = [(info, activity.busy if activity is not None else 0.0) for info, activity in activities]
-        yield self._of_nodes("baton_node_busy_ratio", "Share of the last 10 s in which a pass ran.", busy)
-        budgets = [(info, activity.last.budget if activity is not None else 0) for info, activity in activities]
-        yield self._of_nodes("baton_step_budget_tokens", "Token budget of the last step.", budgets)
-        shares = {role: [share for info, share in busy if info.role == role] for role in {info.role for info in infos}}
-        means = [((role, self._model_name), sum(each) / len(each)) for role, each in shares.items()]
-        text = "Mean busy ratio of the nodes of a role."
-        yield metric_family("baton_pool_busy_ratio", text, ["role", "model_name"], means)
+        labeled = (((info.id, info.role, self._model_name), value) for info, value in values)
+        return metric_family(name, text, LABELS, labeled)
 
     def _from_status(self) -> Iterable[Metric]:
         status, model = self._status(), (self._model_name,)
@@ -255,7 +93,6 @@ class NodeMetrics(Collector):
         values = [(name, text, status["requests"].get(key, 0)) for key, (name, text) in COUNTS.items()]
         queue = status.get("queue", {})
         values += [
-            ("baton_node_records_dropped_total", "Malformed records of nodes.", self._history.num_malformed),
             ("baton_queue_requests", "Samples queued in the router.", queue.get("requests", 0)),
             ("baton_queue_tokens", "Prompt and answer tokens queued in the router.", queue.get("tokens", 0)),
         ]

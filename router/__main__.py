@@ -17,11 +17,11 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
+from dashboard.history import RequestHistory
 from router.dispatch.admission import AdmissionQueue
 from router.dispatch.attempt import SLOW_S
 from router.dispatch.dispatcher import Dispatcher, DispatchRules
 from router.dispatch.requests import ModelCard
-from router.history.history import RequestHistory
 from router.http.admin import admin_routes
 from router.http.app import build_app
 from router.http.connection import HttpConnection

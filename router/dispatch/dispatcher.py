@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any, TypeVar
 
+from dashboard.history import RequestHistory
 from router.dispatch.admission import AdmissionQueue, AdmissionRefusedError, QueueStatus, deadline_error, overloaded
 from router.dispatch.attempt import (
     HANDOFF,
@@ -27,7 +28,6 @@ from router.dispatch.attempt import (
 )
 from router.dispatch.failover import Failover, RetryBudget
 from router.dispatch.requests import GenerationRequest, TokenStream
-from router.history.history import RequestHistory
 from router.nodes.connection import NodeConnection
 from router.nodes.pool import NodePool, PlacementCandidate
 from router.nodes.status import PoolStatus

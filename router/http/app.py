@@ -17,10 +17,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from dashboard.events import EventStream
+from dashboard.history import RequestHistory
+from dashboard.routes import history_routes
 from router.dispatch.requests import GenerationBackend, ModelCard
-from router.history.dashboard import history_routes
-from router.history.events import EventStream
-from router.history.history import RequestHistory
 from router.http.asgi import ClientDisconnected, ResponseWriter, deadline_of, described, label_of, while_connected
 from router.http.asgi import read_body as read_bytes
 from router.http.auth import AuthMiddleware

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from router.history.history import MAX_REQUESTS
-from router.history.step_ring import CAPACITY
+from dashboard.history import MAX_REQUESTS
+from dashboard.step_ring import CAPACITY
 from router.http.bodies import (
     IGNORED,
     Body,

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
+from dashboard.history import RequestHistory
 from router.dispatch.requests import GenerationBackend, GenerationRequest, TokenStream, merge
-from router.history.history import RequestHistory
 from router.http.bodies import GenerateBody
 from router.metrics.request_metrics import RequestMetrics, SampleTimings
 from router.text.detokenizer import StopStrings

@@ -10,8 +10,8 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.history.history import MAX_NODES, RequestHistory
-from router.history.step_ring import interference_ns
+from dashboard.history import MAX_NODES, RequestHistory
+from dashboard.step_ring import interference_ns
 from router.metrics.histogram import Histogram
 from shared.rpc.messages import NodeInfo, NodeStats, RequestEvent, StepRecord
 

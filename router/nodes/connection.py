@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
-from router.history.history import RequestHistory
+from dashboard.history import RequestHistory
 from router.nodes.load import NodeLoad, kv_capacity_tokens
 from scheduler.disaggregate import NodeView
 from shared.rpc.connection import ANSWER_S, PING_S

@@ -9,7 +9,7 @@ import time
 from collections.abc import Container, Sequence
 from typing import NamedTuple, Protocol
 
-from router.history.history import RequestHistory
+from dashboard.history import RequestHistory
 from router.nodes.connection import SLOW_START_S, NodeConnection
 from router.nodes.health import OutlierDetectors
 from router.nodes.status import PoolStatus, RegistryStatus, node_status

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from router.history.bottleneck import bottleneck
-from router.history.history import NodeActivity, RequestHistory
+from dashboard.bottleneck import bottleneck
+from dashboard.history import NodeActivity, RequestHistory
 from router.metrics.request_metrics import RequestMetrics, SloTargets
 from shared.rpc.messages import NodeInfo, NodeStats
 

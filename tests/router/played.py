@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from dashboard.history import RequestHistory
 from router.dispatch import dispatcher as dispatcher_module
 from router.dispatch.admission import AdmissionQueue, QueueStatus
 from router.dispatch.dispatcher import Dispatcher, DispatchRules
 from router.dispatch.requests import GenerationRequest, TokenStream, merge
-from router.history.history import RequestHistory
 from router.nodes import health
 from router.nodes.connection import NodeConnection
 from router.nodes.pool import NodePool

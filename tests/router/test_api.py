@@ -13,7 +13,7 @@ import openai
 import pytest
 import uvicorn
 
-from router.history.history import RequestHistory
+from dashboard.history import RequestHistory
 from router.http.app import build_app
 from router.http.logprobs import CompletionLogprobs
 from router.http.output import OutputProcessor, PromptOutput, RequestOutput

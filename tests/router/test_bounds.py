@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from router.history.chrome_trace import trace_events
-from router.history.history import HistoryLimits, RequestHistory
-from router.history.step_ring import MEMBERS_BYTES
+from dashboard.chrome_trace import trace_events
+from dashboard.history import HistoryLimits, RequestHistory
+from dashboard.step_ring import MEMBERS_BYTES
 from router.metrics.node_metrics import HandoffQueues, NodeMetrics
 from router.metrics.request_metrics import RequestMetrics
 from router.nodes.status import node_status, whole_status

@@ -13,10 +13,10 @@ import pytest
 from starlette.requests import Request
 
 import router.nodes.connection as link_of_router
+from dashboard.history import RequestHistory
 from router.dispatch.admission import AdmissionQueue
 from router.dispatch.dispatcher import Dispatcher, DispatchRules
 from router.dispatch.requests import GenerationRequest
-from router.history.history import RequestHistory
 from router.http.admin import Admin
 from router.nodes.connection import NodeConnection
 from router.nodes.pool import NodePool

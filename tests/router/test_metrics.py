@@ -13,7 +13,7 @@ from prometheus_client import Histogram as LibraryHistogram
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.history.history import RequestHistory
+from dashboard.history import RequestHistory
 from router.http.asgi import ResponseWriter
 from router.http.keys import ANONYMOUS, SCOPE_KEY
 from router.metrics.histogram import Histogram, SlidingPercentiles, SlidingWindow

@@ -9,6 +9,7 @@ from contextvars import Context
 from functools import partial
 from typing import Any
 
+from dashboard.history import RequestHistory
 from decode_node.receiver import HandoffReceiver
 from engine.options import EngineComponents
 from node.node import Node
@@ -16,7 +17,6 @@ from node.process import NodeProcess
 from prefill_node.sender import HandoffSender
 from router.dispatch.admission import AdmissionQueue
 from router.dispatch.dispatcher import Dispatcher, DispatchRules
-from router.history.history import RequestHistory
 from router.nodes.pool import NodePool
 from scheduler.role import ROLES
 from scheduler.scheduler import Scheduler

@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from router.history.chrome_trace import trace_events
-from router.history.events import EventStream
-from router.history.history import MAX_REQUESTS, RequestHistory
-from router.history.step_ring import CAPACITY, FIELDS, StepRing
+from dashboard.chrome_trace import trace_events
+from dashboard.events import EventStream
+from dashboard.history import MAX_REQUESTS, RequestHistory
+from dashboard.step_ring import CAPACITY, FIELDS, StepRing
 from router.http.responses import dump
 from shared.clock import now_ns
 from shared.errors import RequestError

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from router.history.step_ring import StepRing, StepRow, members_of
-from router.history.trace import AttemptSpan, PrefillChunk, RequestTrace, TraceEvent
+from dashboard.step_ring import StepRing, StepRow, members_of
+from dashboard.trace import AttemptSpan, PrefillChunk, RequestTrace, TraceEvent
 from scheduler.cost import CostModel
 from shared.clock import now_ns
 from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate, RequestEvent, StepRecord

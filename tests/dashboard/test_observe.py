@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.testclient import TestClient
 
-from router.history.chrome_trace import trace_events
-from router.history.dashboard import ROWS_AT_ONCE, history_routes
-from router.history.events import MAX_WAITING_BYTES, EventStream, Subscriber
-from router.history.history import RequestHistory
-from router.history.step_ring import FIELDS
+from dashboard.chrome_trace import trace_events
+from dashboard.events import MAX_WAITING_BYTES, EventStream, Subscriber
+from dashboard.history import RequestHistory
+from dashboard.routes import ROWS_AT_ONCE, history_routes
+from dashboard.step_ring import FIELDS
 from router.http.asgi import described
 from shared.clock import now_ns
 from shared.errors import RequestError

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.history.history import HistoryLimits, RequestHistory
-from router.history.step_ring import StepRing, members_of
-from router.history.trace import union
+from dashboard.history import HistoryLimits, RequestHistory
+from dashboard.step_ring import StepRing, members_of
+from dashboard.trace import union
 from scheduler.cost import CostModel
 from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate, RequestEvent, StepRecord, pack_ids
 

@@ -89,7 +89,7 @@ def test_the_model_is_measured_ahead_waiting_and_eager(report: dict[str, Any]) -
 
 def test_blocks_arrive_in_the_other_process(report: dict[str, Any]) -> None:
     names = [row[0] for row in report["runs"]["handoff"]["tables"][0]["rows"]]
-    assert names == ["device copy, by torch", "shm, host", "pool"]
+    assert names == ["device copy, by torch", "shm", "pool"]
 
 
 def test_the_second_process_reports_why_it_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -94,7 +94,7 @@ def test_blocks_arrive_in_the_other_process(report: dict[str, Any]) -> None:
 
 def test_the_second_process_reports_why_it_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError, match="its output is above"):
-        GpuPeer(PeerJob(str(tmp_path / "missing"), "host", 4, 64))
+        GpuPeer(PeerJob(str(tmp_path / "missing"), False, 4, 64))
     assert "cannot listen" in capfd.readouterr().err
 
 

@@ -31,7 +31,7 @@ class Driver:
 
             return cls(driver)
         except (ImportError, RuntimeError) as error:  # RuntimeError: libcuda is not installed
-            raise CudaError(f"no CUDA driver to use here: {error}") from error
+            raise CudaError(f"no CUDA driver to use here: {error}; see the extra `gpu`") from error
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a function and return its result, None without one. Raises CudaError."""

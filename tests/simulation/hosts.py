@@ -9,7 +9,6 @@ from contextvars import Context
 from functools import partial
 from typing import Any
 
-from dashboard.history import RequestHistory
 from decode_node.receiver import HandoffReceiver
 from engine.options import EngineComponents
 from node.node import Node
@@ -18,6 +17,7 @@ from prefill_node.sender import HandoffSender
 from router.dispatch.admission import AdmissionQueue
 from router.dispatch.dispatcher import Dispatcher, DispatchRules
 from router.nodes.pool import NodePool
+from router.observer import RouterObserver
 from scheduler.role import ROLES
 from scheduler.scheduler import Scheduler
 from shared.config.settings import NodeSettings
@@ -183,11 +183,11 @@ class RouterHost(Host):
             registry = EmbeddedRegistry(identity, "127.0.0.1", JOIN_PORT)
         else:
             registry = RedisRegistry("redis://sim", "default")
-        records = RequestHistory()
+        observer = RouterObserver()
         queue = AdmissionQueue(max_queue_s=30.0, ttft_slo_s=0.0)
-        self.fleet = NodePool(identity, registry, "disaggregated", NODE_TIMEOUT_S, records, queue)
+        self.fleet = NodePool(identity, registry, "disaggregated", NODE_TIMEOUT_S, observer, queue)
         rules = DispatchRules(disaggregate=scenario.disaggregate)
-        self.dispatch = Dispatcher(self.fleet, queue, "sim", rules, records)
+        self.dispatch = Dispatcher(self.fleet, queue, "sim", rules, observer)
         await self.fleet.start()
         await self.lifetime.draining.wait()
         await self.fleet.close()

@@ -170,7 +170,7 @@ class RequestHistory(RouterObserver):
             return
         for member in members_of(record.members[: 12 * row.num_prefills], row.num_prefills):
             span = self._attempt(node.serials.get(member.serial, ""))
-            if span is not None and span.add_chunk(
+            if span is not None and span.add(
                 PrefillChunk(name, row.number, row.start_ns, row.end_ns, member.num_tokens)
             ):
                 self._num_rows += 1
@@ -193,7 +193,7 @@ class RequestHistory(RouterObserver):
             event.channel[:MAX_TEXT],
             event.reason[:MAX_TEXT],
         )
-        if span.add_event(traced):
+        if span.add(traced):
             self._num_rows += 1
             if traced.kind == "transfer":
                 self._transfers.append(Transfer(trace.id, span, traced))

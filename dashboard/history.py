@@ -182,17 +182,9 @@ class RequestHistory(RouterObserver):
         trace, span = self._trace(event.id), self._attempt(event.id)
         if trace is None or span is None:
             return
-        traced = TraceEvent(
-            name,
-            event.kind,
-            event.at_ns,
-            event.duration_us * 1000,
-            event.count,
-            event.bytes,
-            event.peer[:MAX_TEXT],
-            event.channel[:MAX_TEXT],
-            event.reason[:MAX_TEXT],
-        )
+        texts = (text[:MAX_TEXT] for text in (event.peer, event.channel, event.reason))
+        duration_ns = event.duration_us * 1000
+        traced = TraceEvent(name, event.kind, event.at_ns, duration_ns, event.count, event.bytes, *texts)
         if span.add(traced):
             self._num_rows += 1
             if traced.kind == "transfer":

@@ -15,8 +15,7 @@ from scheduler.request import Request
 from scheduler.role import DECODE
 from shared import failpoints
 from shared.kv.channel import RESERVATION_ID_BYTES, KVChannel, is_incarnation_id
-from shared.kv.checksum import CHECKSUM_BYTES
-from shared.kv.staging import KVMemory
+from shared.kv.memory import CHECKSUM_BYTES, KVMemory
 from shared.lifecycle import TaskGroup
 from shared.logs import about, fields
 from shared.rpc.messages import (

@@ -34,8 +34,8 @@ from shared import failpoints
 from shared.config.settings import EVERY_ADDRESS, NodeSettings
 from shared.kv.channel import KVChannel, PeerLostError
 from shared.kv.local import LocalChannel, private
+from shared.kv.memory import KVMemory
 from shared.kv.shm import ShmChannel
-from shared.kv.staging import KVMemory
 from shared.kv.tcp import TcpChannel
 from shared.kv_gpu.cuda_driver import CudaDevice
 from shared.kv_gpu.cuda_ipc import CudaIpcChannel

@@ -22,7 +22,7 @@ from scheduler.role import PREFILL
 from shared import failpoints
 from shared.clock import now_ns
 from shared.kv.channel import RESERVATION_ID_BYTES, ChannelError, KVChannel, ReservationRefusedError
-from shared.kv.staging import KVMemory
+from shared.kv.memory import KVMemory
 from shared.lifecycle import TaskGroup
 from shared.logs import about
 from shared.rpc.messages import (

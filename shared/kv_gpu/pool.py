@@ -20,11 +20,9 @@ import numpy as np
 
 from shared.kv import shm
 from shared.kv.channel import ChannelError, DescriptorError, PeerDescriptor, PeerLostError
-from shared.kv.checksum import checksums
+from shared.kv.connections import hung_up
 from shared.kv.local import LocalChannel
-from shared.kv.memory import Rows
-from shared.kv.peers import hung_up
-from shared.kv.staging import InPlaceStaging, Staging
+from shared.kv.memory import InPlaceStaging, Rows, Staging, checksums
 from shared.kv_gpu import cuda_ipc
 from shared.kv_gpu.cuda_driver import CudaDevice, CudaRegion
 

@@ -14,10 +14,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.kv.checksum import checksums
-from shared.kv.staging import PinnedStaging, Staging
+from shared.kv.memory import Staging, checksums
 from shared.kv_gpu.cuda_calls import BATCH_COPY, BATCH_COPY_TYPES, CALLS
-from shared.kv_gpu.cuda_driver import LEGACY, VMM, CudaDevice, CudaRegion, Driver
+from shared.kv_gpu.cuda_driver import LEGACY, VMM, CudaDevice, CudaRegion, Driver, PinnedStaging
 
 NAMES = {1: b"CUDA_ERROR_INVALID_VALUE", 2: b"CUDA_ERROR_OUT_OF_MEMORY"}
 STEP = 1 << 16  # bytes that memory comes in

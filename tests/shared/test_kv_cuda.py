@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from shared.kv.channel import ChannelError, DescriptorError, PeerDescriptor, PeerLostError
-from shared.kv.listener import WELCOME
+from shared.kv.connections import WELCOME
 from shared.kv.local import private
 from shared.kv.memory import HostMemory
 from shared.kv.shm import ShmChannel

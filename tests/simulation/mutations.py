@@ -26,7 +26,7 @@ from scheduler.blocks import BlockPool
 from scheduler.prefix import extend_hashes
 from scheduler.request import Request, cdiv
 from scheduler.scheduler import Scheduler
-from shared.kv.checksum import CHECKSUM_BYTES
+from shared.kv.memory import CHECKSUM_BYTES
 from tests.simulation.channel import SimChannel
 
 Broken = Callable[[], AbstractContextManager[Any]]

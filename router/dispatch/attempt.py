@@ -320,7 +320,7 @@ class Attempt:
             self._admitted.prompt_computed()
 
     def _publish(self, connection: NodeConnection, delta: TokenDelta) -> None:
-        failpoints.reach("router.told", self.id)
+        failpoints.reach("router.received", self.id)
         is_first = not self.sample.tokens
         self.sample.tokens += unpack_ids(delta.tokens)
         self._producers.add(connection)

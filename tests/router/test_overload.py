@@ -579,7 +579,7 @@ async def end(here: Stage, how: str, name: str, run: Any) -> None:
             here.d0.die()
             here.d0.revive()
         case "bug":
-            failpoints.configure(f"router.told@{name}.0.0=raise", allowed=True)
+            failpoints.configure(f"router.received@{name}.0.0=raise", allowed=True)
             say(token(f"{name}.0.0", 0))
             failpoints.configure("", allowed=False)
         case "late":
@@ -593,7 +593,7 @@ async def test_a_bug_in_one_request_is_its_own_affair() -> None:
     """An exception while one request's tokens are delivered fails it with a 500; others on that node continue."""
     here = stage("d0")
     runs = [await here.submit(name=name) for name in ("good", "bad")]
-    failpoints.configure("router.told:2@bad.0.0=raise", allowed=True)
+    failpoints.configure("router.received:2@bad.0.0=raise", allowed=True)
     try:
         for position in range(len(ANSWER)):
             here.d0.say(token("good.0.0", position), token("bad.0.0", position))

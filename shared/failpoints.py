@@ -20,11 +20,14 @@ from shared.errors import ConfigError
 log = logging.getLogger("baton.failpoint")
 
 # The detail is the id of a request, or of an attempt in the router; `engine.step` has none.
-SITES = tuple(
-    "router.placed router.received node.accepted engine.step engine.slice prefill.after_chunk prefill.before_push "
-    "prefill.after_push prefill.before_commit prefill.after_commit decode.reserved decode.before_check "
-    "decode.committed decode.token decode.ended".split()
-)
+POINTS = {
+    "router": ("placed", "received"),
+    "node": ("accepted",),
+    "engine": ("step", "slice"),
+    "prefill": ("after_chunk", "before_push", "after_push", "before_commit", "after_commit"),
+    "decode": ("reserved", "before_check", "committed", "token", "ended"),
+}
+SITES = tuple(f"{part}.{point}" for part, points in POINTS.items() for point in points)
 ENTRY = re.compile(
     r"(?P<site>[a-z_.]+)(?::(?P<number>\*|[1-9]\d{0,8}))?(?:@(?P<detail>\*|[\w.-]+))?"
     r"=(?P<action>kill|stop|hang|raise|sleep-\d+(?:\.\d+)?)"

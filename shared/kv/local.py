@@ -34,6 +34,7 @@ class LocalChannel(SocketChannel[Memory]):
         server: socket.socket,
         patience_s: float,
     ) -> None:
+        self._memory = memory
         self._path = Path(str(server.getsockname()))
         address = self._place(), str(self._path)
         super().__init__(memory, incarnation_id, on_writer_lost, server, address, patience_s)

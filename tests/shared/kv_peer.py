@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from engine.cuda.kv.cuda_ipc import CudaIpcChannel
 from shared.kv.channel import PeerDescriptor
 from shared.kv.memory import HostMemory
 from shared.kv.shm import ShmChannel
 from shared.kv.tcp import TcpChannel
-from shared.kv_gpu.cuda_ipc import CudaIpcChannel
-from tests.shared.fake_cuda import FakeDeviceMemory, gpu
+from tests.shared.fake_cuda import FakeDeviceMemory
 
 NUM_ROWS, ROW_BYTES = 32, 16_384
 ALL_ROWS = range(NUM_ROWS)
@@ -32,12 +32,9 @@ class Peer:
 
     @classmethod
     async def start(cls, kind: str, directory: str, row_bytes: int = ROW_BYTES, **options: Any) -> "Peer":
-        """`kind`: the name of a channel, and after a colon how GPUs share memory."""
-        name, _, variant = kind.partition(":")
-        if variant or name == "cuda_ipc":
-            peer = cls(FakeDeviceMemory(NUM_ROWS, row_bytes, gpu(kind=variant or "vmm")))
-        else:
-            peer = cls(HostMemory(NUM_ROWS, row_bytes))
+        """`kind`: the name of a channel, and `:gpu` if the memory is that of a GPU."""
+        name, _, place = kind.partition(":")
+        peer = cls((FakeDeviceMemory if place == "gpu" or name == "cuda_ipc" else HostMemory)(NUM_ROWS, row_bytes))
         common = peer.incarnation, peer.lost.append
         if name == "tcp":
             peer.channel = await TcpChannel.start(peer.memory, *common, "127.0.0.1", **options)

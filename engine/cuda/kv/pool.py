@@ -18,13 +18,13 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from engine.cuda.kv import cuda_ipc
+from engine.cuda.kv.driver import CudaDevice, CudaRegion
 from shared.kv import shm
 from shared.kv.channel import ChannelError, DescriptorError, PeerDescriptor, PeerLostError
 from shared.kv.connections import hung_up
 from shared.kv.local import LocalChannel
 from shared.kv.memory import InPlaceStaging, Rows, Staging, checksums
-from shared.kv_gpu import cuda_ipc
-from shared.kv_gpu.cuda_driver import CudaDevice, CudaRegion
 
 log = logging.getLogger("baton.kv")
 NAME = "pool"
@@ -106,7 +106,7 @@ class PoolClient:
         self.rows = rows
         self.region = region
         self.num_rows, self.row_bytes = descriptor.num_rows, descriptor.row_bytes
-        self.lender = descriptor.incarnation_id
+        self.owner = descriptor.incarnation_id
         self._descriptor = descriptor.pack()
         self._connection = connection
 

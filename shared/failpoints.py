@@ -25,7 +25,7 @@ POINTS = {
     "node": ("accepted",),
     "engine": ("step", "slice"),
     "prefill": ("after_chunk", "before_push", "after_push", "before_commit", "after_commit"),
-    "decode": ("reserved", "before_check", "committed", "token", "ended"),
+    "decode": ("reserved", "before_check", "received", "token", "ended"),
 }
 SITES = tuple(f"{part}.{point}" for part, points in POINTS.items() for point in points)
 ENTRY = re.compile(

@@ -3,6 +3,7 @@
 The dashboard's event stream and the routes for operators are left out.
 """
 
+from functools import cache
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -211,6 +212,7 @@ def openapi_route() -> Route:
     return Route("/openapi.json", serve)
 
 
+@cache
 def openapi() -> Schema:
     """Generate the document."""
     paths: Schema = {}

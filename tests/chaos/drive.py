@@ -238,9 +238,13 @@ def _play(
         if isinstance(act, Signals):
             _send(running.processes[act.name], act)
         else:
-            proxies[act.name][act.kind].harm = act.harm
+            proxy = proxies[act.name][act.kind]
+            proxy.harm = act.harm
             time.sleep(act.for_s)
-            proxies[act.name][act.kind].harm = NONE
+            for share, count in (("cut_at", "num_cut"), ("corrupt", "num_corrupted"), ("double", "num_doubled")):
+                if getattr(act.harm, share):
+                    wait_for(lambda count=count: getattr(proxy, count), f"{count} of {act}", FAULTS_S)
+            proxy.harm = NONE
     return faults
 
 

@@ -69,7 +69,7 @@ def _run_module(module: str, flags: list[str], environment: dict[str, str], log:
         os.dup2(descriptor, stream)
     os.chdir(ROOT)
     sys.argv[1:] = flags
-    del sys.modules[f"{module}.__main__"]
+    sys.modules.pop(f"{module}.__main__", None)  # or runpy warns
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -2,8 +2,11 @@
 
 import gc
 
-import router.__main__  # noqa: F401
+import decode_node.__main__
+import prefill_node.__main__
+import router.__main__
 from router.http.openapi import openapi
 
+MODULES = (decode_node.__main__, prefill_node.__main__, router.__main__)
 openapi()  # cached
 gc.freeze()  # a collection in a child would copy every page

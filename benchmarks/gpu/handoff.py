@@ -27,13 +27,13 @@ from benchmarks.gpu.scene import GpuScene, GpuSection
 from benchmarks.models import checkpoint
 from benchmarks.result import Cell, Table
 from engine.attention.selection import BLOCK_TOKENS
+from engine.cuda.kv.cuda_ipc import CudaIpcChannel
+from engine.cuda.kv.driver import CudaDevice
+from engine.cuda.kv.pool import PoolClient, PoolOwner, descriptor_file
 from engine.cuda.memory import DeviceMemory
 from shared.kv.local import LocalChannel
 from shared.kv.memory import HostMemory
 from shared.kv.shm import ShmChannel
-from shared.kv_gpu.cuda_driver import CudaDevice, CudaRegion, Driver
-from shared.kv_gpu.cuda_ipc import CudaIpcChannel
-from shared.kv_gpu.pool import PoolClient, PoolOwner, descriptor_file
 
 PROMPT, REPEATS = 8192, 7
 COPY_GOAL, POOL_GOAL_MS = 0.7, 1.0
@@ -49,36 +49,27 @@ VERDICT_OR_NONE = (0, 1)  # exit statuses of `baton compare` when it has written
 SHOWN = ("ttft_p50_ms", "ttft_p99_ms", "tbt_p50_ms", "tbt_p99_ms", "attainment", "exposed_transfer_p50_ms")
 
 
-class LegacyIpcGpu(CudaDevice):
-    """A GPU whose memory is shared by legacy IPC handles, even if the device supports descriptors."""
-
-    def can_share_by_descriptor(self) -> bool:
-        return False
-
-
 @dataclass(frozen=True, slots=True)
 class PeerJob:
-    """The second process: `kind` is "host", "vmm" or "legacy"; `lends`: it shares its pool."""
+    """The second process: `on_gpu` says where its KV memory is; `shares`: it is the owner of a shared pool."""
 
     directory: str
-    kind: str
+    on_gpu: bool
     num_rows: int
     row_bytes: int
-    lends: bool = False
+    shares: bool = False
 
     def memory(self) -> "HostMemory | DeviceMemory":
-        if self.kind == "host":
+        if not self.on_gpu:
             return HostMemory(self.num_rows, self.row_bytes)
-        gpu = (LegacyIpcGpu if self.kind == "legacy" else CudaDevice)(0)
-        region = CudaRegion.allocate(gpu, self.num_rows * self.row_bytes)
-        return DeviceMemory(torch.device("cuda", 0), self.num_rows, self.row_bytes, region)
+        return DeviceMemory(torch.device("cuda", 0), self.num_rows, self.row_bytes)
 
     def gpu(self) -> CudaDevice | None:
-        return None if self.kind == "host" else CudaDevice(0)
+        return CudaDevice(0) if self.on_gpu else None
 
-    async def channel(self, memory: "HostMemory | DeviceMemory", boot: str) -> LocalChannel[Any]:
-        kind = ShmChannel if self.kind == "host" else CudaIpcChannel
-        return await kind.start(memory, boot, lambda _: None, self.directory, PATIENCE_S)  # type: ignore[arg-type]
+    async def channel(self, memory: "HostMemory | DeviceMemory", incarnation_id: str) -> LocalChannel[Any]:
+        kind = CudaIpcChannel if self.on_gpu else ShmChannel
+        return await kind.start(memory, incarnation_id, lambda _: None, self.directory, PATIENCE_S)  # type: ignore[arg-type]
 
 
 # ---- the second process -----------------------------------------------------------------------------------------
@@ -88,7 +79,7 @@ async def receive(job: PeerJob) -> None:
     """Print the channel's descriptor, then the checksums of the rows that each input line names, until end of input."""
     memory = job.memory()
     channel = await job.channel(memory, secrets.token_hex(16))
-    owner = PoolOwner(channel, descriptor_file(job.directory, job.gpu())) if job.lends else channel
+    owner = PoolOwner(channel, descriptor_file(job.directory, job.gpu())) if job.shares else channel
     print(owner.descriptor().hex(), flush=True)
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
@@ -106,7 +97,7 @@ class GpuPeer:
         self._watchdog = threading.Timer(ANSWER_S, self._process.kill)
         self._watchdog.start()
         try:
-            self.card = bytes.fromhex(self._line())
+            self.descriptor = bytes.fromhex(self._line())
         except BaseException:
             self.close()
             raise
@@ -156,16 +147,12 @@ def handoff(scene: GpuScene) -> GpuSection:
     copied_s = _copy_s(scene, count * row_bytes)
     rate = count * row_bytes / copied_s / 1e9
     rows.append(["device copy, by torch", 1e3 * copied_s, rate, None, None])
-    host = scene.device.type == "cpu"
+    on_gpu = scene.device.type == "cuda"
     with tempfile.TemporaryDirectory(prefix="kv") as directory:
-        for kind, batches in [("host", True)] if host else [("vmm", True), ("vmm", False), ("legacy", True)]:
-            job = PeerJob(directory, kind, num_rows, row_bytes)
-            took = median(asyncio.run(_pushed_s(job, count, batches)))
-            share = copied_s / took
-            name = f"{'shm' if host else 'cuda_ipc'}, {kind}{'' if batches else ', a copy a block'}"
-            rows.append([name, 1e3 * took, count * row_bytes / took / 1e9, share, share >= COPY_GOAL])
-        lends = PeerJob(directory, "host" if host else "vmm", num_rows, row_bytes, lends=True)
-        took = median(asyncio.run(_handed_s(lends, count)))
+        took = median(asyncio.run(_pushed_s(PeerJob(directory, on_gpu, num_rows, row_bytes), count)))
+        share, name = copied_s / took, "cuda_ipc" if on_gpu else "shm"
+        rows.append([name, 1e3 * took, count * row_bytes / took / 1e9, share, share >= COPY_GOAL])
+        took = median(asyncio.run(_handed_s(PeerJob(directory, on_gpu, num_rows, row_bytes, shares=True), count)))
     rows.append(["pool", 1e3 * took, None, None, 1e3 * took < POOL_GOAL_MS])
     columns = ["handoff", "ms", "GB/s", "of the copy", "goal"]
     note = (
@@ -183,29 +170,23 @@ def _copy_s(scene: GpuScene, size: int) -> float:
     return median(scene.elapsed_s(lambda: target.copy_(source)) for _ in range(REPEATS))
 
 
-async def _pushed_s(job: PeerJob, count: int, batches: bool) -> list[float]:
-    """Return the seconds of pushes of `count` rows in random order. `batches`: one call copies many."""
+async def _pushed_s(job: PeerJob, count: int) -> list[float]:
+    """Return the seconds of pushes of `count` rows in random order."""
     memory = job.memory()
     _fill(memory)
     source, target = Random(1).sample(range(job.num_rows), count), Random(2).sample(range(job.num_rows), count)
-    driver = Driver.load() if job.kind != "host" else None
-    can = driver is not None and driver.copies_batches
-    if driver is not None:
-        driver.copies_batches = can and batches
     try:
         channel = await job.channel(memory, secrets.token_hex(16))
         with receiver(job) as other:
             took = []
             for _ in range(REPEATS):
                 began = time.perf_counter()
-                await channel.push(other.card, secrets.token_bytes(16), source, target)
+                await channel.push(other.descriptor, secrets.token_bytes(16), source, target)
                 took.append(time.perf_counter() - began)
             if other.sums(target) != memory.checksums(source):
                 raise RuntimeError("the received rows differ from the sent rows")
             await channel.close()
     finally:
-        if driver is not None:
-            driver.copies_batches = can
         memory.close()
     return took[1:]  # the first push maps the peer's memory
 
@@ -213,19 +194,19 @@ async def _pushed_s(job: PeerJob, count: int, batches: bool) -> list[float]:
 async def _handed_s(job: PeerJob, count: int) -> list[float]:
     """Return the seconds of handoffs of blocks in a shared pool, which need no copy."""
     with receiver(job) as other:
-        borrower = PoolClient.attach(job.directory, job.gpu(), secrets.token_hex(16), PATIENCE_S, PATIENCE_S)
-        memory: HostMemory | DeviceMemory | PoolClient = borrower
-        if borrower.region is not None:
-            memory = DeviceMemory(torch.device("cuda", 0), job.num_rows, job.row_bytes, borrower.region)
+        client = PoolClient.attach(job.directory, job.gpu(), secrets.token_hex(16), PATIENCE_S, PATIENCE_S)
+        memory: HostMemory | DeviceMemory | PoolClient = client
+        if client.region is not None:
+            memory = DeviceMemory(torch.device("cuda", 0), job.num_rows, job.row_bytes, client.region)
         _fill(memory)
         rows, took = list(range(count)), []
         for _ in range(REPEATS):
             began = time.perf_counter()
-            await borrower.push(other.card, secrets.token_bytes(16), rows, rows)
+            await client.push(other.descriptor, secrets.token_bytes(16), rows, rows)
             took.append(time.perf_counter() - began)
         if other.sums(rows) != memory.checksums(rows):
             raise RuntimeError("the two processes see different memory")
-        await borrower.close()
+        await client.close()
     return took
 
 

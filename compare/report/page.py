@@ -21,7 +21,7 @@ _SCRIPTS = (
     "figures.js",
     "report.js",
 )  # one module: each file may use those before it
-_UPLOT = "history/page/vendor/uplot-1.6.32/"
+_UPLOT = "page/vendor/uplot-1.6.32/"
 STEPS, REQUESTS, SPANS, DIFFERENT = 9000, 36, 120, 50
 GRID = 360  # cells of a curve in each direction: finer than the chart's pixels
 
@@ -44,14 +44,14 @@ def write_report(report: dict[str, Any], directory: Path) -> Path:
 
 def page_of(report: dict[str, Any]) -> str:
     """Return the page of a valid report. Data is inlined as JSON and never interpreted as markup."""
-    ours, routers = files("compare.report"), files("router")
+    ours, dashboard = files("compare.report"), files("dashboard")
     parts = {
         "title": escape(f"Baton comparison: {report['traffic']['name']}"),
         "style": ours.joinpath("report.css").read_text("utf-8"),
         "script": "\n".join(ours.joinpath(name).read_text("utf-8") for name in _SCRIPTS),
-        "strip_js": routers.joinpath("history/page/strip.js").read_text("utf-8"),
-        "uplot_js": routers.joinpath(_UPLOT + "uPlot.iife.min.js").read_text("utf-8"),
-        "uplot_css": routers.joinpath(_UPLOT + "uPlot.min.css").read_text("utf-8"),
+        "strip_js": dashboard.joinpath("page/strip.js").read_text("utf-8"),
+        "uplot_js": dashboard.joinpath(_UPLOT + "uPlot.iife.min.js").read_text("utf-8"),
+        "uplot_css": dashboard.joinpath(_UPLOT + "uPlot.min.css").read_text("utf-8"),
         "data": _inlined(thinned(report)),
     }
     template = ours.joinpath("template.html").read_text("utf-8")

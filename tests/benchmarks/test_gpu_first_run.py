@@ -89,12 +89,12 @@ def test_the_model_is_measured_ahead_waiting_and_eager(report: dict[str, Any]) -
 
 def test_blocks_arrive_in_the_other_process(report: dict[str, Any]) -> None:
     names = [row[0] for row in report["runs"]["handoff"]["tables"][0]["rows"]]
-    assert names == ["device copy, by torch", "shm, host", "pool"]
+    assert names == ["device copy, by torch", "shm", "pool"]
 
 
 def test_the_second_process_reports_why_it_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError, match="its output is above"):
-        GpuPeer(PeerJob(str(tmp_path / "missing"), "host", 4, 64))
+        GpuPeer(PeerJob(str(tmp_path / "missing"), False, 4, 64))
     assert "cannot listen" in capfd.readouterr().err
 
 

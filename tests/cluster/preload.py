@@ -5,8 +5,6 @@ import gc
 import decode_node.__main__
 import prefill_node.__main__
 import router.__main__
-from router.http.openapi import openapi
 
 MODULES = (decode_node.__main__, prefill_node.__main__, router.__main__)
-openapi()  # cached
 gc.freeze()  # a collection in a child would copy every page

@@ -154,6 +154,7 @@ class Cluster:
             flags = ["--id", name, "--registry", self._join]
         module = role if role == "router" else f"{role}_node"
         log = self.directory / f"{name}.log"
+        log.touch()
         if prefix := self._prefixes.get(name):
             with log.open("ab") as file:
                 command = [*prefix, sys.executable, "-m", module, *flags]

@@ -183,7 +183,7 @@ class HandoffReceiver:
         self._recorder.event(request.id, "landed")
         self._requests.send(TokenDelta(request.id, handed_off=True))
         self._requests.post_for(request, lambda scheduler: scheduler.kv_received(request, message.first_token))
-        failpoints.reach("decode.landed", request.id)
+        failpoints.reach("decode.received", request.id)
         return Ack()
 
     async def _check(self, reservation: Reservation, checksums: bytes) -> str:

@@ -23,7 +23,7 @@ log = logging.getLogger("baton.failpoint")
 
 SITES = {
     "router.placed": "a request's attempt was placed and is about to be sent; detail: its id",
-    "router.told": "tokens of a request came in; detail: its id",
+    "router.received": "the router received tokens of a request; detail: its id",
     "node.taken": "a node took a request, which waits for its first step; detail: its id",
     "engine.step": "a step is about to be launched, on the engine's thread",
     "engine.slice": "a request's slice is about to be computed; detail: its id",
@@ -34,7 +34,7 @@ SITES = {
     "prefill.after_commit": "the commit was answered; detail: the request's id",
     "decode.reserved": "room was found and is about to be granted; detail: the request's id",
     "decode.before_check": "a commit came, its rows are about to be checked; detail: the request's id",
-    "decode.landed": "a handoff landed and is about to be answered; detail: the request's id",
+    "decode.received": "a decode node has all KV of a handoff and is about to answer; detail: the request's id",
     "decode.token": "a token of a request is about to be told; detail: the request's id",
     "decode.ended": "a request's last token is about to be told; detail: its id",
 }

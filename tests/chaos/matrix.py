@@ -53,7 +53,7 @@ ROWS: Final[list[Row]] = [
     Row(
         "reserved",
         "decode node killed at a reservation, at a commit and after the KV arrived",
-        {D: _kills("decode.reserved:20", "decode.before_check:20", "decode.landed:20")},
+        {D: _kills("decode.reserved:20", "decode.before_check:20", "decode.received:20")},
     ),
     Row(
         "token",

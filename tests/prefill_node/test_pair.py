@@ -62,7 +62,7 @@ async def only_the_victim_fails(here: Pair, what: str) -> None:
         assert (mate.row(), mate.errors) == (expected(mate.prompt, 5), []), what
     victim = here.sent[victim_name]
     victim.row()
-    if what != "decode.landed":  # there only the answer to the prefill node is lost
+    if what != "decode.received":  # there only the answer to the prefill node is lost
         assert await wait_until(lambda: victim.is_over, 20.0), f"{what}: no node reported how it ended"
         assert all(delta.retry or delta.error == "internal" for delta in victim.errors), what
     here.abort(victim_name)

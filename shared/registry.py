@@ -53,8 +53,8 @@ def check_node(info: NodeInfo) -> None:
     for name in ("block_tokens", "block_bytes", "num_blocks", "max_model_len", "max_num_seqs"):
         if not 1 <= getattr(info, name) < 2**40:
             raise DecodeError(f"NodeInfo.{name} must be from 1 to 2**40")
-    texts = (info.model, info.fingerprint, info.version, info.state, info.shared_pool_owner)
-    texts += (*info.attributes, *info.attributes.values())
+    texts = [info.model, info.fingerprint, info.version, info.state, info.shared_pool_owner]
+    texts += [*info.attributes, *info.attributes.values()]
     if len(info.attributes) > MAX_ATTRIBUTES or max(map(len, texts)) > MAX_TEXT:
         raise DecodeError(f"NodeInfo: at most {MAX_ATTRIBUTES} attributes, and texts of {MAX_TEXT} characters")
 

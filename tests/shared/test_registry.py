@@ -95,16 +95,20 @@ async def test_the_late_end_of_an_old_stream_does_not_remove_a_node_that_reconne
 async def test_a_stream_is_of_one_node_and_the_number_of_nodes_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_module, "MAX_NODES", 1)
     other = replace(INFO, id="d1")
+
+    async def join_as(*nodes: NodeInfo) -> None:
+        async with joined(registry, nodes[0]) as stream:
+            for node in nodes[1:]:
+                await stream.send_message(node)
+                await stream.recv_message()
+
     async with embedded([]) as registry:
         with pytest.raises(GRPCError, match="another node joined"):
-            async with joined(registry, INFO) as stream:
-                await stream.send_message(other)
-                await stream.recv_message()
+            await join_as(INFO, other)
         assert await wait_until(lambda: registry.nodes == {}, 5.0)
         async with joined(registry, INFO):
             with pytest.raises(GRPCError, match="which is the limit"):
-                async with joined(registry, other):
-                    pass
+                await join_as(other)
             assert registry.nodes == {"d0": INFO}
 
 

@@ -111,7 +111,7 @@ class HandoffReceiver:
             return ReserveReply(error="the prefill node has cancelled this request")
         blocks_found = asyncio.get_running_loop().create_future()
         try:
-            request = self._requests.register(submit.router, submit, self, receive_kv=True)
+            request = self._requests.register(submit.router, submit, self.on_abort, receive_kv=True)
         except ValueError as error:
             return ReserveReply(error=str(error))
         self._waiting[request.id] = blocks_found

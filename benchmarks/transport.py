@@ -47,7 +47,7 @@ async def channel_of(kind: str, memory: HostMemory, directory: str) -> ShmChanne
 
 
 async def receive(kind: str, row_bytes: int, directory: str) -> None:
-    """The other process: answer each line with JSON. "open" opens a reservation; every answer has CPU time and delay."""
+    """The other process: answer each line with JSON. "open" grants a reservation; answers have CPU time and delay."""
     memory = HostMemory(PUSH_BYTES // row_bytes, row_bytes)
     channel = await channel_of(kind, memory, directory)
     late_s = [0.0]

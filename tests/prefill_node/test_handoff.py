@@ -2,7 +2,7 @@
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prefill_node.handoff import CommitAction, Handoff, HandoffPhase, PushAction, StopAction
@@ -21,7 +21,6 @@ class Peer:
         self.stops: list[str] = []
 
 
-@settings(max_examples=500)
 @given(
     num_prompt=st.integers(1, 40),
     block_tokens=st.integers(1, 8),

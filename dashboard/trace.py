@@ -139,11 +139,11 @@ class AttemptSpan:
         pushes = self.pushes
         if not pushes:
             return None
-        began, end, landed = self.at("admitted", self.computes), self.prefilled_ns, self.at("landed", self.decode)
+        began, end, received = self.at("admitted", self.computes), self.prefilled_ns, self.at("received", self.decode)
         busy = union([(push.start_ns, push.at_ns) for push in pushes])
         until = math.inf if end is None else end
         hidden = 0 if began is None else sum(max(0, int(min(b, until)) - max(a, began)) for a, b in busy)
-        arrived = landed if landed is not None else max(push.at_ns for push in pushes)
+        arrived = received if received is not None else max(push.at_ns for push in pushes)
         return {
             "bytes": sum(push.bytes for push in pushes),
             "busy_ms": sum(b - a for a, b in busy) / 1e6,
@@ -182,17 +182,17 @@ class AttemptSpan:
         """Yield the pushes, and the causes of the gaps between the first token and the first decode step."""
         for push in self.pushes:
             yield _span("transfer", push.node, push.start_ns, push.at_ns, 0, push.channel)
-        end, landed, granted = self.prefilled_ns, self.at("landed", self.decode), self.find("reserving")
-        if end is None or landed is None:
+        end, received, granted = self.prefilled_ns, self.at("received", self.decode), self.find("reserving")
+        if end is None or received is None:
             return
-        room_ns = min(landed, max(end, granted.at_ns if granted is not None else end))
+        room_ns = min(received, max(end, granted.at_ns if granted is not None else end))
         moving = [(max(room_ns, a), b) for a, b in union([(push.start_ns, push.at_ns) for push in self.pushes])]
-        edges = [(room_ns, room_ns), *((a, b) for a, b in moving if b > room_ns), (landed, landed)]
+        edges = [(room_ns, room_ns), *((a, b) for a, b in moving if b > room_ns), (received, received)]
         admitted = self.at("admitted", self.decode)
         waits = [
             (end, room_ns, "no room"),
             *((done, begins, "transfer") for (_, done), (begins, _) in pairwise(edges)),
-            (landed, admitted or landed, "decode queue"),
+            (received, admitted or received, "decode queue"),
         ]
         yield from (_span("wait", self.decode, a, b, 0, cause) for a, b, cause in waits if b > a)
 
@@ -306,16 +306,16 @@ class RequestTrace:
     def _cuts(self) -> list[int] | None:
         """Return the eight times between the phases, in order, or None if one of them is not known.
 
-        They are: accepted, queued, first chunk, first token, landed, first decode step, last token sampled, ended.
+        They are: accepted, queued, first chunk, first token, received, first decode step, last token sampled, ended.
         """
         attempt, end_ns = self.last_attempt, self.ended_ns
         if attempt is None or end_ns is None or self.num_samples != 1 or self.finish not in {"stop", "length"}:
             return None
         times = [attempt.at(kind, attempt.computes) for kind in ("queued", "admitted", "first")]
-        landed = None if attempt.prefill is None else attempt.at("landed", attempt.decode)
-        last = attempt.find("ended", attempt.computes if landed is None else attempt.decode)
-        if landed is not None:
-            times += [landed, attempt.at("admitted", attempt.decode)]
+        received = None if attempt.prefill is None else attempt.at("received", attempt.decode)
+        last = attempt.find("ended", attempt.computes if received is None else attempt.decode)
+        if received is not None:
+            times += [received, attempt.at("admitted", attempt.decode)]
         elif attempt.prefill is not None and last is not None and last.reason not in {"stop", "length", "aborted"}:
             return None  # it was handed off, and the decode node's records are missing
         else:

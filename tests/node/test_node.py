@@ -222,7 +222,7 @@ async def served(address: str, received: list[TokenDelta], submits: list[SubmitR
                 await stream.send_message(RouterCommand("router", [submit]))
             while (update := await stream.recv_message()) is not None:
                 received += update.deltas
-    except Exception as error:  # noqa: BLE001 - in whatever way a process's end shows
+    except Exception as error:  # noqa: BLE001 - any error that the end of a process causes
         received.append(TokenDelta("end", error=type(error).__name__))
     finally:
         channel.close()

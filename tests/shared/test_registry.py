@@ -225,7 +225,7 @@ async def watching(changes: list[list[str]] | None = None) -> AsyncIterator[Redi
 
 
 async def reads(redis: PlayedRedis, count: int) -> None:
-    """Waits until the registry was read so many times more; the last of them may still be looked at."""
+    """Wait until the registry has read `count` more times. It may still be processing the last answer."""
     goal = redis.num_reads + count
     assert await wait_until(lambda: redis.num_reads >= goal, 10.0)
 
@@ -391,7 +391,7 @@ async def test_in_a_cluster_with_a_secret_entries_that_were_not_signed_with_it_a
             await reads(redis, 2)
             assert registry.nodes == {"d0": INFO}
             assert registry.skipped >= 2
-            assert sum("is skipped" in record.getMessage() for record in caplog.records) == 1, "said once"
+            assert sum("is skipped" in record.getMessage() for record in caplog.records) == 1, "logged once"
         await stranger.close()
         await node.close()
     finally:

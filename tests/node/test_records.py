@@ -164,7 +164,7 @@ def test_a_full_recorder_drops_the_oldest_and_counts_them() -> None:
     for number in range(5):
         recorder.ran(timing(number))
         recorder.turned(SNAPSHOT)
-        recorder.event(f"r{number}", "landed")
+        recorder.event(f"r{number}", "received")
     steps, events = recorder.take()
     assert [step.number for step in steps] == [3, 4]
     assert [event.id for event in events] == ["r2", "r3", "r4"]

@@ -120,26 +120,26 @@ async def test_an_absent_or_unresponsive_peer_is_a_peer_error() -> None:
 
 async def test_a_peer_whose_connection_ends_in_the_middle_of_a_call_is_a_peer_error() -> None:
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"ticket")
+        await reader.readuntil(b"reservation")
         writer.close()
 
     server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
     async with server, connected(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as channel:
         with pytest.raises(PeerError, match=STOP.path):
-            await STOP.call(channel, StopRequest(b"ticket"), 30.0)
+            await STOP.call(channel, StopRequest(b"reservation"), 30.0)
 
 
 async def test_the_end_of_a_stream_does_not_disturb_a_later_timeout_of_the_same_task() -> None:
     """grpclib wakes a task by cancelling it and never takes that back, which Python before 3.11.3 mishandles."""
 
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"ticket")
+        await reader.readuntil(b"reservation")
         writer.close()
 
     server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
     async with server, connected(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as channel:
         with pytest.raises(PeerError, match=STOP.path):
-            await STOP.call(channel, StopRequest(b"ticket"), 30.0)
+            await STOP.call(channel, StopRequest(b"reservation"), 30.0)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await asyncio.Event().wait()

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from compare.arms import Arm
 from compare.endpoint import Endpoint, EndpointError
+from compare.load.driver import python_path
 from shared.config.settings import PREFIX, parse_size
 from shared.errors import ConfigError
 from shared.kv.layout import HOST_KV_BYTES
 from shared.kv_gpu.cuda_driver import CudaError, Driver
 from shared.lifecycle import set_parent_death_signal
 
-ROOT = Path(__file__).resolve().parents[2]
 SERVING_AT = re.compile(r"serving at (http://\S+)")
 START_S = 180.0
 DRAIN_S = 3  # of an arm that ends: no client waits for its answers
@@ -192,14 +192,13 @@ def num_gpus() -> int:
 
 def memory_available() -> int:
     """Return the bytes that processes may use before the machine swaps."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
+    return int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024
 
 
 def environment() -> dict[str, str]:
     """Return our environment without BATON_ settings, so that other settings are at their defaults."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
-    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH", ""))))}
+    return kept | {"PYTHONPATH": python_path()}
 
 
 def _child_setup(parent: int) -> Callable[[], None]:

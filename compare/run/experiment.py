@@ -141,9 +141,9 @@ class Findings:
 
 
 def trace_name(experiment: Experiment, arm: str) -> str:
-    """Return the name of an arm's trace file; trace.json is the first arm's."""
+    """Return the name of an arm's trace file."""
     number = [each.name for each in experiment.everyone].index(arm)
-    return "trace.json" if number == 0 else f"trace-{number + 1}.json"
+    return f"trace-{number + 1}.json" if number else "trace.json"
 
 
 def keep_requests(path: Path, period: Period) -> None:

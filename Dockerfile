@@ -14,7 +14,7 @@ COPY requirements.lock ./
 RUN pip install --no-cache-dir --no-deps --require-hashes -r requirements.lock
 RUN pip install --no-cache-dir "$TORCH"
 COPY pyproject.toml README.md LICENSE ./
-RUN mkdir router prefill_node decode_node shared scheduler node engine compare cluster \
+RUN mkdir router prefill_node decode_node shared scheduler node engine dashboard compare cluster \
  && pip install --no-cache-dir --no-deps --no-build-isolation -e .
 COPY router router
 COPY prefill_node prefill_node
@@ -23,6 +23,7 @@ COPY shared shared
 COPY scheduler scheduler
 COPY node node
 COPY engine engine
+COPY dashboard dashboard
 COPY compare compare
 COPY cluster cluster
 # Nodes write to the home directory, where docker-compose.yml mounts a volume. CPU kernels are compiled at the first start

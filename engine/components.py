@@ -9,6 +9,7 @@ import torch
 
 from engine.attention.selection import attention_on_cpu
 from engine.cpu.malloc import give_back, keep_large_blocks, map_large_blocks, share_one
+from engine.cuda.kv.pool import PoolClient
 from engine.emulated_runner import EMULATED_HEAD_DIM, EmulatedRunner
 from engine.emulation import Emulation, load_emulation
 from engine.hash_model import HashRunner
@@ -24,7 +25,6 @@ from engine.startup import stage
 from engine.weights import weight_bytes
 from shared.kv.layout import HOST_KV_BYTES, KVLayout
 from shared.kv.memory import HostMemory
-from shared.kv_gpu.pool import PoolClient
 from shared.model_files import resolve
 
 HASH_LAYERS = 2  # layers of the hash model, a test model that hashes instead of computing

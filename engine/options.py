@@ -4,13 +4,13 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.cuda.kv.pool import PoolClient
 from engine.cuda.memory import DeviceMemory
 from engine.emulation import Emulation
 from engine.runner import Runner
 from engine.weights import fingerprint
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
-from shared.kv_gpu.pool import PoolClient
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.components import build, on_gpu
+from engine.cuda.kv.cuda_ipc import CudaIpcChannel
+from engine.cuda.kv.driver import CudaDevice
+from engine.cuda.kv.pool import NAME as POOL
+from engine.cuda.kv.pool import PoolClient, PoolOwner, descriptor_file
 from engine.cuda.memory import DeviceMemory
 from engine.engine import Engine
 from engine.options import BuildOptions, EngineComponents
@@ -37,10 +41,6 @@ from shared.kv.local import LocalChannel, private
 from shared.kv.shm import ShmChannel
 from shared.kv.staging import KVMemory
 from shared.kv.tcp import TcpChannel
-from shared.kv_gpu.cuda_driver import CudaDevice
-from shared.kv_gpu.cuda_ipc import CudaIpcChannel
-from shared.kv_gpu.pool import NAME as POOL
-from shared.kv_gpu.pool import PoolClient, PoolOwner, descriptor_file
 from shared.lifecycle import ProcessLifetime, freeze_gc, run
 from shared.registry import Announcer, announcer
 from shared.rpc import tls
@@ -220,7 +220,7 @@ class NodeProcess:
         )
         num_blocks = components.layout.num_blocks if self.pool is None else NO_BLOCKS
         scheduler = Scheduler(limits, num_blocks, components.layout.block_tokens, POLICIES[settings.policy], budget)
-        owner = self.pool.lender if self.pool is not None else ""
+        owner = self.pool.owner if self.pool is not None else ""
         return NodeServices.build(
             describe(settings, self.role, components, budget, self.incarnation_id, owner),
             scheduler,

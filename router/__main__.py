@@ -17,11 +17,12 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
+from dashboard.metrics import RecordMetrics
+from dashboard.routes import Dashboard
 from router.dispatch.admission import AdmissionQueue
 from router.dispatch.attempt import SLOW_S
 from router.dispatch.dispatcher import Dispatcher, DispatchRules
 from router.dispatch.requests import ModelCard
-from router.history.history import RequestHistory
 from router.http.admin import admin_routes
 from router.http.app import build_app
 from router.http.connection import HttpConnection
@@ -30,6 +31,7 @@ from router.http.limits import ConnectionLimits, IdleConnections, raise_fd_limit
 from router.metrics.node_metrics import NodeMetrics
 from router.nodes.pool import NodePool
 from router.nodes.status import promised
+from router.observer import RouterObserver
 from router.text.model_files import read_model
 from router.text.tokenizer import Tokenizer
 from shared import failpoints
@@ -80,22 +82,25 @@ async def _serve(
     listeners: list[socket.socket],
 ) -> int:
     identity = f"router-{secrets.token_hex(8)}"
-    records = RequestHistory()
+    dashboard = Dashboard() if settings.dashboard else None
+    observer = dashboard or RouterObserver()
     ttft_slo_s = settings.ttft_slo_ms / 1000
     queue = AdmissionQueue(settings.max_queue_s, ttft_slo_s, settings.max_queued_tokens)
-    fleet = NodePool(identity, _registry(settings, identity), settings.mode, settings.node_timeout_s, records, queue)
+    fleet = NodePool(identity, _registry(settings, identity), settings.mode, settings.node_timeout_s, observer, queue)
     rules = DispatchRules(settings.max_attempts, settings.disaggregate, ttft_slo_s)
-    dispatch = Dispatcher(fleet, queue, model.name, rules, records)
+    dispatch = Dispatcher(fleet, queue, model.name, rules, observer)
     metrics = CollectorRegistry()
-    node_metrics = NodeMetrics(fleet.nodes, model.name, records, lambda: dispatch.status().as_json())
-    records.subscribe(node_metrics)
-    metrics.register(node_metrics)
+    metrics.register(NodeMetrics(fleet.nodes, model.name, lambda: dispatch.status().as_json()))
+    if dashboard is not None:
+        record_metrics = RecordMetrics(fleet.nodes, model.name, dashboard)
+        dashboard.subscribe(record_metrics)
+        metrics.register(record_metrics)
     app = build_app(
         dispatch,
         tokenizer,
         model,
         registry=metrics,
-        records=records,
+        observer=observer,
         slo=lambda: promised(settings.ttft_slo_ms, (info for info, _, alive in fleet.nodes() if alive)),
         more_routes=admin_routes(fleet, settings.drain_timeout_s),
         keys=keys,
@@ -122,7 +127,7 @@ async def _serve(
         ends: set[asyncio.Future[Any]] = {serving, draining}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         draining.cancel()
-        app.state.feed.close()
+        observer.close()
         for server, connections in zip(servers, waiting, strict=True):
             connections.is_draining = server.should_exit = True
         await serving

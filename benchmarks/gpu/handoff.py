@@ -8,7 +8,7 @@ import secrets
 import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from random import Random
 from statistics import median
 from typing import Any
@@ -21,13 +21,13 @@ from benchmarks.peers.worker import serve
 from benchmarks.process import PeerProcess
 from benchmarks.result import Cell, Table
 from engine.attention.selection import BLOCK_TOKENS
+from engine.cuda.kv.cuda_ipc import CudaIpcChannel
+from engine.cuda.kv.driver import CudaDevice
+from engine.cuda.kv.pool import PoolClient, PoolOwner, descriptor_file
 from engine.cuda.memory import DeviceMemory
 from shared.kv.local import LocalChannel
 from shared.kv.memory import HostMemory
 from shared.kv.shm import ShmChannel
-from shared.kv_gpu.cuda_driver import CudaDevice, CudaRegion
-from shared.kv_gpu.cuda_ipc import CudaIpcChannel
-from shared.kv_gpu.pool import PoolClient, PoolOwner, descriptor_file
 
 PROMPT, REPEATS = 8192, 7
 COPY_GOAL, POOL_GOAL_MS = 0.7, 1.0
@@ -36,37 +36,28 @@ PATIENCE_S = 5.0
 Memory = HostMemory | DeviceMemory
 
 
-class LegacyIpcGpu(CudaDevice):
-    """A GPU whose memory is shared by legacy IPC handles, even if the device supports descriptors."""
-
-    def can_share_by_descriptor(self) -> bool:
-        return False
-
-
 @dataclass(frozen=True, slots=True)
 class HandoffJob:
-    """What both processes set up: `kind` is "host", "vmm" or "legacy"; `lends`: the second one shares its pool."""
+    """What both processes set up: `on_gpu` is where KV memory is; `shares`: the second one owns a shared pool."""
 
     directory: str
-    kind: str
+    on_gpu: bool
     num_rows: int
     row_bytes: int
-    lends: bool = False
+    shares: bool = False
 
     def memory(self) -> Memory:
-        if self.kind == "host":
+        if not self.on_gpu:
             return HostMemory(self.num_rows, self.row_bytes)
-        gpu = (LegacyIpcGpu if self.kind == "legacy" else CudaDevice)(0)
-        region = CudaRegion.allocate(gpu, self.num_rows * self.row_bytes)
-        return DeviceMemory(torch.device("cuda", 0), self.num_rows, self.row_bytes, region)
+        return DeviceMemory(torch.device("cuda", 0), self.num_rows, self.row_bytes)
 
     def gpu(self) -> CudaDevice | None:
-        return None if self.kind == "host" else CudaDevice(0)
+        return CudaDevice(0) if self.on_gpu else None
 
     async def channel(self, memory: Memory) -> LocalChannel[Any]:
-        kind = ShmChannel if self.kind == "host" else CudaIpcChannel
-        boot = secrets.token_hex(16)
-        return await kind.start(memory, boot, lambda _: None, self.directory, PATIENCE_S)  # type: ignore[arg-type]
+        kind = CudaIpcChannel if self.on_gpu else ShmChannel
+        incarnation_id = secrets.token_hex(16)
+        return await kind.start(memory, incarnation_id, lambda _: None, self.directory, PATIENCE_S)  # type: ignore[arg-type]
 
 
 class HandoffReceiver:
@@ -77,7 +68,7 @@ class HandoffReceiver:
         self._memory, loop = made.memory(), asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, daemon=True).start()
         channel = asyncio.run_coroutine_threadsafe(made.channel(self._memory), loop).result()
-        owner = PoolOwner(channel, descriptor_file(made.directory, made.gpu())) if made.lends else channel
+        owner = PoolOwner(channel, descriptor_file(made.directory, made.gpu())) if made.shares else channel
         self.facts = owner.descriptor().hex()
 
     def sums(self, rows: list[int]) -> str:
@@ -92,12 +83,11 @@ def handoff(scene: GpuScene) -> GpuSection:
     copied_s = median(scene.elapsed_s(lambda: target.copy_(source)) for _ in range(REPEATS))
     rows.append(["device copy, by torch", 1e3 * copied_s, count * row_bytes / copied_s / 1e9, None, None])
     with tempfile.TemporaryDirectory(prefix="kv") as directory:
-        for kind in ["host"] if scene.device.type == "cpu" else ["vmm", "legacy"]:
-            took_s = asyncio.run(_pushed_s(HandoffJob(directory, kind, count + count // 4, row_bytes), count))
-            share, name = copied_s / took_s, "shm" if kind == "host" else f"cuda_ipc, {kind}"
-            rows.append([name, 1e3 * took_s, count * row_bytes / took_s / 1e9, share, share >= COPY_GOAL])
-        kind = "host" if scene.device.type == "cpu" else "vmm"
-        took_s = asyncio.run(_handed_s(HandoffJob(directory, kind, count + count // 4, row_bytes, True), count))
+        job = HandoffJob(directory, scene.device.type == "cuda", count + count // 4, row_bytes)
+        took_s = asyncio.run(_pushed_s(job, count))
+        share, name = copied_s / took_s, "cuda_ipc" if job.on_gpu else "shm"
+        rows.append([name, 1e3 * took_s, count * row_bytes / took_s / 1e9, share, share >= COPY_GOAL])
+        took_s = asyncio.run(_handed_s(replace(job, shares=True), count))
     rows.append(["pool", 1e3 * took_s, None, None, 1e3 * took_s < POOL_GOAL_MS])
     columns = ["handoff", "ms", "GB/s", "of the copy", "goal"]
     note = (

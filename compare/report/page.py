@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _SCRIPTS = ("parts", "charts", "steps", "tables", "figures", "report")  # one module: each may use those before it
-_UPLOT = "history/page/vendor/uplot-1.6.32/"
+_UPLOT = "page/vendor/uplot-1.6.32/"
 STEPS, REQUESTS, SPANS, DIFFERENT = 9000, 36, 120, 50
 BINS = 64  # candidates for the start of a strip
 
@@ -32,14 +32,14 @@ def write_report(report: Document, directory: Path) -> Path:
 
 def page_of(report: Document) -> str:
     """Return the report's page. Data is inlined as JSON and never interpreted as markup."""
-    ours, routers = files("compare.report"), files("router")
+    ours, dashboard = files("compare.report"), files("dashboard")
     parts = {
         "title": escape(f"Baton comparison: {report['traffic']['name']}"),
         "style": ours.joinpath("report.css").read_text("utf-8"),
         "script": "\n".join(ours.joinpath(f"{name}.js").read_text("utf-8") for name in _SCRIPTS),
-        "strip_js": routers.joinpath("history/page/strip.js").read_text("utf-8"),
-        "uplot_js": routers.joinpath(_UPLOT + "uPlot.iife.min.js").read_text("utf-8"),
-        "uplot_css": routers.joinpath(_UPLOT + "uPlot.min.css").read_text("utf-8"),
+        "strip_js": dashboard.joinpath("page/strip.js").read_text("utf-8"),
+        "uplot_js": dashboard.joinpath(_UPLOT + "uPlot.iife.min.js").read_text("utf-8"),
+        "uplot_css": dashboard.joinpath(_UPLOT + "uPlot.min.css").read_text("utf-8"),
         # Without `<`, no name or prompt can end the script element that contains it.
         "data": json.dumps(thinned(report), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
     }

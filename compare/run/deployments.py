@@ -20,7 +20,6 @@ from compare.load.driver import python_path
 from shared.config.settings import PREFIX, parse_size
 from shared.errors import ConfigError
 from shared.kv.layout import HOST_KV_BYTES
-from shared.kv_gpu.cuda_driver import CudaError, Driver
 from shared.lifecycle import set_parent_death_signal
 
 SERVING_AT = re.compile(r"serving at (http://\S+)")
@@ -184,10 +183,9 @@ def fit_together(arms: Sequence[Arm], model: str) -> bool:
 
 def num_gpus() -> int:
     """Return the number of GPUs that this process may use."""
-    try:
-        return len(Driver.load().uuids())
-    except CudaError:
-        return 0
+    import torch  # takes seconds
+
+    return torch.cuda.device_count()
 
 
 def memory_available() -> int:

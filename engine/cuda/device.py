@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 
 from engine.cuda.graphs import CudaGraphPool, GraphPool
+from engine.cuda.kv.pool import PoolClient
 from engine.cuda.memory import DeviceMemory
 from engine.startup import cause
 from shared.kv.memory import HostMemory
-from shared.kv_gpu.pool import PoolClient
 
 log = logging.getLogger("baton.engine")
 

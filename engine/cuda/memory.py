@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shared.kv.staging import PinnedStaging, Staging
-from shared.kv_gpu.cuda_driver import CudaDevice, CudaRegion
+from engine.cuda.kv.driver import CudaDevice, CudaRegion, PinnedStaging
+from shared.kv.staging import Staging
 
 PIECE_BYTES = 16 << 20  # summed at once: with its products this fits into the L2 cache of an H200 (50 MB)
 WORD_BYTES = 8

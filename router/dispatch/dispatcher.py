@@ -27,10 +27,10 @@ from router.dispatch.attempt import (
 )
 from router.dispatch.failover import Failover, RetryBudget
 from router.dispatch.requests import GenerationRequest, TokenStream
-from router.history.history import RequestHistory
 from router.nodes.connection import NodeConnection
 from router.nodes.pool import NodePool, PlacementCandidate
 from router.nodes.status import PoolStatus
+from router.observer import RouterObserver
 from scheduler.placement import Placement
 from shared import failpoints
 from shared.errors import RequestError, UnavailableError
@@ -80,13 +80,13 @@ class Dispatcher:
     """
 
     def __init__(
-        self, pool: NodePool, queue: AdmissionQueue, model: str, rules: DispatchRules, history: RequestHistory
+        self, pool: NodePool, queue: AdmissionQueue, model: str, rules: DispatchRules, observer: RouterObserver
     ) -> None:
         self._pool = pool
         self._queue = queue
         self._model = model
         self._rules = rules
-        self._history = history
+        self._observer = observer
         self._counts = RequestCounts()
         self._placements: dict[str, int] = {}  # attempts by reason
         self._retry_budget = RetryBudget()
@@ -262,7 +262,9 @@ class Dispatcher:
             estimate.ready_s if estimate is not None and estimate.keeps_tbt else 0.0
             for estimate in (placement.local, placement.remote)
         )
-        self._history.placed(attempt.id, placement.prefill, placement.decode, placement.reason, local_s, remote_s)
+        if attempt.sample.index == 0:
+            attempt.request.nodes = placement.prefill, placement.decode
+        self._observer.placed(attempt.id, placement.prefill, placement.decode, placement.reason, local_s, remote_s)
 
     def _submit(self, attempt: Attempt, row: "array[int]") -> None:
         """Send the attempt. The message has a decode node's address only if a prefill node computes the prompt."""
@@ -298,7 +300,7 @@ class Dispatcher:
     async def _wait_to_retry(self, attempt: Attempt, failure: AttemptFailed, failover: Failover, number: int) -> None:
         """Wait until the next attempt may start. Raises UnavailableError or RequestError if there may be no more."""
         self._counts.moved += 1
-        self._history.migrated(attempt.id, failure.reason)
+        self._observer.migrated(attempt.id, failure.reason)
         log.warning("request %s is retried: %s", attempt.id, failure)
         pause_s = RETRY_PAUSE_S * min(number, self._rules.max_attempts) * random.uniform(0.5, 1.5)
         if not failure.is_gone and not await self._has_lost_node(attempt):

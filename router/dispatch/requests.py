@@ -41,6 +41,7 @@ class GenerationRequest:
     traceparent: str = ""  # W3C trace context of the client's request
     tenant: str = ""  # the owner of the client's API key, or "" if no keys are set
     deadline: float | None = None  # on the monotonic clock, in seconds
+    nodes: tuple[str | None, str | None] = (None, None)  # prefill and decode node of sample 0's latest attempt
 
 
 TokenStream = AsyncGenerator[TokenDelta, None]

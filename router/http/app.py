@@ -18,9 +18,6 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from router.dispatch.requests import GenerationBackend, ModelCard
-from router.history.dashboard import history_routes
-from router.history.events import EventStream
-from router.history.history import RequestHistory
 from router.http.asgi import ClientDisconnected, ResponseWriter, deadline_of, described, label_of, while_connected
 from router.http.asgi import read_body as read_bytes
 from router.http.auth import AuthMiddleware
@@ -31,7 +28,7 @@ from router.http.output import RequestOutput
 from router.http.parsing import build_requests, check_ids, encode, run_in_thread
 from router.http.responses import ResponseFormatter
 from router.metrics.request_metrics import Collected, RequestMetrics, SloTargets
-from router.nodes.status import whole_status
+from router.observer import RouterObserver
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError, UnavailableError
 
@@ -46,7 +43,7 @@ def build_app(
     model: ModelCard,
     *,
     registry: CollectorRegistry | None = None,
-    records: RequestHistory | None = None,
+    observer: RouterObserver | None = None,
     slo: Callable[[], SloTargets] = SloTargets,
     more_routes: Sequence[Route] = (),
     keys: ApiKeys | None = None,
@@ -56,19 +53,18 @@ def build_app(
 ) -> Starlette:
     """Build the whole REST API as an ASGI app.
 
-    `/metrics` shows `registry`. `records` is the history to which the dispatcher and the nodes report. `slo` returns
-    the targets for a request that arrives now. `more_routes` require an admin's key.
+    `/metrics` shows `registry`. `observer` is the one to which the dispatcher and the nodes report. `slo` returns the
+    targets for a request that arrives now. `more_routes` require an admin's key.
 
     For servers with two ports, `state.api` has only the routes for tenants, and `state.admin` only those that observe
-    or change the cluster. Close `state.feed` when the server drains; its streams do not end by themselves.
+    or change the cluster.
     """
     registry = CollectorRegistry() if registry is None else registry
-    records = RequestHistory() if records is None else records
+    observer = RouterObserver() if observer is None else observer
     metrics = RequestMetrics(model.name, slo)
     registry.register(metrics)
-    rim = ApiHandlers(dispatcher, tokenizer, model, registry, records, metrics)
+    rim = ApiHandlers(dispatcher, tokenizer, model, registry, observer, metrics)
     post = partial(JsonEndpoint, rim, RequestLimits(max_concurrent_requests, request_timeout_s, body_timeout_s))
-    feed = EventStream(records, rim.whole_status)
     api = [
         Route("/v1/completions", post(CompletionBody, rim.completions), methods=["POST"]),
         Route("/v1/chat/completions", post(ChatBody, rim.completions), methods=["POST"]),
@@ -76,18 +72,18 @@ def build_app(
         Route("/detokenize", post(DetokenizeBody, rim.detokenize), methods=["POST"]),
         Route("/v1/models", rim.models),
         Route("/v1/models/{name:path}", rim.one_model),
-        openapi_route(),
+        openapi_route(observer.queries),
     ]
     health = [Route("/health", rim.health), Route("/ready", rim.ready)]
     admin = [
         Route("/v1/status", rim.status),
         Route("/metrics", rim.metrics),
-        *history_routes(records, feed),
+        *observer.routes(rim.whole_status),
         *more_routes,
     ]
     guarded = partial(_guarded, guard=Middleware(AuthMiddleware, keys=keys, tenants_routes=api, metrics=metrics))
     app = guarded([*api, *health, *admin])
-    app.state.api, app.state.admin, app.state.feed = guarded([*api, *health]), guarded([*admin, *health]), feed
+    app.state.api, app.state.admin = guarded([*api, *health]), guarded([*admin, *health])
     return app
 
 
@@ -130,7 +126,7 @@ class ApiHandlers:
         tokenizer: Tokenizer,
         model: ModelCard,
         registry: CollectorRegistry,
-        records: RequestHistory,
+        observer: RouterObserver,
         metrics: RequestMetrics,
     ) -> None:
         self.model = model
@@ -139,7 +135,7 @@ class ApiHandlers:
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
         self._registry = registry
-        self._records = records
+        self._observer = observer
         self._request_metrics = metrics
 
     async def completions(self, body: Body, reply: ResponseWriter) -> None:
@@ -151,7 +147,7 @@ class ApiHandlers:
             body, self.model, self._tokenizer, request_id, reply.traceparent, reply.identity, reply.deadline
         )
         output = RequestOutput(
-            request_id, body, requests, self._tokenizer, self._request_metrics, self._records, reply.arrived
+            request_id, body, requests, self._tokenizer, self._request_metrics, self._observer, reply.arrived
         )
         reply.add_log_fields(output.log_fields)
         formatter = ResponseFormatter(output, body, self._tokenizer, self.model.name, int(time.time()))
@@ -219,7 +215,9 @@ class ApiHandlers:
         return JSONResponse(self.whole_status())
 
     def whole_status(self) -> dict[str, Any]:
-        return whole_status(self._dispatcher.status().as_json(), self._records, self._request_metrics)
+        """Return the dispatcher's status, the latencies of the last minute, and the observer's fields."""
+        status = dict(self._dispatcher.status().as_json()) | {"latency": self._request_metrics.latency()}
+        return self._observer.extend_status(status)
 
     async def health(self, _request: Request) -> Response:
         """Report that the router is running. `/ready` reports whether a node can take requests."""

@@ -3,6 +3,7 @@
 The dashboard's event stream and the routes for operators are left out.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -11,8 +12,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from router.history.history import MAX_REQUESTS
-from router.history.step_ring import CAPACITY
 from router.http.bodies import (
     IGNORED,
     Body,
@@ -156,16 +155,6 @@ class ReadyResponse(ResponseModel):
     ready: bool
 
 
-class RequestsResponse(ResponseModel):
-    requests: list[dict[str, Any]]
-
-
-class StepsResponse(ResponseModel):
-    node: str
-    fields: list[str]
-    steps: list[list[Any]]
-
-
 class AnyResponse(BaseModel):
     """A JSON object whose fields are not part of the API."""
 
@@ -183,27 +172,13 @@ GETS: dict[str, type[BaseModel]] = {
     "/v1/models": ModelsResponse,
     "/v1/models/{name}": ModelResponse,
     "/v1/status": AnyResponse,
-    "/v1/requests": RequestsResponse,
-    "/v1/requests/{id}/timeline": AnyResponse,
-    "/v1/steps": StepsResponse,
-    "/v1/steps/{node}/{number}": AnyResponse,
-    "/trace": AnyResponse,
     "/ready": ReadyResponse,
 }
-QUERIES: dict[str, Schema] = {
-    "/v1/requests": {"limit": {"type": "integer", "minimum": 1, "maximum": MAX_REQUESTS}},
-    "/v1/steps": {
-        "node": {"type": "string"},
-        "limit": {"type": "integer", "minimum": 1, "maximum": CAPACITY},
-        "since_ms": {"type": "number", "minimum": 0, "maximum": 1e13},
-    },
-    "/trace": {"last": {"type": "string", "pattern": "^[1-9][0-9]{0,2}(ms|s)?$"}},
-}
 
 
-def openapi_route() -> Route:
+def openapi_route(queries: Mapping[str, Mapping[str, Any]]) -> Route:
     """Return the route of /openapi.json."""
-    document = openapi()
+    document = openapi(queries)
 
     async def serve(_request: Request) -> Response:
         return JSONResponse(document)
@@ -211,18 +186,18 @@ def openapi_route() -> Route:
     return Route("/openapi.json", serve)
 
 
-def openapi() -> Schema:
-    """Generate the document."""
+def openapi(queries: Mapping[str, Mapping[str, Any]]) -> Schema:
+    """Generate the document. `queries` has further GET routes, with the schemas of their query parameters."""
     paths: Schema = {}
     for path, (body, answer, other) in POSTS.items():
         content = {"application/json": {"schema": _reference(body)}}
         request = {"required": True, "content": content}
         paths[path] = {"post": {"requestBody": request, "responses": _responses(answer, other)}}
-    for path, answer in GETS.items():
+    for path, answer in (GETS | dict.fromkeys(queries, AnyResponse)).items():
         names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
         text = {"type": "string", "minLength": 1}
         parameters = [{"name": name, "in": "path", "required": True, "schema": text} for name in names]
-        parameters += [{"name": name, "in": "query", "schema": kind} for name, kind in QUERIES.get(path, {}).items()]
+        parameters += [{"name": name, "in": "query", "schema": kind} for name, kind in queries.get(path, {}).items()]
         paths[path] = {"get": {"parameters": parameters, "responses": _responses(answer, {})}}
     return {
         "openapi": "3.1.0",

@@ -7,15 +7,13 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 from router.dispatch.requests import GenerationBackend, GenerationRequest, TokenStream, merge
-from router.history.history import RequestHistory
 from router.http.bodies import GenerateBody
 from router.metrics.request_metrics import RequestMetrics, SampleTimings
+from router.observer import RouterObserver
 from router.text.detokenizer import StopStrings
 from router.text.tokenizer import Tokenizer
 from shared.errors import UnavailableError
 from shared.rpc.messages import Logprobs, TokenDelta, unpack_ids
-
-SETTLE_DELAY_S = 1.0  # how long the nodes' last records may take to arrive after the request has ended
 
 
 @dataclass(slots=True)
@@ -109,7 +107,7 @@ class RequestOutput:
     """The choices of one HTTP request, their tokens as text, and their measurements.
 
     The handler of the request opens it once, and writes the deltas that it yields. When the context exits, every sample
-    has ended on all nodes, and the metrics and the history have counted it exactly once. Runs on the event loop.
+    has ended on all nodes, and the metrics and the observer have counted it exactly once. Runs on the event loop.
     """
 
     def __init__(
@@ -119,7 +117,7 @@ class RequestOutput:
         requests: Sequence[GenerationRequest],
         tokenizer: Tokenizer,
         metrics: RequestMetrics,
-        history: RequestHistory,
+        observer: RouterObserver,
         arrived: float,
     ) -> None:
         """`arrived` is the time at which the request arrived, on the monotonic clock."""
@@ -133,7 +131,7 @@ class RequestOutput:
         self.num_prompt_tokens = sum(len(request.prompt) for request in requests)
         self.num_generated = 0  # tokens that were yielded to the handler
         self._metrics = metrics
-        self._history = history
+        self._observer = observer
         self._arrived = arrived
         self._open = {choice.index: choice for choice in self.choices}
 
@@ -148,7 +146,7 @@ class RequestOutput:
 
     def log_fields(self) -> dict[str, object]:
         """Return the request's fields in the access log: tokens, latency, and the nodes of its last attempt."""
-        prefill, decode = self._history.placed_on(self.id)
+        prefill, decode = self.prompts[0].request.nodes
         ttft_ms = None if self.ttft_s is None else round(1000 * self.ttft_s, 1)
         return {
             "prompt_tokens": self.num_prompt_tokens,
@@ -170,7 +168,7 @@ class RequestOutput:
                 for prompt in self.prompts:
                     request = prompt.request
                     waited_s = time.monotonic() - self._arrived
-                    self._history.accepted(self.id, len(request.prompt), request.n, request.traceparent, waited_s)
+                    self._observer.accepted(self.id, len(request.prompt), request.n, request.traceparent, waited_s)
                     streams += await admitted.enter_async_context(dispatcher.admit(request))
                     self._metrics.accepted(len(request.prompt), request.max_tokens)
                 async with aclosing(self._outputs(streams)) as outputs:
@@ -181,7 +179,6 @@ class RequestOutput:
         finally:
             for choice in list(self._open.values()):
                 self._ended(choice, outcome)
-            asyncio.get_running_loop().call_later(SETTLE_DELAY_S, record_settled, self.id, self._history, self._metrics)
 
     async def _outputs(self, streams: Sequence[TokenStream]) -> AsyncGenerator[Output, None]:
         """Yield the text of all choices as it arrives, and record the tokens that were written to the client."""
@@ -192,7 +189,7 @@ class RequestOutput:
                 self.num_generated += len(delta.tokens)
                 yield choice, delta
                 if delta.tokens:
-                    self._history.output(self.id, choice.index, len(delta.tokens))
+                    self._observer.output(self.id, choice.index, len(delta.tokens))
                 if delta.finish is not None:
                     self._ended(choice, delta.finish)
                     if not self._open:
@@ -221,10 +218,4 @@ class RequestOutput:
     def _ended(self, choice: OutputProcessor, outcome: str) -> None:
         del self._open[choice.index]
         self._metrics.ended(choice.timings, outcome, time.monotonic())
-        self._history.ended(self.id, choice.index, outcome)
-
-
-def record_settled(request_id: str, history: RequestHistory, metrics: RequestMetrics) -> None:
-    """Record the durations of the request's phases, which are known once its nodes have reported."""
-    if (summary := history.summary(request_id)) is not None:
-        metrics.settled(summary)
+        self._observer.ended(self.id, choice.index, outcome)

@@ -27,7 +27,6 @@ E2E_S = (*(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 24
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 FINISHED = ("stop", "length")
 FINISHES = (*FINISHED, "abort", "error")
-AFTER_FIRST = ("transfer_exposed", "decode_queue", "decode", "interference")  # a request's phases after its first token
 
 HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
     "ttft": ("vllm:time_to_first_token_seconds", "Time from arrival to the first token.", TTFT_S),
@@ -38,13 +37,6 @@ HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
     "prompt": ("vllm:request_prompt_tokens", "Tokens per prompt.", TOKENS),
     "generation": ("vllm:request_generation_tokens", "Tokens per sample.", TOKENS),
     "max_tokens": ("vllm:request_max_num_generation_tokens", "Maximum number of tokens requested.", TOKENS),
-    "queue": ("vllm:request_queue_time_seconds", "Time until the first chunk of the prompt ran.", E2E_S),
-    "prefill": ("vllm:request_prefill_time_seconds", "Time from the first chunk to the first token.", E2E_S),
-    "decode": ("vllm:request_decode_time_seconds", "Time from the first token to the last.", E2E_S),
-    "inference": ("vllm:request_inference_time_seconds", "Time from the first chunk to the last token.", E2E_S),
-    "busy": ("baton_kv_transfer_busy_seconds", "Time in which blocks of a handoff moved.", ITL_S),
-    "hidden": ("baton_kv_transfer_hidden_seconds", "Transfer time that overlapped the prefill.", ITL_S),
-    "exposed": ("baton_kv_transfer_exposed_seconds", "Time from the end of the prefill to the last block.", ITL_S),
 }
 # Second names of histograms. vLLM's published dashboard uses the one of "tbt"; the others are deprecated.
 ALIASES = {
@@ -186,20 +178,6 @@ class RequestMetrics(Collector):
         if (pace.slo.ttft_s or pace.slo.tbt_s) and (reason != "abort" or is_missed):
             self._num_slo[not is_missed] += 1
             self._kept.add(not is_missed)
-
-    def settled(self, summary: Mapping[str, Any]) -> None:
-        """Record the phase timings of a finished request, once all of its nodes have reported."""
-        phases, transfer = summary["phases_ms"], summary["transfer"]
-        if phases:
-            prefill_s = phases["prefill"] / 1000
-            decode_s = sum(phases[name] for name in AFTER_FIRST) / 1000
-            self._seen["queue"].observe(phases["prefill_queue"] / 1000)
-            self._seen["prefill"].observe(prefill_s)
-            self._seen["decode"].observe(decode_s)
-            self._seen["inference"].observe(prefill_s + decode_s)
-        if transfer:
-            for what in ("busy", "hidden", "exposed"):
-                self._seen[what].observe(transfer[f"{what}_ms"] / 1000)
 
     # ---- reading ------------------------------------------------------------------------------------------------
 

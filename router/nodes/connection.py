@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
-from router.history.history import RequestHistory
 from router.nodes.load import NodeLoad, kv_capacity_tokens
+from router.observer import RouterObserver
 from scheduler.disaggregate import NodeView
 from shared.rpc.connection import ANSWER_S, PING_S
 from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate, RouterCommand, SubmitRequest, TokenDelta
@@ -46,7 +46,7 @@ class NodeConnection:
         info: NodeInfo,
         timeout_s: float,
         on_change: Callable[["NodeConnection"], None],
-        history: RequestHistory,
+        observer: RouterObserver,
     ) -> None:
         """`on_change` is called when the node becomes alive, ready or not ready, or is lost."""
         self.info = info
@@ -62,7 +62,7 @@ class NodeConnection:
         self._router = router
         self._timeout_s = timeout_s
         self._on_change = on_change
-        self._history = history
+        self._observer = observer
         self._command = RouterCommand(router)
         self._wake = asyncio.Event()
         self._silent_intervals = 0
@@ -210,7 +210,8 @@ class NodeConnection:
         """Process one message. Raises ValueError, which ends the stream, if it is malformed or from another node."""
         if update.stats is not None and update.stats.incarnation_id not in {"", self.info.incarnation_id}:
             raise ValueError("another node, or another incarnation of it, answers at its address")
-        self._history.take(self.info, update)
+        if update.stats is not None or update.steps or update.events:
+            self._observer.node_updated(self.info, update)
         if update.stats is not None:
             self._process_stats(update.stats)
         for delta in update.deltas:
@@ -238,7 +239,7 @@ class NodeConnection:
         self.has_crashed = was_alive and not is_silent and not self.is_leaving
         if was_alive:  # a failed reconnect changes nothing, and notifying the pool would make it scan all nodes
             self._on_change(self)
-            self._history.lost(self.info.id)
+            self._observer.node_lost(self.info.id)
         self._fail_requests("is lost" if was_alive and not self.router_is_closing else "")
         self.load.clear()
 

@@ -9,10 +9,10 @@ import time
 from collections.abc import Container, Sequence
 from typing import NamedTuple, Protocol
 
-from router.history.history import RequestHistory
 from router.nodes.connection import SLOW_START_S, NodeConnection
 from router.nodes.health import OutlierDetectors
 from router.nodes.status import PoolStatus, RegistryStatus, node_status
+from router.observer import RouterObserver
 from scheduler.disaggregate import NodeView
 from scheduler.placement import Placement, PrefixIndex, candidates, place
 from scheduler.prefix import block_hashes
@@ -63,7 +63,7 @@ class NodePool:
         registry: Registry,
         mode: str,
         timeout_s: float,
-        history: RequestHistory,
+        observer: RouterObserver,
         listener: CapacityListener | None = None,
     ) -> None:
         """Create an empty pool. A node is lost after `timeout_s` seconds without a message. `listener` is notified
@@ -74,7 +74,7 @@ class NodePool:
         self.outliers = OutlierDetectors()
         self._registry = registry
         self._timeout_s = timeout_s
-        self._history = history
+        self._observer = observer
         self._listener = listener
         self._connections: dict[str, NodeConnection] = {}
         self._runs: dict[str, asyncio.Task[None]] = {}
@@ -153,7 +153,7 @@ class NodePool:
         self.notify()
 
     def _connect(self, info: NodeInfo) -> None:
-        connection = NodeConnection(self.router, info, self._timeout_s, self.connection_changed, self._history)
+        connection = NodeConnection(self.router, info, self._timeout_s, self.connection_changed, self._observer)
         self.add(connection)
         self._runs[info.id] = self._tasks.start(connection.run())
 

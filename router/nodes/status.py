@@ -1,12 +1,9 @@
 """The status of the cluster for `/v1/status`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from router.history.bottleneck import bottleneck
-from router.history.history import NodeActivity, RequestHistory
-from router.metrics.request_metrics import RequestMetrics, SloTargets
+from router.metrics.request_metrics import SloTargets
 from shared.rpc.messages import NodeInfo, NodeStats
 
 
@@ -64,36 +61,6 @@ def node_status(info: NodeInfo, stats: NodeStats, alive: bool) -> dict[str, obje
         "overruns": stats.overruns,
         "rows_corrupt": stats.rows_corrupt,
         "breach": stats.ledger_error,
-    }
-
-
-def whole_status(status: Mapping[str, Any], records: RequestHistory, requests: RequestMetrics) -> dict[str, Any]:
-    """Return the document of `/v1/status`. It has the dispatcher's status, the activity of each node in the last
-    seconds, and the latencies of the last minute."""
-    nodes = [
-        node | {"clock_offset_ms": records.offset_ms(node["id"])} | _activity(records.activity(node["id"]))
-        for node in status["nodes"]
-    ]
-    whole = dict(status) | {"nodes": nodes, "latency": requests.latency()}
-    return whole | {"summary": bottleneck(whole)}
-
-
-def _activity(activity: NodeActivity | None) -> dict[str, object]:
-    if activity is None:
-        batch = {"tokens": 0, "prefills": 0, "decodes": 0}
-        return {"steps_per_s": 0.0, "tokens_per_s": 0.0, "busy": 0.0, "batch": batch, "budget": 0, "budget_reason": ""}
-    last = activity.last
-    return {
-        "steps_per_s": round(activity.steps_per_s, 1),
-        "tokens_per_s": round(activity.tokens_per_s, 1),
-        "busy": round(activity.busy, 6),
-        "batch": {
-            "tokens": last.prefill_tokens + last.num_decodes,
-            "prefills": last.num_prefills,
-            "decodes": last.num_decodes,
-        },
-        "budget": last.budget,
-        "budget_reason": activity.reason,
     }
 
 

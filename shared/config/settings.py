@@ -230,6 +230,9 @@ class ServingSettings(CommonSettings):
         default=0,
         description="Port of the dashboard, status, metrics and roles; 0: the port of the API, with an admin key.",
     )
+    dashboard: bool = Field(
+        default=True, description="Record requests and steps, for the page, timelines, traces and their metrics."
+    )
     request_timeout_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
         default=0.0, description="Maximum seconds for a request, and upper bound of x-request-timeout; 0: no limit."
     )

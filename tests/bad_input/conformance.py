@@ -22,6 +22,7 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
 
+from dashboard.routes import Dashboard
 from router.http.openapi import openapi
 from tests.cluster.harness import DATA, cluster
 
@@ -81,7 +82,7 @@ def main() -> int:
     options.add_argument("--cases", type=int, default=1000, help="of all operations of a document together")
     options.add_argument("--seed", type=int, default=1, help="another one makes other cases")
     chosen = options.parse_args()
-    documents = {"ours": openapi()} | ({"OpenAI's": openai_document()} if OPENAI.is_file() else {})
+    documents = {"ours": openapi(Dashboard.queries)} | ({"OpenAI's": openai_document()} if OPENAI.is_file() else {})
     worst = 0
     # Hash nodes know no logprobs. Answers are short: some cases ask for as many tokens as there is room for.
     settings: dict[str, object] = {"runner": "torch", "max_model_len": 64}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from dashboard.routes import Dashboard
 from router.http.app import build_app
 from router.http.openapi import openapi
 from router.text.chat_template import ChatTemplate
@@ -25,11 +26,13 @@ def app() -> Any:
     special = [token.content for token in library.get_added_tokens_decoder().values()]
     tokenizer = Tokenizer(library, {}, ChatTemplate(CHATML, {}, special))
     text = tokenizer.encode("Once upon a time")
-    return build_app(ScriptedDispatcher(lambda _, sample: [*text[sample:], EOS]), tokenizer, MODEL)
+    return build_app(
+        ScriptedDispatcher(lambda _, sample: [*text[sample:], EOS]), tokenizer, MODEL, observer=Dashboard()
+    )
 
 
 def test_our_own_document_is_kept(app: Any) -> None:
-    statuses = hold(app, asking_for(MODEL.name, openapi()), CASES)
+    statuses = hold(app, asking_for(MODEL.name, openapi(Dashboard.queries)), CASES)
     assert statuses[200] > CASES, "answers of both kinds were looked at"
     assert statuses[400] > CASES
 
@@ -42,7 +45,7 @@ def test_openais_document_is_kept(app: Any) -> None:
 
 def test_the_document_is_served_and_describes_every_field(app: Any) -> None:
     document = TestClient(app).get("/openapi.json").json()
-    assert document == openapi()
+    assert document == openapi(Dashboard.queries)
     for name, schema in document["components"]["schemas"].items():
         for field, described in schema.get("properties", {}).items():
             assert set(described) - {"title", "default"}, f"{name}.{field} says nothing"

@@ -7,8 +7,8 @@ import runpy
 import sys
 from functools import partialmethod
 
-from router.history.history import HistoryLimits, RequestHistory
-from router.history.step_ring import StepRing
+from dashboard.history import HistoryLimits, RequestHistory
+from dashboard.step_ring import StepRing
 from scheduler.placement import PrefixIndex
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.harness import Cluster, cluster, wait_for
-from tests.router.page_feed import Feed, serving
+from tests.dashboard.page_feed import Feed, serving
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the page's tests need playwright")
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from cluster.cli import main
 from cluster.top import COLUMNS, TopView, latency_line, row_of, screen_of, strip
-from tests.router.page_feed import TBT_SLO_MS, Feed, serving
+from tests.dashboard.page_feed import TBT_SLO_MS, Feed, serving
 
 ROOT = Path(__file__).resolve().parents[2]
 

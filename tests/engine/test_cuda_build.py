@@ -20,11 +20,11 @@ from engine.components import build
 from engine.cuda.build import CONTEXT_BYTES, GIB, GRAPH_BYTES, build_on_cuda
 from engine.cuda.device import has_triton
 from engine.cuda.graphs import GraphRecording
+from engine.cuda.kv.driver import CudaError
 from engine.models.config import ModelConfig
 from engine.options import BuildOptions
 from scheduler.request import Request
 from shared.kv.memory import HostMemory
-from shared.kv_gpu.cuda_driver import CudaError
 from tests.engine.build import GREEDY, generate
 from tests.engine.fake_graph import FakeGraphPool
 

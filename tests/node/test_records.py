@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from dashboard.step_ring import members_of
 from engine.engine import StepTiming
 from node.node import Node
 from node.recorder import SchedulerSnapshot, StepRecorder
 from node.router_sessions import MAX_RECORDS, MAX_STEPS, RouterStream
-from router.history.step_ring import members_of
 from scheduler.blocks import Ledger
 from scheduler.cost import StepWork
 from scheduler.request import Request, Slice, Step, work_of

@@ -12,10 +12,10 @@ from router.dispatch import dispatcher as dispatcher_module
 from router.dispatch.admission import AdmissionQueue, QueueStatus
 from router.dispatch.dispatcher import Dispatcher, DispatchRules
 from router.dispatch.requests import GenerationRequest, TokenStream, merge
-from router.history.history import RequestHistory
 from router.nodes import health
 from router.nodes.connection import NodeConnection
 from router.nodes.pool import NodePool
+from router.observer import RouterObserver
 from shared.registry import EmbeddedRegistry
 from shared.rpc.messages import (
     NodeInfo,
@@ -32,11 +32,10 @@ PROMPT = list(range(10, 19))
 ANSWER = list(range(50, 57))
 
 
-class KeptHistory(RequestHistory):
-    """A history that keeps what the dispatcher reports about attempts."""
+class AttemptLog(RouterObserver):
+    """An observer that keeps what the dispatcher reports about attempts."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.placements: list[tuple[str, str | None, str, str, float, float]] = []
         self.moves: list[tuple[str, str]] = []
 
@@ -52,10 +51,10 @@ class KeptHistory(RequestHistory):
 class Played(NodeConnection):
     """A node whose reports are the test's; it keeps what it was sent."""
 
-    def __init__(self, pool: NodePool, name: str, history: RequestHistory) -> None:
+    def __init__(self, pool: NodePool, name: str, observer: RouterObserver) -> None:
         role = "prefill" if name.startswith("p") else "decode"
         info = NodeInfo(name, name, role, f"{name}:1", "m", "print", 4, 64, 1000, 512, 8)
-        super().__init__("router", info, 1.0, pool.connection_changed, history)
+        super().__init__("router", info, 1.0, pool.connection_changed, observer)
         self.pool = pool
         self.is_alive = True
         self.submits: list[SubmitRequest] = []
@@ -185,7 +184,7 @@ class Stage:
     queue: AdmissionQueue
     dispatch: Dispatcher
     nodes: dict[str, Played]
-    records: KeptHistory
+    records: AttemptLog
 
     def __getattr__(self, name: str) -> Played:
         return self.nodes[name]
@@ -250,15 +249,15 @@ def stage(
     ttft_slo_s: float = 0.0,
     disaggregate: str = "auto",
 ) -> Stage:
-    history = KeptHistory()
+    log = AttemptLog()
     queue = AdmissionQueue(max_queue_s, ttft_slo_s, max_queued_tokens)
-    pool = NodePool("router", EmbeddedRegistry("router", "127.0.0.1", 0), "disaggregated", 1.0, history, queue)
-    nodes = {name: Played(pool, name, history) for name in names.split()}
+    pool = NodePool("router", EmbeddedRegistry("router", "127.0.0.1", 0), "disaggregated", 1.0, log, queue)
+    nodes = {name: Played(pool, name, log) for name in names.split()}
     for node in nodes.values():
         pool.add(node)
     pool.notify()
     rules = DispatchRules(max_attempts, disaggregate, ttft_slo_s)
-    return Stage(pool, queue, Dispatcher(pool, queue, "m", rules, history), nodes, history)
+    return Stage(pool, queue, Dispatcher(pool, queue, "m", rules, log), nodes, log)
 
 
 async def turns() -> None:

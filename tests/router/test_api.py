@@ -13,12 +13,14 @@ import openai
 import pytest
 import uvicorn
 
-from router.history.history import RequestHistory
+from dashboard.history import RequestHistory
+from dashboard.routes import Dashboard
 from router.http.app import build_app
 from router.http.logprobs import CompletionLogprobs
 from router.http.output import OutputProcessor, PromptOutput, RequestOutput
 from router.http.responses import ResponseFormatter
 from router.metrics.request_metrics import RequestMetrics
+from router.observer import RouterObserver
 from shared.clock import now_ns
 from shared.errors import UnavailableError
 from tests.router.scripted import EOS, MODEL, ScriptedDispatcher
@@ -468,14 +470,13 @@ KINDS = (
     OutputProcessor,
     CompletionLogprobs,
     RequestMetrics,
-    RequestHistory,
+    RouterObserver,
 )
 HOOKS = [
     (kind, name) for kind in KINDS for name, each in vars(kind).items() if isinstance(each, FunctionType | property)
 ]
 AFTERWARDS = {
     "log_fields",
-    "placed_on",
     "ttft_s",
     "num_cached",
     "num_generated",
@@ -565,7 +566,7 @@ async def test_a_client_that_leaves_ends_the_work(dispatcher, byte_level, stream
 async def test_a_request_is_recorded_from_its_first_byte_to_its_last(dispatcher, byte_level):
     """Reading the body and writing the answer are the router's time: what it records leaves neither out."""
     records = RequestHistory()
-    app = build_app(dispatcher, byte_level, MODEL, records=records)
+    app = build_app(dispatcher, byte_level, MODEL, observer=records)
     at: dict[str, float] = {"arrived": now_ns() / 1e6}
 
     async def receive() -> dict[str, Any]:
@@ -588,3 +589,15 @@ async def test_a_request_is_recorded_from_its_first_byte_to_its_last(dispatcher,
     assert at["arrived"] <= summary["accepted_ms"] < at["asked"]
     assert summary["first_token_ms"] >= at["first"]
     assert summary["ended_ms"] >= at["last"]
+
+
+async def test_a_router_without_the_dashboard_has_none_of_its_routes_metrics_or_fields(dispatcher, byte_level):
+    app = build_app(dispatcher, byte_level, MODEL)
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        for path in ("/", "/events", "/trace", "/v1/requests", "/v1/steps"):
+            assert (await client.get(path)).status_code == 404
+        assert not Dashboard.queries.keys() & (await client.get("/openapi.json")).json()["paths"].keys()
+        assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+        assert "vllm:request_queue_time" not in (await client.get("/metrics")).text
+        assert "summary" not in (await client.get("/v1/status")).json()

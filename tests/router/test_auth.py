@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from cluster.cli import main
 from compare.main import command_line
+from dashboard.routes import Dashboard
 from router.http.app import build_app
 from router.http.asgi import deadline_of
 from router.http.auth import NO_KEY_NEEDED
@@ -148,7 +149,7 @@ def test_baton_key_makes_a_line_that_its_key_fits(capsys: Any, file: Path) -> No
 @pytest.fixture
 def app(file: Path, byte_level: Any) -> Starlette:
     dispatcher = ScriptedDispatcher(lambda _, __: [5, 6, 2])
-    return build_app(dispatcher, byte_level, MODEL, keys=ApiKeys(str(file)))
+    return build_app(dispatcher, byte_level, MODEL, keys=ApiKeys(str(file)), observer=Dashboard())
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ import router.nodes.connection as link_of_router
 from router.dispatch.admission import AdmissionQueue
 from router.dispatch.dispatcher import Dispatcher, DispatchRules
 from router.dispatch.requests import GenerationRequest
-from router.history.history import RequestHistory
 from router.http.admin import Admin
 from router.nodes.connection import NodeConnection
 from router.nodes.pool import NodePool
+from router.observer import RouterObserver
 from scheduler.cost import CostModel
 from shared.errors import RequestError, UnavailableError
 from shared.lifecycle import wait_until
@@ -107,15 +107,14 @@ class Played:
         self._end.set()
 
 
-class Kept(RequestHistory):
+class Kept(RouterObserver):
     """Records that keep who reported."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.reports: list[tuple[str, NodeUpdate]] = []
 
-    def take(self, info: NodeInfo, report: NodeUpdate) -> None:
-        self.reports.append((info.id, report))
+    def node_updated(self, info: NodeInfo, update: NodeUpdate) -> None:
+        self.reports.append((info.id, update))
 
 
 @dataclass

@@ -6,12 +6,12 @@ import secrets
 import sys
 from typing import Any
 
+from engine.cuda.kv.cuda_ipc import CudaIpcChannel
 from shared.kv.channel import ChannelError
 from shared.kv.memory import HostMemory
 from shared.kv.shm import ShmChannel
 from shared.kv.tcp import TcpChannel
-from shared.kv_gpu.cuda_ipc import CudaIpcChannel
-from tests.shared.fake_cuda import FakeDeviceMemory, gpu
+from tests.shared.fake_cuda import FakeDeviceMemory
 
 Channel = ShmChannel | TcpChannel | CudaIpcChannel
 Memory = HostMemory | FakeDeviceMemory
@@ -29,13 +29,9 @@ class Peer:
 
     @classmethod
     async def start(cls, kind: str, num_rows: int, row_bytes: int, directory: str, **options: Any) -> "Peer":
-        name, _, variant = kind.partition(":")  # in how GPUs share memory
-        on_gpu = bool(variant) or name == "cuda_ipc"
-        peer = cls(
-            FakeDeviceMemory(num_rows, row_bytes, gpu(kind=variant or "vmm"))
-            if on_gpu
-            else HostMemory(num_rows, row_bytes)
-        )
+        name, _, place = kind.partition(":")
+        on_gpu = place == "gpu" or name == "cuda_ipc"
+        peer = cls((FakeDeviceMemory if on_gpu else HostMemory)(num_rows, row_bytes))
         for row in range(num_rows):
             peer.memory.rows[row] = (row + 1) % 256
         told = peer.boot, peer.lost.append

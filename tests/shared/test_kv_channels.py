@@ -47,8 +47,8 @@ ROOT = Path(__file__).parents[2]
 NUM_ROWS, ROW_BYTES = 32, 16_384
 LONG = 8_000  # times the whole pool: a push that lasts for seconds, whatever the channel
 PATIENCE_S = 20.0  # of the tests, for things that take milliseconds
-# Over a double of the CUDA driver: memory that is shared by descriptors or by legacy handles, and rows of a GPU over tcp.
-KINDS = ["shm", "tcp", "cuda_ipc", "cuda_ipc:legacy", "tcp:vmm"]
+# The last two run over a fake of the CUDA driver.
+KINDS = ["shm", "tcp", "cuda_ipc", "tcp:gpu"]
 
 
 def channel_of(kind: str) -> str:

@@ -16,8 +16,8 @@ from node.process import NodeProcess
 from prefill_node.sender import HandoffSender
 from router.dispatch.admission import AdmissionQueue
 from router.dispatch.dispatcher import Dispatcher, DispatchRules
-from router.history.history import RequestHistory
 from router.nodes.pool import NodePool
+from router.observer import RouterObserver
 from scheduler.role import ROLES
 from scheduler.scheduler import Scheduler
 from shared.config.settings import NodeSettings
@@ -183,11 +183,11 @@ class RouterHost(Host):
             registry = EmbeddedRegistry(identity, "127.0.0.1", JOIN_PORT)
         else:
             registry = RedisRegistry("redis://sim", "default")
-        records = RequestHistory()
+        observer = RouterObserver()
         queue = AdmissionQueue(max_queue_s=30.0, ttft_slo_s=0.0)
-        self.fleet = NodePool(identity, registry, "disaggregated", NODE_TIMEOUT_S, records, queue)
+        self.fleet = NodePool(identity, registry, "disaggregated", NODE_TIMEOUT_S, observer, queue)
         rules = DispatchRules(disaggregate=scenario.disaggregate)
-        self.dispatch = Dispatcher(self.fleet, queue, "sim", rules, records)
+        self.dispatch = Dispatcher(self.fleet, queue, "sim", rules, observer)
         await self.fleet.start()
         await self.lifetime.draining.wait()
         await self.fleet.close()

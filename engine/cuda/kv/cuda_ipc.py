@@ -1,8 +1,8 @@
 """The KV channel between GPUs of one host: the writer maps the receiver's memory and copies rows on the device.
 
-The receiver sends its allocation once, over the socket of `shared.kv.local`: as a file descriptor, or as the 64 bytes
-of a legacy handle. Writes are one-sided, so the channel is not `fenced`. A receiver is `reachable` if this process sees
-the receiver's GPU and its own GPU can copy to it. GPUs are identified by UUID, since ordinals differ between processes.
+The receiver sends its allocation once, as a file descriptor over the socket of `shared.kv.local`. Writes are one-sided,
+so the channel is not `fenced`. A receiver is `reachable` if this process sees the receiver's GPU and its own GPU can
+copy to it. GPUs are identified by UUID, since ordinals differ between processes.
 """
 
 import contextlib
@@ -13,15 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from engine.cuda.kv.driver import CudaDevice, CudaError, CudaRegion, CudaStream
 from shared.kv.channel import DescriptorError, PeerDescriptor, PeerLostError
 from shared.kv.listener import ANSWER, check_answer, pack_greeting
 from shared.kv.local import LocalChannel, host_id
 from shared.kv.peers import hung_up
 from shared.kv.shm import runs
 from shared.kv.staging import KVMemory
-from shared.kv_gpu.cuda_driver import VMM, CudaDevice, CudaError, CudaRegion, CudaStream
 
-OFFER = struct.Struct("<8sQ64s")  # kind, bytes of the region, legacy handle
+OFFER = struct.Struct("<Q")  # bytes of the region
 # Copied between two checks for a stop: it takes half a millisecond on one GPU, and a check takes far less.
 PIECE_BYTES = 1 << 30
 # The kernel may close the sockets of a killed process before the driver has ended its copies.
@@ -67,8 +67,8 @@ class CudaIpcChannel(LocalChannel[DeviceRows]):
     def _offer(self) -> tuple[bytes, list[int]]:
         region = self._region
         assert region is not None
-        data = OFFER.pack(region.kind.encode(), region.size, region.handle)
-        return data, [] if region.descriptor is None else [region.descriptor]
+        assert region.descriptor is not None
+        return OFFER.pack(region.size), [region.descriptor]
 
     def _link(self, descriptor: PeerDescriptor, _reservation_id: bytes) -> "_Copier":
         if self._region is None or not self._reaches(descriptor.host):
@@ -101,22 +101,16 @@ class _Copier:
         self, _reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
     ) -> None:
         """Copy adjacent rows together, and wait for each piece. Other threads run in the meantime."""
-        size = self._row_bytes
-        copies: list[tuple[int, int, int]] = []
-        begun = 0
+        size, started = self._row_bytes, 0
         for start, end in runs(source, target, max(1, PIECE_BYTES // size)):
-            target_at, source_at = (
-                self._theirs.address + target[start] * size,
-                self._ours.address + source[start] * size,
-            )
-            copies.append((target_at, source_at, (end - start) * size))
-            begun += copies[-1][2]
-            if begun >= PIECE_BYTES or end == len(source):
-                if stopped() or hung_up(self.socket):
-                    break
-                self._stream.copy(copies)
+            if not started and (stopped() or hung_up(self.socket)):
+                break
+            to, from_ = self._theirs.address + target[start] * size, self._ours.address + source[start] * size
+            self._stream.copy(to, from_, (end - start) * size)
+            started += (end - start) * size
+            if started >= PIECE_BYTES or end == len(source):
                 self._stream.wait()
-                copies, begun = [], 0
+                started = 0
         if hung_up(self.socket):
             raise PeerLostError("it has ended")
 
@@ -149,13 +143,12 @@ def attach(
         check_answer(data[: ANSWER.size])
         if len(data) != ANSWER.size + OFFER.size:
             raise PeerLostError("it offered no memory")
-        kind, size, handle = OFFER.unpack(data[ANSWER.size :])
-        name = kind.rstrip(b"\0").decode("ascii", "replace")
-        if size < descriptor.num_rows * descriptor.row_bytes or (name == VMM) != bool(fds):
+        (size,) = OFFER.unpack(data[ANSWER.size :])
+        if size < descriptor.num_rows * descriptor.row_bytes or not fds:
             raise PeerLostError(
                 f"what it offered is no memory of {descriptor.num_rows} rows of {descriptor.row_bytes} bytes"
             )
-        region = CudaRegion.attach(gpu, name, size, fds[0] if fds else None, handle)
+        region = CudaRegion.attach(gpu, size, fds[0])
         for fd in fds:  # mapped memory needs no descriptor
             os.close(fd)
         undo.pop_all()

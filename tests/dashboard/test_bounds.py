@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from router.history.chrome_trace import trace_events
-from router.history.history import HistoryLimits, RequestHistory
-from router.history.step_ring import MEMBERS_BYTES
-from router.metrics.node_metrics import HandoffQueues, NodeMetrics
-from router.metrics.request_metrics import RequestMetrics
-from router.nodes.status import node_status, whole_status
+from dashboard.chrome_trace import trace_events
+from dashboard.history import HistoryLimits, RequestHistory
+from dashboard.metrics import HandoffQueues, RecordMetrics
+from dashboard.routes import Dashboard
+from dashboard.step_ring import MEMBERS_BYTES
+from router.metrics.node_metrics import NodeMetrics
+from router.nodes.status import node_status
 from scheduler.cost import CostModel
 from shared.clock import now_ns
 from shared.rpc.codec import decode, encode
@@ -52,21 +53,23 @@ reports = st.builds(
 
 @settings(max_examples=100)
 @given(st.lists(reports, max_size=5))
-def test_malformed_records_break_neither_the_history_nor_its_views(said: list[NodeUpdate]) -> None:
-    records = RequestHistory()
+async def test_malformed_records_break_neither_the_history_nor_its_views(said: list[NodeUpdate]) -> None:
+    records = Dashboard()
     node = info("decode-0")
     rows: list[Any] = [(node, NodeStats(), True)]
     status: dict[str, Any] = {"nodes": [node_status(node, NodeStats(), True)], "placements": {}, "requests": {}}
     metrics = CollectorRegistry()
-    node_metrics = NodeMetrics(lambda: rows, "m", records, lambda: status)
-    records.subscribe(node_metrics)
-    metrics.register(node_metrics)
+    record_metrics = RecordMetrics(lambda: rows, "m", records)
+    records.subscribe(record_metrics)
+    metrics.register(record_metrics)
     records.accepted("cmpl-a", 4, 1)
     records.placed("cmpl-a-0.0.0", None, "decode-0", "r")
     for report in said:
-        records.take(node, decode(encode(report), NodeUpdate))
+        records.node_updated(node, decode(encode(report), NodeUpdate))
     start = now_ns()
-    records.take(node, NodeUpdate(steps=[StepRecord(5, start, 100, num_decodes=1, members=pack_ids([3, 0, 1]))]))
+    records.node_updated(
+        node, NodeUpdate(steps=[StepRecord(5, start, 100, num_decodes=1, members=pack_ids([3, 0, 1]))])
+    )
     ring = records.ring("decode-0")
     assert ring is not None
     row = ring.latest()
@@ -79,7 +82,7 @@ def test_malformed_records_break_neither_the_history_nor_its_views(said: list[No
         [ring.shown(each) for each in ring.rows()],
         [ring.members(each.number) for each in ring.rows()],
         list(trace_events(records, start - 10**9)),
-        whole_status(status, records, RequestMetrics("m")),
+        records.extend_status(status),
     ):
         json.dumps(made, allow_nan=False)
     generate_latest(metrics)
@@ -87,7 +90,7 @@ def test_malformed_records_break_neither_the_history_nor_its_views(said: list[No
 
 def test_what_is_no_record_is_left_out_and_counted() -> None:
     records = RequestHistory()
-    records.take(
+    records.node_updated(
         info("d"), NodeUpdate(steps=[StepRecord(1, 2**70, 10), StepRecord(2, 10, 2**62), StepRecord(3, 20, 5)])
     )
     assert [row.number for row in records.steps("d")] == [3]
@@ -122,17 +125,20 @@ def serve(records: RequestHistory, number: int, num_chunks: int = 2) -> None:
                    members=pack_ids([number, 16 * chunk, 16]))
         for chunk in range(num_chunks)
     ]  # fmt: skip
-    records.take(info("prefill-0"), NodeUpdate(events=events, steps=chunks))
+    records.node_updated(info("prefill-0"), NodeUpdate(events=events, steps=chunks))
     landed = [
         RequestEvent(attempt, kind, at + 4 * MS, serial=number) for kind in ("queued", "landed", "admitted", "ended")
     ]
-    records.take(info("decode-0"), NodeUpdate(events=landed))
+    records.node_updated(info("decode-0"), NodeUpdate(events=landed))
     records.output(name, 0, 3)
     records.ended(name, 0, "stop")
 
 
 class QueueObserver(HandoffQueues):
     def step(self, info: NodeInfo, record: StepRecord) -> None:
+        pass
+
+    def finished(self, id: str) -> None:
         pass
 
 
@@ -174,7 +180,7 @@ def test_silent_nodes_are_dropped_when_others_join() -> None:
     now = [10**15]
     records = RequestHistory(lambda: now[0])
     for number in range(5):
-        records.take(info(f"decode-{number}"), NodeUpdate(stats=NodeStats()))
+        records.node_updated(info(f"decode-{number}"), NodeUpdate(stats=NodeStats()))
         now[0] += 3600 * 10**9
     assert records.nodes() == ["decode-4"]
 
@@ -184,9 +190,13 @@ def test_the_summary_of_several_samples_is_of_the_first_ones_way() -> None:
     records.accepted("cmpl-a", 4, 2)
     records.placed("cmpl-a-0.0.0", "prefill-0", "decode-0", "disaggregated")
     records.placed("cmpl-a-0.1.0", None, "decode-0", "sibling")
-    assert records.placed_on("cmpl-a") == ("prefill-0", "decode-0")
+    summary = records.summary("cmpl-a")
+    assert summary is not None
+    assert (summary["prefill"], summary["decode"]) == ("prefill-0", "decode-0")
     records.placed("cmpl-a-0.0.1", None, "decode-1", "no_prefill_node")
-    assert records.placed_on("cmpl-a") == (None, "decode-1")
+    summary = records.summary("cmpl-a")
+    assert summary is not None
+    assert (summary["prefill"], summary["decode"]) == (None, "decode-1")
 
 
 # ---- queues ----------------------------------------------------------------------------------------------------------
@@ -220,10 +230,10 @@ def test_a_node_that_has_changed_its_role_still_ends_what_it_had() -> None:
 
 
 def test_gauges_of_a_lost_node_are_not_shown_and_its_counters_are() -> None:
-    records, rows = RequestHistory(), [(P, NodeStats(running=5, steps=7), False)]
+    rows = [(P, NodeStats(running=5, steps=7), False)]
     metrics = CollectorRegistry()
     status: dict[str, Any] = {"placements": {}, "requests": {}}
-    metrics.register(NodeMetrics(lambda: rows, "m", records, lambda: status))
+    metrics.register(NodeMetrics(lambda: rows, "m", lambda: status))
     text = generate_latest(metrics).decode()
     assert 'vllm:num_requests_running{engine="p0"' not in text
     assert 'baton_steps_total{engine="p0",model_name="m",role="prefill"} 7.0' in text
@@ -234,8 +244,8 @@ def test_steps_of_one_number_take_no_more_room_than_the_last_of_them() -> None:
     records, node = RequestHistory(), info("d")
     slices = pack_ids(list(range(3 * 4096)))
     for _ in range(MEMBERS_BYTES // len(slices) + 2):
-        records.take(node, NodeUpdate(steps=[StepRecord(1, 10, 5, num_decodes=4096, members=slices)]))
-    records.take(node, NodeUpdate(steps=[StepRecord(2, 20, 5, num_decodes=1, members=slices[:12])]))
+        records.node_updated(node, NodeUpdate(steps=[StepRecord(1, 10, 5, num_decodes=4096, members=slices)]))
+    records.node_updated(node, NodeUpdate(steps=[StepRecord(2, 20, 5, num_decodes=1, members=slices[:12])]))
     ring = records.ring("d")
     assert ring is not None
     assert [len(ring.members(number) or ()) for number in (1, 2)] == [4096, 1]

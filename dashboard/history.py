@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from router.history.step_ring import StepRing, StepRow, members_of
-from router.history.trace import AttemptSpan, PrefillChunk, RequestTrace, TraceEvent
+from dashboard.step_ring import StepRing, StepRow, members_of
+from dashboard.trace import AttemptSpan, PrefillChunk, RequestTrace, TraceEvent
+from router.observer import RouterObserver
 from scheduler.cost import CostModel
 from shared.clock import now_ns
 from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate, RequestEvent, StepRecord
@@ -44,6 +45,7 @@ class RecordObserver(Protocol):
     def step(self, info: NodeInfo, record: StepRecord) -> None: ...
     def event(self, info: NodeInfo, event: RequestEvent) -> None: ...
     def lost(self, node: str) -> None: ...
+    def finished(self, id: str) -> None: ...
 
 
 class Transfer(NamedTuple):
@@ -96,11 +98,10 @@ class NodeHistory:
             del self.serials[next(iter(self.serials))]
 
 
-class RequestHistory:
+class RequestHistory(RouterObserver):
     """The traces of the latest requests, the steps of all nodes, and the latest transfers.
 
-    Node connections record the nodes' reports (`take`, `lost`), HTTP requests their output (`accepted`, `output`,
-    `ended`), and the dispatcher its placements (`placed`, `migrated`). `/v1/requests`, `/v1/steps`, `/events`, `/trace`
+    The router reports requests and nodes to it as a `RouterObserver`. `/v1/requests`, `/v1/steps`, `/events`, `/trace`
     and the metrics read it. Everything runs on the router's event loop, but other threads may read the copies that
     `nodes`, `traces` and `transfers` return. Malformed records of a node are dropped and counted; they never raise.
     Memory is bounded by `limits`, and the oldest requests are dropped first.
@@ -125,14 +126,11 @@ class RequestHistory:
 
     # ---- from the nodes -----------------------------------------------------------------------------------------
 
-    def take(self, info: NodeInfo, report: NodeUpdate) -> None:
-        """Record everything in a node's update except its token deltas."""
-        if report.stats is None and not report.steps and not report.events:
-            return
+    def node_updated(self, info: NodeInfo, update: NodeUpdate) -> None:
         node = self._node_history(info)
-        if report.stats is not None:
-            node.on_update(report.stats, self._now())
-        for event in report.events:  # before the steps, because they name the requests in them
+        if update.stats is not None:
+            node.on_update(update.stats, self._now())
+        for event in update.events:  # before the steps, because they name the requests in them
             if len(event.id) > MAX_TEXT or not 0 <= event.at_ns < MAX_NS:
                 self.num_malformed += 1
                 continue
@@ -140,7 +138,7 @@ class RequestHistory:
             self._event(info.id, node, event)
             for observer in self._observers:
                 observer.event(info, event)
-        for record in report.steps:
+        for record in update.steps:
             record.start_ns += node.offset_ns
             try:
                 self._step(info.id, node, record)
@@ -150,8 +148,7 @@ class RequestHistory:
             for observer in self._observers:
                 observer.step(info, record)
 
-    def lost(self, node: str) -> None:
-        """Record that the node's stream ended."""
+    def node_lost(self, node: str) -> None:
         for observer in self._observers:
             observer.lost(node)
 
@@ -222,8 +219,6 @@ class RequestHistory:
     def accepted(
         self, id: str, num_prompt: int, num_samples: int, traceparent: str = "", waited_s: float = 0.0
     ) -> None:
-        """Record that one prompt of a request was accepted. The request arrived `waited_s` seconds ago. Reading and
-        checking its body counts as the router's time."""
         trace = self._traces.get(id)
         if trace is None:
             trace = self._traces[id] = RequestTrace(id, self._now() - round(waited_s * 1e9), traceparent=traceparent)
@@ -234,7 +229,6 @@ class RequestHistory:
         self._change(id)
 
     def output(self, id: str, sample: int, num_tokens: int) -> None:
-        """Record that tokens were sent to the client."""
         trace = self._traces.get(id)
         if trace is not None and num_tokens:
             trace.output(sample, num_tokens, self._now())
@@ -242,23 +236,23 @@ class RequestHistory:
                 self._changed[id] = None
 
     def ended(self, id: str, sample: int, how: str) -> None:
-        """Record the end of a sample: "stop", "length", "abort" (the client disconnected) or "error"."""
         trace = self._traces.get(id)
         if trace is not None:
             trace.ended(how, self._now())
             self._change(id)
+            if trace.num_ended == trace.num_samples:
+                for observer in self._observers:
+                    observer.finished(id)
 
     def placed(
         self, attempt: str, prefill: str | None, decode: str, reason: str, local_s: float = 0.0, remote_s: float = 0.0
     ) -> None:
-        """Record an attempt's nodes, and the predicted seconds of both placements, which are 0 without a prediction."""
         trace = self._trace(attempt)
         if trace is not None:
             trace.attempts[attempt] = AttemptSpan(attempt, prefill, decode, reason, self._now(), local_s, remote_s)
             self._change(trace.id)
 
     def migrated(self, attempt: str, why: str) -> None:
-        """Record why an attempt ended early. Another attempt follows, or the request fails."""
         span = self._attempt(attempt)
         if span is not None:
             span.migrated = why
@@ -302,12 +296,6 @@ class RequestHistory:
     def summary(self, id: str) -> dict[str, object] | None:
         trace = self._traces.get(id)
         return None if trace is None else trace.summary(self.ring)
-
-    def placed_on(self, id: str) -> tuple[str | None, str | None]:
-        """Return the prefill and the decode node of the latest attempt."""
-        trace = self._traces.get(id)
-        span = trace.last_attempt if trace is not None else None
-        return (None, None) if span is None else (span.prefill, span.decode)
 
     def latest_requests(self, limit: int) -> Iterator[dict[str, object]]:
         """Yield summaries, newest first. Each one is created when it is read."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from router.history.step_ring import StepRing, interference_ns
+from dashboard.step_ring import StepRing, interference_ns
 
 MAX_EVENTS = 4096  # of one attempt, which usually has a push per chunk and a few preemptions
 GAP_NS = 500_000  # shorter gaps are overhead of the engine's loop

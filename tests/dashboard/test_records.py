@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.history.history import HistoryLimits, RequestHistory
-from router.history.step_ring import StepRing, members_of
-from router.history.trace import union
+from dashboard.history import HistoryLimits, RequestHistory
+from dashboard.step_ring import StepRing, members_of
+from dashboard.trace import union
 from scheduler.cost import CostModel
 from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate, RequestEvent, StepRecord, pack_ids
 
@@ -38,7 +38,7 @@ class World:
         if kind == self.lost:
             return
         event = RequestEvent(attempt, kind, BASE + round(ms * MS), **fields)
-        self.records.take(info(node), NodeUpdate(events=[event]))
+        self.records.node_updated(info(node), NodeUpdate(events=[event]))
 
     def push(self, start_ms: float, end_ms: float, num_bytes: int = 100) -> None:
         duration_us = round((end_ms - start_ms) * 1000)
@@ -54,10 +54,10 @@ class World:
             num_decodes=decodes,
             members=pack_ids([0, 0, prompt] if prompt else []),
         )
-        self.records.take(info(node), NodeUpdate(steps=[record]))
+        self.records.node_updated(info(node), NodeUpdate(steps=[record]))
 
     def model(self, node: str) -> None:
-        self.records.take(info(node), NodeUpdate(stats=NodeStats(cost=MODEL.packed())))
+        self.records.node_updated(info(node), NodeUpdate(stats=NodeStats(cost=MODEL.packed())))
 
 
 def disaggregated(lost: str = "") -> World:
@@ -275,7 +275,7 @@ def test_a_clock_that_is_off_by_more_than_a_millisecond_is_corrected(ahead_ms: f
     world.records.placed("cmpl-a-0.0.0", None, "decode-0", "r")
     for sent_ms, on_the_way_ms in ((10, 4.0), (20, 0.2), (30, 9.0)):
         sent_ns = BASE + round((sent_ms + ahead_ms) * MS)
-        world.at(sent_ms + on_the_way_ms).take(info("decode-0"), NodeUpdate(stats=NodeStats(sent_ns=sent_ns)))
+        world.at(sent_ms + on_the_way_ms).node_updated(info("decode-0"), NodeUpdate(stats=NodeStats(sent_ns=sent_ns)))
     world.event("decode-0", "queued", 100 + ahead_ms)
     world.step("decode-0", 0, 100 + ahead_ms, 1, prompt=3)
     (trace,) = world.records.traces()
@@ -295,7 +295,7 @@ def test_the_oldest_requests_are_forgotten() -> None:
 def test_a_new_life_of_a_node_begins_a_new_ring() -> None:
     records = RequestHistory()
     for boot in ("one", "two"):
-        records.take(info("decode-0", boot), NodeUpdate(steps=[StepRecord(0, 5, 1)]))
+        records.node_updated(info("decode-0", boot), NodeUpdate(steps=[StepRecord(0, 5, 1)]))
     assert len(records.steps("decode-0")) == 1
 
 

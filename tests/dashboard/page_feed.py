@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from router.history.bottleneck import bottleneck
-from router.history.dashboard import page_routes
+from dashboard.bottleneck import bottleneck
+from dashboard.routes import page_routes
 
 ROLES = {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode", "decode-1": "decode"}
 TBT_SLO_MS = 25.0

@@ -18,6 +18,8 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from engine.cuda.kv import cuda_ipc
+from engine.cuda.kv.driver import CudaDevice, CudaRegion
 from shared.kv import shm
 from shared.kv.channel import ChannelError, DescriptorError, PeerDescriptor, PeerLostError
 from shared.kv.checksum import checksums
@@ -25,8 +27,6 @@ from shared.kv.local import LocalChannel
 from shared.kv.memory import Rows
 from shared.kv.peers import hung_up
 from shared.kv.staging import InPlaceStaging, Staging
-from shared.kv_gpu import cuda_ipc
-from shared.kv_gpu.cuda_driver import CudaDevice, CudaRegion
 
 log = logging.getLogger("baton.kv")
 NAME = "pool"
@@ -108,7 +108,7 @@ class PoolClient:
         self.rows = rows
         self.region = region
         self.num_rows, self.row_bytes = descriptor.num_rows, descriptor.row_bytes
-        self.lender = descriptor.incarnation_id
+        self.owner = descriptor.incarnation_id
         self._descriptor = descriptor.pack()
         self._connection = connection
 

@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.testclient import TestClient
 
-from router.history.chrome_trace import trace_events
-from router.history.dashboard import ROWS_AT_ONCE, history_routes
-from router.history.events import MAX_WAITING_BYTES, EventStream, Subscriber
-from router.history.history import RequestHistory
-from router.history.step_ring import FIELDS
+from dashboard.chrome_trace import trace_events
+from dashboard.events import MAX_WAITING_BYTES, EventStream, Subscriber
+from dashboard.history import RequestHistory
+from dashboard.routes import ROWS_AT_ONCE, history_routes
+from dashboard.step_ring import FIELDS
 from router.http.asgi import described
 from shared.clock import now_ns
 from shared.errors import RequestError
@@ -38,13 +38,13 @@ def served(records: RequestHistory) -> int:
 
     def event(node: str, kind: str, ms: int, **fields: object) -> RequestEvent:
         made = RequestEvent(attempt, kind, began + ms * MS, **fields)
-        records.take(info(node), NodeUpdate(events=[made]))
+        records.node_updated(info(node), NodeUpdate(events=[made]))
         return made
 
     def step(node: str, number: int, ms: int, prompt: int, decodes: int, members: list[int]) -> None:
         record = StepRecord(number, began + ms * MS, 8000, 100, 0, 64, "fixed", int(prompt > 0), prompt, 0, decodes)
         record.members = pack_ids(members)
-        records.take(info(node), NodeUpdate(steps=[record]))
+        records.node_updated(info(node), NodeUpdate(steps=[record]))
 
     records.accepted("cmpl-a", 32, 1)
     records.placed(attempt, "prefill-0", "decode-0", "r")
@@ -187,7 +187,7 @@ def test_a_long_answer_is_one_json_object_however_many_pieces_it_is_written_in(p
     served(records)
     for number in range(6, 12):
         step = StepRecord(number, now_ns(), 100, num_decodes=1)
-        records.take(info("decode-0"), NodeUpdate(steps=[step]))
+        records.node_updated(info("decode-0"), NodeUpdate(steps=[step]))
         records.accepted(f"cmpl-{number}", 3, 1)
     path = path.replace("1h", "60m")
     whole = client(records).get(path).json()
@@ -269,7 +269,7 @@ async def test_a_watcher_of_one_node_receives_only_its_steps() -> None:
     watcher = Watcher(feed, "node=decode-0")
     await watcher.receives("status")
     for name in ("prefill-0", "decode-0"):
-        records.take(info(name), NodeUpdate(steps=[StepRecord(20, now_ns(), 5)]))
+        records.node_updated(info(name), NodeUpdate(steps=[StepRecord(20, now_ns(), 5)]))
     await watcher.receives("steps")
     assert {data["node"] for kind, data in watcher.events() if kind == "steps"} == {"decode-0"}
     feed.close()

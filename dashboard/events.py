@@ -16,8 +16,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from router.history.history import RequestHistory, Transfer
-from router.history.step_ring import FIELDS, StepRing, StepRow
+from dashboard.history import RequestHistory, Transfer
+from dashboard.step_ring import FIELDS, StepRing, StepRow
 from router.http.asgi import ResponseWriter, label_of, while_connected
 from router.http.responses import dump
 from shared.clock import now_ns

@@ -4,19 +4,21 @@ The page's files are read once from a fixed table, so that no request can name a
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from router.history.chrome_trace import trace_events
-from router.history.events import EventStream
-from router.history.history import MAX_REQUESTS, RequestHistory
-from router.history.step_ring import CAPACITY, FIELDS, StepRing
+from dashboard.bottleneck import bottleneck
+from dashboard.chrome_trace import trace_events
+from dashboard.events import EventStream
+from dashboard.history import MAX_REQUESTS, NodeActivity, RequestHistory
+from dashboard.step_ring import CAPACITY, FIELDS, StepRing
 from router.http.responses import dump
 from shared.clock import now_ns
 from shared.errors import RequestError
@@ -48,6 +50,66 @@ POLICY = "; ".join(
         "frame-ancestors 'none'",
     )
 )
+
+QUERIES: dict[str, dict[str, Any]] = {  # the query parameters of each route with a JSON answer, for /openapi.json
+    "/v1/requests": {"limit": {"type": "integer", "minimum": 1, "maximum": MAX_REQUESTS}},
+    "/v1/requests/{id}/timeline": {},
+    "/v1/steps": {
+        "node": {"type": "string"},
+        "limit": {"type": "integer", "minimum": 1, "maximum": CAPACITY},
+        "since_ms": {"type": "number", "minimum": 0, "maximum": 1e13},
+    },
+    "/v1/steps/{node}/{number}": {},
+    "/trace": {"last": {"type": "string", "pattern": "^[1-9][0-9]{0,2}(ms|s)?$"}},
+}
+
+
+class Dashboard(RequestHistory):
+    """The history with its routes and its part of `/v1/status`: the observer of a router that has the dashboard on."""
+
+    queries = QUERIES
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._event_streams: list[EventStream] = []
+
+    def routes(self, status: Callable[[], dict[str, Any]]) -> list[Route]:
+        """Return all routes of the history and its page. Raises OSError if a file of the page is missing."""
+        stream = EventStream(self, status)
+        self._event_streams.append(stream)
+        return history_routes(self, stream)
+
+    def extend_status(self, status: dict[str, Any]) -> dict[str, Any]:
+        """Add each node's activity in the last seconds, and a sentence about the cluster's bottleneck."""
+        nodes = [
+            node | {"clock_offset_ms": self.offset_ms(node["id"])} | _activity(self.activity(node["id"]))
+            for node in status["nodes"]
+        ]
+        whole = status | {"nodes": nodes}
+        return whole | {"summary": bottleneck(whole)}
+
+    def close(self) -> None:
+        for stream in self._event_streams:
+            stream.close()
+
+
+def _activity(activity: NodeActivity | None) -> dict[str, object]:
+    if activity is None:
+        batch = {"tokens": 0, "prefills": 0, "decodes": 0}
+        return {"steps_per_s": 0.0, "tokens_per_s": 0.0, "busy": 0.0, "batch": batch, "budget": 0, "budget_reason": ""}
+    last = activity.last
+    return {
+        "steps_per_s": round(activity.steps_per_s, 1),
+        "tokens_per_s": round(activity.tokens_per_s, 1),
+        "busy": round(activity.busy, 6),
+        "batch": {
+            "tokens": last.prefill_tokens + last.num_decodes,
+            "prefills": last.num_prefills,
+            "decodes": last.num_decodes,
+        },
+        "budget": last.budget,
+        "budget_reason": activity.reason,
+    }
 
 
 def history_routes(history: RequestHistory, events: EventStream, rows_at_once: int = ROWS_AT_ONCE) -> list[Route]:

@@ -9,8 +9,8 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from router.history.bottleneck import bottleneck
-from router.history.dashboard import FILES, FOLDER, page_routes
+from dashboard.bottleneck import bottleneck
+from dashboard.routes import FILES, FOLDER, page_routes
 
 
 async def get(path: str, **headers: str) -> httpx.Response:

@@ -9,9 +9,9 @@ since the trace began.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from router.history.history import RequestHistory, Transfer
-from router.history.step_ring import FIELDS, StepRing, StepRow
-from router.history.trace import AttemptSpan, RequestTrace, TraceEvent
+from dashboard.history import RequestHistory, Transfer
+from dashboard.step_ring import FIELDS, StepRing, StepRow
+from dashboard.trace import AttemptSpan, RequestTrace, TraceEvent
 
 Event = dict[str, Any]
 MAX_STEPS = 200_000  # of all nodes together; the earliest steps of a longer trace are left out

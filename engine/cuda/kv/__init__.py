@@ -1,0 +1,1 @@
+"""KV of GPUs: memory that processes of one host share, and the channels over it. Experimental."""

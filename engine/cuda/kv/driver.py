@@ -1,0 +1,209 @@
+"""The CUDA driver through NVIDIA's cuda-bindings: GPU memory that another process can map, and copies of its rows.
+
+The memory is allocated outside torch, whose settings can make memory impossible to share.
+"""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Self
+
+
+class CudaError(OSError):
+    """A call of the driver failed. The text has the name of the call and that of the error."""
+
+
+class Driver:
+    """Calls `api`: the module `cuda.bindings.driver`, which releases the interpreter lock, or a substitute in tests."""
+
+    def __init__(self, api: Any) -> None:
+        self.api = api
+        self.call("cuInit", 0)
+        self.by_descriptor = api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    @classmethod
+    @cache
+    def load(cls) -> "Driver":
+        """Return the driver of this machine. Raises CudaError if it has no driver or no GPU."""
+        try:
+            from cuda.bindings import driver
+
+            return cls(driver)
+        except (ImportError, RuntimeError) as error:  # RuntimeError: libcuda is not installed
+            raise CudaError(f"no CUDA driver to use here: {error}; see the extra `gpu`") from error
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a function and return its result, None without one. Raises CudaError."""
+        code, *result = getattr(self.api, name)(*arguments)
+        if code:
+            raise CudaError(f"{name} failed: {code.name} ({int(code)})")
+        return result[0] if result else None
+
+    def uuids(self) -> list[str]:
+        """Return the UUIDs of the GPUs that this process may use, by ordinal. Ordinals differ between processes."""
+        ordinals = range(self.call("cuDeviceGetCount"))
+        return [self.call("cuDeviceGetUuid", self.call("cuDeviceGet", ordinal)).bytes.hex() for ordinal in ordinals]
+
+
+class CudaDevice:
+    """One GPU, used through its primary context, as torch does. `ordinal` counts GPUs as torch does."""
+
+    def __init__(self, ordinal: int, driver: Driver | None = None) -> None:
+        self.driver = driver or Driver.load()
+        self._device = self.driver.call("cuDeviceGet", ordinal)
+        self.uuid = self.driver.uuids()[ordinal]
+        self._context = self.driver.call("cuDevicePrimaryCtxRetain", self._device)
+        self.location = self.driver.api.CUmemLocation()
+        self.location.type = self.driver.api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self.location.id = ordinal
+
+    def use(self) -> Driver:
+        """Make this GPU current for the next calls of this thread, and return the driver."""
+        self.driver.call("cuCtxSetCurrent", self._context)
+        return self.driver
+
+    def reaches(self, uuid: str) -> bool:
+        """Return whether it can copy to the GPU with this UUID: itself, or a peer that this process sees."""
+        uuids = self.driver.uuids()
+        if uuid not in uuids or uuid == self.uuid:
+            return uuid == self.uuid
+        peer = self.driver.call("cuDeviceGet", uuids.index(uuid))
+        return bool(self.driver.call("cuDeviceCanAccessPeer", self._device, peer))
+
+
+class CudaRegion:
+    """`size` bytes of GPU memory at `address`: our own (`allocate`) or those of a peer (`attach`).
+
+    A peer maps our own by `descriptor`. The memory exists as long as a process maps it.
+    """
+
+    def __init__(self, gpu: CudaDevice, size: int, memory: Any) -> None:
+        """Map `memory`, and release its handle: the mapping keeps the memory allocated. Raises CudaError."""
+        self.gpu = gpu
+        self.size = size
+        self.descriptor: int | None = None
+        driver, access = gpu.use(), gpu.driver.api.CUmemAccessDesc()
+        access.location, access.flags = gpu.location, driver.api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        try:
+            self.address = int(driver.call("cuMemAddressReserve", size, 0, 0, 0))
+            driver.call("cuMemMap", self.address, size, 0, memory, 0)
+            driver.call("cuMemSetAccess", self.address, size, [access], 1)
+        finally:
+            driver.call("cuMemRelease", memory)
+
+    @classmethod
+    def allocate(cls, gpu: CudaDevice, size: int) -> Self:
+        """Allocate zeroed memory. Raises CudaError, also if there is too little memory."""
+        driver, wanted = gpu.use(), gpu.driver.api.CUmemAllocationProp()
+        wanted.type = driver.api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        wanted.requestedHandleTypes, wanted.location = driver.by_descriptor, gpu.location
+        least = driver.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        unit = driver.call("cuMemGetAllocationGranularity", wanted, least)
+        size = -(-size // unit) * unit
+        memory = driver.call("cuMemCreate", size, wanted, 0)
+        descriptor = driver.call("cuMemExportToShareableHandle", memory, driver.by_descriptor, 0)
+        region = cls(gpu, size, memory)
+        region.descriptor = int(descriptor)
+        stream = CudaStream(gpu)
+        stream.clear(region.address, size)
+        stream.wait()
+        stream.close()
+        return region
+
+    @classmethod
+    def attach(cls, gpu: CudaDevice, size: int, descriptor: int) -> Self:
+        """Map a region of a peer into this process. The caller still owns `descriptor`. Raises CudaError."""
+        driver = gpu.use()
+        return cls(gpu, size, driver.call("cuMemImportFromShareableHandle", descriptor, driver.by_descriptor))
+
+    def close(self) -> None:
+        """Unmap the memory. Idempotent. No copy of this process may still use it."""
+        address, self.address = self.address, 0
+        if not address:
+            return
+        driver = self.gpu.use()
+        driver.call("cuMemUnmap", address, self.size)
+        driver.call("cuMemAddressFree", address, self.size)
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+
+class CudaStream:
+    """A stream of copies, which run while the GPU computes. Used by one thread."""
+
+    def __init__(self, gpu: CudaDevice) -> None:
+        self._driver = gpu.use()
+        # Unlike others, a non-blocking stream is not synchronized with the default stream.
+        flags = self._driver.api.CUstream_flags.CU_STREAM_NON_BLOCKING
+        self._stream = self._driver.call("cuStreamCreate", int(flags))
+
+    def clear(self, address: int, size: int) -> None:
+        """Start to zero the bytes."""
+        self._driver.call("cuMemsetD8Async", address, 0, size, self._stream)
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        """Start a copy within GPUs."""
+        self._driver.call("cuMemcpyDtoDAsync", target, source, size, self._stream)
+
+    def to_host(self, target: int, source: int, size: int) -> None:
+        self._driver.call("cuMemcpyDtoHAsync", target, source, size, self._stream)
+
+    def from_host(self, target: int, source: int, size: int) -> None:
+        self._driver.call("cuMemcpyHtoDAsync", target, source, size, self._stream)
+
+    def wait(self) -> None:
+        """Wait until all copies that were started have ended."""
+        self._driver.call("cuStreamSynchronize", self._stream)
+
+    def close(self) -> None:
+        self._driver.call("cuStreamDestroy", self._stream)
+
+
+class PinnedStaging:
+    """See Staging: page-locked memory for copies from and to a GPU. It grows to the largest number of rows of any call.
+
+    Rows must be fully computed before they are read. Callers push only rows of steps that have ended.
+    """
+
+    def __init__(self, region: CudaRegion, row_bytes: int) -> None:
+        self._region = region
+        self._row_bytes = row_bytes
+        self._stream = CudaStream(region.gpu)
+        self._address = 0
+        self._num_rows = 0
+
+    def read(self, rows: Sequence[int]) -> list[memoryview]:
+        views = self.room(rows)
+        for host, device in self._places(rows):
+            self._stream.to_host(host, device, self._row_bytes)
+        self._stream.wait()
+        return views
+
+    def room(self, rows: Sequence[int]) -> list[memoryview]:
+        if len(rows) > self._num_rows:
+            self._grow(len(rows))
+        one = ctypes.c_ubyte * self._row_bytes
+        return [memoryview(one.from_address(host)).cast("B") for host, _ in self._places(rows)]
+
+    def write(self, rows: Sequence[int]) -> None:
+        for host, device in self._places(rows):
+            self._stream.from_host(device, host, self._row_bytes)
+        self._stream.wait()
+
+    def close(self) -> None:
+        self._grow(0)
+        self._stream.close()
+
+    def _places(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the addresses of each row, on the host and on the GPU."""
+        size, device = self._row_bytes, self._region.address
+        return [(self._address + index * size, device + row * size) for index, row in enumerate(rows)]
+
+    def _grow(self, num_rows: int) -> None:
+        driver = self._region.gpu.use()
+        if self._address:
+            driver.call("cuMemFreeHost", self._address)
+        size, self._num_rows = num_rows * self._row_bytes, num_rows
+        self._address = driver.call("cuMemHostAlloc", size, 0) if size else 0

@@ -1,0 +1,61 @@
+"""What the router reports about its requests and nodes, and what an observer adds to the router's API."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from starlette.routing import Route
+
+from shared.rpc.messages import NodeInfo, NodeUpdate
+
+
+class RouterObserver:
+    """Receives what happens to requests and nodes. This base class ignores everything; the dashboard derives from it.
+
+    The router's entry point creates one, and passes it to the pool, the dispatcher and the app. All methods run on the
+    router's event loop, on the path of tokens, so they must be fast and must not raise.
+    """
+
+    # ---- nodes --------------------------------------------------------------------------------------------------
+
+    def node_updated(self, info: NodeInfo, update: NodeUpdate) -> None:
+        """A node has sent stats, step records or events. Its token deltas are none of the observer's concern."""
+
+    def node_lost(self, node: str) -> None:
+        """A node's stream ended; requests on that node may have no "ended" event."""
+
+    # ---- requests -----------------------------------------------------------------------------------------------
+
+    def accepted(
+        self, id: str, num_prompt: int, num_samples: int, traceparent: str = "", waited_s: float = 0.0
+    ) -> None:
+        """One prompt of an HTTP request was accepted. The HTTP request arrived `waited_s` seconds ago."""
+
+    def placed(
+        self, attempt: str, prefill: str | None, decode: str, reason: str, local_s: float = 0.0, remote_s: float = 0.0
+    ) -> None:
+        """An attempt was assigned to nodes. The predicted seconds of both placements are 0 without a prediction."""
+
+    def migrated(self, attempt: str, why: str) -> None:
+        """An attempt ended early. Another one follows, or the request fails."""
+
+    def output(self, id: str, sample: int, num_tokens: int) -> None:
+        """Tokens of a sample were sent to the client."""
+
+    def ended(self, id: str, sample: int, how: str) -> None:
+        """A sample ended with "stop" or "length", by "abort" (the client disconnected), or with "error"."""
+
+    # ---- the API ------------------------------------------------------------------------------------------------
+
+    queries: Mapping[str, Mapping[str, Any]] = {}
+    """The GET routes with JSON answers for /openapi.json: their paths, and the schemas of their query parameters."""
+
+    def routes(self, status: Callable[[], dict[str, Any]]) -> Sequence[Route]:
+        """Return routes to add to the API, for admins. `status` returns the document of /v1/status."""
+        return ()
+
+    def extend_status(self, status: dict[str, Any]) -> dict[str, Any]:
+        """Return the document of /v1/status with the observer's own fields."""
+        return status
+
+    def close(self) -> None:
+        """End streams of the added routes that do not end by themselves, because the server drains."""

@@ -1,0 +1,243 @@
+"""The metrics of a router with its dashboard, and the boards that show them."""
+
+import itertools
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from dashboard.metrics import BOOTSTRAP, INFLIGHT, PREALLOC, TRANSFER, HandoffQueues, RecordMetrics
+from dashboard.routes import Dashboard
+from router.metrics.node_metrics import NodeMetrics
+from router.metrics.request_metrics import RequestMetrics, SloTargets
+from router.nodes.status import node_status
+from scheduler.cost import CostModel
+from shared.clock import now_ns
+from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate, RequestEvent, StepRecord
+
+BOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards" / "baton.json"
+# What the board that vLLM publishes asks for (examples/online_serving/prometheus_grafana/grafana.json).
+VLLM_BOARD = {
+    *("vllm:e2e_request_latency_seconds_bucket", "vllm:e2e_request_latency_seconds_sum"),
+    *("vllm:e2e_request_latency_seconds_count", "vllm:prompt_tokens_total", "vllm:generation_tokens_total"),
+    *("vllm:time_per_output_token_seconds_bucket", "vllm:time_per_output_token_seconds_sum"),
+    *("vllm:time_per_output_token_seconds_count", "vllm:num_requests_running", "vllm:num_requests_waiting"),
+    *("vllm:time_to_first_token_seconds_bucket", "vllm:time_to_first_token_seconds_sum"),
+    *("vllm:time_to_first_token_seconds_count", "vllm:gpu_cache_usage_perc", "vllm:request_prompt_tokens_bucket"),
+    *("vllm:request_generation_tokens_bucket", "vllm:request_success_total", "vllm:request_queue_time_seconds_sum"),
+    *("vllm:request_prefill_time_seconds_sum", "vllm:request_decode_time_seconds_sum"),
+    "vllm:request_max_num_generation_tokens_sum",
+}
+
+
+def info(name: str, role: str, boot: str = "b", **facts: str) -> NodeInfo:
+    return NodeInfo(name, boot, role, "h:1", "tiny", "f", 16, 1024, 100, 2048, 64, attributes=facts)
+
+
+def samples_of(registry: CollectorRegistry) -> dict[tuple, float]:
+    """(name, sorted labels) -> value, as a scrape reads it."""
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    return {
+        (sample.name, *sorted(f"{key}={value}" for key, value in sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+# ---- records ---------------------------------------------------------------------------------------------------
+
+
+class Nodes:
+    """Two nodes, a router's records of them, and all metrics."""
+
+    def __init__(self) -> None:
+        self.rows = [(info("p0", "prefill"), NodeStats(blocks_owned=25, blocks_total=100), True)]
+        self.rows += [(info("d0", "decode"), NodeStats(records_dropped=3), True)]
+        self.records = Dashboard()
+        self.requests = RequestMetrics("tiny", lambda: SloTargets(1.0, 1.0))
+        self.status = {"nodes": [], "placements": {"long": 2}, "requests": {"moved": 1, "refused": 4}}
+        self.registry = CollectorRegistry()
+        self.registry.register(self.requests)
+        self.registry.register(NodeMetrics(lambda: self.rows, "tiny", lambda: self.status))
+        self.record_metrics = RecordMetrics(lambda: self.rows, "tiny", self.records)
+        self.records.subscribe(self.record_metrics)
+        self.registry.register(self.record_metrics)
+
+    def report(self, node: NodeInfo, *steps: StepRecord, events: tuple[RequestEvent, ...] = (), load=None) -> None:
+        self.records.node_updated(node, NodeUpdate(stats=load, steps=list(steps), events=list(events)))
+
+    def sample(self, name: str, engine: str, role: str) -> float:
+        return samples_of(self.registry)[name, f"engine={engine}", "model_name=tiny", f"role={role}"]
+
+
+def test_steps_are_measured_by_their_size_their_prediction_and_their_interference():
+    nodes = Nodes()
+    decode = nodes.rows[1][0]
+    model = CostModel(overhead=0.001, per_decode=0.0005)  # 4 decodes alone: 3 ms
+    start = now_ns() - 1_000_000_000
+    mixed = StepRecord(1, start, 8000, 1000, 10_000, prefill_tokens=60, num_prefills=1, num_decodes=4)
+    alone = StepRecord(2, start + 10_000_000, 3000, num_decodes=4)
+    nodes.report(decode, mixed, alone, load=NodeStats(cost=model.packed()))
+    labels = ("d0", "decode")
+    assert nodes.sample("baton_interference_seconds_total", *labels) == pytest.approx(4 * 0.006)
+    assert nodes.sample("vllm:iteration_tokens_total_sum", *labels) == 68
+    assert nodes.sample("vllm:iteration_tokens_total_count", *labels) == 2
+    assert nodes.sample("baton_step_prediction_error_ratio_count", *labels) == 1  # the other had no prediction
+    assert nodes.sample("baton_step_prediction_error_ratio_sum", *labels) == pytest.approx(1 / 9)
+    assert nodes.sample("baton_node_busy_ratio", *labels) == pytest.approx(0.0011)
+    assert samples_of(nodes.registry)["baton_pool_busy_ratio", "model_name=tiny", "role=prefill"] == 0
+
+
+def test_pushes_and_waits_for_room_are_measured_and_a_node_that_left_is_dropped():
+    nodes = Nodes()
+    prefill = nodes.rows[0][0]
+    events = (
+        RequestEvent("cmpl-1-0.0.0", "reserving", 1, 30_000, peer="d0"),
+        RequestEvent("cmpl-1-0.0.0", "transfer", 2, 4_000, bytes=5000, count=2, peer="d0"),
+    )
+    nodes.report(prefill, events=events)
+    assert nodes.sample("baton_decode_admission_wait_seconds_sum", "p0", "prefill") == 0.03
+    assert nodes.sample("vllm:nixl_xfer_time_seconds_sum", "p0", "prefill") == 0.004
+    assert nodes.sample("vllm:nixl_bytes_transferred_sum", "p0", "prefill") == 5000
+    assert nodes.sample("vllm:kv_cache_usage_perc", "p0", "prefill") == 0.25
+    assert nodes.sample("baton_records_dropped_total", "d0", "decode") == 3
+    del nodes.rows[0]
+    assert not [key for key in samples_of(nodes.registry) if "engine=p0" in key]
+    nodes.rows.append((info("p0", "prefill", boot="new"), NodeStats(), True))
+    assert nodes.sample("vllm:nixl_xfer_time_seconds_sum", "p0", "prefill") == 0
+
+
+P, D = info("p0", "prefill"), info("d0", "decode")
+STORY = [  # of one handoff, and where it stands after each event
+    (P, "queued", {}),
+    (P, "admitted", {("p0", BOOTSTRAP)}),
+    (D, "queued", {("p0", BOOTSTRAP), ("d0", PREALLOC)}),
+    (P, "reserving", {("d0", TRANSFER)}),
+    (P, "transfer", {("d0", TRANSFER)}),
+    (P, "first", {("p0", INFLIGHT), ("d0", TRANSFER)}),
+    (D, "landed", {("p0", INFLIGHT)}),
+    (P, "committed", {("p0", INFLIGHT)}),
+    (P, "ended", {}),
+    (D, "ended", {}),
+]
+
+
+def test_a_handoff_goes_through_sglangs_queues():
+    queues = HandoffQueues()
+    for number, (node, kind, stands) in enumerate(STORY):
+        queues.event(node, RequestEvent("cmpl-1-0.0.0", kind, number))
+        assert set(queues.counts()) == set(stands), kind
+    assert queues.num_open == 0
+
+
+def test_events_of_the_two_nodes_come_in_any_order_and_leave_nothing():
+    stories = {node.id: [kind for each, kind, _ in STORY if each is node] for node in (P, D)}
+    draw = random.Random(3)
+    for order in itertools.islice(iter(lambda: draw.sample([P] * 7 + [D] * 3, 10), None), 50):
+        queues, rest = HandoffQueues(), {name: iter(kinds) for name, kinds in stories.items()}
+        for node in order:
+            queues.event(node, RequestEvent("a", next(rest[node.id]), 0))
+        assert queues.counts() == {}
+
+
+def test_a_prompt_computed_where_it_is_generated_stands_in_no_queue_and_a_lost_node_leaves_none():
+    queues = HandoffQueues()
+    for kind in ("queued", "admitted", "first"):
+        queues.event(D, RequestEvent("a", kind, 0))
+    assert queues.counts() == {}
+    for node, kind, _ in STORY[:3]:
+        queues.event(node, RequestEvent("b", kind, 0))
+    queues.lost("p0")
+    assert queues.counts() == {("d0", PREALLOC): 1}
+    queues.lost("d0")
+    assert queues.num_open == 0
+
+
+def test_the_status_shows_what_nodes_did_and_what_clients_had():
+    nodes = Nodes()
+    start = now_ns() - 500_000_000
+    step = StepRecord(
+        1, start, 200_000, budget=256, reason="tbt", prefill_tokens=96, num_prefills=2, num_decodes=4, running=6
+    )
+    nodes.report(nodes.rows[1][0], step, load=NodeStats(cost=[0.1] * 7, records_dropped=3))
+    status = nodes.status | {"nodes": [node_status(*row) for row in nodes.rows]}
+    whole = nodes.records.extend_status(status | {"latency": nodes.requests.latency()})
+    prefill, decode = whole["nodes"]
+    assert (decode["steps_per_s"], decode["tokens_per_s"], decode["busy"]) == (0.1, 10.0, 0.02)
+    assert decode["batch"] == {"tokens": 100, "prefills": 2, "decodes": 4}
+    assert (decode["budget"], decode["budget_reason"], decode["records_dropped"]) == (256, "tbt", 3)
+    assert (prefill["busy"], prefill["facts"], prefill["cost"]) == (0.0, {}, None)
+    assert whole["latency"]["window_s"] == 60
+    assert isinstance(whole["summary"], str)
+    json.dumps(whole, allow_nan=False)
+
+
+def test_the_phases_of_a_request_become_vllms_times():
+    nodes = Nodes()
+    phases = {"router": 1, "prefill_queue": 20, "prefill": 300, "transfer_exposed": 4}
+    phases |= {"decode_queue": 5, "decode": 600, "interference": 7}
+    nodes.record_metrics.observe_phases(
+        {"phases_ms": phases, "transfer": {"busy_ms": 30, "hidden_ms": 26, "exposed_ms": 4}}
+    )
+    nodes.record_metrics.observe_phases(
+        {"phases_ms": None, "transfer": None}
+    )  # several samples, computed where they are generated
+    seen = {
+        name: value for (name, *labels), value in samples_of(nodes.registry).items() if name.endswith("_sum") and value
+    }
+    assert seen == {
+        "vllm:request_queue_time_seconds_sum": pytest.approx(0.020),
+        "vllm:request_prefill_time_seconds_sum": pytest.approx(0.300),
+        "vllm:request_decode_time_seconds_sum": pytest.approx(0.616),
+        "vllm:request_inference_time_seconds_sum": pytest.approx(0.916),
+        "baton_kv_transfer_busy_seconds_sum": pytest.approx(0.030),
+        "baton_kv_transfer_hidden_seconds_sum": pytest.approx(0.026),
+        "baton_kv_transfer_exposed_seconds_sum": pytest.approx(0.004),
+    }
+
+
+# ---- boards ----------------------------------------------------------------------------------------------------------
+
+
+def exported() -> set[str]:
+    nodes = Nodes()
+    nodes.report(nodes.rows[0][0], StepRecord(1, now_ns(), 1000))
+    metrics = nodes.requests
+    metrics.ended(metrics.pace(0.0), "error", 0.5)
+    metrics.used("acme", 1, 1, 1)
+    return {key[0] for key in samples_of(nodes.registry)}
+
+
+def test_vllms_published_board_finds_all_it_asks_for():
+    assert exported() >= VLLM_BOARD
+
+
+def test_the_documentation_names_every_metric_that_is_exported_and_no_other():
+    text = (BOARD.parents[3] / "docs" / "observability.md").read_text()
+    named = set(re.findall(r"`((?:vllm:|baton_|gen_ai_)\w{2,})`", text))
+    assert named == {re.sub("_(bucket|sum|count)$", "", name) for name in exported()}
+
+
+def test_renamed_metrics_keep_their_old_names_for_a_release():
+    seen = samples_of(Nodes().registry)
+    for name, alias, value in (
+        ("baton_request_migrations_total", "baton_requests_moved_total", 1),
+        ("baton_requests_rejected_total", "baton_requests_refused_total", 4),
+        ("baton_client_backpressure_total", "baton_requests_paused_total", 0),
+        ("baton_node_records_dropped_total", "baton_records_malformed_total", 0),
+    ):
+        assert seen[name, "model_name=tiny"] == seen[alias, "model_name=tiny"] == value
+
+
+def test_every_query_of_our_board_asks_for_what_is_exported():
+    board = json.loads(BOARD.read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
+    asked_for = {name for query in queries for name in re.findall(r"(?:vllm:|baton_)\w+", query)}
+    assert len(queries) > 40
+    assert asked_for <= exported()
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)

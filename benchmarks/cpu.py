@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import CACHE, SHAPES, checkpoint
-from benchmarks.process import ROOT, PeerError, PeerProcess
+from benchmarks.process import ROOT, PeerFailedError, PeerProcess
 from benchmarks.result import (
     RESULTS,
     Cell,
@@ -116,7 +116,7 @@ class WorkerPool:
             if arm not in self.workers and arm not in self.failed:
                 self.workers[arm] = self._start(arm)
                 print(f"started {arm}: {self.workers[arm].facts}", flush=True)
-        except PeerError as error:
+        except PeerFailedError as error:
             self.failed[arm] = str(error)
             print(f"without {arm}: {error}", flush=True)
         return self.workers.get(arm)
@@ -142,7 +142,7 @@ class WorkerPool:
             (options.vllm, "BATON_PEER_VLLM") if arm == VLLM_FP32 else (options.llama, "BATON_PEER_LLAMA")
         )
         if not python:
-            raise PeerError(f"{arm}: give its interpreter by --{variable[11:].lower()} or {variable}")
+            raise PeerFailedError(f"{arm}: give its interpreter by --{variable[11:].lower()} or {variable}")
         if arm == VLLM_FP32:
             cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))
             env = {"VLLM_CPU_KVCACHE_SPACE": str(VLLM_KV_GIB), "VLLM_CPU_OMP_THREADS_BIND": cpus}
@@ -158,7 +158,7 @@ class WorkerPool:
             convert = [self.options.llama, "-m", "benchmarks.peers.gguf_file", str(model), kind, str(making)]
             done = subprocess.run(convert, cwd=ROOT, capture_output=True, text=True, check=False)
             if done.returncode:
-                raise PeerError(f"converting to {kind}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
+                raise PeerFailedError(f"converting to {kind}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
             making.rename(out)
         return out
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 START_S = 60.0
 
 
-class PeerError(Exception):
+class PeerFailedError(Exception):
     """A peer did not start, or a call failed in it; the message is one line."""
 
 
@@ -27,7 +27,7 @@ class PeerProcess:
     """A process group that runs `module` with `python` and answers calls through `benchmarks.peers.worker`.
 
     With `pauses` it is stopped (SIGSTOP) except while it answers, so that other peers have the CPU. `facts` is its
-    first answer. Raises PeerError if it does not start.
+    first answer. Raises PeerFailedError if it does not start.
     """
 
     def __init__(
@@ -54,23 +54,23 @@ class PeerProcess:
             )
         except OSError as error:
             self._log.close()
-            raise PeerError(f"{self._module}: {error}") from None
+            raise PeerFailedError(f"{self._module}: {error}") from None
         try:
             self.facts: Any = self._answer()
-        except PeerError:
+        except PeerFailedError:
             self.close()
             raise
         self._signal(signal.SIGSTOP if pauses else signal.SIGCONT)
 
     def call(self, name: str, **arguments: Any) -> Any:
-        """Call a method of the peer. Raises PeerError if it fails there."""
+        """Call a method of the peer. Raises PeerFailedError if it fails there."""
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
         try:
             print(json.dumps({"call": name, "with": arguments}), file=self._process.stdin, flush=True)
             return self._answer()
         except BrokenPipeError:
-            raise PeerError(f"{self._module} ended: {self._last_words()}") from None
+            raise PeerFailedError(f"{self._module} ended: {self._last_words()}") from None
         finally:
             self._signal(signal.SIGSTOP if self._pauses else signal.SIGCONT)
 
@@ -100,9 +100,9 @@ class PeerProcess:
     def _answer(self) -> Any:
         assert self._process.stdout is not None
         if not (line := self._process.stdout.readline()):
-            raise PeerError(f"{self._module} ended: {self._last_words()}")
+            raise PeerFailedError(f"{self._module} ended: {self._last_words()}")
         if "error" in (answer := json.loads(line)):
-            raise PeerError(f"{self._module}: {answer['error']}")
+            raise PeerFailedError(f"{self._module}: {answer['error']}")
         return answer["value"]
 
     def _last_words(self) -> str:

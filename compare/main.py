@@ -14,8 +14,7 @@ from compare.planning import PreparedSession, prepare
 from compare.report.document import report_of
 from compare.report.page import write_report
 from compare.report.terminal import TerminalReporter, show
-from compare.run.deployments import ExternalDeployments, LocalDeployments, LocalStack
-from compare.run.experiment import Deployments
+from compare.run.deployments import Deployments, LaunchOptions, LocalStack
 from compare.run.session import run_session
 from shared.errors import ConfigError
 
@@ -69,14 +68,13 @@ def save_report(report: Document, out: Path) -> int:
 
 
 def _deployments(session: PreparedSession) -> Deployments:
-    everyone, out = session.experiment.everyone, session.experiment.out
-    if not session.launches:
-        return ExternalDeployments(everyone, session.api_key)
+    everyone, logs = session.experiment.everyone, session.experiment.out / "logs"
+    launches = [session.launches.get(arm.name, LaunchOptions("")) for arm in everyone]
     stacks = [
-        LocalStack(arm, session.launches[arm.name], out / "logs" / f"arm-{number}.log")
-        for number, arm in enumerate(everyone, 1)
+        LocalStack(arm, launch, logs / f"arm-{number}.log", session.api_key)
+        for number, (arm, launch) in enumerate(zip(everyone, launches, strict=True), 1)
     ]
-    return LocalDeployments(stacks, keeps_all=session.plan.keeps_all)
+    return Deployments(stacks, keeps_all=session.plan.keeps_all)
 
 
 def command_line(arguments: Sequence[str]) -> str:

@@ -60,7 +60,7 @@ class HandoffJob:
         return await kind.start(memory, incarnation_id, lambda _: None, self.directory, PATIENCE_S)  # type: ignore[arg-type]
 
 
-class HandoffReceiver:
+class HandoffPeer:
     """The second process: memory and a channel on an event loop of its own. `facts` is the channel's descriptor."""
 
     def __init__(self, **job: Any) -> None:
@@ -150,4 +150,4 @@ def _fill(memory: Memory | PoolClient) -> None:
 
 
 if __name__ == "__main__":
-    serve(HandoffReceiver)
+    serve(HandoffPeer)

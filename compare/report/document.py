@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -40,6 +41,7 @@ def report_of(experiment: Experiment, findings: Findings, on: str, command: str)
     control = _control(figures, metrics, runs)
     ranking = rank(leading, {arm: runs.get(arm, []) for arm in figures.compared})
     problems = findings.problems + verdict_problems(figures, control, ranking)
+    attainment = {arm: attainment_bands(points) for arm, points in findings.points.items() if points}
     causes = {arm: miss_causes(*figures.pooled(figures.periods_of(arm)), experiment.slo) for arm in figures.arms}
     return {
         "schema": SCHEMA,
@@ -61,11 +63,9 @@ def report_of(experiment: Experiment, findings: Findings, on: str, command: str)
         "control": control,
         "phases": {arm: phases for arm in figures.arms if (phases := _phases(figures, arm))},
         "miss_causes": causes,
-        "curves": {"ecdf": _ecdf(figures), "attainment": _attainment_curves(findings)},
+        "curves": {"ecdf": _ecdf(figures), "attainment": attainment or None},
         "busy": {arm: _busy(figures.periods_of(arm), figures) for arm in figures.arms},
-        "strip": {
-            period.trial.arm: _strip(period, experiment) for pair in figures.pairs[:1] for period in pair.values()
-        },
+        "strip": {arm: _strip(period, experiment) for pair in figures.pairs[:1] for arm, period in pair.items()},
         "worst": _worst(figures),
         "verdict": _verdict(figures, ranking, causes, problems, control),
         "repro": command,
@@ -139,13 +139,9 @@ def _ecdf(figures: Figures) -> Document:
     return {f"{name}_ms": {arm: ecdf(values[arm][name]) for arm in figures.arms} for name in ("ttft", "tbt", "ttst")}
 
 
-def _attainment_curves(findings: Findings) -> Document | None:
-    return {arm: attainment_bands(points) for arm, points in findings.points.items() if points} or None
-
-
 def _busy(periods: Sequence[Period], figures: Figures) -> Document:
     """Return the busy shares of each node, as means over the periods."""
-    rows: dict[str, list[dict[str, float]]] = {}
+    rows: dict[str, list[dict[str, float]]] = defaultdict(list)
     for period in periods:
         begin_ms = period.recording.started_unix_ns / 1e6
         first_s, last_s = figures.metrics[period.trial.position].window_s
@@ -154,7 +150,7 @@ def _busy(periods: Sequence[Period], figures: Figures) -> Document:
             model = CostModel.unpacked(cost) if cost else None
             if last_s > first_s:
                 window_ms = (begin_ms + first_s * 1e3, begin_ms + last_s * 1e3)
-                rows.setdefault(node, []).append(busy_shares(steps, window_ms, model))
+                rows[node].append(busy_shares(steps, window_ms, model))
     return {
         node: {name: float(np.mean([each[name] for each in shares])) for name in shares[0]}
         for node, shares in rows.items()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from compare.arms import Arm
-from compare.endpoint import Document, Endpoint
+from compare.endpoint import Document
 from compare.load.outcome import LatencySlo, LoadRecording
 from compare.load.traffic import Traffic
 from compare.run.equivalence import ParityCheck
@@ -62,13 +62,6 @@ class ProgressReporter(Protocol):
     def say(self, line: str) -> None: ...
     def begin(self, trial: Trial, num_trials: int, num_requests: int) -> None: ...
     def progress(self, sent: int, finished: int, failed: int) -> None: ...
-
-
-class Deployments(Protocol):
-    """The running stacks of the arms."""
-
-    async def up(self, name: str) -> Endpoint: ...
-    async def end(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from compare.load.driver import drive
 from compare.load.outcome import LoadRecording, load_recording
 from compare.load.traffic import Traffic
 from compare.run import equivalence
+from compare.run.deployments import Deployments
 from compare.run.experiment import (
-    Deployments,
     Experiment,
     Findings,
     Period,

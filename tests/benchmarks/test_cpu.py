@@ -13,7 +13,7 @@ from benchmarks import __main__ as entry
 from benchmarks import cpu
 from benchmarks.cpu import FP32, LLAMA_F32, VLLM_FP32
 from benchmarks.models import SHAPES, checkpoint
-from benchmarks.process import PeerError, PeerProcess
+from benchmarks.process import PeerFailedError, PeerProcess
 from engine.models.config import ModelConfig
 
 
@@ -69,12 +69,12 @@ def test_our_logprobs_do_not_depend_on_the_call_before(ours: PeerProcess) -> Non
 
 def test_a_failure_is_reported_in_one_line_and_the_worker_continues(ours: PeerProcess) -> None:
     for call in ("no_such_call", "_start"):
-        with pytest.raises(PeerError, match=call):
+        with pytest.raises(PeerFailedError, match=call):
             ours.call(call)
     assert ours.call("prefill", tokens=8) > 0
-    with pytest.raises(PeerError, match="no-such-model"):
+    with pytest.raises(PeerFailedError, match="no-such-model"):
         PeerProcess("benchmarks.peers.baton", {"model": "/no-such-model", "threads": 1})
-    with pytest.raises(PeerError, match="no-such-python"):
+    with pytest.raises(PeerFailedError, match="no-such-python"):
         PeerProcess("benchmarks.peers.baton", {}, python="/no-such-python")
 
 

@@ -138,7 +138,7 @@ class ActiveRequests:
         self._entries[request.id] = ActiveRequest(request, router, len(tokens), owner)
         self.num_tokens += len(tokens)
         try:
-            failpoints.reach("node.taken", request.id)
+            failpoints.reach("node.accepted", request.id)
             if not request.borrows_blocks:
                 self.enqueue(request)
         except BaseException:

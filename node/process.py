@@ -38,8 +38,8 @@ from shared import failpoints
 from shared.config.settings import EVERY_ADDRESS, NodeSettings
 from shared.kv.channel import KVChannel, PeerLostError
 from shared.kv.local import LocalChannel, private
+from shared.kv.memory import KVMemory
 from shared.kv.shm import ShmChannel
-from shared.kv.staging import KVMemory
 from shared.kv.tcp import TcpChannel
 from shared.lifecycle import ProcessLifetime, freeze_gc, run
 from shared.registry import Announcer, announcer

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).resolve().parents[1]
-START_S = 60.0
+START_S = 180.0
 
 
 class PeerFailedError(Exception):

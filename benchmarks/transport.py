@@ -55,11 +55,11 @@ class TransportReceiver:
         self._ticking = asyncio.run_coroutine_threadsafe(self._tick(), self._loop)
         self.facts = self._channel.descriptor().hex()
 
-    def used(self, ticket: str = "") -> list[float]:
-        """Return CPU seconds since the start and the event loop's largest delay since the last call. Open `ticket`."""
-        if ticket:
+    def used(self, reservation: str = "") -> list[float]:
+        """Return CPU seconds since the start and the event loop's largest delay since the last call. Open `reservation`."""
+        if reservation:
             rows = range(len(self._memory.rows))
-            self._loop.call_soon_threadsafe(self._channel.grant, bytes.fromhex(ticket), rows)
+            self._loop.call_soon_threadsafe(self._channel.grant, bytes.fromhex(reservation), rows)
         late_s, self._late_s = self._late_s, 0.0
         return [time.process_time(), late_s]
 
@@ -80,14 +80,17 @@ async def pushes(kind: str, row_bytes: int, count: int) -> list[dict[str, float]
         with PeerProcess("benchmarks.transport", options) as there:
             channel = await channel_of(kind, ours, directory)
             for _ in range(count + 1):
-                ticket, source, target = secrets.token_bytes(16), *(random.sample(rows, len(rows)) for _ in range(2))
+                reservation, source, target = (
+                    secrets.token_bytes(16),
+                    *(random.sample(rows, len(rows)) for _ in range(2)),
+                )
                 started = time.monotonic()
                 np.copyto(local.rows, ours.rows)
                 copied_s = time.monotonic() - started
                 await asyncio.sleep(0.05)
-                before_s, idle_late_s = there.call("used", ticket=ticket.hex())
+                before_s, idle_late_s = there.call("used", reservation=reservation.hex())
                 cpu_s, started = time.process_time(), time.monotonic()
-                await channel.push(bytes.fromhex(there.facts), ticket, source, target)
+                await channel.push(bytes.fromhex(there.facts), reservation, source, target)
                 pushed_s, cpu_s = time.monotonic() - started, time.process_time() - cpu_s
                 there_s, late_s = there.call("used")
                 started = time.monotonic()

@@ -111,7 +111,7 @@ class HandoffReceiver:
             return ReserveReply(error="the prefill node has cancelled this request")
         blocks_found = asyncio.get_running_loop().create_future()
         try:
-            request = self._requests.register(submit.router, submit, self, receive_kv=True)
+            request = self._requests.register(submit.router, submit, self.on_abort, receive_kv=True)
         except ValueError as error:
             return ReserveReply(error=str(error))
         self._waiting[request.id] = blocks_found
@@ -181,7 +181,7 @@ class HandoffReceiver:
             self._end(self._table.close(reservation), f"the rows are not what the prefill node sent: {error}")
             return Ack(error)
         self._table.accept(reservation)
-        self._recorder.event(request.id, "landed")
+        self._recorder.event(request.id, "received")
         self._requests.send(TokenDelta(request.id, handed_off=True))
         self._requests.post_for(request, lambda scheduler: scheduler.kv_received(request, message.first_token))
         failpoints.reach("decode.received", request.id)

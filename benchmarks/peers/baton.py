@@ -60,8 +60,8 @@ class Stopwatch(EngineListener):
         self.logprobs = next((output.logprobs for output in outputs if output.logprobs is not None), self.logprobs)
         self.finished.put(None)
 
-    def on_ran(self, ran: StepTiming) -> None:
-        self.timings.append(ran)
+    def on_timing(self, timing: StepTiming) -> None:
+        self.timings.append(timing)
 
     def on_failure(self, error: BaseException) -> None:
         self.finished.put(error)
@@ -116,9 +116,9 @@ class BatonEngine:
         assert isinstance(runner, TorchRunner)
         runner.ahead = ahead
         watch = self._decoded(batch, context, steps)
-        full = [ran for ran in watch.timings if len(ran.step.slices) == batch][2:]
+        full = [timing for timing in watch.timings if len(timing.step.slices) == batch][2:]
         ends = [ended_s for ended_s, tokens in watch.steps if tokens == batch]
-        pass_us, host_us = (float(np.median(row)) / 1e3 for row in zip(*(ran[2:] for ran in full), strict=True))
+        pass_us, host_us = (float(np.median(row)) / 1e3 for row in zip(*(timing[2:] for timing in full), strict=True))
         return {"turn_us": float(np.median(np.diff(ends))) * 1e6, "pass_us": pass_us, "host_us": host_us}
 
     def _decoded(self, batch: int, context: int, steps: int) -> Stopwatch:

@@ -56,7 +56,7 @@ class TransportReceiver:
         self.facts = self._channel.descriptor().hex()
 
     def used(self, reservation: str = "") -> list[float]:
-        """Return CPU seconds since the start and the event loop's largest delay since the last call. Open `reservation`."""
+        """Grant `reservation`. Return CPU seconds, and the event loop's largest delay since the last call."""
         if reservation:
             rows = range(len(self._memory.rows))
             self._loop.call_soon_threadsafe(self._channel.grant, bytes.fromhex(reservation), rows)

@@ -10,7 +10,6 @@ disconnected.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
-from secrets import token_hex
 from typing import Any
 
 from starlette.requests import Request
@@ -18,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from dashboard.history import RequestHistory, Transfer
 from dashboard.step_ring import FIELDS, StepRing, StepRow
-from router.http.asgi import ResponseWriter, label_of, while_connected
+from router.http.asgi import ResponseWriter, while_connected
 from router.http.responses import dump
 from shared.clock import now_ns
 from shared.errors import RequestError, UnavailableError
@@ -86,7 +85,7 @@ class EventStream:
         self._num_transfers = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = ResponseWriter(scope, send, label_of(scope, token_hex(16)))
+        reply = ResponseWriter(scope, send)
         try:
             subscriber = self._subscribe(Request(scope))
         except (RequestError, UnavailableError) as error:

@@ -9,7 +9,7 @@ from compare.load.traces import read_trace
 from engine.emulation import load_emulation
 from engine.models.config import ModelConfig
 from engine.weights import INDEX, fingerprint, stored_dtype
-from router.http.keys import ApiKeys
+from router.http.auth import ApiKeys
 from router.text.model_files import read_model
 from router.text.regex_safety import may_backtrack_exponentially
 from shared import failpoints

@@ -6,7 +6,7 @@ phases. Arrows lead from a request's last chunk through its last push to its fir
 since the trace began.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dashboard.history import RequestHistory, Transfer
@@ -22,21 +22,19 @@ PASSES, PUSHES = 0, 1  # thread ids
 
 def trace_events(history: RequestHistory, since_ns: int) -> Iterator[Event]:
     """Yield all events since `since_ns`."""
-    nodes = history.nodes()
-    pids = {node: REQUESTS + 1 + number for number, node in enumerate(nodes)}
+    rings = history.rings()
+    pids = {node: REQUESTS + 1 + number for number, node in enumerate(rings)}
     yield _meta(REQUESTS, "process_name", name="requests")
     transfers = [push for push in history.transfers(since_ns) if push.event.start_ns >= since_ns]
     lanes: dict[TraceEvent, int] = {}
-    for node, pid in pids.items():
-        ring = history.ring(node)
-        if ring is not None:
-            yield from _steps(pid, node, ring, since_ns, MAX_STEPS // len(nodes))
-            yield from _pushes(pid, [push for push in transfers if push.event.node == node], since_ns, lanes)
+    for node, ring in rings.items():
+        yield from _steps(pids[node], node, ring, since_ns, MAX_STEPS // len(rings))
+        yield from _pushes(pids[node], [push for push in transfers if push.event.node == node], since_ns, lanes)
     for number, trace in enumerate(history.traces()):
         if trace.ended_ns is None or trace.ended_ns >= since_ns:
             yield from _request(trace, since_ns)
             for attempt in list(trace.attempts.values()):
-                ends = _arrow(attempt, history, lanes)
+                ends = _arrow(attempt, rings, lanes)
                 if ends is not None and ends[0][1] >= since_ns:
                     yield from _flow(f"{number}.{attempt.id}", ends, pids, since_ns)
 
@@ -136,11 +134,11 @@ def _flow(identity: str, ends: Sequence[End], pids: dict[str, int], since_ns: in
         yield found | {"cat": "handoff", "id": identity} | ({"bp": "e"} if phase == "f" else {})
 
 
-def _arrow(attempt: AttemptSpan, history: RequestHistory, lanes: dict[TraceEvent, int]) -> list[End] | None:
+def _arrow(attempt: AttemptSpan, rings: Mapping[str, StepRing], lanes: dict[TraceEvent, int]) -> list[End] | None:
     """Return the points of an arrow from the last chunk through the last push to the first decode step. Return None if
     one of them is not in the trace."""
     pushes, admitted = attempt.pushes, attempt.find("admitted", attempt.decode)
-    ring = history.ring(attempt.decode)
+    ring = rings.get(attempt.decode)
     chunks = attempt.chunks
     if attempt.prefill is None or not chunks or not pushes or admitted is None or ring is None:
         return None

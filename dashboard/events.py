@@ -154,10 +154,7 @@ class EventStream:
     def _messages(self, tick: int) -> Iterator[tuple[str | None, bytes]]:
         """Yield the messages since the last tick, each with its node if it belongs to one."""
         before, self._seen = self._seen, {}
-        for node in self._history.nodes():
-            ring = self._history.ring(node)
-            if ring is None:
-                continue
+        for node, ring in self._history.rings().items():
             known, num_seen = before.get(node, (ring, 0))
             self._seen[node] = (ring, ring.num_ever)
             rows = list(ring.rows(num_seen if known is ring else 0))
@@ -175,14 +172,11 @@ class EventStream:
         """Skip what happened before the first subscriber."""
         self._history.watch(True)
         self._num_transfers, _ = self._history.transfers_after(self._num_transfers)
-        for node in self._history.nodes():
-            if (ring := self._history.ring(node)) is not None:
-                self._seen[node] = (ring, ring.num_ever)
+        self._seen = {node: (ring, ring.num_ever) for node, ring in self._history.rings().items()}
 
     def _missed(self, since_ns: int, only: str | None) -> Iterator[tuple[str | None, bytes]]:
-        for node in self._history.nodes() if only is None else [only]:
-            ring, rows = self._history.ring(node), self._history.steps(node, since_ns)
-            if ring is not None and rows:
+        for node, ring in self._history.rings().items():
+            if only in {None, node} and (rows := list(ring.rows(ring.place(since_ns)))):
                 yield node, _steps(node, ring, rows)
         if pushes := self._history.transfers(since_ns):
             yield None, _transfers(pushes)

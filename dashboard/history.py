@@ -251,17 +251,13 @@ class RequestHistory(RouterObserver):
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
-    def nodes(self) -> list[str]:
-        return list(self._nodes)
+    def rings(self) -> dict[str, StepRing]:
+        """Return the steps of each node."""
+        return {name: node.steps for name, node in list(self._nodes.items())}
 
     def ring(self, node: str) -> StepRing | None:
         memory = self._nodes.get(node)
         return None if memory is None else memory.steps
-
-    def steps(self, node: str, since_ns: int = 0) -> list[StepRow]:
-        """Return the steps of a node that began at `since_ns` or later, oldest first."""
-        ring = self.ring(node)
-        return [] if ring is None else list(ring.rows(ring.place(since_ns)))
 
     def activity(self, node: str, window_s: float = 10.0) -> NodeActivity | None:
         """Return what the node did in the last seconds, or None before its first step."""

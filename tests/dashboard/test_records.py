@@ -281,7 +281,7 @@ def test_a_clock_that_is_off_by_more_than_a_millisecond_is_corrected(ahead_ms: f
     (trace,) = world.records.traces()
     (event,) = next(iter(trace.attempts.values())).events
     assert (event.at_ns - BASE) / MS == pytest.approx(expected_ms)
-    assert (world.records.steps("decode-0")[0].start_ns - BASE) / MS == pytest.approx(expected_ms)
+    assert (world.records.rings()["decode-0"].row(0).start_ns - BASE) / MS == pytest.approx(expected_ms)
 
 
 def test_the_oldest_requests_are_forgotten() -> None:
@@ -296,7 +296,7 @@ def test_a_new_life_of_a_node_begins_a_new_ring() -> None:
     records = RequestHistory()
     for boot in ("one", "two"):
         records.node_updated(info("decode-0", boot), NodeUpdate(steps=[StepRecord(0, 5, 1)]))
-    assert len(records.steps("decode-0")) == 1
+    assert len(records.rings()["decode-0"]) == 1
 
 
 def test_a_foreign_request_is_named_in_members_and_nothing_else() -> None:

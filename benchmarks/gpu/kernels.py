@@ -12,9 +12,9 @@ from torch.nn.functional import linear
 
 from benchmarks.gpu.scene import CALLS, GpuScene, GpuSection, RandomKV, attention_s, failure_note, fits, one_of_many
 from benchmarks.result import Cell, Table
-from engine.attention.interface import AttentionBackend
-from engine.attention.selection import BLOCK_TOKENS, flash_attn_here
+from engine.attention import AttentionBackend
 from engine.cuda.flash_attention import FLASH_2, FlashAttention
+from engine.cuda.selection import BLOCK_TOKENS, flash_attn_here
 from engine.kv_pool import KVPool
 
 POINTS = [(batch, context) for context in (1024, 8192, 32768) for batch in (1, 8, 64, 256)]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.result import Table
-from engine.attention.interface import AttentionBackend
+from engine.attention import AttentionBackend
 from engine.batch import Batch, build
 from engine.kv_pool import DTYPES, KVPool
 from engine.models.config import ModelConfig, Rope

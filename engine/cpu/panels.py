@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from engine.cpu.int8 import LEVELS, ZERO_POINT, rounded_weights
 from engine.cpu.malloc import empty
 from engine.cpu.matmul_kernels import INT8, PANEL, product
 from engine.cpu.simd import CODES, LANES
-from engine.linear.int8 import LEVELS, ZERO_POINT, rounded_weights
-from engine.linear.interface import Lookup
+from engine.linear import Lookup
 
 IN_STEP = 4  # int8 weights of a column that one instruction multiplies
 

@@ -3,6 +3,7 @@
 import sys
 import tomllib
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
@@ -12,13 +13,20 @@ import typer
 from cluster.plan import ROOT, DoctorSettings, LocalSettings
 from compare.cli import compare
 from shared.config.command_line import command_of, markup_mode, run_app
-from shared.config.settings import NodeSettings, RouterSettings
+from shared.config.settings import NodeSettings, RouterSettings, Settings
 
 Url = Annotated[str, typer.Option("--url", envvar="BATON_URL", help="URL of the router.")]
 ApiKey = Annotated[
     str,
     typer.Option("--api-key", envvar="BATON_API_KEY", show_default=False, help="API key, if the router requires one."),
 ]
+PROCESSES: dict[str, tuple[type[Settings], str]] = {
+    "up": (LocalSettings, "Start a cluster on this machine and supervise it."),
+    "router": (RouterSettings, "Run one router."),
+    "prefill": (NodeSettings, "Run one prefill node."),
+    "decode": (NodeSettings, "Run one decode node."),
+    "doctor": (DoctorSettings, "Check this installation, and that modes and KV channels give the same tokens."),
+}
 LOCAL_URL = "http://127.0.0.1:8000"
 
 
@@ -32,25 +40,44 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _app() -> typer.Typer:
     app = typer.Typer(rich_markup_mode=markup_mode(), pretty_exceptions_enable=False)
     app.callback(help="Serves large language models with prefill and decode on separate pools.")(_options)
-    app.command("up", help="Start a cluster on this machine and supervise it.")(
-        command_of(LocalSettings, "baton up", _up)
-    )
-    app.command("router", help="Run one router.")(command_of(RouterSettings, "baton router", _router))
-    app.command("prefill", help="Run one prefill node.")(command_of(NodeSettings, "baton prefill", _prefill))
-    app.command("decode", help="Run one decode node.")(command_of(NodeSettings, "baton decode", _decode))
+    for name, (kind, text) in PROCESSES.items():
+        app.command(name, help=text)(command_of(kind, f"baton {name}", partial(_run, name)))
     app.command("status", help="Show the nodes of a running cluster.")(_status)
     app.command("top", help="Watch the nodes of a running cluster.")(_top)
     app.command(
         "compare", help="Compare arms under the same traffic: which keeps the SLO, with what confidence, and why."
     )(compare)
     app.command("role", help="Change the role of a node in a running cluster.")(_role)
-    app.command("doctor", help="Check this installation, and that modes and KV channels give the same tokens.")(
-        command_of(DoctorSettings, "baton doctor", _doctor)
-    )
     app.command("secret", help="Write a new secret for the processes of a cluster (--cluster-secret-file).")(_secret)
     app.command("key", help="Create an API key for a tenant: `baton key NAME >> FILE` for --api-keys-file.")(_key)
     app.command("chat", help="Chat with the model of a running cluster.")(_chat)
     return app
+
+
+def _run(name: str, settings: Settings) -> int:
+    """Run a command that takes all the settings of a process."""
+    match settings:
+        case DoctorSettings():
+            from cluster.doctor import run_doctor
+
+            return run_doctor(settings)
+        case LocalSettings():
+            from cluster.local import up
+
+            return up(settings)
+        case RouterSettings():
+            from router.__main__ import main as run_router
+
+            return run_router(settings)
+        case NodeSettings() if name == "prefill":
+            from prefill_node.__main__ import main as run_prefill_node
+
+            return run_prefill_node(settings)
+        case NodeSettings():
+            from decode_node.__main__ import main as run_decode_node
+
+            return run_decode_node(settings)
+    raise AssertionError(f"no command has these settings: {settings!r}")
 
 
 def _options(
@@ -70,44 +97,20 @@ def _print_version() -> None:
     raise typer.Exit
 
 
-def _up(settings: LocalSettings) -> int:
-    from cluster.local import up
-
-    return up(settings)
-
-
-def _router(settings: RouterSettings) -> int:
-    from router.__main__ import main as run_router
-
-    return run_router(settings)
-
-
-def _prefill(settings: NodeSettings) -> int:
-    from prefill_node.__main__ import main as run_prefill_node
-
-    return run_prefill_node(settings)
-
-
-def _decode(settings: NodeSettings) -> int:
-    from decode_node.__main__ import main as run_decode_node
-
-    return run_decode_node(settings)
-
-
 def _status(
     url: Url = LOCAL_URL,
     api_key: ApiKey = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON document of the router.")] = False,
 ) -> int:
-    from cluster.status import show_status
+    from cluster.clients import fails_with_1, show_status
 
-    return show_status(url, api_key, as_json=as_json)
+    return fails_with_1("status", partial(show_status, url, api_key, as_json=as_json))
 
 
 def _top(url: Url = LOCAL_URL, api_key: ApiKey = "") -> int:
-    from cluster.top import run_top
+    from cluster.clients import fails_with_1, run_top
 
-    return run_top(url, api_key)
+    return fails_with_1("top", partial(run_top, url, api_key))
 
 
 def _role(
@@ -116,15 +119,9 @@ def _role(
     url: Url = LOCAL_URL,
     api_key: ApiKey = "",
 ) -> int:
-    from cluster.role import change_role
+    from cluster.clients import change_role, fails_with_1
 
-    return change_role(url, node, role, api_key)
-
-
-def _doctor(settings: DoctorSettings) -> int:
-    from cluster.doctor import run_doctor
-
-    return run_doctor(settings)
+    return fails_with_1("role", partial(change_role, url, node, role, api_key))
 
 
 def _secret(
@@ -142,7 +139,7 @@ def _key(
         bool, typer.Option("--admin", help="Allow access to status, metrics and roles of the cluster.")
     ] = False,
 ) -> int:
-    from cluster.key import make_key
+    from cluster.secret import make_key
 
     return make_key(tenant, is_admin=admin)
 
@@ -158,6 +155,6 @@ def _chat(
         float | None, typer.Option(min=0.0, max=2.0, help="0 is greedy.", show_default="router's")
     ] = None,
 ) -> int:
-    from cluster.chat import run_chat
+    from cluster.clients import run_chat
 
-    return run_chat(url, api_key, system, max_tokens, temperature)
+    return run_chat(url, api_key, system, max_tokens=max_tokens, temperature=temperature)

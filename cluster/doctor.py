@@ -1,33 +1,68 @@
 """`baton doctor`: checks this installation and a cluster, and changes nothing.
 
-It checks that the nodes of the cluster fit together, and that the same prompts get the same tokens in both modes and
-over every KV channel.
+Without --url it checks this machine, and starts small clusters whose answers must be equal in both modes and over every
+KV channel. With --url it checks the registry and the nodes of that cluster, and that it repeats its answers.
 """
 
 import asyncio
+import inspect
+import os
+import re
+import resource
 import secrets
+import socket
+import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import Literal, NamedTuple
 
-from cluster.installation import CheckFailedError, Finding, examine, installation
-from cluster.plan import DoctorSettings
-from cluster.status import size_text
+from cluster.clients import size_text
+from cluster.plan import DoctorSettings, checked
 from compare.arms import Arm
 from compare.endpoint import Document, Endpoint, EndpointError
-from compare.run.deployments import LaunchOptions, LocalStack, fit_together, num_gpus
+from compare.run.deployments import PROCESS_BYTES, LaunchOptions, LocalStack, fit_together, memory_available, num_gpus
 from compare.run.equivalence import different_answers, fits, greedy_answers
-from shared.config.settings import ComputingSettings, format_value
-from shared.errors import ConfigError
-from shared.model_files import DEMO_MODEL
+from engine.components import on_gpu
+from engine.cpu.numba_support import why_not_compiled
+from engine.models.config import ModelConfig
+from engine.weights import check_finite, fingerprint, weight_files
+from router.http.keys import ApiKeys
+from router.text.model_files import read_model
+from router.text.tokenizer import Tokenizer
+from shared.config.settings import ComputingSettings, flag_of, format_value
+from shared.kv.layout import HOST_KV_BYTES
+from shared.kv.local import private
+from shared.kv.memory import HostMemory
+from shared.lifecycle import wait_until
+from shared.model_files import DEMO_MODEL, resolve
+from shared.registry import RedisRegistry
+from shared.rpc import tls
 
+FLOOR = re.compile(r"([\w.-]+)>=([\d.]+)")  # name and minimum version in a requirement without extras
+OTHER_FILES = 256  # open files of a process in addition to its clients: nodes, libraries, logs
+REDIS_S = 3.0
 PROMPT_TOKENS = (1, 16, 33, 130, 700)  # at, near and beyond the boundaries of blocks and chunks
 IDS = 250  # token ids below this are in every vocabulary
-CLOCK_S = 1.0  # a larger difference between clocks gets a warning
+CLOCK_MS = 1000.0  # a larger difference between clocks gets a warning
 IDLE_S = 10.0
 CO_LOCATED = "co-located"
-# The settings that doctor chooses for the clusters that it starts.
-OURS = {"kv_channel", "kv_directory", "cpus", "emulate"}
+CHOSEN = {"kv_channel", "kv_directory", "cpus", "emulate"}  # settings of the clusters that doctor starts
+
+
+class Finding(NamedTuple):
+    """The result of a check. `text` says what was found and, if that is a problem, how to fix it."""
+
+    name: str
+    level: Literal["ok", "warning", "failed"]
+    text: str
+
+
+class CheckWarning(Exception):
+    """Baton will run, but not well. The message says why, and how to fix it."""
 
 
 def run_doctor(settings: DoctorSettings) -> int:
@@ -36,78 +71,207 @@ def run_doctor(settings: DoctorSettings) -> int:
 
 
 async def _run(settings: DoctorSettings) -> int:
-    has_failed = False
-    async for finding in _findings(settings):
-        has_failed |= finding.level == "failed"
-        print(f"{finding.level:9}{finding.name:14}{finding.text}", flush=True)
-    return int(has_failed)
+    failed = set[str]()
+    for stage in (_installation, _running if settings.url else _replays_here):
+        if failed - {"ports"} and not settings.url:
+            break  # its clusters could not start
+        async for finding in stage(settings):
+            print(f"{finding.level:9}{finding.name:14}{finding.text}", flush=True)
+            failed |= {finding.name} if finding.level == "failed" else set()
+    return int(bool(failed))
 
 
-async def _findings(settings: DoctorSettings) -> AsyncIterator[Finding]:
-    is_fit = True
-    for finding in installation(settings):
-        is_fit &= finding.level != "failed" or finding.name == "ports"
-        yield finding
+async def examine(name: str, check: Callable[[], str | Awaitable[str]]) -> Finding:
+    """Run a check, which may be a coroutine function, and return its finding.
+
+    The check returns a text, raises CheckWarning for a warning, or raises any other exception for a failure.
+    """
     try:
-        if settings.url:
-            async for finding in _running(settings):
-                yield finding
-        elif is_fit:
-            async for finding in _own(settings):
-                yield finding
-    except (EndpointError, ConfigError, OSError) as error:
-        yield Finding("cluster", "failed", str(error))
+        found = check()
+        return Finding(name, "ok", await found if inspect.isawaitable(found) else found)
+    except CheckWarning as warning:
+        return Finding(name, "warning", str(warning))
+    except Exception as error:  # noqa: BLE001 - a check never ends the others
+        is_known = isinstance(error, ValueError | OSError | ImportError | EndpointError) and str(error)
+        return Finding(name, "failed", str(error) if is_known else f"{type(error).__name__}: {error}")
+
+
+# ---- this machine --------------------------------------------------------------------------------------------------
+
+
+async def _installation(settings: DoctorSettings) -> AsyncIterator[Finding]:
+    """Yield the findings about this machine. With --url, the machine is not the cluster's, and most do not matter."""
+    checks: tuple[Callable[[DoctorSettings], str | Awaitable[str]], ...] = (libraries, registry)
+    if not settings.url:
+        checks = (libraries, computing, model, memory, kv_directory, open_files, secret_files, registry, ports)
+    for check in checks:
+        yield await examine(check.__name__.replace("_", " "), partial(check, settings))
+
+
+def libraries(_: DoctorSettings) -> str:
+    if sys.platform != "linux":
+        raise ValueError(f"{sys.platform}: Baton needs Linux; elsewhere, use its containers")
+    with suppress(PackageNotFoundError):  # raised in a checkout that is not installed
+        if old := "; ".join(outdated(requires("baton-serve") or [])):
+            raise ValueError(f"{old}: install again, with `make serve` or `pip install -e .`")
+    return f"Python {sys.version.split()[0]}, torch {version('torch')}"
+
+
+def outdated(requirements: Iterable[str]) -> Iterator[str]:
+    """Yield a text for each required library that is missing or too old. Extras are ignored."""
+    for name, floor in (match.groups() for text in requirements if (match := FLOOR.fullmatch(text))):
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            found = "missing"
+        if _release(found) < _release(floor):
+            yield f"{name} {found}, needs {floor}"
+
+
+def _release(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text.partition("+")[0])[:3])
+
+
+def computing(settings: DoctorSettings) -> str:
+    import torch
+
+    if on_gpu(settings.device, computes=settings.runner == "torch" and not settings.emulate):
+        if not torch.cuda.is_available():
+            raise ValueError(f"--device {settings.device}: torch {torch.__version__} sees no GPU here")
+        return ", ".join(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
+    if reason := why_not_compiled():
+        raise CheckWarning(f"kernels cannot be compiled ({reason}): torch computes instead, several times slower")
+    return f"{len(os.sched_getaffinity(0))} CPUs, kernels can be compiled"
+
+
+def _directory(settings: DoctorSettings) -> Path:
+    return resolve(settings.model or str(DEMO_MODEL))
+
+
+def model(settings: DoctorSettings) -> str:
+    directory = _directory(settings)
+    config = ModelConfig.from_directory(directory)
+    revision = fingerprint(directory)[:8]
+    check_finite(directory)
+    Tokenizer.load(directory, read_model(directory, "", 0, 0).vocab_size)
+    return f"{directory}: {config.num_layers} layers, {config.max_position_embeddings} positions, revision {revision}"
+
+
+def memory(settings: DoctorSettings) -> str:
+    """Check the memory that the nodes of `baton up` would need with these settings on a CPU."""
+    HostMemory(1, 1 << 20).close()  # check that shared memory can be created, sealed and mapped
+    available = memory_available()
+    if settings.device.startswith("cuda"):
+        return f"shared memory works; {available >> 20} MiB are available"
+    weights = sum(file.stat().st_size for file in weight_files(_directory(settings))) * 2  # as float32
+    nodes = sum(settings.num_nodes())
+    wanted = nodes * (weights + PROCESS_BYTES + (settings.kv_cache_memory or HOST_KV_BYTES))
+    text = f"{nodes} nodes need {wanted >> 20} MiB, and {available >> 20} MiB are available"
+    if wanted > available:
+        raise CheckWarning(f"{text}: lower --kv-cache-memory or the number of nodes")
+    return f"shared memory works; {text}"
+
+
+def kv_directory(settings: DoctorSettings) -> str:
+    path = private(settings.kv_directory).absolute() / secrets.token_hex(16)
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.bind(str(path))
+        except OSError as error:
+            raise OSError(f"--kv-directory {path.parent}: no socket can be made in it: {error}") from None
+        finally:
+            path.unlink(missing_ok=True)
+    return str(path.parent)
+
+
+def open_files(settings: DoctorSettings) -> str:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = settings.max_concurrent_requests + OTHER_FILES
+    if limit < wanted:
+        raise CheckWarning(
+            f"{limit} are allowed, and {settings.max_concurrent_requests} clients need {wanted}: raise `ulimit -n`"
+        )
+    return f"{limit} are allowed"
+
+
+def secret_files(settings: DoctorSettings) -> str:
+    """Check the given secret files. From then on, this process uses the cluster's secret."""
+    tls.configure(settings.cluster_secret_file, {"--registry-host": settings.registry_host})
+    if settings.api_keys_file or settings.api_keys:
+        ApiKeys(settings.api_keys_file, settings.api_keys)
+    elif not tls.is_loopback(settings.host):
+        raise CheckWarning(f"--host {settings.host} serves any client without a key: give --api-keys-file")
+    given = [flag_of(name) for name in ("cluster_secret_file", "api_keys_file") if getattr(settings, name)]
+    return f"{' and '.join(given)} can be used" if given else "none are given, and none are needed here"
+
+
+async def registry(settings: DoctorSettings) -> str:
+    if not settings.registry:
+        return "the router itself"
+    redis = RedisRegistry(settings.registry, settings.cluster)
+    await redis.start(lambda: None)
+    try:
+        if not await wait_until(lambda: redis.state == "ok", REDIS_S):
+            raise OSError(f"--registry: no Redis answers there within {REDIS_S:g} s; see the line above")
+        return f"Redis answers, and knows {len(redis.nodes)} nodes of cluster {settings.cluster}"
+    finally:
+        await redis.close()
+
+
+def ports(settings: DoctorSettings) -> str:
+    return f"{settings.host}:{checked(settings).port} is free"
 
 
 # ---- a running cluster ---------------------------------------------------------------------------------------------
 
 
 async def _running(settings: DoctorSettings) -> AsyncIterator[Finding]:
-    endpoint = Endpoint(settings.url, settings.api_key)
-    try:
+    endpoint, status = Endpoint(settings.url, settings.api_key), Document()
+
+    async def connect() -> str:
         await endpoint.connect()
         if not endpoint.is_baton:
-            raise EndpointError(f"{settings.url} is no router of Baton, or does not tell its status")
-        for finding in peers(await endpoint.status()):
-            yield finding
-        yield await _replayed_there(endpoint)
+            raise EndpointError(f"{settings.url} is not a router, or requires an admin key for its status")
+        status.update(await endpoint.status())
+        return f"{endpoint.model} at {settings.url}"
+
+    async def replays() -> str:
+        """Check that answers repeat. A random salt ensures that the prefix cache is empty at first."""
+        prompts, salt = _prompts(endpoint.max_model_len), secrets.token_hex(8)
+        answers = {"at once": await greedy_answers(endpoint, prompts, salt)}
+        answers["from the prefix cache"] = await greedy_answers(endpoint, prompts, salt)
+        answers["one by one"] = [(await greedy_answers(endpoint, [prompt], salt))[0] for prompt in prompts]
+        return same_tokens(answers)
+
+    try:
+        yield (finding := await examine("cluster", connect))
+        if finding.level == "ok":
+            for name, check in STATUS_CHECKS.items():
+                yield await examine(name, partial(check, status))
+            yield await examine("replays", replays)
     finally:
         await endpoint.close()
 
 
-def peers(status: Document) -> Iterator[Finding]:
-    """Check in a router's /v1/status that all nodes are ready and fit together."""
+def _nodes(status: Document) -> str:
     nodes = status["nodes"]
-    yield examine("nodes", lambda: _ready(nodes))
-    yield examine("fingerprints", lambda: _alike(nodes))
-    yield examine("blocks", lambda: _balanced(nodes))
-    yield examine("channels", lambda: _channels(nodes))
-    yield examine("clocks", lambda: _clocks(nodes))
-    yield examine("membership", lambda: _membership(status["registry"]))
-
-
-def _ready(nodes: Sequence[Document]) -> str:
     if not nodes:
-        raise ValueError("there are none: start some, and look at their logs for why they do not join")
-    away = [f"{node['id']} is {node['state']}" for node in nodes if node["state"] != "ready"]
-    if away:
-        raise ValueError(f"{', '.join(away)}: see their logs; a lost node is started again by who supervises it")
+        raise ValueError("there are none: start some; their logs show why they do not join")
+    if away := [f"{node['id']} is {node['state']}" for node in nodes if node["state"] != "ready"]:
+        raise ValueError(f"{', '.join(away)}: see their logs; a supervisor should restart a lost node")
     roles = [node["role"] for node in nodes]
     return f"{roles.count('prefill')} prefill and {roles.count('decode')} decode, all ready"
 
 
-def _alike(nodes: Sequence[Document]) -> str:
-    """Check that all nodes have the same fingerprint. Nodes with different ones cannot exchange KV.
-
-    The router uses only the nodes of the most common fingerprint.
-    """
+def _fingerprints(status: Document) -> str:
+    """Check that all nodes have the same fingerprint. The router uses only the nodes of the most common one."""
+    nodes = status["nodes"]
     prints = [node["fingerprint"] for node in nodes]
     most = max(sorted(set(prints)), key=prints.count, default="")
-    others = [node for node in nodes if node["fingerprint"] != most]
-    if others:
-        like = next(node for node in nodes if node["fingerprint"] == most)
-        told = "; ".join(f"{node['id']} ({_differences(like, node)})" for node in others)
-        raise ValueError(f"not as the others, and not used: {told}: give all nodes one model, dtype and block size")
+    if others := [node for node in nodes if node["fingerprint"] != most]:
+        like = nodes[prints.index(most)]
+        texts = "; ".join(f"{node['id']} ({_differences(like, node)})" for node in others)
+        raise ValueError(f"not as the others, and not used: {texts}: give all nodes one model, dtype and block size")
     return f"all {most}"
 
 
@@ -118,118 +282,110 @@ def _differences(one: Document, other: Document) -> str:
     return ", ".join(named) or "another model or revision"
 
 
-def _balanced(nodes: Sequence[Document]) -> str:
-    wrong = [node["id"] for node in nodes if sum(node["blocks"].values()) != 2 * node["blocks"]["total"]]
-    if wrong:
-        sum_of = "free + cached + owned + reserved + quarantined"
-        raise ValueError(f"{', '.join(wrong)}: {sum_of} is not the total: restart it, and report its log")
+def _blocks(status: Document) -> str:
+    blocks = {node["id"]: node["blocks"] for node in status["nodes"]}
+    if wrong := [name for name, counts in blocks.items() if sum(counts.values()) != 2 * counts["total"]]:
+        raise ValueError(f"{', '.join(wrong)}: the states' sum is not the total: restart it, and report its log")
     return "all accounted for"
 
 
-def _channels(nodes: Sequence[Document]) -> str:
-    used = sorted({channel for node in nodes for channel in node["channels"].values()})
-    fallen = [f"{node['id']} {node['channel_fallbacks']} times" for node in nodes if node["channel_fallbacks"]]
-    if fallen:
-        raise CheckFailedError(
-            f"{', '.join(fallen)} fell back to a slower one (in use: {', '.join(used)}): its log says why"
+def _channels(status: Document) -> str:
+    used = ", ".join(sorted({channel for node in status["nodes"] for channel in node["channels"].values()}))
+    slower = [
+        f"{node['id']} {node['channel_fallbacks']} times" for node in status["nodes"] if node["channel_fallbacks"]
+    ]
+    if slower:
+        raise CheckWarning(f"{', '.join(slower)} fell back to a slower one (in use: {used}): its log says why")
+    return used or "none was needed yet"
+
+
+def _clocks(status: Document) -> str:
+    """Check the offsets of clocks, which a router without the dashboard does not know."""
+    offsets = {node["id"]: node["clock_offset_ms"] for node in status["nodes"] if "clock_offset_ms" in node}
+    if late := [f"{name} by {-offset:+.0f} ms" for name, offset in offsets.items() if abs(offset) > CLOCK_MS]:
+        raise CheckWarning(f"{', '.join(late)} against the router's, which shows in logs: synchronize them with NTP")
+    return f"at most {max(map(abs, offsets.values()), default=0):.0f} ms apart" if offsets else "not known"
+
+
+def _membership(status: Document) -> str:
+    kind, state = status["registry"]["kind"], status["registry"]["state"]
+    if state != "ok":
+        raise CheckWarning(
+            f"{kind} does not answer: the router keeps its last list, and no node can join until it does"
         )
-    return ", ".join(used) or "none was needed yet"
+    return str(kind)
 
 
-def _clocks(nodes: Sequence[Document]) -> str:
-    off = {node["id"]: node["clock_offset_ms"] for node in nodes}
-    late = [f"{name} by {-offset:+.0f} ms" for name, offset in off.items() if abs(offset) > 1000 * CLOCK_S]
-    if late:
-        raise CheckFailedError(
-            f"{', '.join(late)} against the router's: traces allow for it, logs do not; keep clocks by NTP"
-        )
-    return f"at most {max(map(abs, off.values()), default=0):.0f} ms apart"
-
-
-def _membership(registry: Document) -> str:
-    if registry["state"] != "ok":
-        raise CheckFailedError(
-            f"{registry['kind']} does not answer: the last list is kept, and nobody can join: bring it back"
-        )
-    return str(registry["kind"])
-
-
-async def _replayed_there(endpoint: Endpoint) -> Finding:
-    """Check that the cluster repeats its answers. A random salt ensures that the prefix cache is empty at first."""
-    prompts, salt = _prompts(endpoint.max_model_len), secrets.token_hex(8)
-    answers = {"at once": await greedy_answers(endpoint, prompts, salt)}
-    answers["from the prefix cache"] = await greedy_answers(endpoint, prompts, salt)
-    answers["one by one"] = [(await greedy_answers(endpoint, [prompt], salt))[0] for prompt in prompts]
-    return _verdict("replays", answers, f"{len(prompts)} prompts, at once, from the prefix cache and one by one")
+STATUS_CHECKS: dict[str, Callable[[Document], str]] = {
+    "nodes": _nodes,
+    "fingerprints": _fingerprints,
+    "blocks": _blocks,
+    "channels": _channels,
+    "clocks": _clocks,
+    "membership": _membership,
+}
 
 
 # ---- clusters that doctor starts -----------------------------------------------------------------------------------
 
 
-async def _own(settings: DoctorSettings) -> AsyncIterator[Finding]:
+async def _replays_here(settings: DoctorSettings) -> AsyncIterator[Finding]:
     """Start a co-located cluster, and one for each KV channel or for --kv-channel, and compare their answers."""
-    model = settings.model or str(DEMO_MODEL)
+    model_name = settings.model or str(DEMO_MODEL)
     on_gpus = 0 if settings.device == "cpu" else num_gpus()
     every = ("cuda_ipc" if on_gpus else "shm", "tcp", "pool")
     channels = every if settings.kv_channel == "auto" else (settings.kv_channel,)
     with tempfile.TemporaryDirectory(prefix="baton-doctor-") as directory:
         arms = [_arm(settings, name, directory) for name in (CO_LOCATED, *channels)]
-        launch = LaunchOptions(model, emulate=settings.emulate, gpus=on_gpus)
+        launch = LaunchOptions(model_name, emulate=settings.emulate, gpus=on_gpus)
         stacks = [LocalStack(arm, launch, Path(directory) / f"{arm.name}.log") for arm in arms]
         answers: dict[str, list[list[int]]] = {}
-        together = fit_together(arms, model)
+        together = fit_together(arms, model_name)
         starting = [asyncio.ensure_future(stack.start()) for stack in stacks if together]
         try:
             for number, stack in enumerate(stacks):
-                yield await _replayed_here(stack, starting[number] if together else stack.start(), answers)
+                started = starting[number] if together else stack.start()
+                yield await examine(stack.arm.name, partial(_answered, stack, started, answers))
         finally:
             await asyncio.gather(*starting, return_exceptions=True)
             await asyncio.gather(*(stack.end() for stack in stacks))
     if len(answers) > 1:
-        yield _verdict("replays", answers, f"{len(next(iter(answers.values())))} prompts, {', '.join(answers)}")
+        yield await examine("replays", partial(same_tokens, answers))
 
 
 def _arm(settings: DoctorSettings, name: str, directory: str) -> Arm:
-    """Return the arm for a cluster with the user's settings.
-
-    It is co-located, or hands off every prompt over the channel `name`.
-    """
+    """Return the arm for a cluster with the user's settings, which hands off every prompt unless it is co-located."""
     given = {
         field: format_value(getattr(settings, field))
         for field, about in ComputingSettings.model_fields.items()
-        if field not in OURS and getattr(settings, field) != about.get_default(call_default_factory=True)
-    }
-    given |= {"kv_directory": f"{directory}/{name}"}
+        if field not in CHOSEN and getattr(settings, field) != about.get_default(call_default_factory=True)
+    } | {"kv_directory": f"{directory}/{name}"}
     if name == CO_LOCATED:
         return Arm(name, 0, 1, given)
     return Arm(name, 1, 1, given | {"disaggregate": "always", "kv_channel": name})
 
 
-async def _replayed_here(stack: LocalStack, started: Awaitable[None], answers: dict[str, list[list[int]]]) -> Finding:
-    name = stack.arm.name
+async def _answered(stack: LocalStack, started: Awaitable[None], answers: dict[str, list[list[int]]]) -> str:
     try:
         await started
         prompts = _prompts(stack.endpoint.max_model_len)
-        answers[name] = await greedy_answers(stack.endpoint, prompts, "doctor")
+        answers[stack.arm.name] = await greedy_answers(stack.endpoint, prompts, "doctor")
         await stack.endpoint.until_idle(IDLE_S)
         status = await stack.endpoint.status()
-    except (EndpointError, ConfigError, OSError) as error:
-        return Finding(name, "failed", str(error))
     finally:
         stack.terminate()
-    if name == CO_LOCATED:
-        return Finding(name, "ok", f"{len(prompts)} prompts computed by the decode node")
-    return examine(name, lambda: _moved(status, name, len(prompts)))
+    if stack.arm.name == CO_LOCATED:
+        return f"{len(prompts)} prompts computed by the decode node"
+    return handed_off(status, stack.arm.name, len(prompts))
 
 
-def _moved(status: Document, channel: str, count: int) -> str:
+def handed_off(status: Document, channel: str, count: int) -> str:
     """Check that the channel was used. Equal tokens prove nothing about a channel that was not."""
     used = {name for node in status["nodes"] for name in node["channels"].values()}
     if status["handoffs"] < count or used != {channel}:
-        over = ", ".join(used) or "nothing"
         raise ValueError(
-            f"{status['handoffs']} of {count} prompts were handed off, over {over}: try `baton up --kv-channel "
-            f"{channel}`, and look at the prefill node's log"
+            f"{status['handoffs']} of {count} prompts were handed off, over {', '.join(used) or 'nothing'}: try "
+            f"`baton up --kv-channel {channel}`, and look at the prefill node's log"
         )
     return f"{count} prompts handed off, {size_text(status['bytes_moved'])} moved"
 
@@ -239,13 +395,11 @@ def _prompts(max_model_len: int) -> list[list[int]]:
     return [row for row in rows if not max_model_len or fits(row, max_model_len)]
 
 
-def _verdict(name: str, answers: Mapping[str, Sequence[Sequence[int]]], what: str) -> Finding:
-    def check() -> str:
-        if different := different_answers(answers):
-            raise ValueError(
-                f"{different[0]} ({len(different)} differ): either KV does not arrive as it was sent, or the nodes "
-                "compute differently: compare their `facts` in /v1/status"
-            )
-        return f"{what}: the same tokens"
-
-    return examine(name, check)
+def same_tokens(answers: Mapping[str, Sequence[Sequence[int]]]) -> str:
+    """Check that the answers, by the name of their way, are equal."""
+    if different := different_answers(answers):
+        raise ValueError(
+            f"{different[0]} ({len(different)} differ): either KV does not arrive as it was sent, or the nodes "
+            "compute differently: compare their `facts` in /v1/status"
+        )
+    return f"{len(next(iter(answers.values())))} prompts, {', '.join(answers)}: the same tokens"

@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cluster.key import new_key
 from cluster.plan import ROUTER, Child, LocalSettings, checked, inherited, plan
-from cluster.secret import own_secret
+from cluster.secret import new_key, own_secret
 from shared.api_client import bearer
 from shared.config.settings import EVERY_ADDRESS
 from shared.lifecycle import set_parent_death_signal
@@ -27,9 +26,7 @@ FIRST_DELAY_S = 0.5
 GRACE_S = 2.0  # how long a process may take to exit after its drain
 BAD_SETTINGS = 2  # the exit status of a process with invalid settings, which is not restarted
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")
-
-
-TELL_AFTER_S = 20.0
+STARTING_S = 20.0  # a cluster that takes longer to start gets a line
 
 
 def up(settings: LocalSettings) -> int:
@@ -66,24 +63,24 @@ async def _up(settings: LocalSettings, children: Sequence[Child], say: Say, key:
     url = url_of(settings.host, settings.port)
     admin_url = url_of(settings.admin_host, settings.admin_port) if settings.admin_port else url
     status_is = partial(until_answers, f"{admin_url}/v1/status", key=key)
-    telling = asyncio.create_task(_tell_when_ready(url, settings, say, status_is))
+    reporting = asyncio.create_task(_report_ready(url, settings, say, status_is))
     count = sum(settings.num_nodes())
     all_ready = partial(status_is, lambda status: num_ready(status) >= count)
     try:
         return await LocalCluster(children, say, settings.drain_timeout_s, all_ready).run()
     finally:
-        telling.cancel()
+        reporting.cancel()
 
 
-async def _tell_when_ready(
+async def _report_ready(
     url: str, settings: LocalSettings, say: Say, status_is: Callable[[Callable[[Any], bool]], Awaitable[None]]
 ) -> None:
     model = settings.served_model_name or Path(settings.model).name
     body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 40})
     num_prefill, num_decode = settings.num_nodes()
     ready = asyncio.ensure_future(until_answers(f"{url}/ready", lambda _: True))
-    if not (await asyncio.wait({ready}, timeout=TELL_AFTER_S))[0]:
-        say("baton", f"no node takes requests after {TELL_AFTER_S:g} s: still waiting, the lines above may say why")
+    if not (await asyncio.wait({ready}, timeout=STARTING_S))[0]:
+        say("baton", f"no node takes requests after {STARTING_S:g} s; still waiting")
     await ready
     say("baton", f"serving at {url}")
     needs_key = settings.api_keys_file or settings.api_keys
@@ -181,7 +178,7 @@ class LocalCluster:
     def _on_signal(self, number: int) -> None:
         self._num_signals += 1
         if self._num_signals == 1:
-            self._say("baton", "draining; once more to end at once")
+            self._say("baton", "draining; a second signal ends all processes at once")
             self._ending.set()
         else:
             self._status = 128 + number
@@ -220,7 +217,7 @@ class LocalCluster:
             await asyncio.wait(keepers, timeout=self._drain_timeout_s + GRACE_S)
         late = [name for name in running if name in self._processes]
         for name in late:
-            self._say(name, "has not ended in time: killed")
+            self._say(name, "has not ended in time and is killed")
         self._kill(late)
 
     async def _keep(self, child: Child) -> None:
@@ -229,11 +226,11 @@ class LocalCluster:
             status = await self._run(child)
             if self._ending.is_set():
                 return
-            asked = child.name != ROUTER and status == 0  # by `_restart_all`
-            self._say(child.name, "has drained and ended" if asked else f"ended unexpectedly, {described(status)}")
+            is_restart = child.name != ROUTER and status == 0  # by `_restart_all`
+            self._say(child.name, "has drained and ended" if is_restart else f"ended unexpectedly, {described(status)}")
             if child.name == ROUTER or status == BAD_SETTINGS:
                 if child.name == ROUTER and status != BAD_SETTINGS:
-                    self._say("baton", "without its router the cluster ends")
+                    self._say("baton", "the cluster ends, because its router has ended")
                 self._status = status if status > 0 else 1
                 self._ending.set()
                 return
@@ -250,6 +247,7 @@ class LocalCluster:
             stdin=DEVNULL,
             stdout=PIPE,
             stderr=STDOUT,
+            limit=MAX_LINE_BYTES,
             env=inherited(os.environ) | child.environment,
             start_new_session=True,  # so that Ctrl-C at the terminal reaches only this process
             preexec_fn=set_parent_death_signal(os.getpid()),
@@ -268,22 +266,22 @@ class LocalCluster:
     async def _relay(self, name: str, process: Process) -> None:
         self._say(name, f"started, process {process.pid}")
         assert process.stdout is not None
-        async for line in lines_of(process.stdout.read):
+        async for line in lines_of(process.stdout):
             self._say(name, line)
 
 
-async def lines_of(read: Callable[[int], Awaitable[bytes]]) -> AsyncIterator[str]:
-    """Yield lines without their line ends until `read` returns b"". Very long lines are yielded in parts."""
-    rest = b""
-    while chunk := await read(MAX_LINE_BYTES):
-        *lines, rest = (rest + chunk).split(b"\n")
-        if len(rest) >= MAX_LINE_BYTES:
-            lines.append(rest)
-            rest = b""
-        for line in lines:
-            yield line.rstrip(b"\r").decode("utf-8", "replace")
-    if rest:
-        yield rest.decode("utf-8", "replace")
+async def lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Yield lines without their line ends until the stream ends. Very long lines are yielded in parts."""
+    line = b"\n"
+    while line:
+        try:
+            line = await stream.readuntil(b"\n")
+        except asyncio.IncompleteReadError as error:  # the stream has ended
+            line = error.partial
+        except asyncio.LimitOverrunError as error:
+            line = await stream.read(error.consumed)
+        if line:
+            yield line.rstrip(b"\r\n").decode("utf-8", "replace")
 
 
 def restart_delay_s(restarts: Sequence[float], now: float) -> float:

@@ -43,7 +43,7 @@ def parse_devices(value: str | Iterable[str]) -> tuple[str, ...]:
         return ()
     for name in names:
         if not re.fullmatch(r"cuda:(0|[1-9]\d?)", name, re.ASCII):
-            raise ValueError(f"{name!r} is no GPU: must be a list as cuda:0,cuda:1")
+            raise ValueError(f"{name!r} is not a GPU: must be a list such as cuda:0,cuda:1")
     if len(set(names)) < len(names):
         raise ValueError("must name each GPU once; several nodes share one where there are more nodes than GPUs")
     return tuple(names)
@@ -67,24 +67,31 @@ class LocalSettings(ServingSettings, ComputingSettings):
     registry_port: Port = Field(default=0, description="Port that nodes join at; 0: any free port.")
 
     @model_validator(mode="after")
-    def _tells_loss_from_silence(self) -> "LocalSettings":
+    def _check_node_timeout(self) -> "LocalSettings":
         if self.node_timeout_s <= 2 * self.heartbeat_s:
             raise ValueError("--node-timeout-s must be over twice --heartbeat-s, or live nodes count as lost")
         return self
 
     @model_validator(mode="after")
-    def _gives_each_node_a_place(self) -> "LocalSettings":
+    def _check_devices(self) -> "LocalSettings":
         if self.devices and self.device not in {"auto", "cuda"}:
             raise ValueError(
-                f"--devices {','.join(self.devices)}: says where nodes compute; leave out --device {self.device}"
+                f"--devices {','.join(self.devices)}: sets where nodes compute; leave out --device {self.device}"
             )
         if len(self.devices) > sum(self.num_nodes()):
             raise ValueError(
                 f"--devices {','.join(self.devices)}: are more than the {sum(self.num_nodes())} nodes; name fewer, "
                 "or give --prefill and --decode"
             )
-        if self.kv_channel == "pool" and (problem := _not_poolable(self.num_nodes()[0], self.places())):
-            raise ValueError(f"--kv-channel pool: {problem}")
+        if self.kv_channel == "pool":
+            num_prefill = self.num_nodes()[0]
+            decode = Counter(self.places()[num_prefill:])
+            if shared := [device for device, count in decode.items() if count > 1]:
+                raise ValueError(
+                    f"--kv-channel pool: one decode node per device can share its pool, not on {shared[0]}"
+                )
+            if alone := [device for device in self.places()[:num_prefill] if device not in decode]:
+                raise ValueError(f"--kv-channel pool: the prefill node on {alone[0]} needs a decode node there")
         return self
 
     def places(self) -> list[str]:
@@ -106,20 +113,6 @@ class DoctorSettings(LocalSettings):
     api_key: str = Field(default="", repr=False, description="Admin key for that router.")
 
 
-def _not_poolable(num_prefill: int, places: Sequence[str]) -> str:
-    """Return why prefill nodes cannot compute in the pools of decode nodes, or "" if they can."""
-    decode = Counter(places[num_prefill:])
-    for device, count in decode.items():
-        if count > 1:
-            return f"{count} decode nodes on {device}, where one can lend its pool; use one a device"
-    for device in places[:num_prefill]:
-        if device not in decode:
-            return (
-                f"no decode node on {device}, where a prefill node is; give as many --devices as decode nodes, or fewer"
-            )
-    return ""
-
-
 @dataclass(frozen=True, slots=True)
 class Child:
     """A process to start. `environment` is added to the variables that it inherits (see `inherited`)."""
@@ -131,18 +124,19 @@ class Child:
 
 def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
     """Return the router's process, and then the nodes', which share `cores`. `settings` must come from `checked`."""
-    num_prefill, num_decode = settings.num_nodes()
-    nodes = {"prefill": num_prefill, "decode": num_decode}
-    names = [(role, number) for role, count in nodes.items() for number in range(count)]
+    counts = zip(("prefill", "decode"), settings.num_nodes(), strict=True)
+    names = [(role, number) for role, count in counts for number in range(count)]
     places = settings.places()
     children = [_child(ROUTER, "router", _part(settings, RouterSettings, {}), num_threads=1)]
+    host = "127.0.0.1" if settings.registry_host in EVERY_ADDRESS else settings.registry_host
+    registry = settings.registry or f"{host}:{settings.registry_port}"
     for (role, number), cpus, device in zip(names, share_out(cores, len(names)), places, strict=True):
         name = f"{role}-{number}"
         num_threads = settings.threads or len(cpus) or 1
         # If other machines use the same Redis, these names would not be unique.
         own = {"id": "" if settings.registry else name, "host": "127.0.0.1", "port": 0, "threads": num_threads}
         own |= {"device": device, "gpu_memory_utilization": settings.gpu_memory_utilization / places.count(device)}
-        node = _part(settings, NodeSettings, own | {"registry": settings.registry or _joined_at(settings)})
+        node = _part(settings, NodeSettings, own | {"registry": registry})
         children.append(_child(name, f"{role}_node", node.model_copy(update={"cpus": cpus}), num_threads))
     return children
 
@@ -202,18 +196,13 @@ def inherited(environment: Mapping[str, str]) -> dict[str, str]:
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH", ""))))}
 
 
-def _joined_at(settings: LocalSettings) -> str:
-    host = "127.0.0.1" if settings.registry_host in EVERY_ADDRESS else settings.registry_host
-    return f"{host}:{settings.registry_port}"
-
-
 def _local(model: str) -> Path:
     """Return the model's directory. If `model` is a hub id, download the model first."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
     if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise ConfigError(f"--model {model}: is no directory")
+        raise ConfigError(f"--model {model}: is not a directory")
 
     try:
         return resolve(model)

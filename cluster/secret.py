@@ -1,19 +1,25 @@
-"""`baton secret`: writes the secret of a cluster. `baton up` uses one, so that other users' processes cannot join."""
+"""`baton secret` writes the secret of a cluster, and `baton key` creates an API key for a tenant.
+
+`baton up` uses a secret, so that other users' processes cannot join. Keys are printed once and not stored.
+"""
 
 import datetime
 import os
 import secrets
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from router.http.keys import LINE
 from shared.errors import ConfigError
 from shared.kv.local import private
 
 NAME = "cluster-secret.pem"
+KEY_BYTES = 32
 
 
 def new_pem() -> bytes:
@@ -75,3 +81,23 @@ def own_secret(directory: str) -> str:
     except OSError as error:
         raise ConfigError(str(error)) from None
     return str(path)
+
+
+def make_key(tenant: str, *, is_admin: bool) -> int:
+    """Print a new key to stderr, and its line for the keys file to stdout, so that `>> FILE` appends only the line.
+
+    Return the exit status, which is 2 if the tenant's name is invalid.
+    """
+    key, line = new_key(tenant, is_admin=is_admin)
+    if LINE.fullmatch(line) is None:
+        print("baton key: a tenant's name has 1 to 64 letters, digits and . _ -", file=sys.stderr)
+        return 2
+    print(line)
+    print(f"the key of {tenant}, shown only now: {key}", file=sys.stderr)
+    return 0
+
+
+def new_key(tenant: str, *, is_admin: bool) -> tuple[str, str]:
+    """Return a random key and its line for the keys file."""
+    key = f"baton-{secrets.token_urlsafe(KEY_BYTES)}"
+    return key, f"{tenant}:{sha256(key.encode()).hexdigest()}{':admin' if is_admin else ''}"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from ipaddress import ip_address
+from math import inf
 from pathlib import Path
 from typing import Any, cast
 
@@ -84,13 +85,14 @@ async def _serve(
     identity = f"router-{secrets.token_hex(8)}"
     dashboard = Dashboard() if settings.dashboard else None
     observer = dashboard or RouterObserver()
-    ttft_slo_s = settings.ttft_slo_ms / 1000
-    queue = AdmissionQueue(settings.max_queue_s, ttft_slo_s, settings.max_queued_tokens)
-    fleet = NodePool(identity, _registry(settings, identity), settings.mode, settings.node_timeout_s, observer, queue)
+    ttft_slo_s = settings.ttft_slo_ms / 1000  # a longer wait in the queue would miss it by itself
+    queue = AdmissionQueue(min(settings.max_queue_s, ttft_slo_s or inf), settings.max_queued_tokens)
+    registry = _registry(settings, identity)
+    fleet = NodePool(identity, registry, settings.mode, settings.node_timeout_s, observer, queue.resize)
     rules = DispatchRules(settings.max_attempts, settings.disaggregate, ttft_slo_s)
     dispatch = Dispatcher(fleet, queue, model.name, rules, observer)
     metrics = CollectorRegistry()
-    metrics.register(NodeMetrics(fleet.nodes, model.name, lambda: dispatch.status().as_json()))
+    metrics.register(NodeMetrics(fleet.nodes, model.name, dispatch.status))
     if dashboard is not None:
         record_metrics = RecordMetrics(fleet.nodes, model.name, dashboard)
         dashboard.subscribe(record_metrics)

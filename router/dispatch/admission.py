@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum
 from math import exp, inf
 
 from router.dispatch.requests import GenerationRequest
@@ -27,21 +26,14 @@ MAX_RETRY_AFTER_S = 60.0
 
 
 class AdmissionRefusedError(UnavailableError):
-    """The request was refused before any node received it."""
+    """The request was refused before any node received it, because it would have waited for `wait_s` seconds."""
 
-
-def overloaded(message: str, retry_after_s: float) -> AdmissionRefusedError:
-    retry_after_s = min(retry_after_s, MAX_RETRY_AFTER_S)
-    return AdmissionRefusedError(message, retry_after_s=retry_after_s, status=429, code="overloaded")
+    def __init__(self, message: str, wait_s: float) -> None:
+        super().__init__(message, min(wait_s, MAX_RETRY_AFTER_S), status=429, code="overloaded")
 
 
 def deadline_error() -> UnavailableError:
     return UnavailableError("The request timed out: its time was over.", status=504, code="deadline")
-
-
-class EntryState(Enum):
-    WAITING = "waiting"
-    GRANTED = "granted"
 
 
 @dataclass(slots=True, eq=False)
@@ -57,8 +49,8 @@ class QueueEntry:
     expires: float
     deadline: float = inf  # for the whole answer
     granted_at: float | None = None  # also None after a pause, which makes its time on the nodes meaningless
-    state: EntryState = EntryState.WAITING
     has_pending_prefill: bool = True
+    granted: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def cost(self) -> int:
@@ -66,15 +58,7 @@ class QueueEntry:
 
     @property
     def is_granted(self) -> bool:
-        return self.state is EntryState.GRANTED
-
-
-class QueueFullError(Exception):
-    """The queue cannot take the request. It may be admitted in `wait_s` seconds."""
-
-    def __init__(self, wait_s: float) -> None:
-        super().__init__(f"no slot within {wait_s:g} s")
-        self.wait_s = wait_s
+        return self.granted.is_set()
 
 
 @dataclass(slots=True)
@@ -95,38 +79,38 @@ class ThroughputEstimator:
     Only times with a queue are measured, because the nodes are not fully used at other times."""
 
     def __init__(self) -> None:
-        self._now = self._busy_s = self._tokens = 0.0
+        self._now = self._busy_s = 0.0
+        self.finished_tokens = 0.0  # decays with time
 
     def pass_time(self, now: float, is_busy: bool) -> None:
         past_s, self._now = max(0.0, now - self._now), max(now, self._now)
         if is_busy:
             kept = exp(-past_s / RATE_S)
             self._busy_s = RATE_S + (self._busy_s - RATE_S) * kept
-            self._tokens *= kept
-
-    def finished(self, tokens: float) -> None:
-        self._tokens += tokens
+            self.finished_tokens *= kept
 
     def tokens_per_s(self, held: float) -> float:
         """Return the rate, which is infinite before the first measurement. Nodes that were empty when the queue began
         have finished few requests yet, so a share of the tokens that they hold counts as done."""
         begun = BEGUN * held * (1 - self._busy_s / RATE_S)
-        return (self._tokens + begun) / self._busy_s if self._busy_s else inf
+        return (self.finished_tokens + begun) / self._busy_s if self._busy_s else inf
 
 
-class Admission:
-    """The accounts of waiting and granted entries. Pure: the time is an argument.
+class AdmissionQueue:
+    """The queue in front of the nodes: the waiting and the granted entries, and what the granted ones hold.
 
-    `AdmissionQueue` owns it and calls it on the router's event loop. A method that returns entries has granted them,
-    and the caller wakes their owners. An entry's cost is counted from its offer until its last sample is released.
+    The dispatcher enqueues each request, waits for its slot, and releases each sample exactly once. The pool reports
+    its capacity to `resize`. Runs on the router's event loop. Methods that may grant slots read no clock: they get the
+    time, grant every entry that fits, and return those. An entry's cost counts until its last sample is released.
     """
 
-    def __init__(self, max_queued_tokens: int = 0) -> None:
-        """Create empty accounts. If `max_queued_tokens` is 0, the limit is QUEUED_KV times the nodes' KV, and at least
+    def __init__(self, max_wait_s: float = inf, max_queued_tokens: int = 0) -> None:
+        """Create an empty queue. If `max_queued_tokens` is 0, the limit is QUEUED_KV times the nodes' KV, and at least
         LEAST_QUEUED_TOKENS."""
         self.capacity = PoolCapacity()
         self.held_requests = self.held_tokens = self.pending_prefill_tokens = self.pending_prefills = 0
-        self.queued_requests = self.queued_tokens = 0
+        self.queued_requests = 0
+        self._max_wait_s = max_wait_s
         self._max_queued_tokens = max_queued_tokens
         self._levels: dict[int, PriorityLevel] = {}
         self._served: dict[str, float] = {}  # each tenant's tokens, as a virtual time
@@ -135,13 +119,45 @@ class Admission:
         self._stayed_s = self._generated = 0.0  # sums over recent samples: time on the nodes, and tokens generated
 
     @property
+    def queued_tokens(self) -> int:
+        return sum(sum(level.tokens.values()) for level in self._levels.values())
+
+    @property
     def queued_tenants(self) -> frozenset[str]:
         return frozenset(tenant for level in self._levels.values() for tenant in level.queues)
 
-    # ---- what happens -------------------------------------------------------------------------------------------
+    # ---- one request --------------------------------------------------------------------------------------------
+
+    def enqueue(self, request: GenerationRequest) -> QueueEntry:
+        """Return an entry, granted or waiting. Raises AdmissionRefusedError if the queue cannot take the request."""
+        now, deadline = time.monotonic(), inf if request.deadline is None else request.deadline
+        entry = QueueEntry(
+            tenant=request.tenant,
+            priority=request.priority,
+            prompt_tokens=len(request.prompt),
+            sample_tokens=max(1, request.max_tokens // 2),  # the same estimate as in `LoadCharge`
+            num_left=request.n,
+            expires=min(now + self._max_wait_s, deadline),
+            deadline=deadline,
+        )
+        self.offer(entry, now)
+        return entry
+
+    async def wait_for_slot(self, entry: QueueEntry) -> None:
+        """Wait until the entry is granted. Raises UnavailableError if that takes too long."""
+        if entry.is_granted:
+            return
+        try:
+            async with asyncio.timeout(entry.expires - time.monotonic()):
+                await entry.granted.wait()
+        except TimeoutError:
+            if entry.expires >= entry.deadline:
+                raise deadline_error() from None
+            raise UnavailableError("The request waited too long for a slot.", 2.0, code="queue_timeout") from None
 
     def offer(self, entry: QueueEntry, now: float) -> list[QueueEntry]:
-        """Grant the entry or queue it. Raises QueueFullError if it would wait too long, or if the queue is full."""
+        """Grant the entry or queue it. Raises AdmissionRefusedError if it would wait too long, or if the queue is
+        full."""
         if not self._levels and self._fits(entry):
             self._grant(entry, now)
             return [entry]
@@ -151,7 +167,6 @@ class Admission:
         level.queues.setdefault(entry.tenant, deque()).append(entry)
         level.tokens[entry.tenant] = level.tokens.get(entry.tenant, 0) + entry.cost
         self.queued_requests += entry.num_left
-        self.queued_tokens += entry.cost
         return self._granted(now)
 
     def resize(self, capacity: PoolCapacity, now: float) -> list[QueueEntry]:
@@ -191,21 +206,21 @@ class Admission:
         self.held_tokens -= tokens
         self._served[entry.tenant] += generated - entry.sample_tokens  # replace the expected tokens by the actual ones
         if self._levels:
-            self._throughput.finished(tokens / max(1, self.capacity.requests))
+            self._throughput.finished_tokens += tokens / max(1, self.capacity.requests)
         if entry.granted_at is not None and generated:
             self._stayed_s = FORGET * self._stayed_s + now - entry.granted_at
             self._generated = FORGET * self._generated + generated
         return self._granted(now)
 
-    def paused(self, entry: QueueEntry, now: float) -> list[QueueEntry]:
-        """Record that a sample of the entry holds no slot until `resumed`."""
+    def pause(self, entry: QueueEntry, now: float) -> list[QueueEntry]:
+        """Record that a sample of the entry holds no slot until `resume`."""
         self._throughput.pass_time(now, bool(self._levels))
         entry.granted_at = None
         self.held_requests -= 1
         self.held_tokens -= entry.sample_tokens
         return self._granted(now)
 
-    def resumed(self, entry: QueueEntry) -> None:
+    def resume(self, entry: QueueEntry) -> None:
         self.held_requests += 1
         self.held_tokens += entry.sample_tokens
 
@@ -227,8 +242,9 @@ class Admission:
     def _check(self, entry: QueueEntry, now: float) -> None:
         wait_s = self.expected_wait_s(entry)
         latest = min(entry.expires, entry.deadline - CAUTION * self.expected_latency_s(entry))
+        message = "The cluster has as many requests as it can answer in time; try again later."
         if now + CAUTION * wait_s > latest:
-            raise QueueFullError(wait_s)
+            raise AdmissionRefusedError(message, wait_s)
         limit = self._max_queued_tokens or max(LEAST_QUEUED_TOKENS, QUEUED_KV * self.capacity.kv_tokens)
         if self.queued_tokens + entry.cost <= limit:
             return
@@ -236,7 +252,7 @@ class Admission:
         tenants = self.queued_tenants | {entry.tenant}
         own = sum(level.tokens.get(entry.tenant, 0) for level in self._levels.values())
         if (own + entry.cost) * len(tenants) > limit:
-            raise QueueFullError(max(1.0, wait_s))
+            raise AdmissionRefusedError(message, max(1.0, wait_s))
 
     def _fits(self, entry: QueueEntry) -> bool:
         room = self.capacity
@@ -265,7 +281,7 @@ class Admission:
         return granted
 
     def _grant(self, entry: QueueEntry, now: float) -> None:
-        entry.state = EntryState.GRANTED
+        entry.granted.set()
         entry.granted_at = now
         self.held_requests += entry.num_left
         self.held_tokens += entry.cost
@@ -286,7 +302,6 @@ class Admission:
             self._remove(entry)
         else:
             self._levels[entry.priority].tokens[entry.tenant] -= entry.sample_tokens
-            self.queued_tokens -= entry.sample_tokens
             self.queued_requests -= 1
         entry.num_left -= 1
 
@@ -295,105 +310,8 @@ class Admission:
         queue = level.queues[entry.tenant]
         queue.remove(entry)
         level.tokens[entry.tenant] -= entry.cost
-        self.queued_tokens -= entry.cost
         self.queued_requests -= entry.num_left
         if not queue:
             del level.queues[entry.tenant], level.tokens[entry.tenant]
         if not level.queues:
             del self._levels[entry.priority]
-
-
-@dataclass(frozen=True, slots=True)
-class QueueStatus:
-    """The length of the queue, in samples and in tokens of prompts and answers."""
-
-    requests: int
-    tokens: int
-
-
-class AdmissionQueue:
-    """The queue in front of the nodes. It adds a clock, and events that wake waiting requests, to `Admission`.
-
-    The dispatcher enqueues each request, waits for its slot, and releases each sample exactly once. The pool reports
-    its capacity (`CapacityListener`). Runs on the router's event loop.
-    """
-
-    def __init__(self, max_queue_s: float, ttft_slo_s: float, max_queued_tokens: int = 0) -> None:
-        """Create an empty queue. `ttft_slo_s` may be 0 for no SLO. `Admission` documents `max_queued_tokens`."""
-        self._max_wait_s = min(max_queue_s, ttft_slo_s or inf)  # a longer wait would miss the SLO by itself
-        self._admission = Admission(max_queued_tokens)
-        self._waiting: dict[QueueEntry, asyncio.Event] = {}
-
-    def resize(self, capacity: PoolCapacity) -> None:
-        """Set the pool's new capacity, and wake the requests that fit now."""
-        self._wake(self._admission.resize(capacity, time.monotonic()))
-
-    def enqueue(self, request: GenerationRequest) -> QueueEntry:
-        """Return an entry, granted or waiting. Raises AdmissionRefusedError if the queue cannot take the request."""
-        now, deadline = time.monotonic(), inf if request.deadline is None else request.deadline
-        entry = QueueEntry(
-            tenant=request.tenant,
-            priority=request.priority,
-            prompt_tokens=len(request.prompt),
-            sample_tokens=max(1, request.max_tokens // 2),  # the same estimate as in `LoadCharge`
-            num_left=request.n,
-            expires=min(now + self._max_wait_s, deadline),
-            deadline=deadline,
-        )
-        self._waiting[entry] = asyncio.Event()
-        try:
-            self._wake(self._admission.offer(entry, now))
-        except QueueFullError as error:
-            del self._waiting[entry]
-            message = "The cluster has as many requests as it can answer in time; try again later."
-            raise overloaded(message, error.wait_s) from None
-        return entry
-
-    async def wait_for_slot(self, entry: QueueEntry) -> None:
-        """Wait until the entry is granted. Raises UnavailableError if that takes too long."""
-        if entry.is_granted:
-            return
-        try:
-            async with asyncio.timeout(entry.expires - time.monotonic()):
-                await self._waiting[entry].wait()
-        except TimeoutError:
-            if entry.expires >= entry.deadline:
-                raise deadline_error() from None
-            raise UnavailableError("The request waited too long for a slot.", 2.0, code="queue_timeout") from None
-
-    def credit_prefix_hit(self, entry: QueueEntry, cached_tokens: int) -> None:
-        """Reduce the entry's cost by the part of its prompt that the chosen node has cached."""
-        self._admission.credit_prefix_hit(entry, cached_tokens)
-
-    def prompt_computed(self, entry: QueueEntry) -> None:
-        self._wake(self._admission.prompt_computed(entry, time.monotonic()))
-
-    def pause(self, entry: QueueEntry) -> None:
-        """Release the slot of one sample of the entry until `resume`."""
-        self._wake(self._admission.paused(entry, time.monotonic()))
-
-    def resume(self, entry: QueueEntry) -> None:
-        self._admission.resumed(entry)
-
-    def release(self, entry: QueueEntry, num_generated: int) -> None:
-        """Release one sample of the entry for good. It generated `num_generated` tokens."""
-        granted = self._admission.release(entry, num_generated, time.monotonic())
-        if not entry.num_left:
-            self._waiting.pop(entry, None)
-        self._wake(granted)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def held(self) -> tuple[int, int]:
-        """The number of samples, and of tokens, of granted entries."""
-        return self._admission.held_requests, self._admission.held_tokens
-
-    def status(self) -> QueueStatus:
-        return QueueStatus(self._admission.queued_requests, self._admission.queued_tokens)
-
-    def _wake(self, granted: list[QueueEntry]) -> None:
-        for entry in granted:
-            self._waiting.pop(entry).set()

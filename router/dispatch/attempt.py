@@ -1,6 +1,7 @@
 """One attempt to generate a sample on one choice of nodes, and the state that the attempts of a request share."""
 
 import asyncio
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -18,39 +19,22 @@ FULL_S = 0.05  # how long the limit may be exceeded: the event loop reads a burs
 SLOW_S = 30.0  # how long a paused request waits for its client to read before it fails
 
 
+@dataclass(eq=False)
 class AttemptFailed(Exception):
     """The attempt failed; another one may succeed. `node` reported the failure or, with `is_gone`, is lost. With
     `is_suspect`, it crashed while it computed this request."""
 
-    def __init__(self, reason: str, node: str, *, is_gone: bool = False, is_suspect: bool = False) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.node = node
-        self.is_gone = is_gone
-        self.is_suspect = is_suspect
+    reason: str
+    node: str
+    is_gone: bool = False
+    is_suspect: bool = False
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 class ClientBackpressure(Exception):
     """The client does not read fast enough. Its request is paused until it has read more."""
-
-
-@dataclass(slots=True)
-class RequestCounts:
-    """The number of requests by outcome. Each sample counts as one."""
-
-    running: int = 0
-    total: int = 0
-    finished: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    refused: int = 0  # because they would have waited too long
-    moved: int = 0  # attempts that were retried
-    retried: int = 0  # attempts that were retried although no node was lost
-    paused: int = 0  # attempts that ended because their client did not read
-
-    def end(self, outcome: str, times: int = 1) -> None:
-        """Count an outcome: "finished", "cancelled", "failed" or "refused"."""
-        setattr(self, outcome, getattr(self, outcome) + times)
 
 
 @dataclass(slots=True)
@@ -73,8 +57,9 @@ class AdmittedRequest:
     """
 
     def __init__(
-        self, request: GenerationRequest, entry: QueueEntry, queue: AdmissionQueue, counts: RequestCounts
+        self, request: GenerationRequest, entry: QueueEntry, queue: AdmissionQueue, counts: dict[str, int]
     ) -> None:
+        """`counts` has the number of samples that are "running", and of those that ended, by outcome."""
         self.request = request
         self.entry = entry
         self.samples = [SampleState(index) for index in range(request.n)]
@@ -83,24 +68,25 @@ class AdmittedRequest:
         self._queue = queue
         self._counts = counts
         self._unread_bytes = 0
-        self._has_read = asyncio.Event()
         self._num_reads = 0
+        self._has_read = asyncio.Event()
         self._overflow: asyncio.TimerHandle | None = None
         self._slow: asyncio.TimerHandle | None = None
         self._error: UnavailableError | None = None
 
     def prompt_computed(self) -> None:
-        self._queue.prompt_computed(self.entry)
+        self._queue.prompt_computed(self.entry, time.monotonic())
 
     def end(self, sample: SampleState, outcome: str) -> None:
-        """Count the sample's end and release its slot; later calls do nothing."""
+        """Count the sample's end as "finished", "cancelled", "failed" or "refused", and release its slot. Later calls
+        do nothing."""
         if sample.outcome:
             return
         sample.outcome = outcome
         self.resume(sample)
-        self._queue.release(self.entry, len(sample.tokens))
-        self._counts.running -= 1
-        self._counts.end(outcome)
+        self._queue.release(self.entry, len(sample.tokens), time.monotonic())
+        self._counts["running"] -= 1
+        self._counts[outcome] += 1
 
     def close(self, outcome: str) -> None:
         """End all samples that have not ended yet."""
@@ -142,7 +128,7 @@ class AdmittedRequest:
         for sample in self.samples:
             if sample.attempt is not None and sample.attempt.end(ClientBackpressure()):
                 sample.is_paused = True
-                self._queue.pause(self.entry)
+                self._queue.pause(self.entry, time.monotonic())
         if self._slow is None:
             self._watch()
 
@@ -150,6 +136,7 @@ class AdmittedRequest:
         self._slow = asyncio.get_running_loop().call_later(SLOW_S, self._check_reads, self._num_reads)
 
     def _check_reads(self, num_reads: int) -> None:
+        """Fail the request if it is still paused and nothing was read since there were `num_reads` reads."""
         self._slow = None
         if not any(sample.is_paused for sample in self.samples):
             return
@@ -159,7 +146,7 @@ class AdmittedRequest:
         self._error = UnavailableError(f"Nothing was read for {SLOW_S:g} s.", status=408, code="slow_reader")
         for sample in self.samples:
             if sample.attempt is not None:
-                sample.attempt.discard(self._error)
+                sample.attempt.close(self._error)
         self._has_read.set()
         self.close("failed")
 
@@ -231,17 +218,12 @@ class Attempt:
         self._wake()
         return True
 
-    def discard(self, error: Exception) -> None:
-        """End the attempt with an error, and drop the unread deltas."""
+    def close(self, error: Exception | None = None) -> None:
+        """End the attempt, and drop the unread deltas. The reader gets the error, if it still reads."""
         self.end(error)
         self._error = error
-        self._drop_unread()
-
-    def close(self) -> None:
-        """End the attempt, and drop the unread deltas. The reader calls this when it leaves."""
-        self.end(None)
-        self._drop_unread()
-        self.sample.attempt = None
+        while self._ready:
+            self._admitted.read(self._ready.popleft()[0])
 
     # ---- the reader's side --------------------------------------------------------------------------------------
 
@@ -266,10 +248,6 @@ class Attempt:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-    def _drop_unread(self) -> None:
-        while self._ready:
-            self._admitted.read(self._ready.popleft()[0])
 
     # ---- the nodes' side ----------------------------------------------------------------------------------------
 
@@ -320,7 +298,7 @@ class Attempt:
             self._admitted.prompt_computed()
 
     def _publish(self, connection: NodeConnection, delta: TokenDelta) -> None:
-        failpoints.reach("router.told", self.id)
+        failpoints.reach("router.received", self.id)
         is_first = not self.sample.tokens
         self.sample.tokens += unpack_ids(delta.tokens)
         self._producers.add(connection)

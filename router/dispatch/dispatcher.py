@@ -9,27 +9,26 @@ import logging
 import random
 import time
 from array import array
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, TypeVar
 
-from router.dispatch.admission import AdmissionQueue, AdmissionRefusedError, QueueStatus, deadline_error, overloaded
+from router.dispatch.admission import AdmissionQueue, AdmissionRefusedError, deadline_error
 from router.dispatch.attempt import (
     HANDOFF,
     AdmittedRequest,
     Attempt,
     AttemptFailed,
     ClientBackpressure,
-    RequestCounts,
     SampleState,
 )
 from router.dispatch.failover import Failover, RetryBudget
 from router.dispatch.requests import GenerationRequest, TokenStream
 from router.nodes.connection import NodeConnection
 from router.nodes.pool import NodePool, PlacementCandidate
-from router.nodes.status import PoolStatus
 from router.observer import RouterObserver
 from scheduler.placement import Placement
 from shared import failpoints
@@ -42,6 +41,13 @@ WAIT_UNDER_WAY_S = 30.0  # how long an accepted request waits for a node before 
 RETRY_PAUSE_S = 0.05  # multiplied by the number of attempts so far, with a jitter of 50 %
 NEWS_S = 0.2  # how long the loss of a node usually takes to be noticed after a failed handoff
 SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of two samples (the golden ratio, as in splitmix64)
+COUNTS = (
+    *("running", "total", "finished", "cancelled", "failed"),
+    "refused",  # because they would have waited too long
+    "moved",  # attempts that were retried
+    "retried",  # attempts that were retried although no node was lost
+    "paused",  # attempts that ended because their client did not read
+)
 Found = TypeVar("Found")
 
 
@@ -53,22 +59,6 @@ class DispatchRules:
     max_attempts: int = 5
     disaggregate: str = "auto"
     ttft_slo_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class DispatcherStatus:
-    """The dispatcher's part of `/v1/status`. `placements` counts attempts by the reason of their placement."""
-
-    model: str
-    router: str
-    pool: PoolStatus
-    requests: RequestCounts
-    placements: dict[str, int]
-    queue: QueueStatus
-
-    def as_json(self) -> dict[str, Any]:
-        fields = asdict(self)
-        return {"model": fields.pop("model"), "router": fields.pop("router"), **fields.pop("pool"), **fields}
 
 
 class Dispatcher:
@@ -87,22 +77,23 @@ class Dispatcher:
         self._model = model
         self._rules = rules
         self._observer = observer
-        self._counts = RequestCounts()
-        self._placements: dict[str, int] = {}  # attempts by reason
+        self._counts = dict.fromkeys(COUNTS, 0)
+        self._placements = Counter[str]()  # attempts by the reason of their placement
         self._retry_budget = RetryBudget()
 
     def ready(self) -> bool:
         return any(self._pool.routable())
 
-    def status(self) -> DispatcherStatus:
-        return DispatcherStatus(
-            model=self._model,
-            router=self._pool.router,
-            pool=self._pool.status(),
-            requests=replace(self._counts),
-            placements=dict(self._placements),
-            queue=self._queue.status(),
-        )
+    def status(self) -> dict[str, Any]:
+        """Return the dispatcher's part of `/v1/status`."""
+        return {
+            "model": self._model,
+            "router": self._pool.router,
+            **self._pool.status(),
+            "requests": dict(self._counts),
+            "placements": dict(self._placements),
+            "queue": {"requests": self._queue.queued_requests, "tokens": self._queue.queued_tokens},
+        }
 
     # ---- one request --------------------------------------------------------------------------------------------
 
@@ -117,14 +108,14 @@ class Dispatcher:
         if late_s <= 0:
             raise deadline_error()
         await self._wait_for(lambda: self.ready() or None, min(WAIT_NEW_S, late_s))
-        self._counts.total += request.n
+        self._counts["total"] += request.n
         try:
             self._check_fits(request)
             entry = self._queue.enqueue(request)
         except (AdmissionRefusedError, RequestError) as error:
-            self._counts.end("refused" if isinstance(error, AdmissionRefusedError) else "failed", request.n)
+            self._counts[_outcome(error)] += request.n
             raise
-        self._counts.running += request.n
+        self._counts["running"] += request.n
         self._retry_budget.requested()
         admitted = AdmittedRequest(request, entry, self._queue, self._counts)
         streams = [self.generate(admitted, sample) for sample in admitted.samples]
@@ -165,7 +156,7 @@ class Dispatcher:
                 except AttemptFailed as failure:
                     await self._wait_to_retry(attempt, failure, failover, number)
                 except ClientBackpressure:
-                    self._counts.paused += 1
+                    self._counts["paused"] += 1
                     await admitted.wait_until_read()
                     admitted.resume(sample)
                 finally:
@@ -174,7 +165,7 @@ class Dispatcher:
             admitted.end(sample, "finished")
             raise
         except Exception as error:
-            admitted.end(sample, "refused" if isinstance(error, AdmissionRefusedError) else "failed")
+            admitted.end(sample, _outcome(error))
             raise
         finally:
             if sample.index == 0:
@@ -250,14 +241,14 @@ class Dispatcher:
         slo_s, estimate = self._rules.ttft_slo_s, placement.estimate
         if not slo_s or estimate is None or estimate.first_token_s <= slo_s or computes.load.is_stale:
             return
-        raise overloaded(
+        raise AdmissionRefusedError(
             f"The first token is predicted in {estimate.first_token_s * 1000:.0f} ms, later than the "
             f"{slo_s * 1000:.0f} ms that this cluster promises; try again later.",
             estimate.first_token_s - slo_s,
         )
 
     def _record_placement(self, attempt: Attempt, placement: Placement) -> None:
-        self._placements[placement.reason] = self._placements.get(placement.reason, 0) + 1
+        self._placements[placement.reason] += 1
         local_s, remote_s = (
             estimate.ready_s if estimate is not None and estimate.keeps_tbt else 0.0
             for estimate in (placement.local, placement.remote)
@@ -299,14 +290,14 @@ class Dispatcher:
 
     async def _wait_to_retry(self, attempt: Attempt, failure: AttemptFailed, failover: Failover, number: int) -> None:
         """Wait until the next attempt may start. Raises UnavailableError or RequestError if there may be no more."""
-        self._counts.moved += 1
+        self._counts["moved"] += 1
         self._observer.migrated(attempt.id, failure.reason)
         log.warning("request %s is retried: %s", attempt.id, failure)
         pause_s = RETRY_PAUSE_S * min(number, self._rules.max_attempts) * random.uniform(0.5, 1.5)
         if not failure.is_gone and not await self._has_lost_node(attempt):
             if failure.reason.startswith(HANDOFF):
                 self._pool.failed(*attempt.nodes)
-            self._counts.retried += 1
+            self._counts["retried"] += 1
             pause_s = max(pause_s, self._retry_budget.take(time.monotonic()))
         failover.record_failure(attempt, failure, (node.info.id for node in self._pool.routable()[1]))
         await asyncio.sleep(pause_s)
@@ -323,3 +314,7 @@ class Dispatcher:
                     await self._pool.change()
                 return True
         return False
+
+
+def _outcome(error: Exception) -> str:
+    return "refused" if isinstance(error, AdmissionRefusedError) else "failed"

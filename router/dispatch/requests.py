@@ -1,7 +1,7 @@
 """The interface between the HTTP handlers and the dispatcher. It consists of token ids, without text or HTTP."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -53,11 +53,6 @@ and "length" otherwise. The stream raises RequestError or UnavailableError if th
 """
 
 
-class StatusReport(Protocol):
-    def as_json(self) -> Mapping[str, Any]:
-        """Return the content of `/v1/status`. It consists of JSON types."""
-
-
 class GenerationBackend(Protocol):
     """The interface of the dispatcher that the HTTP handlers use."""
 
@@ -65,7 +60,8 @@ class GenerationBackend(Protocol):
         """Admit a request, and provide the streams of its `n` samples. Closing a stream ends its sample early. Leaving
         the context ends all samples at once, on every node. Raises RequestError or UnavailableError."""
 
-    def status(self) -> StatusReport: ...
+    def status(self) -> dict[str, Any]:
+        """Return the backend's part of `/v1/status`. It consists of JSON types."""
 
     def ready(self) -> bool:
         """Return whether a node takes requests now."""

@@ -27,7 +27,7 @@ from router.http.openapi import openapi_route
 from router.http.output import RequestOutput
 from router.http.parsing import build_requests, check_ids, encode, run_in_thread
 from router.http.responses import ResponseFormatter
-from router.metrics.request_metrics import Collected, RequestMetrics, SloTargets
+from router.metrics.request_metrics import RequestMetrics, SloTargets, Snapshot
 from router.observer import RouterObserver
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError, UnavailableError
@@ -216,7 +216,7 @@ class ApiHandlers:
 
     def whole_status(self) -> dict[str, Any]:
         """Return the dispatcher's status, the latencies of the last minute, and the observer's fields."""
-        status = dict(self._dispatcher.status().as_json()) | {"latency": self._request_metrics.latency()}
+        status = self._dispatcher.status() | {"latency": self._request_metrics.latency()}
         return self._observer.extend_status(status)
 
     async def health(self, _request: Request) -> Response:
@@ -228,8 +228,8 @@ class ApiHandlers:
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def metrics(self, _request: Request) -> Response:
-        collected = Collected(self._registry)
-        text = await asyncio.to_thread(generate_latest, collected)  # the slow part: keep it off the event loop
+        snapshot = Snapshot(self._registry)
+        text = await asyncio.to_thread(generate_latest, snapshot)  # the slow part: keep it off the event loop
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 

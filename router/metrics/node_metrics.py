@@ -6,9 +6,10 @@ The series of a node that left are dropped. Label values are node ids, roles and
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from router.metrics.request_metrics import metric_family
 from shared.rpc.messages import NodeInfo, NodeStats
 
 NodeRow = tuple[NodeInfo, NodeStats, bool]
@@ -16,64 +17,46 @@ LABELS = ("engine", "role", "model_name")
 MAX_REASONS = 64  # of placements, exported as labels
 
 
-def _usage(load: NodeStats) -> float:
-    used = load.blocks_owned + load.blocks_reserved + load.blocks_quarantined
-    return used / load.blocks_total if load.blocks_total else 0.0
+def _usage(stats: NodeStats) -> float:
+    used = stats.blocks_owned + stats.blocks_reserved + stats.blocks_quarantined
+    return used / stats.blocks_total if stats.blocks_total else 0.0
 
 
-# Gauges have vLLM's names if vLLM has them, so that its dashboards work.
-GAUGES: tuple[tuple[str, str, Callable[[NodeStats], float]], ...] = (
-    ("vllm:num_requests_running", "Requests in the running batch.", lambda load: load.running),
-    ("vllm:num_requests_waiting", "Requests waiting for blocks or a slot.", lambda load: load.waiting),
-    ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, from 0 to 1.", _usage),
-    ("vllm:gpu_cache_usage_perc", "Alias of vllm:kv_cache_usage_perc, which vLLM's published dashboard uses.", _usage),
-    ("baton_waiting_tokens", "Prompt tokens of waiting requests.", lambda load: load.waiting_tokens),
-    ("baton_kv_blocks_free", "Free KV blocks.", lambda load: load.blocks_free),
-    ("baton_kv_blocks_cached", "KV blocks that only the prefix cache holds.", lambda load: load.blocks_cached),
-    ("baton_kv_blocks_owned", "KV blocks owned by requests.", lambda load: load.blocks_owned),
-    ("baton_kv_blocks_reserved", "KV blocks reserved for an incoming handoff.", lambda load: load.blocks_reserved),
-    (
-        "baton_kv_blocks_quarantined",
-        "KV blocks withheld because a peer may still write to them.",
-        lambda load: load.blocks_quarantined,
-    ),
-    ("baton_kv_ledger_broken", "1 if the block ledger is inconsistent.", lambda load: bool(load.ledger_error)),
+# From the nodes' stats, under vLLM's names if vLLM has them, so that its dashboards work. A value is an attribute or a
+# function of the stats.
+STATS: tuple[tuple[str, str | Callable[[NodeStats], float], str], ...] = (
+    ("vllm:num_requests_running", "running", "Requests in the running batch."),
+    ("vllm:num_requests_waiting", "waiting", "Requests waiting for blocks or a slot."),
+    ("vllm:kv_cache_usage_perc", _usage, "Share of KV blocks in use, from 0 to 1."),
+    ("vllm:gpu_cache_usage_perc", _usage, "Alias of vllm:kv_cache_usage_perc, which vLLM's published dashboard uses."),
+    ("baton_waiting_tokens", "waiting_tokens", "Prompt tokens of waiting requests."),
+    ("baton_kv_blocks_free", "blocks_free", "Free KV blocks."),
+    ("baton_kv_blocks_cached", "blocks_cached", "KV blocks that only the prefix cache holds."),
+    ("baton_kv_blocks_owned", "blocks_owned", "KV blocks owned by requests."),
+    ("baton_kv_blocks_reserved", "blocks_reserved", "KV blocks reserved for an incoming handoff."),
+    ("baton_kv_blocks_quarantined", "blocks_quarantined", "KV blocks withheld because a peer may still write to them."),
+    ("baton_kv_ledger_broken", lambda stats: bool(stats.ledger_error), "1 if the block ledger is inconsistent."),
+    ("vllm:prefix_cache_queries_total", "cache_queries", "Prompt tokens looked up in the prefix cache."),
+    ("vllm:prefix_cache_hits_total", "cache_hits", "Prompt tokens found in the prefix cache."),
+    ("vllm:num_preemptions_total", "preemptions", "Requests preempted."),
+    ("vllm:nixl_num_failed_transfers_total", "handoffs_failed", "Handoffs that ended without a commit."),
+    ("baton_steps_total", "steps", "Steps run."),
+    ("baton_prompt_tokens_computed_total", "prompt_tokens", "Prompt tokens computed."),
+    ("baton_tokens_generated_total", "generated_tokens", "Tokens generated."),
+    ("baton_handoffs_total", "handoffs", "Requests handed to a decode node."),
+    ("baton_kv_blocks_moved_total", "blocks_moved", "KV blocks pushed to decode nodes."),
+    ("baton_kv_transfer_bytes_total", "bytes_moved", "Bytes pushed to decode nodes."),
+    ("baton_channel_fallbacks_total", "channel_fallbacks", "Peers connected over a slower KV channel than configured."),
+    ("baton_kv_rows_corrupt_total", "rows_corrupt", "KV rows that failed their checksum."),
+    ("baton_records_dropped_total", "records_dropped", "Step records and events that a node dropped before sending."),
 )
-COUNTERS: tuple[tuple[str, str, Callable[[NodeStats], float]], ...] = (
-    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda load: load.cache_queries),
-    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda load: load.cache_hits),
-    ("vllm:num_preemptions", "Requests preempted.", lambda load: load.preemptions),
-    ("vllm:nixl_num_failed_transfers", "Handoffs that ended without a commit.", lambda load: load.handoffs_failed),
-    ("baton_steps", "Steps run.", lambda load: load.steps),
-    ("baton_prompt_tokens_computed", "Prompt tokens computed.", lambda load: load.prompt_tokens),
-    ("baton_tokens_generated", "Tokens generated.", lambda load: load.generated_tokens),
-    ("baton_handoffs", "Requests handed to a decode node.", lambda load: load.handoffs),
-    ("baton_kv_blocks_moved", "KV blocks pushed to decode nodes.", lambda load: load.blocks_moved),
-    ("baton_kv_transfer_bytes", "Bytes pushed to decode nodes.", lambda load: load.bytes_moved),
-    (
-        "baton_channel_fallbacks",
-        "Peers connected over a slower KV channel than configured.",
-        lambda load: load.channel_fallbacks,
-    ),
-    ("baton_kv_rows_corrupt", "KV rows that failed their checksum.", lambda load: load.rows_corrupt),
-    (
-        "baton_records_dropped",
-        "Step records and events that a node dropped before sending them.",
-        lambda load: load.records_dropped,
-    ),
-)
-# Counters from the dispatcher's status: the key, the name, the alias that is kept for one release, and the help text.
-STATUS_COUNTERS = (
-    ("moved", "baton_request_migrations", "baton_requests_moved", "Attempts migrated to another node."),
-    (
-        "refused",
-        "baton_requests_rejected",
-        "baton_requests_refused",
-        "Requests rejected for a too long predicted wait.",
-    ),
-    ("retried", "baton_requests_retried", "", "Attempts retried without the loss of a node."),
-    ("paused", "baton_client_backpressure", "baton_requests_paused", "Attempts ended because a client did not read."),
-)
+# From the counts in the dispatcher's status.
+COUNTS = {
+    "moved": ("baton_request_migrations_total", "Attempts migrated to another node."),
+    "refused": ("baton_requests_rejected_total", "Requests rejected for a too long predicted wait."),
+    "retried": ("baton_requests_retried_total", "Attempts retried without the loss of a node."),
+    "paused": ("baton_client_backpressure_total", "Attempts ended because a client did not read."),
+}
 
 
 class NodeMetrics(Collector):
@@ -89,43 +72,33 @@ class NodeMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         rows = self._nodes()
-        alive_rows = [row for row in rows if row[2]]  # the gauges of a lost node are stale
-        for name, text, read in GAUGES:
-            yield self._filled(GaugeMetricFamily(name, text, labels=LABELS), alive_rows, read)
-        for name, text, read in COUNTERS:
-            yield self._filled(CounterMetricFamily(name, text, labels=LABELS), rows, read)
-        alive = GaugeMetricFamily("baton_node_alive", "Whether the node's stream is connected.", labels=LABELS)
-        for info, _, is_alive in rows:
-            alive.add_metric(self._labels(info), float(is_alive))
-        yield alive
+        alive = [row for row in rows if row[2]]  # the gauges of a lost node are stale
+        for name, value, text in STATS:
+            shown = rows if name.endswith("_total") else alive
+            yield self._of_nodes(name, text, [(info, _value(stats, value)) for info, stats, _ in shown])
+        yield self._of_nodes(
+            "baton_node_alive", "Whether the node's stream is connected.", [(info, up) for info, _, up in rows]
+        )
         yield from self._from_status()
 
-    def _labels(self, info: NodeInfo) -> tuple[str, str, str]:
-        return info.id, info.role, self._model_name
-
-    def _filled(self, family: Any, rows: list[NodeRow], read: Callable[[NodeStats], float]) -> Metric:
-        for info, load, _ in rows:
-            family.add_metric(self._labels(info), read(load))
-        filled: Metric = family
-        return filled
+    def _of_nodes(self, name: str, text: str, values: Iterable[tuple[NodeInfo, float]]) -> Metric:
+        labeled = (((info.id, info.role, self._model_name), value) for info, value in values)
+        return metric_family(name, text, LABELS, labeled)
 
     def _from_status(self) -> Iterable[Metric]:
-        status = self._status()
-        placements = CounterMetricFamily(
-            "baton_placements", "Attempts, by placement reason.", labels=["model_name", "reason"]
-        )
-        for reason, count in list(status["placements"].items())[:MAX_REASONS]:
-            placements.add_metric([self._model_name, reason], count)
-        yield placements
-        counts: Mapping[str, int] = status["requests"]
-        for key, name, alias, text in STATUS_COUNTERS:
-            for each, shown in ((name, text), (alias, f"Deprecated alias of {name}_total.")):
-                if each:
-                    counter = CounterMetricFamily(each, shown, labels=["model_name"])
-                    counter.add_metric([self._model_name], counts.get(key, 0))
-                    yield counter
-        queue: Mapping[str, int] = status.get("queue", {})
-        for what, text in (("requests", "Samples"), ("tokens", "Prompt and answer tokens")):
-            gauge = GaugeMetricFamily(f"baton_queue_{what}", f"{text} queued in the router.", labels=["model_name"])
-            gauge.add_metric([self._model_name], queue.get(what, 0))
-            yield gauge
+        status, model = self._status(), (self._model_name,)
+        placements = [((*model, reason), count) for reason, count in list(status["placements"].items())[:MAX_REASONS]]
+        text = "Attempts, by placement reason."
+        yield metric_family("baton_placements_total", text, ["model_name", "reason"], placements)
+        values = [(name, text, status["requests"].get(key, 0)) for key, (name, text) in COUNTS.items()]
+        queue = status.get("queue", {})
+        values += [
+            ("baton_queue_requests", "Samples queued in the router.", queue.get("requests", 0)),
+            ("baton_queue_tokens", "Prompt and answer tokens queued in the router.", queue.get("tokens", 0)),
+        ]
+        for name, text, value in values:
+            yield metric_family(name, text, ["model_name"], [(model, value)])
+
+
+def _value(stats: NodeStats, value: str | Callable[[NodeStats], float]) -> float:
+    return float(getattr(stats, value) if isinstance(value, str) else value(stats))

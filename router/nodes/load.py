@@ -30,8 +30,8 @@ class NodeLoad:
         self.read_attributes(info)
 
     def read_attributes(self, info: NodeInfo) -> None:
-        self._max_step_tokens = int(_attribute(info, "max_step_tokens", 512))
-        self._tbt_slo_s = _attribute(info, "tbt_slo_ms", 0) / 1000
+        self._max_step_tokens = int(attribute(info, "max_step_tokens", 512))
+        self._tbt_slo_s = attribute(info, "tbt_slo_ms", 0) / 1000
 
     def read_stats(self, stats: NodeStats, has_stepped: bool) -> None:
         """Read the node's speed from a heartbeat. Treat invalid values as missing, and remove the cost from `stats`."""
@@ -132,7 +132,7 @@ def kv_capacity_tokens(info: NodeInfo) -> int:
     return max(1, (info.num_blocks - 1) * info.block_tokens)
 
 
-def _attribute(info: NodeInfo, name: str, default: float) -> float:
+def attribute(info: NodeInfo, name: str, default: float) -> float:
     """Return a number from the node's attributes, or `default` if it is missing or invalid."""
     try:
         value = float(info.attributes[name])

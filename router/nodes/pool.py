@@ -6,12 +6,12 @@ The registry lists the nodes to connect to. Only a node's stream decides whether
 import asyncio
 import logging
 import time
-from collections.abc import Container, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Container, Sequence
+from typing import Any, NamedTuple
 
 from router.nodes.connection import SLOW_START_S, NodeConnection
 from router.nodes.health import OutlierDetectors
-from router.nodes.status import PoolStatus, RegistryStatus, node_status
+from router.nodes.status import node_status
 from router.observer import RouterObserver
 from scheduler.disaggregate import NodeView
 from scheduler.placement import Placement, PrefixIndex, candidates, place
@@ -33,12 +33,6 @@ class PoolCapacity(NamedTuple):
     kv_tokens: int = 0
     prompt_tokens: int = 0  # of prompts that are not computed yet
     prompts: int = 0  # that many uncomputed prompts are admitted even if they are longer
-
-
-class CapacityListener(Protocol):
-    """An object that is notified when the capacity of the pool may have changed."""
-
-    def resize(self, capacity: PoolCapacity) -> None: ...
 
 
 class PlacementCandidate(NamedTuple):
@@ -64,10 +58,10 @@ class NodePool:
         mode: str,
         timeout_s: float,
         observer: RouterObserver,
-        listener: CapacityListener | None = None,
+        on_capacity: Callable[[PoolCapacity, float], object] = lambda *_: None,
     ) -> None:
-        """Create an empty pool. A node is lost after `timeout_s` seconds without a message. `listener` is notified
-        after every change."""
+        """Create an empty pool. A node is lost after `timeout_s` seconds without a message. After every
+        change, `on_capacity` is called with the pool's capacity and the monotonic time."""
         self.router = router
         self.mode = mode
         self.prefixes = PrefixIndex()
@@ -75,7 +69,7 @@ class NodePool:
         self._registry = registry
         self._timeout_s = timeout_s
         self._observer = observer
-        self._listener = listener
+        self._on_capacity = on_capacity
         self._connections: dict[str, NodeConnection] = {}
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskGroup()
@@ -111,19 +105,18 @@ class NodePool:
         """Return every node's info and latest stats, and whether it is alive."""
         return [(each.info, each.stats, each.is_alive) for each in self._connections.values()]
 
-    def status(self) -> PoolStatus:
+    def status(self) -> dict[str, Any]:
+        """Return the pool's part of `/v1/status`. The totals include the handoffs of nodes that have left."""
         totals = {
             name: before + sum(int(getattr(each.stats, name)) for each in self._connections.values())
             for name, before in self._handoffs_before.items()
         }
-        return PoolStatus(
-            mode=self.mode,
-            registry=RegistryStatus(self._registry.kind, self._registry.state),
-            nodes=[node_status(info, stats, alive) for info, stats, alive in self.nodes()],
-            handoffs=totals["handoffs"],
-            blocks_moved=totals["blocks_moved"],
-            bytes_moved=totals["bytes_moved"],
-        )
+        return {
+            "mode": self.mode,
+            "registry": {"kind": self._registry.kind, "state": self._registry.state},
+            "nodes": [node_status(*node) for node in self.nodes()],
+            **totals,
+        }
 
     async def change(self) -> None:
         """Wait until a node joins, leaves, or changes whether it takes requests."""
@@ -170,8 +163,7 @@ class NodePool:
         """Process a change of a node: invalidate the cached lists, and wake everything that waits for a change."""
         self._routable = self._capacity = None
         self._changed.set()
-        if self._listener is not None:
-            self._listener.resize(self.capacity())
+        self._on_capacity(self.capacity(), time.monotonic())
 
     def connection_changed(self, connection: NodeConnection) -> None:
         """Process a change of a connection, which became alive, ready or not ready, or was lost."""

@@ -1,15 +1,14 @@
 """The msgpack codec of the control plane: a dataclass is encoded as an array of its fields, in order.
 
-If the array is shorter than the dataclass, the missing fields take their defaults; if it is longer, the extra fields
-are skipped. So a version understands the messages of the versions before and after it. The decoder follows the types
-of the fields. It raises `DecodeError`, with the name of the field, at the first value that does not fit, and never
-builds a value for which the types have no place. Only this module imports msgpack.
+All processes of a cluster run the same version, so an array has exactly the fields of its dataclass. The decoder
+follows the types of the fields. It raises `DecodeError`, with the name of the field, at the first value that does not
+fit, and never builds a value for which the types have no place. Only this module imports msgpack.
 """
 
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar, Union, cast
 
@@ -19,8 +18,7 @@ from grpclib.encoding.base import CodecBase
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # enough for a prompt of 4 million tokens; KV is not sent by RPC
 MAX_ITEMS = 1 << 20  # in all lists and maps of a message together
 DATACLASS_ITEMS = 16  # an item that is a dataclass counts as 16 items, since it costs more to build
-MAX_FIELDS = 256  # in one dataclass, including fields of later versions
-NIL = 0xC0
+NIL = b"\xc0"
 BAD_BYTES = (ValueError, msgpack.UnpackException)
 T = TypeVar("T")
 
@@ -48,7 +46,6 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 
 def _as_array(message: object) -> list[Any]:
-    assert is_dataclass(message), f"{type(message).__name__} is not a message"
     return [getattr(message, name) for name in _field_names(cast(Any, type(message)))]
 
 
@@ -60,7 +57,7 @@ def _field_names(kind: type) -> tuple[str, ...]:
 class _Source:
     """The bytes of one message. `value` reads a scalar, and rejects a container before building it."""
 
-    __slots__ = ("_items_left", "array", "data", "map", "skip", "tell", "value")
+    __slots__ = ("_items_left", "array", "data", "map", "tell", "value")
 
     def __init__(self, data: bytes) -> None:
         # The limits apply to `unpack` only. Containers that the types require are read through their headers.
@@ -71,7 +68,6 @@ class _Source:
         self.data = data
         self.array = unpacker.read_array_header
         self.map = unpacker.read_map_header
-        self.skip = unpacker.skip
         self.tell = unpacker.tell
         self.value = unpacker.unpack
         self._items_left = MAX_ITEMS
@@ -81,7 +77,7 @@ class _Source:
         try:
             number = header()
         except BAD_BYTES:
-            raise DecodeError(f"{where} is not a {what}") from None
+            raise DecodeError(f"{where} is not {what}") from None
         self._items_left -= number * cost
         if self._items_left < 0:
             raise DecodeError(f"{where} has {number} items: too many for one message")
@@ -97,14 +93,15 @@ def _reader(hint: Any, where: str) -> Read:
     if is_dataclass(hint):
         return _dataclass_reader(cast(type, hint), where)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is list:
-        return _list_reader(arguments[0], where)
-    if origin is dict:
-        return _dict_reader(arguments[0], arguments[1], where)
     if origin in {Union, types.UnionType}:
-        (some,) = (argument for argument in arguments if argument is not type(None))
-        return _optional_reader(_reader(some, where))
-    assert hint in {int, float, str, bytes, bool}, f"no reader for {hint}"
+        (hint,) = (argument for argument in arguments if argument is not type(None))
+        return _optional_reader(_reader(hint, where))
+    inner = [_reader(argument, where) for argument in arguments]
+    if origin is list:
+        item, cost = inner[0], DATACLASS_ITEMS if is_dataclass(arguments[0]) else 1
+        return lambda source: [item(source) for _ in range(source.count(source.array, cost, where, "a list"))]
+    if origin is dict:
+        return _dict_reader(inner[0], inner[1], where)
     return _scalar_reader(hint, where)
 
 
@@ -126,28 +123,15 @@ def _scalar_reader(kind: type, where: str) -> Read:
 def _optional_reader(inner: Read) -> Read:
     def read(source: _Source) -> Any:
         at = source.tell()
-        if at < len(source.data) and source.data[at] == NIL:
-            return source.value()
-        return inner(source)
+        return source.value() if source.data[at : at + 1] == NIL else inner(source)
 
     return read
 
 
-def _list_reader(hint: Any, where: str) -> Read:
-    inner, cost = _reader(hint, where), DATACLASS_ITEMS if is_dataclass(hint) else 1
-
+def _dict_reader(key: Read, item: Read, where: str) -> Read:
     def read(source: _Source) -> Any:
-        return [inner(source) for _ in range(source.count(source.array, cost, where, "list"))]
-
-    return read
-
-
-def _dict_reader(key_hint: Any, hint: Any, where: str) -> Read:
-    key, inner = _reader(key_hint, where), _reader(hint, where)
-
-    def read(source: _Source) -> Any:
-        count = source.count(source.map, 1, where, "dict")
-        found = {key(source): inner(source) for _ in range(count)}
+        count = source.count(source.map, 1, where, "a dict")
+        found = {key(source): item(source) for _ in range(count)}
         if len(found) < count:
             raise DecodeError(f"{where} names a key twice")
         return found
@@ -157,23 +141,12 @@ def _dict_reader(key_hint: Any, hint: Any, where: str) -> Read:
 
 def _dataclass_reader(kind: type, where: str) -> Read:
     hints = typing.get_type_hints(kind)
-    members = [_reader(hints[field.name], f"{kind.__name__}.{field.name}") for field in fields(kind)]
-    required = sum(field.default is MISSING and field.default_factory is MISSING for field in fields(kind))
+    members = [_reader(hints[name], f"{kind.__name__}.{name}") for name in _field_names(kind)]
 
     def read(source: _Source) -> Any:
-        try:
-            count = source.array()
-        except BAD_BYTES:
-            count = -1
-        if not required <= count <= MAX_FIELDS:
-            raise DecodeError(f"{where} is not an array of at least {required} fields")
-        values = [member(source) for member in members[:count]]
-        for _ in range(count - len(members)):
-            try:
-                source.skip()
-            except BAD_BYTES as error:
-                raise DecodeError(f"{where}: {str(error) or type(error).__name__}") from None
-        return kind(*values)
+        if source.count(source.array, 0, where, "an array") != len(members):
+            raise DecodeError(f"{where} is not an array of {len(members)} fields")
+        return kind(*[member(source) for member in members])
 
     return read
 

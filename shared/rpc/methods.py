@@ -34,7 +34,6 @@ from shared.rpc.messages import (
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 CODEC = MessageCodec()
-MESSAGE_S = 30.0  # to receive the message of a unary call
 
 
 @dataclass(frozen=True)
@@ -100,11 +99,7 @@ def unary(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[
     """Return a handler that calls `handle` with the request and sends its result."""
 
     async def handler(stream: Any) -> None:
-        try:
-            async with asyncio.timeout(MESSAGE_S):
-                request = await stream.recv_message()
-        except TimeoutError:
-            raise GRPCError(Status.DEADLINE_EXCEEDED, f"no complete message within {MESSAGE_S:g} s") from None
+        request = await stream.recv_message()
         if request is None:
             raise GRPCError(Status.INVALID_ARGUMENT, "a call without a message")
         await stream.send_message(await handle(request))

@@ -13,13 +13,17 @@ import re
 import socket
 import ssl
 import stat
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from shared.errors import ConfigError
 from shared.logs import peer_log
 
+HANDSHAKE_S = 4.0
+MAX_HANDSHAKES = 512  # at once; a stranger may leave any number of them incomplete
 MAX_FILE_BYTES = 1 << 16
 PRIVATE_KEY = re.compile(rb"-----BEGIN ([A-Z ]*PRIVATE KEY)-----([A-Za-z0-9+/=\s]+)-----END \1-----")
 REGISTRY_PURPOSE = b"baton registry 1"
@@ -29,17 +33,36 @@ class AuthenticationError(ConnectionError):
     """The peer is not a member of this cluster, or rejects the certificate of this process."""
 
 
+class ServerContext(ssl.SSLContext):
+    """A server's side of TLS, with a bound on the connections that have not completed their handshake."""
+
+    def __init__(self, _protocol: int) -> None:
+        self.handshakes: dict[ServerHandshake, float] = {}  # in progress, oldest first, since when
+        self.sslobject_class = ServerHandshake
+
+
 class ServerHandshake(ssl.SSLObject):
-    """The server's side of a TLS handshake. It logs rejected clients, which asyncio does not report."""
+    """A TLS handshake on the server. It logs rejected clients, which asyncio does not report."""
 
     def do_handshake(self) -> None:
+        """Continue. Raises SSLError for an invalid client, or if too many other handshakes are in progress."""
+        pending, now = cast(ServerContext, self.context).handshakes, time.monotonic()
+        if self not in pending:
+            while pending and now - next(iter(pending.values())) > HANDSHAKE_S:  # those were closed
+                del pending[next(iter(pending))]
+            if len(pending) >= MAX_HANDSHAKES:
+                peer_log.warn("RPC clients", f"refused: {MAX_HANDSHAKES} TLS handshakes are in progress")
+                raise ssl.SSLError(ssl.SSL_ERROR_SSL, "too many handshakes")
+            pending[self] = now
         try:
             super().do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise
         except ssl.SSLError as error:
+            del pending[self]
             peer_log.warn("an RPC client", f"refused without a certificate of this cluster: {error.reason}")
             raise
+        del pending[self]
         peer_log.reset("an RPC client")
 
 
@@ -83,8 +106,7 @@ def read_identity(path: str) -> ClusterIdentity:
         raise ConfigError(f"{flag}: {key.name} holds no private key in PEM; `baton secret FILE` writes a new one")
     try:
         contexts = []
-        for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
-            context = ssl.SSLContext(protocol)
+        for context in (ServerContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.check_hostname = False
             context.verify_mode = ssl.CERT_REQUIRED
@@ -98,7 +120,6 @@ def read_identity(path: str) -> ClusterIdentity:
             f"{flag}: cannot be used as a certificate with its private key ({reason}); `baton secret FILE` writes both"
         ) from None
     server, client = contexts
-    server.sslobject_class = ServerHandshake
     return ClusterIdentity(server, client, tuple(hmac.digest(each, REGISTRY_PURPOSE, "sha256") for each in keys))
 
 

@@ -9,12 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cluster.role import change_role
+from cluster.cli import main
 from tests.cluster.harness import Cluster, cluster, expected, wait_for
 
 
 def prompt_of(seed: int, length: int) -> list[int]:
     return [random.Random(seed).randrange(3, 2048) for _ in range(length)]
+
+
+def change_role(url: str, node: str, role: str) -> int:
+    return main(["role", node, role, "--url", url])
 
 
 def roles(running: Cluster) -> dict[str, str]:

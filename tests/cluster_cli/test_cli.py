@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 import threading
@@ -12,12 +13,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from cluster.chat import ChatError, ChatReply, Conversation, converse
 from cluster.cli import main
-from cluster.status import COLUMNS, row_of, size_text, summary
+from cluster.clients import COLUMNS, TOP_COLUMNS, latency_line, row_of, size_text, summary, top_row
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -140,7 +139,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["up", "--fly"], "baton up: "),
         (["up", "--port", "x"], "baton up: --port 'x': must be a whole number"),
         (["up", "--mode", "x"], "baton up: --mode 'x': must be disaggregated or colocated"),
-        (["up", "--model", "/nowhere"], "baton up: --model /nowhere: is no directory"),
+        (["up", "--model", "/nowhere"], "baton up: --model /nowhere: is not a directory"),
         (["up", "--prefill", "-1"], "baton up: --prefill '-1': must be a whole number from 0"),
         (["router"], "baton router: --model (or BATON_MODEL) is required"),
         (["prefill", "--kv-channel", "x"], "baton prefill: --kv-channel 'x': must be auto, pool, cuda_ipc, shm or tcp"),
@@ -207,34 +206,44 @@ def test_the_url_may_come_from_the_environment(
     assert capsys.readouterr().out.startswith("?, ?; registry ?: ?;")
 
 
+@pytest.mark.parametrize("command", [["status"], ["top"], ["role", "decode-0", "prefill"]], ids=lambda argv: argv[0])
 @pytest.mark.parametrize(
     ("status", "body", "words"),
     [
         (404, b"{}", "status 404"),
-        (200, b"hello", "JSON"),
-        (200, b"[]", "did not answer with a status"),
-        (200, b'{"nodes": 1}', "did not answer with a status"),
+        (401, b'{"error": {"message": "An API key is needed."}}', "give --api-key"),
+        (200, b"hello", "is it one?"),
+        (200, b"[]", "is it one?"),
+        (200, b'{"nodes": 1}', "is it one?"),
+        (200, b'{"nodes": [{"role": "decode"}]}', "is it one?"),
         (500, b"", "status 500"),
     ],
 )
-def test_what_is_no_router_is_one_line_and_status_1(
-    serve: Callable[[Answering], str], capsys: pytest.CaptureFixture[str], status: int, body: bytes, words: str
+def test_an_unexpected_answer_is_one_line_and_status_1(
+    serve: Callable[[Answering], str],
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    status: int,
+    body: bytes,
+    words: str,
 ) -> None:
-    assert main(["status", "--url", serve(lambda *_: (status, body))]) == 1
+    assert main([*command, "--url", serve(lambda *_: (status, body))]) == 1
     out, err = capsys.readouterr()
     assert out == ""
+    assert err.startswith(f"baton {command[0]}: ")
     assert err.count("\n") == 1
     assert words in err
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "127.0.0.1", "http://[::1", "ftp://x"])
-def test_a_url_where_nothing_answers_is_one_line_and_status_1(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_url_without_a_router_is_one_line_and_status_1(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--url", url]) == 1
     assert capsys.readouterr().err.startswith(f"baton status: no router at {url}: ")
 
 
-def test_a_node_that_says_little_still_has_a_row() -> None:
+def test_a_node_without_values_still_has_a_row() -> None:
     assert row_of({}) == ("?", "?", "?", "0", "0", "0/0", "0", "0", "0 B", "-")
+    assert top_row({}) == ("?", "?", "?", "-", "0/0", "0", "0", "-")
 
 
 @pytest.mark.parametrize(
@@ -242,6 +251,36 @@ def test_a_node_that_says_little_still_has_a_row() -> None:
 )
 def test_sizes_in_words(size: int, text: str) -> None:
     assert size_text(size) == text
+
+
+# ---- top -----------------------------------------------------------------------------------------------------------
+
+LATENCY = {"ttft_ms": {"p50": 180.44, "p99": 420.0}, "tbt_ms": {"p50": None, "p99": None}, "slo": {"ttft_ms": 450.0}}
+
+
+def test_a_row_shows_the_batch_the_blocks_in_use_and_the_rate() -> None:
+    node = NODE | {"batch": {"tokens": 520, "prefills": 1, "decodes": 8}, "steps_per_s": 41.6, "busy": 0.934}
+    assert top_row(node) == ("decode-0", "decode", "ready", "512p+8d", "30/100", "1", "42", "93%")
+    assert top_row(node | {"running": 0, "busy": None})[3:] == ("-", "30/100", "1", "42", "-")
+
+
+def test_latencies_are_shown_with_their_slo() -> None:
+    assert latency_line({}).endswith("no requests")
+    assert latency_line({"latency": LATENCY}).endswith(": TTFT 180.4/420 ms (SLO 450)")
+
+
+def test_top_without_a_terminal_prints_once_and_ends(
+    serve: Callable[[Answering], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = [NODE | {"id": name, "role": name[:-2]} for name in ("decode-10", "decode-9", "prefill-0")]
+    nodes = [node | {"role": node["id"].rpartition("-")[0]} for node in nodes]
+    status = STATUS | {"nodes": nodes, "latency": LATENCY, "summary": "The prefill pool is the bottleneck."}
+    assert main(["top", "--url", serve(lambda *_: (200, json.dumps(status).encode()))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == status["summary"]
+    assert lines[1].startswith("p50/p99 of the last minute: TTFT ")
+    assert " ".join(lines[2].split()) == " ".join(TOP_COLUMNS)
+    assert [line.split()[0] for line in lines[3:]] == ["prefill-0", "decode-9", "decode-10"]
 
 
 # ---- chat ----------------------------------------------------------------------------------------------------------
@@ -321,9 +360,9 @@ def test_chat_options_reach_the_router(serve: Callable[[Answering], str], monkey
     ("prompt", "line"),
     [
         ("fail", "baton chat: Too long. (status 400)"),
-        ("crash", "baton chat: status 500"),
+        ("crash", "status 500"),
         ("break", "baton chat: Lost."),
-        ("babble", "baton chat: the router sent what is no event: babble"),
+        ("babble", "is it one?"),
     ],
 )
 def test_a_failed_answer_is_one_line_and_leaves_the_conversation_as_it_was(
@@ -337,57 +376,37 @@ def test_a_failed_answer_is_one_line_and_leaves_the_conversation_as_it_was(
     assert chat(serve(echo), f"{prompt}\nagain\n", monkeypatch) == 1
     out, err = capsys.readouterr()
     assert out.endswith("again \n")
-    assert err.strip().splitlines()[0] == line
+    assert line in err.splitlines()[0]
     assert [message["content"] for message in echo.bodies[1]["messages"]] == ["again"]
 
 
-def test_chat_with_nobody_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_without_a_router_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert chat("http://127.0.0.1:9", "Hello\n", monkeypatch) == 1
     err = capsys.readouterr().err
-    assert err.startswith("baton chat: no answer from http://127.0.0.1:9")
+    assert err.startswith("baton chat: no router at http://127.0.0.1:9")
     assert err.count("\n") == 1
 
 
-class Interrupted(httpx.SyncByteStream):
-    """An answer during which the user presses Ctrl-C; tells whether its connection was closed."""
+def test_ctrl_c_stops_the_answer_and_not_the_program(serve: Callable[[Answering], str]) -> None:
+    """The connection closes, so that the router cancels the request, and the question is not kept."""
+    echo, begun = Echo(), threading.Event()
 
-    def __init__(self) -> None:
-        self.closed = False
+    def answer(path: str, body: Any) -> tuple[int, bytes]:
+        if body["messages"][-1]["content"] == "wait":
+            begun.set()
+            threading.Event().wait(3.0)
+        return echo(path, body)
 
-    def __iter__(self) -> Iterator[bytes]:
-        yield b'data: {"choices":[{"delta":{"content":"half"}}]}\n\n'
-        raise KeyboardInterrupt
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_a_cancelled_answer_closes_its_connection_and_leaves_no_trace() -> None:
-    stream = Interrupted()
-    transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=stream))
-    with httpx.Client(base_url="http://router", transport=transport) as client:
-        conversation = Conversation(client)
-        answer = ChatReply()
-        with pytest.raises(KeyboardInterrupt):
-            list(conversation.ask("Hello", answer))
-    assert stream.closed
-    assert answer.text == "half"
-    assert conversation.messages == []
-
-
-def test_ctrl_c_stops_the_answer_and_not_the_program(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answers = iter([httpx.Response(200, stream=Interrupted()), httpx.Response(200, content=events("fine"))])
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nagain\n"))
-    with httpx.Client(base_url="http://router", transport=httpx.MockTransport(lambda _: next(answers))) as client:
-        assert converse(Conversation(client)) == 1
-    out, err = capsys.readouterr()
-    assert out == "halffine\n"
-    assert err.splitlines()[1] == "[stopped]"
-
-
-def test_an_error_within_a_stream_is_raised_as_such() -> None:
-    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=b'data: {"error": "boom"}\n\n'))
-    with httpx.Client(base_url="http://router", transport=transport) as client, pytest.raises(ChatError, match="boom"):
-        list(Conversation(client).ask("Hello", ChatReply()))
+    command = [sys.executable, "-m", "cluster", "chat", "--url", serve(answer)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        process.stdin.write("wait\nagain\n")
+        process.stdin.flush()
+        assert begun.wait(30)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out.strip()) == (1, "again")
+    assert "[stopped]" in err
+    assert [message["content"] for message in echo.bodies[-1]["messages"]] == ["again"]

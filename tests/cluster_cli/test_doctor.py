@@ -1,16 +1,30 @@
-"""`baton doctor` on clusters and machines that are not well: each check says what, and what to do."""
+"""`baton doctor` on clusters and machines with problems: each check says what is wrong, and what to do."""
 
 import resource
 import socket
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster import installation
-from cluster.doctor import _moved, _verdict, peers
-from cluster.installation import CheckFailedError, Finding, examine
+from cluster.cli import main
+from cluster.doctor import (
+    STATUS_CHECKS,
+    CheckWarning,
+    Finding,
+    examine,
+    handed_off,
+    kv_directory,
+    memory,
+    open_files,
+    outdated,
+    ports,
+    same_tokens,
+)
 from cluster.plan import DoctorSettings
+from tests.cluster.harness import cluster, redis_server
 
 NODE: dict[str, Any] = {
     "id": "decode-0",
@@ -29,13 +43,13 @@ NODE: dict[str, Any] = {
 PREFILL = NODE | {"id": "prefill-0", "role": "prefill", "channels": {"127.0.0.1:1": "shm"}}
 
 
-def examined(*nodes: dict[str, Any], registry: str = "ok") -> dict[str, Finding]:
+async def examined(*nodes: dict[str, Any], registry: str = "ok") -> dict[str, Finding]:
     status = {"nodes": list(nodes), "registry": {"kind": "redis", "state": registry}}
-    return {finding.name: finding for finding in peers(status)}
+    return {name: await examine(name, partial(check, status)) for name, check in STATUS_CHECKS.items()}
 
 
-def test_a_cluster_that_is_well_is_told_in_a_line_a_check() -> None:
-    found = examined(PREFILL, NODE)
+async def test_a_healthy_cluster_gets_a_line_for_each_check() -> None:
+    found = await examined(PREFILL, NODE)
     assert {finding.level for finding in found.values()} == {"ok"}
     assert found["nodes"].text == "1 prefill and 1 decode, all ready"
     assert found["channels"].text == "shm"
@@ -52,63 +66,84 @@ def test_a_cluster_that_is_well_is_told_in_a_line_a_check() -> None:
         ("clocks", "warning", {"clock_offset_ms": -90_000.0}, "decode-1 by +90000 ms"),
     ],
 )
-def test_what_is_wrong_with_one_node_is_said_of_it(check: str, level: str, node: dict[str, Any], words: str) -> None:
-    found = examined(PREFILL, NODE, NODE | {"id": "decode-1"} | node)
+async def test_a_problem_of_one_node_fails_one_check(check: str, level: str, node: dict[str, Any], words: str) -> None:
+    found = await examined(PREFILL, NODE, NODE | {"id": "decode-1"} | node)
     assert (found[check].level, words in found[check].text) == (level, True), found[check]
     assert [name for name, finding in found.items() if finding.level != "ok"] == [check]
 
 
-def test_no_nodes_and_no_redis_are_told() -> None:
-    found = examined(registry="down")
+async def test_no_nodes_no_redis_and_no_dashboard() -> None:
+    found = await examined(registry="down")
     assert (found["nodes"].level, found["membership"].level) == ("failed", "warning")
+    found = await examined({name: value for name, value in NODE.items() if name != "clock_offset_ms"})
+    assert found["clocks"] == Finding("clocks", "ok", "not known")
 
 
-def test_tokens_that_differ_fail_the_replay() -> None:
+def test_different_tokens_fail_the_replay() -> None:
     answers = {"co-located": [[1, 2, 3], [4]], "tcp": [[1, 2, 3], [5]]}
-    found = _verdict("replays", answers, "2 prompts")
-    assert found.level == "failed"
-    assert "tcp answers greedy prompt 1" in found.text
-    assert _verdict("replays", answers | {"tcp": [[1, 2, 3], [4]]}, "2 prompts").level == "ok"
+    with pytest.raises(ValueError, match="tcp answers greedy prompt 1"):
+        same_tokens(answers)
+    assert same_tokens(answers | {"tcp": [[1, 2, 3], [4]]}) == "2 prompts, co-located, tcp: the same tokens"
 
 
-def test_a_channel_that_was_not_used_proves_nothing() -> None:
+def test_a_channel_that_was_not_used_fails() -> None:
     status = {"handoffs": 5, "bytes_moved": 4096, "nodes": [PREFILL, NODE]}
-    assert _moved(status, "shm", 5) == "5 prompts handed off, 4.0 KiB moved"
+    assert handed_off(status, "shm", 5) == "5 prompts handed off, 4.0 KiB moved"
     for wrong in ({"handoffs": 4}, {"nodes": [NODE]}, {"nodes": [PREFILL | {"channels": {"a": "shm", "b": "tcp"}}]}):
         with pytest.raises(ValueError, match="were handed off, over"):
-            _moved(status | wrong, "shm", 5)
+            handed_off(status | wrong, "shm", 5)
 
 
-def test_a_check_that_would_stop_a_process_fails_and_one_that_slows_it_warns() -> None:
-    def doubts() -> str:
-        raise CheckFailedError("slow")
+@pytest.mark.parametrize(
+    ("error", "level", "text"),
+    [
+        (CheckWarning("slow"), "warning", "slow"),
+        (ValueError("give another"), "failed", "give another"),
+        (RuntimeError("a bug"), "failed", "RuntimeError: a bug"),
+        (KeyError("nodes"), "failed", "KeyError: 'nodes'"),
+        (TimeoutError(), "failed", "TimeoutError: "),
+    ],
+)
+async def test_any_exception_of_a_check_is_a_line(error: Exception, level: str, text: str) -> None:
+    def check() -> str:
+        raise error
 
-    def stops() -> str:
-        raise ValueError("give another")
+    async def asynchronous() -> str:
+        raise error
 
-    assert examine("a", doubts) == Finding("a", "warning", "slow")
-    assert examine("b", stops) == Finding("b", "failed", "give another")
+    for each in (check, asynchronous):
+        assert await examine("a", each) == Finding("a", level, text)
 
 
-def test_what_this_machine_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = DoctorSettings(kv_directory=str(tmp_path / ("long" * 40)))
-    assert "no socket can be made" in examine("d", lambda: installation.kv_directory(settings)).text
+async def test_problems_of_this_machine_are_named(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def text(check: Callable[[DoctorSettings], str], **given: Any) -> str:
+        return (await examine("a", lambda: check(DoctorSettings(**given)))).text
+
+    assert "no socket can be made" in await text(kv_directory, kv_directory=str(tmp_path / ("long" * 40)))
+    assert "MiB are available: lower" in await text(memory, kv_cache_memory="900TB")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
-    assert "256 are allowed" in examine("f", lambda: installation.open_files(settings)).text
-    monkeypatch.setattr(installation, "memory_available", lambda: 1 << 20)
-    assert examine("m", lambda: installation.memory(settings)).level == "warning"
-    monkeypatch.setattr(
-        installation, "_requirements", lambda: ["torch>=99", "nothing-of-this-name>=1", "x>=1; extra == 'y'"]
-    )
-    told = examine("l", lambda: installation.libraries(settings)).text
-    assert "needs 99; nothing-of-this-name missing, needs 1" in told
-
-
-def test_a_port_that_is_taken_and_a_redis_that_is_not_there_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installation, "REDIS_S", 0.3)
+    assert "256 are allowed" in await text(open_files)
+    assert list(outdated(["torch>=99", "nothing-of-this-name>=1", "x>=1; extra == 'y'"]))[1:] == [
+        "nothing-of-this-name missing, needs 1"
+    ]
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert "cannot listen" in examine("p", lambda: installation.ports(DoctorSettings(port=port))).text
-    absent = DoctorSettings(registry=f"redis://127.0.0.1:{port}")
-    found = examine("r", lambda: installation.registry(absent))
-    assert (found.level, "no Redis answers" in found.text) == ("failed", True)
+        assert "cannot listen" in await text(ports, port=taken.getsockname()[1])
+
+
+@pytest.mark.parametrize("routers", [1, 2])
+def test_a_running_cluster_passes(routers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One router is the registry; two share Redis, as in the container of a router that names it in its environment."""
+    with redis_server(tmp_path) as (redis, start):
+        start()
+        flags = ["--registry", redis] if routers > 1 else []
+        with cluster(registry=redis if routers > 1 else "", routers=routers) as running:
+            assert main(["doctor", "--url", running.url, "--host", "0.0.0.0", *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines} == {"ok"}
+    assert [line.split()[1] for line in lines if "tokens" in line] == ["replays"]
+
+
+def test_a_router_and_a_redis_that_do_not_answer_are_two_failed_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--url", "http://127.0.0.1:9", "--registry", "redis://127.0.0.1:9"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("failed")] == ["registry", "cluster"]

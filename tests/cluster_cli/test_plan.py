@@ -163,15 +163,21 @@ def test_nodes_take_the_devices_in_turn_and_share_the_memory_of_one(
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        ({"devices": "cpu"}, "'cpu' is no GPU: must be a list as cuda:0,cuda:1"),
-        ({"devices": "cuda"}, "'cuda' is no GPU"),
-        ({"devices": "cuda:0,"}, "'' is no GPU"),
-        ({"devices": "cuda:01"}, "'cuda:01' is no GPU"),
+        ({"devices": "cpu"}, "'cpu' is not a GPU: must be a list such as cuda:0,cuda:1"),
+        ({"devices": "cuda"}, "'cuda' is not a GPU"),
+        ({"devices": "cuda:0,"}, "'' is not a GPU"),
+        ({"devices": "cuda:01"}, "'cuda:01' is not a GPU"),
         ({"devices": "cuda:0,cuda:0"}, "must name each GPU once"),
         ({"devices": "cuda:0", "device": "cpu"}, "leave out --device cpu"),
         ({"devices": "cuda:0,cuda:1,cuda:2"}, "are more than the 2 nodes; name fewer"),
-        ({"kv_channel": "pool", "decode": 2}, "--kv-channel pool: 2 decode nodes on auto, where one can lend its pool"),
-        ({"kv_channel": "pool", "devices": "cuda:0,cuda:1"}, "--kv-channel pool: no decode node on cuda:0"),
+        (
+            {"kv_channel": "pool", "decode": 2},
+            "--kv-channel pool: one decode node per device can share its pool, not on auto",
+        ),
+        (
+            {"kv_channel": "pool", "devices": "cuda:0,cuda:1"},
+            "--kv-channel pool: the prefill node on cuda:0 needs a decode node there",
+        ),
     ],
 )
 def test_devices_that_nodes_cannot_have_are_refused(given: dict[str, object], complaint: str) -> None:
@@ -208,12 +214,12 @@ def test_a_model_that_lacks_a_file_is_refused(model: Path, missing: str) -> None
 
 @pytest.mark.parametrize("name", ["/nowhere", "./nowhere/x", "~/no where", "a/b/c"])
 def test_a_model_that_is_no_directory_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         checked(LocalSettings(model=name, port=0))
 
 
 def test_a_model_that_is_a_file_is_refused(model: Path) -> None:
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         checked(LocalSettings(model=str(model / "config.json"), port=0))
 
 

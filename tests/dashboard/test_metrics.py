@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dashboard.metrics import BOOTSTRAP, INFLIGHT, PREALLOC, TRANSFER, HandoffQueues, RecordMetrics
 from dashboard.routes import Dashboard
 from router.metrics.node_metrics import NodeMetrics
-from router.metrics.request_metrics import RequestMetrics, SloTargets
+from router.metrics.request_metrics import RequestMetrics, SloTargets, Snapshot
 from router.nodes.status import node_status
 from scheduler.cost import CostModel
 from shared.clock import now_ns
@@ -40,7 +40,7 @@ def info(name: str, role: str, boot: str = "b", **facts: str) -> NodeInfo:
 
 def samples_of(registry: CollectorRegistry) -> dict[tuple, float]:
     """(name, sorted labels) -> value, as a scrape reads it."""
-    families = text_string_to_metric_families(generate_latest(registry).decode())
+    families = text_string_to_metric_families(generate_latest(Snapshot(registry)).decode())
     return {
         (sample.name, *sorted(f"{key}={value}" for key, value in sample.labels.items())): sample.value
         for family in families
@@ -106,6 +106,7 @@ def test_pushes_and_waits_for_room_are_measured_and_a_node_that_left_is_dropped(
     assert nodes.sample("vllm:kv_cache_usage_perc", "p0", "prefill") == 0.25
     assert nodes.sample("baton_records_dropped_total", "d0", "decode") == 3
     del nodes.rows[0]
+    nodes.records.node_lost("p0")
     assert not [key for key in samples_of(nodes.registry) if "engine=p0" in key]
     nodes.rows.append((info("p0", "prefill", boot="new"), NodeStats(), True))
     assert nodes.sample("vllm:nixl_xfer_time_seconds_sum", "p0", "prefill") == 0

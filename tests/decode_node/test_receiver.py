@@ -18,8 +18,7 @@ from scheduler.request import Request, Slice, Step
 from scheduler.role import DECODE
 from scheduler.scheduler import Scheduler
 from shared.kv.channel import ChannelError, KVChannel
-from shared.kv.checksum import checksums
-from shared.kv.memory import HostMemory
+from shared.kv.memory import HostMemory, checksums
 from shared.lifecycle import wait_until
 from shared.rpc.messages import (
     Ack,

@@ -19,8 +19,7 @@ from prefill_node.sender import HandoffSender
 from scheduler.request import Request, Slice, Step
 from scheduler.role import PREFILL
 from shared.kv.channel import ChannelError, KVChannel
-from shared.kv.checksum import checksums
-from shared.kv.memory import HostMemory
+from shared.kv.memory import HostMemory, checksums
 from shared.kv.tcp import TcpChannel
 from shared.lifecycle import wait_until
 from shared.rpc.messages import (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from router.dispatch import dispatcher as dispatcher_module
-from router.dispatch.admission import AdmissionQueue, QueueStatus
+from router.dispatch.admission import AdmissionQueue
 from router.dispatch.dispatcher import Dispatcher, DispatchRules
 from router.dispatch.requests import GenerationRequest, TokenStream, merge
 from router.nodes import health
@@ -226,7 +226,7 @@ class Stage:
         return self.nodes[name], self.nodes[where], submit
 
     def counts(self) -> dict[str, int]:
-        return dict(self.dispatch.status().as_json()["requests"])
+        return dict(self.dispatch.status()["requests"])
 
     def check_over(self) -> None:
         """Check that nothing of any request is left in the router, and that the counts add up."""
@@ -234,8 +234,8 @@ class Stage:
             load = node.load
             ledger = (load.outstanding_tokens, load.outstanding_pairs, load.kv_tokens, load.prefilling)
             assert (name, ledger, node.listeners) == (name, (0, 0, 0, 0), {})
-        assert (self.queue.held, self.queue.num_waiting) == ((0, 0), 0)
-        assert self.queue.status() == QueueStatus(0, 0)
+        queue = self.queue
+        assert (queue.held_requests, queue.held_tokens, queue.queued_requests, queue.queued_tokens) == (0, 0, 0, 0)
         counts = self.counts()
         assert counts["running"] == 0
         assert counts["total"] == sum(counts[name] for name in ("finished", "cancelled", "failed", "refused"))
@@ -250,8 +250,8 @@ def stage(
     disaggregate: str = "auto",
 ) -> Stage:
     log = AttemptLog()
-    queue = AdmissionQueue(max_queue_s, ttft_slo_s, max_queued_tokens)
-    pool = NodePool("router", EmbeddedRegistry("router", "127.0.0.1", 0), "disaggregated", 1.0, log, queue)
+    queue = AdmissionQueue(max_queue_s, max_queued_tokens)
+    pool = NodePool("router", EmbeddedRegistry("router", "127.0.0.1", 0), "disaggregated", 1.0, log, queue.resize)
     nodes = {name: Played(pool, name, log) for name in names.split()}
     for node in nodes.values():
         pool.add(node)

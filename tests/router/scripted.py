@@ -1,9 +1,8 @@
 """A dispatcher that answers every request with a script of tokens."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from router.dispatch.requests import GenerationRequest, ModelCard, TokenStream
@@ -67,12 +66,6 @@ class ScriptedAnswers:
         await asyncio.sleep(0)
 
 
-@dataclass
-class ScriptedStatus:
-    def as_json(self) -> Mapping[str, Any]:
-        return {"nodes": []}
-
-
 class ScriptedDispatcher:
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -101,8 +94,8 @@ class ScriptedDispatcher:
             for stream in streams:
                 await stream.aclose()
 
-    def status(self) -> ScriptedStatus:
-        return ScriptedStatus()
+    def status(self) -> dict[str, Any]:
+        return {"nodes": []}
 
     def ready(self) -> bool:
         return self.is_ready

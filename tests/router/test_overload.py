@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from router.__main__ import _listener
 from router.dispatch import attempt as attempt_module
-from router.dispatch.admission import Admission, QueueEntry, QueueFullError, QueueStatus
+from router.dispatch.admission import AdmissionQueue, AdmissionRefusedError, QueueEntry
 from router.dispatch.requests import GenerationRequest
 from router.nodes.pool import PoolCapacity
 from shared import failpoints
@@ -53,7 +53,7 @@ class Model:
     """An admission, and beside it a plain account of what it was told."""
 
     def __init__(self) -> None:
-        self.admission = Admission(max_queued_tokens=10_000)
+        self.admission = AdmissionQueue(max_queued_tokens=10_000)
         self.admission.resize(SMALL, 0.0)
         self.waiting: list[QueueEntry] = []
         self.held: list[QueueEntry] = []
@@ -132,7 +132,7 @@ def test_what_is_held_and_waits_adds_up_and_everybody_gets_a_turn(acts: list[tup
 @given(sizes=st.lists(st.integers(1, 60), min_size=30, max_size=60))
 def test_tenants_who_both_wait_get_the_same_tokens_whatever_the_size_of_their_requests(sizes: list[int]) -> None:
     """S2: one asks for ten times as much, in requests of any size, and gets half."""
-    it = Admission(max_queued_tokens=10**9)
+    it = AdmissionQueue(max_queued_tokens=10**9)
     it.resize(SMALL, 0.0)
     held: list[QueueEntry] = []
     for size in sizes * 10:
@@ -151,7 +151,7 @@ def test_tenants_who_both_wait_get_the_same_tokens_whatever_the_size_of_their_re
 
 
 def test_who_waits_goes_by_priority_and_then_by_arrival_and_nobody_overtakes_a_long_one() -> None:
-    it = Admission()
+    it = AdmissionQueue()
     it.resize(PoolCapacity(1, 1000, 1000, 10), 0.0)
     (first,) = it.offer(ticket(), 0.0)
     late, long, short, urgent = ticket(priority=1), ticket(prompt=900), ticket(prompt=1), ticket(priority=-1)
@@ -166,7 +166,7 @@ def test_who_waits_goes_by_priority_and_then_by_arrival_and_nobody_overtakes_a_l
 
 
 def test_a_short_request_does_not_overtake_a_long_one_that_waits_for_room() -> None:
-    it = Admission()
+    it = AdmissionQueue()
     it.resize(PoolCapacity(9, 100, 1000, 10), 0.0)
     (held,) = it.offer(ticket(prompt=50), 0.0)
     long, short = ticket(prompt=80), ticket(prompt=5)
@@ -176,7 +176,7 @@ def test_a_short_request_does_not_overtake_a_long_one_that_waits_for_room() -> N
 
 
 def test_a_request_is_turned_away_by_the_pace_that_was_measured_and_told_when_to_return() -> None:
-    it = Admission(max_queued_tokens=10**6)
+    it = AdmissionQueue(max_queued_tokens=10**6)
     it.resize(PoolCapacity(1, 10**6, 10**6, 10), 0.0)
     (held,) = it.offer(ticket(prompt=90, answer=10), 0.0)
     for number in range(1, 11):  # 100 tokens a second, while somebody waits
@@ -184,9 +184,9 @@ def test_a_request_is_turned_away_by_the_pace_that_was_measured_and_told_when_to
         (held,) = it.release(held, 10, float(number))
     for _ in range(20):
         it.offer(replace(ticket(prompt=90, answer=10), expires=60.0), 10.0)
-    with pytest.raises(QueueFullError) as caught:
+    with pytest.raises(AdmissionRefusedError) as caught:
         it.offer(replace(ticket(prompt=90, answer=10), expires=40.0), 10.0)
-    assert caught.value.wait_s == pytest.approx(21.0, rel=0.2)
+    assert caught.value.retry_after_s == pytest.approx(21.0, rel=0.2)
     urgent = replace(ticket(priority=-1, prompt=90, answer=10), expires=12.5)
     assert it.offer(urgent, 10.0) == [], "before it goes nobody"
     other = replace(ticket("other", prompt=90, answer=10), expires=16.5)
@@ -194,7 +194,7 @@ def test_a_request_is_turned_away_by_the_pace_that_was_measured_and_told_when_to
 
 
 def test_a_pace_is_that_of_times_with_a_queue_is_remembered_and_follows_the_nodes_that_come_and_go() -> None:
-    it = Admission(max_queued_tokens=10**9)
+    it = AdmissionQueue(max_queued_tokens=10**9)
     it.resize(PoolCapacity(1, 10**6, 10**6, 10), 0.0)
     for number in range(3600):  # an hour without a queue
         (held,) = it.offer(ticket(prompt=90, answer=10), float(number))
@@ -212,16 +212,16 @@ def test_a_pace_is_that_of_times_with_a_queue_is_remembered_and_follows_the_node
 
 
 def test_who_could_not_be_complete_by_its_deadline_is_turned_away_and_not_cut_on_its_node() -> None:
-    it = Admission()
+    it = AdmissionQueue()
     it.resize(PoolCapacity(1, 10**6, 10**6, 10), 0.0)
     (held,) = it.offer(ticket(prompt=90, answer=10), 0.0)
-    it.paused(held, 1.0)
-    it.resumed(held)
+    it.pause(held, 1.0)
+    it.resume(held)
     it.release(held, 10, 100.0)  # its client did not read: that says nothing of the nodes
     (held,) = it.offer(ticket(prompt=90, answer=10), 100.0)
     it.release(held, 10, 102.0)  # 0.2 s a token
     it.offer(ticket(prompt=90, answer=10), 102.0)
-    with pytest.raises(QueueFullError):
+    with pytest.raises(AdmissionRefusedError):
         it.offer(replace(ticket(prompt=90, answer=10), deadline=105.0), 102.0)
     assert it.offer(replace(ticket(prompt=90, answer=2), deadline=105.0), 102.0) == [], "a short answer has the time"
 
@@ -232,7 +232,7 @@ SLOTS, STAY_S, PATIENCE_S, LAST_S = 16, 1.4, 4.0, 15.0
 def served_and_late(loads: list[tuple[float, float]]) -> tuple[float, int]:
     """Nodes that run SLOTS requests at once, about STAY_S each, meet loads: times the peak, and seconds. Returns what
     share of the peak they served during the last, and how many were let in and waited too long."""
-    it, chance, number = Admission(), random.Random(1), itertools.count()
+    it, chance, number = AdmissionQueue(), random.Random(1), itertools.count()
     it.resize(PoolCapacity(SLOTS, 10**6, 10**6, 100), 0.0)
     due: list[tuple[float, int, str, QueueEntry]] = []
     begins = end = served = late = 0.0
@@ -246,7 +246,7 @@ def served_and_late(loads: list[tuple[float, float]]) -> tuple[float, int]:
         if what == "comes":
             try:
                 granted = it.offer(one, at)
-            except QueueFullError:
+            except AdmissionRefusedError:
                 continue
             heapq.heappush(due, (one.expires, next(number), "is late", one))
         elif what == "ends":
@@ -273,22 +273,22 @@ def test_whatever_was_before_too_much_is_turned_away_early_and_the_nodes_stay_bu
 
 
 def test_a_full_queue_turns_away_whoever_has_had_its_share_of_it() -> None:
-    it = Admission(max_queued_tokens=100)
+    it = AdmissionQueue(max_queued_tokens=100)
     it.resize(PoolCapacity(1, 1000, 1000, 10), 0.0)
     it.offer(ticket(), 0.0)
     for _ in range(10):
         it.offer(ticket("greedy"), 0.0)
-    with pytest.raises(QueueFullError):
+    with pytest.raises(AdmissionRefusedError):
         it.offer(ticket("greedy"), 0.0)
     for _ in range(5):
         it.offer(ticket("modest"), 0.0)
-    with pytest.raises(QueueFullError):
+    with pytest.raises(AdmissionRefusedError):
         it.offer(ticket("modest"), 0.0)
     assert it.queued_tokens == 150, "bounded for all that"
 
 
 def test_a_prompt_that_is_cached_takes_no_place_twice() -> None:
-    it = Admission()
+    it = AdmissionQueue()
     it.resize(PoolCapacity(10, 100, 1000, 10), 0.0)
     for _ in range(4):
         (granted,) = it.offer(ticket(prompt=80, answer=5), 0.0) or [None]
@@ -323,7 +323,8 @@ async def test_what_the_nodes_should_not_hold_waits_in_the_router_and_goes_when_
     waiting = await here.submit(name="waiting")
     urgent = await here.submit(name="urgent", priority=-1)
     assert len(here.d0.submits) == 3
-    assert here.queue.status() == QueueStatus(2, 2 * (len(PROMPT) + len(ANSWER) // 2))
+    assert here.queue.queued_requests == 2
+    assert here.queue.queued_tokens == 2 * (len(PROMPT) + len(ANSWER) // 2)
     await finish(here, "held-0")
     assert here.d0.submits[-1].id == "urgent.0.0"
     await finish(here, "held-1")
@@ -412,7 +413,7 @@ async def test_who_leaves_the_queue_makes_room_in_it_and_nodes_that_come_empty_i
     runs = await fill(here)
     leaver, stayer = await here.submit(name="leaver"), await here.submit(name="stayer")
     await leaver.close()
-    assert here.queue.status().requests == 1
+    assert here.queue.queued_requests == 1
     here.d0.info = replace(here.d0.info, max_num_seqs=8)
     here.fleet.notify()
     await turns()
@@ -579,7 +580,7 @@ async def end(here: Stage, how: str, name: str, run: Any) -> None:
             here.d0.die()
             here.d0.revive()
         case "bug":
-            failpoints.configure(f"router.told@{name}.0.0=raise", allowed=True)
+            failpoints.configure(f"router.received@{name}.0.0=raise", allowed=True)
             say(token(f"{name}.0.0", 0))
             failpoints.configure("", allowed=False)
         case "late":
@@ -593,7 +594,7 @@ async def test_a_bug_in_one_request_is_its_own_affair() -> None:
     """An exception while one request's tokens are delivered fails it with a 500; others on that node continue."""
     here = stage("d0")
     runs = [await here.submit(name=name) for name in ("good", "bad")]
-    failpoints.configure("router.told:2@bad.0.0=raise", allowed=True)
+    failpoints.configure("router.received:2@bad.0.0=raise", allowed=True)
     try:
         for position in range(len(ANSWER)):
             here.d0.say(token("good.0.0", position), token("bad.0.0", position))

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.kv.channel import ChannelError, PeerDescriptor, PeerLostError, ReservationRefusedError, check_open
-from shared.kv.checksum import checksums
-from shared.kv.staging import Staging
+from shared.kv.memory import Staging, checksums
 from tests.simulation.loop import CURRENT, Process
 from tests.simulation.network import WORLD_CONTEXT, Network
 

@@ -34,7 +34,7 @@ def at_the_end(world: Any) -> list[str]:
     dispatch = world.router.dispatch
     if dispatch is None or not world.router.is_up:
         return ["the router is not up"]
-    requests: Any = dispatch.status().as_json()["requests"]
+    requests = dispatch.status()["requests"]
     ends = ("finished", "cancelled", "failed", "refused")
     mine = [client for client in world.clients if client.started_in is world.router.process]
     found = []

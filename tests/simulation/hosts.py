@@ -184,8 +184,8 @@ class RouterHost(Host):
         else:
             registry = RedisRegistry("redis://sim", "default")
         observer = RouterObserver()
-        queue = AdmissionQueue(max_queue_s=30.0, ttft_slo_s=0.0)
-        self.fleet = NodePool(identity, registry, "disaggregated", NODE_TIMEOUT_S, observer, queue)
+        queue = AdmissionQueue(max_wait_s=30.0)
+        self.fleet = NodePool(identity, registry, "disaggregated", NODE_TIMEOUT_S, observer, queue.resize)
         rules = DispatchRules(disaggregate=scenario.disaggregate)
         self.dispatch = Dispatcher(self.fleet, queue, "sim", rules, observer)
         await self.fleet.start()

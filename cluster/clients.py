@@ -1,0 +1,293 @@
+"""The commands that call a running router: `baton status`, `top`, `role` and `chat`."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from shared.api_client import bearer
+
+TIMEOUT_S = 5.0
+ANSWER_S = 120.0  # on a busy cluster, an answer may take long to begin
+FRAME_S = 1.0  # between two updates of `baton top`
+COLUMNS = ("node", "role", "state", "running", "waiting", "KV blocks", "steps", "handoffs", "moved", "channels")
+TOP_COLUMNS = ("node", "role", "state", "batch", "KV blocks", "waiting", "steps/s", "busy")
+CHAT_HELP = "/new forgets the conversation, /quit ends; Ctrl-C stops an answer"
+Document = dict[str, Any]
+
+
+class UnreachableError(Exception):
+    """No router answers at the URL, or it does not answer as a router does. The message is one line."""
+
+
+def fails_with_1(command: str, run: Callable[[], int]) -> int:
+    """Run a command. Return its exit status, which is 1, after one line on stderr, for an UnreachableError."""
+    try:
+        return run()
+    except UnreachableError as error:
+        print(f"baton {command}: {error}", file=sys.stderr)
+        return 1
+
+
+@contextmanager
+def request(
+    method: str, url: str, path: str, api_key: str, timeout_s: float | None = TIMEOUT_S, body: Document | None = None
+) -> Iterator[httpx.Response]:
+    """Send a request and provide its response as a stream. Raises UnreachableError, also for an error response."""
+    try:
+        # Ignore proxy settings, because the default URL is on this machine.
+        client = httpx.Client(
+            timeout=httpx.Timeout(timeout_s, connect=TIMEOUT_S), trust_env=False, headers=bearer(api_key)
+        )
+        with client, client.stream(method, url.rstrip("/") + path, json=body) as response:
+            if response.is_error:
+                raise UnreachableError(_reason(url, response))
+            yield response
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise UnreachableError(f"no router at {url}: {error or type(error).__name__}") from None
+    except (ValueError, KeyError, TypeError, IndexError):
+        raise UnreachableError(f"{url} did not answer as a router of this version does; is it one?") from None
+
+
+def _reason(url: str, response: httpx.Response) -> str:
+    try:
+        response.read()
+        message = " ".join(str(response.json()["error"]["message"]).split())
+    except (ValueError, KeyError, TypeError):
+        message = f"{url} answered with status {response.status_code}; is it a router?"
+    hint = ": give --api-key, or set BATON_API_KEY" if response.status_code in {401, 403} else ""
+    return message.rstrip(".") + hint if hint else f"{message} (status {response.status_code})"
+
+
+# ---- status and top ------------------------------------------------------------------------------------------------
+
+
+def show_status(url: str, api_key: str, *, as_json: bool) -> int:
+    status = fetch_status(url, api_key)
+    if as_json:
+        print(json.dumps(status, indent=2))
+        return 0
+    print(summary(status))
+    rows = [row_of(node) for node in status["nodes"]]
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        Console().print(_table(COLUMNS, rows))
+    else:
+        print("\n".join("\t".join(row) for row in [COLUMNS, *rows]))
+    return 0
+
+
+def run_top(url: str, api_key: str) -> int:
+    """Show the nodes and the bottleneck until Ctrl-C or, if the output is not a terminal, once."""
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    def screen(status: Document) -> Group:
+        rows = [top_row(node) for node in sorted(status["nodes"], key=_order)]
+        head = str(status.get("summary") or f"{len(rows)} nodes; the router runs without its dashboard")
+        return Group(head, latency_line(status), _table(TOP_COLUMNS, rows))
+
+    console = Console(markup=False, highlight=False)
+    status = fetch_status(url, api_key)
+    if not console.is_terminal:
+        console.print(screen(status))
+        return 0
+    with Live(screen(status), console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            try:
+                time.sleep(FRAME_S)
+                live.update(screen(fetch_status(url, api_key)), refresh=True)
+            except UnreachableError as error:
+                live.update(f"{error}; trying again", refresh=True)
+            except KeyboardInterrupt:
+                return 0
+
+
+def fetch_status(url: str, api_key: str = "") -> Document:
+    """Return the document of GET /v1/status. Raises UnreachableError."""
+    with request("GET", url, "/v1/status", api_key) as response:
+        response.read()
+        status: Document = response.json()
+        if not all(isinstance(node["id"], str) for node in status["nodes"]):
+            raise ValueError("the id of a node is not text")
+        return status
+
+
+def summary(status: Document) -> str:
+    registry, requests = status.get("registry") or {}, status.get("requests") or {}
+    return (
+        f"{status.get('model', '?')}, {status.get('mode', '?')}; "
+        f"registry {registry.get('kind', '?')}: {registry.get('state', '?')}; "
+        f"requests: {requests.get('running', 0)} running, {requests.get('total', 0)} in total; "
+        f"handoffs: {status.get('handoffs', 0)}, {size_text(status.get('bytes_moved', 0))} moved"
+    )
+
+
+def row_of(node: Document) -> tuple[str, ...]:
+    """Return the row of a node in `baton status`."""
+    handoffs, failed = node.get("handoffs", 0), node.get("handoffs_failed", 0)
+    channels = ", ".join(sorted(set((node.get("channels") or {}).values()))) or "-"
+    fallbacks = node.get("channel_fallbacks", 0)
+    return (
+        *_identity(node),
+        str(node.get("running", 0)),
+        str(node.get("waiting", 0)),
+        _blocks(node),
+        str(node.get("steps", 0)),
+        f"{handoffs} ({failed} failed)" if failed else str(handoffs),
+        size_text(node.get("bytes_moved", 0)),
+        channels + (f" ({fallbacks} fell back)" if fallbacks else ""),
+    )
+
+
+def top_row(node: Document) -> tuple[str, ...]:
+    """Return the row of a node in `baton top`. Its batch is as in "512p+8d", for prompt tokens and decodes."""
+    batch, busy = node.get("batch") or {}, node.get("busy")
+    decodes = batch.get("decodes") or 0
+    counts = {"p": (batch.get("tokens") or 0) - decodes, "d": decodes} if node.get("running") else {}
+    shown = "+".join(f"{count}{kind}" for kind, count in counts.items() if count) or "-"
+    rate = f"{node.get('steps_per_s') or 0:.0f}"
+    waiting = str(node.get("waiting", 0))
+    return (*_identity(node), shown, _blocks(node), waiting, rate, "-" if busy is None else f"{busy:.0%}")
+
+
+def _identity(node: Document) -> tuple[str, str, str]:
+    state = str(node.get("state", "?")) if node.get("alive", True) else "lost"
+    return str(node.get("id", "?")), str(node.get("role", "?")), state
+
+
+def _blocks(node: Document) -> str:
+    """Return the blocks in use, which are neither free nor only cached, and all blocks."""
+    blocks = node.get("blocks") or {}
+    total = blocks.get("total", 0)
+    return f"{total - blocks.get('free', 0) - blocks.get('cached', 0)}/{total}"
+
+
+def _order(node: Document) -> tuple[bool, int, str]:
+    """Return a sort key that puts prefill nodes first, and node-2 before node-10."""
+    return node.get("role") != "prefill", len(node["id"]), node["id"]
+
+
+def latency_line(status: Document) -> str:
+    """Return the p50 and p99 latencies of the last minute, as in "TTFT 180/420 ms (SLO 450)"."""
+    latency = status.get("latency") or {}
+    parts = []
+    for name in ("ttft", "tbt", "ttst"):
+        value, slo = latency.get(f"{name}_ms") or {}, (latency.get("slo") or {}).get(f"{name}_ms")
+        if value.get("p50") is not None:
+            text = f"{name.upper()} {value['p50']:.4g}/{value['p99']:.4g} ms"
+            parts.append(f"{text} (SLO {slo:g})" if slo else text)
+    return "p50/p99 of the last minute: " + ("   ".join(parts) or "no requests")
+
+
+def size_text(size: float) -> str:
+    """Format a number of bytes: 1536 becomes "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*columns, box=None)
+    for row in rows:
+        style = {"ready": "green", "draining": "yellow"}.get(row[2], "red")
+        table.add_row(*(Text(cell, style=style if cell is row[2] else "") for cell in row))
+    return table
+
+
+# ---- role ----------------------------------------------------------------------------------------------------------
+
+
+def change_role(url: str, node: str, role: str, api_key: str = "") -> int:
+    """Change a node's role, wait while it drains, and print the result."""
+    path = f"/v1/nodes/{quote(node, safe='')}/role"
+    with request("POST", url, path, api_key, timeout_s=None, body={"role": role}) as response:
+        response.read()
+        result = response.json()
+        print(f"{result['node']} is a {result['role']} node now" + (f"; {result['note']}" if result["note"] else ""))
+    return 0
+
+
+# ---- chat ----------------------------------------------------------------------------------------------------------
+
+
+def run_chat(url: str, api_key: str, system: str, **options: float | None) -> int:
+    """Answer the prompts from standard input, one per line. Return 1 if a prompt from a pipe got no answer, else 0.
+
+    `options` are fields of the requests. A question whose answer failed or was stopped is not kept.
+    """
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        import readline  # noqa: F401 - adds line editing and a history to `input`
+
+        print(CHAT_HELP)
+    first = [{"role": "system", "content": system}] if system else []
+    messages, status = list(first), 0
+    for prompt in _prompts(is_terminal):
+        if prompt == "/new":
+            messages = list(first)
+            continue
+        question = {"role": "user", "content": prompt}
+        try:
+            text = _answer(url, api_key, {"messages": [*messages, question], **options})
+            messages += [question, {"role": "assistant", "content": text}]
+        except KeyboardInterrupt:  # the router cancels the request when the connection closes
+            print("\n[stopped]", file=sys.stderr)
+            status = 1
+        except UnreachableError as error:
+            print(f"baton chat: {error}", file=sys.stderr)
+            status = 1
+    return 0 if is_terminal else status
+
+
+def _prompts(is_terminal: bool) -> Iterator[str]:
+    """Yield the prompts until the end of the input or /quit."""
+    while True:
+        try:
+            line = input("> " if is_terminal else "").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if not is_terminal:
+                raise
+            print()  # drop the line, as a shell does
+            continue
+        if line == "/quit":
+            return
+        if line:
+            yield line
+
+
+def _answer(url: str, api_key: str, fields: Document) -> str:
+    """Print an answer as it arrives, and its timing to stderr. Return its text. Raises UnreachableError."""
+    body = {name: value for name, value in fields.items() if value is not None}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    text, num_tokens, started, ttft_s, total_s = "", 0, time.monotonic(), 0.0, 0.0
+    with request("POST", url, "/v1/chat/completions", api_key, ANSWER_S, body) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data:") or (data := line[5:].strip()) == "[DONE]":
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                raise UnreachableError(event["error"]["message"])
+            num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
+            if part := ((event["choices"] or [{}])[0].get("delta") or {}).get("content"):
+                total_s = time.monotonic() - started
+                ttft_s = ttft_s or total_s
+                text += part
+                print(part, end="", flush=True)
+    print()
+    rate = f", {(num_tokens - 1) / (total_s - ttft_s):.1f} tokens/s" if total_s > ttft_s else ""
+    print(f"[{num_tokens} tokens, TTFT {1000 * ttft_s:.0f} ms{rate}]", file=sys.stderr)
+    return text

@@ -5,7 +5,7 @@ BIN := .venv/bin
 TORCH ?= $(shell $(PYTHON) -c 'import platform; print("torch==2.13.0" if platform.system() == "Linux" else "torch")')
 
 .PHONY: serve test check lint types imports unit clocked unclocked \
-  nightly chaos cancels soak simulate mutations fuzz schemathesis lock sbom clean
+  nightly exhaustive chaos cancels soak simulate mutations fuzz schemathesis lock sbom clean
 
 serve: .venv/installed
 	$(BIN)/baton up $(ARGS)
@@ -39,7 +39,11 @@ unclocked:
 
 # The exhaustive forms of the checks in `make test`; takes hours. `make -k nightly` continues after a failure.
 # `chaos` and `cancels` also rewrite their files in benchmarks/results.
-nightly: chaos cancels simulate mutations fuzz schemathesis
+nightly: exhaustive chaos cancels simulate mutations fuzz schemathesis
+
+# The tests that `make test` leaves out: all kernels compiled for a GPU, and every shape and type.
+exhaustive: .venv/tested
+	$(BIN)/python -m pytest -q -m exhaustive $(PYTEST)
 
 # Run the fault matrix with real processes; see `python -m tests.chaos --help`.
 chaos: .venv/tested

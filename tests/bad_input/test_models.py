@@ -173,7 +173,7 @@ FOR_NODES: dict[str, tuple[Breaking, str]] = {
     "a tensor missing": (with_tensor(lambda tensors: tensors.pop(NORM)), f"tensor '{NORM}' is missing"),
     "a tensor too many": (with_tensor(lambda tensors: tensors.update(more=torch.ones(1))), "not part of the model that config.json describes, such as 'more'"),
     "a tensor of another shape": (with_tensor(lambda tensors: tensors.update({NORM: torch.ones(1)})), f"'{NORM}' is [1]"),
-    "weights cut": (cut, "longer or shorter than its tensors"),
+    "weights cut": (cut, "not fully covered; download the model again"),
     "200,000 tensors": (crowded, "at most 1048576 allowed"),
     "weights linked out": (linked_out, "is not a safetensors file in this directory"),
     "pickled weights": (pickled, "only pickled weights (.bin, .pt)"),

@@ -108,7 +108,7 @@ class Reservations(RuleBasedStateMachine):
 
 
 TestReservations = Reservations.TestCase
-TestReservations.settings = settings(max_examples=150)
+TestReservations.settings = settings()
 
 
 def test_a_lease_expires_unless_its_own_writer_renews_it() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from scheduler.blocks import BlockPool
 from scheduler.request import Request
@@ -11,7 +11,6 @@ from scheduler.scheduler import AUDIT_STEPS, Scheduler, StepLimits
 from tests.scheduler.drive import Driver, request, traffic
 
 
-@settings(max_examples=60)
 @given(given_traffic=traffic())
 def test_every_block_is_in_one_place_and_counted_after_every_turn(
     given_traffic: tuple[Scheduler, list[tuple[int, Request]], int],

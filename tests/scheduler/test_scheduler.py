@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.cost import CostModel
@@ -22,7 +22,6 @@ def expected_of(done: Request) -> list[int]:
 
 
 @every_policy
-@settings(max_examples=400)
 @given(case=traffic())
 def test_every_request_gets_its_tokens_and_every_block_returns(
     policy: Policy, case: tuple[Scheduler, list[tuple[int, Request]], int]
@@ -49,7 +48,6 @@ def test_every_request_gets_its_tokens_and_every_block_returns(
 
 
 @every_policy
-@settings(max_examples=150)
 @given(case=traffic(), rng=st.randoms(use_true_random=False))
 def test_an_abort_in_any_state_frees_its_blocks_and_touches_nobody_else(
     policy: Policy, case: tuple[Scheduler, list[tuple[int, Request]], int], rng: random.Random
@@ -75,7 +73,6 @@ def test_an_abort_in_any_state_frees_its_blocks_and_touches_nobody_else(
 
 
 @pytest.mark.parametrize("name", ["stall_free", "decode_maximal", "split_fuse", "whole_prompt_mixed", "decode_first"])
-@settings(max_examples=200)
 @given(case=traffic())
 def test_decodes_never_wait_for_a_prompt(name: str, case: tuple[Scheduler, list[tuple[int, Request]], int]) -> None:
     scheduler, arrivals, _ = case

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.counter_rng import gumbel, key_of
+from engine.counter_rng import BROKEN, NOTHING_ALLOWED, WORDS, gumbel, key_of
 from engine.cpu.numba_support import why_not_compiled
 from shared.limits import GREEDY_BELOW
 from shared.rpc.messages import Logprobs, SamplingParams
@@ -23,10 +23,8 @@ from shared.rpc.messages import Logprobs, SamplingParams
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 CANDIDATES = 256  # sorted first; a row whose top_p or top_k reaches further is sorted completely
-BROKEN, NOTHING_ALLOWED = -1, -2  # returned instead of a token: see NUMERICAL and NO_TOKEN
 NUMERICAL = "numerical"  # a logit of the row is not finite
 NO_TOKEN = "no_token"  # every token is banned
-WORDS = 5  # of 8 bytes: a row as `parameters_of` packs it
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from numba import carray
 from numba.core import types
 from torch import Tensor
 
-from engine.counter_rng import GOLDEN
+from engine.counter_rng import BROKEN, GOLDEN, NOTHING_ALLOWED, WORDS
 from engine.cpu.jit import inlined, kernel, thread_number
 from engine.cpu.simd import (
     FLOAT32,
@@ -36,7 +36,6 @@ from engine.cpu.simd import (
     where_less,
     written,
 )
-from engine.sampling import BROKEN, NOTHING_ALLOWED, WORDS
 from shared.limits import GREEDY_BELOW
 
 WORK = 4  # elementary operations per logit, for `engine.cpu.jit.PARALLEL_WORK`

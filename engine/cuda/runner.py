@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.attention import AttentionBackend, TorchAttention
 from engine.batch import Batch, build
+from engine.counter_rng import BROKEN, NOTHING_ALLOWED
 from engine.cuda.graphs import GraphPool
 from engine.cuda.passes import Passes
 from engine.cuda.staging import StepBuffers, StepCapacity, StepShape
@@ -21,7 +22,7 @@ from engine.kernels import Kernels
 from engine.kv_pool import DUMMY_BLOCK, KVPool
 from engine.models.decoder import Decoder
 from engine.runner import FinishedStep, PendingStep, SliceOutput, TorchRunner, row_of
-from engine.sampling import BROKEN, NO_TOKEN, NOTHING_ALLOWED, NUMERICAL, SamplingRow, adjust, describe, draw
+from engine.sampling import NO_TOKEN, NUMERICAL, SamplingRow, adjust, describe, draw
 from scheduler.request import Request, Slice, Step, cdiv
 from shared.rpc.messages import SamplingParams
 

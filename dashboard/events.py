@@ -20,7 +20,7 @@ from dashboard.step_ring import FIELDS, StepRing, StepRow
 from router.http.asgi import ResponseWriter, while_connected
 from router.http.responses import dump
 from shared.clock import now_ns
-from shared.errors import RequestError, UnavailableError
+from shared.errors import BatonError, RequestError, UnavailableError
 from shared.lifecycle import TaskGroup
 
 MAX_SUBSCRIBERS = 64
@@ -88,7 +88,7 @@ class EventStream:
         reply = ResponseWriter(scope, send)
         try:
             subscriber = self._subscribe(Request(scope))
-        except (RequestError, UnavailableError) as error:
+        except BatonError as error:
             await reply.fail(error)
             return
         try:

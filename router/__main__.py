@@ -87,7 +87,7 @@ async def _serve(
     observer = dashboard or RouterObserver()
     ttft_slo_s = settings.ttft_slo_ms / 1000  # a longer wait in the queue would miss it by itself
     queue = AdmissionQueue(min(settings.max_queue_s, ttft_slo_s or inf), settings.max_queued_tokens)
-    registry = _registry(settings, identity)
+    registry = _registry(settings)
     fleet = NodePool(identity, registry, settings.mode, settings.node_timeout_s, observer, queue.resize)
     rules = DispatchRules(settings.max_attempts, settings.disaggregate, ttft_slo_s)
     dispatch = Dispatcher(fleet, queue, model.name, rules, observer)
@@ -190,10 +190,10 @@ def _log_addresses(listeners: list[socket.socket], is_open: bool) -> None:
             log.warning("no API keys configured: %s:%d is open to any client; set --api-keys-file", host, port)
 
 
-def _registry(settings: RouterSettings, identity: str) -> Registry:
+def _registry(settings: RouterSettings) -> Registry:
     if settings.registry:
         return RedisRegistry(settings.registry, settings.cluster)
-    return EmbeddedRegistry(identity, settings.registry_host or settings.host, settings.registry_port)
+    return EmbeddedRegistry(settings.registry_host or settings.host, settings.registry_port)
 
 
 if __name__ == "__main__":

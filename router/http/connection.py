@@ -24,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from router.http.asgi import to_response
-from shared.errors import RequestError, UnavailableError
+from shared.errors import BatonError, RequestError, UnavailableError
 
 LINE_BYTES, HEAD_BYTES, MAX_HEADERS = 8 << 10, 32 << 10, 100
 PIECE_BYTES = 8 << 10  # parsed at a time; an exceeded limit may be noticed this many bytes late
@@ -146,7 +146,7 @@ class HttpConnection(HttpToolsProtocol):
             piece, self._unparsed = self._unparsed[:PIECE_BYTES], self._unparsed[PIECE_BYTES:]
             try:
                 self._take(piece)
-            except (RequestError, UnavailableError) as error:
+            except BatonError as error:
                 self._refuse(error)
         flow = cast(Flow, self.flow)
         was_held, flow.is_held = flow.is_held, bool(self._unparsed)
@@ -305,7 +305,7 @@ class HttpConnection(HttpToolsProtocol):
         else:
             self.transport.abort()
 
-    def _refuse(self, error: RequestError | UnavailableError) -> None:
+    def _refuse(self, error: BatonError) -> None:
         """Send an error and close. Omit the error if it would look like the response to another request."""
         response = to_response(Request({"type": "http", "headers": []}), error)
         response.headers["connection"] = "close"

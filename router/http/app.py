@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from router.dispatch.requests import GenerationBackend, ModelCard
@@ -42,7 +42,7 @@ def build_app(
     registry: CollectorRegistry | None = None,
     observer: RouterObserver | None = None,
     slo: Callable[[], SloTargets] = SloTargets,
-    more_routes: Sequence[Route] = (),
+    more_routes: Sequence[BaseRoute] = (),
     keys: ApiKeys | None = None,
     max_concurrent_requests: int = 1024,
     request_timeout_s: float = 0.0,
@@ -84,7 +84,7 @@ def build_app(
     return app
 
 
-def _guarded(routes: list[Route], guard: Middleware) -> Starlette:
+def _guarded(routes: list[BaseRoute], guard: Middleware) -> Starlette:
     handled = (HTTPException, RequestError, UnavailableError, Exception)
     app = Starlette(routes=routes, middleware=[guard], exception_handlers=dict.fromkeys(handled, to_response))
     app.router.redirect_slashes = False

@@ -202,8 +202,8 @@ async def test_a_repeated_header_is_rejected(client: httpx.AsyncClient) -> None:
 
 def paths_of(app: Starlette) -> list[str]:
     """One of every route."""
-    routes = [route for route in app.routes if isinstance(route, Route)]
-    return [re.sub(r"\{[^}]*\}", "tiny", route.path) for route in routes]
+    paths = [route.path if isinstance(route, Route) else f"{route.path}/page.js" for route in app.routes]
+    return [re.sub(r"\{[^}]*\}", "tiny", path) for path in paths]
 
 
 TRICKS = ["/nothing", "/v1/completions/", "/V1/models", "/v1/../metrics", "/v1/models/../../metrics", "//metrics"]
@@ -213,7 +213,7 @@ TRICKS += ["/health/", "/health/../metrics", "/ready%00", "/%2e/metrics", "/metr
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "OPTIONS", "PUT", "DELETE", "TRACE"])
 async def test_every_route_requires_a_key(app: Starlette, client: httpx.AsyncClient, method: str) -> None:
     paths = paths_of(app)
-    assert len(paths) > 25
+    assert len(paths) > 15
     for path in [*paths, *TRICKS]:
         answer = await client.request(method, path)
         if path in NO_KEY_NEEDED:

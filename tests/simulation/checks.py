@@ -40,7 +40,7 @@ def at_the_end(world: Any) -> list[str]:
     found = []
     if requests["running"] or requests["total"] != sum(requests[name] for name in ends):
         found.append(f"requests do not add up: {requests}")
-    finished = sum(client.wish.n for client in mine if client.outcome == "finished")
+    finished = sum(client.plan.n for client in mine if client.outcome == "finished")
     if requests["finished"] < finished:
         found.append(f"{finished} samples finished, and the router counted {requests}")
     return found

@@ -181,7 +181,7 @@ class HandoffReceiver:
             self._end(self._table.close(reservation), f"the rows are not what the prefill node sent: {error}")
             return Ack(error)
         self._table.accept(reservation)
-        self._recorder.event(request.id, "landed")
+        self._recorder.event(request.id, "received")
         self._requests.send(TokenDelta(request.id, handed_off=True))
         self._requests.post_for(request, lambda scheduler: scheduler.kv_received(request, message.first_token))
         failpoints.reach("decode.received", request.id)

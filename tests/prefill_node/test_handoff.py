@@ -99,9 +99,3 @@ def test_complete_blocks_are_pushed_once_in_order_and_the_end_is_reported_once(
     if trouble == "none":
         assert handoff.committed
         assert not peer.stops
-
-
-def test_a_grant_that_does_not_cover_the_prompt_is_given_up() -> None:
-    handoff = Handoff(20, 4)
-    handoff.granted(RESERVATION, 1, (9, 9))
-    assert handoff.next_action() == StopAction("1 held and 2 reserved blocks are not the prompt's 5")

@@ -844,38 +844,25 @@ async def test_reachable_is_a_live_peer_on_this_machine(start: Start) -> None:
     assert not near.channel.reachable(here)
 
 
-async def test_a_socket_is_for_its_user_only_and_leftovers_of_killed_processes_are_harmless(
+async def test_a_socket_is_for_its_user_only_and_those_of_killed_processes_are_removed_later(
     directory: str, start: Start, process: Callable[[str], Process]
 ) -> None:
-    dead = process("shm")
-    _, descriptor = await dead.do("describe")
-    dead.kill()
-    assert len(os.listdir(directory)) == 1
+    dead, old, live = process("shm"), process("shm"), await start("shm")
+    descriptors = [bytes.fromhex((await killed.do("describe"))[1]) for killed in (dead, old)]
+    young_path, old_path = (PeerDescriptor.unpack(descriptor, "shm").endpoint for descriptor in descriptors)
+    for killed in (dead, old):
+        killed.kill()
+    for path in (old_path, live.described().endpoint):
+        os.utime(path, (time.time() - 3600,) * 2)
     old_umask = os.umask(0)
     try:
         peer = await start("shm")
     finally:
         os.umask(old_umask)
     assert os.stat(peer.described().endpoint).st_mode & 0o777 == 0o600
-    assert not peer.channel.reachable(bytes.fromhex(descriptor))
-
-
-async def test_sockets_of_dead_processes_are_removed_and_those_of_living_ones_stay(
-    directory: str, start: Start
-) -> None:
-    old = time.time() - 3600
-    dead, young, live = (Path(directory) / name for name in ("dead", "young", "live"))
-    with contextlib.ExitStack() as cleanup:
-        for path in (dead, young, live):
-            one = cleanup.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            one.bind(str(path))
-            if path is not young:
-                os.utime(path, (old, old))
-        one.listen()
-        (Path(directory) / "file").touch()
-        await start("shm")
-        assert set(os.listdir(directory)) >= {"young", "live", "file"}
-        assert not dead.exists()
+    paths = {young_path, live.described().endpoint, peer.described().endpoint}
+    assert {f"{directory}/{name}" for name in os.listdir(directory)} == paths
+    assert not any(peer.channel.reachable(descriptor) for descriptor in descriptors)
 
 
 @pytest.mark.usefixtures("collected")

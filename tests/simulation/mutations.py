@@ -152,7 +152,7 @@ async def _acknowledged(*_: Any) -> bool:
 
 
 MUTATIONS: dict[str, Broken] = {
-    "reservations are not revoked": _in_place_of(SimChannel, "revoke", lambda self, ticket: None),
+    "reservations are not revoked": _in_place_of(SimChannel, "revoke", lambda *_: None),
     "a release is forgotten": _around(BlockPool, "release", lambda original, self, blocks: original(self, blocks[1:])),
     "leases are ignored": _in_place_of(ReservationTable, "expired", lambda *_: []),
     "a fenced writer is admitted": _in_place_of(HandoffReceiver, "_can_write", lambda self, writer: False),

@@ -111,7 +111,7 @@ class StepParts:
 
     def _record(self, step: Step) -> None:
         self.publisher.on_scheduled(step)
-        self.publisher.on_ran(StepTiming(step, 1, 1000, 1000))
+        self.publisher.on_timing(StepTiming(step, 1, 1000, 1000))
         self.publisher.on_turn(self.scheduler)
 
     @torch.inference_mode()
@@ -144,7 +144,7 @@ class StepTimeline(EngineListener):
             if event.token is not None:
                 self.first.setdefault(event.request.id, now)
 
-    def on_ran(self, ran: StepTiming) -> None: ...
+    def on_timing(self, timing: StepTiming) -> None: ...
 
     def on_failure(self, error: BaseException) -> None:
         self.ended.set()

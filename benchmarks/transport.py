@@ -47,7 +47,7 @@ async def channel_of(kind: str, memory: HostMemory, directory: str) -> ShmChanne
 
 
 async def receive(kind: str, row_bytes: int, directory: str) -> None:
-    """The other process: answer each line with JSON. "open" opens a ticket; every answer has CPU time and delay."""
+    """The other process: answer each line with JSON. "open" grants a reservation; answers have CPU time and delay."""
     memory = HostMemory(PUSH_BYTES // row_bytes, row_bytes)
     channel = await channel_of(kind, memory, directory)
     late_s = [0.0]
@@ -100,11 +100,11 @@ async def pushes(kind: str, row_bytes: int, count: int) -> list[dict[str, float]
     ours.rows[:] = 1
     rows = list(range(len(ours.rows)))
     with tempfile.TemporaryDirectory() as directory, receiver(kind, row_bytes, directory) as there:
-        card = bytes.fromhex(there.ask())
+        descriptor = bytes.fromhex(there.ask())
         channel = await channel_of(kind, ours, directory)
         found = []
         for _ in range(count + 1):
-            ticket, source, target = (
+            reservation, source, target = (
                 secrets.token_bytes(16),
                 random.sample(rows, len(rows)),
                 random.sample(rows, len(rows)),
@@ -113,9 +113,9 @@ async def pushes(kind: str, row_bytes: int, count: int) -> list[dict[str, float]
             np.copyto(local.rows, ours.rows)
             copied_s = time.monotonic() - started
             await asyncio.sleep(0.05)
-            _, idle_late_s = there.ask("open " + ticket.hex())
+            _, idle_late_s = there.ask("open " + reservation.hex())
             cpu_s, started = time.process_time(), time.monotonic()
-            await channel.push(card, ticket, source, target)
+            await channel.push(descriptor, reservation, source, target)
             pushed_s, cpu_s = time.monotonic() - started, time.process_time() - cpu_s
             there_s, late_s = there.ask("used")
             started = time.monotonic()

@@ -72,7 +72,7 @@ class OpenHandoff:
             yield self.prefill, BOOTSTRAP
         if self.prefill and "first" in self.seen and is_granted:
             yield self.prefill, INFLIGHT
-        if self.decode and "queued" in self.seen and "landed" not in self.seen:
+        if self.decode and "queued" in self.seen and "received" not in self.seen:
             yield self.decode, TRANSFER if is_granted else PREALLOC
 
 
@@ -96,7 +96,7 @@ class HandoffQueues:
             attempt.prefill = info.id
         if event.kind == "ended":
             self._left(event.id, attempt, info.id)
-        elif event.kind == "landed" or info.id == attempt.prefill:  # not by role, which may have changed
+        elif event.kind == "received" or info.id == attempt.prefill:  # not by role, which may have changed
             attempt.seen.add(event.kind)
 
     def lost(self, node: str) -> None:

@@ -143,7 +143,7 @@ class AttemptSpan:
         if began is not None:
             until = math.inf if end is None else end
             hidden = sum(max(0, int(min(b, until)) - max(a, began.at_ns)) for a, b in busy)
-        landed = self.find("landed", self.decode)
+        landed = self.find("received", self.decode)
         arrived = landed.at_ns if landed is not None else max(push.at_ns for push in pushes)
         return {
             "bytes": sum(push.bytes for push in pushes),
@@ -189,7 +189,7 @@ class AttemptSpan:
         """Yield the pushes, and the causes of the gaps between the first token and the first decode step."""
         for push in self.pushes:
             yield _span("transfer", push.node, push.start_ns, push.at_ns, 0, push.channel)
-        end, landed = self.prefilled_ns, self.find("landed", self.decode)
+        end, landed = self.prefilled_ns, self.find("received", self.decode)
         if end is None or landed is None:
             return
         granted = self.find("reserving")
@@ -315,14 +315,14 @@ class RequestTrace:
     def _cuts(self) -> list[int] | None:
         """Return the eight times between the phases, in order, or None if one of them is not known.
 
-        They are: accepted, queued, first chunk, first token, landed, first decode step, last token sampled, ended.
+        They are: accepted, queued, first chunk, first token, received, first decode step, last token sampled, ended.
         """
         attempt, end_ns = self.last_attempt, self.ended_ns
         if attempt is None or end_ns is None or self.num_samples != 1 or self.finish not in {"stop", "length"}:
             return None
         events = [attempt.find(kind, attempt.computes) for kind in ("queued", "admitted", "first")]
         last_node = attempt.computes
-        if attempt.prefill is not None and (landed := attempt.find("landed", attempt.decode)) is not None:
+        if attempt.prefill is not None and (landed := attempt.find("received", attempt.decode)) is not None:
             events += [landed, attempt.find("admitted", attempt.decode)]
             last_node = attempt.decode
         else:

@@ -7,7 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from decode_node.reservations import LEASE_S, Reservation, ReservationEnd, ReservationTable
+import numpy as np
+
+from decode_node.reservations import LEASE_S, Reservation, ReservationPhase, ReservationTable
 from node.node import NodeServices, RpcHandler
 from node.output_publisher import PrefillProgress
 from node.validation import MAX_ID
@@ -15,8 +17,7 @@ from scheduler.request import Request
 from scheduler.role import DECODE
 from shared import failpoints
 from shared.kv.channel import RESERVATION_ID_BYTES, KVChannel, is_incarnation_id
-from shared.kv.checksum import CHECKSUM_BYTES
-from shared.kv.staging import KVMemory
+from shared.kv.memory import CHECKSUM_BYTES, KVMemory
 from shared.lifecycle import TaskGroup
 from shared.logs import about, fields
 from shared.rpc.messages import (
@@ -110,7 +111,7 @@ class HandoffReceiver:
             return ReserveReply(error="the prefill node has cancelled this request")
         blocks_found = asyncio.get_running_loop().create_future()
         try:
-            request = self._requests.register(submit.router, submit, self, receive_kv=True)
+            request = self._requests.register(submit.router, submit, self.on_abort, receive_kv=True)
         except ValueError as error:
             return ReserveReply(error=str(error))
         self._waiting[request.id] = blocks_found
@@ -167,20 +168,20 @@ class HandoffReceiver:
             failpoints.reach("decode.before_check", request.id)
             error = await self._check(reservation, message.checksums)
         except BaseException:
-            if not self._table.is_closed(reservation):
-                self._end(self._table.reject(reservation), "the commit was interrupted")
+            if reservation.phase is ReservationPhase.CHECKING:
+                self._end(self._table.close(reservation), "the commit was interrupted")
             raise
-        if self._table.is_closed(reservation):
+        if reservation.phase is ReservationPhase.CLOSED:
             return Ack("the request was aborted")
         if error == CORRUPT and self._table.reopen(reservation):
             for channel in self._channels:
                 channel.grant(reservation.reservation_id, reservation.blocks[reservation.num_checked :])
             return Ack(error, again=True)
         if error := error or self._commit_error(reservation, message):
-            self._end(self._table.reject(reservation), f"the rows are not what the prefill node sent: {error}")
+            self._end(self._table.close(reservation), f"the rows are not what the prefill node sent: {error}")
             return Ack(error)
         self._table.accept(reservation)
-        self._recorder.event(request.id, "landed")
+        self._recorder.event(request.id, "received")
         self._requests.send(TokenDelta(request.id, handed_off=True))
         self._requests.post_for(request, lambda scheduler: scheduler.kv_received(request, message.first_token))
         failpoints.reach("decode.received", request.id)
@@ -200,10 +201,8 @@ class HandoffReceiver:
         if reservation.num_checked != first:
             return "checksums of the same rows were sent twice"
         if found != checksums:
-            starts = range(0, len(checksums), CHECKSUM_BYTES)
-            self._counters.rows_corrupt += sum(
-                found[at : at + CHECKSUM_BYTES] != checksums[at : at + CHECKSUM_BYTES] for at in starts
-            )
+            ours, theirs = (np.frombuffer(sums, np.uint64) for sums in (found, checksums))
+            self._counters.rows_corrupt += int((ours != theirs).sum())
             return CORRUPT
         reservation.num_checked = last
         return ""
@@ -219,8 +218,10 @@ class HandoffReceiver:
         """End a reservation under which nothing more is written."""
         if message.request in self._waiting:
             self._requests.abort(message.request)
-        reservation_id = message.reservation_id or self._table.id_of(message.request)
-        if not reservation_id and 0 < len(message.request) <= MAX_ID:
+        reservation_id, known = message.reservation_id, self._table.of(message.request)
+        if not reservation_id and known is not None:
+            reservation_id = known.reservation_id
+        elif not reservation_id and 0 < len(message.request) <= MAX_ID:
             self._remember_cancelled(message.request)
         self._end(self._table.stop(reservation_id), f"the prefill node stopped: {message.reason[:200]}")
         return Ack()
@@ -242,7 +243,7 @@ class HandoffReceiver:
         reservation_ids = [data[at : at + size] for at in range(0, len(data), size)]
         self._table.renew(message.writer, reservation_ids, time.monotonic())
         quarantined = b"".join(self._table.quarantined(message.writer))
-        return RenewReply("", self._table.has(message.writer), quarantined)
+        return RenewReply("", bool(self._table.of_writer(message.writer)), quarantined)
 
     # ---- from the node ------------------------------------------------------------------------------------------
 
@@ -260,14 +261,13 @@ class HandoffReceiver:
     def on_abort(self, request_id: str) -> bool:
         if (waiting := self._waiting.get(request_id)) is not None:
             waiting.cancel()
-        end = self._table.abort(request_id)
-        if end is None:
-            return False
-        self._release(end)
-        return True
+        reservation = self._table.abort(request_id)
+        if reservation is not None:
+            self._release(reservation)
+        return reservation is not None
 
     def on_writer_lost(self, writer: str) -> None:
-        if not self._table.has(writer) or self._can_write(writer):
+        if not self._table.of_writer(writer) or self._can_write(writer):
             return
         for end in self._table.writer_lost(writer):
             self._end(end, "the prefill node is gone")
@@ -288,21 +288,22 @@ class HandoffReceiver:
 
     # ---- ends ---------------------------------------------------------------------------------------------------
 
-    def _end(self, end: ReservationEnd | None, reason: str) -> None:
-        if end is None:
+    def _end(self, reservation: Reservation | None, reason: str) -> None:
+        """Report the end of a request whose handoff failed, unless it ended earlier, and release its blocks."""
+        if reservation is None:
             return
-        request_id = end.reservation.request.id
-        if not end.quarantined:
+        request_id = reservation.request.id
+        if not reservation.was_quarantined:
             log.warning("handoff of %s ended: %s", request_id, reason, extra=fields(request=request_id))
             self._requests.send(TokenDelta(request_id, error=f"handoff: {reason}", retry=True))
             self._requests.finish(request_id, f"handoff: {reason}")
-        self._release(end)
+        self._release(reservation)
 
-    def _release(self, end: ReservationEnd) -> None:
-        reservation = end.reservation
+    def _release(self, reservation: Reservation) -> None:
         for channel in self._channels:
             channel.revoke(reservation.reservation_id)
-        if end.quarantined:
+        is_safe = reservation.phase is ReservationPhase.CLOSED
+        if reservation.was_quarantined:
             self._engine.post(lambda scheduler: scheduler.pool.clear(reservation.blocks))
         else:
-            self._engine.post(lambda scheduler: scheduler.abort(reservation.request, writer_stopped=end.safe))
+            self._engine.post(lambda scheduler: scheduler.abort(reservation.request, writer_stopped=is_safe))

@@ -19,7 +19,7 @@ class ReservationPhase(Enum):
     CHECKING = "checking"  # committed; the rows are being compared with their checksums
     COMMITTED = "committed"  # the blocks belong to the request
     QUARANTINED = "quarantined"  # given up, and the writer may still write
-    CLOSED = "closed"
+    CLOSED = "closed"  # given up, and the blocks can no longer be written
 
 
 LEGAL: dict[ReservationPhase, frozenset[ReservationPhase]] = {
@@ -43,37 +43,26 @@ class Reservation:
     num_checked: int = 0  # leading `blocks` whose rows match their checksums
     phase: ReservationPhase = ReservationPhase.OPEN
     is_repeated: bool = False  # rows were damaged at the commit, and may be written once more
+    was_quarantined: bool = False  # its request ended when the quarantine began
 
     def move_to(self, phase: ReservationPhase) -> None:
         assert phase in LEGAL[self.phase], f"reservation: {self.phase} -> {phase} is not a legal transition"
+        self.was_quarantined |= self.phase is ReservationPhase.QUARANTINED
         self.phase = phase
 
 
-@dataclass(frozen=True, slots=True)
-class ReservationEnd:
-    """A reservation that failed. `safe`: its blocks can no longer be written.
-
-    `quarantined`: the request was given up earlier, and its blocks become safe only now.
-    """
-
-    reservation: Reservation
-    safe: bool
-    quarantined: bool = False
-
-
 class ReservationTable:
-    """The reservations of one decode node, by id and by request.
+    """The reservations of one decode node, by id.
 
     Belongs to the `HandoffReceiver`, on the event loop. A reservation leaves the table when it is committed or when
-    its blocks are safe. For each one that fails, exactly one `ReservationEnd` is returned with `safe` set. `fenced`:
-    the channels drop rows that are written under an unknown reservation.
+    its blocks are safe. Each one that fails is returned when it enters quarantine, and exactly once when it is closed.
+    `fenced`: the channels drop rows that are written under an unknown reservation.
     """
 
     def __init__(self, fenced: bool, lease_s: float = LEASE_S) -> None:
         self._fenced = fenced
         self._lease_s = lease_s
         self._by_id: dict[bytes, Reservation] = {}
-        self._by_request: dict[str, Reservation] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -82,14 +71,13 @@ class ReservationTable:
         """Reserve blocks for the writer until the lease ends, unless it is renewed."""
         assert reservation_id not in self._by_id
         reservation = Reservation(reservation_id, request, writer, blocks, now + self._lease_s)
-        self._by_id[reservation_id] = self._by_request[request.id] = reservation
+        self._by_id[reservation_id] = reservation
         return reservation
 
     def renew(self, writer: str, reservation_ids: list[bytes], now: float) -> None:
         """Renew leases. Ignore reservations that have ended or belong to another writer."""
-        for reservation_id in reservation_ids:
-            reservation = self._by_id.get(reservation_id)
-            if reservation is not None and reservation.writer == writer:
+        for reservation in filter(None, map(self._by_id.get, reservation_ids)):
+            if reservation.writer == writer:
                 reservation.lease_expires = max(reservation.lease_expires, now + self._lease_s)
 
     def open(self, reservation_id: bytes) -> Reservation | None:
@@ -97,10 +85,18 @@ class ReservationTable:
         reservation = self._by_id.get(reservation_id)
         return reservation if reservation is not None and reservation.phase is ReservationPhase.OPEN else None
 
-    def id_of(self, request_id: str) -> bytes:
-        """Return the id of the request's reservation, or an empty one."""
-        reservation = self._by_request.get(request_id)
-        return reservation.reservation_id if reservation is not None else b""
+    def of(self, request_id: str) -> Reservation | None:
+        """Return the reservation of a request. Walks all reservations."""
+        return next((entry for entry in self._by_id.values() if entry.request.id == request_id), None)
+
+    def of_writer(self, writer: str) -> list[Reservation]:
+        """Return the reservations of a writer. Walks all reservations."""
+        return [entry for entry in self._by_id.values() if entry.writer == writer]
+
+    def quarantined(self, writer: str) -> list[bytes]:
+        """Return the ids of this writer's reservations in quarantine."""
+        entries = self.of_writer(writer)
+        return [entry.reservation_id for entry in entries if entry.phase is ReservationPhase.QUARANTINED]
 
     def commit(self, reservation_id: bytes) -> Reservation | None:
         """Begin the check of a reservation whose writer has written everything. Return None if it is not open."""
@@ -118,74 +114,45 @@ class ReservationTable:
         reservation.move_to(ReservationPhase.OPEN)
         return True
 
-    @staticmethod
-    def is_closed(reservation: Reservation) -> bool:
-        return reservation.phase is ReservationPhase.CLOSED
-
     def accept(self, reservation: Reservation) -> None:
         """Complete a reservation whose rows are correct: the blocks now belong to the request."""
         reservation.move_to(ReservationPhase.COMMITTED)
-        self._drop(reservation)
+        del self._by_id[reservation.reservation_id]
 
-    def reject(self, reservation: Reservation) -> ReservationEnd:
-        """End a reservation whose rows are incorrect. Its writer has stopped writing."""
-        return self._close(reservation)
+    def close(self, reservation: Reservation) -> Reservation:
+        """End a reservation whose writer can no longer write."""
+        reservation.move_to(ReservationPhase.CLOSED)
+        del self._by_id[reservation.reservation_id]
+        return reservation
 
-    def stop(self, reservation_id: bytes) -> ReservationEnd | None:
+    def stop(self, reservation_id: bytes) -> Reservation | None:
         """End a reservation whose writer has stopped. Return None if it has ended or is being checked."""
         reservation = self._by_id.get(reservation_id)
         if reservation is None or reservation.phase is ReservationPhase.CHECKING:
             return None
-        return self._close(reservation)
+        return self.close(reservation)
 
-    def abort(self, request_id: str) -> ReservationEnd | None:
+    def abort(self, request_id: str) -> Reservation | None:
         """End the reservation of a request that ended during its handoff. Return None if it has none."""
-        reservation = self._by_request.get(request_id)
+        reservation = self.of(request_id)
         if reservation is None or reservation.phase is ReservationPhase.QUARANTINED:
             return None
         if self._fenced or reservation.phase is ReservationPhase.CHECKING:
-            return self._close(reservation)
+            return self.close(reservation)
         reservation.move_to(ReservationPhase.QUARANTINED)
-        return ReservationEnd(reservation, safe=False)
+        return reservation
 
-    def expired(self, now: float, can_write: Callable[[str], bool]) -> list[ReservationEnd]:
+    def expired(self, now: float, can_write: Callable[[str], bool]) -> list[Reservation]:
         """End the reservations whose lease has expired. `can_write(writer)`: it is connected to this node's pool."""
-        ends: list[ReservationEnd] = []
-        for reservation in [entry for entry in self._by_id.values() if entry.lease_expires < now]:
-            if reservation.phase is ReservationPhase.CHECKING:
-                continue
-            end = self.abort(reservation.request.id) if can_write(reservation.writer) else self._close(reservation)
-            if end is not None:
-                ends.append(end)
-        return ends
-
-    def has(self, writer: str) -> bool:
-        """Return whether blocks are reserved for this writer. Walks all reservations."""
-        return any(reservation.writer == writer for reservation in self._by_id.values())
-
-    def quarantined(self, writer: str) -> list[bytes]:
-        """Return the ids of this writer's reservations in quarantine. Walks all reservations."""
-        return [
-            reservation_id
-            for reservation_id, entry in self._by_id.items()
-            if entry.writer == writer and entry.phase is ReservationPhase.QUARANTINED
+        entries = [entry for entry in self._by_id.values() if entry.lease_expires < now]
+        ends = [
+            self.abort(entry.request.id) if can_write(entry.writer) else self.close(entry)
+            for entry in entries
+            if entry.phase is not ReservationPhase.CHECKING
         ]
+        return [end for end in ends if end is not None]
 
-    def writer_lost(self, writer: str) -> list[ReservationEnd]:
+    def writer_lost(self, writer: str) -> list[Reservation]:
         """End the reservations of a writer that has ended or can no longer reach this node's pool."""
-        lost = [
-            entry
-            for entry in self._by_id.values()
-            if entry.writer == writer and entry.phase is not ReservationPhase.CHECKING
-        ]
-        return [self._close(entry) for entry in lost]
-
-    def _close(self, reservation: Reservation) -> ReservationEnd:
-        quarantined = reservation.phase is ReservationPhase.QUARANTINED
-        reservation.move_to(ReservationPhase.CLOSED)
-        self._drop(reservation)
-        return ReservationEnd(reservation, safe=True, quarantined=quarantined)
-
-    def _drop(self, reservation: Reservation) -> None:
-        del self._by_id[reservation.reservation_id]
-        self._by_request.pop(reservation.request.id, None)
+        entries = self.of_writer(writer)
+        return [self.close(entry) for entry in entries if entry.phase is not ReservationPhase.CHECKING]

@@ -59,7 +59,7 @@ class EngineListener(Protocol):
         """A step is done: what the scheduler made of it, and the runner's output for each slice."""
         ...
 
-    def on_ran(self, ran: StepTiming) -> None:
+    def on_timing(self, timing: StepTiming) -> None:
         """The turn of a step is over."""
         ...
 
@@ -219,7 +219,7 @@ class Engine:
         turn_ns, self._turn_began_ns = ended_ns - self._turn_began_ns, ended_ns
         self._fit.observe(step.work, turn_ns / 1e9)
         self._scheduler.cost = self._fit.model()
-        self._listener.on_ran(StepTiming(step, began_ns, pass_ns, max(0, turn_ns - pass_ns)))
+        self._listener.on_timing(StepTiming(step, began_ns, pass_ns, max(0, turn_ns - pass_ns)))
 
     def _wait_for_room(self, step: Step) -> None:
         """Wait for a command: the blocks that requests wait for become free when a command ends a transfer."""

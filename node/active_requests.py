@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from engine.engine import INTERNAL, Engine
 from node.recorder import StepRecorder
@@ -28,11 +27,8 @@ class OverloadedError(ValueError):
     """This node does not accept the request now; another one may."""
 
 
-class RequestOwner(Protocol):
-    """Takes part in ending a request: the role adapter, while the request's KV is sent or received."""
-
-    def on_abort(self, request_id: str) -> bool:
-        """Handle an abort. Return True if the owner returns the request's blocks to the scheduler itself."""
+# End the handoff of an aborted request. Return True if this returns the request's blocks to the scheduler.
+AbortHandoff = Callable[[str], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +49,7 @@ class ActiveRequest:
     request: Request
     router: str
     num_tokens: int
-    owner: RequestOwner | None
+    abort_handoff: AbortHandoff | None  # of the role adapter, while the KV is sent or received
 
 
 class ActiveRequests:
@@ -100,7 +96,7 @@ class ActiveRequests:
         self,
         router: str,
         submit: SubmitRequest,
-        owner: RequestOwner | None = None,
+        abort_handoff: AbortHandoff | None = None,
         *,
         send_kv: bool = False,
         receive_kv: bool = False,
@@ -135,10 +131,10 @@ class ActiveRequests:
             needs_prompt_logprobs=submit.sampling.prompt_logprobs is not None,
             sampling=submit.sampling,
         )
-        self._entries[request.id] = ActiveRequest(request, router, len(tokens), owner)
+        self._entries[request.id] = ActiveRequest(request, router, len(tokens), abort_handoff)
         self.num_tokens += len(tokens)
         try:
-            failpoints.reach("node.taken", request.id)
+            failpoints.reach("node.accepted", request.id)
             if not request.borrows_blocks:
                 self.enqueue(request)
         except BaseException:
@@ -239,7 +235,7 @@ class ActiveRequests:
             return
         writer_stopped = True
         try:
-            is_handled = entry.owner is not None and entry.owner.on_abort(request_id)
+            is_handled = entry.abort_handoff is not None and entry.abort_handoff(request_id)
         except Exception:
             log.exception("aborting request %s failed", request_id)
             # A writer may still be active: keep the blocks forever rather than reuse them too early.

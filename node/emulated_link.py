@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from engine.emulation import Emulation
 from shared.kv.channel import KVChannel
@@ -11,8 +12,6 @@ class EmulatedLink:
     """Serializes the pushes of one node, as its link would: each begins when the previous one ends."""
 
     def __init__(self, channel: KVChannel, emulation: Emulation, block_tokens: int) -> None:
-        self.name = channel.name
-        self.fenced = channel.fenced
         self._channel = channel
         self._latency_s = emulation.link.latency_s
         self._block_s = block_tokens * emulation.kv_bytes_per_token / emulation.link.bytes_per_s
@@ -27,20 +26,6 @@ class EmulatedLink:
         await self._channel.push(descriptor, reservation_id, source, target)
         await asyncio.sleep(ends - loop.time())
 
-    def descriptor(self) -> bytes:
-        return self._channel.descriptor()
-
-    def grant(self, reservation_id: bytes, rows: Sequence[int]) -> None:
-        self._channel.grant(reservation_id, rows)
-
-    def revoke(self, reservation_id: bytes) -> None:
-        self._channel.revoke(reservation_id)
-
-    def fence_writer(self, incarnation_id: str) -> bool:
-        return self._channel.fence_writer(incarnation_id)
-
-    def reachable(self, descriptor: bytes) -> bool:
-        return self._channel.reachable(descriptor)
-
-    async def close(self) -> None:
-        await self._channel.close()
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the real channel, which does everything else."""
+        return getattr(self._channel, name)

@@ -7,8 +7,8 @@ prompts to decode nodes, or receives it from prefill nodes.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from dataclasses import asdict, replace
+from typing import Any, Protocol
 
 from engine.engine import INTERNAL, STUCK_S, Engine, EngineListener
 from engine.runner import Runner
@@ -16,8 +16,8 @@ from node.active_requests import ActiveRequests, OverloadedError, RequestRules
 from node.output_publisher import OutputPublisher, PrefillProgress
 from node.recorder import StepRecorder
 from node.router_sessions import FLUSH_S, RouterSessions
-from node.stats import HandoffCounters, NodeState, StatsCollector
-from scheduler.request import Request
+from node.stats import HandoffCounters, NodeState
+from scheduler.request import Request, RequestState
 from scheduler.role import Role
 from scheduler.scheduler import Scheduler
 from shared.lifecycle import TaskGroup, wait_until
@@ -27,23 +27,11 @@ from shared.rpc.methods import Rpc
 log = logging.getLogger("baton.node")
 
 
-@dataclass(frozen=True, slots=True)
 class NodeServices:
     """What a node and its role adapters share, wired together."""
 
-    state: NodeState
-    engine: Engine
-    publisher: OutputPublisher
-    sessions: RouterSessions
-    requests: ActiveRequests
-    recorder: StepRecorder
-    counters: HandoffCounters
-    stats: StatsCollector
-    rules: RequestRules
-
-    @classmethod
-    def build(
-        cls,
+    def __init__(
+        self,
         info: NodeInfo,
         scheduler: Scheduler,
         runner: Runner,
@@ -53,23 +41,38 @@ class NodeServices:
         recorder: StepRecorder | None = None,
         sessions: RouterSessions | None = None,
         make_engine: Callable[[Scheduler, Runner, EngineListener, float], Engine] = Engine,
-    ) -> Self:
-        """Wire the services of one node. `stuck_s` is the least time a step may take: see `engine.step_time_fit`."""
-        recorder = recorder or StepRecorder()
-        sessions = sessions or RouterSessions(recorder)
-        publisher, counters = OutputPublisher(scheduler, recorder), HandoffCounters()
-        engine = make_engine(scheduler, runner, publisher, stuck_s)
-        state = NodeState(info, publisher)
-        return cls(
-            state=state,
-            engine=engine,
-            publisher=publisher,
-            sessions=sessions,
-            requests=ActiveRequests(state, engine, sessions, recorder, rules),
-            recorder=recorder,
-            counters=counters,
-            stats=StatsCollector(state, scheduler, runner, sessions, recorder, counters),
-            rules=rules,
+    ) -> None:
+        """`stuck_s` is the least time a step may take: see `engine.step_time_fit`."""
+        self.scheduler, self.runner, self.rules = scheduler, runner, rules
+        self.recorder = recorder or StepRecorder()
+        self.sessions = sessions or RouterSessions(self.recorder)
+        self.counters = HandoffCounters()
+        self.publisher = OutputPublisher(scheduler, self.recorder)
+        self.engine = make_engine(scheduler, runner, self.publisher, stuck_s)
+        self.state = NodeState(info, self.publisher)
+        self.requests = ActiveRequests(self.state, self.engine, self.sessions, self.recorder, rules)
+
+    def stats(self) -> NodeStats:
+        """Collect the node's statistics, on the event loop.
+
+        Reads only numbers of the scheduler and the runner, which belong to the engine's thread.
+        """
+        snapshot, cost = self.publisher.snapshot, self.scheduler.cost
+        requests = tuple(self.scheduler.requests.values())
+        waiting = (each for each in requests if each.state is RequestState.WAITING and not each.receive_kv)
+        return NodeStats(
+            state=self.state.name,
+            running=snapshot.running,
+            waiting=snapshot.waiting,
+            waiting_tokens=sum(len(request.tokens) for request in waiting),
+            **{f"blocks_{name}": count for name, count in snapshot.ledger._asdict().items()},
+            **asdict(self.scheduler.counters),
+            **asdict(self.counters),
+            cost=cost.packed() if cost is not None else [],
+            records_dropped=self.sessions.dropped_records + self.recorder.dropped,
+            overruns=self.runner.overruns,
+            ledger_error=self.publisher.ledger_error,
+            incarnation_id=self.state.info.incarnation_id,
         )
 
 
@@ -164,7 +167,7 @@ class Node:
             self.sessions.publish_stats(self.stats())
 
     def stats(self) -> NodeStats:
-        return self._services.stats.collect()
+        return self._services.stats()
 
     def report_stuck(self, reason: str) -> None:
         """Report to the routers that this node makes no progress, then fail. May be called on any thread."""
@@ -196,7 +199,7 @@ class Node:
         try:
             if self.state.info.shared_pool_owner and not sends_kv:
                 raise OverloadedError("this node has no KV pool of its own")
-            request = self.requests.register(router, submit, self.role if sends_kv else None, send_kv=sends_kv)
+            request = self.requests.register(router, submit, self.role.on_abort if sends_kv else None, send_kv=sends_kv)
         except ValueError as error:
             retry = isinstance(error, OverloadedError)
             self.requests.send_to(router, TokenDelta(submit.id, error=str(error), retry=retry))

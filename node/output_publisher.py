@@ -120,8 +120,8 @@ class OutputPublisher(EngineListener):
                 self._post(self._listener.on_request_failed, request.id)
         self._post(self._listener.on_outputs, deltas, progress, at_ns)
 
-    def on_ran(self, ran: StepTiming) -> None:
-        self._recorder.ran(ran)
+    def on_timing(self, timing: StepTiming) -> None:
+        self._recorder.ran(timing)
 
     def on_failure(self, error: BaseException) -> None:
         self._post(self._listener.on_engine_failed, error)

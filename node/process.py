@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from engine.components import build, on_gpu
 from engine.cuda.kv.cuda_ipc import CudaIpcChannel
@@ -38,8 +38,8 @@ from shared import failpoints
 from shared.config.settings import EVERY_ADDRESS, NodeSettings
 from shared.kv.channel import KVChannel, PeerLostError
 from shared.kv.local import LocalChannel, private
+from shared.kv.memory import KVMemory
 from shared.kv.shm import ShmChannel
-from shared.kv.staging import KVMemory
 from shared.kv.tcp import TcpChannel
 from shared.lifecycle import ProcessLifetime, freeze_gc, run
 from shared.registry import Announcer, announcer
@@ -130,7 +130,8 @@ async def open_channels(
             await TcpChannel.start(memory, incarnation_id, lambda _: None, host, settings.kv_port, advertise, timeout_s)
         )
     if components.emulation is not None:
-        return [EmulatedLink(channel, components.emulation, components.layout.block_tokens) for channel in channels]
+        block_tokens = components.layout.block_tokens
+        return [cast(KVChannel, EmulatedLink(each, components.emulation, block_tokens)) for each in channels]
     return channels
 
 
@@ -221,7 +222,7 @@ class NodeProcess:
         num_blocks = components.layout.num_blocks if self.pool is None else NO_BLOCKS
         scheduler = Scheduler(limits, num_blocks, components.layout.block_tokens, POLICIES[settings.policy], budget)
         owner = self.pool.owner if self.pool is not None else ""
-        return NodeServices.build(
+        return NodeServices(
             describe(settings, self.role, components, budget, self.incarnation_id, owner),
             scheduler,
             components.runner,

@@ -1,4 +1,4 @@
-"""What a node reports about itself: `NodeInfo` when it joins the registry, `NodeStats` at each heartbeat."""
+"""What a node reports about itself: whether it takes requests, its handoffs, and `NodeInfo` for the registry."""
 
 import os
 import platform
@@ -8,17 +8,20 @@ from importlib.metadata import PackageNotFoundError, version
 from urllib.parse import urlsplit
 
 from engine.options import EngineComponents
-from engine.runner import Runner
 from node.output_publisher import OutputPublisher
-from node.recorder import StepRecorder
-from node.router_sessions import RouterSessions
 from scheduler.budget import Budget
-from scheduler.request import RequestState
 from scheduler.role import Role
-from scheduler.scheduler import Scheduler
 from shared.config.settings import EVERY_ADDRESS, NodeSettings
-from shared.rpc.messages import NodeInfo, NodeStats
+from shared.rpc.messages import NodeInfo
 from shared.rpc.methods import host_and_port
+
+ATTRIBUTES = (  # settings that `NodeInfo.attributes` contains
+    "policy",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "long_prefill_token_threshold",
+    "max_num_partial_prefills",
+)
 
 
 @dataclass(slots=True)
@@ -59,61 +62,6 @@ class HandoffCounters:
     channel_fallbacks: int = 0
     transfer: list[float] = field(default_factory=list)
     rows_corrupt: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StatsCollector:
-    """Collects `NodeStats` on the event loop from the objects that count.
-
-    Reads only numbers of the scheduler and the runner, which belong to the engine's thread.
-    """
-
-    state: NodeState
-    scheduler: Scheduler
-    runner: Runner
-    sessions: RouterSessions
-    recorder: StepRecorder
-    counters: HandoffCounters
-
-    def collect(self) -> NodeStats:
-        snapshot = self.state.publisher.snapshot
-        ledger, steps, cost, handoffs = snapshot.ledger, self.scheduler.counters, self.scheduler.cost, self.counters
-        requests = tuple(self.scheduler.requests.values())
-        return NodeStats(
-            state=self.state.name,
-            running=snapshot.running,
-            waiting=snapshot.waiting,
-            waiting_tokens=sum(
-                len(request.tokens)
-                for request in requests
-                if request.state is RequestState.WAITING and not request.receive_kv
-            ),
-            blocks_free=ledger.free,
-            blocks_cached=ledger.cached,
-            blocks_owned=ledger.owned,
-            blocks_reserved=ledger.reserved,
-            blocks_quarantined=ledger.quarantined,
-            blocks_total=ledger.total,
-            steps=steps.steps,
-            prompt_tokens=steps.prompt_tokens,
-            generated_tokens=steps.generated_tokens,
-            cache_queries=steps.cache_queries,
-            cache_hits=steps.cache_hits,
-            preemptions=steps.preemptions,
-            handoffs=handoffs.handoffs,
-            handoffs_failed=handoffs.handoffs_failed,
-            blocks_moved=handoffs.blocks_moved,
-            bytes_moved=handoffs.bytes_moved,
-            channels=dict(handoffs.channels),
-            channel_fallbacks=handoffs.channel_fallbacks,
-            cost=cost.packed() if cost is not None else [],
-            transfer=list(handoffs.transfer),
-            records_dropped=self.sessions.dropped_records + self.recorder.dropped,
-            overruns=self.runner.overruns,
-            rows_corrupt=handoffs.rows_corrupt,
-            ledger_error=self.state.publisher.ledger_error,
-            incarnation_id=self.state.info.incarnation_id,
-        )
 
 
 def describe(
@@ -176,15 +124,12 @@ def advertised(settings: NodeSettings) -> str:
 
 def _attributes(settings: NodeSettings, components: EngineComponents, budget: Budget) -> dict[str, str]:
     """Return the settings that must be equal for two nodes to be compared, and those that placement uses."""
-    return components.attributes | {
-        "policy": settings.policy,
+    return {
+        **components.attributes,
+        **{name: str(getattr(settings, name)) for name in ATTRIBUTES},
         "cpus": str(len(os.sched_getaffinity(0))),
-        "max_num_batched_tokens": str(settings.max_num_batched_tokens),
         "max_step_tokens": str(budget.ceiling),
-        "max_num_seqs": str(settings.max_num_seqs),
         "tbt_slo_ms": f"{settings.tbt_slo_ms:g}",
-        "long_prefill_token_threshold": str(settings.long_prefill_token_threshold),
-        "max_num_partial_prefills": str(settings.max_num_partial_prefills),
         "prefix_caching": str(settings.enable_prefix_caching).lower(),
         "python": platform.python_version(),
     }

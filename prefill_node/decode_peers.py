@@ -28,8 +28,8 @@ log = logging.getLogger("baton.handoff")
 MAX_RESERVING = 64
 STOP_TRIES = 30  # over one minute; after that, renewals find what is left in quarantine
 MAX_STOPS = 64  # of reservations in quarantine, after one renewal
-FAILURES, WITHIN_S = 5, 10.0
-OPEN_S = 1.0
+FAILURES, WITHIN_S = 5, 10.0  # this many failures within this time pause the calls to a peer, until one succeeds
+PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,36 +50,6 @@ class CorruptBlocksError(PeerRefusedError):
     """The peer found the last rows damaged, and accepts one repetition."""
 
 
-class CircuitBreaker:
-    """Opens after 5 failures within 10 s, stays open for 1 s, then lets one trial call through (half-open).
-
-    Takes the time as an argument. After Nygard, "Release It!"; the numbers are of the order of Envoy's defaults.
-    """
-
-    def __init__(self) -> None:
-        self._failed_at: deque[float] = deque(maxlen=FAILURES)
-        self._open_until: float | None = None  # None: closed
-
-    def is_allowed(self, now: float) -> bool:
-        """Return whether to call. While open, allow one call each `OPEN_S` until one succeeds."""
-        if self._open_until is None:
-            return True
-        if now < self._open_until:
-            return False
-        self._open_until = now + OPEN_S
-        return True
-
-    def succeeded(self) -> None:
-        self._failed_at.clear()
-        self._open_until = None
-
-    def failed(self, now: float) -> None:
-        self._failed_at.append(now)
-        is_often = len(self._failed_at) == FAILURES and self._failed_at[0] > now - WITHIN_S
-        if is_often or self._open_until is not None:
-            self._open_until = now + OPEN_S
-
-
 @dataclass(slots=True)
 class DecodePeer:
     """A decode node as this prefill node sees it."""
@@ -94,7 +64,7 @@ class DecodePeer:
     reservations: dict[bytes, Callable[[str], None]] = field(default_factory=dict)
     void: set[bytes] = field(default_factory=set)  # stopped before the reply that grants them was received
     is_settled: bool = False  # the peer holds nothing for this node, and no handoff has begun since it said so
-    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    failed_at: deque[float] = field(default_factory=lambda: deque(maxlen=FAILURES))  # since the last success
     num_waiting: int = 0  # handoffs that wait for blocks
     used_at: float = field(default_factory=time.monotonic)  # when a handoff or a stop last began
 
@@ -103,13 +73,15 @@ class DecodePeer:
         return not self.reservations and not self.num_waiting
 
     def check_breaker(self) -> None:
-        """Raise PeerRefusedError while the breaker is open."""
-        if not self.breaker.is_allowed(time.monotonic()):
+        """Raise PeerRefusedError for a second after each failure, if the last `FAILURES` came within `WITHIN_S`."""
+        failed_at = self.failed_at
+        is_often = len(failed_at) == FAILURES and failed_at[-1] - failed_at[0] < WITHIN_S
+        if is_often and time.monotonic() < failed_at[-1] + PAUSE_S:
             raise PeerRefusedError(f"{self.address} failed repeatedly and is not called for a moment")
 
     def call_failed(self) -> None:
         """Count a call without an answer, or a push that failed."""
-        self.breaker.failed(time.monotonic())
+        self.failed_at.append(time.monotonic())
 
     def drop_channel(self, channel: KVChannel, descriptor: bytes) -> None:
         """Record a failed push over this channel, so that the next handoff chooses again."""
@@ -141,10 +113,6 @@ class DecodePeers:
         await self._tasks.close()
         for peer in self._peers.values():
             peer.rpc.close()
-
-    @property
-    def addresses(self) -> list[str]:
-        return list(self._peers)
 
     @property
     def is_idle(self) -> bool:
@@ -183,11 +151,11 @@ class DecodePeers:
         While this node is alive, the decode node keeps the blocks until it receives this message.
         """
         if not await self._acknowledged(peer, stop):
-            self._tasks.start(self._retry_stop(peer, stop))
+            self.retry_stop(peer, stop)
 
-    def cancel_reservation(self, peer: DecodePeer, request_id: str, reason: str) -> None:
-        """Cancel a reservation that a lost reply may have granted. This node writes nothing under it."""
-        self._tasks.start(self._retry_stop(peer, StopRequest(b"", reason, request_id)))
+    def retry_stop(self, peer: DecodePeer, stop: StopRequest) -> None:
+        """Report in the background that nothing is written under a reservation, or that of a request."""
+        self._tasks.start(self._retry_stop(peer, stop))
 
     async def _retry_stop(self, peer: DecodePeer, stop: StopRequest) -> None:
         for _ in range(STOP_TRIES):

@@ -73,8 +73,6 @@ class Handoff:
         self._first_of_last = 0  # first logical block of the last push
         self._current: Action | None = None
 
-    # ---- events -------------------------------------------------------------------------------------------------
-
     def granted(self, reservation_id: bytes, num_held: int, targets: tuple[int, ...]) -> None:
         """Record that the decode node has the first `num_held` blocks and reserved `targets` for the others."""
         self.reservation_id = reservation_id
@@ -104,8 +102,6 @@ class Handoff:
                     self._move_to(HandoffPhase.DONE)
             case StopAction():
                 self._move_to(HandoffPhase.DONE)
-            case None:
-                raise AssertionError("no action was under way")
 
     def repeat(self, reason: str) -> None:
         """Push the rows of the last push again, because the decode node found them damaged. Fail the second time."""
@@ -126,19 +122,16 @@ class Handoff:
 
     def cancel(self, reason: str) -> None:
         """Stop, from any phase. An action under way ends first."""
-        if self.phase in {HandoffPhase.STOPPING, HandoffPhase.DONE}:
-            return
-        self.reason = reason
-        self._move_to(HandoffPhase.STOPPING)
-
-    # ---- actions ------------------------------------------------------------------------------------------------
+        if self.phase not in {HandoffPhase.STOPPING, HandoffPhase.DONE}:
+            self.reason = reason
+            self._move_to(HandoffPhase.STOPPING)
 
     def next_action(self) -> Action | None:
         """Return the action to perform until `done` or `failed`, or None to wait for an event."""
-        if self._current is None:
-            self._current = self._action()
-            return self._current
-        return None
+        if self._current is not None:
+            return None
+        self._current = self._action()
+        return self._current
 
     def _action(self) -> Action | None:
         if self.phase is HandoffPhase.STOPPING:

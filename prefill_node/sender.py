@@ -22,7 +22,7 @@ from scheduler.role import PREFILL
 from shared import failpoints
 from shared.clock import now_ns
 from shared.kv.channel import RESERVATION_ID_BYTES, ChannelError, KVChannel, ReservationRefusedError
-from shared.kv.staging import KVMemory
+from shared.kv.memory import KVMemory
 from shared.lifecycle import TaskGroup
 from shared.logs import about
 from shared.rpc.messages import (
@@ -41,7 +41,6 @@ log = logging.getLogger("baton.handoff")
 # With a shared pool, the number of requests that may hold a reservation before their first step.
 MAX_RESERVED_EARLY = 4
 RECENT_PUSHES = 32
-REFIT_PUSHES = 8  # pushes between two fits, each of which takes a fraction of a millisecond
 
 
 class TransferTimeModel:
@@ -52,25 +51,14 @@ class TransferTimeModel:
 
     def __init__(self) -> None:
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT_PUSHES)  # bytes, seconds
-        self._num_pushes = 0
-        self._seconds: list[float] = []
 
-    def observe(self, num_bytes: int, seconds: float) -> None:
-        self._recent.append((num_bytes, seconds))
-        self._num_pushes += 1
-        if self._num_pushes % REFIT_PUSHES == 1:
-            self._seconds = self._fit()
-
-    def seconds(self) -> list[float]:
-        """Return [seconds of any push, seconds of each byte]; empty before the first push.
+    def observe(self, num_bytes: int, seconds: float) -> list[float]:
+        """Return [seconds of any push, seconds of each byte].
 
         If all pushes have one size, the two cannot be separated, and all time is attributed to the bytes.
         """
-        return self._seconds
-
-    def _fit(self) -> list[float]:
-        pairs = combinations(self._recent, 2)
-        slopes = [(s - t) / (b - a) for (a, t), (b, s) in pairs if a != b]
+        self._recent.append((num_bytes, seconds))
+        slopes = [(s - t) / (b - a) for (a, t), (b, s) in combinations(self._recent, 2) if a != b]
         per_byte = max(0.0, median(slopes)) if slopes else median(s / b for b, s in self._recent)
         return [max(0.0, median(s - per_byte * b for b, s in self._recent)), per_byte]
 
@@ -206,8 +194,7 @@ class HandoffSender:
             if handoff.phase is HandoffPhase.RESERVING:  # not aborted while it waited
                 await self._reserve(peer, outgoing)
             while handoff.phase is not HandoffPhase.DONE:
-                action = handoff.next_action()
-                if action is not None:
+                if (action := handoff.next_action()) is not None:
                     await self._do(peer, outgoing, action)
                 else:
                     await outgoing.changed.wait()
@@ -232,8 +219,7 @@ class HandoffSender:
             async with peer.reserving:
                 reply = await self._call_reserve(peer, outgoing)
             if reply.error:
-                handoff.failed(f"{peer.address} refused: {reply.error}")
-                return
+                raise PeerRefusedError(f"{peer.address} refused: {reply.error}")
             held, targets = unpack_ids(reply.held), unpack_ids(reply.targets)
             handoff.granted(reply.reservation_id, reply.num_held, tuple(targets))
             peer.reservations[reply.reservation_id] = outgoing.cancel
@@ -258,9 +244,10 @@ class HandoffSender:
             reply = await RESERVE.call(peer.rpc, request, self._reserve_timeout_s + self._timing.call_s)
         except PeerError as error:
             peer.call_failed()
-            self.peers.cancel_reservation(peer, outgoing.request.id, str(error))
+            # A lost reply may have granted a reservation. Nothing is written under it.
+            self.peers.retry_stop(peer, StopRequest(b"", str(error), outgoing.request.id))
             raise
-        self._record(outgoing, "reserving", began_ns, peer=peer.address)
+        self._record(outgoing, "reserving", began_ns, peer)
         return reply
 
     def _check_grant(self, outgoing: OutgoingHandoff, reply: ReserveReply, blocks: list[int]) -> None:
@@ -315,18 +302,9 @@ class HandoffSender:
             peer.drop_channel(channel, descriptor)
             raise
         num_bytes = len(source) * self._info.block_bytes
-        if source:
-            self._record(
-                outgoing,
-                "transfer",
-                began_ns,
-                count=len(source),
-                bytes=num_bytes,
-                peer=peer.address,
-                channel=channel.name,
-            )
-            self._transfer_time.observe(num_bytes, (now_ns() - began_ns) / 1e9)
-            self._counters.transfer = self._transfer_time.seconds()
+        moved = {"count": len(source), "bytes": num_bytes, "channel": channel.name}
+        self._record(outgoing, "transfer", began_ns, peer, **moved)
+        self._counters.transfer = self._transfer_time.observe(num_bytes, (now_ns() - began_ns) / 1e9)
         outgoing.checksums += await asyncio.to_thread(self._memory.checksums, source)
         if push.last < outgoing.handoff.num_blocks:
             notice = PushedNotice(reservation_id, outgoing.checksums)
@@ -340,8 +318,8 @@ class HandoffSender:
         commit = CommitRequest(outgoing.handoff.reservation_id, action.first_token, outgoing.checksums)
         began_ns = now_ns()
         _check(await COMMIT.call(peer.rpc, commit, self._timing.call_s))
-        peer.breaker.succeeded()
-        self._record(outgoing, "committed", began_ns, peer=peer.address)
+        peer.failed_at.clear()
+        self._record(outgoing, "committed", began_ns, peer)
 
     async def _stop(self, peer: DecodePeer, outgoing: OutgoingHandoff, stop: StopAction) -> None:
         reservation_id = outgoing.handoff.reservation_id
@@ -351,11 +329,11 @@ class HandoffSender:
             await self._requests.release(outgoing.request)  # until then, steps write into the reserved blocks
         await self.peers.stop(peer, StopRequest(reservation_id, stop.reason))
 
-    def _record(self, outgoing: OutgoingHandoff, kind: str, began_ns: int, **fields: object) -> None:
+    def _record(self, outgoing: OutgoingHandoff, kind: str, began_ns: int, peer: DecodePeer, **fields: object) -> None:
         """Record an event that lasted from `began_ns` until now."""
         at_ns = now_ns()
-        duration_us = (at_ns - began_ns) // 1000
-        self._recorder.event(outgoing.request.id, kind, at_ns, duration_us=duration_us, **fields)
+        fields |= {"duration_us": (at_ns - began_ns) // 1000, "peer": peer.address}
+        self._recorder.event(outgoing.request.id, kind, at_ns, **fields)
 
     def _report(self, outgoing: OutgoingHandoff) -> None:
         request, handoff = outgoing.request, outgoing.handoff

@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import redis.asyncio
 from redis.exceptions import RedisError
@@ -31,9 +31,9 @@ REDIS_TIMEOUT_S = 0.5
 # errors on malformed replies. All are caught, so that the tasks continue and notice when Redis is back.
 REDIS_FAILURES = (RedisError, OSError, TimeoutError, ValueError, TypeError, AttributeError, LookupError, RecursionError)
 LEASE_HEARTBEATS = 3
-FAILURES_TO_TELL = 15
+FAILURES_TO_LOG = 15  # the first ones occur while a router starts, or ends together with its nodes
 MAX_NODES = 4096
-MAX_TEXT, MAX_FACTS = 1024, 64
+MAX_TEXT, MAX_ATTRIBUTES = 1024, 64
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 ADDRESS = re.compile(r"[\w.:%-]{1,255}:(\d{1,5})", re.ASCII)
 
@@ -53,36 +53,57 @@ def check_node(info: NodeInfo) -> None:
     for name in ("block_tokens", "block_bytes", "num_blocks", "max_model_len", "max_num_seqs"):
         if not 1 <= getattr(info, name) < 2**40:
             raise DecodeError(f"NodeInfo.{name} must be from 1 to 2**40")
-    texts = (
-        info.model,
-        info.fingerprint,
-        info.version,
-        info.state,
-        info.shared_pool_owner,
-        *info.attributes,
-        *info.attributes.values(),
-    )
-    if len(info.attributes) > MAX_FACTS or max(map(len, texts)) > MAX_TEXT:
-        raise DecodeError(f"NodeInfo: at most {MAX_FACTS} attributes, and texts of {MAX_TEXT} characters")
+    texts = [info.model, info.fingerprint, info.version, info.state, info.shared_pool_owner]
+    texts += [*info.attributes, *info.attributes.values()]
+    if len(info.attributes) > MAX_ATTRIBUTES or max(map(len, texts)) > MAX_TEXT:
+        raise DecodeError(f"NodeInfo: at most {MAX_ATTRIBUTES} attributes, and texts of {MAX_TEXT} characters")
 
 
-class Registry(Protocol):
+class Registry:
     """The router's side: keeps `nodes`, by id, up to date, and calls `changed` after each change."""
 
     kind: str
-    state: str  # "ok" | "down"
-    nodes: dict[str, NodeInfo]
+    state = "ok"  # or "down"
 
-    async def start(self, changed: Callable[[], None]) -> None: ...
-    async def close(self) -> None: ...
+    def __init__(self) -> None:
+        self.nodes: dict[str, NodeInfo] = {}
+
+    async def start(self, changed: Callable[[], None]) -> None:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        raise NotImplementedError
 
 
-class Announcer(Protocol):
+class Announcer:
     """A node's side: keeps `info` in the registry, also after the registry restarts, until `close` removes it."""
 
-    async def start(self, info: NodeInfo) -> None: ...
-    async def update(self, info: NodeInfo) -> None: ...
-    async def close(self) -> None: ...
+    info: NodeInfo
+
+    def __init__(self, heartbeat_s: float) -> None:
+        self._heartbeat_s = heartbeat_s
+        self._updated = asyncio.Event()
+        self._tasks = TaskGroup()
+
+    async def start(self, info: NodeInfo) -> None:
+        self.info = info
+        self._tasks.start(self._run())
+
+    async def update(self, info: NodeInfo) -> None:
+        self.info = info
+        self._updated.set()
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    async def _run(self) -> None:
+        raise NotImplementedError
+
+    async def _wait(self) -> None:
+        """Wait for the next heartbeat or update."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._updated.wait(), self._heartbeat_s)
+        self._updated.clear()
 
 
 def announcer(url: str, cluster: str, heartbeat_s: float) -> Announcer:
@@ -92,14 +113,16 @@ def announcer(url: str, cluster: str, heartbeat_s: float) -> Announcer:
     return StreamAnnouncer(url, heartbeat_s)
 
 
-class EmbeddedRegistry:
+# ---- in the router ---------------------------------------------------------------------------------------------------
+
+
+class EmbeddedRegistry(Registry):
     """The registry inside a router: a node joins by opening a stream, and leaves when the stream ends."""
 
     kind = "embedded"
-    state = "ok"
 
     def __init__(self, router: str, host: str, port: int) -> None:
-        self.nodes: dict[str, NodeInfo] = {}
+        super().__init__()
         self.port = port
         self._router = router
         self._host = host
@@ -119,9 +142,9 @@ class EmbeddedRegistry:
             async for message in stream:
                 check_node(message)
                 if info is not None and message.id != info.id:
-                    raise DecodeError("NodeInfo.id: a stream is one node's")
+                    raise DecodeError("NodeInfo.id: another node joined on this stream")
                 if message.id not in self.nodes and len(self.nodes) >= MAX_NODES:
-                    raise DecodeError(f"NodeInfo.id: {MAX_NODES} nodes have joined; no more are taken")
+                    raise DecodeError(f"NodeInfo.id: {MAX_NODES} nodes have joined, which is the limit")
                 if message != info:
                     info = message
                     self.nodes[message.id] = message
@@ -133,50 +156,36 @@ class EmbeddedRegistry:
                 self._changed()
 
 
-class StreamAnnouncer:
+class StreamAnnouncer(Announcer):
     """Holds a stream to one router. Sends the node's info at every heartbeat, and reconnects after every loss."""
 
     def __init__(self, address: str, heartbeat_s: float) -> None:
+        super().__init__(heartbeat_s)
         self._address = address
-        self._heartbeat_s = heartbeat_s
-        self._info: NodeInfo | None = None
-        self._wake = asyncio.Event()
-        self._tasks = TaskGroup()
 
-    async def start(self, info: NodeInfo) -> None:
-        self._info = info
-        self._tasks.start(self._hold())
-
-    async def update(self, info: NodeInfo) -> None:
-        self._info = info
-        self._wake.set()
-
-    async def close(self) -> None:
-        await self._tasks.close()
-
-    async def _hold(self) -> None:
+    async def _run(self) -> None:
         failures = 0
         while True:
             channel = connect(self._address)
             try:
                 async with JOIN.open(channel) as stream:
                     while True:
-                        assert self._info is not None
-                        await stream.send_message(self._info)
+                        await stream.send_message(self.info)
                         async with asyncio.timeout(10 * self._heartbeat_s + 2):
                             if await stream.recv_message() is None:
                                 break
                         failures = 0
-                        with contextlib.suppress(TimeoutError):
-                            await asyncio.wait_for(self._wake.wait(), self._heartbeat_s)
-                        self._wake.clear()
+                        await self._wait()
             except PEER_FAILURES as error:
                 failures += 1
-                if failures == FAILURES_TO_TELL:  # the first ones occur while a router starts, or ends together with us
-                    log.warning("no router at %s (%s): trying on", self._address, str(error) or type(error).__name__)
+                if failures == FAILURES_TO_LOG:
+                    log.warning("no router at %s (%s): retrying", self._address, str(error) or type(error).__name__)
             finally:
                 channel.close()
             await asyncio.sleep(min(0.2, self._heartbeat_s))
+
+
+# ---- in Redis --------------------------------------------------------------------------------------------------------
 
 
 def _client(url: str) -> Any:
@@ -214,54 +223,39 @@ def unseal(value: bytes, key: str, identity: tls.ClusterIdentity | None) -> Node
     return decode(value, NodeInfo)
 
 
-class RedisAnnouncer:
+class RedisAnnouncer(Announcer):
     """Holds a key in Redis with a time to live of three heartbeats, and sets it again at each heartbeat."""
 
     def __init__(self, url: str, cluster: str, heartbeat_s: float) -> None:
+        super().__init__(heartbeat_s)
         self._client = _client(url)
         self._identity = tls.own()
         self._prefix, self._index = _keys(cluster)
-        self._heartbeat_s = heartbeat_s
-        self._info: NodeInfo | None = None
-        self._wake = asyncio.Event()
-        self._tasks = TaskGroup()
-
-    async def start(self, info: NodeInfo) -> None:
-        self._info = info
-        self._tasks.start(self._beat())
-
-    async def update(self, info: NodeInfo) -> None:
-        self._info = info
-        self._wake.set()
 
     async def close(self) -> None:
-        await self._tasks.close()
-        if self._info is not None:
-            with contextlib.suppress(*REDIS_FAILURES):
-                await self._client.delete(self._prefix + self._info.id)
-                await self._client.srem(self._index, self._info.id)
+        await super().close()
+        with contextlib.suppress(*REDIS_FAILURES):
+            await self._client.delete(self._prefix + self.info.id)
+            await self._client.srem(self._index, self.info.id)
         await self._client.aclose()
 
-    async def _beat(self) -> None:
-        complained = False
+    async def _run(self) -> None:
+        is_failing = False
         while True:
-            assert self._info is not None
             try:
                 lease_ms = int(1000 * LEASE_HEARTBEATS * self._heartbeat_s)
-                key = self._prefix + self._info.id
-                await self._client.set(key, seal(self._info, key, self._identity), px=lease_ms)
-                await self._client.sadd(self._index, self._info.id)
-                complained = False
+                key = self._prefix + self.info.id
+                await self._client.set(key, seal(self.info, key, self._identity), px=lease_ms)
+                await self._client.sadd(self._index, self.info.id)
+                is_failing = False
             except REDIS_FAILURES as error:
-                if not complained:
-                    log.warning("redis does not answer (%s): trying on", str(error) or type(error).__name__)
-                    complained = True
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._heartbeat_s)
-            self._wake.clear()
+                if not is_failing:
+                    log.warning("redis does not answer (%s): retrying", str(error) or type(error).__name__)
+                is_failing = True
+            await self._wait()
 
 
-class RedisRegistry:
+class RedisRegistry(Registry):
     """Reads all keys from Redis every half second.
 
     A node leaves the list only after its key was absent from every answer for a whole lease, so a Redis that restarts
@@ -272,86 +266,73 @@ class RedisRegistry:
     kind = "redis"
 
     def __init__(self, url: str, cluster: str, heartbeat_s: float = 0.5) -> None:
-        self.nodes: dict[str, NodeInfo] = {}
+        super().__init__()
         self.state = "down"
         self.skipped = 0  # malformed or unsigned entries, and those beyond MAX_NODES
         self._client = _client(url)
         self._identity = tls.own()
         self._prefix, self._index = _keys(cluster)
         self._interval_s = heartbeat_s
-        self._absent_since: dict[str, float] = {}
-        self._gone_since: dict[bytes, float] = {}  # names in the index that have no key
-        self._changed: Callable[[], None] = lambda: None
+        self._absent_since: dict[str, float] = {}  # names of listed nodes, or in the index, that have no key
         self._tasks = TaskGroup()
 
     async def start(self, changed: Callable[[], None]) -> None:
-        self._changed = changed
-        self._tasks.start(self._watch())
+        self._tasks.start(self._watch(changed))
 
     async def close(self) -> None:
         await self._tasks.close()
         await self._client.aclose()
 
-    async def _watch(self) -> None:
+    async def _watch(self, changed: Callable[[], None]) -> None:
         while True:
             try:
-                found, gone = await self._read()
+                found, missing = await self._read()
             except REDIS_FAILURES as error:
                 if self.state == "ok":
                     log.warning("redis does not answer (%s): keeping the last list", str(error) or type(error).__name__)
                 self.state = "down"
                 self._absent_since.clear()
-                self._gone_since.clear()
             else:
                 self.state = "ok"
-                self._take(found, time.monotonic())
+                stale = self._stale({*missing, *(self.nodes.keys() - found.keys())})
+                nodes = {name: info for name, info in (self.nodes | found).items() if name not in stale}
+                if nodes != self.nodes:
+                    self.nodes = nodes
+                    changed()
                 with contextlib.suppress(*REDIS_FAILURES):  # a read-only account; the next read sees a lost Redis
-                    await self._tidy(gone, time.monotonic())
+                    await self._remove_names([member for name, member in missing.items() if name in stale])
             await asyncio.sleep(self._interval_s)
 
-    async def _read(self) -> tuple[dict[str, NodeInfo], list[bytes]]:
-        """Return the nodes, and the names in the index that have no key."""
-        every = sorted(await self._client.smembers(self._index))
-        members = every[:MAX_NODES]
-        self.skipped += len(every) - len(members)
-        names = [name.decode("utf-8", "replace") for name in members]
+    async def _read(self) -> tuple[dict[str, NodeInfo], dict[str, bytes]]:
+        """Return the nodes, and the names in the index that have no key, as text and as stored."""
+        members = sorted(await self._client.smembers(self._index))
+        self.skipped += max(0, len(members) - MAX_NODES)
+        names = {member.decode("utf-8", "replace"): member for member in members[:MAX_NODES]}
         values = await self._client.mget([self._prefix + name for name in names]) if names else []
+        entries = dict(zip(names, values, strict=True))
         found: dict[str, NodeInfo] = {}
-        gone: list[bytes] = []
-        for member, name, value in zip(members, names, values, strict=True):
-            if value is None:
-                gone.append(member)
-                continue
-            try:
-                info = unseal(value, self._prefix + name, self._identity)
-                check_node(info)
-            except DecodeError as error:
-                self.skipped += 1
-                peer_log.warn(self._prefix, f"an entry in Redis is skipped: {error}")
-                continue
-            if info.id == name:
-                found[name] = info
-        return found, gone
+        for name, value in entries.items():
+            if value is not None:
+                try:
+                    info = unseal(value, self._prefix + name, self._identity)
+                    check_node(info)
+                except DecodeError as error:
+                    self.skipped += 1
+                    peer_log.warn(self._prefix, f"an entry in Redis is skipped: {error}")
+                else:
+                    found |= {name: info} if info.id == name else {}
+        return found, {name: member for name, member in names.items() if entries[name] is None}
 
-    async def _tidy(self, gone: list[bytes], now: float) -> None:
-        """Remove names that have had no key for a whole lease from the index. A live node adds its name again."""
-        self._gone_since = {member: self._gone_since.get(member, now) for member in gone}
-        lease_s = LEASE_HEARTBEATS * self._interval_s
-        stale = [member for member, since in self._gone_since.items() if now - since > lease_s]
-        if not stale:
-            return
-        await self._client.srem(self._index, *stale)
-        values = await self._client.mget([self._prefix.encode() + member for member in stale])
-        if back := [member for member, value in zip(stale, values, strict=True) if value is not None]:
-            await self._client.sadd(self._index, *back)  # these set their keys again in the meantime
+    def _stale(self, absent: set[str]) -> set[str]:
+        """Return the names that have been absent from every answer for a whole lease."""
+        now = time.monotonic()
+        self._absent_since = {name: self._absent_since.get(name, now) for name in absent}
+        return {name for name, since in self._absent_since.items() if now - since > LEASE_HEARTBEATS * self._interval_s}
 
-    def _take(self, found: dict[str, NodeInfo], now: float) -> None:
-        before = dict(self.nodes)
-        self.nodes.update(found)
-        for name in list(self.nodes):
-            if name in found:
-                self._absent_since.pop(name, None)
-            elif now - self._absent_since.setdefault(name, now) > LEASE_HEARTBEATS * self._interval_s:
-                del self.nodes[name], self._absent_since[name]
-        if self.nodes != before:
-            self._changed()
+    async def _remove_names(self, members: list[bytes]) -> None:
+        """Remove names from the index, and add those again whose nodes have set their keys in the meantime."""
+        if members:
+            await self._client.srem(self._index, *members)
+            values = await self._client.mget([self._prefix.encode() + member for member in members])
+            if back := [member for member, value in zip(members, values, strict=True) if value is not None]:
+                await self._client.sadd(self._index, *back)

@@ -28,7 +28,7 @@ EXCEPTIONS = {
         "engine/cpu/jit.py",
         "imports pickle",
     ): "the error that numba raises for a damaged file; nothing is unpickled by us",
-    ("tests/simulation/", "imports multiprocessing"): "seeds in children of its own",
+    ("tests/cluster/harness.py", "imports multiprocessing"): "forks the processes of tests",
 }
 
 

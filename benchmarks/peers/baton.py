@@ -66,7 +66,7 @@ class Stopwatch(EngineListener):
         self.logprobs = next((output.logprobs for output in outputs if output.logprobs is not None), self.logprobs)
         self.finished.put(None)
 
-    def on_ran(self, ran: StepTiming) -> None:
+    def on_timing(self, timing: StepTiming) -> None:
         pass
 
     def on_failure(self, error: BaseException) -> None:

@@ -62,7 +62,7 @@ _parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_
 _parallel.restype = None
 
 
-def _is_ours(directory: Path) -> bool:
+def is_ours(directory: Path) -> bool:
     """Create the directory if necessary. Return whether only this user can write to it, as code is loaded from it."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def _is_ours(directory: Path) -> bool:
         return False
 
 
-def _places() -> Iterator[Path]:
+def cache_places() -> Iterator[Path]:
     """Yield directories for compiled kernels, best first: next to this module, the user's cache, temporary files."""
     yield HERE / "__pycache__"
     yield Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "baton")
@@ -81,7 +81,7 @@ def _places() -> Iterator[Path]:
         yield Path(tempfile.gettempdir(), f"baton-{os.getuid()}")
 
 
-def _cache_directory(source: Path, places: Iterable[Path]) -> Path | None:
+def cache_directory(source: Path, places: Iterable[Path]) -> Path | None:
     """Return a cache directory for the kernels of a file, in the first place that only this user can write to.
 
     Its name depends on all sources that kernels are compiled from; numba itself checks only the one file and the CPU.
@@ -90,7 +90,7 @@ def _cache_directory(source: Path, places: Iterable[Path]) -> Path | None:
     files = {*HERE.glob("*.py"), *(HERE.parent / name for name in others), source}
     made_of = repr(GREEDY_BELOW).encode() + b"".join(file.read_bytes() for file in sorted(files))
     name = f"kernels-{hashlib.blake2b(made_of, digest_size=8).hexdigest()}"
-    return next((at / name for at in places if at.is_absolute() and _is_ours(at) and _is_ours(at / name)), None)
+    return next((at / name for at in places if at.is_absolute() and is_ours(at) and is_ours(at / name)), None)
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def _compiled(function: Callable[[Any], None]) -> Any:
     A corrupt cache is deleted. If the cache is not writable, the kernel is compiled without caching.
     """
     compiling = partial(numba.cfunc, types.void(types.CPointer(types.int64)), error_model="numpy")  # type: ignore[attr-defined]
-    directory = _cache_directory(Path(function.__code__.co_filename), _places())
+    directory = cache_directory(Path(function.__code__.co_filename), cache_places())
     if directory is not None:
         numba.config.CACHE_DIR = str(directory)
         try:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.kv.driver import CudaDevice, CudaRegion, PinnedStaging
-from shared.kv.staging import Staging
+from shared.kv.memory import Staging
 
 PIECE_BYTES = 16 << 20  # summed at once: with its products this fits into the L2 cache of an H200 (50 MB)
 WORD_BYTES = 8

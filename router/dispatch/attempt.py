@@ -13,7 +13,7 @@ from shared import failpoints
 from shared.errors import RequestError, UnavailableError
 from shared.rpc.messages import Logprobs, TokenDelta, unpack_ids
 
-HANDOFF = ("handoff: ", "landing: ")  # prefixes of the errors by which nodes report a failed handoff
+HANDOFF = "handoff: "  # prefix of the errors by which nodes report a failed handoff
 UNREAD_BYTES = 128 << 10  # limit of a request's unread deltas; the connection and the kernel buffer more
 FULL_S = 0.05  # how long the limit may be exceeded: the event loop reads a burst in its next iterations
 SLOW_S = 30.0  # how long a paused request waits for its client to read before it fails

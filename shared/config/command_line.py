@@ -114,26 +114,8 @@ def _panel(kind: type[Settings], name: str) -> str:
     return str(owner.__doc__).split(";")[0]
 
 
-def _shown(value: str, field: FieldInfo) -> str:
-    return hide_password(value) if field.repr or not value else "***"
-
-
 def print_settings(settings: Settings, sources: Mapping[str, str]) -> None:
-    """Print a table on a terminal, and `name = value  # source` elsewhere."""
-    fields = type(settings).model_fields
-    rows = [
-        (name, _shown(format_value(getattr(settings, name), fields[name]), fields[name]), source)
-        for name, source in sources.items()
-    ]
-    if not sys.stdout.isatty():
-        for name, value, source in rows:
-            print(f"{name} = {value}  # {source}")
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("setting", "value", "from", box=None)
-    for row in rows:
-        table.add_row(*map(Text, row), style="" if row[2] == "default" else "bold")
-    Console().print(table)
+    """Print `name = value  # source` for each setting."""
+    for name, field in type(settings).model_fields.items():
+        value = format_value(getattr(settings, name), field)
+        print(f"{name} = {hide_password(value) if field.repr or not value else '***'}  # {sources[name]}")

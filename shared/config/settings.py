@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeVar, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le
@@ -144,6 +144,10 @@ LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidat
 # ---- settings ------------------------------------------------------------------------------------------------------
 
 
+def setting(default: Any, description: str) -> Any:
+    return Field(default=default, description=description)
+
+
 class Settings(BaseModel):
     """The base class of all settings: frozen; unknown keys are errors. The fields in `needed` must not be empty."""
 
@@ -162,182 +166,136 @@ class Settings(BaseModel):
 class CommonSettings(Settings):
     """Every process"""
 
-    model: str = Field(default="", description="Model: a directory, or a hub id such as Qwen/Qwen3-0.6B.")
-    max_model_len: CountOrNone = Field(
-        default=0, description="Maximum tokens of a prompt and its completion together; 0: the limit of the model."
+    model: str = setting("", "Model: a directory, or a hub id such as Qwen/Qwen3-0.6B.")
+    max_model_len: CountOrNone = setting(
+        0, "Maximum tokens of a prompt and its completion together; 0: the limit of the model."
     )
-    cluster: Label = Field(
-        default="default", description="Name of the cluster. Clusters with different names can share a Redis."
+    cluster: Label = setting("default", "Name of the cluster. Clusters with different names can share a Redis.")
+    drain_timeout_s: Seconds = setting(30.0, "On shutdown, seconds to wait for requests in progress.")
+    log_level: LogLevel = setting("info", "Lowest level that is logged.")
+    log_format: Literal["text", "json"] = setting("text", "Log format: text, or one JSON object per line.")
+    cluster_secret_file: str = setting(
+        "",
+        "PEM file from `baton secret`, or directory with ca.crt, tls.crt and tls.key; required to listen beyond "
+        "loopback.",
     )
-    drain_timeout_s: Seconds = Field(default=30.0, description="On shutdown, seconds to wait for requests in progress.")
-    log_level: LogLevel = Field(default="info", description="Lowest level that is logged.")
-    log_format: Literal["text", "json"] = Field(
-        default="text", description="Log format: text, or one JSON object per line."
-    )
-    cluster_secret_file: str = Field(
-        default="",
-        description="PEM file from `baton secret`, or directory with ca.crt, tls.crt and tls.key; required to listen "
-        "beyond loopback.",
-    )
-    failpoint: str = Field(default="", description="For tests: where this process fails; see shared/failpoints.py.")
-    allow_failpoints: bool = Field(default=False, description="For tests: without it, --failpoint is refused.")
+    failpoint: str = setting("", "For tests: where this process fails; see shared/failpoints.py.")
+    allow_failpoints: bool = setting(False, "For tests: without it, --failpoint is refused.")
 
 
 class ServingSettings(CommonSettings):
     """The router"""
 
-    host: Host = Field(default="127.0.0.1", description="Address that the OpenAI API listens on.")
-    port: Port = Field(default=8000, description="Port of the API; 0: any free port.")
-    registry: Annotated[str, AfterValidator(_check_router_registry)] = Field(
-        default="",
-        description="redis://host:port, for several routers that share nodes; empty: the router is the registry.",
+    host: Host = setting("127.0.0.1", "Address that the OpenAI API listens on.")
+    port: Port = setting(8000, "Port of the API; 0: any free port.")
+    registry: Annotated[str, AfterValidator(_check_router_registry)] = setting(
+        "", "redis://host:port, for several routers that share nodes; empty: the router is the registry."
     )
-    registry_host: HostOrNone = Field(default="", description="Address that nodes join at; empty: the same as --host.")
-    registry_port: Port = Field(default=8001, description="Port that nodes join at; 0: any free port.")
-    served_model_name: str = Field(
-        default="", description="Model name in the API; empty: the name of the model directory."
+    registry_host: HostOrNone = setting("", "Address that nodes join at; empty: the same as --host.")
+    registry_port: Port = setting(8001, "Port that nodes join at; 0: any free port.")
+    served_model_name: str = setting("", "Model name in the API; empty: the name of the model directory.")
+    mode: Literal["disaggregated", "colocated"] = setting(
+        "disaggregated", "Where prompts are computed: on prefill nodes, or on the decode nodes themselves."
     )
-    mode: Literal["disaggregated", "colocated"] = Field(
-        default="disaggregated",
-        description="Where prompts are computed: on prefill nodes, or on the decode nodes themselves.",
+    disaggregate: Literal["always", "never", "auto"] = setting(
+        "auto", "When a prompt is sent to a prefill node: always, never, or if that is predicted to be faster."
     )
-    disaggregate: Literal["always", "never", "auto"] = Field(
-        default="auto",
-        description="When a prompt is sent to a prefill node: always, never, or if that is predicted to be faster.",
+    ttft_slo_ms: Milliseconds = setting(
+        0.0, "Reject requests whose first token is predicted to take longer, with status 429; 0: accept all."
     )
-    ttft_slo_ms: Milliseconds = Field(
-        default=0.0,
-        description="Reject requests whose first token is predicted to take longer, with status 429; 0: accept all.",
+    max_queue_s: Seconds = setting(
+        30.0, "Maximum seconds in the admission queue. Requests that wait longer, or are predicted to, are rejected."
     )
-    max_queue_s: Seconds = Field(
-        default=30.0,
-        description="Maximum seconds in the admission queue. Requests that wait longer, or are predicted to, are "
-        "rejected.",
+    max_queued_tokens: CountOrNone = setting(
+        0, "Maximum tokens in the admission queue; 0: 4 times the KV capacity of the nodes, at least 262,144."
     )
-    max_queued_tokens: CountOrNone = Field(
-        default=0,
-        description="Maximum tokens in the admission queue; 0: 4 times the KV capacity of the nodes, at least 262,144.",
+    api_keys_file: str = setting(
+        "", "File of API keys, one `tenant:sha256` per line (see `baton key`); empty: no key is required."
     )
-    api_keys_file: str = Field(
-        default="",
-        description="File of API keys, one `tenant:sha256` per line (see `baton key`); empty: no key is required.",
+    api_keys: str = setting(
+        "", "API keys in the same form, separated by commas. If there are any, requests need a key."
     )
-    api_keys: str = Field(
-        default="", description="API keys in the same form, separated by commas. If there are any, requests need a key."
+    admin_host: Host = setting("127.0.0.1", "Address that the admin endpoints listen on.")
+    admin_port: Port = setting(
+        0, "Port of the dashboard, status, metrics and roles; 0: the port of the API, with an admin key."
     )
-    admin_host: Host = Field(default="127.0.0.1", description="Address that the admin endpoints listen on.")
-    admin_port: Port = Field(
-        default=0,
-        description="Port of the dashboard, status, metrics and roles; 0: the port of the API, with an admin key.",
+    dashboard: bool = setting(True, "Record requests and steps, for the page, timelines, traces and their metrics.")
+    request_timeout_s: Annotated[float, Field(ge=0, le=86_400)] = setting(
+        0.0, "Maximum seconds for a request, and upper bound of x-request-timeout; 0: no limit."
     )
-    dashboard: bool = Field(
-        default=True, description="Record requests and steps, for the page, timelines, traces and their metrics."
+    node_timeout_s: Seconds = setting(2.5, "Treat a node as lost after this many seconds without a message.")
+    max_connections: Count = setting(
+        10_000, "Maximum HTTP connections. Beyond it, the one that has been idle longest is closed."
     )
-    request_timeout_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
-        default=0.0, description="Maximum seconds for a request, and upper bound of x-request-timeout; 0: no limit."
-    )
-    node_timeout_s: Seconds = Field(
-        default=2.5, description="Treat a node as lost after this many seconds without a message."
-    )
-    max_connections: Count = Field(
-        default=10_000, description="Maximum HTTP connections. Beyond it, the one that has been idle longest is closed."
-    )
-    max_concurrent_requests: Count = Field(
-        default=1024, description="Maximum requests in progress. Further ones get status 429."
-    )
-    max_attempts: Annotated[int, Field(ge=1, le=100)] = Field(
-        default=5, description="Maximum attempts for a request, each on another node if possible, before it fails."
+    max_concurrent_requests: Count = setting(1024, "Maximum requests in progress. Further ones get status 429.")
+    max_attempts: Annotated[int, Field(ge=1, le=100)] = setting(
+        5, "Maximum attempts for a request, each on another node if possible, before it fails."
     )
 
 
 class ComputingSettings(CommonSettings):
     """The nodes; names are vLLM's where it has one"""
 
-    device: Device = Field(default="auto", description="Device that the node computes on.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Data type of activations; auto: float32 on the CPU, that of the model on a GPU."
+    device: Device = setting("auto", "Device that the node computes on.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "Data type of activations; auto: float32 on the CPU, that of the model on a GPU."
     )
-    weight_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto",
-        description="Data type of weights; auto: --dtype on a GPU, that of the checkpoint on the CPU, which computes "
-        "in float32.",
+    weight_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto",
+        "Data type of weights; auto: --dtype on a GPU, that of the checkpoint on the CPU, which computes in float32.",
     )
-    quantization: Literal["none", "int8"] = Field(
-        default="none", description="int8: compute matrix products with 8-bit weights and activations (CPU only)."
+    quantization: Literal["none", "int8"] = setting(
+        "none", "int8: compute matrix products with 8-bit weights and activations (CPU only)."
     )
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto",
-        description="Data type of the KV cache; auto: --dtype, or float16 on the CPU with --quantization int8.",
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "Data type of the KV cache; auto: --dtype, or float16 on the CPU with --quantization int8."
     )
-    attention_backend: Literal["auto", "torch", "numba", "triton", "flash_attn"] = Field(
-        default="auto", description="Attention backend; auto: the fastest that this machine supports."
+    attention_backend: Literal["auto", "torch", "numba", "triton", "flash_attn"] = setting(
+        "auto", "Attention backend; auto: the fastest that this machine supports."
     )
-    enforce_eager: bool = Field(default=False, description="Do not use CUDA graphs.")
-    async_scheduling: Literal["auto", "on", "off"] = Field(
-        default="auto",
-        description="Plan a step while the previous one runs; auto: only where it was measured to be faster.",
+    enforce_eager: bool = setting(False, "Do not use CUDA graphs.")
+    async_scheduling: Literal["auto", "on", "off"] = setting(
+        "auto", "Plan a step while the previous one runs; auto: only where it was measured to be faster."
     )
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.9, description="Fraction of GPU memory that the node uses, including weights."
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = setting(
+        0.9, "Fraction of GPU memory that the node uses, including weights."
     )
-    kv_cache_memory: Size = Field(
-        default=0, description="Memory for KV blocks, as in 2GB; 0: 512MiB on the CPU, the free memory on a GPU."
+    kv_cache_memory: Size = setting(
+        0, "Memory for KV blocks, as in 2GB; 0: 512MiB on the CPU, the free memory on a GPU."
     )
-    num_blocks: CountOrNone = Field(
-        default=0, description="Number of KV blocks, instead of their memory; 0: as many as fit."
+    num_blocks: CountOrNone = setting(0, "Number of KV blocks, instead of their memory; 0: as many as fit.")
+    block_size: Annotated[int, Field(ge=0, le=1024)] = setting(0, "Tokens per KV block; 0: 16 on the CPU, 64 on a GPU.")
+    max_num_batched_tokens: Count = setting(512, "Maximum tokens computed in one step.")
+    max_num_seqs: Count = setting(64, "Maximum requests that run at the same time.")
+    long_prefill_token_threshold: CountOrNone = setting(
+        0, "Maximum tokens of one prompt in a step; 0: --max-num-batched-tokens."
     )
-    block_size: Annotated[int, Field(ge=0, le=1024)] = Field(
-        default=0, description="Tokens per KV block; 0: 16 on the CPU, 64 on a GPU."
+    max_num_partial_prefills: Count = setting(1, "Maximum prompts that are partially computed at the same time.")
+    policy: Policy = setting("stall_free", "How prompts and decodes share steps; see docs/policies.md.")
+    tbt_slo_ms: Milliseconds = setting(
+        0.0, "Target for the longest time between two tokens, which sets the tokens of each step; 0: a fixed number."
     )
-    max_num_batched_tokens: Count = Field(default=512, description="Maximum tokens computed in one step.")
-    max_num_seqs: Count = Field(default=64, description="Maximum requests that run at the same time.")
-    long_prefill_token_threshold: CountOrNone = Field(
-        default=0, description="Maximum tokens of one prompt in a step; 0: --max-num-batched-tokens."
-    )
-    max_num_partial_prefills: Count = Field(
-        default=1, description="Maximum prompts that are partially computed at the same time."
-    )
-    policy: Policy = Field(
-        default="stall_free", description="How prompts and decodes share steps; see docs/policies.md."
-    )
-    tbt_slo_ms: Milliseconds = Field(
-        default=0.0,
-        description="Target for the longest time between two tokens, which sets the tokens of each step; 0: a fixed "
-        "number.",
-    )
-    emulate: str = Field(
-        default="", description="Cost model (a name or a JSON file) whose step times are slept instead of computing."
-    )
-    enable_prefix_caching: bool = Field(default=True, description="Reuse the KV of prompts that share a prefix.")
-    kv_channel: Literal["auto", "pool", "cuda_ipc", "shm", "tcp"] = Field(
-        default="auto",
-        description="How KV is transferred, see docs/operations.md; auto: the fastest that both nodes support.",
+    emulate: str = setting("", "Cost model (a name or a JSON file) whose step times are slept instead of computing.")
+    enable_prefix_caching: bool = setting(True, "Reuse the KV of prompts that share a prefix.")
+    kv_channel: Literal["auto", "pool", "cuda_ipc", "shm", "tcp"] = setting(
+        "auto", "How KV is transferred, see docs/operations.md; auto: the fastest that both nodes support."
     )
     kv_directory: str = Field(
         default_factory=private_directory,
         min_length=1,
         description="Private directory for the sockets of the KV channel.",
     )
-    reserve_timeout_s: Seconds = Field(
-        default=30.0, description="Maximum seconds that a handoff waits for free blocks on a decode node."
+    reserve_timeout_s: Seconds = setting(30.0, "Maximum seconds that a handoff waits for free blocks on a decode node.")
+    push_timeout_s: Seconds = setting(2.0, "Fail a KV transfer after this many seconds without a byte.")
+    stuck_s: Seconds = setting(
+        5.0,
+        "Exit, for the supervisor to restart the node, after this many seconds without progress. Slow steps get more.",
     )
-    push_timeout_s: Seconds = Field(
-        default=2.0, description="Fail a KV transfer after this many seconds without a byte."
-    )
-    stuck_s: Seconds = Field(
-        default=5.0,
-        description="Exit, for the supervisor to restart the node, after this many seconds without progress. Slow "
-        "steps get more.",
-    )
-    heartbeat_s: Annotated[float, Field(ge=0.05, le=60)] = Field(
-        default=0.5, description="Seconds between two heartbeats."
-    )
-    cpus: Cpus = Field(default=(), description="CPUs to run on, as in 0,2-3; empty: all.")
-    threads: Annotated[int, Field(ge=0, le=4096)] = Field(
-        default=0, description="Number of compute threads; 0: one per CPU."
-    )
-    runner: Literal["torch", "hash"] = Field(
-        default="torch", description="hash: a model for tests, which hashes its KV instead of computing."
+    heartbeat_s: Annotated[float, Field(ge=0.05, le=60)] = setting(0.5, "Seconds between two heartbeats.")
+    cpus: Cpus = setting((), "CPUs to run on, as in 0,2-3; empty: all.")
+    threads: Annotated[int, Field(ge=0, le=4096)] = setting(0, "Number of compute threads; 0: one per CPU.")
+    runner: Literal["torch", "hash"] = setting(
+        "torch", "hash: a model for tests, which hashes its KV instead of computing."
     )
 
 
@@ -348,19 +306,18 @@ class RouterSettings(ServingSettings):
 class NodeSettings(ComputingSettings):
     """This node"""
 
-    id: LabelOrNone = Field(default="", description="Unique name; empty: derived from role, host and process id.")
-    host: Host = Field(default="127.0.0.1", description="Address that the node listens on for RPCs.")
-    port: Port = Field(default=0, description="Port for RPCs; 0: any free port.")
-    advertise: HostOrNone = Field(
-        default="",
-        description="Address at which other processes reach this node; empty: --host, or the local address towards "
-        "the registry.",
+    id: LabelOrNone = setting("", "Unique name; empty: derived from role, host and process id.")
+    host: Host = setting("127.0.0.1", "Address that the node listens on for RPCs.")
+    port: Port = setting(0, "Port for RPCs; 0: any free port.")
+    advertise: HostOrNone = setting(
+        "",
+        "Address at which other processes reach this node; empty: --host, or the local address towards the registry.",
     )
-    registry: Annotated[str, AfterValidator(_check_registry)] = Field(
-        default="127.0.0.1:8001", description="host:port of the registry in the router, or redis://host:port."
+    registry: Annotated[str, AfterValidator(_check_registry)] = setting(
+        "127.0.0.1:8001", "host:port of the registry in the router, or redis://host:port."
     )
-    kv_host: HostOrNone = Field(default="", description="Address for KV over tcp; empty: the same as --host.")
-    kv_port: Port = Field(default=0, description="Port for KV over tcp; 0: any free port.")
+    kv_host: HostOrNone = setting("", "Address for KV over tcp; empty: the same as --host.")
+    kv_port: Port = setting(0, "Port for KV over tcp; 0: any free port.")
 
 
 # ---- where a value comes from --------------------------------------------------------------------------------------

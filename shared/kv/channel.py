@@ -2,7 +2,7 @@
 
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Protocol, Self
 
 RESERVATION_ID_BYTES = 16
@@ -89,22 +89,19 @@ class PeerDescriptor:
     num_rows: int
 
     def pack(self) -> bytes:
-        fields = (self.channel, self.host, self.endpoint, self.incarnation_id, self.row_bytes, self.num_rows)
-        return "\n".join(map(str, (DESCRIPTOR_VERSION, *fields))).encode()
+        return "\n".join(map(str, (DESCRIPTOR_VERSION, *astuple(self)))).encode()
 
     @classmethod
     def unpack(cls, data: bytes, channel: str) -> Self:
         """Inverse of `pack`, for input from peers. Raises DescriptorError unless it is a descriptor of `channel`."""
         try:
-            version, name, host, endpoint, incarnation_id, row_bytes, num_rows = (
-                data[:MAX_DESCRIPTOR_BYTES].decode().split("\n")
-            )
-            descriptor = cls(name, host, endpoint, incarnation_id, _count(row_bytes), _count(num_rows))
+            version, name, host, endpoint, incarnation_id, *counts = data[:MAX_DESCRIPTOR_BYTES].decode().split("\n")
+            row_bytes, num_rows = map(_count, counts)
         except ValueError as error:  # UnicodeDecodeError is one
             raise DescriptorError(f"not the descriptor of a KV channel: {error}") from error
         if (version, name) != (DESCRIPTOR_VERSION, channel) or not is_incarnation_id(incarnation_id):
             raise DescriptorError(f"not the descriptor of a {channel} channel: {version} {name}")
-        return descriptor
+        return cls(name, host, endpoint, incarnation_id, row_bytes, num_rows)
 
     def check_row_bytes(self, row_bytes: int) -> None:
         if self.row_bytes != row_bytes:
@@ -116,11 +113,6 @@ class PeerDescriptor:
 
 def is_incarnation_id(text: str) -> bool:
     return len(text) == 32 and set(text) <= set(string.hexdigits)
-
-
-def check_incarnation_id(incarnation_id: str) -> None:
-    if not is_incarnation_id(incarnation_id):
-        raise ValueError(f"an incarnation id has 32 hexadecimal digits, unlike {incarnation_id!r}")
 
 
 def check_open(reservation_id: bytes, rows: Sequence[int], num_rows: int) -> None:

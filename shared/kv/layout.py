@@ -1,6 +1,6 @@
 """The shape of a KV pool: the order of heads, layers and tokens inside a block, which only this module defines."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import prod
 
 HOST_KV_BYTES = 512 << 20  # default size of the KV pool of a node on the CPU
@@ -12,8 +12,8 @@ class KVLayout:
     """The layout of a pool: block-major, heads before layers (vLLM's BHLNC with K and V packed; see its PR #33339).
 
     A block with all its layers is one contiguous row, so that a handoff moves few large pieces. A range of heads of a
-    block is contiguous too, for peers that split heads differently. Raises ValueError for a size that is not a
-    positive integer, or an unsupported dtype.
+    block is contiguous too, for peers that split heads differently. Raises ValueError for a size below one, or an
+    unsupported dtype.
     """
 
     num_blocks: int
@@ -26,10 +26,8 @@ class KVLayout:
     def __post_init__(self) -> None:
         if self.dtype not in BYTES_OF:
             raise ValueError(f"KV dtype {self.dtype!r} is not one of {', '.join(BYTES_OF)}")
-        for size in fields(self)[:-1]:
-            value = getattr(self, size.name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"KV layout: {size.name} is {value!r}, it must be a positive integer")
+        if min(self.shape) < 1:
+            raise ValueError(f"KV layout: the shape is {self.shape}, every size must be positive")
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:

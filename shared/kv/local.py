@@ -10,31 +10,21 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, Self, TypeVar
+from typing import Self
 
-from shared.kv.channel import PeerDescriptor, check_incarnation_id, check_open
-from shared.kv.listener import WELCOME, ChannelListener
-from shared.kv.peers import ChannelLink, ChannelPeers
-from shared.kv.staging import KVMemory
+from shared.kv.channel import PeerDescriptor
+from shared.kv.connections import WELCOME, Memory, SocketChannel
 
 PATIENCE_S = 2.0
 SWEEP_AGE_S = 60.0  # a younger socket may be bound but not listening yet
 
 
-Memory = TypeVar("Memory", bound=KVMemory)
-
-
-class LocalChannel(Generic[Memory]):
-    """See KVChannel. `grant` only checks its arguments, and `revoke` does nothing, since writes are one-sided.
-
-    A subclass defines what a writer receives (`_offer`), how a writer uses it (`_link`), and where it can write
-    (`_place`, `_reaches`).
+class LocalChannel(SocketChannel[Memory]):
+    """See KVChannel. A subclass defines what a writer receives (`_offer`), how it uses it (`_link`), where it can write
+    (`_reaches`), and where our memory is (`_place`).
     """
-
-    name: str
-    fenced = False
 
     def __init__(
         self,
@@ -44,16 +34,10 @@ class LocalChannel(Generic[Memory]):
         server: socket.socket,
         patience_s: float,
     ) -> None:
-        self._path = str(server.getsockname())
-        self._descriptor = PeerDescriptor(
-            self.name, self._place(), self._path, incarnation_id, memory.row_bytes, memory.num_rows
-        )
-        self._peers = ChannelPeers(memory.row_bytes, memory.num_rows, self._link)
-        self._listener = ChannelListener(
-            server, incarnation_id, memory.row_bytes, self._serve, on_writer_lost, patience_s
-        )
-        self._patience_s = patience_s
-        self._closed = False
+        self._memory = memory
+        self._path = Path(str(server.getsockname()))
+        address = self._place(), str(self._path)
+        super().__init__(memory, incarnation_id, on_writer_lost, server, address, patience_s)
 
     @classmethod
     async def start(
@@ -65,8 +49,7 @@ class LocalChannel(Generic[Memory]):
         patience_s: float = PATIENCE_S,
     ) -> Self:
         """Listen in `directory`, which writers must see under the same path. Raises OSError if that fails."""
-        check_incarnation_id(incarnation_id)
-        return cls(memory, incarnation_id, on_writer_lost, _listening(directory), patience_s)
+        return cls(memory, incarnation_id, on_writer_lost, _listening(Path(directory)), patience_s)
 
     def _place(self) -> str:
         """Return where our memory is, for the descriptor."""
@@ -80,67 +63,29 @@ class LocalChannel(Generic[Memory]):
         """Return what is sent to a writer after the welcome: bytes, and file descriptors."""
         raise NotImplementedError
 
-    def _link(self, descriptor: PeerDescriptor, _reservation_id: bytes) -> ChannelLink:
-        raise NotImplementedError
-
-    @property
-    def num_rejected(self) -> int:
-        """The number of rejected connections: protocol error or connection limit."""
-        return self._listener.num_rejected
-
-    def descriptor(self) -> bytes:
-        return self._descriptor.pack()
-
-    def grant(self, reservation_id: bytes, rows: Sequence[int]) -> None:
-        check_open(reservation_id, rows, self._descriptor.num_rows)
-
-    def revoke(self, reservation_id: bytes) -> None:
-        pass
-
-    def fence_writer(self, incarnation_id: str) -> bool:
-        return self._listener.fence_writer(incarnation_id)
-
     def reachable(self, descriptor: bytes) -> bool:
-        """Return whether the owner is alive on this machine, and this container can reach its socket.
-
-        Raises DescriptorError if it is not a descriptor of this channel, or its rows differ in size from ours.
-        """
-        peer = PeerDescriptor.unpack(descriptor, self.name)
-        peer.check_row_bytes(self._descriptor.row_bytes)
-        return self.is_live(peer)
+        """Return whether the owner is alive on this machine, and this container can reach its socket."""
+        return super().reachable(descriptor) and self.is_live(PeerDescriptor.unpack(descriptor, self.name))
 
     def is_live(self, peer: PeerDescriptor) -> bool:
         """Return the same as `reachable`, but accept rows of any size."""
         return self._reaches(peer.host) and _answers(peer.endpoint)
 
-    async def push(
-        self, descriptor: bytes, reservation_id: bytes, source: Sequence[int], target: Sequence[int]
-    ) -> None:
-        await self._peers.push(PeerDescriptor.unpack(descriptor, self.name), reservation_id, source, target)
-
     async def close(self) -> None:
-        await self._peers.close()
-        if self._closed:
-            return
-        self._closed = True
-        _unlink(self._path)
-        self._listener.close()
-        self._let_go()
+        self._path.unlink(missing_ok=True)
+        await super().close()
 
-    def _let_go(self) -> None:
-        """Release the memory, even if other objects still refer to this channel."""
-        raise NotImplementedError
-
-    def _serve(self, connection: socket.socket, _incarnation_id: str) -> None:
+    def _serve(self, connection: socket.socket) -> None:
         data, descriptors = self._offer()
         socket.send_fds(connection, [WELCOME + data], descriptors)
-        connection.settimeout(None)
         # Read until the writer ends, and ignore the bytes: a writer that we disconnect could still write to the memory.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bytes(16))
         while connection.recv(4096):
             pass
 
 
 def _answers(path: str) -> bool:
+    """Return whether a process listens on the unix socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -152,11 +97,17 @@ def _answers(path: str) -> bool:
     return True
 
 
-def _listening(directory: str | Path) -> socket.socket:
-    """Return a listening unix socket that only our user can reach, with a random name."""
-    _sweep(Path(directory))
+def _listening(directory: Path) -> socket.socket:
+    """Return a listening unix socket that only our user can reach, with a random name.
+
+    Before, remove the sockets of killed processes: those that are old and have no listener.
+    """
+    for old in directory.iterdir() if directory.is_dir() else ():
+        with contextlib.suppress(OSError):
+            if old.is_socket() and time.time() - old.stat().st_mtime > SWEEP_AGE_S and not _answers(str(old)):
+                old.unlink()
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    path = Path(directory).absolute() / secrets.token_hex(16)
+    path = directory.absolute() / secrets.token_hex(16)
     try:
         os.fchmod(server.fileno(), 0o600)  # before bind: the file never exists with a wider mode
         server.bind(str(path))
@@ -166,24 +117,6 @@ def _listening(directory: str | Path) -> socket.socket:
         path.unlink(missing_ok=True)
         raise OSError(error.errno, f"cannot listen on the unix socket {path}: {error}") from error
     return server
-
-
-def _sweep(directory: Path) -> None:
-    """Remove the sockets of killed processes: those that are old and have no listener."""
-    for path in directory.iterdir() if directory.is_dir() else ():
-        with contextlib.suppress(OSError):
-            if not path.is_socket() or time.time() - path.stat().st_mtime < SWEEP_AGE_S:
-                continue
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-                probe.settimeout(0.1)
-                try:
-                    probe.connect(str(path))
-                except ConnectionRefusedError:
-                    path.unlink()
-
-
-def _unlink(path: str) -> None:
-    Path(path).unlink(missing_ok=True)
 
 
 def private(directory: str | Path) -> Path:

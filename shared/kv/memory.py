@@ -1,4 +1,4 @@
-"""Host memory that a peer process can map: a sealed memfd, used as a matrix of bytes with one KV block per row."""
+"""The memory of a KV pool: what channels need of it, the checksums of its rows, and host memory that peers can map."""
 
 import errno
 import fcntl
@@ -6,19 +6,85 @@ import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
-
-from shared.kv.checksum import checksums
-from shared.kv.staging import InPlaceStaging, Staging
 
 Rows = NDArray[np.uint8]
 
+CHECKSUM_BYTES = 8
 # A sealed size is what makes it safe to map the memory of another process: a truncated file under a mapping is a
 # SIGBUS, which no Python code can catch. F_SEAL_SEAL keeps a peer from adding seals that would stop our own writes.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Staging(Protocol):
+    """Host buffers for rows, for channels that use sockets. What a call returns is valid until the next call."""
+
+    def read(self, rows: Sequence[int]) -> list[memoryview]:
+        """Return the bytes of these rows."""
+        ...
+
+    def room(self, rows: Sequence[int]) -> list[memoryview]:
+        """Return buffers to be filled with bytes for these rows."""
+        ...
+
+    def write(self, rows: Sequence[int]) -> None:
+        """Copy what was put into `room(rows)` to the rows, and wait until it is there."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class KVMemory(Protocol):
+    """The rows of a KV pool, on the host or on a GPU: `num_rows` of `row_bytes` each.
+
+    `sums` names the checksum. Two memories must use the same one to compare rows.
+    """
+
+    sums: ClassVar[str]
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def row_bytes(self) -> int: ...
+
+    def checksums(self, rows: Sequence[int]) -> bytes:
+        """Return the checksums of the rows, 8 bytes each."""
+        ...
+
+    def staging(self) -> Staging:
+        """Return a new staging. The thread that uses it must create and close it."""
+        ...
+
+
+def checksums(rows: Rows, indices: Sequence[int]) -> bytes:
+    """Return the xxh3-64 of each of `rows[indices]`, 8 bytes little-endian each, in the order of `indices`.
+
+    `rows` is uint8 [num_rows, row_bytes], with contiguous rows. Raises IndexError for an index out of range.
+    """
+    return b"".join(xxhash.xxh3_64_intdigest(rows[index]).to_bytes(CHECKSUM_BYTES, "little") for index in indices)
+
+
+class InPlaceStaging:
+    """The staging of rows in host memory, which copies nothing."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def read(self, rows: Sequence[int]) -> list[memoryview]:
+        return [self._rows[row].data for row in rows]
+
+    room = read
+
+    def write(self, rows: Sequence[int]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class HostMemory:
@@ -26,7 +92,7 @@ class HostMemory:
 
     `rows` is uint8 [num_rows, row_bytes]. The constructor touches every page, because the first touch of a page takes
     20 times as long as a copy into it. Raises ValueError for a size below one, and OSError (ENOMEM) if the machine or
-    the control group has too little memory.
+    the control group has too little memory: later, the kernel would kill the process without a message.
     """
 
     sums: ClassVar[str] = "xxh3"
@@ -34,16 +100,25 @@ class HostMemory:
     def __init__(self, num_rows: int, row_bytes: int) -> None:
         if num_rows < 1 or row_bytes < 1:
             raise ValueError(f"KV memory of {num_rows} rows of {row_bytes} bytes: both must be at least 1")
-        size = num_rows * row_bytes
+        size, available = num_rows * row_bytes, _available_bytes()
+        if size > available:
+            text = (
+                f"cannot allocate {size / 2**20:,.0f} MiB of KV memory: {available / 2**20:,.0f} MiB are "
+                "available; lower --num-blocks or --kv-cache-memory"
+            )
+            raise OSError(errno.ENOMEM, text)
         self.num_rows, self.row_bytes = num_rows, row_bytes
-        self._check_available(size)
         self._fd: int | None = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            self.rows: Rows = self._allocate(self._fd, size).reshape(num_rows, row_bytes)
+            os.posix_fallocate(self._fd, 0, size)  # fails here if memory is short; a later touch would be a SIGBUS
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
+            flat = np.frombuffer(mmap.mmap(self._fd, size), np.uint8)  # the array owns the mapping
         except OSError as error:
             self.close()
             text = f"cannot allocate {size / 2**20:,.0f} MiB of KV memory: {error.strerror}"
             raise OSError(error.errno, text) from error
+        flat[:: mmap.PAGESIZE] = 0
+        self.rows: Rows = flat.reshape(num_rows, row_bytes)
 
     @property
     def fd(self) -> int:
@@ -64,26 +139,6 @@ class HostMemory:
             os.close(self._fd)
         self._fd = None
         self.rows = np.empty((0, 0), np.uint8)
-
-    @staticmethod
-    def _allocate(fd: int, size: int) -> Rows:
-        os.ftruncate(fd, size)
-        os.posix_fallocate(fd, 0, size)  # fails here if memory is short; a later touch would be a SIGBUS
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-        flat = np.frombuffer(mmap.mmap(fd, size), np.uint8)  # the array owns the mapping
-        flat[:: mmap.PAGESIZE] = 0
-        return flat
-
-    @staticmethod
-    def _check_available(size: int) -> None:
-        """Raise OSError if memory is short. Otherwise, the kernel would kill the process without a message."""
-        available = _available_bytes()
-        if size > available:
-            text = (
-                f"cannot allocate {size / 2**20:,.0f} MiB of KV memory: {available / 2**20:,.0f} MiB are "
-                "available; lower --num-blocks or --kv-cache-memory"
-            )
-            raise OSError(errno.ENOMEM, text)
 
 
 def _available_bytes() -> int:

@@ -14,31 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from shared.kv.channel import DescriptorError, PeerDescriptor, PeerLostError
-from shared.kv.listener import ANSWER, check_answer, pack_greeting
+from shared.kv.connections import ANSWER, check_answer, hung_up, pack_greeting
 from shared.kv.local import LocalChannel, host_id
 from shared.kv.memory import HostMemory, Rows
-from shared.kv.peers import hung_up
 
 PIECE_BYTES = 8 << 20  # copied between two checks for a stop: a few milliseconds
 
 
 class ShmChannel(LocalChannel[HostMemory]):
-    """See KVChannel."""
+    """See KVChannel. The memory must be closed after the channel."""
 
     name = "shm"
-
-    def __init__(
-        self,
-        memory: HostMemory,
-        incarnation_id: str,
-        on_writer_lost: Callable[[str], None],
-        server: socket.socket,
-        patience_s: float,
-    ) -> None:
-        self._rows = memory.rows
-        self._incarnation_id = incarnation_id
-        self._fd = os.dup(memory.fd)  # our own: after the memory is closed, its number may belong to another file
-        super().__init__(memory, incarnation_id, on_writer_lost, server, patience_s)
 
     def _place(self) -> str:
         return host_id()
@@ -47,31 +33,28 @@ class ShmChannel(LocalChannel[HostMemory]):
         return place == host_id()
 
     def _offer(self) -> tuple[bytes, list[int]]:
-        return b"", [self._fd]
+        return b"", [self._memory.fd]
 
     def _link(self, descriptor: PeerDescriptor, _reservation_id: bytes) -> "_Mapping":
-        return _Mapping(descriptor, self._incarnation_id, self._rows, self._patience_s)
-
-    def _let_go(self) -> None:
-        os.close(self._fd)
-        self._rows = np.empty((0, 0), np.uint8)
+        return _Mapping(self._memory.rows, *attach(descriptor, self._own.incarnation_id, self._patience_s))
 
 
 class _Mapping:
     """A peer's pool, which is mapped into this process while the peer is alive."""
 
-    def __init__(self, descriptor: PeerDescriptor, incarnation_id: str, rows: Rows, patience_s: float) -> None:
-        self._ours = rows
-        self.socket, self._theirs = attach(descriptor, incarnation_id, patience_s)
+    def __init__(self, ours: Rows, connection: socket.socket, theirs: Rows) -> None:
+        self._ours = ours
+        self.socket = connection
+        self._theirs = theirs
 
     def push(
         self, _reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
     ) -> None:
         """Copy adjacent rows together. numpy releases the interpreter lock, so other threads run in the meantime."""
         row_bytes = self._ours.shape[1]
-        copied = 0  # bytes since the last check
+        copied = PIECE_BYTES  # bytes since the last check
         for start, end in runs(source, target, max(1, PIECE_BYTES // row_bytes)):
-            if copied >= PIECE_BYTES or not start:
+            if copied >= PIECE_BYTES:
                 copied = 0
                 if stopped() or hung_up(self.socket):
                     break
@@ -102,37 +85,30 @@ def attach(descriptor: PeerDescriptor, incarnation_id: str, patience_s: float) -
         connection.settimeout(patience_s)
         connection.connect(descriptor.endpoint)
         connection.sendall(pack_greeting(descriptor, incarnation_id))
-        rows = _received(connection, descriptor)
+        answer, fds, _, _ = socket.recv_fds(connection, ANSWER.size, 1, socket.MSG_CMSG_CLOEXEC)
+        try:
+            check_answer(answer)
+            rows = _mapped(fds, descriptor)
+        finally:
+            for fd in fds:
+                os.close(fd)
         undo.pop_all()
     return connection, rows
 
 
-def _received(connection: socket.socket, descriptor: PeerDescriptor) -> Rows:
-    answer, fds, _, _ = socket.recv_fds(connection, ANSWER.size, 1, socket.MSG_CMSG_CLOEXEC)
-    try:
-        check_answer(answer)
-        if not fds:
-            raise PeerLostError("it sent no memory")
-        return _map(fds[0], descriptor)
-    finally:
-        for fd in fds:
-            os.close(fd)
-
-
-def _map(fd: int, descriptor: PeerDescriptor) -> Rows:
+def _mapped(fds: list[int], descriptor: PeerDescriptor) -> Rows:
     """Map the peer's memfd as uint8 [num_rows, row_bytes], and touch its pages.
 
     Raises PeerLostError unless its size is sealed and equals that in the descriptor: an access to a mapping beyond the
     end of its file is a SIGBUS.
     """
     size = descriptor.num_rows * descriptor.row_bytes
-    try:
-        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-    except OSError:  # not a memfd
-        sealed = 0
-    if not sealed or os.fstat(fd).st_size != size:
+    sealed = 0
+    with contextlib.suppress(OSError):  # not a memfd
+        sealed = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK if fds else 0
+    if not sealed or os.fstat(fds[0]).st_size != size:
         raise PeerLostError(f"it did not send a sealed memory of {size} bytes")
-    flat = np.frombuffer(mmap.mmap(fd, size), np.uint8)
+    flat = np.frombuffer(mmap.mmap(fds[0], size), np.uint8)
     flat[:: mmap.PAGESIZE].max()  # read only: the pool is in use
     return flat.reshape(descriptor.num_rows, descriptor.row_bytes)
 

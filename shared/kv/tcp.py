@@ -14,20 +14,20 @@ from collections.abc import Callable, Sequence
 from typing import Self
 from zlib import crc32
 
-from shared.kv.channel import PeerDescriptor, PeerLostError, ReservationRefusedError, check_incarnation_id, check_open
-from shared.kv.listener import (
+from shared.kv.channel import PeerDescriptor, PeerLostError, ReservationRefusedError
+from shared.kv.connections import (
     ANSWER,
     MAGIC,
     VERSION,
     WELCOME,
-    ChannelListener,
     MalformedError,
+    SocketChannel,
     check_answer,
     pack_greeting,
     receive_exactly,
+    set_timeout,
 )
-from shared.kv.peers import ChannelPeers
-from shared.kv.staging import KVMemory, Staging
+from shared.kv.memory import KVMemory, Staging
 
 # A push consists of frames with rows and a last frame without rows, which the receiver answers with an ACK.
 # A frame has a header, then the row numbers as u32, then the bytes of the rows, whose checksums are in the commit. The
@@ -58,8 +58,8 @@ class _OpenRows:
             self.open = False
 
 
-class TcpChannel:
-    """See KVChannel."""
+class TcpChannel(SocketChannel[KVMemory]):
+    """See KVChannel. `patience_s` limits the time without any byte in the middle of a push."""
 
     name = "tcp"
     fenced = True
@@ -73,18 +73,10 @@ class TcpChannel:
         host: str,
         patience_s: float,
     ) -> None:
-        num_rows, row_bytes = memory.num_rows, memory.row_bytes
-        self._staging = memory.staging
-        self._patience_s = patience_s
         self._reservations: dict[bytes, _OpenRows] = {}
-        self._scratch = memoryview(bytearray(row_bytes))  # shared by all threads, since it is never read
-        self._descriptor = PeerDescriptor(
-            self.name, host, str(server.getsockname()[1]), incarnation_id, row_bytes, num_rows
-        )
-        self._peers = ChannelPeers(row_bytes, num_rows, self._connect)
-        self._listener = ChannelListener(
-            server, incarnation_id, row_bytes, self._serve, on_writer_lost, patience_s, self._reservations.__contains__
-        )
+        self._scratch = memoryview(bytearray(memory.row_bytes))  # shared by all threads, since it is never read
+        address = host, str(server.getsockname()[1])
+        super().__init__(memory, incarnation_id, on_writer_lost, server, address, patience_s)
 
     @classmethod
     async def start(
@@ -97,161 +89,96 @@ class TcpChannel:
         advertised: str | None = None,
         patience_s: float = PATIENCE_S,
     ) -> Self:
-        """Listen on `host`, and advertise `advertised`, by default the same, to peers. Raises OSError.
-
-        `patience_s` limits the time without any byte in the middle of a push.
-        """
-        check_incarnation_id(incarnation_id)
+        """Listen on `host`, and advertise `advertised`, by default the same, to peers. Raises OSError."""
         if advertised is None and host in ("", "0.0.0.0", "::"):
             raise ValueError(f"listening on every address ({host!r}): give the one at which peers reach this node")
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         server = socket.create_server((host, port), family=family, backlog=128)
         return cls(memory, incarnation_id, on_writer_lost, server, advertised or host, patience_s)
 
-    @property
-    def num_rejected(self) -> int:
-        """The number of rejected connections: protocol error, unknown reservation or connection limit."""
-        return self._listener.num_rejected
-
-    def descriptor(self) -> bytes:
-        return self._descriptor.pack()
-
     def grant(self, reservation_id: bytes, rows: Sequence[int]) -> None:
-        check_open(reservation_id, rows, self._descriptor.num_rows)
+        super().grant(reservation_id, rows)
         if reservation_id in self._reservations:
             raise ValueError("the reservation is open already")
         self._reservations[reservation_id] = _OpenRows(rows)
 
     def revoke(self, reservation_id: bytes) -> None:
-        known = self._reservations.pop(reservation_id, None)
-        if known is not None:
+        if (known := self._reservations.pop(reservation_id, None)) is not None:
             known.shut()
 
-    def fence_writer(self, incarnation_id: str) -> bool:
-        return self._listener.fence_writer(incarnation_id)
+    def _is_open(self, reservation_id: bytes) -> bool:
+        return reservation_id in self._reservations
 
-    def reachable(self, descriptor: bytes) -> bool:
-        """Return True for every valid descriptor. Only a push shows whether the address can be reached."""
-        PeerDescriptor.unpack(descriptor, self.name).check_row_bytes(self._descriptor.row_bytes)
-        return True
+    def _link(self, descriptor: PeerDescriptor, reservation_id: bytes) -> "_Connection":
+        greeting = pack_greeting(descriptor, self._own.incarnation_id, reservation_id)
+        return _Connection(descriptor, greeting, self._memory.staging, self._patience_s)
 
-    async def push(
-        self, descriptor: bytes, reservation_id: bytes, source: Sequence[int], target: Sequence[int]
-    ) -> None:
-        await self._peers.push(PeerDescriptor.unpack(descriptor, self.name), reservation_id, source, target)
-
-    async def close(self) -> None:
-        await self._peers.close()
-        self._listener.close()
-        self._staging = _none_left  # releases the memory, even if other objects still refer to this channel
-
-    def _connect(self, descriptor: PeerDescriptor, reservation_id: bytes) -> "_Connection":
-        greeting = pack_greeting(descriptor, self._descriptor.incarnation_id, reservation_id)
-        return _Connection(descriptor, greeting, self._staging, self._patience_s)
-
-    def _serve(self, connection: socket.socket, _incarnation_id: str) -> None:
-        """Receive pushes until the writer ends, is silent in the middle of one, or violates the protocol."""
-        with contextlib.closing(self._staging()) as staging:
+    def _serve(self, connection: socket.socket) -> None:
+        _keep_alive(connection)
+        with contextlib.closing(self._memory.staging()) as staging:
             connection.sendall(WELCOME)
-            connection.setblocking(False)
-            self._receive(_Wire(connection, self._patience_s), connection, staging)
+            self.receive(connection, staging)
 
-    def _receive(self, wire: "_Wire", connection: socket.socket, staging: Staging) -> None:
-        indices = memoryview(bytearray(4 * MAX_FRAME_ROWS))
+    def receive(self, connection: socket.socket, staging: Staging) -> None:
+        """Receive pushes until the writer ends, is silent in the middle of one, or violates the protocol.
+
+        Raises EOFError, OSError or MalformedError. `connection` is blocking, with a timeout.
+        """
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
         accepted = refused = 0
         pushing = False
         while True:
-            magic, version, count, reservation_id, row_bytes = FRAME.unpack(wire.head(may_idle=not pushing))
-            known = (magic, version, row_bytes) == (MAGIC, VERSION, self._descriptor.row_bytes)
-            if not known or count > MAX_FRAME_ROWS:
+            if not pushing:
+                poll.poll()  # between pushes, a writer may be silent
+            header = receive_exactly(connection, FRAME.size + FRAME_CHECK.size)
+            magic, version, count, reservation_id, row_bytes = FRAME.unpack(header[: FRAME.size])
+            is_known = (magic, version, row_bytes) == (MAGIC, VERSION, self._own.row_bytes)
+            if not is_known or header != checked(header[: FRAME.size]) or count > MAX_FRAME_ROWS:
                 raise MalformedError
             if count:
-                wire.fill(indices[: 4 * count])
+                rows = struct.unpack(f"<{count}I", receive_exactly(connection, 4 * count))
                 granted = self._reservations.get(reservation_id) or _OpenRows(())
-                landed = self._land(wire, staging, granted, indices[: 4 * count].cast("I"))
-                accepted, refused = accepted + landed, refused + count - landed
+                num_received = self._receive_rows(connection, poll, staging, granted, rows)
+                accepted, refused = accepted + num_received, refused + count - num_received
             else:
-                # The socket does not block: a peer that fills the buffer with unread answers violates the protocol.
-                connection.send(ACK.pack(MAGIC, VERSION, accepted, refused))
+                # Without waiting: a peer that fills the buffer with unread answers violates the protocol.
+                connection.send(ACK.pack(MAGIC, VERSION, accepted, refused), socket.MSG_DONTWAIT)
                 accepted = refused = 0
             pushing = count > 0
 
-    def _land(self, wire: "_Wire", staging: Staging, granted: _OpenRows, rows: memoryview) -> int:
+    def _receive_rows(
+        self, connection: socket.socket, poll: select.poll, staging: Staging, granted: _OpenRows, rows: Sequence[int]
+    ) -> int:
         """Receive the rows of a frame, each into the pool or into scratch. Return how many are complete in the pool."""
-        size = self._descriptor.row_bytes
-        num_landed = len(rows)
+        row_bytes = self._own.row_bytes
+        num_complete = len(rows)
         wanted = [row for row in rows if row in granted.rows]
         room = iter(staging.room(wanted))
         places = [next(room) if row in granted.rows else self._scratch for row in rows]
-        done = 0
-        wire.expect(len(rows) * size)
-        while done < len(rows) * size:
-            row, offset = divmod(done, size)
+        done, size = 0, len(rows) * row_bytes
+        deadline = time.monotonic() + self._patience_s + size / LEAST_BYTES_PER_S
+        while done < size:
+            row, offset = divmod(done, row_bytes)
             with granted.lock:
                 if not granted.open:
                     places = [self._scratch] * len(rows)
-                    num_landed = min(num_landed, row)
-                received = wire.receive([places[row][offset:], *places[row + 1 :]])
+                    num_complete = min(num_complete, row)
+                try:
+                    buffers = [places[row][offset:], *places[row + 1 :]]
+                    received = connection.recvmsg_into(buffers, 0, socket.MSG_DONTWAIT)[0]
+                except BlockingIOError:
+                    received = -1
             if not received:
-                wire.wait()
-            done += received
+                raise EOFError
+            if received > 0:
+                done += received
+            elif not poll.poll(1000 * min(self._patience_s, max(0.0, deadline - time.monotonic()))):
+                raise TimeoutError
         with granted.lock:
             if granted.open:
                 staging.write(wanted)
-        return sum(row in granted.rows for row in rows[:num_landed])
-
-
-class _Wire:
-    """The receiving end of a connection. Only `wait` blocks, and the methods that call it."""
-
-    def __init__(self, connection: socket.socket, patience_s: float) -> None:
-        _keep_alive(connection)
-        self._connection = connection
-        self._patience_s = patience_s
-        self._until = 0.0
-        self._head = memoryview(bytearray(FRAME.size + FRAME_CHECK.size))
-        self._poll = select.poll()
-        self._poll.register(connection, select.POLLIN)
-
-    def expect(self, num_bytes: int) -> None:
-        """Set the deadline of `wait` for these bytes, at the least rate that is accepted."""
-        self._until = time.monotonic() + self._patience_s + num_bytes / LEAST_BYTES_PER_S
-
-    def receive(self, buffers: list[memoryview]) -> int:
-        """Receive what is available, without waiting. Raises EOFError if the connection has ended."""
-        try:
-            received = self._connection.recvmsg_into(buffers)[0]
-        except BlockingIOError:
-            return 0
-        if not received:
-            raise EOFError
-        return received
-
-    def wait(self, for_ever: bool = False) -> None:
-        """Wait for bytes to receive. Raises TimeoutError after the deadline, or `patience_s` without a byte."""
-        left_s = min(self._patience_s, max(0.0, self._until - time.monotonic()))
-        if not self._poll.poll(None if for_ever else left_s * 1000):
-            raise TimeoutError
-
-    def head(self, may_idle: bool) -> memoryview:
-        """Receive the header of a frame, valid until the next call. Raises MalformedError if its checksum is wrong."""
-        self.fill(self._head, may_idle)
-        head = self._head[: FRAME.size]
-        if FRAME_CHECK.unpack(self._head[FRAME.size :]) != (crc32(head),):
-            raise MalformedError
-        return head
-
-    def fill(self, buffer: memoryview, may_idle: bool = False) -> None:
-        """Receive until `buffer` is full. With `may_idle`, wait for the first byte without limit."""
-        done = 0
-        self.expect(len(buffer))
-        while done < len(buffer):
-            received = self.receive([buffer[done:]])
-            if not received:
-                self.wait(for_ever=may_idle and not done)
-            if may_idle and not done:
-                self.expect(len(buffer))
-            done += received
+        return sum(row in granted.rows for row in rows[:num_complete])
 
 
 class _Connection:
@@ -266,15 +193,11 @@ class _Connection:
             self.socket = socket.create_connection((descriptor.host, int(descriptor.endpoint)), patience_s)
             undo.callback(self.socket.close)
             _keep_alive(self.socket)
+            set_timeout(self.socket, patience_s)
             self.socket.sendall(greeting)
-            check_answer(receive_exactly(self.socket, ANSWER.size, patience_s))
+            check_answer(receive_exactly(self.socket, ANSWER.size))
             self._staging = staging()
             undo.pop_all()
-        # With the kernel's timeout on a blocking socket, a frame needs one call and one wait for the interpreter lock.
-        self.socket.settimeout(None)
-        seconds, fraction = divmod(patience_s, 1)
-        limit = struct.pack("ll", int(seconds), int(fraction * 1e6))
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def push(
         self, reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
@@ -290,7 +213,13 @@ class _Connection:
             self._send([memoryview(head + indices), *self._staging.read(rows)])
             sent += len(rows)
         self._send([memoryview(checked(FRAME.pack(MAGIC, VERSION, 0, reservation_id, row_bytes)))])
-        self._check_ack(sent)
+        magic, version, accepted, refused = ACK.unpack(receive_exactly(self.socket, ACK.size))
+        if (magic, version, accepted + refused) != (MAGIC, VERSION, sent):
+            raise PeerLostError("its acknowledgement is invalid")
+        if refused:
+            raise ReservationRefusedError(
+                f"the peer refused {refused} of {sent} rows: the reservation is not open for them"
+            )
 
     def interrupt(self) -> None:
         with contextlib.suppress(OSError):  # the connection has ended already
@@ -311,25 +240,10 @@ class _Connection:
             if sent:
                 buffers[0] = buffers[0][sent:]
 
-    def _check_ack(self, num_rows: int) -> None:
-        answer = receive_exactly(self.socket, ACK.size, self._patience_s)
-        self.socket.settimeout(None)
-        magic, version, accepted, refused = ACK.unpack(answer)
-        if (magic, version, accepted + refused) != (MAGIC, VERSION, num_rows):
-            raise PeerLostError("its acknowledgement is invalid")
-        if refused:
-            raise ReservationRefusedError(
-                f"the peer refused {refused} of {num_rows} rows: the reservation is not open for them"
-            )
-
 
 def checked(head: bytes) -> bytes:
     """Return the header of a frame with its checksum."""
     return head + FRAME_CHECK.pack(crc32(head))
-
-
-def _none_left() -> Staging:
-    raise PeerLostError("the channel is closed")
 
 
 def _keep_alive(connection: socket.socket) -> None:

@@ -167,7 +167,7 @@ class RequestEvent:
     "reserving"  `peer` reserved blocks: duration_us = time until the reply
     "transfer"   blocks were pushed to `peer`: count = blocks, bytes, channel, duration_us
     "committed"  `peer` acknowledged that it has all blocks: duration_us
-    "landed"     the decode node has all blocks, and the request may run there
+    "received"   the decode node has all blocks, and the request may run there
     "admitted"   the first step of the request on this node began: count = tokens found in the prefix cache
     "first"      its first token on this node was sampled
     "preempted"  its blocks were taken away; its tokens are computed again

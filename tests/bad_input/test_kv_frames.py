@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.kv.listener import MAGIC, VERSION, MalformedError
+from shared.kv.connections import MAGIC, VERSION, MalformedError
 from shared.kv.tcp import ACK, FRAME
 from tests.fuzz.kv import FakeReceiver
 

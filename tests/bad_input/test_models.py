@@ -116,7 +116,7 @@ FOR_ROUTERS: dict[str, tuple[Breaking, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(30)  # a router that starts all the same serves until then
+@pytest.mark.timeout(300)  # a router that starts all the same serves until then
 @pytest.mark.parametrize(("breaking", "complaint"), FOR_ROUTERS.values(), ids=FOR_ROUTERS)
 def test_a_router_ends_with_one_line(
     breaking: Breaking, complaint: str, directory: Path, capsys: pytest.CaptureFixture[str]
@@ -182,7 +182,7 @@ FOR_NODES: dict[str, tuple[Breaking, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("breaking", "complaint"), FOR_NODES.values(), ids=FOR_NODES)
 def test_a_node_ends_with_one_line(
     breaking: Breaking, complaint: str, directory: Path, capsys: pytest.CaptureFixture[str]

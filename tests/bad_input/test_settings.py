@@ -82,7 +82,7 @@ NODES: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(30)  # a node that starts all the same serves until then
+@pytest.mark.timeout(300)  # a node that starts all the same serves until then
 @pytest.mark.parametrize(("changes", "complaint"), NODES.values(), ids=NODES)
 def test_a_node_ends_with_one_line(
     changes: dict[str, Any], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

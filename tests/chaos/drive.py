@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,7 +75,7 @@ class Report:
     detected_s: float | None
     gap: Gap | None
     unbalanced: list[str]  # nodes and the blocks they still hold
-    harms: dict[str, int]  # faults injected by the relays, by kind
+    harms: Counter[str]  # faults injected by the relays, by kind
 
     @property
     def num_lost(self) -> int:
@@ -190,10 +191,7 @@ def drive(row: Row, requests: int, channel: str = "") -> Report:
             status, unbalanced = at_rest(running)
         faults += fired(running)
         gaps = sorted((outcome for outcome in load.outcomes if outcome.id), key=lambda outcome: -outcome.gap_s)
-        harms = {
-            what: sum(getattr(proxy, f"num_{what}") for pair in proxies.values() for proxy in pair.values())
-            for what in ("cut", "corrupted", "doubled")
-        }
+        harms = sum((proxy.harms for pair in proxies.values() for proxy in pair.values()), Counter[str]())
         return Report(
             row,
             load.outcomes,
@@ -238,10 +236,16 @@ def _play(
         if isinstance(act, Signals):
             _send(running.processes[act.name], act)
         else:
-            proxies[act.name][act.kind].harm = act.harm
-            time.sleep(act.for_s)
-            proxies[act.name][act.kind].harm = NONE
+            _disturb(proxies[act.name][act.kind], act)
     return faults
+
+
+def _disturb(proxy: Proxy, link: Link) -> None:
+    """Disturb a link for its time, and until it had each kind of damage."""
+    proxy.harm = link.harm
+    time.sleep(link.for_s)
+    wait_for(lambda: proxy.harms.keys() >= link.harm.damage, f"damage by {link}", FAULTS_S)
+    proxy.harm = NONE
 
 
 def _send(process: "subprocess.Popen[bytes]", act: Signals) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 
 from benchmarks.result import Cell, Result, Table, median
-from shared.kv.checksum import checksums
+from shared.kv.memory import checksums
 from tests.chaos.drive import all_back
 from tests.chaos.streams import StreamTimings, percentile, timings_during
 from tests.cluster.harness import DEMO, ROOT, Cluster, cluster, completion, free_port, redis_server, wait_for

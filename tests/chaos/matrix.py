@@ -34,7 +34,7 @@ def _frozen(name: str, for_s: float) -> list[Signals]:
 ROWS: Final[list[Row]] = [
     Row("none", "no fault"),
     # ---- crashes, phase by phase ----
-    Row("queued", "prefill node killed as it accepts a request", {P: _kills("node.taken:40")}),
+    Row("queued", "prefill node killed as it accepts a request", {P: _kills("node.accepted:40")}),
     Row(
         "chunk",
         "prefill node killed in the first chunk, a middle chunk and the last chunk",

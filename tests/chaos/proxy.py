@@ -10,6 +10,7 @@ import random
 import socket
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,6 +31,12 @@ class Harm:
     corrupt: float = 0.0  # a bit of these is flipped, upwards
     double: float = 0.0  # these are sent twice, upwards
 
+    @property
+    def damage(self) -> set[str]:
+        """The kinds of damage that this must do to some connection or chunk."""
+        kinds = {"cut": self.cut_at, "corrupted": self.corrupt, "doubled": self.double}
+        return {kind for kind, amount in kinds.items() if amount}
+
 
 NONE = Harm()
 PARTITION = Harm(silent=frozenset({"up", "down"}))
@@ -39,7 +46,7 @@ class Proxy:
     """Relays `host`:`port` to 127.0.0.1:`port`. `harm` may be set at any time, from any thread."""
 
     def __init__(self, relays: "Relays", host: str, port: int, seed: int = 0) -> None:
-        self.num_cut = self.num_corrupted = self.num_doubled = 0
+        self.harms = Counter[str]()  # by kind: cut, corrupted, doubled
         self._harm = NONE
         self._relays = relays
         self._port = port
@@ -117,18 +124,19 @@ class Proxy:
 
     async def _harmed(self, data: bytes, passed: int, target: socket.socket) -> bytes:
         harm = self._harm
-        if harm.cut_at and passed + len(data) > harm.cut_at + self.num_cut:
-            await asyncio.get_running_loop().sock_sendall(target, data[: max(0, harm.cut_at + self.num_cut - passed)])
-            self.num_cut += 1
+        cut_at = harm.cut_at + self.harms["cut"]
+        if harm.cut_at and passed + len(data) > cut_at:
+            await asyncio.get_running_loop().sock_sendall(target, data[: max(0, cut_at - passed)])
+            self.harms["cut"] += 1
             raise ConnectionResetError("cut here")
         first = max(0, INTRODUCTION_BYTES - passed)
         if first < len(data) and self._random.random() < harm.corrupt:
             at = self._random.randrange(first, len(data))
             data = data[:at] + bytes([data[at] ^ 1 << self._random.randrange(8)]) + data[at + 1 :]
-            self.num_corrupted += 1
+            self.harms["corrupted"] += 1
         if first < len(data) and self._random.random() < harm.double:
             data += data
-            self.num_doubled += 1
+            self.harms["doubled"] += 1
         if harm.bytes_per_s:
             await asyncio.sleep(len(data) / harm.bytes_per_s)
         return data

@@ -11,14 +11,13 @@ from tests.chaos.soak import LIFE_WARM_S, Sample, slopes
 from tests.chaos.two_routers import kill_one
 from tests.cluster.harness import cluster
 
-pytestmark = pytest.mark.timeout(300)
-REQUESTS = 60
+REQUESTS = 30
 
 # The faults are far enough apart that no request meets two dead nodes: it would be considered the cause.
 DEATHS = Row(
     "deaths",
     "a prefill node killed in a middle chunk, another frozen in a push, a decode node killed at a last token",
-    {P: ["prefill.after_chunk:6@*=kill"], D: ["decode.ended:40=kill"], "prefill-1": ["prefill.before_push:150=stop"]},
+    {P: ["prefill.after_chunk:6@*=kill"], D: ["decode.ended:15=kill"], "prefill-1": ["prefill.before_push:60=stop"]},
     thaw_s=3.0,
 )
 LINKS = Row(
@@ -27,9 +26,9 @@ LINKS = Row(
     script=[
         # Cut first and briefly: a node that fails repeatedly is avoided for a while, and then gets no traffic to damage.
         Link(D, "kv", 0.0, Harm(cut_at=2000), 0.7),
-        Link(D, "kv", 0.7, Harm(corrupt=0.3, double=0.1), 3.3),
-        Link(D, "rpc", 4.0, Harm(refuse=True), 0.5),
-        Link(D, "rpc", 4.5, PARTITION, 3.0),
+        Link(D, "kv", 0.7, Harm(corrupt=0.3, double=0.1), 1.0),
+        Link(D, "rpc", 1.7, Harm(refuse=True), 0.3),
+        Link(D, "rpc", 2.0, PARTITION, 3.0),
     ],
     channel="tcp",
 )
@@ -42,8 +41,9 @@ def nothing_is_lost(report: Report) -> None:
     assert report.status["handoffs"] > REQUESTS / 2, "most prompts were computed on prefill nodes"
 
 
-def test_no_token_is_lost_when_nodes_die_and_freeze() -> None:
-    report = drive(DEATHS, REQUESTS)
+@pytest.mark.parametrize("channel", ["shm", "tcp"])
+def test_no_token_is_lost_when_nodes_die_and_freeze(channel: str) -> None:
+    report = drive(DEATHS, REQUESTS, channel)
     nothing_is_lost(report)
     assert {name for name, _ in report.restarts} == {P, D}
     assert {fault.what for fault in report.faults} == {
@@ -63,14 +63,14 @@ def test_a_damaged_cut_or_silent_link_causes_no_wrong_token() -> None:
 
 def test_clients_that_disconnect_during_faults_leak_nothing() -> None:
     with cluster(2, 2, heartbeat_s=0.5, log_format="json") as running:
-        left = cancels(running, 300, fault_every_s=3.0)
+        left = cancels(running, 120, fault_every_s=2.0)
     assert not left.leaks
     assert left.counts["disconnected before the answer"] > 0
     assert left.counts["disconnected in the answer"] > 0
 
 
 def test_a_killed_router_breaks_its_own_streams_and_no_others() -> None:
-    halves = kill_one(60, nodes=1)
+    halves = kill_one(30, nodes=1)
     assert not halves.lost
     assert not halves.held
     assert 0 < halves.broken_of_killed <= CLIENTS + 1, "streams in progress, and connections not yet accepted"

@@ -4,7 +4,6 @@ import argparse
 import signal
 import tempfile
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from tests.chaos.evidence import at_rest
 from tests.chaos.traffic import Ask, Load, Outcome, run_into
 from tests.cluster.harness import cluster, redis_server, wait_for
 
-BEFORE_S = 2.0  # of load before the kill
 TALK = Ask(0, (5, 6, 7), 4000)  # in progress at the kill, independent of the other requests
 
 
@@ -50,7 +48,6 @@ def kill_one(requests: int, nodes: int = 2) -> Halves:
             lives, dies = (Load(running.urls[name], running.model, CLIENTS // 2) for name in ("router", "router-1"))
             lives.start()
             dies.start()
-            time.sleep(BEFORE_S)
             wait_for(lambda: len(dies.outcomes) >= CLIENTS, "requests through the second router", 60)
             talk = Outcome(TALK)
             talking = threading.Thread(target=run_into, args=(talk, running.urls["router-1"], running.model))

@@ -58,7 +58,6 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.timeout(180)
 def test_two_arms_and_a_control_are_measured_alike(tmp_path: Path):
     arms = ["colocated:2", "disaggregated:1p1d"]
     process = start(tmp_path, "--arms", *arms, *SMALL, "--control", "--duration", "2", "--seeds", "2")
@@ -98,7 +97,6 @@ def test_two_arms_and_a_control_are_measured_alike(tmp_path: Path):
     assert not [pid for pid in pids(tmp_path) if is_alive(pid)]
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("what", ["interrupt", "router"])
 def test_a_run_that_is_broken_off_keeps_what_there_is_and_leaves_nothing_running(tmp_path: Path, what: str):
     process = start(tmp_path, "--arms", "colocated:1", "disaggregated:1p1d", "--unequal", *SMALL, "--duration", "8")
@@ -128,7 +126,6 @@ def test_a_run_that_is_broken_off_keeps_what_there_is_and_leaves_nothing_running
     wait_for(lambda: not [pid for pid in started if is_alive(pid)], "all processes ended", 10)
 
 
-@pytest.mark.timeout(120)
 def test_a_full_disk_in_mid_run_is_told_and_ends_it(tmp_path: Path):
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "requests.jsonl").symlink_to("/dev/full")
@@ -140,7 +137,6 @@ def test_a_full_disk_in_mid_run_is_told_and_ends_it(tmp_path: Path):
     assert not [pid for pid in pids(tmp_path) if is_alive(pid)]
 
 
-@pytest.mark.timeout(120)
 def test_a_stack_that_runs_already_is_held_against_itself(tmp_path: Path):
     with cluster(prefill=1, decode=1, disaggregate="always", runner="torch") as running:
         model = ["--model", str(running.settings["model"])]

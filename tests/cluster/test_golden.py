@@ -25,11 +25,10 @@ def ask(running: Cluster, case: dict[str, Any]) -> tuple[list[int], str, str]:
     return list(choice["token_ids"]), str(choice["text"]), str(choice["finish_reason"])
 
 
-@pytest.mark.parametrize("budget", [7, 2048])
-@pytest.mark.parametrize(("prefill", "decode", "channel"), [(1, 1, "shm"), (1, 1, "tcp"), (0, 1, "auto")])
-def test_the_golden_outputs_come_out_exactly(prefill: int, decode: int, channel: str, budget: int) -> None:
+@pytest.mark.parametrize(("prefill", "channel", "budget"), [(1, "shm", 7), (1, "tcp", 2048), (0, "auto", 7)])
+def test_the_golden_outputs_come_out_exactly(prefill: int, channel: str, budget: int) -> None:
     settings = {"model": STORIES, "runner": "torch", "kv_channel": channel, "max_num_batched_tokens": budget}
-    with cluster(prefill, decode, **settings) as running, ThreadPoolExecutor(5) as pool:
+    with cluster(prefill, 1, **settings) as running, ThreadPoolExecutor(5) as pool:
         cases = golden_cases()
         for case, (tokens, text, finish) in zip(cases, pool.map(lambda case: ask(running, case), cases), strict=True):
             assert tokens == case["completion_token_ids"]
@@ -38,13 +37,13 @@ def test_the_golden_outputs_come_out_exactly(prefill: int, decode: int, channel:
         assert (running.settled()["handoffs"] >= len(cases)) == (prefill > 0)
 
 
-@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 0.9, "seed": 7, "top_p": 0.95}])
-def test_the_demo_model_answers_the_same_in_both_modes(fields: dict[str, Any]) -> None:
+def test_the_demo_model_answers_the_same_in_both_modes() -> None:
     """A prompt of several chunks, greedy and sampled, also when it is asked again and comes from the prefix cache."""
     prompt = "And the LORD said unto Moses, Speak unto the children of Israel. " * 20
-    answers: list[list[int]] = []
+    ways: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.9, "seed": 7, "top_p": 0.95}]
+    answers: list[list[list[int]]] = []
     for prefill, budget in ((1, 64), (0, 48)):
         settings = {"runner": "torch", "model": DEMO, "max_num_batched_tokens": budget}
         with cluster(prefill, 1, **settings) as running:
-            answers += [running.complete(prompt, 40, **fields) for _ in range(2)]
+            answers += [[running.complete(prompt, 40, **fields) for fields in ways] for _ in range(2)]
     assert answers[1:] == answers[:-1]

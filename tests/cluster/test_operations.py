@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,23 +23,28 @@ SOCKET_NAME = re.compile(r"[0-9a-f]{32}")
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def connections(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of all connections."""
+    return tmp_path_factory.mktemp("guard") / "connections"
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory, connections: Path) -> Iterator[Cluster]:
     """Two routers on one Redis, one prefill and two decode nodes; each writes down to whom it connects."""
     directory = tmp_path_factory.mktemp("operations")
     with ExitStack() as stack:
         url, start = stack.enter_context(redis_server(directory))
         start()
-        environment = stack.enter_context(pytest.MonkeyPatch.context())
-        environment.setenv("CONNECTIONS_LOG", str(directory / "connections"))
-        environment.setenv("PYTHONPATH", str(GUARD))
-        running = stack.enter_context(cluster(prefill=1, decode=2, registry=url, routers=2))
+        guard = ["env", f"PYTHONPATH={GUARD}", f"CONNECTIONS_LOG={connections}"]
+        prefixes = dict.fromkeys(("router", "router-1", "prefill-0", "decode-0", "decode-1"), guard)
+        running = stack.enter_context(cluster(prefill=1, decode=2, registry=url, routers=2, prefixes=prefixes))
         for router in running.urls:
             wait_for(lambda router=router: len(running.alive(router)) == 3, f"{router} has all nodes")
         yield running
 
 
 def redis_port(running: Cluster) -> int:
-    return int(running._registry.rpartition(":")[2])
+    return int(running.registry.rpartition(":")[2])
 
 
 def directory_of(running: Cluster) -> Path:
@@ -92,14 +98,14 @@ def test_what_lies_in_the_kv_directory_is_for_its_user_and_its_names_cannot_be_g
         assert "/memfd:baton-kv (deleted)" in links, name
 
 
-def test_no_process_connects_to_anybody_but_its_peers(running: Cluster) -> None:
+def test_no_process_connects_to_anybody_but_its_peers(running: Cluster, connections: Path) -> None:
     """Covers the whole run so far, including requests, by the processes' own lists of connections."""
     prompt = [5] * 700
     assert running.complete(prompt, 4) == expected(prompt, 4)
     peers = {redis_port(running)}
     for name in running.nodes():
         peers |= {port for _, port in listened(running.processes[name])[0]}
-    noted = [line.split("\t") for line in Path(os.environ["CONNECTIONS_LOG"]).read_text().splitlines()]
+    noted = [line.split("\t") for line in connections.read_text().splitlines()]
     by_process: dict[int, set[str]] = {}
     for pid, kind, address in noted:
         by_process.setdefault(int(pid), set()).add(address)
@@ -170,17 +176,16 @@ def test_after_a_power_cut_everything_starts_as_if_nothing_had_been(running: Clu
 # ---- baton doctor -----------------------------------------------------------------------------------------------------
 
 
-def test_doctor_finds_a_running_cluster_well(running: Cluster, tmp_path: Path) -> None:
-    done = doctor("--url", running.url, "--model", str(DEMO), "--kv-directory", str(tmp_path / "kv"))
+def test_doctor_finds_a_running_cluster_well(running: Cluster) -> None:
+    done = doctor("--url", running.url, "--model", str(DEMO))
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(
         r"^ok +replays +5 prompts, at once, from the prefix cache and one by one", done.stdout, re.MULTILINE
     )
 
 
-def test_doctor_starts_a_cluster_and_finds_the_same_tokens_in_both_modes(tmp_path: Path) -> None:
-    flags = ("--runner", "hash", "--kv-channel", "tcp", "--port", "0", "--kv-directory", str(tmp_path / "kv"))
-    done = doctor(*flags)
+def test_doctor_starts_a_cluster_and_finds_the_same_tokens_in_both_modes() -> None:
+    done = doctor("--runner", "hash", "--kv-channel", "tcp", "--port", "0")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^ok +co-located +5 prompts computed by the decode node", done.stdout, re.MULTILINE)
     assert re.search(r"^ok +tcp +5 prompts handed off, \d", done.stdout, re.MULTILINE)
@@ -188,5 +193,6 @@ def test_doctor_starts_a_cluster_and_finds_the_same_tokens_in_both_modes(tmp_pat
 
 
 def doctor(*flags: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "cluster", "doctor", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+    with tempfile.TemporaryDirectory() as directory:  # paths of sockets are short
+        command = [sys.executable, "-m", "cluster", "doctor", *flags, "--kv-directory", directory]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500)

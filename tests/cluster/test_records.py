@@ -59,7 +59,7 @@ def test_transfers_move_the_bytes_that_the_nodes_counted(served: Cluster) -> Non
     moved = served.settled()["bytes_moved"] - before
     assert moved == sum(row["transfer"]["bytes"] for row in recorded(served, 3)) > 0
     events = served.get("/trace?last=60s")["traceEvents"]
-    kinds = {"queued", "admitted", "first", "reserving", "transfer", "committed", "landed", "ended"}
+    kinds = {"queued", "admitted", "first", "reserving", "transfer", "committed", "received", "ended"}
     assert {event["name"] for event in events if event["ph"] == "n"} == kinds
     pushes = [event for event in events if event.get("cat") == "transfer"]
     assert sum(push["args"]["bytes"] for push in pushes) == served.status()["bytes_moved"]

@@ -1,4 +1,4 @@
-"""Redis absent, frozen, killed, emptied, full, read-only, locked, slow and lying: nobody notices but the registry."""
+"""Redis absent, frozen, killed, emptied, full, read-only, locked, slow and lying: only the registry is affected."""
 
 import asyncio
 import signal
@@ -130,7 +130,7 @@ async def survives(name: str, lie: bytes, port: int) -> None:
             await registry.close()
 
 
-async def test_whatever_redis_answers_the_list_stays_and_all_are_back_when_it_speaks_sense(tmp_path: Path) -> None:
+async def test_malformed_answers_of_redis_leave_the_list_and_nodes_rejoin_after_them(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (url, start):
         start()
         port = int(url.rpartition(":")[2])
@@ -139,7 +139,7 @@ async def test_whatever_redis_answers_the_list_stays_and_all_are_back_when_it_sp
         assert [outcome for outcome in outcomes if outcome is not None] == []
 
 
-async def test_a_late_answer_is_never_taken_for_that_to_the_next_question(tmp_path: Path) -> None:
+async def test_a_late_answer_is_never_used_for_the_next_query(tmp_path: Path) -> None:
     """Each reply arrives after its query timed out, so the next query must use another connection."""
     with redis_server(tmp_path) as (url, start):
         start()
@@ -162,7 +162,7 @@ async def test_a_late_answer_is_never_taken_for_that_to_the_next_question(tmp_pa
             await client.aclose()
 
 
-async def test_names_are_looked_up_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_names_are_resolved_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """A resolver that does not answer blocks only the lookup."""
     threads: list[bool] = []
 
@@ -313,7 +313,7 @@ def an_entry_at_the_address_of_another_node_is_not_used(running: Cluster, port: 
     wait_for(lambda: "ghost" in running.nodes(), "the entry is read")
     with Load(running):
         time.sleep(1.0)
-    assert not running.nodes()["ghost"]["alive"], "who answers there is another"
+    assert not running.nodes()["ghost"]["alive"], "another process answers at that address"
     client.delete("baton:default:node:ghost")
     wait_for(lambda: "ghost" not in running.nodes(), "it leaves with its entry")
 

@@ -32,7 +32,9 @@ whole = st.sampled_from([0, 1, -1, 7, 2**31, 2**40, 2**53, 2**63 - 1, -(2**63), 
 real = st.sampled_from([0.0, -0.0, 1e-9, 1.0, 1e300, -1.0, float("nan"), float("inf"), float("-inf")])
 attempts = st.sampled_from(["cmpl-a-0.0.0", "cmpl-a-0.0.1", "", "..", "x" * 5000, "cmpl-a", "\n\x00"])
 words = st.sampled_from(["", "fixed", "x" * 5000, "\u2028\n"])
-kinds = st.sampled_from(["queued", "reserving", "transfer", "committed", "landed", "admitted", "first", "ended", "new"])
+kinds = st.sampled_from(
+    ["queued", "reserving", "transfer", "committed", "received", "admitted", "first", "ended", "new"]
+)
 members = st.lists(st.integers(-2, 2**31 - 1), max_size=7).map(pack_ids) | st.binary(max_size=25)
 steps = st.builds(StepRecord, whole, whole, whole, whole, whole, whole, words, *([whole] * 12), members=members)
 events = st.builds(RequestEvent, attempts, kinds, whole, whole, whole, whole, whole, words, words, words)
@@ -127,7 +129,7 @@ def serve(records: RequestHistory, number: int, num_chunks: int = 2) -> None:
     ]  # fmt: skip
     records.node_updated(info("prefill-0"), NodeUpdate(events=events, steps=chunks))
     landed = [
-        RequestEvent(attempt, kind, at + 4 * MS, serial=number) for kind in ("queued", "landed", "admitted", "ended")
+        RequestEvent(attempt, kind, at + 4 * MS, serial=number) for kind in ("queued", "received", "admitted", "ended")
     ]
     records.node_updated(info("decode-0"), NodeUpdate(events=landed))
     records.output(name, 0, 3)

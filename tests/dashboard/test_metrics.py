@@ -120,7 +120,7 @@ STORY = [  # of one handoff, and where it stands after each event
     (P, "reserving", {("d0", TRANSFER)}),
     (P, "transfer", {("d0", TRANSFER)}),
     (P, "first", {("p0", INFLIGHT), ("d0", TRANSFER)}),
-    (D, "landed", {("p0", INFLIGHT)}),
+    (D, "received", {("p0", INFLIGHT)}),
     (P, "committed", {("p0", INFLIGHT)}),
     (P, "ended", {}),
     (D, "ended", {}),

@@ -56,7 +56,7 @@ def served(records: RequestHistory) -> int:
     event("prefill-0", "first", 20)
     event("prefill-0", "transfer", 24, duration_us=7000, count=1, bytes=64, channel="shm")
     event("decode-0", "queued", 3, serial=2)
-    event("decode-0", "landed", 26)
+    event("decode-0", "received", 26)
     event("decode-0", "admitted", 27)
     step("decode-0", 5, 28, 0, 2, [2, 32, 1, 3, 50, 1])
     event("decode-0", "ended", 36, reason="length")

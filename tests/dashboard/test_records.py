@@ -74,7 +74,7 @@ def disaggregated(lost: str = "") -> World:
     world.event("prefill-0", "first", 25)
     world.at(26).output("cmpl-a", 0, 1)
     world.push(18, 30, 60)
-    world.event("decode-0", "landed", 31)
+    world.event("decode-0", "received", 31)
     world.event("prefill-0", "ended", 32, reason="handed_off")
     world.event("decode-0", "admitted", 34)
     world.event("decode-0", "first", 37)
@@ -137,7 +137,7 @@ def test_pushes_that_end_before_the_prefill_are_hidden_whole_and_nothing_is_expo
     world.event("prefill-0", "admitted", 0)
     world.push(5, 9)
     world.event("prefill-0", "first", 10)
-    world.event("decode-0", "landed", 10.5)
+    world.event("decode-0", "received", 10.5)
     transfer = summary(world)["transfer"]
     assert isinstance(transfer, dict)
     assert (transfer["busy_ms"], transfer["hidden_ms"], transfer["exposed_ms"]) == (4.0, 4.0, 0.5)
@@ -203,7 +203,7 @@ def test_phases_sum_to_the_duration_and_are_not_negative_whatever_the_clocks_sai
     world.at(0).accepted("cmpl-a", 40, 1)
     world.records.placed("cmpl-a-0.0.0", "prefill-0", "decode-0", "r")
     world.model("decode-0")
-    prefill, decode = ("queued", "admitted", "first"), ("landed", "admitted", "ended")
+    prefill, decode = ("queued", "admitted", "first"), ("received", "admitted", "ended")
     places = [*(("prefill-0", kind) for kind in prefill), *(("decode-0", kind) for kind in decode)]
     for (node, kind), ms in zip(places, times, strict=False):
         world.event(node, kind, ms)
@@ -215,7 +215,7 @@ def test_phases_sum_to_the_duration_and_are_not_negative_whatever_the_clocks_sai
     assert sum(phases.values()) == pytest.approx(end_ms, abs=1e-6)
 
 
-@pytest.mark.parametrize("missing", ["queued", "admitted", "first", "landed", "ended"])
+@pytest.mark.parametrize("missing", ["queued", "admitted", "first", "received", "ended"])
 def test_a_request_whose_records_were_lost_has_no_phases(missing: str) -> None:
     world = disaggregated(missing)
     end(world)

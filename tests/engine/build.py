@@ -1,10 +1,11 @@
 """Builds requests, steps and pools by hand, so that a runner is driven without a scheduler."""
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from itertools import count
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,18 @@ from shared.rpc.messages import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 CPU = torch.device("cpu")
+
+
+def thinned(cases: Iterable[Any], every: int) -> list[Any]:
+    """Return parameters of which only every n-th runs in `make test`, and all the others in `make nightly`.
+
+    If `every` has no factor in common with the sizes of a product's axes, each value of each axis still runs.
+    """
+    rest = pytest.mark.exhaustive
+    return [
+        case if index % every == 0 else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=rest)
+        for index, case in enumerate(cases)
+    ]
 
 
 BACKEND: ContextVar[str] = ContextVar("backend", default="torch")

@@ -124,8 +124,8 @@ class Drive(EngineListener):
         self.left -= sum(event.finish is not None for event in events)
         self._look()
 
-    def on_ran(self, ran: StepTiming) -> None:
-        self.rans.append(ran)
+    def on_timing(self, timing: StepTiming) -> None:
+        self.rans.append(timing)
 
     def on_failure(self, error: BaseException) -> None:
         self.death = error

@@ -1,6 +1,7 @@
 """The tokens of a request do not depend on chunks, company, block size, preemption, handoff, or others' faults."""
 
 from dataclasses import replace
+from itertools import product
 from random import Random
 
 import pytest
@@ -10,12 +11,21 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.batch import build
 from engine.models.decoder import Decoder, load_model
 from engine.runner import TorchRunner
-from engine.sampling import sample
-from engine.sampling_params import SamplingRow
 from scheduler.request import Slice
 from shared.kv.layout import KVLayout
 from shared.rpc.messages import Logprobs, SamplingParams
-from tests.engine.build import CPU, GREEDY, Blocks, every_backend, generate, piece, run_step, torch_runner
+from tests.engine.build import (
+    CPU,
+    GREEDY,
+    Blocks,
+    device_code,
+    every_backend,
+    generate,
+    piece,
+    run_step,
+    thinned,
+    torch_runner,
+)
 
 torch.set_num_threads(1)
 __all__ = ["every_backend"]  # applies to every test here
@@ -66,8 +76,7 @@ def alone(model: Decoder) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("block_tokens", [1, 4, 16])
-@pytest.mark.parametrize("budget", [1, 3, 10, 4096])
+@pytest.mark.parametrize(("budget", "block_tokens"), thinned(product([1, 3, 10, 4096], [1, 4, 16]), 5))
 def test_chunks_company_and_block_size_change_nothing(
     model: Decoder, alone: list[list[int]], budget: int, block_tokens: int
 ) -> None:
@@ -180,25 +189,8 @@ def test_a_slice_beyond_its_tokens_or_blocks_is_refused() -> None:
 
 
 def test_a_pool_of_another_model_is_refused(model: Decoder) -> None:
-    runner, pool, _ = torch_runner(model)
+    _, pool, _ = torch_runner(model)
+    code = device_code(model, pool)
     pool.layout = KVLayout(64, 2, 3, 4, 8, "float32")
     with pytest.raises(ValueError, match="another model"):
-        TorchRunner(model, pool, runner._backend, runner._kernels, CPU)
-
-
-def test_many_rows_of_one_request_are_scored_in_parts(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = [(7 * at) % VOCABULARY for at in range(20)]
-    whole = scored(model, prompt, [20])
-    monkeypatch.setattr("engine.runner.MAX_SCORED_LOGITS", 3 * VOCABULARY)
-    for part, entry in zip(scored(model, prompt, [20]), whole, strict=True):
-        assert part.token == entry.token
-        assert part.logprob == pytest.approx(entry.logprob, abs=1e-5)
-
-
-def test_the_position_of_a_draw_is_its_index_in_the_row(model: Decoder) -> None:
-    """A decode node that takes over draws as the prefill node would have: the row is all they share."""
-    logits = torch.zeros(2, VOCABULARY)
-    fresh = SamplingRow(SamplingParams(seed=4), [1, 2, 3, 9, 9], 3, 5)
-    resumed = SamplingRow(SamplingParams(seed=4), [1, 2, 3, 9, 9], 5, 5)
-    first, second = sample(logits, [fresh, resumed])
-    assert first.token == second.token
+        TorchRunner(model, pool, *code, CPU)

@@ -1,12 +1,10 @@
 """What a node on a GPU is built of: its dtype, the room for KV, what it refuses; with a host in the GPU's place."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -120,17 +118,6 @@ def test_what_cannot_be_is_one_clear_line(gpu: HostGpu, options: dict[str, objec
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton has wheels for Linux only")
-def test_where_triton_cannot_launch_torchs_kernels_are_taken() -> None:
-    asked = "from engine.cuda.device import has_triton; print(has_triton())"
-    told = subprocess.run(
-        [sys.executable, "-c", asked], cwd=MODEL.parents[1], capture_output=True, text=True, check=True
-    )
-    assert told.stdout.strip() == "False"
-    assert "no Triton kernels" in told.stderr
-
-
 def test_a_driver_library_that_triton_does_not_find_is_named_with_the_variable_that_helps(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -191,8 +178,8 @@ def test_an_error_in_any_operation_of_a_start_is_one_line_with_the_stage_and_the
     with FailAt(sys.maxsize, DEVICE_LOST) as whole:  # type: ignore[no-untyped-call]
         build_on_cuda(options, config(), MODEL, HostGpu())
     stages = set()
-    for number in range(10):
-        at, error = number * whole.count // 10, (OUT_OF_MEMORY, DEVICE_LOST)[number % 2]
+    for number in range(6):
+        at, error = number * whole.count // 6, (OUT_OF_MEMORY, DEVICE_LOST)[number % 2]
         with pytest.raises(ValueError, match="GiB free") as raised, FailAt(at, error):  # type: ignore[no-untyped-call]
             build_on_cuda(options, config(), MODEL, HostGpu())
         text = str(raised.value)

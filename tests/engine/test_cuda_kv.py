@@ -26,8 +26,8 @@ from engine.cuda.kv.pool import PoolClient, PoolOwner, descriptor_file
 from engine.cuda.memory import DeviceMemory
 from engine.kv_pool import KVPool
 from shared.kv.channel import ChannelError, DescriptorError, PeerDescriptor, PeerLostError
+from shared.kv.connections import WELCOME
 from shared.kv.layout import KVLayout
-from shared.kv.listener import WELCOME
 from shared.kv.local import private
 from shared.kv.memory import HostMemory
 from shared.kv.shm import ShmChannel

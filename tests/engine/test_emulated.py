@@ -108,16 +108,6 @@ def test_what_lies_between_passes_comes_off_the_next_and_idle_time_does_not() ->
     assert device.now - start == pytest.approx(0.0105)
 
 
-def test_a_machine_that_is_too_slow_is_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    device = Device(CostModel(0.001))
-    clock = iter([100.0, 100.01] * 5)  # each pass takes 10 ms of this machine
-    device.runner._clock = lambda: next(clock)
-    for _ in range(5):
-        device.run()
-    assert device.runner.overruns == 5
-    assert len(caplog.records) == 3, "at 1, 2 and 4"
-
-
 class Silent(KVChannel):
     """Moves nothing, at once; keeps in which order it was asked."""
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import engine.runner
-import engine.sampling
 import engine.sampling_params
 import scheduler.scheduler
 from engine.engine import Engine
@@ -91,10 +90,6 @@ def marked(sampling: SamplingParams) -> SamplingParams:
 
 HOOKS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "row": (engine.runner, "row_of", lambda piece: piece.request.id == VICTIM),
-    "bias": (engine.sampling, "_shifts", lambda row: row.sampling.seed == 77),
-    "penalties": (engine.sampling_params, "is_penalized", lambda sampling: sampling.seed == 77),
-    "noise": (engine.sampling_params, "key_of", lambda seed, _position: seed == 77),
-    "logprobs": (engine.sampling, "describe", lambda _logits, _tokens, tops: 13 in tops),
     "prompt logprobs": (engine.runner, "describe", lambda _logits, _tokens, tops: 12 in tops),
     "update": (scheduler.scheduler, "extend_hashes", lambda _h, tokens, *_: tokens[:1] == [60] and len(tokens) > 14),
     "end": (Request, "finish_reason", lambda request: request.id == VICTIM),

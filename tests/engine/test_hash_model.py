@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from engine.hash_model import KV_BYTES, HashRunner, expected_tokens
-from scheduler.request import RequestState, Slice, Step
-from shared.kv.layout import KVLayout
+from scheduler.request import Slice, Step
 from tests.engine.build import Blocks, generate, piece, run_step
 
 LAYERS, VOCABULARY, BLOCK_TOKENS, NUM_BLOCKS = 3, 211, 4, 80
@@ -44,15 +43,6 @@ def test_tokens_salt_layers_and_vocabulary_all_matter() -> None:
     ]
     assert len({tuple(row) for row in rows}) == 5
     assert expected_tokens([1, 2, 3], 8)[3:] == expected_tokens([1, 2, 3, *rows[0][:3]], 5)  # resumed
-
-
-def test_a_request_that_is_over_is_not_held() -> None:
-    blocks, hashing = Blocks(NUM_BLOCKS, BLOCK_TOKENS), runner(pool())
-    over, other = blocks.request([1, 2, 3]), blocks.request([4, 5, 6])
-    run_step(hashing, [piece(over), piece(other)])
-    over.state = RequestState.DONE
-    run_step(hashing, [piece(other)])
-    assert [kept.request for kept in hashing._prefixes.values()] == [other]
 
 
 @pytest.mark.parametrize("byte", [0, LAYERS * KV_BYTES * BLOCK_TOKENS - 1])
@@ -102,14 +92,6 @@ def test_a_reused_request_id_is_another_request() -> None:
     run_step(device, [Slice(first, 0, 2, False, 0)])
     run_step(device, [Slice(second, 0, 2, False, 0)])
     assert generate(device, [first, second], 64) == [expected([1, 2, 3], 4), expected([4, 5, 6], 4)]
-
-
-def test_a_context_of_8k_is_read_back_whole() -> None:
-    layout = KVLayout(530, 1, 2, 16, 1, "float32")  # a real layout of the size that the hash model takes
-    assert layout.block_bytes == 16 * 2 * KV_BYTES
-    device, blocks = HashRunner(np.zeros((530, layout.block_bytes), np.uint8), 16, 2, 512), Blocks(530, 16)
-    prompt = [at % 509 for at in range(8192)]
-    assert generate(device, [blocks.request(prompt, max_tokens=64)], 512)[0] == expected_tokens(prompt, 64)
 
 
 def test_rows_too_short_for_a_block_are_refused() -> None:

@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-from engine.cpu import malloc as heap
-
 # A tensor is made and freed in each layer, and something small that stays is put behind it.
 LAYERS = """
 import torch
@@ -23,21 +21,6 @@ for layer in range(12):
     del tensor
 print(len(found))
 """
-
-
-def test_an_older_glibc_gets_as_much_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = {}
-
-    def mallopt(option: int, value: int) -> bool:
-        if option == heap.M_MMAP_THRESHOLD and value > 1 << 25:
-            return False
-        taken[option] = value
-        return True
-
-    monkeypatch.setattr(heap, "_set", mallopt)
-    assert heap.map_large_blocks()
-    assert heap.keep_large_blocks()
-    assert taken == {heap.M_MMAP_THRESHOLD: 1 << 25, heap.M_TRIM_THRESHOLD: heap.LARGEST}
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")

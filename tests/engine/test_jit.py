@@ -13,7 +13,7 @@ import pytest
 if importlib.util.find_spec("numba") is None:
     pytest.skip("numba is not installed", allow_module_level=True)
 
-from engine.cpu.jit import _cache_directory, _is_ours, _places
+from engine.cpu.jit import cache_directory, cache_places, is_ours
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,14 +47,14 @@ assert len(found) == 1, found
 
 
 def test_code_is_not_loaded_from_where_others_may_write(tmp_path: Path) -> None:
-    assert _is_ours(tmp_path / "ours")
+    assert is_ours(tmp_path / "ours")
     assert os.stat(tmp_path / "ours").st_mode & 0o077 == 0
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "link").symlink_to(tmp_path / "ours")
     (tmp_path / "file").touch()
     for other in ("open", "link", "file", "file/below"):
-        assert not _is_ours(tmp_path / other)
+        assert not is_ours(tmp_path / other)
 
 
 def test_a_directory_of_ours_in_one_of_others_is_not_trusted(tmp_path: Path) -> None:
@@ -62,10 +62,10 @@ def test_a_directory_of_ours_in_one_of_others_is_not_trusted(tmp_path: Path) -> 
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     places = [Path("relative"), tmp_path / "open", tmp_path / "ours"]
-    found = _cache_directory(Path(__file__), places)
+    found = cache_directory(Path(__file__), places)
     assert found is not None
     assert found.parent == tmp_path / "ours"
-    assert _cache_directory(Path(__file__), places[:2]) is None
+    assert cache_directory(Path(__file__), places[:2]) is None
 
 
 def test_a_user_without_a_home_has_a_place_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_a_user_without_a_home_has_a_place_for_kernels(monkeypatch: pytest.Monke
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("pwd.getpwuid", nobody)
-    places = list(_places())
+    places = list(cache_places())
     assert [place.is_absolute() for place in places] == [True, False, True]
 
 

@@ -23,12 +23,6 @@ def test_the_pool_is_a_view_of_its_memory_and_layers_are_views_of_the_pool() -> 
     assert not pool.tensor[3].isnan().any()
 
 
-def test_half_of_the_heads_of_a_block_are_one_contiguous_piece() -> None:
-    pool = KVPool(LAYOUT, HostMemory(LAYOUT.num_blocks, LAYOUT.block_bytes))
-    assert pool.tensor[2, :1].is_contiguous()
-    assert pool.tensor[2].is_contiguous()
-
-
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
 def test_sizes_and_dtypes(dtype: str, size: int) -> None:
     layout = KVLayout(3, 2, 3, 4, 6, dtype)

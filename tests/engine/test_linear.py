@@ -10,13 +10,12 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.cpu.numba_support import why_not_compiled
-from engine.linear import selection as choose
 from engine.linear.int8 import LEVELS, LEVELS_OF_7_BITS, Int8, has_fbgemm
 from engine.linear.interface import LinearFormat
 from engine.linear.plain import Plain
 from engine.linear.selection import AsStored, linear_on_cpu
 from engine.models.decoder import load_model
-from tests.engine.build import CPU, generate, torch_runner
+from tests.engine.build import CPU, generate, thinned, torch_runner
 
 compiled = pytest.mark.skipif(bool(why_not_compiled()), reason=f"no compiled kernels: {why_not_compiled()}")
 EIGHT_BITS: list[LinearFormat] = [Int8()] if has_fbgemm() else []
@@ -55,7 +54,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.parametrize("linear", FLOATS, ids=lambda linear: linear.name)
-@pytest.mark.parametrize(("out", "width"), SHAPES)
+@pytest.mark.parametrize(("out", "width"), thinned(SHAPES, 4))
 def test_a_product_is_that_of_the_weights_as_held(linear: LinearFormat, out: int, width: int) -> None:
     weight, bias, rows = matrix(out, width), matrix(1, out, 1)[0], matrix(600, width, 2, 1.0)
     for offset in (None, bias):
@@ -135,7 +134,7 @@ def test_weights_that_float16_cannot_hold_are_refused(bad: float) -> None:
 
 @pytest.mark.parametrize("levels", [LEVELS, LEVELS_OF_7_BITS])
 @pytest.mark.parametrize("linear", EIGHT_BITS, ids=lambda linear: type(linear).__name__)
-@pytest.mark.parametrize(("out", "width"), SHAPES)
+@pytest.mark.parametrize(("out", "width"), thinned(SHAPES, 4))
 def test_int8_is_within_a_rounding_of_both_sides(out: int, width: int, linear: LinearFormat, levels: int) -> None:
     """Of a product of K terms: half a level of weights and of activations, by the triangle inequality."""
     if isinstance(linear, Int8):
@@ -210,13 +209,10 @@ def test_what_contradicts_itself_is_refused() -> None:
         linear_on_cpu("bfloat16", "int8")
 
 
-def test_without_compiled_kernels_torch_multiplies_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_compiled_kernels_torch_multiplies_what_it_can() -> None:
     assert isinstance(linear_on_cpu("auto", "none", why_not="no numba"), Plain)
     with pytest.raises(ValueError, match=r"--weight-dtype bfloat16: needs compiled kernels.*: no numba"):
         linear_on_cpu("bfloat16", "none", why_not="no numba")
-    monkeypatch.setattr(choose, "has_fbgemm", lambda: False)
-    with pytest.raises(ValueError, match=r"--quantization int8: needs an x86 CPU.*omit it"):
-        linear_on_cpu("auto", "int8", why_not="no numba")
 
 
 @pytest.fixture(scope="module")

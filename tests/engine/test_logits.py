@@ -28,6 +28,7 @@ from tests.engine.build import (
     layout_of,
     piece,
     run_step,
+    thinned,
     torch_runner,
 )
 
@@ -126,11 +127,11 @@ def largest_difference(reference_model: Any, model: Decoder, seed: int = 0, bloc
     return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", thinned(CONFIGS, 2))
 def test_logits_equal_transformers_in_any_chunking(name: str, tmp_path: Path) -> None:
     reference_model = save(CONFIGS[name], tmp_path)
     model = load_model(tmp_path, torch.float32, CPU)
-    for seed, block_tokens in ((1, 4), (2, 1), (3, 16)):
+    for seed, block_tokens in ((1, 4), (2, 1)):
         assert largest_difference(reference_model, model, seed, block_tokens) <= 1e-4
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterator
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from engine.attention.selection import attention_on_cpu
 from engine.kernels import TorchKernels, kernels_on_cpu
+from tests.engine.build import thinned
 from tests.gpu_less.contract import (
     batch_of,
     check_attention,
@@ -26,7 +28,7 @@ if importlib.util.find_spec("numba") is None:
     pytest.skip("numba is not installed", allow_module_level=True)
 
 from engine.cpu.attention import AttentionWork, NumbaAttention
-from engine.cpu.jit import PARALLEL_WORK, Kernel, kernel
+from engine.cpu.jit import kernel
 from engine.cpu.simd import FLOAT32, LANES, exponential, load_some, store_some, two_to_the
 
 CPU = torch.device("cpu")
@@ -51,9 +53,7 @@ def spans(rng: Random) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [16, 20, 64, 128])
+@pytest.mark.parametrize(("name", "dtype", "head_dim"), thinned(product(BACKENDS, DTYPES, [16, 20, 64, 128]), 5))
 def test_attention_equals_its_definition(name: str, dtype: torch.dtype, head_dim: int) -> None:
     rng = Random(head_dim)
     for block_tokens in (1, 4, 16, 64):
@@ -82,24 +82,6 @@ def test_few_long_contexts_are_shared_out_and_merged(dtype: torch.dtype, window:
     check_attention(NumbaAttention(pool), pool, batch, 3, torch.float32, window)
 
 
-def test_the_parts_of_the_work_cover_every_query_and_key_once() -> None:
-    rng = Random(5)
-    for _ in range(50):
-        batch = batch_of([(0, rng.randrange(1, 300)), (n := rng.randrange(3000), n + 1)], 64, 60, CPU)
-        work = AttentionWork(batch, rng.choice([1, 2, 8]), rng.choice([1, 4, 100]), 0, rng.choice([1, 2, 16]))
-        pairs = 0
-        for _, _, count, start, low, high, _ in work.items.tolist():
-            assert low < high <= start + count
-            pairs += count * (high - low)
-        whole = [(count, start + count) for _, count, start in _whole(work)]
-        assert pairs == sum(count * end for count, end in whole)
-        assert sum(count for count, _ in whole) == len(batch.tokens)
-
-
-def _whole(work: AttentionWork) -> set[tuple[int, int, int]]:
-    return {(row, count, start) for _, row, count, start, _, _, _ in work.items.tolist()}
-
-
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("broken", [1, 2])
 def test_a_broken_context_spoils_only_its_own_request(name: str, broken: int) -> None:
@@ -124,10 +106,9 @@ def test_norms_and_silu_equal_their_definitions(name: str, width: int) -> None:
     check_norms(kernels, batch, width, torch.float32, CPU)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [16, 20, 64, 128])
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(
+    ("name", "dtype", "head_dim", "norms"), thinned(product(BACKENDS, DTYPES, [16, 20, 64, 128], [False, True]), 7)
+)
 def test_rotation_stores_what_it_should_and_nothing_else(
     name: str, dtype: torch.dtype, head_dim: int, norms: bool
 ) -> None:
@@ -213,12 +194,3 @@ def test_the_backend_that_is_named_is_the_one_that_runs() -> None:
     batch = batch_of([(0, 2)], 4, 9, CPU)
     with pytest.raises(ValueError, match=r"computes in float32"):
         attention_on_cpu("numba", pool).plan(batch).attend(0, torch.zeros(2, 4, 16, dtype=torch.bfloat16), 0)
-
-
-def test_little_work_is_done_in_place_and_much_by_all_threads(threads: int) -> None:
-    assert isinstance(exponentials, Kernel)
-    x = torch.zeros(40)
-    for work in (0, PARALLEL_WORK):
-        out = torch.empty(40)
-        exponentials(work, x.data_ptr(), out.data_ptr(), 40, 0)
-        assert out.eq(1).all()

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from engine import sampling as sampling_module
 from engine.counter_rng import GOLDEN, MASK, gumbel, key_of
-from engine.sampling import CANDIDATES, adjust, draw, restrict, sample
+from engine.sampling import CANDIDATES, adjust, compiled_draw, draw, restrict, sample
 from engine.sampling_params import SamplingRow, parameters_of
 from shared.rpc.messages import SamplingParams
 
@@ -180,11 +179,6 @@ def test_penalties_and_bias_are_those_of_vllm() -> None:
     assert torch.equal(logits, before)
 
 
-def test_rows_without_penalties_are_not_even_copied() -> None:
-    logits = random_logits(3, 10)
-    assert adjust(logits, [row(GREEDY), row(DRAW), row(SamplingParams(top_k=2))]) is logits
-
-
 def test_stop_tokens_are_banned_until_min_tokens() -> None:
     logits = torch.tensor([[0.0, 9.0, 5.0, 1.0]])
     one = SamplingRow(GREEDY, [0] * 9, 4, 6, frozenset({1, 2}), min_tokens=3)
@@ -254,8 +248,8 @@ def rows_of(sampling: SamplingParams, count: int) -> list[SamplingRow]:
 
 @pytest.mark.parametrize("vocab", [1, 7, 33, CANDIDATES - 1, CANDIDATES + 1, 3000])
 @pytest.mark.parametrize("scale", [0.0, 0.1, 5.0])
-def test_thecompiled_draw_is_the_defined_one(vocab: int, scale: float) -> None:
-    compiled = sampling_module.compiled_draw()
+def test_the_compiled_draw_is_the_defined_one(vocab: int, scale: float) -> None:
+    compiled = compiled_draw()
     if compiled is None:
         pytest.skip("needs numba")
     logits = random_logits(40, vocab, vocab, scale)
@@ -270,11 +264,11 @@ def test_thecompiled_draw_is_the_defined_one(vocab: int, scale: float) -> None:
             assert compiled(raw, adjusted, parameters) == draw(raw, adjusted, rows), sampling
 
 
-@pytest.mark.timeout(60, method="thread")  # compiled code answers no signal
+@pytest.mark.timeout(600, method="thread")  # compiled code answers no signal
 @pytest.mark.parametrize("low", [2.0, math.inf])
 def test_scores_that_overflow_are_drawn_as_defined_and_in_no_endless_loop(low: float) -> None:
     """A repetition penalty near 0, which a client may ask for, makes a score infinite; then nothing can be weighed."""
-    compiled = sampling_module.compiled_draw()
+    compiled = compiled_draw()
     if compiled is None:
         pytest.skip("needs numba")
     logits = random_logits(1, 9000)  # enough that other threads run meanwhile
@@ -292,7 +286,7 @@ def test_scores_that_overflow_are_drawn_as_defined_and_in_no_endless_loop(low: f
         assert compiled(logits, adjusted, torch.from_numpy(parameters_of(rows))) == draw(logits, adjusted, rows)
 
 
-def test_threads_share_the_rows_of_acompiled_draw() -> None:
+def test_threads_share_the_rows_of_a_compiled_draw() -> None:
     logits, rows = random_logits(64, 2000), rows_of(SamplingParams(top_p=0.9), 64)
     alone = drawn(logits, rows)
     torch.set_num_threads(2)
@@ -308,14 +302,3 @@ def test_top_p_counts_within_top_k_however_many_that_are() -> None:
     sampling = SamplingParams(top_k=2 * CANDIDATES, top_p=0.5)
     left = restrict(logits, [sampling]).isfinite()[0].sum().item()
     assert left == len(allowed(logits[0].double().numpy(), sampling))
-
-
-def test_without_a_compiler_the_draw_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, rows = random_logits(12, 300), [row(CHOICES[at % 6], 5 + at) for at in range(12)]
-    expected = drawn(logits, rows)
-    monkeypatch.setattr(sampling_module, "why_not_compiled", lambda: "no numba")
-    sampling_module.compiled_draw.cache_clear()
-    try:
-        assert drawn(logits, rows) == expected
-    finally:
-        sampling_module.compiled_draw.cache_clear()

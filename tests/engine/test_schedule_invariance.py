@@ -111,7 +111,7 @@ def run_together(rows: Sequence[Request], here: Node, there: Node | None) -> lis
     return answers(rows)
 
 
-@settings(max_examples=60)
+@settings(max_examples=12)
 @given(
     budget=st.integers(4, 64),
     block_tokens=st.sampled_from([1, 4, 16]),

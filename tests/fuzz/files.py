@@ -51,7 +51,7 @@ def setting_values(data: bytes) -> None:
     assert again == settings or not text
 
 
-@target(b"prefill.after_chunk:3@cmpl-1=kill, engine.step:*=sleep-0.5", b"decode.token=exit-70")
+@target(b"prefill.after_chunk:3@cmpl-1=kill, engine.step:*=sleep-0.5", b"decode.token=raise")
 def failpoint_texts(data: bytes) -> None:
     logging.getLogger("baton.failpoint").disabled = True
     try:

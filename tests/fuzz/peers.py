@@ -2,11 +2,10 @@
 
 from contextlib import suppress
 from functools import cache
-from typing import Any
 
 from node.validation import check_submit
 from shared.kv.channel import DescriptorError, PeerDescriptor
-from shared.kv.listener import HELLO, MAGIC, VERSION, MalformedError
+from shared.kv.connections import HELLO, MAGIC, VERSION, Greeting, MalformedError
 from shared.kv.tcp import FRAME
 from shared.registry import check_node
 from shared.rpc.codec import DecodeError, decode, encode
@@ -87,31 +86,11 @@ def frames(data: bytes) -> None:
     assert not receiver.memory.rows[[0, 3, 4, 5, 6, 7]].any(), "rows outside the reservation"
 
 
-class FakeSocket:
-    """A writer that sends `data` and closes the connection."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def settimeout(self, _: float) -> None:
-        pass
-
-    def recv(self, size: int) -> bytes:
-        piece, self._data = self._data[:size], self._data[size:]
-        return piece
-
-    def sendall(self, data: bytes) -> None:
-        assert len(data) < 128
-
-
 @target(
     HELLO.pack(MAGIC, VERSION, 16, b"f" * 32, b"0" * 32, RESERVATION),
     HELLO.pack(MAGIC, VERSION, 15, b"f" * 32, b"0" * 32, RESERVATION),
 )
-def introductions(data: bytes) -> None:
-    listener: Any = _receiver().channel._listener
-    with suppress(MalformedError, EOFError):
-        writer = listener._introduction(FakeSocket(data))
-        if writer is not None:
-            listener._release(writer)
-            assert len(writer) == 32
+def greetings(data: bytes) -> None:
+    with suppress(MalformedError):
+        greeting = Greeting.unpack(data[: HELLO.size].ljust(HELLO.size, b"\0"))
+        assert len(greeting.writer) == 32

@@ -8,19 +8,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.build import thinned
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 FILES = sorted((HERE / "interpreted").glob("*.py"))
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="triton has wheels for Linux only"),
-    pytest.mark.timeout(320),
+    pytest.mark.timeout(1300),
 ]
 
 
-@pytest.mark.parametrize("file", [file.stem for file in FILES if file.stem != "conftest"])
-def test_kernels_compute_what_they_must_under_the_interpreter(file: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{HERE}/interpreted/{file}.py"]
+@pytest.mark.parametrize("marks", thinned(["not exhaustive", "exhaustive"], 2))
+def test_kernels_compute_what_they_must_under_the_interpreter(marks: str) -> None:
+    files = [str(file) for file in FILES if file.stem != "conftest"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, *files]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200, check=False)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]

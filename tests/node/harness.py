@@ -171,7 +171,7 @@ def hash_node(
     info = NodeInfo(f"{role.name}-0", identity, role.name, "h:1", "m", "print", *sizes)
     runner = runner or HashRunner(memory.rows, BLOCK_TOKENS, LAYERS, VOCABULARY)
     recorder = StepRecorder()
-    services = NodeServices.build(
+    services = NodeServices(
         info,
         scheduler,
         runner,

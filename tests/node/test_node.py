@@ -189,7 +189,7 @@ async def test_a_leak_that_keeps_the_sums_right_is_found_when_the_engine_is_idle
 NODES: dict[str, dict[str, str]] = {
     "hangs": {"FAILPOINT": "engine.step:40=hang", "STUCK_S": "1"},
     "raises": {"FAILPOINT": "engine.step:40=raise"},
-    "blocked": {"FAILPOINT": "node.taken:2=hang", "STUCK_S": "1"},
+    "blocked": {"FAILPOINT": "node.accepted:2=hang", "STUCK_S": "1"},
     "drains": {"DRAIN_TIMEOUT_S": "0.5", "FAILPOINT": "engine.step:*=sleep-0.05"},
     "hurried": {"FAILPOINT": "engine.step:*=sleep-0.05"},
 }

@@ -108,7 +108,7 @@ def _logging_as_before() -> Iterator[None]:
     sys.setswitchinterval(interval_s)
 
 
-# Where a node on the CPU fails while it starts, and what of that stage raises.
+# Where a node on the CPU fails while it starts, and the function of that stage that raises.
 STAGES: dict[str, tuple[object, str]] = {
     "threads": (torch, "set_num_threads"),
     "weights": (torch.Tensor, "to"),
@@ -124,8 +124,7 @@ ERRORS = [
 
 
 @pytest.mark.usefixtures("_logging_as_before")
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
+@pytest.mark.parametrize(("stage", "error"), list(zip(STAGES.values(), ERRORS, strict=True)), ids=STAGES)
 def test_a_failure_at_any_stage_of_the_start_is_one_line_and_status_2(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -73,7 +73,7 @@ async def test_a_request_over_at_its_first_token_needs_no_word_of_the_decode_nod
     here = stage()
     run = await here.submit(max_tokens=1)
     here.p0.say(TokenDelta("r.0.0", 0, pack_ids([5]), finish="length"))
-    here.d0.say(TokenDelta("r.0.0", error="landing: the prefill node stopped", retry=True))
+    here.d0.say(TokenDelta("r.0.0", error="handoff: the prefill node stopped", retry=True))
     assert [(piece.tokens, piece.finish) for piece in await collect(run)] == [([5], "length")]
     here.check_over()
 

@@ -55,7 +55,7 @@ async def test_the_news_of_who_died_may_come_after_the_failed_handoff(
     if victim == "decode":
         p.say(TokenDelta(submit.id, error="handoff: /baton.Decode/Commit: Connection lost", retry=True))
     else:
-        d.say(TokenDelta(submit.id, error="landing: the prefill node is gone", retry=True))
+        d.say(TokenDelta(submit.id, error="handoff: the prefill node is gone", retry=True))
     await turns()
     assert len(here.sent()) == 1, "it waits for the news"
     (d if victim == "decode" else p).die()

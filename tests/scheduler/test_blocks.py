@@ -112,4 +112,4 @@ class Pool(RuleBasedStateMachine):
 
 
 TestPool = Pool.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=30)
+TestPool.settings = settings(stateful_step_count=30)

@@ -1,6 +1,6 @@
 """Prompts that one node computes in the blocks of another: two schedulers, one device, no block moved."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.request import Request, RequestState, Step
@@ -28,7 +28,6 @@ def hand_over(borrower: Scheduler, lender: Scheduler, landing: Request) -> Reque
     return guest
 
 
-@settings(max_examples=60)
 @given(
     prompts=st.lists(st.lists(st.integers(3, 6), min_size=1, max_size=30), min_size=1, max_size=6),
     budget=st.integers(1, 9),

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.policies import pages
@@ -15,7 +15,6 @@ from scheduler.scheduler import Scheduler, StepLimits
 from tests.scheduler.drive import Driver, request
 
 BUDGET = 24
-few = settings(max_examples=60)
 seeds = given(st.integers(0, 2**32))
 
 
@@ -72,7 +71,6 @@ def watch(name: str, seed: int, receive_kv: float = 0.0) -> Iterator[Seen]:
     assert scheduler.counters.preemptions == 0
 
 
-@few
 @seeds
 def test_decode_maximal_computes_one_chunk_of_one_prompt_beside_all_decodes(seed: int) -> None:
     for seen in watch("decode_maximal", seed, receive_kv=0.2):
@@ -80,7 +78,6 @@ def test_decode_maximal_computes_one_chunk_of_one_prompt_beside_all_decodes(seed
         assert seen.step.work.num_prefills == bool(seen.prompts)
 
 
-@few
 @seeds
 def test_split_fuse_fills_every_step_while_there_is_prompt_work(seed: int) -> None:
     for seen in watch("split_fuse", seed):
@@ -88,7 +85,6 @@ def test_split_fuse_fills_every_step_while_there_is_prompt_work(seed: int) -> No
 
 
 @pytest.mark.parametrize("name", ["prefill_chunks_first", "prefill_first", "static"])
-@few
 @seeds
 def test_prompts_first_means_that_decodes_stand_still_while_there_is_a_prompt(name: str, seed: int) -> None:
     for seen in watch(name, seed, receive_kv=0.2):
@@ -99,7 +95,6 @@ def test_prompts_first_means_that_decodes_stand_still_while_there_is_a_prompt(na
 
 
 @pytest.mark.parametrize("name", ["prefill_first", "whole_prompt_mixed", "decode_first"])
-@few
 @seeds
 def test_whole_prompts_are_computed_in_one_step(name: str, seed: int) -> None:
     for seen in watch(name, seed):
@@ -108,7 +103,6 @@ def test_whole_prompts_are_computed_in_one_step(name: str, seed: int) -> None:
         assert len(over) <= 1 or seen.step.work.tokens <= BUDGET, "only alone may a prompt exceed the budget"
 
 
-@few
 @seeds
 def test_orca_lets_a_whole_prompt_join_the_decodes_at_once(seed: int) -> None:
     for seen in watch("whole_prompt_mixed", seed):
@@ -116,14 +110,12 @@ def test_orca_lets_a_whole_prompt_join_the_decodes_at_once(seed: int) -> None:
         assert seen.prompts & seen.members or not seen.prompts
 
 
-@few
 @seeds
 def test_decode_first_computes_no_prompt_while_anything_decodes(seed: int) -> None:
     for seen in watch("decode_first", seed, receive_kv=0.2):
         assert not seen.decoding or (seen.decoding <= seen.members and not seen.step.work.num_prefills)
 
 
-@few
 @seeds
 def test_a_static_batch_comes_together_and_admits_nobody_while_it_lives(seed: int) -> None:
     batch: set[str] = set()

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.cost import CostModel
@@ -12,7 +12,7 @@ from scheduler.request import Request, RequestState
 from scheduler.scheduler import Scheduler, StepLimits
 from tests.scheduler.drive import Driver, expected, request, traffic
 
-policies = st.sampled_from(list(POLICIES.values()))
+every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 MODELS = (None, CostModel(overhead=1.0), CostModel(1.0, 1.0, 4.0, 0.1, 0.01, 0.1, 0.2), CostModel(per_token=0.1))
 
 
@@ -21,8 +21,8 @@ def expected_of(done: Request) -> list[int]:
     return expected(done.tokens[: done.num_prompt], done.num_generated, done.salt)
 
 
-@settings(max_examples=500)
-@given(policy=policies, case=traffic())
+@every_policy
+@given(case=traffic())
 def test_every_request_gets_its_tokens_and_every_block_returns(
     policy: Policy, case: tuple[Scheduler, list[tuple[int, Request]], int]
 ) -> None:
@@ -48,8 +48,8 @@ def test_every_request_gets_its_tokens_and_every_block_returns(
     assert not scheduler.requests
 
 
-@settings(max_examples=300)
-@given(policy=policies, case=traffic(), rng=st.randoms(use_true_random=False))
+@every_policy
+@given(case=traffic(), rng=st.randoms(use_true_random=False))
 def test_an_abort_in_any_state_frees_its_blocks_and_touches_nobody_else(
     policy: Policy, case: tuple[Scheduler, list[tuple[int, Request]], int], rng: random.Random
 ) -> None:
@@ -73,11 +73,8 @@ def test_an_abort_in_any_state_frees_its_blocks_and_touches_nobody_else(
     assert ledger.free + ledger.cached == ledger.total
 
 
-DECODES_FIRST = ["stall_free", "decode_maximal", "split_fuse", "whole_prompt_mixed", "decode_first"]
-
-
-@settings(max_examples=300)
-@given(name=st.sampled_from(DECODES_FIRST), case=traffic())
+@pytest.mark.parametrize("name", ["stall_free", "decode_maximal", "split_fuse", "whole_prompt_mixed", "decode_first"])
+@given(case=traffic())
 def test_decodes_never_wait_for_a_prompt(name: str, case: tuple[Scheduler, list[tuple[int, Request]], int]) -> None:
     scheduler, arrivals, _ = case
     scheduler.policy = POLICIES[name]

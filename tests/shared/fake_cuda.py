@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.cuda.kv.driver import CudaDevice, CudaRegion, Driver, PinnedStaging
-from shared.kv.checksum import checksums
-from shared.kv.staging import Staging
+from shared.kv.memory import Staging, checksums
 
 NUM_GPUS = 3
 UNIT = 1 << 16  # memory is allocated in multiples of it

@@ -1,91 +1,92 @@
-"""One process with one KV channel, told what to do in lines of JSON: the other end of the channel tests."""
+"""One process with one KV channel, which takes commands in lines of JSON: the other end of the channel tests."""
 
 import asyncio
 import json
 import secrets
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from engine.cuda.kv.cuda_ipc import CudaIpcChannel
-from shared.kv.channel import ChannelError
+from shared.kv.channel import PeerDescriptor
 from shared.kv.memory import HostMemory
 from shared.kv.shm import ShmChannel
 from shared.kv.tcp import TcpChannel
 from tests.shared.fake_cuda import FakeDeviceMemory
 
-Channel = ShmChannel | TcpChannel | CudaIpcChannel
-Memory = HostMemory | FakeDeviceMemory
+NUM_ROWS, ROW_BYTES = 32, 16_384
+ALL_ROWS = range(NUM_ROWS)
 
 
 class Peer:
-    """A pool whose row i is filled with byte i + 1, its channel, and the boots of the writers it lost."""
+    """A pool whose row i is filled with byte i + 1, its channel, and the incarnation ids of the writers it lost."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: HostMemory | FakeDeviceMemory) -> None:
         self.memory = memory
-        self.boot = secrets.token_hex(16)
+        self.incarnation = secrets.token_hex(16)
         self.lost: list[str] = []
-        self.channel: Channel
-        self._pushing: set[asyncio.Task[None]] = set()
+        self.channel: ShmChannel | TcpChannel | CudaIpcChannel
+        for row in range(memory.num_rows):
+            memory.rows[row] = (row + 1) % 256
 
     @classmethod
-    async def start(cls, kind: str, num_rows: int, row_bytes: int, directory: str, **options: Any) -> "Peer":
+    async def start(cls, kind: str, directory: str, row_bytes: int = ROW_BYTES, **options: Any) -> "Peer":
+        """`kind`: the name of a channel, and `:gpu` if the memory is that of a GPU."""
         name, _, place = kind.partition(":")
-        on_gpu = place == "gpu" or name == "cuda_ipc"
-        peer = cls((FakeDeviceMemory if on_gpu else HostMemory)(num_rows, row_bytes))
-        for row in range(num_rows):
-            peer.memory.rows[row] = (row + 1) % 256
-        told = peer.boot, peer.lost.append
+        peer = cls((FakeDeviceMemory if place == "gpu" or name == "cuda_ipc" else HostMemory)(NUM_ROWS, row_bytes))
+        common = peer.incarnation, peer.lost.append
         if name == "tcp":
-            peer.channel = await TcpChannel.start(peer.memory, *told, "127.0.0.1", **options)
+            peer.channel = await TcpChannel.start(peer.memory, *common, "127.0.0.1", **options)
         elif isinstance(peer.memory, HostMemory):
-            peer.channel = await ShmChannel.start(peer.memory, *told, directory, **options)
+            peer.channel = await ShmChannel.start(peer.memory, *common, directory, **options)
         else:
-            peer.channel = await CudaIpcChannel.start(peer.memory, *told, directory, **options)
+            peer.channel = await CudaIpcChannel.start(peer.memory, *common, directory, **options)
         return peer
-
-    async def do(self, what: str, **options: Any) -> Any:
-        """The answer to one command. Errors of a push are an answer: the name of their class, and their text."""
-        return await getattr(self, what)(**options)
 
     async def close(self) -> None:
         await self.channel.close()
         self.memory.close()
 
-    async def card(self) -> str:
-        return self.channel.descriptor().hex()
+    def described(self, **changes: Any) -> PeerDescriptor:
+        """Return the descriptor of its channel with some fields changed."""
+        return replace(PeerDescriptor.unpack(self.channel.descriptor(), self.channel.name), **changes)
 
-    async def introduce(self) -> str:
-        return self.boot
+    def granted(self, rows: Sequence[int] = ALL_ROWS) -> bytes:
+        """Grant a new reservation."""
+        reservation_id = secrets.token_bytes(16)
+        self.channel.grant(reservation_id, rows)
+        return reservation_id
 
-    async def open(self, ticket: str, rows: list[int]) -> None:
-        self.channel.grant(bytes.fromhex(ticket), rows)
+    async def push(
+        self, receiver: "Peer", source: Sequence[int], target: Sequence[int], reservation_id: bytes = b""
+    ) -> None:
+        """Push to another peer, by default under a new reservation of all its rows."""
+        reservation_id = reservation_id or receiver.granted()
+        await self.channel.push(receiver.channel.descriptor(), reservation_id, source, target)
 
-    async def shut(self, ticket: str) -> None:
-        self.channel.revoke(bytes.fromhex(ticket))
-
-    async def read(self) -> list[list[int]]:
-        """For each row, the different bytes in it."""
+    def contents(self) -> list[list[int]]:
+        """Return the different bytes in each row."""
         return [sorted(set(row.tobytes())) for row in self.memory.rows]
 
-    async def push(self, card: str, ticket: str, source: list[int], target: list[int]) -> list[str]:
-        try:
-            await self.channel.push(bytes.fromhex(card), bytes.fromhex(ticket), source, target)
-        except ChannelError as error:
-            return [type(error).__name__, str(error)]
-        return []
 
-    async def push_on_and_on(self, card: str, ticket: str) -> None:
-        """Begin a push that lasts until somebody dies."""
-        rows = list(range(len(self.memory.rows))) * 8_000
-        pushing = self.channel.push(bytes.fromhex(card), bytes.fromhex(ticket), rows, rows)
-        self._pushing.add(asyncio.get_running_loop().create_task(pushing))
-
-
-async def main(kind: str, num_rows: str, row_bytes: str, directory: str) -> None:
-    peer = await Peer.start(kind, int(num_rows), int(row_bytes), directory)
-    loop = asyncio.get_running_loop()
-    while line := await loop.run_in_executor(None, sys.stdin.readline):
-        print(json.dumps(await peer.do(**json.loads(line))), flush=True)
+async def main(kind: str, directory: str) -> None:
+    peer = await Peer.start(kind, directory)
+    pushing: set[asyncio.Task[None]] = set()
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        match json.loads(line):
+            case ["describe"]:
+                answer: Any = [peer.incarnation, peer.channel.descriptor().hex()]
+            case ["grant", str(reservation_id), list(rows)]:
+                answer = peer.channel.grant(bytes.fromhex(reservation_id), rows)
+            case ["read"]:
+                answer = peer.contents()
+            case ["push for ever", str(descriptor), str(reservation_id)]:
+                rows = [*ALL_ROWS] * 8_000
+                push = peer.channel.push(bytes.fromhex(descriptor), bytes.fromhex(reservation_id), rows, rows)
+                pushing.add(asyncio.get_running_loop().create_task(push))
+                answer = None
+        print(json.dumps(answer), flush=True)
     await peer.close()
 
 

@@ -1,4 +1,4 @@
-"""Settings: where a value comes from, what a bad one is answered with, and the forms of sizes and CPU lists."""
+"""Settings: where a value comes from, errors for invalid values, and the forms of sizes and CPU lists."""
 
 import os
 
@@ -263,7 +263,7 @@ def test_sizes(text: int | str, size: int) -> None:
 @pytest.mark.parametrize(
     "text", ["", "MiB", "-1", "1e9", "2G", "1Mi", "1 M iB", "0.1", "1PiB", "9" * 40, "\u0661", "1000000TB"]
 )
-def test_what_is_no_size(text: str) -> None:
+def test_an_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be"):
         parse_size(text)
 
@@ -283,7 +283,7 @@ def test_cpu_lists(text: str, cpus: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("text", ["a", "1-", "-1", "3-1", "0-9999", "99999", "1,,2", "0-999999999999", "\u0661"])
-def test_what_is_no_cpu_list(text: str) -> None:
+def test_an_invalid_cpu_list_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="as in 0,2-3"):
         parse_cpus(text)
 
@@ -293,7 +293,9 @@ def test_a_cpu_list_is_printed_as_it_is_read(cpus: list[int]) -> None:
     assert parse_cpus(format_value(parse_cpus(cpus))) == tuple(sorted(set(cpus)))
 
 
-def test_sockets_go_where_nobody_else_may_write(monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]) -> None:
+def test_sockets_are_in_a_directory_that_no_other_user_can_write(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert private_directory() == f"{tmp_path}/baton"
     monkeypatch.setenv("XDG_RUNTIME_DIR", f"{tmp_path}/gone")

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from grpclib.exceptions import GRPCError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
@@ -19,7 +20,7 @@ from shared.lifecycle import wait_until
 from shared.logs import peer_log
 from shared.registry import EmbeddedRegistry, RedisAnnouncer, RedisRegistry, StreamAnnouncer, announcer
 from shared.rpc import tls
-from shared.rpc.codec import DecodeError, encode
+from shared.rpc.codec import encode
 from shared.rpc.messages import JoinReply, NodeInfo
 from shared.rpc.methods import JOIN, connect
 
@@ -66,19 +67,19 @@ async def test_a_nodes_stream_is_its_membership() -> None:
     assert changes == [{"d0": INFO}, {"d0": draining}, {}], "a heartbeat that says nothing new is no change"
 
 
-async def test_the_late_end_of_an_old_stream_does_not_remove_the_nodes_new_life() -> None:
-    reborn, other = replace(INFO, incarnation_id="boot-2"), replace(INFO, id="p0")
+async def test_the_late_end_of_an_old_stream_does_not_remove_the_restarted_node() -> None:
+    restarted, other = replace(INFO, incarnation_id="boot-2"), replace(INFO, id="p0")
     async with embedded([]) as registry, joined(registry, other):
         async with joined(registry, INFO):
-            new_life = joined(registry, reborn)
-            await new_life.__aenter__()
+            restarted_stream = joined(registry, restarted)
+            await restarted_stream.__aenter__()
         await asyncio.sleep(0.1)
-        assert registry.nodes == {"d0": reborn, "p0": other}
-        await new_life.__aexit__(None, None, None)
+        assert registry.nodes == {"d0": restarted, "p0": other}
+        await restarted_stream.__aexit__(None, None, None)
         assert await wait_until(lambda: registry.nodes == {"p0": other}, 5.0)
 
 
-async def test_the_late_end_of_an_old_stream_does_not_remove_the_same_life_that_joined_again() -> None:
+async def test_the_late_end_of_an_old_stream_does_not_remove_a_node_that_reconnected() -> None:
     async with embedded([]) as registry:
         async with joined(registry, INFO):
             again = joined(registry, INFO)
@@ -91,37 +92,23 @@ async def test_the_late_end_of_an_old_stream_does_not_remove_the_same_life_that_
         assert await wait_until(lambda: registry.nodes == {}, 5.0)
 
 
-async def test_the_late_end_of_an_old_stream_of_the_same_life_does_not_remove_the_node() -> None:
-    async with embedded([]) as registry:
-        async with joined(registry, INFO):
-            again = joined(registry, INFO)
-            await again.__aenter__()
-        await asyncio.sleep(0.1)
-        assert registry.nodes == {"d0": INFO}
-        await again.__aexit__(None, None, None)
-        assert await wait_until(lambda: registry.nodes == {}, 5.0)
-
-
-class Said(list[NodeInfo]):
-    """A stream on which a node says these things, and hears nothing."""
-
-    async def __aiter__(self) -> AsyncIterator[NodeInfo]:
-        for message in self:
-            yield message
-
-    async def send_message(self, _: JoinReply) -> None:
-        await asyncio.sleep(0)
-
-
-async def test_a_stream_is_one_nodes_and_nodes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_is_of_one_node_and_the_number_of_nodes_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_module, "MAX_NODES", 1)
+    other = replace(INFO, id="d1")
+
+    async def join_as(*nodes: NodeInfo) -> None:
+        async with joined(registry, nodes[0]) as stream:
+            for node in nodes[1:]:
+                await stream.send_message(node)
+                await stream.recv_message()
+
     async with embedded([]) as registry:
-        with pytest.raises(DecodeError, match="one node's"):
-            await registry._join(Said([INFO, replace(INFO, id="d1")]))
-        assert registry.nodes == {}
+        with pytest.raises(GRPCError, match="another node joined"):
+            await join_as(INFO, other)
+        assert await wait_until(lambda: registry.nodes == {}, 5.0)
         async with joined(registry, INFO):
-            with pytest.raises(DecodeError, match="no more are taken"):
-                await registry._join(Said([replace(INFO, id="d1")]))
+            with pytest.raises(GRPCError, match="which is the limit"):
+                await join_as(other)
             assert registry.nodes == {"d0": INFO}
 
 
@@ -284,19 +271,24 @@ async def test_the_last_list_stays_for_as_long_as_redis_fails(redis: PlayedRedis
 
 
 async def test_a_node_leaves_only_after_a_whole_lease_of_answers_without_it(redis: PlayedRedis) -> None:
-    registry = RedisRegistry("redis://played", "c", 1.0)
     changes: list[list[str]] = []
-    registry._changed = lambda: changes.append(sorted(registry.nodes))
-    other = replace(INFO, id="p0")
-    registry._take({"d0": INFO, "p0": other}, 100.0)
-    for now in (101.0, 102.0, 103.9):
-        registry._take({"p0": other}, now)
-        assert sorted(registry.nodes) == ["d0", "p0"]
-    registry._take({"d0": INFO, "p0": other}, 104.0)
-    registry._take({"p0": other}, 105.0)
-    registry._take({"p0": other}, 108.0)
-    assert sorted(registry.nodes) == ["d0", "p0"], "an answer with it starts the lease anew"
-    registry._take({"p0": other}, 108.1)
+    redis.put("d0", encode(INFO))
+    redis.put("p0", encode(replace(INFO, id="p0")))
+    async with watching(changes) as registry:
+        await reads(redis, 2)
+        for wait_s in (0.0, 0.04, 0.04):
+            redis.values.pop("baton:c:node:d0", None)
+            redis.now += wait_s
+            await reads(redis, 2)
+            assert sorted(registry.nodes) == ["d0", "p0"]
+        redis.put("d0", encode(INFO))
+        await reads(redis, 2)
+        del redis.values["baton:c:node:d0"]
+        redis.now += 0.08
+        await reads(redis, 2)
+        assert sorted(registry.nodes) == ["d0", "p0"], "an answer that has it starts a new lease"
+        redis.now += LEASE_S
+        assert await wait_until(lambda: sorted(registry.nodes) == ["p0"], 5.0)
     assert changes == [["d0", "p0"], ["p0"]]
 
 
@@ -347,7 +339,7 @@ async def test_names_of_crashed_nodes_leave_the_index_after_a_lease_and_hide_no_
         redis.now += LEASE_S
         redis.error = None
         await reads(redis, 2)
-        assert len(redis.index["baton:c:nodes"]) == 4, "nobody saw that they were absent meanwhile"
+        assert len(redis.index["baton:c:nodes"]) == 4, "no answer showed that they were absent"
         redis.now += LEASE_S
         assert await wait_until(lambda: registry.nodes == {"d0": INFO}, 5.0)
         await reads(redis, 2)
@@ -406,11 +398,12 @@ async def test_in_a_cluster_with_a_secret_entries_that_were_not_signed_with_it_a
         tls.configure("", {})
 
 
-async def test_of_a_hundred_thousand_names_in_redis_only_max_nodes_are_read(redis: PlayedRedis) -> None:
+async def test_at_most_max_nodes_names_in_redis_are_read(redis: PlayedRedis) -> None:
     redis.index["baton:c:nodes"] = {f"n{number:06}".encode() for number in range(100_000)}
     redis.put("a0", encode(replace(INFO, id="a0")))
     redis.put("a1", encode(replace(INFO, id="a1", address="h:70000")))
-    listed = RedisRegistry("redis://played", "c", 60.0)
-    found, gone = await listed._read()
-    assert (list(found), len(gone)) == (["a0"], registry_module.MAX_NODES - 2)
-    assert listed.skipped == 100_002 - registry_module.MAX_NODES + 1
+    async with watching() as registry:
+        assert await wait_until(lambda: registry.skipped > 0, 5.0)
+        await registry.close()
+        assert list(registry.nodes) == ["a0"]
+        assert registry.skipped % (100_002 - registry_module.MAX_NODES + 1) == 0

@@ -164,7 +164,7 @@ def frame(kind: int, flags: int = 0, stream: int = 0, data: bytes = b"") -> byte
     return struct.pack(">I", len(data))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + data
 
 
-GOOD = message(encode(StopRequest(b"ticket")))
+GOOD = message(encode(StopRequest(b"reservation")))
 
 
 @pytest.fixture(scope="module")
@@ -325,7 +325,7 @@ async def test_a_client_with_another_certificate_is_refused_and_logged_once(
         for _ in range(5):
             channel = connect(served.address, theirs)
             with pytest.raises(PeerError, match="its certificate is of another cluster; give all"):
-                await STOP.call(channel, StopRequest(b"ticket"), WAIT_S)
+                await STOP.call(channel, StopRequest(b"reservation"), WAIT_S)
             channel.close()
         assert await wait_until(lambda: not served.num_open, WAIT_S)
         assert served.received == []
@@ -344,7 +344,7 @@ async def test_a_client_that_trusts_the_server_but_is_not_trusted_gets_nothing(
         for _ in range(5):
             channel = connect(served.address, careless)
             with pytest.raises(PeerError):
-                await STOP.call(channel, StopRequest(b"ticket"), WAIT_S)
+                await STOP.call(channel, StopRequest(b"reservation"), WAIT_S)
             channel.close()
         assert await wait_until(lambda: not served.num_open, WAIT_S)
         assert served.received == []
@@ -358,7 +358,7 @@ async def test_a_client_without_a_certificate_is_disconnected(ours: ClusterIdent
     async with serving(ours) as served:
         channel = connect(served.address)
         with pytest.raises(PeerError):
-            await STOP.call(channel, StopRequest(b"ticket"), WAIT_S)
+            await STOP.call(channel, StopRequest(b"reservation"), WAIT_S)
         channel.close()
         assert served.received == []
 
@@ -440,7 +440,7 @@ async def test_bytes_may_arrive_one_at_a_time(ours: ClusterIdentity) -> None:
         server = await asyncio.start_server(relay, "127.0.0.1", 0)
         async with server:
             channel = connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", ours)
-            assert await STOP.call(channel, StopRequest(b"ticket"), WAIT_S) == Ack("received")
+            assert await STOP.call(channel, StopRequest(b"reservation"), WAIT_S) == Ack("received")
             channel.close()
             async with asyncio.timeout(WAIT_S):
                 await ended.wait()

@@ -1,4 +1,4 @@
-"""The cluster's secret: which files hold one, what it proves and to whom, and what listens beyond loopback without."""
+"""The cluster's secret: which files hold one, which peers accept each other, and the check for listening beyond loopback."""
 
 import logging
 import os
@@ -108,7 +108,7 @@ def test_a_member_is_accepted_and_a_stranger_is_not(tmp_path: Path) -> None:
     assert not met(theirs, ours)
 
 
-def test_a_secret_is_changed_without_a_moment_at_which_two_processes_refuse_each_other(tmp_path: Path) -> None:
+def test_a_secret_is_replaced_while_all_processes_accept_each_other(tmp_path: Path) -> None:
     steps = [identity_of(tmp_path, text) for text in (PEM, PEM + OTHER_PEM, OTHER_PEM + PEM, OTHER_PEM)]
     for before, after in pairwise(steps):
         assert met(before, after)
@@ -119,25 +119,25 @@ def test_a_secret_is_changed_without_a_moment_at_which_two_processes_refuse_each
         assert not met(one, other)
 
 
-def test_a_file_that_is_not_there_or_none_is_refused_with_the_way_to_one(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused_with_the_command_that_writes_one(tmp_path: Path) -> None:
     for path in (tmp_path / "missing", tmp_path / "missing" / "too"):
         with pytest.raises(ConfigError, match=r"cannot be read: .*`baton secret FILE` writes"):
             read_identity(str(path))
 
 
 @pytest.mark.parametrize(
-    ("owner", "mode", "read_only", "is_taken"),
+    ("owner", "mode", "read_only", "is_accepted"),
     [(0, 0o444, True, True), (0, 0o444, False, False), (0, 0o446, True, False), (1000, 0o444, True, False)],
 )
-def test_a_mounted_secret_may_be_readable_where_it_is_roots_and_read_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: int, mode: int, read_only: bool, is_taken: bool
+def test_a_mounted_secret_may_be_readable_if_root_owns_it_and_the_mount_is_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: int, mode: int, read_only: bool, is_accepted: bool
 ) -> None:
     path = file_of(tmp_path, PEM)
     found = SimpleNamespace(st_uid=owner, st_mode=0o100000 | mode)
     mount = SimpleNamespace(f_flag=os.ST_RDONLY if read_only else 0)
     played = SimpleNamespace(fstat=lambda _: found, fstatvfs=lambda _: mount, ST_RDONLY=os.ST_RDONLY)
     monkeypatch.setattr(tls, "os", played)
-    if is_taken:
+    if is_accepted:
         read_identity(path)
     else:
         with pytest.raises(ConfigError, match="other users can read it"):
@@ -163,13 +163,13 @@ def test_beyond_loopback_a_secret_is_needed(tmp_path: Path, own: None, host: str
 
 @pytest.fixture
 def own() -> Iterator[None]:
-    """Whatever secret the test gives this process is taken from it again."""
+    """Remove the identity that the test gives this process."""
     yield
     tls.configure("", {})
 
 
 @pytest.mark.parametrize("host", ["a" * 64, "nowhere"])
-def test_an_address_that_means_nothing_is_refused(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+def test_an_address_that_does_not_resolve_is_refused(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     def unknown(*_: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -189,7 +189,7 @@ def test_an_address_that_means_nothing_is_refused(monkeypatch: pytest.MonkeyPatc
         (lambda: run_decode_node(NodeSettings(model="m", cluster_secret_file="/no/such")), "--cluster-secret-file"),
     ],
 )
-def test_a_process_that_would_listen_so_ends_with_status_2_and_one_line(
+def test_a_process_that_would_listen_beyond_loopback_exits_with_status_2_and_one_line(
     capsys: pytest.CaptureFixture[str], run: Callable[[], int], flag: str
 ) -> None:
     assert run() == 2
@@ -201,7 +201,7 @@ def test_a_process_that_would_listen_so_ends_with_status_2_and_one_line(
 # Entries in Redis
 
 
-def test_an_entry_that_no_node_of_the_cluster_signed_is_malformed(tmp_path: Path) -> None:
+def test_an_entry_that_was_not_signed_by_the_cluster_is_malformed(tmp_path: Path) -> None:
     ours, theirs = identity_of(tmp_path, PEM), identity_of(tmp_path, OTHER_PEM)
     good = seal(INFO, "k", ours)
     assert unseal(good, "k", ours) == INFO
@@ -217,16 +217,16 @@ def test_an_entry_that_no_node_of_the_cluster_signed_is_malformed(tmp_path: Path
             unseal(value, "k", ours)
 
 
-def test_a_signed_entry_is_none_for_who_has_no_secret(tmp_path: Path) -> None:
+def test_a_signed_entry_is_rejected_by_a_process_without_a_secret(tmp_path: Path) -> None:
     assert unseal(seal(INFO, "k", None), "k", None) == INFO
     with pytest.raises(DecodeError):
         unseal(seal(INFO, "k", identity_of(tmp_path, PEM)), "k", None)
 
 
-# What is said of peers
+# Logging
 
 
-def test_a_peer_is_complained_of_once_until_it_was_well(caplog: pytest.LogCaptureFixture) -> None:
+def test_problems_with_a_peer_are_logged_once_until_reset(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     complaints = RateLimitedLog(logging.getLogger("baton.security"))
     for _ in range(100):
@@ -249,7 +249,7 @@ def test_a_peer_is_complained_of_once_until_it_was_well(caplog: pytest.LogCaptur
 # baton secret
 
 
-def test_baton_secret_writes_one_that_is_taken_and_keeps_what_is_there(
+def test_baton_secret_writes_a_usable_file_and_never_overwrites_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "secret"

@@ -40,7 +40,7 @@ async def serving(handlers: Handlers) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def dialled(address: str, answer_s: float = ANSWER_S) -> AsyncIterator[RpcChannel]:
+async def connected(address: str, answer_s: float = ANSWER_S) -> AsyncIterator[RpcChannel]:
     channel = connect(address, answer_s=answer_s)
     try:
         yield channel
@@ -48,14 +48,14 @@ async def dialled(address: str, answer_s: float = ANSWER_S) -> AsyncIterator[Rpc
         channel.close()
 
 
-class Taker:
-    """Answers every message with its class's name, and keeps them."""
+class Recorder:
+    """Keeps every message, and answers with the name of its class."""
 
     def __init__(self) -> None:
-        self.heard: list[Any] = []
+        self.received: list[Any] = []
 
     async def take(self, message: Any) -> Ack:
-        self.heard.append(message)
+        self.received.append(message)
         return Ack(type(message).__name__)
 
     def handlers(self, *rpcs: Rpc[Any, Any]) -> Handlers:
@@ -66,30 +66,32 @@ class Taker:
 async def over_a_relay() -> AsyncIterator[tuple[Proxy, RpcChannel]]:
     """To a server of STOP that was called once."""
     with Relays() as relays:
-        async with serving(Taker().handlers(STOP)) as address:
+        async with serving(Recorder().handlers(STOP)) as address:
             relay = relays.between("127.0.0.2", int(address.split(":")[1]))
-            async with dialled(address.replace("127.0.0.1", "127.0.0.2"), answer_s=0.15) as channel:
+            async with connected(address.replace("127.0.0.1", "127.0.0.2"), answer_s=0.15) as channel:
                 assert (await STOP.call(channel, StopRequest(b"", ""), 2.0)).error == "StopRequest"
                 yield relay, channel
 
 
-async def test_a_message_of_the_limit_is_taken_and_one_more_byte_is_an_error_for_its_sender() -> None:
-    taker = Taker()
-    async with serving(taker.handlers(STOP)) as address, dialled(address) as channel:
+async def test_a_message_of_the_limit_is_accepted_and_one_more_byte_is_an_error_for_its_sender() -> None:
+    recorder = Recorder()
+    async with serving(recorder.handlers(STOP)) as address, connected(address) as channel:
         overhead = len(b"\x93\xc6....\xa0\xa0")  # array of three, bytes with a 32-bit length, two empty texts
         largest = MAX_MESSAGE_BYTES - overhead
         assert (await STOP.call(channel, StopRequest(bytes(largest)), 30.0)).error == "StopRequest"
         with pytest.raises(PeerError):
             await STOP.call(channel, StopRequest(bytes(largest + 1)), 30.0)
-        assert [len(message.reservation_id) for message in taker.heard] == [largest]
-        assert (await STOP.call(channel, StopRequest(b"next"), 5.0)).error == "StopRequest", "the connection is well"
+        assert [len(message.reservation_id) for message in recorder.received] == [largest]
+        assert (await STOP.call(channel, StopRequest(b"next"), 5.0)).error == "StopRequest", (
+            "the connection still works"
+        )
 
 
 async def test_a_reply_over_the_limit_is_a_peer_error() -> None:
     async def flood(_: StopRequest) -> Ack:
         return Ack("x" * MAX_MESSAGE_BYTES)
 
-    async with serving({STOP: unary(flood)}) as address, dialled(address) as channel:
+    async with serving({STOP: unary(flood)}) as address, connected(address) as channel:
         with pytest.raises(PeerError, match="over the limit"):
             await STOP.call(channel, StopRequest(b""), 30.0)
 
@@ -97,48 +99,48 @@ async def test_a_reply_over_the_limit_is_a_peer_error() -> None:
 async def test_both_sides_name_the_field_that_does_not_fit() -> None:
     wrong_question = Rpc(STOP.path, RenewReply, Ack)
     wrong_answer = Rpc(STOP.path, StopRequest, PushedNotice)
-    async with serving(Taker().handlers(STOP)) as address, dialled(address) as channel:
+    async with serving(Recorder().handlers(STOP)) as address, connected(address) as channel:
         with pytest.raises(PeerError, match=r"StopRequest\.reservation_id is str, not bytes"):
             await wrong_question.call(channel, RenewReply("error"), 5.0)
         with pytest.raises(PeerError, match=r"PushedNotice\.reservation_id is str, not bytes"):
             await wrong_answer.call(channel, StopRequest(b""), 5.0)
 
 
-async def test_a_peer_that_is_not_there_or_does_not_answer_is_a_peer_error() -> None:
+async def test_an_absent_or_unresponsive_peer_is_a_peer_error() -> None:
     async def never(_: StopRequest) -> Ack:
         await asyncio.Event().wait()
         return Ack()
 
-    async with serving({STOP: unary(never)}) as address, dialled(address) as channel:
+    async with serving({STOP: unary(never)}) as address, connected(address) as channel:
         with pytest.raises(PeerError, match=STOP.path):
             await STOP.call(channel, StopRequest(b""), 0.05)
-    async with dialled(address) as channel:
+    async with connected(address) as channel:
         with pytest.raises(PeerError, match=STOP.path):
             await STOP.call(channel, StopRequest(b""), 5.0)
 
 
 async def test_a_peer_whose_connection_ends_in_the_middle_of_a_call_is_a_peer_error() -> None:
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"ticket")
+        await reader.readuntil(b"reservation")
         writer.close()
 
     server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
-    async with server, dialled(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as channel:
+    async with server, connected(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as channel:
         with pytest.raises(PeerError, match=STOP.path):
-            await STOP.call(channel, StopRequest(b"ticket"), 30.0)
+            await STOP.call(channel, StopRequest(b"reservation"), 30.0)
 
 
 async def test_the_end_of_a_stream_does_not_disturb_a_later_timeout_of_the_same_task() -> None:
-    """grpclib wakes a task by cancelling it and never takes that back, which Python before 3.11.3 could not bear."""
+    """grpclib wakes a task by cancelling it and never takes that back, which Python before 3.11.3 mishandles."""
 
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"ticket")
+        await reader.readuntil(b"reservation")
         writer.close()
 
     server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
-    async with server, dialled(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as channel:
+    async with server, connected(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as channel:
         with pytest.raises(PeerError, match=STOP.path):
-            await STOP.call(channel, StopRequest(b"ticket"), 30.0)
+            await STOP.call(channel, StopRequest(b"reservation"), 30.0)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await asyncio.Event().wait()
@@ -152,7 +154,7 @@ async def test_a_call_that_is_cancelled_counts_as_cancelled() -> None:
         await asyncio.Event().wait()
         return Ack()
 
-    async with serving({STOP: unary(never)}) as address, dialled(address) as channel:
+    async with serving({STOP: unary(never)}) as address, connected(address) as channel:
         calling = asyncio.ensure_future(STOP.call(channel, StopRequest(b""), 30.0))
         await begun.wait()
         calling.cancel()
@@ -161,15 +163,15 @@ async def test_a_call_that_is_cancelled_counts_as_cancelled() -> None:
         assert calling.cancelled()
 
 
-async def test_a_peer_whom_nothing_reaches_is_hung_up_on_but_not_for_a_pause_of_our_own(
+async def test_an_unreachable_peer_is_disconnected_but_a_pause_of_this_process_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What it sends still comes; only that it answers shows that it hears us."""
+    """Its own messages still arrive; only its answers to pings show that ours do."""
     monkeypatch.setattr(grpc_connection, "PING_S", 0.05)
     async with over_a_relay() as (relay, channel):
         relay.harm = Harm(silent=frozenset({"up"}))
         await asyncio.sleep(0.07)
-        time.sleep(0.5)  # noqa: ASYNC251 - a ping is on its way, and now we stand still
+        time.sleep(0.5)  # noqa: ASYNC251 - a ping is on its way while this process pauses
         relay.harm = NONE
         await asyncio.sleep(0.3)
         assert channel.is_connected
@@ -182,16 +184,16 @@ async def test_a_peer_whom_nothing_reaches_is_hung_up_on_but_not_for_a_pause_of_
         assert channel.fell_silent
 
 
-async def test_who_stands_still_now_and_then_finds_out_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_pauses_often_still_detects_a_silent_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_connection, "PING_S", 0.05)
     async with over_a_relay() as (relay, channel):
         relay.harm = Harm(silent=frozenset({"up"}))
         for _ in range(40):
             await asyncio.sleep(0.06)
-            time.sleep(0.12)  # noqa: ASYNC251 - over twice the time between two looks
+            time.sleep(0.12)  # noqa: ASYNC251 - over twice the time between two checks
             if channel.fell_silent:
                 return
-        pytest.fail("it was not found out in 40 pauses")
+        pytest.fail("the silent peer was not detected in 40 pauses")
 
 
 async def test_a_call_that_waits_to_write_fails_when_the_peer_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +206,7 @@ async def test_a_call_that_waits_to_write_fails_when_the_peer_is_silent(monkeypa
         assert [type(error) for error in found] == [PeerError, PeerError]
 
 
-async def test_a_client_that_takes_nothing_more_is_dropped_although_bytes_for_it_are_unsent() -> None:
+async def test_a_client_that_reads_nothing_is_disconnected_although_bytes_for_it_are_unsent() -> None:
     has_begun, has_ended = asyncio.Event(), asyncio.Event()
 
     async def flood(stream: Any) -> None:
@@ -227,13 +229,13 @@ async def test_a_client_that_takes_nothing_more_is_dropped_although_bytes_for_it
     port = await server.start("127.0.0.1", 0)
     with Relays() as relays:
         relay = relays.between("127.0.0.2", port)
-        async with dialled(f"127.0.0.2:{port}") as channel:
+        async with connected(f"127.0.0.2:{port}") as channel:
             caller = asyncio.create_task(attach(channel))
             await has_begun.wait()
             relay.harm = PARTITION
             async with asyncio.timeout(20.0):
                 await has_ended.wait()
-            assert await wait_until(lambda: not server.connections, 5.0), "its descriptor is given back"
+            assert await wait_until(lambda: not server.connections, 5.0), "its socket is closed"
             caller.cancel()
     await server.close()
 
@@ -252,12 +254,12 @@ async def test_a_standing_stream_carries_both_ways_and_its_end_is_seen_on_the_ot
             ends.append("cancelled")
             raise
 
-    async with serving({ATTACH: echo}) as address, dialled(address) as channel:
+    async with serving({ATTACH: echo}) as address, connected(address) as channel:
         async with ATTACH.open(channel) as stream:
             for _ in range(3):
                 await stream.send_message(RouterCommand("router"))
                 assert await stream.recv_message() == NodeUpdate()
-        assert await wait_until(lambda: ends == ["cancelled"], 5.0), "who leaves the block resets the stream"
+        assert await wait_until(lambda: ends == ["cancelled"], 5.0), "leaving the block resets the stream"
         async with ATTACH.open(channel) as stream:
             await stream.send_message(RouterCommand("enough"))
             assert await stream.recv_message() == NodeUpdate()
@@ -270,7 +272,7 @@ async def test_a_standing_stream_carries_both_ways_and_its_end_is_seen_on_the_ot
             assert await wait_until(lambda: ends[2:] == ["cancelled"], 5.0), "a connection's end resets its streams"
 
 
-async def test_a_server_closes_although_clients_stay_and_cancels_what_it_does_for_them() -> None:
+async def test_a_server_closes_while_clients_are_connected_and_cancels_their_calls() -> None:
     cancelled: list[NodeInfo | None] = []
 
     async def hold(stream: Any) -> None:
@@ -284,7 +286,7 @@ async def test_a_server_closes_although_clients_stay_and_cancels_what_it_does_fo
     server = RpcServer({JOIN: hold})
     port = await server.start("127.0.0.1", 0)
     info = NodeInfo("n", "b", "decode", "", "m", "f", 4, 64, 8, 8, 8)
-    async with dialled(f"127.0.0.1:{port}") as channel, JOIN.open(channel) as stream:
+    async with connected(f"127.0.0.1:{port}") as channel, JOIN.open(channel) as stream:
         await stream.send_message(info)
         assert await stream.recv_message() == JoinReply("router")
         async with asyncio.timeout(5):

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.kv.channel import ChannelError, PeerDescriptor, PeerLostError, ReservationRefusedError, check_open
-from shared.kv.checksum import checksums
-from shared.kv.staging import Staging
+from shared.kv.memory import Staging, checksums
 from tests.simulation.loop import CURRENT, Process
 from tests.simulation.network import WORLD_CONTEXT, Network
 
@@ -170,15 +169,17 @@ class SimChannel:
 
     # ---- writer --------------------------------------------------------------------------------------------------
 
-    def reachable(self, card: bytes) -> bool:
-        peer = PeerDescriptor.unpack(card, self.name)
+    def reachable(self, descriptor: bytes) -> bool:
+        peer = PeerDescriptor.unpack(descriptor, self.name)
         peer.check_row_bytes(self._memory.row_bytes)
         return self.fenced or (self.name, peer.incarnation_id) in self._exchange.channels
 
-    async def push(self, card: bytes, reservation_id: bytes, source: Sequence[int], target: Sequence[int]) -> None:
+    async def push(
+        self, descriptor: bytes, reservation_id: bytes, source: Sequence[int], target: Sequence[int]
+    ) -> None:
         if self._is_closed:
             raise ChannelError("the channel is closed")
-        peer = PeerDescriptor.unpack(card, self.name)
+        peer = PeerDescriptor.unpack(descriptor, self.name)
         if len(source) != len(target) or not all(0 <= row < peer.num_rows for row in target):
             raise ChannelError("rows that do not match, or are not in the peer's pool")
         line = self._lines.setdefault(peer.incarnation_id, Line())
@@ -190,7 +191,12 @@ class SimChannel:
                 raise
 
     async def _move(
-        self, line: Line, card: PeerDescriptor, reservation_id: bytes, source: Sequence[int], target: Sequence[int]
+        self,
+        line: Line,
+        descriptor: PeerDescriptor,
+        reservation_id: bytes,
+        source: Sequence[int],
+        target: Sequence[int],
     ) -> None:
         exchange, random = self._exchange, self._exchange.weather.random
         fault = exchange.weather.of_push() if source else ""
@@ -198,12 +204,12 @@ class SimChannel:
         if fault:
             exchange.weather.reached(f"channel: {fault}")
         await asyncio.sleep(exchange.network.latency())
-        peer = exchange.channels.get((self.name, card.incarnation_id))
+        peer = exchange.channels.get((self.name, descriptor.incarnation_id))
         if peer is None:
             raise PeerLostError("connection refused")
         if not line.is_open:
             await self._patient(peer)
-            peer.admit(self._boot, card.incarnation_id)
+            peer.admit(self._boot, descriptor.incarnation_id)
             line.is_open = True
         refused = fault == "refuse"
         order = list(range(len(source)))

@@ -13,7 +13,7 @@ from unittest import mock
 import router.nodes.connection
 import scheduler.scheduler
 from decode_node.receiver import HandoffReceiver
-from decode_node.reservations import ReservationEnd, ReservationPhase, ReservationTable
+from decode_node.reservations import Reservation, ReservationPhase, ReservationTable
 from node.active_requests import ActiveRequests
 from node.router_sessions import RouterSessions
 from prefill_node.decode_peers import DecodePeers
@@ -26,7 +26,7 @@ from scheduler.blocks import BlockPool
 from scheduler.prefix import extend_hashes
 from scheduler.request import Request, cdiv
 from scheduler.scheduler import Scheduler
-from shared.kv.checksum import CHECKSUM_BYTES
+from shared.kv.memory import CHECKSUM_BYTES
 from tests.simulation.channel import SimChannel
 
 Broken = Callable[[], AbstractContextManager[Any]]
@@ -46,11 +46,11 @@ def _around(owner: Any, name: str, wrapper: Callable[..., Any]) -> Broken:
     return _in_place_of(owner, name, broken)
 
 
-def _quarantine_skipped(self: ReservationTable, request_id: str) -> ReservationEnd | None:
-    reservation = self._by_request.get(request_id)
+def _quarantine_skipped(self: ReservationTable, request_id: str) -> Reservation | None:
+    reservation = self.of(request_id)
     if reservation is None or reservation.phase is ReservationPhase.QUARANTINED:
         return None
-    return self._close(reservation)
+    return self.close(reservation)
 
 
 async def _not_compared(self: HandoffReceiver, reservation: Any, checksums: bytes) -> str:
@@ -152,7 +152,7 @@ async def _acknowledged(*_: Any) -> bool:
 
 
 MUTATIONS: dict[str, Broken] = {
-    "reservations are not revoked": _in_place_of(SimChannel, "revoke", lambda self, ticket: None),
+    "reservations are not revoked": _in_place_of(SimChannel, "revoke", lambda *_: None),
     "a release is forgotten": _around(BlockPool, "release", lambda original, self, blocks: original(self, blocks[1:])),
     "leases are ignored": _in_place_of(ReservationTable, "expired", lambda *_: []),
     "a fenced writer is admitted": _in_place_of(HandoffReceiver, "_can_write", lambda self, writer: False),

@@ -1,87 +1,91 @@
-"""The simulation as `make test` runs it: 200 seeds without a violation, exact replay, and some mutations."""
+"""The simulation as `make test` runs it: a few seeds, exact replay, and each mutation with a seed that detects it."""
 
+import gc
 import os
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
+from tests.cluster.harness import ROOT
 from tests.simulation.loop import EPOCH_S
 from tests.simulation.mutations import MUTATIONS
-from tests.simulation.seeds import results, run_one
-from tests.simulation.sometimes import WANTED, table
+from tests.simulation.reached import WANTED, table
+from tests.simulation.world import simulate
 
-ROOT = Path(__file__).resolve().parents[2]
-SEEDS = 200
-# Seeds that found a defect.
-FOUND: dict[int, str] = {
-    5: "a reservation that arrived after its cancellation was granted, and its blocks stayed in quarantine for good",
-    4: "sending on a stream that its peer had just reset was logged as a failed task",
-    16: "a Reserve call whose caller had gone or timed out swallowed its cancellation",
-    143: "the same when its connection was lost",
+SEEDS = range(40)
+# Seeds beyond these that found a defect.
+FOUND = {
+    143: "a Reserve call whose connection was lost swallowed its cancellation",
     9047: "the simulation signalled a node that had just started, and its previous process received the signal",
 }
-# The mutations that the first seeds detect; `make mutations` applies all of them.
-QUICK = (
-    "a release is forgotten",
-    "received blocks are swapped",
-    "prefixes without salt",
-    "quarantine is skipped",
-    "waiting for a node counts as an attempt",
-    "avoided prefill nodes stay avoided",
-    "avoided decode nodes stay avoided",
-)
+# `make mutations` looks for a seed when a change to the simulation made one of these miss its mutation.
+DETECTED_BY = {
+    "reservations are not revoked": 7,
+    "a release is forgotten": 0,
+    "leases are ignored": 33,
+    "a fenced writer is admitted": 4,
+    "quarantine is skipped": 16,
+    "checksums are not compared": 38,
+    "prefixes without salt": 0,
+    "positions are ignored": 3,
+    "a delta is lost": 0,
+    "incomplete blocks are pushed": 64,
+    "rows go to wrong blocks, unchecked": 0,
+    "received blocks are swapped": 0,
+    "generated tokens count as prompt": 4,
+    "a node failure is not reported": 4,
+    "waiting for a node counts as an attempt": 9,
+    "avoided prefill nodes stay avoided": 29,
+    "avoided decode nodes stay avoided": 39,
+    "lost nodes are not reconnected": 9,
+    "requests of a lost router are kept": 16,
+    "cancelled reservations are not released": 1,
+    "a lost stop is not repaired": 1,
+    "a cancelled request may still reserve": 5,
+    "a preempted request resumes at a later position": 10,
+    "blocks are freed during a step": 1,
+    "epochs are not compared": 2,
+}
 
 
-@pytest.mark.timeout(600)
-def test_no_seed_of_two_hundred_violates_an_invariant() -> None:
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> Iterator[None]:
+    """Exclude the objects of imported libraries from the garbage collections of each simulation."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def test_no_seed_violates_an_invariant() -> None:
     reached, violations = Counter[str](), []
-    for result in results(range(SEEDS)):
+    for result in map(simulate, [*SEEDS, *FOUND]):
         reached.update(result.reached)
         violations += [f"seed {result.seed}: {text}" for text in result.violations]
+        assert 1.0 < result.virtual_s < EPOCH_S
     assert not violations, "\n".join(violations[:20])
     _, missing = table(reached)
-    assert len(missing) <= 0.05 * len(WANTED), f"never reached: {missing}"
-
-
-@pytest.mark.parametrize("seed", FOUND)
-def test_seeds_that_found_a_defect_pass(seed: int) -> None:
-    assert run_one(seed).violations == []
+    assert len(missing) <= 0.15 * len(WANTED), f"never reached: {missing}"
 
 
 def test_a_seed_replays_bit_for_bit() -> None:
     """Also in another process with another string hash seed."""
-    here = run_one(4, keeps_log=True)
+    here = simulate(4, keeps_log=True)
     assert len(here.lines) > 40
-    assert run_one(5).fingerprint != here.fingerprint
-    assert run_one(4).fingerprint == here.fingerprint
-    command = [sys.executable, "-m", "tests.simulation", "--seed", "4"]
-    there = subprocess.run(
-        command,
-        check=False,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONHASHSEED": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    assert simulate(5).fingerprint != here.fingerprint
+    assert simulate(4).fingerprint == here.fingerprint
+    there = subprocess.run([sys.executable, "-m", "tests.simulation", "--seed", "4"], cwd=ROOT, text=True, check=False,
+                           env=os.environ | {"PYTHONHASHSEED": "1"}, capture_output=True, timeout=300)  # fmt: skip
     assert there.stdout.strip().endswith(here.fingerprint), there.stdout[-500:] + there.stderr[-500:]
 
 
+def test_every_mutation_has_a_seed() -> None:
+    assert DETECTED_BY.keys() == MUTATIONS.keys()
+
+
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_mutation_applies(name: str) -> None:
-    with MUTATIONS[name]():
-        pass
-
-
-@pytest.mark.parametrize("name", QUICK)
 def test_a_mutation_is_detected(name: str) -> None:
-    assert name in MUTATIONS
-    assert any(run_one(seed, name).violations for seed in range(60)), "no seed detected it"
-
-
-def test_time_is_virtual() -> None:
-    result = run_one(3)
-    assert 1.0 < result.virtual_s < EPOCH_S
+    assert simulate(DETECTED_BY[name], name).violations

@@ -10,6 +10,7 @@ import logging
 import traceback
 import zlib
 from collections import Counter
+from contextlib import nullcontext
 from contextvars import Context
 from dataclasses import dataclass, field
 from random import Random
@@ -24,6 +25,7 @@ from tests.simulation.client import Client
 from tests.simulation.faults import RESTART_S, Faults
 from tests.simulation.hosts import Host, NodeHost, RouterHost
 from tests.simulation.loop import CURRENT, EPOCH_S, WORLD, Process, SimLoop
+from tests.simulation.mutations import MUTATIONS
 from tests.simulation.network import Network
 from tests.simulation.patches import simulated, without_teardown_errors
 from tests.simulation.redis import Store
@@ -47,7 +49,7 @@ class Result:
     fingerprint: str
     lines: list[str] = field(default_factory=list)
     virtual_s: float = 0.0
-    turns: int = 0
+    callbacks: int = 0
 
 
 class World:
@@ -234,9 +236,9 @@ class World:
             self.loop.call_later(self.random.choice(RESTART_S), self.faults._restart, host)
 
 
-def simulate(seed: int, *, keeps_log: bool = False) -> Result:
-    """One run, from the drawing of its scenario to the burial of its dead."""
-    with without_teardown_errors():
+def simulate(seed: int, mutation: str = "", *, keeps_log: bool = False) -> Result:
+    """Run one seed, with a mutation if one is named."""
+    with MUTATIONS[mutation]() if mutation else nullcontext(), without_teardown_errors():
         return _run(draw(seed), keeps_log=keeps_log)
 
 
@@ -250,7 +252,7 @@ def _run(scenario: Scenario, *, keeps_log: bool) -> Result:
             world.violate(f"the simulation broke: {error!r}")
         fingerprint = f"{world.loop.fingerprint & (2**64 - 1):016x}-{world.checksum:08x}"
         result = Result(scenario.seed, list(world.violations), world.counts, fingerprint, world.lines)
-        result.virtual_s, result.turns = world.loop.now - EPOCH_S, world.loop.turns
+        result.virtual_s, result.callbacks = world.loop.now - EPOCH_S, world.loop.turns
         world.is_over = True
         world.loop.close()
     return result

@@ -15,11 +15,10 @@ from typing import Protocol
 
 from engine.cuda.kv.driver import CudaDevice, CudaError, CudaRegion, CudaStream
 from shared.kv.channel import DescriptorError, PeerDescriptor, PeerLostError
-from shared.kv.listener import ANSWER, check_answer, pack_greeting
+from shared.kv.connections import ANSWER, check_answer, hung_up, pack_greeting
 from shared.kv.local import LocalChannel, host_id
-from shared.kv.peers import hung_up
+from shared.kv.memory import KVMemory
 from shared.kv.shm import runs
-from shared.kv.staging import KVMemory
 
 OFFER = struct.Struct("<Q")  # bytes of the region
 # Copied between two checks for a stop: it takes half a millisecond on one GPU, and a check takes far less.
@@ -44,42 +43,25 @@ class CudaIpcChannel(LocalChannel[DeviceRows]):
 
     name = "cuda_ipc"
 
-    def __init__(
-        self,
-        memory: DeviceRows,
-        incarnation_id: str,
-        on_writer_lost: Callable[[str], None],
-        server: socket.socket,
-        patience_s: float,
-    ) -> None:
-        self._region: CudaRegion | None = memory.region
-        self._uuid = memory.region.gpu.uuid
-        self._incarnation_id = incarnation_id
-        super().__init__(memory, incarnation_id, on_writer_lost, server, patience_s)
-
     def _place(self) -> str:
-        return f"{host_id()} {self._uuid}"
+        return f"{host_id()} {self._memory.region.gpu.uuid}"
 
     def _reaches(self, place: str) -> bool:
         host, _, uuid = place.partition(" ")
-        return host == host_id() and self._region is not None and self._region.gpu.reaches(uuid)
+        return host == host_id() and self._memory.region.gpu.reaches(uuid)
 
     def _offer(self) -> tuple[bytes, list[int]]:
-        region = self._region
-        assert region is not None
+        region = self._memory.region
         assert region.descriptor is not None
         return OFFER.pack(region.size), [region.descriptor]
 
     def _link(self, descriptor: PeerDescriptor, _reservation_id: bytes) -> "_Copier":
-        if self._region is None or not self._reaches(descriptor.host):
+        if not self._reaches(descriptor.host):
             raise DescriptorError("the peer's GPU cannot be written to from here")
-        return _Copier(descriptor, self._incarnation_id, self._region, self._patience_s)
+        return _Copier(descriptor, self._own.incarnation_id, self._memory.region, self._patience_s)
 
-    def _let_go(self) -> None:
-        self._region = None
-
-    def _serve(self, connection: socket.socket, incarnation_id: str) -> None:
-        super()._serve(connection, incarnation_id)
+    def _serve(self, connection: socket.socket) -> None:
+        super()._serve(connection)
         if not self._closed:
             time.sleep(SETTLE_S)
 

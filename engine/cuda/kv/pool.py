@@ -22,11 +22,9 @@ from engine.cuda.kv import cuda_ipc
 from engine.cuda.kv.driver import CudaDevice, CudaRegion
 from shared.kv import shm
 from shared.kv.channel import ChannelError, DescriptorError, PeerDescriptor, PeerLostError
-from shared.kv.checksum import checksums
+from shared.kv.connections import hung_up
 from shared.kv.local import LocalChannel
-from shared.kv.memory import Rows
-from shared.kv.peers import hung_up
-from shared.kv.staging import InPlaceStaging, Staging
+from shared.kv.memory import InPlaceStaging, Rows, Staging, checksums
 
 log = logging.getLogger("baton.kv")
 NAME = "pool"

@@ -1,30 +1,35 @@
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
 from engine.cuda.attention import TritonAttention
+from tests.engine.build import thinned
 from tests.gpu_less.contract import batch_of, check_attention, pool_of
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 400
 MIXED = [(39, 40), (0, 37), (15, 16), (28, 33), (-1, 0), (13, 77), (0, 1)]
 # block size, GQA group, head_dim, window: of each something odd
+SPANS = [[(99, 100), (-1, 0), (0, 1), (64, 65)], [(199, 202), (60, 68)]]
 SHAPES = [(16, 1, 64, 0), (64, 3, 20, 0), (1, 4, 16, 0), (4, 2, 32, 13), (128, 7, 16, 30), (20, 1, 80, 1)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("page", "group", "head_dim", "window"), SHAPES)
-def test_mixed_batches_in_any_order(dtype: torch.dtype, page: int, group: int, head_dim: int, window: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "shape"), thinned(product([torch.float32, torch.float16, torch.bfloat16], SHAPES), 5)
+)
+def test_mixed_batches_in_any_order(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+    page, group, head_dim, window = shape
     pool = pool_of(2, head_dim, page, dtype, NUM_BLOCKS, CPU)
     check_attention(
         TritonAttention(pool), pool, batch_of(MIXED, page, NUM_BLOCKS, CPU), 2 * group, dtype, window, pad=2
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("window", [0, 70])
-@pytest.mark.parametrize("spans", [[(99, 100), (-1, 0), (0, 1), (64, 65)], [(199, 202), (60, 68)]])
+@pytest.mark.parametrize(
+    ("dtype", "window", "spans"), thinned(product([torch.float32, torch.float16], [0, 70], SPANS), 3)
+)
 def test_decodes_are_split_and_merged(dtype: torch.dtype, window: int, spans: list[tuple[int, int]]) -> None:
     pool = pool_of(2, 16, 16, dtype, NUM_BLOCKS, CPU)
     backend, batch = TritonAttention(pool, split_tokens=16), batch_of(spans, 16, NUM_BLOCKS, CPU)

@@ -1,25 +1,28 @@
+from itertools import product
+
 import pytest
 import torch
 
 from engine.cuda.layer import TritonKernels
+from tests.engine.build import thinned
 from tests.gpu_less.contract import batch_of, check_norms, check_rotation, config_of, padded, pool_of
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [64, 100, 1100])
+@pytest.mark.parametrize(("dtype", "width"), thinned(product(DTYPES, [64, 100, 1100]), 4))
 def test_norms_and_activation(dtype: torch.dtype, width: int) -> None:
     pool = pool_of(1, 16, 4, dtype, 8, CPU)
     kernels = TritonKernels(config_of(width, 2, 1, 16), pool)
     check_norms(kernels, batch_of([(0, 3)], 4, 8, CPU), width, dtype, CPU)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norms", [True, False])
-@pytest.mark.parametrize(("page", "group", "head_dim"), [(4, 1, 16), (16, 3, 20), (1, 4, 64)])
-def test_rotation_and_store(dtype: torch.dtype, norms: bool, page: int, group: int, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "norms", "shape"), thinned(product(DTYPES, [True, False], [(4, 1, 16), (16, 3, 20), (1, 4, 64)]), 5)
+)
+def test_rotation_and_store(dtype: torch.dtype, norms: bool, shape: tuple[int, int, int]) -> None:
+    page, group, head_dim = shape
     pool, config = pool_of(2, head_dim, page, dtype, 40, CPU), config_of(64, 2 * group, 2, head_dim)
     batch = padded(batch_of([(0, 5), (0, 1), (0, 9)], page, 40, CPU), 2)
     check_rotation(TritonKernels(config, pool), config, pool, batch, dtype, norms)

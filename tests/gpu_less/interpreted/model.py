@@ -12,7 +12,7 @@ from engine.models.random import random_decoder
 from engine.runner import TorchRunner
 from shared.kv.layout import KVLayout
 from shared.rpc.messages import SamplingParams
-from tests.engine.build import Blocks, generate
+from tests.engine.build import Blocks, generate, thinned
 from tests.gpu_less.contract import TensorMemory, config_of
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def generated(triton: bool, model: Decoder, budget: int) -> list[list[int]]:
     return generate(TorchRunner(model, pool, attention, kernels, CPU), requests, budget)
 
 
-@pytest.mark.parametrize("budget", [5, 64])
+@pytest.mark.parametrize("budget", thinned([5, 64], 2))
 def test_a_model_says_what_it_says_in_plain_torch(budget: int) -> None:
     """Through chunks, mixed steps and decodes of several contexts."""
     model = random_decoder(config_of(32, 6, 2, 16), torch.float32, CPU, seed=1, deviation=0.2)

@@ -1,0 +1,465 @@
+"""The connections of a channel over sockets: a listener for the writers into our pool, and the peers that we write to.
+
+A greeting names a reservation: 16 random bytes, which the writer received in the reply of an RPC over TLS. Over tcp,
+only a writer that names an open reservation is admitted. A unix socket is protected by its permissions.
+"""
+
+import asyncio
+import contextlib
+import select
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import IntEnum
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from shared.kv.channel import (
+    RESERVATION_ID_BYTES,
+    ChannelError,
+    DescriptorError,
+    PeerDescriptor,
+    PeerLostError,
+    ReservationRefusedError,
+    check_open,
+    is_incarnation_id,
+)
+from shared.kv.memory import KVMemory
+
+MAGIC = b"BTKV"
+VERSION = 3
+# Magic, version, row bytes, the writer's incarnation id, that of the process that it wants to reach, a reservation id.
+HELLO = struct.Struct("<4sHxxI32s32s16s")
+ANSWER = struct.Struct("<4sHH")  # magic, version, HandshakeVerdict
+MAX_CONNECTIONS_PER_ADDRESS = 64  # enough for all nodes of a host, and still few threads
+MAX_CONNECTIONS_PER_WRITER = 4  # it uses one; a lost one may remain until its end is noticed
+
+Memory = TypeVar("Memory", bound=KVMemory)
+
+
+class HandshakeVerdict(IntEnum):
+    """The receiver's answer to a greeting."""
+
+    WELCOME = 0
+    OTHER_ROW_BYTES = 1
+    OTHER_INCARNATION = 2
+    TOO_MANY = 3
+    FENCED = 4
+    NO_RESERVATION = 5
+
+
+REFUSALS: dict[int, tuple[type[ChannelError], str]] = {
+    HandshakeVerdict.OTHER_ROW_BYTES: (DescriptorError, "the peer's KV rows do not have the size in its descriptor"),
+    HandshakeVerdict.OTHER_INCARNATION: (PeerLostError, "it was restarted"),
+    HandshakeVerdict.TOO_MANY: (PeerLostError, "it has too many writers"),
+    HandshakeVerdict.FENCED: (PeerLostError, "it treats us as dead, and reuses our rows"),
+    HandshakeVerdict.NO_RESERVATION: (
+        ReservationRefusedError,
+        "it does not know the reservation, or has closed it",
+    ),
+}
+WELCOME = ANSWER.pack(MAGIC, VERSION, HandshakeVerdict.WELCOME)
+
+
+class MalformedError(Exception):
+    """The bytes on a connection violate the protocol."""
+
+
+class Greeting(NamedTuple):
+    """What a writer says about itself first. `owner`: the incarnation id of the process that it wants to reach."""
+
+    row_bytes: int
+    writer: str
+    owner: str
+    reservation_id: bytes
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Greeting":
+        magic, version, row_bytes, writer, owner, reservation_id = HELLO.unpack(data)
+        greeting = cls(row_bytes, writer.decode("ascii", "replace"), owner.decode("ascii", "replace"), reservation_id)
+        if (magic, version) != (MAGIC, VERSION) or not is_incarnation_id(greeting.writer):
+            raise MalformedError
+        return greeting
+
+
+def pack_greeting(
+    descriptor: PeerDescriptor, incarnation_id: str, reservation_id: bytes = bytes(RESERVATION_ID_BYTES)
+) -> bytes:
+    """Return the greeting of the writer `incarnation_id` to the owner of `descriptor`."""
+    names = incarnation_id.encode(), descriptor.incarnation_id.encode()
+    return HELLO.pack(MAGIC, VERSION, descriptor.row_bytes, *names, reservation_id)
+
+
+def check_answer(data: bytes) -> None:
+    """Raise ChannelError unless `data` is a welcome."""
+    if len(data) != ANSWER.size:
+        raise PeerLostError("it hung up at the greeting")
+    magic, version, verdict = ANSWER.unpack(data)
+    if (magic, version) != (MAGIC, VERSION):
+        raise PeerLostError(f"it is not a KV channel of version {VERSION}")
+    if verdict != HandshakeVerdict.WELCOME:
+        kind, text = REFUSALS.get(verdict, (PeerLostError, "it refused the connection"))
+        raise kind(text)
+
+
+def set_timeout(connection: socket.socket, seconds: float) -> None:
+    """Limit the time of each blocking call. Unlike with `settimeout`, a large send remains one system call."""
+    connection.settimeout(None)
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, limit)
+
+
+def receive_exactly(connection: socket.socket, size: int) -> bytes:
+    """Receive `size` bytes. Raises EOFError if they do not come within the timeout, or the connection ends."""
+    try:
+        data = connection.recv(size, socket.MSG_WAITALL)
+    except BlockingIOError as error:
+        raise EOFError("it was silent for too long") from error
+    if len(data) < size:
+        raise EOFError("it hung up, or was silent for too long")
+    return data
+
+
+def hung_up(connection: socket.socket) -> bool:
+    """Return whether the other end has closed or died. Reads nothing from the stream."""
+    poll = select.poll()
+    try:
+        poll.register(connection, select.POLLRDHUP)
+        return bool(poll.poll(0))
+    except (OSError, ValueError):  # our end is closed
+        return True
+
+
+class ChannelListener:
+    """Accepts writers on `server` (bound and listening) until `close`; must be created on the event loop.
+
+    `serve(connection)` runs in the connection's thread once a writer is admitted: it sends WELCOME, and returns when
+    the writer ends. `on_writer_lost(incarnation_id)` is called on the loop when the last connection of that writer has
+    ended for any reason but our own `close`. `timeout_s` limits each call on a connection. `is_open(reservation_id)`
+    decides whether a writer that names this reservation is admitted.
+    """
+
+    def __init__(
+        self,
+        server: socket.socket,
+        descriptor: PeerDescriptor,
+        serve: Callable[[socket.socket], None],
+        is_open: Callable[[bytes], bool],
+        on_writer_lost: Callable[[str], None],
+        timeout_s: float,
+    ) -> None:
+        self._server = server
+        self._descriptor = descriptor
+        self._serve = serve
+        self._is_open = is_open
+        self._on_writer_lost = on_writer_lost
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()  # guards the attributes below
+        self._threads: dict[socket.socket, threading.Thread] = {}
+        # Connections by address, and, after the greeting, also by the incarnation id of the writer.
+        self._num_open: Counter[str] = Counter()
+        self._fenced: set[str] = set()
+        self._closing = False
+        self._thread = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close all connections and wait for their threads, which only have to wake up. Idempotent."""
+        with self._lock:
+            self._closing = True
+            threads = dict(self._threads)
+        for connection in (self._server, *threads):
+            with contextlib.suppress(OSError):  # it may have ended by itself
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in (self._thread, *threads.values()):
+            thread.join()
+        self._server.close()
+
+    def fence_writer(self, incarnation_id: str) -> bool:
+        """Refuse this writer from now on. Return False, and do not refuse it, if it is connected."""
+        with self._lock:
+            if not self._num_open[incarnation_id]:
+                self._fenced.add(incarnation_id)
+            return incarnation_id in self._fenced
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                connection, address = self._server.accept()
+            except OSError:  # closed by us, or a connection was aborted, or no file descriptor is left
+                time.sleep(0 if self._closing else 0.05)
+                continue
+            self._start(connection, str(address[0]) if address else "local")
+
+    def _start(self, connection: socket.socket, address: str) -> None:
+        thread = threading.Thread(target=self._run, args=(connection, address), name="kv-receive", daemon=True)
+        with self._lock:
+            if not self._closing and self._take(address, MAX_CONNECTIONS_PER_ADDRESS):
+                try:
+                    thread.start()  # it removes itself under this lock, so not before it is added
+                    self._threads[connection] = thread
+                    return
+                except RuntimeError:  # no more threads can be started
+                    self._release(address)
+        connection.close()
+
+    def _run(self, connection: socket.socket, address: str) -> None:
+        writer = ""  # once it is admitted
+        try:
+            set_timeout(connection, self._timeout_s)
+            greeting = Greeting.unpack(receive_exactly(connection, HELLO.size))
+            verdict = self._verdict(greeting)
+            if verdict is HandshakeVerdict.WELCOME:
+                writer = greeting.writer
+                self._serve(connection)
+            else:
+                connection.sendall(ANSWER.pack(MAGIC, VERSION, verdict))
+        except (MalformedError, OSError, EOFError):
+            pass  # below, the connection ends, and the loss of the writer is reported
+        finally:
+            connection.close()
+            with self._lock:
+                del self._threads[connection]
+                self._release(address)
+                is_lost = bool(writer) and self._release(writer) and not self._closing
+            if is_lost:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(self._on_writer_lost, writer)
+
+    def _verdict(self, greeting: Greeting) -> HandshakeVerdict:
+        """Return the answer to a greeting. If it is a welcome, the connection counts as one of the writer."""
+        with self._lock:
+            if greeting.owner != self._descriptor.incarnation_id:
+                return HandshakeVerdict.OTHER_INCARNATION
+            if not self._is_open(greeting.reservation_id):
+                return HandshakeVerdict.NO_RESERVATION
+            if greeting.row_bytes != self._descriptor.row_bytes:
+                return HandshakeVerdict.OTHER_ROW_BYTES
+            if greeting.writer in self._fenced:
+                return HandshakeVerdict.FENCED
+            is_taken = self._take(greeting.writer, MAX_CONNECTIONS_PER_WRITER)
+            return HandshakeVerdict.WELCOME if is_taken else HandshakeVerdict.TOO_MANY
+
+    def _take(self, key: str, limit: int) -> bool:
+        is_free = self._num_open[key] < limit
+        self._num_open[key] += is_free
+        return is_free
+
+    def _release(self, key: str) -> bool:
+        """Decrement the number of connections of `key`. Return whether this was the last one."""
+        self._num_open[key] -= 1
+        if is_last := not self._num_open[key]:
+            del self._num_open[key]
+        return is_last
+
+
+class ChannelLink(Protocol):
+    """A blocking connection to one peer. One thread uses it, except for `interrupt`."""
+
+    socket: socket.socket
+
+    def push(
+        self, reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
+    ) -> None:
+        """Move rows. When `stopped()`, return early, at a point from which the next push can continue.
+
+        Raises ReservationRefusedError if the link remains usable, and OSError, EOFError or PeerLostError if not.
+        """
+        ...
+
+    def interrupt(self) -> None:
+        """Make a blocked push fail soon, unless it ends soon by itself. May be called on any thread."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _Peer:
+    """One peer, for the life of one connection. When it is `lost`, the next push creates another one."""
+
+    def __init__(self, descriptor: PeerDescriptor, connect: Callable[[PeerDescriptor, bytes], ChannelLink]) -> None:
+        self._descriptor = descriptor
+        self._connect = connect
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-push-{descriptor.incarnation_id[:8]}")
+        self._link: ChannelLink | None = None  # owned by the thread
+        self.lost = False
+
+    def hung_up(self) -> bool:
+        return self.lost or (self._link is not None and hung_up(self._link.socket))
+
+    async def push(self, reservation_id: bytes, source: Sequence[int], target: Sequence[int]) -> None:
+        """Push when earlier pushes have ended. If cancelled, still wait until nothing more is being written."""
+        stop = threading.Event()
+        call = self._thread.submit(self._run, reservation_id, source, target, stop)
+        moving = asyncio.wrap_future(call)
+        cancelled: asyncio.CancelledError | None = None
+        while not moving.done():
+            try:
+                await asyncio.wait({moving})
+            except asyncio.CancelledError as error:
+                cancelled = error
+                stop.set()
+                call.cancel()  # has an effect only if the push has not started
+        try:
+            if cancelled is None:
+                return moving.result()
+            if not moving.cancelled():
+                moving.exception()  # mark it as retrieved; the caller gets the cancellation
+            raise cancelled
+        finally:  # break the cycle between an error and this frame, which would keep memory until the next collection
+            del call, moving, cancelled
+
+    async def close(self) -> None:
+        self.lost = True
+        if (link := self._link) is not None:
+            link.interrupt()
+        await asyncio.wrap_future(self._thread.submit(self._drop))
+        self._thread.shutdown()
+
+    def _run(self, reservation_id: bytes, source: Sequence[int], target: Sequence[int], stop: threading.Event) -> None:
+        try:
+            if not self.lost and self._link is None:
+                self._link = self._connect(self._descriptor, reservation_id)
+            if not self.lost and self._link is not None:
+                self._link.push(reservation_id, source, target, lambda: stop.is_set() or self.lost)
+            if self.lost:
+                raise PeerLostError("the connection has ended")
+        except ReservationRefusedError:
+            raise
+        except Exception as error:
+            self.lost = True  # the exchange is incomplete, so the connection cannot be used again
+            self._drop()
+            if not isinstance(error, OSError | EOFError | ChannelError):
+                raise
+            kind = PeerLostError if isinstance(error, OSError | EOFError) else type(error)
+            peer = self._descriptor
+            name = f"{peer.channel} peer {peer.incarnation_id[:8]} at {peer.endpoint}"
+            raise kind(f"{name}: {error}") from error
+
+    def _drop(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+
+class SocketChannel(Generic[Memory]):
+    """The base of the channels over sockets (see KVChannel). Must be created on the event loop.
+
+    Each connection has a thread: on a writer's, `_serve` receives; on that of a peer, `_link` connects, and the link
+    pushes, one push at a time. This class defines `grant` and `revoke` for one-sided writes: they change nothing.
+    """
+
+    name: str
+    fenced = False
+
+    def __init__(
+        self,
+        memory: Memory,
+        incarnation_id: str,
+        on_writer_lost: Callable[[str], None],
+        server: socket.socket,
+        address: tuple[str, str],
+        patience_s: float,
+    ) -> None:
+        """`address`: the host and the endpoint for the descriptor."""
+        self._memory = memory
+        self._own = PeerDescriptor(self.name, *address, incarnation_id, memory.row_bytes, memory.num_rows)
+        self._patience_s = patience_s
+        self._closed = False
+        self._peers: dict[str, _Peer] = {}  # by incarnation id
+        self._leaving: set[asyncio.Task[None]] = set()
+        # The loop waits on this epoll, and so notices every peer that hangs up, even while no push is in progress, and
+        # releases the memory of a dead peer at once. It reads nothing from the sockets, which belong to the threads.
+        self._hangups = select.epoll()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._hangups.fileno(), self._on_hangup)
+        self._listener = ChannelListener(server, self._own, self._serve, self._is_open, on_writer_lost, patience_s)
+
+    def _is_open(self, _reservation_id: bytes) -> bool:
+        """Return whether a writer that names this reservation is admitted."""
+        return True
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Welcome a writer, and return when it ends."""
+        raise NotImplementedError
+
+    def _link(self, descriptor: PeerDescriptor, reservation_id: bytes) -> ChannelLink:
+        """Connect to a peer. The reservation is the one of the first push."""
+        raise NotImplementedError
+
+    def descriptor(self) -> bytes:
+        return self._own.pack()
+
+    def grant(self, reservation_id: bytes, rows: Sequence[int]) -> None:
+        check_open(reservation_id, rows, self._own.num_rows)
+
+    def revoke(self, reservation_id: bytes) -> None:
+        pass
+
+    def fence_writer(self, incarnation_id: str) -> bool:
+        return self._listener.fence_writer(incarnation_id)
+
+    def reachable(self, descriptor: bytes) -> bool:
+        """Return True for every valid descriptor. Only a push shows whether the address can be reached."""
+        PeerDescriptor.unpack(descriptor, self.name).check_row_bytes(self._own.row_bytes)
+        return True
+
+    async def push(
+        self, descriptor: bytes, reservation_id: bytes, source: Sequence[int], target: Sequence[int]
+    ) -> None:
+        if self._closed:
+            raise ChannelError("the channel is closed")
+        other = PeerDescriptor.unpack(descriptor, self.name)
+        other.check_row_bytes(self._own.row_bytes)
+        try:  # a one-sided write outside the peer's pool would not fail
+            check_open(reservation_id, source, self._own.num_rows)
+            check_open(reservation_id, target, other.num_rows)
+        except ValueError as error:
+            raise ChannelError(str(error)) from error
+        if len(source) != len(target):
+            raise ChannelError(f"{len(source)} rows to push, {len(target)} rows to fill")
+        peer = self._peers.get(other.incarnation_id)
+        if peer is None or peer.hung_up():
+            self._retire_lost()
+            peer = self._peers[other.incarnation_id] = _Peer(other, self._connect)
+        try:
+            await peer.push(reservation_id, source, target)
+        finally:
+            if peer.lost:
+                self._retire_lost()
+
+    async def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._hangups.fileno())
+            self._retire(list(self._peers))
+        await asyncio.gather(*self._leaving)
+        self._hangups.close()
+        self._listener.close()
+
+    def _connect(self, descriptor: PeerDescriptor, reservation_id: bytes) -> ChannelLink:
+        try:
+            link = self._link(descriptor, reservation_id)
+        except (ValueError, OverflowError) as error:  # an address that no system call takes
+            raise DescriptorError(f"not an address: {error}") from error
+        with contextlib.suppress(ValueError):  # the socket was closed in the meantime
+            self._hangups.register(link.socket, select.EPOLLRDHUP | select.EPOLLET)
+        return link
+
+    def _on_hangup(self) -> None:
+        self._hangups.poll(0)  # clears the edge-triggered events; each peer is then asked
+        self._retire_lost()
+
+    def _retire_lost(self) -> None:
+        self._retire([incarnation_id for incarnation_id, peer in self._peers.items() if peer.hung_up()])
+
+    def _retire(self, incarnation_ids: list[str]) -> None:
+        for incarnation_id in incarnation_ids:
+            leaving = self._loop.create_task(self._peers.pop(incarnation_id).close())
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)

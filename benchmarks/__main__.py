@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 BENCHMARKS = {
     "cpu": "everything on a CPU against llama.cpp, vLLM and transformers",
-    "step_overhead": "host time of a step: scheduling, building, sampling, publishing",
+    "step_overhead": "host time of a step next to the model's pass, and the gain of planning ahead",
     "transport": "shm and tcp channels: bytes per second and CPU time",
     "handoff": "what a handoff adds to the time to first token",
+    "footprint": "start-up time to the first token, and memory of the router and a node",
     "router": "streamed tokens per second, latency and memory of the router",
     "policies": "batching policies on a virtual clock; writes docs/policies.md",
-    "gpu_first_run": "experimental: everything on a GPU: checks, kernels, a whole model, handoffs, a cluster",
-    "models": "make a checkpoint of random weights",
+    "gpu_first_run": "experimental: everything on a GPU: checks, kernels, a whole model, handoffs",
     "document": "write the tables of docs/results/ from the results",
 }
 
@@ -30,23 +30,22 @@ def load(name: str) -> Callable[[], None]:
             from benchmarks.transport import main
         case "handoff":
             from benchmarks.handoff import main
+        case "footprint":
+            from benchmarks.handoff import footprint as main
         case "router":
             from benchmarks.router import main
         case "policies":
             from benchmarks.policies import main
         case "gpu_first_run":
             from benchmarks.gpu.first_run import main
-        case "models":
-            from benchmarks.models import main
         case _:
-            from benchmarks.document import main
+            from benchmarks.result import main
     return main
 
 
 def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] not in BENCHMARKS:
-        width = max(map(len, BENCHMARKS))
-        print(__doc__, *(f"  {name:{width}}  {what}" for name, what in BENCHMARKS.items()), sep="\n")
+        print(__doc__, *(f"  {name:{14}}  {what}" for name, what in BENCHMARKS.items()), sep="\n")
         sys.exit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)
     name = sys.argv.pop(1)
     sys.argv[0] = f"python -m benchmarks {name}"

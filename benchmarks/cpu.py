@@ -11,27 +11,15 @@ import json
 import math
 import os
 import random
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from datetime import date
+import subprocess
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.models import CACHE, SHAPES
-from benchmarks.peers.workers import (
-    BITS16,
-    FP32,
-    INT8,
-    LLAMA_BF16,
-    LLAMA_F16,
-    LLAMA_F32,
-    LLAMA_Q8,
-    TRANSFORMERS,
-    VLLM_FP32,
-    CpuOptions,
-    WorkerPool,
-)
+from benchmarks.models import CACHE, SHAPES, checkpoint
+from benchmarks.process import ROOT, PeerFailedError, PeerProcess
 from benchmarks.result import (
     RESULTS,
     Cell,
@@ -47,12 +35,13 @@ from benchmarks.result import (
     versions,
 )
 
-CONTEXT, PROMPT = 512, 4096
+CONTEXT = 512
 STEPS = {1: 32, 8: 16, 32: 10}
+OUR_KV_GIB, VLLM_KV_GIB = 0.5, 1  # our default; vLLM takes whole GiB, and touches only what it uses
 WORK_KV_GIB = 0.4  # for 32 contexts and their steps; both shapes use the same amount per token
-CHUNK, MIXED_BUDGET = 512, 128
-CHUNKED, WHOLE = f"budget {CHUNK}", "unchunked"
-WORST_GAP_S, TTFT_S = 0.4, 13.0  # goals, for the 110m shape
+FP32, BITS16, INT8 = "Baton fp32", "Baton 16-bit weights", "Baton int8"
+LLAMA_F32, VLLM_FP32, TRANSFORMERS = "llama.cpp F32", "vLLM fp32", "transformers fp32"
+FLASH = " flash"  # llama.cpp is measured with and without flash attention, and the faster one counts
 Runs = dict[str, dict[str, list[float]]]  # by measurement, then by arm
 
 
@@ -69,31 +58,109 @@ class SpeedRow:
 
     @property
     def tokens(self) -> int:
-        return self.arguments.get("batch", 1) * self.arguments.get("steps", 1) * self.arguments.get("tokens", 1)
+        return math.prod(value for name, value in self.arguments.items() if name != "context")
 
 
 def _prefill(tokens: int, ours: str, peers: tuple[str, ...], goal: float) -> SpeedRow:
     return SpeedRow(f"prefill {tokens:,}", "prefill", {"tokens": tokens}, ours, peers, goal)
 
 
-def _decode(batch: int, ours: str, peers: tuple[str, ...], goal: float) -> SpeedRow:
-    arguments = {"batch": batch, "context": CONTEXT, "steps": STEPS[batch]}
-    return SpeedRow(f"decode, batch {batch}", "decode", arguments, ours, peers, goal)
+def _decodes(ours: str, peers: tuple[str, ...], goals: dict[int, float]) -> list[SpeedRow]:
+    arguments = {batch: {"batch": batch, "context": CONTEXT, "steps": STEPS[batch]} for batch in goals}
+    return [SpeedRow(f"decode, batch {n}", "decode", arguments[n], ours, peers, goal) for n, goal in goals.items()]
 
 
-FULL, HALF, EIGHT = (LLAMA_F32, VLLM_FP32), (LLAMA_BF16, LLAMA_F16), (LLAMA_Q8,)
+def _llama(*kinds: str) -> tuple[str, ...]:
+    return tuple(f"llama.cpp {kind}{flash}" for kind in kinds for flash in ("", FLASH))
+
+
+FULL, HALF, EIGHT = (*_llama("F32"), VLLM_FP32), _llama("BF16", "F16"), _llama("Q8_0")
 SPEEDS: dict[str, list[SpeedRow]] = {
     "prefill": [_prefill(512, FP32, FULL, 1.1), _prefill(2048, FP32, FULL, 1.1)],
-    "decode": [_decode(batch, FP32, FULL, goal) for batch, goal in ((1, 1.0), (8, 1.1), (32, 1.3))],
-    "transformers": [_decode(batch, FP32, (TRANSFORMERS,), 2.0) for batch in (8, 32)],
-    "16bit": [_decode(batch, BITS16, HALF, goal) for batch, goal in ((1, 0.95), (8, 1.2), (32, 1.2))],
-    "int8": [
-        _prefill(2048, INT8, EIGHT, 2.0),
-        *(_decode(batch, INT8, EIGHT, goal) for batch, goal in ((1, 1.1), (8, 2.3), (32, 2.2))),
-    ],
+    "decode": _decodes(FP32, FULL, {1: 1.0, 8: 1.1, 32: 1.3}),
+    "transformers": _decodes(FP32, (TRANSFORMERS,), {8: 2.0, 32: 2.0}),
+    "16bit": _decodes(BITS16, HALF, {1: 0.95, 8: 1.2, 32: 1.2}),
+    "int8": [_prefill(2048, INT8, EIGHT, 2.0), *_decodes(INT8, EIGHT, {1: 1.1, 8: 2.3, 32: 2.2})],
 }
 ARMS = {name: {arm for row in rows for arm in (row.ours, *row.peers)} for name, rows in SPEEDS.items()}
-ARMS |= {"chunked": {FP32}, "mixed": {FP32}, "memory": set()}
+ARMS |= {"memory": {FP32, VLLM_FP32}}
+
+
+@dataclass(frozen=True, slots=True)
+class CpuOptions:
+    """How to run the CPU benchmark. `llama` and `vllm` are the peers' interpreters, "" where not installed; `directory`
+    holds the models. `weight_dtype` (of the 16-bit rows), `kv_cache_dtype` and `kv_gib` apply to our arms."""
+
+    shape: str
+    threads: int
+    directory: Path
+    llama: str = ""
+    vllm: str = ""
+    weight_dtype: str = "bfloat16"
+    kv_cache_dtype: str = "auto"
+    kv_gib: float = OUR_KV_GIB
+
+
+@dataclass(slots=True)
+class WorkerPool:
+    """The peers by arm, each started when first needed and stopped while it has no call. `failed` has the reason for
+    each that did not start."""
+
+    options: CpuOptions
+    workers: dict[str, PeerProcess] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def get(self, arm: str) -> PeerProcess | None:
+        """Return the arm's worker, or None if it does not start or did not before."""
+        try:
+            if arm not in self.workers and arm not in self.failed:
+                self.workers[arm] = self._start(arm)
+                print(f"started {arm}: {self.workers[arm].facts}", flush=True)
+        except PeerFailedError as error:
+            self.failed[arm] = str(error)
+            print(f"without {arm}: {error}", flush=True)
+        return self.workers.get(arm)
+
+    def close(self, keep: Collection[str] = ()) -> None:
+        for arm in [arm for arm in self.workers if arm not in keep]:
+            self.workers.pop(arm).close()
+
+    def _start(self, arm: str) -> PeerProcess:
+        options = self.options
+        model = checkpoint(options.shape, directory=options.directory)
+        common: dict[str, Any] = {"model": str(model), "threads": options.threads}
+        start = partial(PeerProcess, env={"OMP_NUM_THREADS": str(options.threads)}, pauses=True)
+        if arm.startswith("Baton"):
+            kv16 = options.kv_cache_dtype if options.kv_cache_dtype != "auto" else "float16"  # as llama.cpp's
+            of_arm = {BITS16: {"weight_dtype": options.weight_dtype, "kv_cache_dtype": kv16}}
+            of_arm |= {INT8: {"quantization": "int8"}, FP32: {}}
+            ours = common | {"kv_gib": options.kv_gib, "kv_cache_dtype": options.kv_cache_dtype} | of_arm[arm]
+            return start("benchmarks.peers.baton", ours)
+        if arm == TRANSFORMERS:
+            return start("benchmarks.peers.transformers_generate", common)
+        python, variable = (
+            (options.vllm, "BATON_PEER_VLLM") if arm == VLLM_FP32 else (options.llama, "BATON_PEER_LLAMA")
+        )
+        if not python:
+            raise PeerFailedError(f"{arm}: give its interpreter by --{variable[11:].lower()} or {variable}")
+        if arm == VLLM_FP32:
+            cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+            env = {"VLLM_CPU_KVCACHE_SPACE": str(VLLM_KV_GIB), "VLLM_CPU_OMP_THREADS_BIND": cpus}
+            return start("benchmarks.peers.vllm_offline", common, python=python, env=env)
+        gguf = self._gguf(model, arm.split()[1])
+        llama = common | {"model": str(gguf), "flash": arm.endswith(FLASH)}
+        return start("benchmarks.peers.llama_cpp_api", llama, python=python)
+
+    def _gguf(self, model: Path, kind: str) -> Path:
+        out = model.with_name(f"{model.name}-{kind}.gguf")
+        if not out.exists():
+            making = out.with_suffix(".partial")
+            convert = [self.options.llama, "-m", "benchmarks.peers.gguf_file", str(model), kind, str(making)]
+            done = subprocess.run(convert, cwd=ROOT, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise PeerFailedError(f"converting to {kind}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
+            making.rename(out)
+        return out
 
 
 def measure_speeds(rows: list[SpeedRow], workers: WorkerPool, repeats: int) -> Runs:
@@ -104,25 +171,8 @@ def measure_speeds(rows: list[SpeedRow], workers: WorkerPool, repeats: int) -> R
         calls = {arm: partial(worker.call, row.call, **row.arguments) for arm, worker in started.items()}
         runs = in_turn(calls, repeats + 1)
         found[row.label] = {arm: [row.tokens / seconds for seconds in values[1:]] for arm, values in runs.items()}
-        print(f"{row.label}: {_each(found[row.label], 'tokens/s')}", flush=True)
+        print(f"{row.label}: {_each(found[row.label])} tokens/s", flush=True)
     return found
-
-
-def measure_chunked(workers: WorkerPool, repeats: int) -> Runs:
-    """Return tokens per second of one long prompt."""
-    call = partial(workers.need(FP32).call, "prefill", tokens=PROMPT)
-    runs = in_turn({CHUNKED: partial(call, budget=CHUNK), WHOLE: partial(call, budget=PROMPT)}, repeats)
-    return {"chunked": {arm: [PROMPT / seconds for seconds in values] for arm, values in runs.items()}}
-
-
-def measure_mixed(workers: WorkerPool, repeats: int) -> Runs:
-    """Return seconds: the streams' worst gaps and the prompt's TTFT, under both policies."""
-    call = partial(workers.need(FP32).call, "mixed", prompt=PROMPT, budget=MIXED_BUDGET)
-    arms: dict[str, Callable[[], dict[str, float]]] = {
-        policy: partial(call, policy=policy) for policy in ("stall_free", "prefill_first")
-    }
-    runs = in_turn(arms, repeats)
-    return {key: {arm: [run[key] for run in values] for arm, values in runs.items()} for key in runs["stall_free"][0]}
 
 
 def measure_memory(workers: WorkerPool, repeats: int) -> Runs:
@@ -159,21 +209,14 @@ def agreement(workers: WorkerPool) -> float | None:
 def measure(group: str, workers: WorkerPool, repeats: int) -> dict[str, Any]:
     """Measure one group of rows and return what the results file keeps of it."""
     load = machine()["load_before"]
-    if group in SPEEDS:
-        runs = measure_speeds(SPEEDS[group], workers, repeats)
-    elif group == "memory":
-        runs = measure_memory(workers, repeats)
-    else:
-        runs = {"chunked": measure_chunked, "mixed": measure_mixed}[group](workers, repeats)
+    is_speed = group in SPEEDS
+    runs = measure_speeds(SPEEDS[group], workers, repeats) if is_speed else measure_memory(workers, repeats)
     return {
         "command": command("cpu"),
-        "date": date.today().isoformat(),
         "load_before": load,
-        "options": asdict(workers.options)
-        | {"directory": "", "llama": "", "vllm": ""},  # paths are specific to this machine
         "without": {arm: why for arm, why in workers.failed.items() if arm in ARMS[group]},
         "facts": {arm: worker.facts for arm, worker in workers.workers.items() if arm in ARMS[group]},
-        "flash_attention": {arm: worker.call("flash") for arm, worker in workers.workers.items() if "llama" in arm},
+        "options": asdict(workers.options) | {"directory": "", "llama": "", "vllm": ""},  # paths of this machine
         "largest_logprob_difference_to_llama_cpp": agreement(workers),
         "runs": runs,
     }
@@ -181,20 +224,17 @@ def measure(group: str, workers: WorkerPool, repeats: int) -> dict[str, Any]:
 
 def table(shape: str, groups: dict[str, dict[str, Any]]) -> Table:
     """Return the table of all groups that were measured."""
-    rows: list[list[Cell]] = []
-    for group in ARMS:
-        runs: Runs = groups.get(group, {}).get("runs", {})
-        for row in SPEEDS.get(group, []) if runs else []:
-            rows.append(compared_row(f"{row.label} ({group})", runs[row.label], row.ours, row.goal))
-        if group == "chunked" and runs:
-            rows.append(compared_row(f"one prompt of {PROMPT:,}, chunked", runs["chunked"], CHUNKED, 0.95))
-        if group == "mixed" and runs:
-            rows += _mixed_rows(runs, absolute=shape == "110m")
-        if group == "memory" and runs:
-            in_gb = {arm: [value / 1e9 for value in values] for arm, values in runs["memory"].items()}
-            rows.append(compared_row(f"peak memory with {WORK_KV_GIB} GiB of KV, GB", in_gb, FP32, 0.5, lower=True))
+    rows = [
+        compared_row(f"{row.label} ({group})", groups[group]["runs"][row.label], row.ours, row.goal)
+        for group, speeds in SPEEDS.items()
+        if group in groups
+        for row in speeds
+    ]
+    if "memory" in groups:
+        in_gb = {arm: [value / 1e9 for value in row] for arm, row in groups["memory"]["runs"]["memory"].items()}
+        rows.append(compared_row(f"peak memory with {WORK_KV_GIB} GiB of KV, GB", in_gb, FP32, 0.5, lower=True))
     columns = ["tokens/s unless stated otherwise", "ours", "theirs", "ours / the better of theirs", "goal", ""]
-    return Table(f"{shape}: on a CPU, {CONTEXT} tokens of context", columns, rows, _note(groups))
+    return Table(f"{shape}: on a CPU, {CONTEXT} tokens of context", columns, rows, _note(list(groups.values())))
 
 
 def compared_row(label: str, arms: dict[str, list[float]], ours: str, goal: float, lower: bool = False) -> list[Cell]:
@@ -208,59 +248,29 @@ def compared_row(label: str, arms: dict[str, list[float]], ours: str, goal: floa
     return [label, median(arms[ours]), _each(others), found, bound, found <= goal if lower else found >= goal]
 
 
-def _mixed_rows(runs: Runs, absolute: bool) -> list[list[Cell]]:
-    gaps, first = runs["worst_gap_s"], runs["ttft_s"]
-    what = f"8 decodes and a prompt of {PROMPT:,}, stall_free at {MIXED_BUDGET} tokens per step: "
-    rows = [compared_row(what + "worst gap, s", gaps, "stall_free", 0.25, lower=True)]
-    ours = median(gaps["stall_free"]), median(first["stall_free"])
-    goal = f"gap ≤ {WORST_GAP_S}, TTFT ≤ {TTFT_S:g}" if absolute else ""
-    met: Cell = ours[0] <= WORST_GAP_S and ours[1] <= TTFT_S if absolute else ""
-    rows.append([what + "TTFT, s", ours[1], _each({"prefill_first": first["prefill_first"]}), None, goal, met])
-    return rows
+def _each(arms: dict[str, list[float]]) -> str:
+    return ", ".join(f"{arm} {shown(median(values))}" for arm, values in arms.items())
 
 
-def _each(arms: dict[str, list[float]], unit: str = "") -> str:
-    return ", ".join(f"{arm} {shown(median(values))} {unit}".rstrip() for arm, values in arms.items())
-
-
-def _note(groups: dict[str, dict[str, Any]]) -> str:
+def _note(groups: list[dict[str, Any]]) -> str:
     """Return the conditions of the measurement."""
-    flash = {
-        f"{arm} {call}": on
-        for group in groups.values()
-        for arm, calls in group["flash_attention"].items()
-        for call, on in calls.items()
-    }
-    off = ", ".join(name for name, on in flash.items() if not on)
-    differences = [
-        found for g in groups.values() if (found := g["largest_logprob_difference_to_llama_cpp"]) is not None
-    ]
-    without = {why for group in groups.values() for why in group["without"].values()}
-    loads = [group["load_before"] for group in groups.values()]
+    key = "largest_logprob_difference_to_llama_cpp"
+    differences = [found for group in groups if (found := group[key]) is not None]
+    without = {why for group in groups for why in group["without"].values()}
+    facts = {arm: found for group in groups for arm, found in group["facts"].items()}
+    kv = ", ".join(f"{own['kv_cache_dtype']} for {arm}" for arm, own in facts.items() if "kv_cache_dtype" in own)
     parts = [
         "Ours is timed through a node's engine loop, with scheduling, sampling and publishing; llama.cpp "
-        "without sampling, as in its batched bench; vLLM by steps of its engine. Medians of interleaved runs; the "
-        "ratio is the median of the ratios within a repeat. Steps of up to 2,048 prompt tokens; KV in "
-        f"{_kv_of(groups)} (llama.cpp: F16).",
-        f"llama.cpp's flash attention is on where that is faster: off for {off}." if off else "",
-        f"With the same fp32 weights, logprobs differ from llama.cpp's by {max(differences):.1e}."
-        if differences
-        else "",
-        f"Not compared: {'; '.join(sorted(without))}." if without else "",
-        f"Machine load before the groups: {min(loads)} to {max(loads)}.",
+        "without sampling, as in its batched bench, with and without flash attention; vLLM by steps of its engine. "
+        "Medians of interleaved runs; the ratio is the median of the ratios within a repeat. Steps of up to 2,048 "
+        f"prompt tokens; KV in {kv} (llama.cpp: F16)."
     ]
-    return " ".join(part for part in parts if part)
-
-
-def _kv_of(groups: dict[str, dict[str, Any]]) -> str:
-    """Return the KV dtype of each of our arms."""
-    facts = {
-        arm: found["kv_cache_dtype"]
-        for g in groups.values()
-        for arm, found in g["facts"].items()
-        if "kv_cache_dtype" in found
-    }
-    return ", ".join(f"{dtype} for {arm}" for arm, dtype in facts.items())
+    if differences:
+        parts.append(f"With the same fp32 weights, logprobs differ from llama.cpp's by {max(differences):.1e}.")
+    if without:
+        parts.append(f"Not compared: {'; '.join(sorted(without))}.")
+    loads = [group["load_before"] for group in groups]
+    return " ".join([*parts, f"Machine load before the groups: {min(loads)} to {max(loads)}."])
 
 
 def main() -> None:
@@ -271,9 +281,7 @@ def main() -> None:
     flags.add_argument("--directory", type=Path, default=CACHE, help="where models are made")
     flags.add_argument("--llama", default=os.environ.get("BATON_PEER_LLAMA", ""), help="Python with llama_cpp and gguf")
     flags.add_argument("--vllm", default=os.environ.get("BATON_PEER_VLLM", ""), help="Python with vllm-cpu")
-    flags.add_argument(
-        "--weight-dtype", choices=("bfloat16", "float16"), default="bfloat16", help="weights of the 16bit rows"
-    )
+    flags.add_argument("--weight-dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of the 16bit rows")
     flags.add_argument("--kv-cache-dtype", default="auto", help="KV of our arms")
     args = flags.parse_args()
     asked = args.rows.split(",")
@@ -282,10 +290,8 @@ def main() -> None:
     name = f"cpu_{args.model}"
     out: Path = args.out or RESULTS / f"{name}.json"
     groups = _kept(out)
-    options = CpuOptions(
-        args.model, args.threads, args.directory, args.llama, args.vllm, args.weight_dtype, args.kv_cache_dtype
-    )
-    workers = WorkerPool(options)
+    peers = args.llama, args.vllm, args.weight_dtype, args.kv_cache_dtype
+    workers = WorkerPool(CpuOptions(args.model, args.threads, args.directory, *peers))
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(allowed)[: args.threads])  # inherited by all workers
     try:
@@ -309,12 +315,6 @@ def _result(name: str, shape: str, groups: dict[str, dict[str, Any]]) -> Result:
 
 def _kept(out: Path) -> dict[str, dict[str, Any]]:
     """Return the groups of an earlier run on this machine: figures of two machines never share a table."""
-    if not out.exists():
-        return {}
-    before = json.loads(out.read_text())
+    before: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"runs": {}, "machine": machine()}
     same = all(before["machine"][key] == machine()[key] for key in ("processor", "cores"))
-    return dict(before["runs"]) if same else {}
-
-
-if __name__ == "__main__":
-    main()
+    return {group: found for group, found in before["runs"].items() if same and group in ARMS}

@@ -1,26 +1,26 @@
-"""Measure what a handoff adds to a request: its time to first token against a co-located node.
+"""Measure clusters from the outside: what a handoff adds to the time to first token, and what a start costs.
 
     python -m benchmarks handoff
+    python -m benchmarks footprint
 
-Two clusters run at once: one prefill and one decode node, and a single co-located node, with the same number of threads
-per node. Each prompt is sent to both in turn while nothing else runs. TTFT is measured at the client; the exposed
-transfer and the prefill are phases of the request's timeline at the router.
+handoff: two clusters run at once, one prefill and one decode node, and a single co-located node, with the same number
+of threads per node. Each prompt is sent to both in turn while nothing else runs. TTFT is measured at the client; the
+exposed transfer and the prefill are phases of the request's timeline at the router. footprint: `baton up` is started
+again and again; the time from its start to the first token, and the resident memory of its processes after it.
 """
 
 import json
 import random
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.models import checkpoint
-from benchmarks.result import Result, Table, free_port, median, parser, ratio, versions
+from benchmarks.process import memory_of, processes, running_cluster
+from benchmarks.result import Cell, Result, Table, median, medians, parser, ratio, versions
 from router.text.model_files import read_model
 from shared.model_files import DEMO_MODEL
 
@@ -29,38 +29,12 @@ ARMS = {
     "colocated": ("--mode", "colocated", "--decode", "1"),
 }
 PROMPTS = (1000, 2000, 4000, 8000)
-START_S = 60.0
 TIMELINE_S = 10.0  # for the nodes to report what they recorded
+PARTS = {"baton up": "cluster", "router": "router", "prefill node": "prefill_node", "decode node": "decode_node"}
 
 
-@contextmanager
-def running_cluster(flags: tuple[str, ...], num_nodes: int) -> Iterator[str]:
-    """Start `baton up` and yield its URL once `num_nodes` nodes are alive. Raises TimeoutError."""
-    port = free_port()
-    command = [sys.executable, "-m", "cluster", "up", "--port", str(port), "--log-level", "warning", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + START_S
-        while _num_alive(url) < num_nodes:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no cluster at {url} after {START_S:g} s")
-            time.sleep(0.1)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def _num_alive(url: str) -> int:
-    try:
-        return sum(node["alive"] for node in httpx.get(url + "/v1/status", timeout=2).json()["nodes"])
-    except httpx.HTTPError:
-        return 0
-
-
-def send(client: httpx.Client, prompt: list[int]) -> dict[str, float]:
-    """Send one request for three tokens and return its times in milliseconds."""
+def send(client: httpx.Client, prompt: list[int]) -> tuple[str, float]:
+    """Send one request for three tokens. Return its id and its TTFT in seconds."""
     body = {"model": "model", "prompt": prompt, "max_tokens": 3, "temperature": 0, "ignore_eos": True, "stream": True}
     sent, first, identity = time.monotonic(), 0.0, ""
     with client.stream("POST", "/v1/completions", json=body | {"return_token_ids": True}) as answer:
@@ -68,26 +42,21 @@ def send(client: httpx.Client, prompt: list[int]) -> dict[str, float]:
         for line in answer.iter_lines():
             if line.startswith("data: {") and not first:
                 first, identity = time.monotonic(), json.loads(line[6:])["id"]
-    timeline = timeline_of(client, identity)
-    phases = timeline["phases_ms"]
-    return {
-        "ttft_ms": (first - sent) * 1000,
-        "prefill_ms": phases["prefill"],
-        "exposed_ms": phases["transfer_exposed"],
-        "exposed_of_prefill": phases["transfer_exposed"] / phases["prefill"],
-        "attempts": timeline["attempts"],  # more than one: a node was lost, so the TTFT is not the handoff's
-    }
+    return identity, first - sent
 
 
-def timeline_of(client: httpx.Client, identity: str) -> dict[str, Any]:
-    """Return the router's timeline of a request, with its phases. Raises TimeoutError if they are not known in time."""
+def timed(client: httpx.Client, prompt: list[int]) -> dict[str, float]:
+    """Send one request. Return its TTFT and phases, in milliseconds. Raises TimeoutError without phases."""
+    identity, ttft_s = send(client, prompt)
     deadline = time.monotonic() + TIMELINE_S
-    while time.monotonic() < deadline:
-        timeline = dict(client.get(f"/v1/requests/{identity}/timeline").json())
-        if timeline.get("phases_ms") is not None:
-            return timeline
+    while not (timeline := client.get(f"/v1/requests/{identity}/timeline").json()).get("phases_ms"):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{identity} has no phases after {TIMELINE_S} s")
         time.sleep(0.1)
-    raise TimeoutError(f"{identity} has no phases after {TIMELINE_S} s")
+    prefill_ms, exposed_ms = (timeline["phases_ms"][phase] for phase in ("prefill", "transfer_exposed"))
+    # More than one attempt: a node was lost, so the TTFT is not the handoff's.
+    figures = {"ttft_ms": 1e3 * ttft_s, "prefill_ms": prefill_ms, "exposed_ms": exposed_ms}
+    return figures | {"exposed_of_prefill": exposed_ms / prefill_ms, "attempts": timeline["attempts"]}
 
 
 def measured(model: Path, threads: int, repeats: int) -> dict[int, dict[str, list[dict[str, float]]]]:
@@ -97,14 +66,14 @@ def measured(model: Path, threads: int, repeats: int) -> dict[int, dict[str, lis
     with ExitStack() as stack:
         clients = {}
         for name, own in ARMS.items():
-            url = stack.enter_context(running_cluster((*own, *flags), 1 + ("--prefill" in own)))
+            url, _ = stack.enter_context(running_cluster((*own, *flags), 1 + ("--prefill" in own)))
             clients[name] = stack.enter_context(httpx.Client(base_url=url, timeout=300))
         runs: dict[int, dict[str, list[dict[str, float]]]] = {size: {name: [] for name in ARMS} for size in PROMPTS}
         for size in PROMPTS:
             for repeat in range(-1, repeats):
                 prompt = [random.randrange(3, vocab_size) for _ in range(size)]
                 for name in list(ARMS) if repeat % 2 else list(ARMS)[::-1]:
-                    found = send(clients[name], prompt)
+                    found = timed(clients[name], prompt)
                     if repeat >= 0:
                         runs[size][name].append(found)
                         print(model.name, size, name, {key: round(ms, 3) for key, ms in found.items()}, flush=True)
@@ -113,8 +82,7 @@ def measured(model: Path, threads: int, repeats: int) -> dict[int, dict[str, lis
 
 def row_of(model: str, size: int, runs: dict[str, list[dict[str, float]]]) -> list[Any]:
     ours, theirs = ([run["ttft_ms"] for run in runs[name]] for name in ARMS)
-    exposed = [run["exposed_of_prefill"] for run in runs["disaggregated"]]
-    ttft, share = ratio(ours, theirs), median(exposed)
+    ttft, share = ratio(ours, theirs), median([run["exposed_of_prefill"] for run in runs["disaggregated"]])
     # The transfer's goal is for a 4k prompt: the last chunk is a larger part of a shorter one.
     goal = share <= 0.03 if size >= 4000 else None
     return [model, size, median(ours), median(theirs), ttft, ttft <= 1.03, 100 * share, goal]
@@ -138,5 +106,35 @@ def main() -> None:
     ).finish(args.out)
 
 
-if __name__ == "__main__":
-    main()
+# ---- footprint ---------------------------------------------------------------------------------------------------
+
+
+def started(mode: str) -> dict[str, float]:
+    """Start a cluster of the demo model. Return seconds until it serves and to its first token, and MiB by process."""
+    flags = (*ARMS[mode], "--model", str(DEMO_MODEL), "--served-model-name", "model", "--threads", "1")
+    began = time.monotonic()
+    with running_cluster(flags, 1 + ("--prefill" in flags)) as (url, pid), httpx.Client(base_url=url) as client:
+        serves_s = time.monotonic() - began
+        _, ttft_s = send(client, list(range(3, 103)))
+        resident = dict.fromkeys(PARTS, 0.0)
+        for process in processes():
+            command = Path(f"/proc/{process}/cmdline").read_bytes().decode().split("\0")
+            parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+            for part, module in PARTS.items():
+                if pid in {process, parent} and module in command:
+                    resident[part] += memory_of(process) / 2**20
+        return {"serves_s": serves_s, "first_token_s": serves_s + ttft_s} | resident
+
+
+def footprint() -> None:
+    args = parser(__doc__).parse_args()
+    runs = {mode: [started(mode) for _ in range(args.repeats)] for mode in ARMS}
+    columns = ["arm", "serves, s", "first token, s", *(f"{part}, MiB" for part in PARTS)]
+    note = "From the start of `baton up` until all nodes are alive, and until a client has its first token. Medians."
+    rows: list[list[Cell]] = [[mode, *medians(found).values()] for mode, found in runs.items()]
+    Result(
+        "footprint",
+        "A cluster of the demo model on this machine: time to start and resident memory after the first answer.",
+        [Table("Start and memory", columns, rows, note)],
+        runs,
+    ).finish(args.out)

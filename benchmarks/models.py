@@ -1,15 +1,8 @@
-"""Make checkpoints of random weights in the shapes that the tables compare. Speed does not depend on the values.
+"""Make checkpoints of random weights in the shapes that the tables compare. Speed does not depend on the values."""
 
-    python -m benchmarks models --shape 110m
-
-A directory holds config.json, model.safetensors and the demo model's tokenizer, so every
-server loads it like any other.
-"""
-
-import argparse
 import json
-import math
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,10 +56,7 @@ def checkpoint(shape: str, dtype: str = "float32", directory: Path | None = None
         return path
     config = SHAPES[shape]
     home.mkdir(parents=True, exist_ok=True)
-    making = (
-        home / f".{path.name}-{torch.randint(2**31, ()).item()}"
-    )  # renamed when complete: other processes may make it too
-    making.mkdir()
+    making = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=home))  # renamed when complete
     save_file(dict(_tensors(config, getattr(torch, dtype))), making / "model.safetensors", {"format": "pt"})
     (making / "config.json").write_text(json.dumps(config | {"torch_dtype": dtype}, indent=1) + "\n")
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -110,17 +100,3 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocab, hidden)
     return shapes
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=list(SHAPES), default="110m")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--directory", type=Path, default=CACHE)
-    args = parser.parse_args()
-    count = sum(math.prod(shape) for shape in tensor_shapes(SHAPES[args.shape]).values())
-    print(f"{checkpoint(args.shape, args.dtype, args.directory)}  ({count / 1e6:.0f}M parameters)")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,14 @@
-"""Helpers that all benchmarks share: machine and command, alternating arms, medians, tables, and the results file.
+"""What all benchmarks share: flags, alternating arms, medians, tables, the results file, and the pages that show it.
 
-A results file holds `tables` (title, columns, rows, note), which docs/ show as they are, and `runs`, all measurements.
+A results file holds `tables` (title, columns, rows, note) and `runs`, all measurements. `python -m benchmarks document`
+copies the tables into docs/results, between the marks that name the file.
 """
 
 import argparse
 import json
 import os
 import platform
-import socket
+import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 RESULTS = Path(__file__).resolve().parent / "results"
+DOCS = RESULTS.parents[1] / "docs"
+PAGES = (DOCS / "results" / "performance.md", DOCS / "results" / "fault-tolerance.md")
+BLOCK = re.compile(r"(<!-- result: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
 T = TypeVar("T")
 Cell = str | int | float | bool | None
@@ -75,8 +79,14 @@ class Result:
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = path.with_suffix(".partial")
         whole.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        whole.replace(path)
-        return path
+        return whole.replace(path)
+
+    def section(self) -> str:
+        """Return the text for the page: what was measured, the tables, and the command that repeats it."""
+        where = [f"{self.machine['processor']}, {self.machine['cores']} cores, {self.machine['instructions']}"]
+        where += [f"load {shown(self.machine['load_before'])} before", *map(" ".join, self.versions.items()), self.date]
+        tables = "\n".join(table.markdown() for table in self.tables)
+        return f"{self.what}\n\n{tables}\n`{self.command}`: {', '.join(where)}.\n"
 
 
 def shown(cell: Cell) -> str:
@@ -141,12 +151,32 @@ def median(values: Sequence[float]) -> float:
     return float(statistics.median(values))
 
 
+def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median of each figure over the runs."""
+    return {key: median([run[key] for run in runs]) for key in runs[0]}
+
+
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Return the median of the ratios within each repeat, whose runs saw the same load on the machine."""
     return median([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def document(texts: Sequence[str], results: Path = RESULTS) -> list[str]:
+    """Return the pages' texts with every block rewritten. Raises ValueError if a results file has no block."""
+    named = {match[2] for text in texts for match in BLOCK.finditer(text)}
+    tabled = {file.stem: json.loads(file.read_text()) for file in results.glob("*.json")}
+    tabled = {name: found for name, found in tabled.items() if "tables" in found}
+    if left := tabled.keys() - named:
+        raise ValueError(f"no place for {', '.join(sorted(left))}: add <!-- result: NAME --> and <!-- end --> lines")
+    sections = {name: Result(**found).section() for name, found in tabled.items()}
+    return [
+        BLOCK.sub(lambda match: match[1] + sections.get(match[2], "*Not measured yet.*\n") + match[3], text)
+        for text in texts
+    ]
+
+
+def main() -> None:
+    """Write every results file into its page. The text around the blocks is by hand."""
+    for path, text in zip(PAGES, document([path.read_text() for path in PAGES]), strict=True):
+        path.write_text(text)
+        print(f"written: {path}")

@@ -22,7 +22,8 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.result import Result, Table, free_port, median, parser, versions
+from benchmarks.process import free_port, memory_of
+from benchmarks.result import Result, Table, median, medians, parser, versions
 from node.router_sessions import RouterStream
 from router.text.tokenizer import Tokenizer
 from shared.model_files import DEMO_MODEL
@@ -145,9 +146,6 @@ class RouterProcess:
     def cpu_s(self) -> float:
         return int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[0]) / 1e9
 
-    def memory_bytes(self) -> int:
-        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
 
 class PacedFleet:
     """The nodes, and their requests by the id that the clients see."""
@@ -157,16 +155,13 @@ class PacedFleet:
         # Whole words: a token that ends inside a character produces no event.
         plain = [token for token in range(text.vocab_size) if text.vocabulary.bytes_of(token).isalpha()]
         self.rows: dict[str, PacedRequest] = {}
-        self._nodes = [PacedNode(f"paced-{number}", plain[-997:], self.rows) for number in range(NUM_NODES)]
-
-    async def join(self, registry: str) -> list[StreamAnnouncer]:
-        return [await node.join(registry) for node in self._nodes]
+        self.nodes = [PacedNode(f"paced-{number}", plain[-997:], self.rows) for number in range(NUM_NODES)]
 
     async def run(self, rate: float, seconds: float) -> None:
         """Take turns at `rate` tokens per second in total; a late turn delays those after it."""
         period_s = len(self.rows) / rate / NUM_NODES
         due, end = time.monotonic(), time.monotonic() + seconds
-        for node in itertools.cycle(self._nodes):
+        for node in itertools.cycle(self.nodes):
             node.turn()
             due = max(due + period_s, time.monotonic())
             await asyncio.sleep(max(0.0, due - time.monotonic()))
@@ -174,36 +169,27 @@ class PacedFleet:
                 break
 
 
-def spawned(port: int, registry_port: int, cpu: int) -> "subprocess.Popen[bytes]":
-    flags = {
-        "--model": str(DEMO_MODEL),
-        "--served-model-name": "model",
-        "--port": str(port),
-        "--registry-port": str(registry_port),
-        "--max-concurrent-requests": "4096",
-        "--log-level": "error",
-    }
-    command = [sys.executable, "-m", "router", *(part for flag in flags.items() for part in flag)]
-    process = subprocess.Popen(command)
-    os.sched_setaffinity(process.pid, {cpu})  # before it has any other thread
-    return process
+def spawned(port: int, registry_port: int) -> "subprocess.Popen[bytes]":
+    command = f"-m router --model {DEMO_MODEL} --served-model-name model --port {port} --registry-port {registry_port}"
+    flags = [*command.split(), "--max-concurrent-requests", "4096", "--log-level", "error"]
+    return subprocess.Popen([sys.executable, *flags])
 
 
 @asynccontextmanager
 async def started(fleet: PacedFleet, cpu: int) -> AsyncIterator[RouterProcess]:
     """Start a router on this CPU and wait until it has found the nodes."""
     port, registry_port = free_port(), free_port()
-    process = spawned(port, registry_port, cpu)
-    announcers = await fleet.join(f"127.0.0.1:{registry_port}")
-    try:
-        while process.poll() is None and await num_ready(port) < NUM_NODES:  # noqa: ASYNC110 - there is no event to await
-            await asyncio.sleep(0.05)
-        yield RouterProcess(process.pid, port)
-    finally:
-        for announcer in announcers:
-            await announcer.close()
-        process.kill()
-        process.wait()
+    with spawned(port, registry_port) as process:
+        os.sched_setaffinity(process.pid, {cpu})  # before it has any other thread
+        announcers = [await node.join(f"127.0.0.1:{registry_port}") for node in fleet.nodes]
+        try:
+            while process.poll() is None and await num_ready(port) < NUM_NODES:  # noqa: ASYNC110 - there is no event to await
+                await asyncio.sleep(0.05)
+            yield RouterProcess(process.pid, port)
+        finally:
+            for announcer in announcers:
+                await announcer.close()
+            process.kill()
 
 
 async def num_ready(port: int) -> int:
@@ -260,10 +246,10 @@ async def memory(router: RouterProcess, fleet: PacedFleet) -> dict[str, float]:
     """Measure the growth of the router's memory per stream that has begun and waits for more tokens."""
     async with streams(router, fleet, NUM_STREAMS, []):  # memory that the first streams leave allocated is not counted
         await fleet.run(1000, 1)
-    before = router.memory_bytes()
+    before = memory_of(router.pid)
     async with streams(router, fleet, NUM_IDLE, []):
         await fleet.run(1000, 2)
-        return {"open_streams": NUM_IDLE, "kib_per_stream": (router.memory_bytes() - before) / 1024 / NUM_IDLE}
+        return {"open_streams": NUM_IDLE, "kib_per_stream": (memory_of(router.pid) - before) / 1024 / NUM_IDLE}
 
 
 async def measure(rates: list[float], seconds: float, repeats: int) -> dict[str, list[dict[str, float]]]:
@@ -276,8 +262,7 @@ async def measure(rates: list[float], seconds: float, repeats: int) -> dict[str,
 
 
 def row_of(runs: list[dict[str, float]]) -> list[Any]:
-    """Medians of the runs at one rate."""
-    shown = {key: median([run[key] for run in runs]) for key in runs[0]}
+    shown = medians(runs)
     cpu_us, busy, p50_ms = shown["router_cpu_us_per_token"], shown["router_busy"], shown["delay_p50_ms"]
     on_time = p50_ms <= 1 if busy < 0.5 else None
     offered, served = shown["offered_tokens_per_s"], shown["tokens_per_s"]

@@ -30,7 +30,7 @@ from engine.components import on_gpu
 from engine.cpu.numba_support import why_not_compiled
 from engine.models.config import ModelConfig
 from engine.weights import check_finite, fingerprint, weight_files
-from router.http.keys import ApiKeys
+from router.http.auth import ApiKeys
 from router.text.model_files import read_model
 from router.text.tokenizer import Tokenizer
 from shared.config.settings import ComputingSettings, flag_of, format_value

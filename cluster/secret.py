@@ -14,7 +14,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from router.http.keys import LINE
+from router.http.auth import LINE
 from shared.errors import ConfigError
 from shared.kv.local import private
 

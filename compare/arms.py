@@ -51,24 +51,15 @@ class Arm:
         flags = ["--mode", self.mode, "--decode", str(self.decode)]
         flags += ["--prefill", str(self.prefill)] if self.prefill else []
         for name, value in self.settings.items():
-            flag = name.replace("_", "-")
+            flag, is_on = name.replace("_", "-"), value.lower() in {"true", "1", "yes", "on"}
             is_switch = ArmSettings.model_fields[name].annotation is bool
-            if is_switch:
-                flags.append(f"--{flag}" if value.lower() in {"true", "1", "yes", "on"} else f"--no-{flag}")
-            else:
-                flags += [f"--{flag}", value]
+            flags += [f"--{'' if is_on else 'no-'}{flag}"] if is_switch else [f"--{flag}", value]
         return flags
 
     def document(self) -> dict[str, object]:
         """Return its entry in report.json."""
-        return {
-            "name": self.name,
-            "devices": self.devices,
-            "prefill": self.prefill,
-            "decode": self.decode,
-            "policy": self.policy,
-            "settings": dict(self.settings),
-        }
+        numbers = {"devices": self.devices, "prefill": self.prefill, "decode": self.decode}
+        return {"name": self.name, **numbers, "policy": self.policy, "settings": dict(self.settings)}
 
 
 def parse_arm(text: str, common: Mapping[str, str] = {}) -> Arm:
@@ -115,13 +106,12 @@ def parse_arms(texts: Sequence[str], common: Sequence[str] = (), *, unequal: boo
     for number, arm in enumerate(arms):
         if arm.name in {other.name for other in arms[:number]}:
             raise ConfigError(f"--arms {arm.name}: is given twice; to compare an arm with itself, use --control")
-    if not unequal:
-        for one, other in pairwise(arms):
-            if one.devices != other.devices:
-                raise ConfigError(
-                    f"--arms: {one.name} has {one.devices} devices and {other.name} {other.devices}; "
-                    "give all arms the same number, or add --unequal"
-                )
+    for one, other in pairwise(arms):
+        if one.devices != other.devices and not unequal:
+            raise ConfigError(
+                f"--arms: {one.name} has {one.devices} devices and {other.name} {other.devices}; "
+                "give all arms the same number, or add --unequal"
+            )
     return arms
 
 

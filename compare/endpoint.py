@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import httpx
 
@@ -63,14 +63,13 @@ class Endpoint:
 
     async def trace(self, last_s: float) -> bytes:
         """Return the last `last_s` seconds in Chrome's trace format."""
-        return (await self._get(f"/trace?last={last_s:.0f}s")).content
+        return (await self._send("GET", f"/trace?last={last_s:.0f}s")).content
 
     async def complete(self, prompt: Sequence[int], max_tokens: int, salt: str) -> list[int]:
         """Return a greedy answer of exactly `max_tokens`, as token ids."""
         body: Document = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "return_token_ids": True} | ({"cache_salt": salt} if self.is_baton else {})
-        answer = await self._send(lambda: self._client.post(self.url + "/v1/completions", json=body))
-        choice = answer.json()["choices"][0]
+        choice = (await self._send("POST", "/v1/completions", json=body)).json()["choices"][0]
         return list(choice.get("token_ids") or (choice.get("text") or "").encode())
 
     async def until_idle(self, timeout_s: float) -> bool:
@@ -92,25 +91,20 @@ class Endpoint:
 
     async def _json(self, path: str) -> Document:
         try:
-            answer = (await self._get(path)).json()
+            answer = (await self._send("GET", path)).json()
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
             raise EndpointError(f"{self.url}{path} does not answer with a JSON object; is it an OpenAI API?")
-        return cast(Document, answer)
+        return answer
 
-    async def _get(self, path: str) -> httpx.Response:
-        return await self._send(lambda: self._client.get(self.url + path))
-
-    async def _send(self, send: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
+    async def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:
-            answer = await send()
-            answer.raise_for_status()
-        except httpx.HTTPStatusError as error:
-            wrong = error.response
-            raise EndpointError(f"{wrong.url} answers with status {wrong.status_code}: {wrong.text[:200]}") from None
+            answer = await self._client.request(method, self.url + path, **options)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise EndpointError(f"nothing answers at {self.url}: {error or type(error).__name__}") from None
+        if answer.is_error:
+            raise EndpointError(f"{answer.url} answers with status {answer.status_code}: {answer.text[:200]}")
         return answer
 
 

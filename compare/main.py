@@ -1,6 +1,5 @@
 """Runs `baton compare`, from its options to its report."""
 
-import json
 import os
 import re
 import shlex
@@ -14,10 +13,8 @@ from compare.options import CompareOptions
 from compare.planning import PreparedSession, prepare
 from compare.report.document import report_of
 from compare.report.page import write_report
-from compare.report.schema import problems_of
 from compare.report.terminal import TerminalReporter, show
-from compare.run.deployments import ExternalDeployments, LocalDeployments, LocalStack
-from compare.run.experiment import Deployments
+from compare.run.deployments import Deployments, LaunchOptions, LocalStack
 from compare.run.session import run_session
 from shared.errors import ConfigError
 
@@ -61,10 +58,8 @@ def save_report(report: Document, out: Path) -> int:
     """Write the report, print where it is, and return the exit status. A failure is printed in one line."""
     try:
         page = write_report(report, out)
-    except ValueError:
-        return _save_unfit_report(report, out)
-    except OSError as error:
-        print(f"baton compare: cannot write the report: {error.strerror or error}", file=sys.stderr)
+    except (OSError, ValueError) as error:
+        print(f"baton compare: cannot write the report: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
         return NO_VERDICT
     for name in ("arrivals.jsonl", "outcomes.jsonl", "outcomes.spec.json"):  # of the last period only
         (out / name).unlink(missing_ok=True)
@@ -72,30 +67,14 @@ def save_report(report: Document, out: Path) -> int:
     return 0 if report["valid"] else NO_VERDICT
 
 
-def _save_unfit_report(report: Document, out: Path) -> int:
-    """Save a report that does not fit its schema, which is a bug here, so that the measurements are not lost."""
-    faults = problems_of(report)
-    path = out / "report-unfit.json"
-    more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
-    line = f"the report does not fit its schema ({faults[0]}{more})"
-    try:
-        path.write_text(json.dumps({"faults": faults, **report}, default=str) + "\n", encoding="utf-8")
-        line += f": there is no page, and all figures are in {path}"
-    except OSError as error:
-        line += f", and cannot be saved: {error.strerror or error}"
-    print(f"baton compare: {line}", file=sys.stderr)
-    return NO_VERDICT
-
-
 def _deployments(session: PreparedSession) -> Deployments:
-    everyone, out = session.experiment.everyone, session.experiment.out
-    if not session.launches:
-        return ExternalDeployments(everyone, session.api_key)
+    everyone, logs = session.experiment.everyone, session.experiment.out / "logs"
+    launches = [session.launches.get(arm.name, LaunchOptions("")) for arm in everyone]
     stacks = [
-        LocalStack(arm, session.launches[arm.name], out / "logs" / f"arm-{number}.log")
-        for number, arm in enumerate(everyone, 1)
+        LocalStack(arm, launch, logs / f"arm-{number}.log", session.api_key)
+        for number, (arm, launch) in enumerate(zip(everyone, launches, strict=True), 1)
     ]
-    return LocalDeployments(stacks, keeps_all=session.plan.keeps_all)
+    return Deployments(stacks, keeps_all=session.plan.keeps_all)
 
 
 def command_line(arguments: Sequence[str]) -> str:

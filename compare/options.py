@@ -31,7 +31,7 @@ class CompareOptions:
         str, typer.Option(envvar="BATON_API_KEY", help="Key for those stacks; an admin's also gives their records.")
     ] = ""
     trace: Annotated[Path | None, typer.Option(help="Traffic from a file.", show_default=False)] = None
-    trace_format: Annotated[str, typer.Option(help="azure, burstgpt, lengths, mooncake or own.")] = "auto"
+    trace_format: Annotated[str, typer.Option(help="azure, burstgpt, mooncake or own.")] = "auto"
     preset: Annotated[str, typer.Option(help="Traffic: chat, code, rag-long, agentic or mix.", show_default="chat")] = (
         ""
     )

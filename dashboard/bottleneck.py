@@ -15,18 +15,12 @@ SLOW_SECOND, SLOW_SECOND_MS = 3.0, 50.0  # a second token is late above this mul
 
 
 def bottleneck(status: Status) -> str:
-    """Return the first finding that applies to a document of /v1/status.
-
-    The findings are checked in this order: no nodes, full blocks, a busy prefill pool, prompt chunks between tokens, a
-    busy decode pool, slow transfers, late first tokens without a queue, and a missed SLO. If none applies, the sentence
-    says that the cluster keeps up or is idle.
-    """
+    """Return the first finding that applies to a document of /v1/status, or that the cluster keeps up or is idle."""
     view = ClusterView(status)
     if not view.nodes:
-        lost = len(status.get("nodes") or [])
-        return (
-            f"No node is ready; {lost} {_are(lost)} listed." if lost else "No node has joined: nothing can be served."
-        )
+        if lost := len(status.get("nodes") or []):
+            return f"No node is ready; {lost} {'is' if lost == 1 else 'are'} listed."
+        return "No node has joined: nothing can be served."
     findings = (_blocks, _prefill_pool, _chunks_between, _decode_pool, _transfer, _late_without_queue, _missed)
     return next((text for finding in findings if (text := finding(view))), None) or _calm(view)
 
@@ -60,10 +54,6 @@ def _percentiles(latency: dict[str, Any], which: str) -> dict[str, Any]:
     return {name: (latency.get(name) or {}).get(which) for name in ("ttft_ms", "tbt_ms", "ttst_ms")}
 
 
-def _are(count: int) -> str:
-    return "is" if count == 1 else "are"
-
-
 def _busy(nodes: list[Node]) -> float | None:
     """Return the mean busy share, or None if a node has not reported it."""
     shares = [float(node["busy"]) for node in nodes if node.get("busy") is not None]
@@ -78,10 +68,6 @@ def _held(node: Node) -> float:
     blocks = node.get("blocks") or {}
     held = sum(blocks.get(name) or 0 for name in ("owned", "reserved", "quarantined"))
     return held / blocks["total"] if blocks.get("total") else 0.0
-
-
-def _requests(count: int) -> str:
-    return f"{count} request{'s' * (count != 1)}"
 
 
 def _move(nodes: list[Node], role: str) -> str:
@@ -119,16 +105,13 @@ def _prefill_pool(view: ClusterView) -> str | None:
 
 def _chunks_between(view: ClusterView) -> str | None:
     """Find a decode node that runs prompt chunks and decodes in the same steps."""
-    mixed = [
-        node
-        for node in view.decode
-        if (node.get("batch") or {}).get("prefills") and (node.get("batch") or {}).get("decodes")
-    ]
+    batches = [(node["id"], node.get("batch") or {}) for node in view.decode]
+    mixed = [name for name, batch in batches if batch.get("prefills") and batch.get("decodes")]
     if "tbt_ms" not in view.missed or not mixed:
         return None
     hint = "" if view.prefill else " Prefill nodes would keep them apart."
     return (
-        f"Tokens come late, {view.over('tbt_ms')}, and {mixed[0]['id']} runs prompt chunks "
+        f"Tokens come late, {view.over('tbt_ms')}, and {mixed[0]} runs prompt chunks "
         f"in the same steps as decodes.{hint}"
     )
 
@@ -192,4 +175,4 @@ def _calm(view: ClusterView) -> str:
     queue = _queue(view.nodes)
     met = " and within the SLO" if any(view.slo[name] and view.p99[name] is not None for name in view.slo) else ""
     head = f"Keeping up{met}" if queue < len(view.nodes) else "At work"  # a queue means that requests wait
-    return f"{head}: {_requests(running)} on {nodes}{load}, {queue or 'none'} queued."
+    return f"{head}: {running} request{'s' * (running != 1)} on {nodes}{load}, {queue or 'none'} queued."

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dashboard.history import RequestHistory, Transfer
-from dashboard.step_ring import FIELDS, StepRing, StepRow
+from dashboard.step_ring import FIELDS, StepRing
 from dashboard.trace import AttemptSpan, RequestTrace, TraceEvent
 
 Event = dict[str, Any]
@@ -30,7 +30,7 @@ def trace_events(history: RequestHistory, since_ns: int) -> Iterator[Event]:
     for node, pid in pids.items():
         ring = history.ring(node)
         if ring is not None:
-            yield from NodeTrack(pid, since_ns).events(node, ring, MAX_STEPS // len(nodes))
+            yield from _steps(pid, node, ring, since_ns, MAX_STEPS // len(nodes))
             yield from _pushes(pid, [push for push in transfers if push.event.node == node], since_ns, lanes)
     for number, trace in enumerate(history.traces()):
         if trace.ended_ns is None or trace.ended_ns >= since_ns:
@@ -41,37 +41,24 @@ def trace_events(history: RequestHistory, since_ns: int) -> Iterator[Event]:
                     yield from _flow(f"{number}.{attempt.id}", ends, pids, since_ns)
 
 
-class NodeTrack:
-    """Yields the events of one node's steps."""
-
-    def __init__(self, pid: int, since_ns: int) -> None:
-        self._pid = pid
-        self._since_ns = since_ns
-
-    def events(self, name: str, ring: StepRing, max_steps: int) -> Iterator[Event]:
-        yield _meta(self._pid, "process_name", name=name)
-        yield _meta(self._pid, "process_sort_index", sort_index=self._pid)
-        yield _meta(self._pid, "thread_name", PASSES, name="passes")
-        counted_ns = 0
-        for row in ring.rows(max(ring.place(self._since_ns), ring.num_ever - max_steps)):
-            yield self._pass(ring, row)
-            if row.start_ns - counted_ns >= COUNTER_NS:
-                counted_ns = row.start_ns
-                yield from self._counters(row)
-
-    def _pass(self, ring: StepRing, row: StepRow) -> Event:
+def _steps(pid: int, name: str, ring: StepRing, since_ns: int, max_steps: int) -> Iterator[Event]:
+    """Yield a node's steps, and samples of its counters."""
+    yield _meta(pid, "process_name", name=name)
+    yield _meta(pid, "process_sort_index", sort_index=pid)
+    yield _meta(pid, "thread_name", PASSES, name="passes")
+    counted_ns = 0
+    for row in ring.rows(max(ring.place(since_ns), ring.num_ever - max_steps)):
         parts = (("prompt", row.prefill_tokens), ("decode", row.num_decodes))
-        name = " + ".join(f"{what} {count}" for what, count in parts if count)
+        label = " + ".join(f"{what} {count}" for what, count in parts if count)
         arguments = dict(zip(FIELDS, ring.shown(row), strict=True))
-        return self._event("X", name, row.start_ns, dur=row.duration_us, cat="pass", args=arguments)
-
-    def _counters(self, row: StepRow) -> Iterator[Event]:
-        held = {"owned": row.blocks_owned, "reserved": row.blocks_reserved, "cached": row.blocks_cached}
-        yield self._event("C", "blocks", row.start_ns, args=held)
-        yield self._event("C", "requests", row.start_ns, args={"running": row.running, "waiting": row.waiting})
-
-    def _event(self, phase: str, name: str, at_ns: int, **more: object) -> Event:
-        return _event(phase, name, self._pid, PASSES, at_ns - self._since_ns) | more
+        more = {"dur": row.duration_us, "cat": "pass", "args": arguments}
+        yield _event("X", label, pid, PASSES, row.start_ns - since_ns) | more
+        if row.start_ns - counted_ns >= COUNTER_NS:
+            counted_ns = row.start_ns
+            blocks = {"owned": row.blocks_owned, "reserved": row.blocks_reserved, "cached": row.blocks_cached}
+            requests = {"running": row.running, "waiting": row.waiting}
+            for what, values in (("blocks", blocks), ("requests", requests)):
+                yield _event("C", what, pid, PASSES, row.start_ns - since_ns) | {"args": values}
 
 
 def _pushes(pid: int, pushes: Sequence[Transfer], since_ns: int, lanes: dict[TraceEvent, int]) -> Iterator[Event]:
@@ -119,16 +106,17 @@ def _stages(trace: RequestTrace) -> Iterator[tuple[str, int, int]]:
     attempt = trace.last_attempt
     if attempt is None:
         return
-    started = [
-        ("queued", attempt.find("queued", attempt.computes)),
-        ("prefill", attempt.find("admitted", attempt.computes)),
+    names = [
+        ("queued", "queued"),
+        ("prefill", "admitted"),
+        ("decode" if attempt.prefill is None else "transfer", "first"),
     ]
-    started.append(("transfer" if attempt.prefill is not None else "decode", attempt.find("first", attempt.computes)))
+    started = [(name, attempt.at(kind, attempt.computes)) for name, kind in names]
     if attempt.prefill is not None:
-        started.append(("decode", attempt.find("admitted", attempt.decode)))
-    known = [(name, event.at_ns) for name, event in started if event is not None]
-    ended = attempt.find("ended", attempt.decode)
-    last = [ended.at_ns] if ended is not None else []
+        started.append(("decode", attempt.at("admitted", attempt.decode)))
+    known = [(name, at_ns) for name, at_ns in started if at_ns is not None]
+    ended_ns = attempt.at("ended", attempt.decode)
+    last = [ended_ns] if ended_ns is not None else []
     clip_ns = trace.ended_ns
     at_ns = trace.accepted_ns
     for (name, start_ns), until_ns in zip(known, [start for _, start in known[1:]] + last, strict=False):

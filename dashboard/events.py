@@ -10,7 +10,6 @@ disconnected.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
-from secrets import token_hex
 from typing import Any
 
 from starlette.requests import Request
@@ -18,10 +17,10 @@ from starlette.types import Receive, Scope, Send
 
 from dashboard.history import RequestHistory, Transfer
 from dashboard.step_ring import FIELDS, StepRing, StepRow
-from router.http.asgi import ResponseWriter, label_of, while_connected
+from router.http.asgi import ResponseWriter, while_connected
 from router.http.responses import dump
 from shared.clock import now_ns
-from shared.errors import RequestError, UnavailableError
+from shared.errors import BatonError, RequestError, UnavailableError
 from shared.lifecycle import TaskGroup
 
 MAX_SUBSCRIBERS = 64
@@ -86,10 +85,10 @@ class EventStream:
         self._num_transfers = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = ResponseWriter(scope, send, label_of(scope, token_hex(16)))
+        reply = ResponseWriter(scope, send)
         try:
             subscriber = self._subscribe(Request(scope))
-        except (RequestError, UnavailableError) as error:
+        except BatonError as error:
             await reply.fail(error)
             return
         try:

@@ -170,7 +170,7 @@ class RequestHistory(RouterObserver):
             return
         for member in members_of(record.members[: 12 * row.num_prefills], row.num_prefills):
             span = self._attempt(node.serials.get(member.serial, ""))
-            if span is not None and span.add_chunk(
+            if span is not None and span.add(
                 PrefillChunk(name, row.number, row.start_ns, row.end_ns, member.num_tokens)
             ):
                 self._num_rows += 1
@@ -182,18 +182,10 @@ class RequestHistory(RouterObserver):
         trace, span = self._trace(event.id), self._attempt(event.id)
         if trace is None or span is None:
             return
-        traced = TraceEvent(
-            name,
-            event.kind,
-            event.at_ns,
-            event.duration_us * 1000,
-            event.count,
-            event.bytes,
-            event.peer[:MAX_TEXT],
-            event.channel[:MAX_TEXT],
-            event.reason[:MAX_TEXT],
-        )
-        if span.add_event(traced):
+        texts = (text[:MAX_TEXT] for text in (event.peer, event.channel, event.reason))
+        duration_ns = event.duration_us * 1000
+        traced = TraceEvent(name, event.kind, event.at_ns, duration_ns, event.count, event.bytes, *texts)
+        if span.add(traced):
             self._num_rows += 1
             if traced.kind == "transfer":
                 self._transfers.append(Transfer(trace.id, span, traced))

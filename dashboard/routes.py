@@ -1,18 +1,16 @@
-"""The routes of the history: requests and their timelines, steps, events, the Chrome trace, and the dashboard's page.
-
-The page's files are read once from a fixed table, so that no request can name a path on disk.
-"""
+"""The routes of the history: requests and their timelines, steps, events, the Chrome trace, and the page."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
 
 from dashboard.bottleneck import bottleneck
 from dashboard.chrome_trace import trace_events
@@ -30,27 +28,17 @@ DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(ms|s|m)?")
 SECONDS = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0}
 
 FOLDER = Path(__file__).parent / "page"
-UPLOT = "vendor/uplot-1.6.32"
-FILES = (
-    "index.html", "page.css", "icon.svg", "strip.js", "page.js", "text.js", "feed.js", "nodes.js", "lanes.js",
-    "latency.js", "requests.js", "transfers.js",
-    f"{UPLOT}/uPlot.iife.min.js", f"{UPLOT}/uPlot.min.css", f"{UPLOT}/LICENSE",
-)  # fmt: skip
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", "": "text/plain"}
 # uPlot sets styles through the DOM, which `style-src 'self'` allows; nothing needs 'unsafe-inline'.
-POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self'",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    )
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
 )
-
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",  # browsers revalidate by ETag, so that an upgrade shows at once
+}
 QUERIES: dict[str, dict[str, Any]] = {  # the query parameters of each route with a JSON answer, for /openapi.json
     "/v1/requests": {"limit": {"type": "integer", "minimum": 1, "maximum": MAX_REQUESTS}},
     "/v1/requests/{id}/timeline": {},
@@ -73,8 +61,8 @@ class Dashboard(RequestHistory):
         super().__init__()
         self._event_streams: list[EventStream] = []
 
-    def routes(self, status: Callable[[], dict[str, Any]]) -> list[Route]:
-        """Return all routes of the history and its page. Raises OSError if a file of the page is missing."""
+    def routes(self, status: Callable[[], dict[str, Any]]) -> list[BaseRoute]:
+        """Return all routes of the history and its page."""
         stream = EventStream(self, status)
         self._event_streams.append(stream)
         return history_routes(self, stream)
@@ -94,26 +82,22 @@ class Dashboard(RequestHistory):
 
 
 def _activity(activity: NodeActivity | None) -> dict[str, object]:
-    if activity is None:
-        batch = {"tokens": 0, "prefills": 0, "decodes": 0}
-        return {"steps_per_s": 0.0, "tokens_per_s": 0.0, "busy": 0.0, "batch": batch, "budget": 0, "budget_reason": ""}
-    last = activity.last
+    """Return a node's activity for `/v1/status`, which is 0 before its first step."""
+    last = None if activity is None else activity.last
+    prefills, prompts, decodes = (last.num_prefills, last.prefill_tokens, last.num_decodes) if last else (0, 0, 0)
+    steps_per_s, tokens_per_s, busy = activity[:3] if activity is not None else (0.0, 0.0, 0.0)
     return {
-        "steps_per_s": round(activity.steps_per_s, 1),
-        "tokens_per_s": round(activity.tokens_per_s, 1),
-        "busy": round(activity.busy, 6),
-        "batch": {
-            "tokens": last.prefill_tokens + last.num_decodes,
-            "prefills": last.num_prefills,
-            "decodes": last.num_decodes,
-        },
-        "budget": last.budget,
-        "budget_reason": activity.reason,
+        "steps_per_s": round(steps_per_s, 1),
+        "tokens_per_s": round(tokens_per_s, 1),
+        "busy": round(busy, 6),
+        "batch": {"tokens": prompts + decodes, "prefills": prefills, "decodes": decodes},
+        "budget": last.budget if last else 0,
+        "budget_reason": activity.reason if activity is not None else "",
     }
 
 
-def history_routes(history: RequestHistory, events: EventStream, rows_at_once: int = ROWS_AT_ONCE) -> list[Route]:
-    """Return all routes of the history and its page. Raises OSError if a file of the page is missing."""
+def history_routes(history: RequestHistory, events: EventStream, rows_at_once: int = ROWS_AT_ONCE) -> list[BaseRoute]:
+    """Return all routes of the history and its page."""
     handlers = HistoryHandlers(history, rows_at_once)
     return [
         Route("/v1/requests", handlers.requests),
@@ -240,28 +224,20 @@ def _float(request: Request, name: str) -> float:
     return value
 
 
-def page_routes() -> list[Route]:
-    """Return the routes of the page's files. Raises OSError if one is missing (a broken installation)."""
-    return [Route("/" if name == "index.html" else f"/page/{name}", PageFile(FOLDER / name).answer) for name in FILES]
+def page_routes() -> list[BaseRoute]:
+    """Return the routes of the page's files."""
+    files = PageFiles(directory=FOLDER)
+
+    async def index(request: Request) -> Response:
+        return await files.get_response("index.html", request.scope)
+
+    return [Route("/", index), Mount("/page", files)]
 
 
-class PageFile:
-    """One file, held in memory. Browsers revalidate it by its ETag, so that an upgrade shows at once."""
+class PageFiles(StaticFiles):
+    """The page's files, with headers that allow it nothing but its own scripts and this router's API."""
 
-    def __init__(self, path: Path) -> None:
-        self._body = path.read_bytes()
-        self._etag = f'"{sha256(self._body).hexdigest()[:32]}"'
-        self._headers = {
-            "content-type": f"{TYPES[path.suffix]}; charset=utf-8",
-            "content-security-policy": POLICY,
-            "x-content-type-options": "nosniff",
-            "referrer-policy": "no-referrer",
-            "cache-control": "no-cache",
-            "etag": self._etag,
-        }
-
-    async def answer(self, request: Request) -> Response:
-        known = request.headers.get("if-none-match", "")
-        if self._etag in (tag.strip().removeprefix("W/") for tag in known.split(",")):
-            return Response(status_code=304, headers=self._headers)
-        return Response(self._body, headers=self._headers)
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers.update(HEADERS)
+        return response

@@ -1,13 +1,13 @@
-"""The latest steps of one node, packed in a ring. 65,536 steps take 12 MB, and one is found by its time in O(log n).
+"""The latest steps of one node in a ring. 65,536 steps take 12 MB, and one is found by its time in O(log n).
 
-Each row also has the sums over all earlier rows. The busy time, the tokens and the interference of an interval are
-therefore the difference of two rows.
+Each row also has the sums over all earlier rows, so that the sums of an interval are the difference of two rows.
 """
 
-import struct
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NamedTuple
+
+import numpy as np
 
 from scheduler.cost import CostModel, StepWork
 from shared.rpc.messages import StepRecord, unpack_ids
@@ -50,6 +50,7 @@ class StepRow(NamedTuple):
         return self.start_ns + self.duration_us * 1000
 
 
+COPIED = [name for name in StepRow._fields[:19] if name != "reason_code"]  # from a StepRecord
 FIELDS = (
     *("number", "start_ms", "duration_ms", "host_ms", "predicted_ms", "budget", "reason"),
     *("num_prefills", "prefill_tokens", "num_decodes", "decode_context", "preempted", "running", "waiting"),
@@ -66,74 +67,49 @@ class StepMember(NamedTuple):
     is_chunk: bool
 
 
-PACKED = struct.Struct(f"<{len(StepRow._fields)}q")
-KEY = struct.Struct("<q")
-
-
 class StepRing:
-    """A ring of packed StepRows, and the members of their steps. The history of a node owns and fills it."""
+    """A ring of StepRows, and the members of their steps. The history of a node owns it and fills it on the event loop.
+
+    Steps are numbered by the order in which they were added. Other threads may read the ring; a row that is overwritten
+    meanwhile is the newer step.
+    """
 
     def __init__(self, capacity: int = CAPACITY, members_bytes: int = MEMBERS_BYTES) -> None:
         self.model: CostModel | None = None  # the node's own model, as last reported
         self.num_ever = 0
         self._capacity = capacity
-        self._data = bytearray()  # grows to `capacity` rows
+        self._rows = np.zeros((capacity, len(StepRow._fields)), np.int64)  # takes no memory before it is filled
         self._members: dict[int, bytes] = {}  # by number, oldest first
         self._members_bytes = 0
         self._members_limit = members_bytes
         self._reasons: list[str] = []
-        self._sums = (0, 0, 0)
+        self._sums = (0, 0, 0)  # microseconds, tokens, and nanoseconds of interference of all steps
 
     def __len__(self) -> int:
         return min(self.num_ever, self._capacity)
 
     def add(self, record: StepRecord) -> StepRow:
         """Append the node's next step. Raises ValueError for numbers out of range."""
-        busy, tokens, interference = self._sums
         summed = (record.duration_us, record.host_us, record.prefill_tokens, record.num_decodes)
         if min(summed) < 0 or max(summed) > MOST or record.start_ns < 0:
             raise ValueError(f"step {record.number}: a number is out of range")
-        row = StepRow(
-            record.number,
-            record.start_ns,
-            record.duration_us,
-            record.host_us,
-            record.predicted_us,
-            record.budget,
-            self._code(record.reason[:MAX_REASON]),
-            record.num_prefills,
-            record.prefill_tokens,
-            record.prefill_pairs,
-            record.num_decodes,
-            record.decode_context,
-            record.num_preempted,
-            record.running,
-            record.waiting,
-            record.blocks_free,
-            record.blocks_cached,
-            record.blocks_owned,
-            record.blocks_reserved,
-            *self._sums,
-        )
+        values = [getattr(record, name) for name in COPIED]
+        values.insert(StepRow._fields.index("reason_code"), self._code(record.reason[:MAX_REASON]))
+        row = StepRow._make((*values, *self._sums))
         try:
-            if self.num_ever < self._capacity:
-                self._data += PACKED.pack(*row)
-            else:
-                PACKED.pack_into(self._data, self.num_ever % self._capacity * PACKED.size, *row)
-        except struct.error as error:
+            self._rows[self.num_ever % self._capacity] = row
+        except OverflowError as error:
             raise ValueError(f"step {record.number}: {error}") from None
         self.num_ever += 1
-        self._sums = (
-            busy + row.duration_us,
-            tokens + row.prefill_tokens + row.num_decodes,
-            interference + interference_ns(row, self.model),
-        )
+        added = (row.duration_us, row.prefill_tokens + row.num_decodes, interference_ns(row, self.model))
+        busy, tokens, interference = (total + part for total, part in zip(self._sums, added, strict=True))
+        self._sums = busy, tokens, interference
         self._keep_members(record)
         return row
 
     def row(self, index: int) -> StepRow:
         """Return the step that was added as number `index`, which must still be in the ring."""
-        return StepRow._make(PACKED.unpack_from(self._data, index % self._capacity * PACKED.size))
+        return StepRow(*self._rows[index % self._capacity].tolist())
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[StepRow]:
         """Yield the steps [first, last), counted from the first one ever added, that are still in the ring."""
@@ -169,32 +145,20 @@ class StepRing:
         except ValueError:
             return None
 
-    # ---- sums over [start_ns, end_ns), of the steps that began in it --------------------------------------------
-
     def sums(self, start_ns: int, end_ns: int) -> tuple[int, int, int, int]:
-        """Return the number of steps, their nanoseconds, their tokens, and their nanoseconds of interference."""
+        """Return the number of the steps that began in [start_ns, end_ns), their nanoseconds, their tokens, and their
+        nanoseconds of interference."""
         first, last = self.place(start_ns), self.place(end_ns)
-        before, after = self._sums_before(first), self._sums_before(last)
+        before, after = (self._sums if at == self.num_ever else self.row(at)[-3:] for at in (first, last))
         busy, tokens, interference = (b - a for a, b in zip(before, after, strict=True))
         return last - first, busy * 1000, tokens, interference
 
-    def _sums_before(self, index: int) -> tuple[int, int, int]:
-        if index == self.num_ever:
-            return self._sums
-        row = self.row(index)
-        return row.busy_before_us, row.tokens_before, row.interference_before_ns
-
-    # ---- inside -------------------------------------------------------------------------------------------------
-
     def _bisect(self, field: int, value: int) -> int:
         """Return the first index whose `field` (0: number, 1: start_ns) is at least `value`; both only increase."""
-
-        def key(index: int) -> int:
-            found: int = KEY.unpack_from(self._data, index % self._capacity * PACKED.size + 8 * field)[0]
-            return found
-
         first = self.num_ever - len(self)
-        return first + bisect_left(range(first, self.num_ever), value, key=key)
+        column = self._rows[:, field]
+        places = range(first, self.num_ever)
+        return first + bisect_left(places, value, key=lambda index: int(column[index % self._capacity]))
 
     def _code(self, reason: str) -> int:
         if reason not in self._reasons:
@@ -207,8 +171,7 @@ class StepRing:
         self._members_bytes += len(record.members) - len(self._members.pop(record.number, b""))
         self._members[record.number] = record.members
         while self._members_bytes > self._members_limit or len(self._members) > self._capacity:
-            oldest = next(iter(self._members))
-            self._members_bytes -= len(self._members.pop(oldest))
+            self._members_bytes -= len(self._members.pop(next(iter(self._members))))
 
 
 def interference_ns(row: StepRow, model: CostModel | None) -> int:

@@ -23,7 +23,7 @@ Its pauses would otherwise delay tokens.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
 
 from dashboard.step_ring import StepRing, interference_ns
@@ -34,7 +34,7 @@ MAX_STALLS = 200  # of one timeline; later ones are left out
 PHASES = ("router", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference")
 
 Rings = Callable[[str], StepRing | None]  # the recorded steps of a node
-Span = dict[str, object]
+Span = dict[str, Any]
 
 
 class TraceEvent(NamedTuple):
@@ -80,13 +80,13 @@ class AttemptSpan:
     _events: list[tuple[Any, ...]] = field(default_factory=list)
     _chunks: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def add_event(self, event: TraceEvent) -> bool:
-        """Record an event. Return False if the attempt has too many already."""
-        return _add(self._events, event)
-
-    def add_chunk(self, chunk: PrefillChunk) -> bool:
-        """Record a chunk. Return False if the attempt has too many already."""
-        return _add(self._chunks, chunk)
+    def add(self, row: TraceEvent | PrefillChunk) -> bool:
+        """Record an event or a chunk. Return False if the attempt has too many already."""
+        rows = self._events if isinstance(row, TraceEvent) else self._chunks
+        if len(rows) < MAX_EVENTS:
+            rows.append(tuple(row))
+            return True
+        return False
 
     @property
     def num_rows(self) -> int:
@@ -102,7 +102,7 @@ class AttemptSpan:
 
     @property
     def pushes(self) -> list[TraceEvent]:
-        return [TraceEvent._make(row) for row in list(self._events) if row[1] == "transfer"]
+        return [event for event in self.events if event.kind == "transfer"]
 
     @property
     def computes(self) -> str:
@@ -112,8 +112,7 @@ class AttemptSpan:
     @property
     def prefilled_ns(self) -> int | None:
         """When the prompt was computed, which is when the first token was sampled."""
-        event = self.find("first", self.computes)
-        return None if event is None else event.at_ns
+        return self.at("first", self.computes)
 
     @property
     def predicted_ms(self) -> dict[str, float | None]:
@@ -123,10 +122,13 @@ class AttemptSpan:
 
     def find(self, kind: str, node: str | None = None) -> TraceEvent | None:
         """Return the first event of this kind, on `node` or on any."""
-        for row in self._events:
-            if row[1] == kind and (node is None or row[0] == node):
-                return TraceEvent._make(row)
-        return None
+        rows = (row for row in self._events if row[1] == kind and node in {None, row[0]})
+        return next((TraceEvent._make(row) for row in rows), None)
+
+    def at(self, kind: str, node: str) -> int | None:
+        """Return the time of the first event of this kind on `node`."""
+        event = self.find(kind, node)
+        return None if event is None else event.at_ns
 
     def transfer(self) -> dict[str, object] | None:
         """Return the bytes and times of all pushes, or None if there were none.
@@ -137,14 +139,11 @@ class AttemptSpan:
         pushes = self.pushes
         if not pushes:
             return None
-        began, end = self.find("admitted", self.computes), self.prefilled_ns
+        began, end, received = self.at("admitted", self.computes), self.prefilled_ns, self.at("received", self.decode)
         busy = union([(push.start_ns, push.at_ns) for push in pushes])
-        hidden = 0
-        if began is not None:
-            until = math.inf if end is None else end
-            hidden = sum(max(0, int(min(b, until)) - max(a, began.at_ns)) for a, b in busy)
-        landed = self.find("received", self.decode)
-        arrived = landed.at_ns if landed is not None else max(push.at_ns for push in pushes)
+        until = math.inf if end is None else end
+        hidden = 0 if began is None else sum(max(0, int(min(b, until)) - max(a, began)) for a, b in busy)
+        arrived = received if received is not None else max(push.at_ns for push in pushes)
         return {
             "bytes": sum(push.bytes for push in pushes),
             "busy_ms": sum(b - a for a, b in busy) / 1e6,
@@ -154,56 +153,48 @@ class AttemptSpan:
         }
 
     def spans(self, rings: Rings, num_generated: int) -> Iterator[Span]:
-        queued = self.find("queued", self.computes)
+        queued = self.at("queued", self.computes)
         if queued is None:
             return
-        admitted, ended = self.find("admitted", self.computes), self.find("ended", self.computes)
-        until_ns = next((event.at_ns for event in (admitted, ended) if event is not None), None)
-        yield _span("queued", self.computes, queued.at_ns, until_ns, 0, "prefill queue")
+        admitted, ended = self.at("admitted", self.computes), self.at("ended", self.computes)
+        yield _span("queued", self.computes, queued, ended if admitted is None else admitted, 0, "prefill queue")
         yield from self._chunk_spans()
         if self.prefill is not None:
             yield from self._handoff_spans()
-        began = self.find("admitted", self.decode) if self.prefill is not None else self.find("first", self.decode)
+        began = self.at("first" if self.prefill is None else "admitted", self.decode)
         if began is not None:
-            over = self.find("ended", self.decode)
-            end_ns = over.at_ns if over is not None else None
-            yield _span("decode", self.decode, began.at_ns, end_ns, max(0, num_generated - 1), "")
-            ring = rings(self.decode)
-            if ring is not None:
-                yield from _stalls(ring, self.decode, began.at_ns, end_ns)
+            end_ns = self.at("ended", self.decode)
+            yield _span("decode", self.decode, began, end_ns, max(0, num_generated - 1), "")
+            if (ring := rings(self.decode)) is not None:
+                yield from islice(_stalls(ring, self.decode, began, end_ns), MAX_STALLS)
 
     def _chunk_spans(self) -> Iterator[Span]:
-        before: PrefillChunk | None = None
-        for chunk in self.chunks:
+        chunks = self.chunks
+        preempted = [event.at_ns for event in self.events if event.kind == "preempted"]
+        for before, chunk in zip([None, *chunks], chunks, strict=False):
             if before is not None and chunk.start_ns - before.end_ns > GAP_NS:
-                preempted = any(
-                    event.kind == "preempted" and before.start_ns <= event.at_ns <= chunk.start_ns
-                    for event in self.events
-                )
-                cause = "preempted" if preempted else "behind other work"
+                is_preempted = any(before.start_ns <= at_ns <= chunk.start_ns for at_ns in preempted)
+                cause = "preempted" if is_preempted else "behind other work"
                 yield _span("wait", chunk.node, before.end_ns, chunk.start_ns, 0, cause)
             yield _span("chunk", chunk.node, chunk.start_ns, chunk.end_ns, chunk.tokens, f"step {chunk.number}")
-            before = chunk
 
     def _handoff_spans(self) -> Iterator[Span]:
         """Yield the pushes, and the causes of the gaps between the first token and the first decode step."""
         for push in self.pushes:
             yield _span("transfer", push.node, push.start_ns, push.at_ns, 0, push.channel)
-        end, landed = self.prefilled_ns, self.find("received", self.decode)
-        if end is None or landed is None:
+        end, received, granted = self.prefilled_ns, self.at("received", self.decode), self.find("reserving")
+        if end is None or received is None:
             return
-        granted = self.find("reserving")
-        room_ns = min(landed.at_ns, max(end, granted.at_ns if granted is not None else end))
-        if room_ns > end:
-            yield _span("wait", self.decode, end, room_ns, 0, "no room")
+        room_ns = min(received, max(end, granted.at_ns if granted is not None else end))
         moving = [(max(room_ns, a), b) for a, b in union([(push.start_ns, push.at_ns) for push in self.pushes])]
-        edges = [(room_ns, room_ns), *((a, b) for a, b in moving if b > room_ns), (landed.at_ns, landed.at_ns)]
-        for (_, done), (begins, _) in pairwise(edges):
-            if begins > done:
-                yield _span("wait", self.decode, done, begins, 0, "transfer")
-        admitted = self.find("admitted", self.decode)
-        if admitted is not None and admitted.at_ns > landed.at_ns:
-            yield _span("wait", self.decode, landed.at_ns, admitted.at_ns, 0, "decode queue")
+        edges = [(room_ns, room_ns), *((a, b) for a, b in moving if b > room_ns), (received, received)]
+        admitted = self.at("admitted", self.decode)
+        waits = [
+            (end, room_ns, "no room"),
+            *((done, begins, "transfer") for (_, done), (begins, _) in pairwise(edges)),
+            (received, admitted or received, "decode queue"),
+        ]
+        yield from (_span("wait", self.decode, a, b, 0, cause) for a, b, cause in waits if b > a)
 
 
 @dataclass(slots=True)
@@ -267,17 +258,17 @@ class RequestTrace:
     def summary(self, rings: Rings) -> dict[str, object]:
         """Return what `/v1/requests` shows; times are Unix milliseconds."""
         attempt = self.last_attempt
-        admitted = attempt.find("admitted", attempt.computes) if attempt is not None else None
+        admitted = None if attempt is None else attempt.find("admitted", attempt.computes)
         return {
             "id": self.id,
             "state": self.state,
             "prompt_tokens": self.num_prompt,
             "generated_tokens": self.num_generated,
-            "cached_tokens": admitted.num if admitted is not None else 0,
-            "prefill": attempt.prefill if attempt is not None else None,
-            "decode": attempt.decode if attempt is not None else None,
-            "reason": attempt.reason if attempt is not None else "",
-            "predicted_ms": attempt.predicted_ms if attempt is not None else {"local": None, "remote": None},
+            "cached_tokens": 0 if admitted is None else admitted.num,
+            "prefill": attempt and attempt.prefill,
+            "decode": attempt and attempt.decode,
+            "reason": "" if attempt is None else attempt.reason,
+            "predicted_ms": {"local": None, "remote": None} if attempt is None else attempt.predicted_ms,
             "accepted_ms": _ms(self.accepted_ns),
             "first_token_ms": _ms(self.first_ns),
             "second_token_ms": _ms(self.second_ns),
@@ -285,7 +276,7 @@ class RequestTrace:
             "ended_ms": _ms(self.ended_ns),
             "finish": self.finish,
             "attempts": len(self.attempts),
-            "transfer": attempt.transfer() if attempt is not None else None,
+            "transfer": attempt and attempt.transfer(),
             "phases_ms": self.phases(rings),
             "traceparent": self.traceparent,
         }
@@ -294,7 +285,7 @@ class RequestTrace:
         """Return the summary, and the spans ordered by their start. "wait" spans have the cause of each gap. A span
         without an end is still open."""
         spans = [span for attempt in self.attempts.values() for span in attempt.spans(rings, self.num_generated)]
-        return self.summary(rings) | {"spans": sorted(spans, key=_start)}
+        return self.summary(rings) | {"spans": sorted(spans, key=lambda span: span["start_ms"])}
 
     def phases(self, rings: Rings) -> dict[str, float] | None:
         """Return the milliseconds of each phase, which sum to the duration.
@@ -320,18 +311,17 @@ class RequestTrace:
         attempt, end_ns = self.last_attempt, self.ended_ns
         if attempt is None or end_ns is None or self.num_samples != 1 or self.finish not in {"stop", "length"}:
             return None
-        events = [attempt.find(kind, attempt.computes) for kind in ("queued", "admitted", "first")]
-        last_node = attempt.computes
-        if attempt.prefill is not None and (landed := attempt.find("received", attempt.decode)) is not None:
-            events += [landed, attempt.find("admitted", attempt.decode)]
-            last_node = attempt.decode
-        else:
-            events += [events[-1], events[-1]]
-        last = attempt.find("ended", last_node)
-        if last_node == attempt.prefill and last is not None and last.reason not in {"stop", "length", "aborted"}:
+        times = [attempt.at(kind, attempt.computes) for kind in ("queued", "admitted", "first")]
+        received = None if attempt.prefill is None else attempt.at("received", attempt.decode)
+        last = attempt.find("ended", attempt.computes if received is None else attempt.decode)
+        if received is not None:
+            times += [received, attempt.at("admitted", attempt.decode)]
+        elif attempt.prefill is not None and last is not None and last.reason not in {"stop", "length", "aborted"}:
             return None  # it was handed off, and the decode node's records are missing
-        known = [event.at_ns for event in [*events, last] if event is not None]
-        if len(known) <= len(events):
+        else:
+            times += [times[-1], times[-1]]
+        known = [at_ns for at_ns in [*times, last and last.at_ns] if at_ns is not None]
+        if len(known) <= len(times):
             return None
         return [min(at_ns, end_ns) for at_ns in accumulate([self.accepted_ns, *known, end_ns], max)]
 
@@ -347,34 +337,17 @@ def union(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _add(rows: list[tuple[Any, ...]], row: tuple[Any, ...]) -> bool:
-    if len(rows) >= MAX_EVENTS:
-        return False
-    rows.append(tuple(row))
-    return True
-
-
 def _stalls(ring: StepRing, node: str, start_ns: int, end_ns: int | None) -> Iterator[Span]:
     """Yield the steps that prompts made longer while the request decoded."""
-    found = 0
     last = ring.num_ever if end_ns is None else ring.place(end_ns)
     for row in ring.rows(ring.place(start_ns), last):
         if row.prefill_tokens and interference_ns(row, ring.model) > GAP_NS:
             yield _span("wait", node, row.start_ns, row.end_ns, row.prefill_tokens, "behind a prompt chunk")
-            found += 1
-            if found == MAX_STALLS:
-                return
 
 
 def _span(kind: str, node: str, start_ns: int, end_ns: int | None, tokens: int, cause: str) -> Span:
     times = {"start_ms": _ms(start_ns), "end_ms": _ms(end_ns)}
     return {"kind": kind, "node": node, **times, "tokens": tokens, "cause": cause}
-
-
-def _start(span: Span) -> float:
-    start = span["start_ms"]
-    assert isinstance(start, float)
-    return start
 
 
 def _ms(at_ns: int | None) -> float | None:

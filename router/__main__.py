@@ -26,9 +26,8 @@ from router.dispatch.dispatcher import Dispatcher, DispatchRules
 from router.dispatch.requests import ModelCard
 from router.http.admin import admin_routes
 from router.http.app import build_app
-from router.http.connection import HttpConnection
-from router.http.keys import ApiKeys
-from router.http.limits import ConnectionLimits, IdleConnections, raise_fd_limit
+from router.http.auth import ApiKeys
+from router.http.connection import ConnectionLimits, HttpConnection, IdleConnections, raise_fd_limit
 from router.metrics.node_metrics import NodeMetrics
 from router.nodes.pool import NodePool
 from router.nodes.status import promised
@@ -59,10 +58,11 @@ def main(settings: RouterSettings) -> int:
         name = settings.served_model_name or (directory.resolve().name if is_local else settings.model)
         model = read_model(directory, name, settings.max_model_len, int(time.time()))
         tokenizer = Tokenizer.load(directory, model.vocab_size)
-        keys = (
-            ApiKeys(settings.api_keys_file, settings.api_keys) if settings.api_keys_file or settings.api_keys else None
-        )
-        listeners = _listeners(settings)
+        has_keys = settings.api_keys_file or settings.api_keys
+        keys = ApiKeys(settings.api_keys_file, settings.api_keys) if has_keys else None
+        listeners = [listen(settings.host, settings.port, "--port")]
+        if settings.admin_port:
+            listeners.append(listen(settings.admin_host, settings.admin_port, "--admin-port"))
     except (ConfigError, OSError, ValueError) as error:
         print(f"router: {error}", file=sys.stderr)
         return 2
@@ -87,7 +87,7 @@ async def _serve(
     observer = dashboard or RouterObserver()
     ttft_slo_s = settings.ttft_slo_ms / 1000  # a longer wait in the queue would miss it by itself
     queue = AdmissionQueue(min(settings.max_queue_s, ttft_slo_s or inf), settings.max_queued_tokens)
-    registry = _registry(settings, identity)
+    registry = _registry(settings)
     fleet = NodePool(identity, registry, settings.mode, settings.node_timeout_s, observer, queue.resize)
     rules = DispatchRules(settings.max_attempts, settings.disaggregate, ttft_slo_s)
     dispatch = Dispatcher(fleet, queue, model.name, rules, observer)
@@ -111,8 +111,7 @@ async def _serve(
     )
     apps = [app.state.api, app.state.admin] if settings.admin_port else [app]
     room = raise_fd_limit(settings.max_connections)
-    waiting = [IdleConnections() for _ in apps]
-    servers = [_server(*each, room, settings.drain_timeout_s) for each in zip(apps, waiting, strict=True)]
+    servers = [HttpServer(*each, room, settings.drain_timeout_s) for each in zip(apps, listeners, strict=True)]
     async with AsyncExitStack() as cleanup:
         try:
             await fleet.start()
@@ -121,17 +120,15 @@ async def _serve(
             return 2
         cleanup.push_async_callback(fleet.close)
         freeze_gc()
-        serving = asyncio.gather(
-            *(server.serve([listener]) for server, listener in zip(servers, listeners, strict=True))
-        )
+        serving = asyncio.gather(*(server.serve([server.listener]) for server in servers))
         _log_addresses(listeners, keys is None)
         draining = asyncio.ensure_future(lifetime.draining.wait())
         ends: set[asyncio.Future[Any]] = {serving, draining}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         draining.cancel()
         observer.close()
-        for server, connections in zip(servers, waiting, strict=True):
-            connections.is_draining = server.should_exit = True
+        for server in servers:
+            server.drain()
         await serving
     return 0
 
@@ -139,19 +136,13 @@ async def _serve(
 class HttpServer(uvicorn.Server):
     """A uvicorn server that installs no signal handlers: the process drains all its servers together."""
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _server(app: Starlette, waiting: IdleConnections, max_connections: int, drain_timeout_s: float) -> HttpServer:
-    return HttpServer(
-        uvicorn.Config(
+    def __init__(self, app: Starlette, listener: socket.socket, max_connections: int, drain_timeout_s: float) -> None:
+        self.idle = IdleConnections()
+        self.listener = listener
+        limits = ConnectionLimits(max_connections)
+        options = uvicorn.Config(
             app,
-            http=cast(
-                type[asyncio.Protocol],
-                partial(HttpConnection, limits=ConnectionLimits(max_connections), waiting=waiting),
-            ),
+            http=cast(type[asyncio.Protocol], partial(HttpConnection, limits=limits, waiting=self.idle)),
             ws="none",
             loop="none",
             lifespan="off",
@@ -162,26 +153,26 @@ def _server(app: Starlette, waiting: IdleConnections, max_connections: int, drai
             proxy_headers=False,  # with them, clients could forge the addresses in the log
             timeout_graceful_shutdown=int(drain_timeout_s),
         )
-    )
+        super().__init__(options)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def drain(self) -> None:
+        self.idle.is_draining = self.should_exit = True
 
 
-def _listeners(settings: RouterSettings) -> list[socket.socket]:
-    """Bind the API's listener and, if there is an admin port, its listener. Raises OSError with a one-line message."""
-    places = [(settings.host, settings.port, "--port")]
-    if settings.admin_port:
-        places.append((settings.admin_host, settings.admin_port, "--admin-port"))
-    return [_listener(host, port, flag) for host, port, flag in places]
-
-
-def _listener(host: str, port: int, flag: str) -> socket.socket:
+def listen(host: str, port: int, flag: str) -> socket.socket:
+    """Bind a listener. Raises OSError with a one-line message that names the flag."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # Connections inherit these options, which close them when the client has vanished or does not read.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SLOW_S * 1000))
+    keepalive = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)]
+    keepalive += [(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)]
+    keepalive += [(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SLOW_S * 1000))]
+    for option in [(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1), *keepalive]:
+        listener.setsockopt(*option)
     try:
         listener.bind((host, port))
         listener.listen(2048)
@@ -192,19 +183,17 @@ def _listener(host: str, port: int, flag: str) -> socket.socket:
 
 
 def _log_addresses(listeners: list[socket.socket], is_open: bool) -> None:
-    for listener, what in zip(listeners, ("", ", the admin surface"), strict=False):
+    for listener in listeners:
         host, port = listener.getsockname()[:2]
-        log.info("listening on http://%s:%d%s", host, port, what)
+        log.info("listening on http://%s:%d", host, port)
         if is_open and not ip_address(host).is_loopback:
-            log.warning(
-                "no API keys configured: %s:%d is open to any client; set --api-keys-file (see `baton key`)", host, port
-            )
+            log.warning("no API keys configured: %s:%d is open to any client; set --api-keys-file", host, port)
 
 
-def _registry(settings: RouterSettings, identity: str) -> Registry:
+def _registry(settings: RouterSettings) -> Registry:
     if settings.registry:
         return RedisRegistry(settings.registry, settings.cluster)
-    return EmbeddedRegistry(identity, settings.registry_host or settings.host, settings.registry_port)
+    return EmbeddedRegistry(settings.registry_host or settings.host, settings.registry_port)
 
 
 if __name__ == "__main__":

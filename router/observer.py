@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from starlette.routing import Route
+from starlette.routing import BaseRoute
 
 from shared.rpc.messages import NodeInfo, NodeUpdate
 
@@ -49,7 +49,7 @@ class RouterObserver:
     queries: Mapping[str, Mapping[str, Any]] = {}
     """The GET routes with JSON answers for /openapi.json: their paths, and the schemas of their query parameters."""
 
-    def routes(self, status: Callable[[], dict[str, Any]]) -> Sequence[Route]:
+    def routes(self, status: Callable[[], dict[str, Any]]) -> Sequence[BaseRoute]:
         """Return routes to add to the API, for admins. `status` returns the document of /v1/status."""
         return ()
 

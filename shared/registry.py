@@ -22,7 +22,7 @@ from shared.lifecycle import TaskGroup
 from shared.logs import peer_log
 from shared.rpc import tls
 from shared.rpc.codec import DecodeError, decode, encode
-from shared.rpc.messages import JoinReply, NodeInfo
+from shared.rpc.messages import Ack, NodeInfo
 from shared.rpc.methods import JOIN, PEER_FAILURES, RpcServer, connect
 
 log = logging.getLogger("baton.registry")
@@ -121,10 +121,9 @@ class EmbeddedRegistry(Registry):
 
     kind = "embedded"
 
-    def __init__(self, router: str, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int) -> None:
         super().__init__()
         self.port = port
-        self._router = router
         self._host = host
         self._changed: Callable[[], None] = lambda: None
         self._server = RpcServer({JOIN: self._join})
@@ -149,7 +148,7 @@ class EmbeddedRegistry(Registry):
                     info = message
                     self.nodes[message.id] = message
                     self._changed()
-                await stream.send_message(JoinReply(self._router))
+                await stream.send_message(Ack())
         finally:
             if info is not None and self.nodes.get(info.id) is info:  # a restarted node may have replaced it
                 del self.nodes[info.id]

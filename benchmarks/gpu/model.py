@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.gpu.scene import GpuScene, GpuSection, failure_note, one_of_many
+from benchmarks.gpu.attention import GpuScene, GpuSection
 from benchmarks.result import Cell, Table
 from engine.attention.selection import BLOCK_TOKENS, attention_on_cuda
 from engine.cuda.device import CudaAccelerator
@@ -171,16 +171,18 @@ def _model(scene: GpuScene, bench: ModelBench) -> GpuSection:
     capture_s, graphs_gib, warm_s = bench.capture()
     steps = 2 if scene.toy else STEPS
     rows: list[list[Cell]] = []
-    failed: list[str] = []
 
     def add(what: str, goal_ms: float | None, fresh: Callable[[], Callable[[], list[Slice]]], steps: int) -> None:
         """Measure one row. `fresh` starts the same work again for each mode."""
-        with one_of_many(what, failed):
+
+        def measure() -> None:
             ahead_s, host_s = driven(bench.runner, fresh(), steps, ahead=True)
             waiting_s, _ = driven(bench.runner, fresh(), steps, ahead=False)
             eager_s, eager_host_s = driven(bench.eager, fresh(), steps, ahead=True)
             met = ahead_s * 1e3 <= goal_ms if goal_ms is not None else None
             rows.append([what, *(1e3 * s for s in (ahead_s, host_s, waiting_s, eager_s, eager_host_s)), goal_ms, met])
+
+        scene.attempt(what, measure)
 
     for number, goal_ms in DECODE_GOALS_MS.items():
         most = min(number, bench.most)
@@ -199,5 +201,5 @@ def _model(scene: GpuScene, bench: ModelBench) -> GpuSection:
     add(f"{MIXED[0]} decodes and {MIXED[1]} tokens of a prompt", None, both, steps)
     columns = ["step", "ms", "host, ms", "not ahead, ms", "eager, ms", "eager host, ms", "goal, ms", ""]
     facts = bench.runner.facts()
-    note = f"{facts}. Graphs: {capture_s:.1f} s, {graphs_gib:.2f} GiB; warm-up {warm_s:.1f} s.{failure_note(failed)}"
+    note = f"{facts}. Graphs: {capture_s:.1f} s, {graphs_gib:.2f} GiB; warm-up {warm_s:.1f} s.{scene.failures}"
     return GpuSection([Table("Llama-3.1-8B's shape, bfloat16, random weights", columns, rows, note)], {"rows": rows})

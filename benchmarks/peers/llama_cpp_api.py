@@ -1,12 +1,7 @@
-"""Worker for llama.cpp through its C interface, as llama-batched-bench uses it: no sampling, no text.
-
-The first call of each kind tries flash attention on and off; the faster setting is kept and reported.
-"""
+"""Worker for llama.cpp through its C interface, as llama-batched-bench uses it: no sampling, no text."""
 
 import ctypes
-import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 import llama_cpp as api  # type: ignore[import-not-found]
@@ -16,7 +11,6 @@ from benchmarks.peers.worker import serve
 MAX_SEQS = 32
 N_BATCH, N_UBATCH = 2048, 512
 TOKEN = 7
-TRIAL_STEPS, TRIAL_TOKENS = 4, 1024
 
 
 class LlamaContext:
@@ -96,7 +90,7 @@ class LlamaContext:
 
 
 class LlamaCpp:
-    def __init__(self, model: str, threads: int, room: int = 2048) -> None:
+    def __init__(self, model: str, threads: int, flash: bool, room: int = 2048) -> None:
         """Load the GGUF file `model`. `room`: tokens that a sequence may have in a prefill."""
         quiet = api.llama_log_callback(lambda *_: None)
         self._quiet = quiet  # must outlive every call
@@ -105,46 +99,26 @@ class LlamaCpp:
         self._model = api.llama_model_load_from_file(model.encode(), api.llama_model_default_params())
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {model}")
-        self._threads, self._room = threads, room
-        self._contexts: dict[tuple[str, bool], LlamaContext] = {}
-        self._flash: dict[str, bool] = {}
-        self.facts = {"version": api.__version__, "system": api.llama_print_system_info().decode()}
+        self._options = threads, flash
+        self._sizes = {"prefill": (1, room + 64), "decode": (MAX_SEQS, 640)}
+        self._contexts: dict[str, LlamaContext] = {}
+        self.facts = {"version": api.__version__, "system": api.llama_print_system_info().decode(), "flash": flash}
 
     def prefill(self, tokens: int) -> float:
-        def run(count: int) -> Callable[[LlamaContext], float]:
-            return lambda place: place.prefill(count)
-
-        return self._better(f"prefill {tokens}", "prefill", run(min(tokens, TRIAL_TOKENS)), run(tokens))
+        return self._context("prefill").prefill(tokens)
 
     def decode(self, batch: int, context: int, steps: int) -> float:
-        def run(count: int) -> Callable[[LlamaContext], float]:
-            return lambda place: place.decode(batch, context, count)
-
-        return self._better(f"decode {batch}", "decode", run(TRIAL_STEPS), run(steps))
+        return self._context("decode").decode(batch, context, steps)
 
     def logits(self, tokens: list[int]) -> list[float]:
         vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
-        return self._context("prefill", True).logits(tokens, vocab_size)
+        return self._context("prefill").logits(tokens, vocab_size)
 
-    def flash(self) -> dict[str, bool]:
-        """Return by call whether flash attention was faster."""
-        return self._flash
-
-    def _better(
-        self, name: str, kind: str, trial: Callable[[LlamaContext], float], run: Callable[[LlamaContext], float]
-    ) -> float:
-        if name not in self._flash:
-            took: dict[bool, float] = {}
-            for flash in (False, True, True, False):
-                took[flash] = min(took.get(flash, math.inf), trial(self._context(kind, flash)))
-            self._flash[name] = took[True] <= took[False]
-        return run(self._context(kind, self._flash[name]))
-
-    def _context(self, kind: str, flash: bool) -> LlamaContext:
-        if (kind, flash) not in self._contexts:
-            sequences, room = (1, self._room + 64) if kind == "prefill" else (MAX_SEQS, 640)
-            self._contexts[kind, flash] = LlamaContext(self._model, self._threads, sequences, room, flash)
-        return self._contexts[kind, flash]
+    def _context(self, kind: str) -> LlamaContext:
+        if kind not in self._contexts:
+            threads, flash = self._options
+            self._contexts[kind] = LlamaContext(self._model, threads, *self._sizes[kind], flash)
+        return self._contexts[kind]
 
 
 if __name__ == "__main__":

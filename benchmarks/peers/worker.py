@@ -1,4 +1,4 @@
-"""The worker side of `benchmarks.peers.workers`: load one model, then answer calls, one JSON line each.
+"""The worker side of `benchmarks.process.PeerProcess`: load one object, then answer calls, one JSON line each.
 
 Standard library only: it runs in the peers' interpreters, which lack Baton's libraries.
 """

@@ -22,7 +22,7 @@ import aiohttp
 import numpy as np
 import uvloop
 
-from compare.load.outcome import TIMEOUT, LatencySlo, LoadRecording, Outcome, head_line, outcome_line, tail_line
+from compare.load.outcome import HEAD, TAIL, TIMEOUT, LatencySlo, LoadRecording, Outcome, outcome_line, run_line
 from compare.load.stream import CompletionReader, body_of, worst_count
 
 LEAD_NS = 100_000_000  # from now to the run's second 0
@@ -56,8 +56,8 @@ class LoadRun:
     spec: LoadSpec
     session: aiohttp.ClientSession
     file: BinaryIO
+    recording: LoadRecording
     start_ns: int  # of the monotonic clock: second 0
-    outcomes: list[Outcome]
     bodies: Sequence[bytes]
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     counted: list[str] = field(default_factory=list)
@@ -73,8 +73,8 @@ class LoadRun:
         return (time.monotonic_ns() - self.start_ns) / 1e9
 
     def start(self, index: int) -> None:
-        self.tasks.append(asyncio.create_task(_request(self, self.outcomes[index], self.bodies[index])))
-        if len(self.tasks) == len(self.outcomes):
+        self.tasks.append(asyncio.create_task(_request(self, self.recording.outcomes[index], self.bodies[index])))
+        if len(self.tasks) == len(self.recording.outcomes):
             self.all_started.set()
 
     async def wait_ended(self) -> None:
@@ -138,7 +138,7 @@ async def _on_sent(_: aiohttp.ClientSession, context: SimpleNamespace, __: objec
 
 def _start_on_time(run: LoadRun, loop: asyncio.AbstractEventLoop, stopped: threading.Event) -> None:
     """Start every request at its time. Runs in a thread, because event loops sleep in whole milliseconds."""
-    for outcome in run.outcomes:
+    for outcome in run.recording.outcomes:
         if stopped.wait(max(0.0, outcome.scheduled_s - run.now_s())):
             return
         loop.call_soon_threadsafe(run.start, outcome.index)
@@ -171,12 +171,11 @@ async def _send_all(run: LoadRun) -> None:
         raise OSError(run.failure)
 
 
-async def generate(spec: LoadSpec, outcomes: list[Outcome], bodies: Sequence[bytes], file: BinaryIO) -> LoadRecording:
-    """Send every request at its time and read each answer to its end. Raises OSError if outcomes cannot be written."""
+async def generate(spec: LoadSpec, outcomes: list[Outcome], bodies: Sequence[bytes], file: BinaryIO) -> None:
+    """Send every request at its time, read each answer to its end and write the recording. Raises OSError."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ttl_dns_cache=None)
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # compression would bundle tokens
-    if spec.api_key:
-        headers["Authorization"] = f"Bearer {spec.api_key}"
+    headers |= {"Authorization": f"Bearer {spec.api_key}"} if spec.api_key else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=None)
     tracing = aiohttp.TraceConfig()
     tracing.on_connection_create_start.append(_on_sent)
@@ -186,15 +185,16 @@ async def generate(spec: LoadSpec, outcomes: list[Outcome], bodies: Sequence[byt
         connector=connector, headers=headers, timeout=timeout, trace_configs=[tracing]
     ) as session:
         start_ns = time.monotonic_ns() + LEAD_NS
-        started_unix_ns = time.time_ns() + start_ns - time.monotonic_ns()
-        file.write(head_line(started_unix_ns).encode())
-        run = LoadRun(spec, session, file, start_ns, outcomes, bodies)
+        recording = LoadRecording(time.time_ns() + start_ns - time.monotonic_ns(), outcomes)
+        file.write(run_line(recording, HEAD).encode())
+        run = LoadRun(spec, session, file, recording, start_ns, bodies)
         await _send_all(run)
         run.report_progress()
-    loop_lag_s = float(np.percentile(run.lags_s or [0.0], 99))
-    problems = problems_of(outcomes, spec.slo, loop_lag_s)
-    cpu_s = time.process_time() - cpu_s
-    return LoadRecording(started_unix_ns, outcomes, worst_count(run.counted), loop_lag_s, cpu_s, problems)
+    recording.counted = worst_count(run.counted)
+    recording.loop_lag_p99_s = float(np.percentile(run.lags_s or [0.0], 99))
+    recording.cpu_s = time.process_time() - cpu_s
+    recording.problems = problems_of(outcomes, spec.slo, recording.loop_lag_p99_s)
+    file.write(run_line(recording, TAIL).encode())
 
 
 def problems_of(outcomes: Sequence[Outcome], slo: LatencySlo, loop_lag_s: float = 0.0) -> list[str]:
@@ -236,16 +236,12 @@ def _prepare(spec: LoadSpec) -> tuple[list[Outcome], list[bytes]]:
     return outcomes, bodies
 
 
-def load_spec(path: Path) -> LoadSpec:
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    slo = LatencySlo(**fields.get("slo", {}))
-    return LoadSpec(**fields | {"slo": slo, "api_key": os.environ.get("BATON_API_KEY", "")})
-
-
 def main(path: str) -> int:
     """Run the process. Return 0, or 1 after one line on stderr."""
     try:
-        spec = load_spec(Path(path))
+        fields = json.loads(Path(path).read_text(encoding="utf-8"))
+        api_key = os.environ.get("BATON_API_KEY", "")
+        spec = LoadSpec(**fields | {"slo": LatencySlo(**fields.get("slo", {})), "api_key": api_key})
         outcomes, bodies = _prepare(spec)
         with suppress(OSError):  # needs a privilege; a late client would count against the server
             os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
@@ -253,8 +249,7 @@ def main(path: str) -> int:
         gc.freeze()
         gc.disable()
         with Path(spec.outcomes).open("wb", buffering=0) as file:
-            recording = uvloop.run(generate(spec, outcomes, bodies, file))
-            file.write(tail_line(recording).encode())
+            uvloop.run(generate(spec, outcomes, bodies, file))
     except (OSError, ValueError, TypeError, KeyError) as error:
         print(f"load generator: {error}", file=sys.stderr)
         return 1

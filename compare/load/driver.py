@@ -28,7 +28,10 @@ async def drive(
     """
     path = _write(spec, arrivals)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", "compare.load.client", str(path), env=_environment(spec), stdout=-1, stderr=-1
+        *(sys.executable, "-P", "-m", "compare.load.client", str(path)),
+        env=os.environ | {"PYTHONPATH": python_path(), "BATON_API_KEY": spec.api_key},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
     assert process.stderr is not None
@@ -43,14 +46,14 @@ async def drive(
     finally:
         errors.cancel()
         await _stop(process)
-    problems = [] if status == 0 else [_last_line(stderr) or f"the load generator ended with status {status}"]
-    return _complete(spec, arrivals, problems)
+    lines = stderr.decode("utf-8", "replace").strip().splitlines()
+    last = lines[-1][:300] if lines else f"the load generator ended with status {status}"
+    return _complete(spec, arrivals, [last] if status else [])
 
 
 def _write(spec: LoadSpec, arrivals: Sequence[Arrival]) -> Path:
-    """Write the process's input, remove an earlier run's outcomes, and return the path of the spec."""
     write_arrivals(Path(spec.arrivals), arrivals)
-    Path(spec.outcomes).unlink(missing_ok=True)
+    Path(spec.outcomes).unlink(missing_ok=True)  # of an earlier run
     path = Path(spec.outcomes).with_suffix(".spec.json")
     path.write_text(json.dumps(asdict(replace(spec, api_key=""))), encoding="utf-8")
     return path
@@ -82,9 +85,9 @@ def _complete(spec: LoadSpec, arrivals: Sequence[Arrival], problems: list[str]) 
     return recording
 
 
-def _environment(spec: LoadSpec) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
-    return {**os.environ, "PYTHONPATH": path, "BATON_API_KEY": spec.api_key}
+def python_path() -> str:
+    """Return the PYTHONPATH with which a process finds our modules first."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
@@ -97,8 +100,3 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
         except TimeoutError:
             process.kill()
             await process.wait()
-
-
-def _last_line(stderr: bytes) -> str:
-    lines = stderr.decode("utf-8", "replace").strip().splitlines()
-    return lines[-1][:300] if lines else ""

@@ -5,6 +5,7 @@ Times are seconds since the run's start on the client's monotonic clock. Nothing
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 TIMEOUT = "timeout"  # the error of a request that timed out
 TBT_OF = ("p99", "max", "mean")
 SCHEMA = "baton.outcomes/1"
+HEAD = ("started_unix_ns",)
 TAIL = ("counted", "loop_lag_p99_s", "cpu_s", "problems")
 
 
@@ -62,9 +64,6 @@ class Outcome:
         return bool(self.finish) and not self.error
 
 
-OUTCOME_FIELDS = tuple(each.name for each in fields(Outcome))
-
-
 @dataclass(slots=True)
 class LoadRecording:
     """A run as the client saw it. `problems` are the reasons not to use it; empty if it is valid."""
@@ -77,9 +76,7 @@ class LoadRecording:
     problems: list[str] = field(default_factory=list)
 
 
-def head_line(started_unix_ns: int) -> str:
-    """Return the first line of an outcomes file."""
-    return json.dumps({"schema": SCHEMA, "started_unix_ns": started_unix_ns}) + "\n"
+OUTCOME_FIELDS = tuple(each.name for each in fields(Outcome))
 
 
 def outcome_line(outcome: Outcome) -> str:
@@ -87,9 +84,10 @@ def outcome_line(outcome: Outcome) -> str:
     return json.dumps(line | {"slo": outcome.slo and asdict(outcome.slo)}, separators=(",", ":")) + "\n"
 
 
-def tail_line(recording: LoadRecording) -> str:
-    """Return the last line of an outcomes file: the facts of the run as a whole."""
-    return json.dumps({name: getattr(recording, name) for name in TAIL}) + "\n"
+def run_line(recording: LoadRecording, names: Sequence[str]) -> str:
+    """Return the first line of an outcomes file, with the facts HEAD, or the last one, with TAIL."""
+    facts = {name: getattr(recording, name) for name in names}
+    return json.dumps(({"schema": SCHEMA} if names is HEAD else {}) | facts) + "\n"
 
 
 def load_recording(path: Path) -> LoadRecording:
@@ -102,15 +100,13 @@ def load_recording(path: Path) -> LoadRecording:
             except ValueError:
                 recording.problems.append(f"{path.name} breaks off in line {number}")
                 break
-            if number == 1:
-                if line.get("schema") != SCHEMA:
-                    raise ValueError(f"{path}: not a file of {SCHEMA}")
-                recording.started_unix_ns = line["started_unix_ns"]
-            elif "index" in line:
+            if number == 1 and line.get("schema") != SCHEMA:
+                raise ValueError(f"{path}: not a file of {SCHEMA}")
+            if "index" in line:
                 slo = line.pop("slo", None)
                 recording.outcomes.append(Outcome(**line, slo=LatencySlo(**slo) if slo else None))
             else:
-                for name in TAIL:
+                for name in HEAD if number == 1 else TAIL:
                     setattr(recording, name, line[name])
     recording.outcomes.sort(key=lambda outcome: outcome.index)
     return recording

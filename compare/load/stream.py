@@ -54,22 +54,16 @@ class CompletionReader:
             self._outcome.first_byte_s = now_s
         self._rest += piece
         if b"\n" in piece:
-            *lines, rest = self._rest.split(b"\n")
-            self._rest = bytearray(rest)
+            *lines, self._rest = self._rest.split(b"\n")
             for line in lines:
-                self._line(bytes(line), now_s)
+                data = line[5:].strip() if line.startswith(b"data:") else b""
+                if data == b"[DONE]":
+                    self.is_done = True
+                    self._outcome.ended_s = now_s
+                elif data:
+                    self._event(json.loads(data), now_s)
         elif len(self._rest) > MAX_LINE:
             raise ValueError(f"a line of over {MAX_LINE} bytes")
-
-    def _line(self, line: bytes, now_s: float) -> None:
-        if not line.startswith(b"data:"):
-            return
-        data = line[5:].strip()
-        if data == b"[DONE]":
-            self.is_done = True
-            self._outcome.ended_s = now_s
-        else:
-            self._event(json.loads(data), now_s)
 
     def _event(self, event: dict[str, Any], now_s: float) -> None:
         outcome = self._outcome

@@ -17,6 +17,10 @@ from shared.errors import ConfigError
 
 MOONCAKE_BLOCK = 512  # tokens per hash id
 OWN_FIELDS = {"t", "prompt", "prompt_len", "prefix_id", "prefix_len", "max_tokens", "session", "slo"}
+SIGNS = {"ContextTokens": "azure", "Request tokens": "burstgpt", '"input_length"': "mooncake", '"t"': "own"}
+CSV = frozenset({"azure", "burstgpt"})
+Encode = Callable[[str], list[int]]
+Fields = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,7 @@ class TraceRow:
 
     pieces: tuple[tuple[str, int], ...]  # (key, tokens)
     max_tokens: int
-    at_s: float | None = None  # None: the trace has lengths only
+    at_s: float = 0.0
     session: str = ""
     slo: LatencySlo | None = None
     prompt: tuple[int, ...] | None = None
@@ -33,10 +37,6 @@ class TraceRow:
     @property
     def prompt_len(self) -> int:
         return len(self.prompt) if self.prompt is not None else sum(length for _, length in self.pieces)
-
-
-Encode = Callable[[str], list[int]]
-Fields = Mapping[str, Any]
 
 
 def read_trace(path: Path, form: str = "auto", encode: Encode | None = None) -> list[TraceRow]:
@@ -54,7 +54,9 @@ def read_trace(path: Path, form: str = "auto", encode: Encode | None = None) -> 
                 raise ConfigError(f"{form} is not a trace format: give auto, {', '.join(FORMS)}")
             lines: Iterable[Any] = csv.DictReader(file) if form in CSV else file
             for number, line in enumerate(lines, 2 if form in CSV else 1):  # noqa: B007 - used in errors
-                rows += _rows_of(line, form, encode)
+                if not isinstance(line, str) or line.strip():
+                    row = FORMS[form](_object(line) if isinstance(line, str) else line, encode)
+                    rows += [row] if row.prompt_len and row.max_tokens else []
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except KeyError as error:
@@ -65,33 +67,18 @@ def read_trace(path: Path, form: str = "auto", encode: Encode | None = None) -> 
         raise ConfigError(f"{path}, line {number}, read as {form}: {str(error)[:300]}") from None
     if not rows:
         raise ConfigError(f"{path}: contains no request")
-    if len({row.at_s is None for row in rows}) > 1:
-        raise ConfigError(f"{path}: some of its requests have a time and some have none")
-    if rows[0].at_s is None:
-        return rows
-    rows.sort(key=lambda row: row.at_s or 0.0)
-    begin = (rows[0].at_s or 0.0) if form in {"azure", "burstgpt"} else 0.0  # these give the time of day
-    return [replace(row, at_s=(row.at_s or 0.0) - begin) for row in rows]
+    rows.sort(key=lambda row: row.at_s)
+    begin_s = rows[0].at_s if form in CSV else 0.0  # these give the time of day
+    return [replace(row, at_s=row.at_s - begin_s) for row in rows]
 
 
 def detect_form(path: Path) -> str:
     """Return the format, by the first line. Raises ConfigError for an unknown one, OSError, UnicodeDecodeError."""
     with path.open(encoding="utf-8-sig") as file:
         first = file.readline(1 << 20)
-    signs = {"ContextTokens": "azure", "Request tokens": "burstgpt", "num_prefill_tokens": "lengths"}
-    signs |= {'"input_length"': "mooncake", '"t"': "own"}
-    form = next((form for sign, form in signs.items() if sign in first), None)
-    if form is None:
-        raise ConfigError(f"{path}: its first line is of no known trace; give --trace-format: {', '.join(FORMS)}")
-    return form
-
-
-def _rows_of(line: Any, form: str, encode: Encode | None) -> list[TraceRow]:
-    """Return the line's request; nothing if it is blank, or has no prompt or no answer."""
-    if isinstance(line, str) and not line.strip():
-        return []
-    row = FORMS[form](_object(line) if isinstance(line, str) else line, encode)
-    return [row] if row.prompt_len and row.max_tokens else []
+    if form := next((form for sign, form in SIGNS.items() if sign in first), None):
+        return form
+    raise ConfigError(f"{path}: its first line is of no known trace; give --trace-format: {', '.join(FORMS)}")
 
 
 def _object(line: str) -> Fields:
@@ -114,12 +101,6 @@ def _burstgpt(fields: Fields, _: Encode | None) -> TraceRow:
     return TraceRow(pieces, _count(fields["Response tokens"]), _seconds(fields["Timestamp"]))
 
 
-def _lengths(fields: Fields, _: Encode | None) -> TraceRow:
-    """Vidur's and Etalon's processed traces: lengths, sometimes with times."""
-    at_s = _seconds(fields["arrived_at"]) if fields.get("arrived_at") else None
-    return TraceRow((("", _count(fields["num_prefill_tokens"])),), _count(fields["num_decode_tokens"]), at_s)
-
-
 def _mooncake(fields: Fields, _: Encode | None) -> TraceRow:
     """Mooncake (Qin et al.): times in milliseconds, and a chain of hashes that identifies shared prefixes."""
     length, ids = _count(fields["input_length"]), fields["hash_ids"]
@@ -134,7 +115,10 @@ def _own(fields: Fields, encode: Encode | None) -> TraceRow:
     """{t, prompt | prompt_len [, prefix_id, prefix_len], max_tokens [, session, slo]}; t in seconds."""
     if unknown := sorted(set(fields) - OWN_FIELDS):
         raise ValueError(f"unknown field {unknown[0]!r}; known are {', '.join(sorted(OWN_FIELDS))}")
-    session, slo = str(fields.get("session", "")), _slo(fields.get("slo"))
+    limits = fields.get("slo")
+    if limits is not None and (not isinstance(limits, dict) or set(limits) - {"ttft_ms", "tbt_ms", "tbt_of"}):
+        raise ValueError(f"slo is {limits!r}; it may have ttft_ms, tbt_ms and tbt_of")
+    session, slo = str(fields.get("session", "")), LatencySlo(**limits) if limits else None
     row = TraceRow((), _count(fields["max_tokens"]), _seconds(fields["t"]), session, slo)
     if "prompt" in fields:
         prompt = fields["prompt"]
@@ -148,12 +132,6 @@ def _own(fields: Fields, encode: Encode | None) -> TraceRow:
         raise ValueError("prefix_len needs a prefix_id, and may not be over prompt_len")
     shared = ((f"prefix {fields['prefix_id']}", prefix),) if prefix else ()
     return replace(row, pieces=(*shared, ("", length - prefix)))
-
-
-def _slo(limits: Any) -> LatencySlo | None:
-    if limits is not None and (not isinstance(limits, dict) or set(limits) - {"ttft_ms", "tbt_ms", "tbt_of"}):
-        raise ValueError(f"slo is {limits!r}; it may have ttft_ms, tbt_ms and tbt_of")
-    return LatencySlo(**limits) if limits else None
 
 
 def _count(value: object) -> int:
@@ -171,10 +149,5 @@ def _seconds(value: Any) -> float:
 
 
 FORMS: dict[str, Callable[[Fields, Encode | None], TraceRow]] = {
-    "azure": _azure,
-    "burstgpt": _burstgpt,
-    "lengths": _lengths,
-    "mooncake": _mooncake,
-    "own": _own,
-}
-CSV = frozenset({"azure", "burstgpt", "lengths"})
+    "azure": _azure, "burstgpt": _burstgpt, "mooncake": _mooncake, "own": _own
+}  # fmt: skip

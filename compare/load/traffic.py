@@ -7,6 +7,7 @@ unchanged or not at all; they are never stretched to a rate.
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +46,10 @@ class Preset:
     added: LengthDistribution = LengthDistribution(0.0, 0.0, 1, 1)
 
 
+_CHAT, _CODE = (f"Azure LLM inference trace 2023, {what}" for what in ("conversation", "code"))
 PRESETS = {
-    "chat": Preset(
-        LengthDistribution(6.713, 0.967, 40, 4122),
-        LengthDistribution(5.041, 0.908, 16, 612),
-        "Azure LLM inference trace 2023, conversation",
-    ),
-    "code": Preset(
-        LengthDistribution(6.998, 1.344, 18, 7436),
-        LengthDistribution(2.775, 0.838, 6, 247),
-        "Azure LLM inference trace 2023, code",
-    ),
+    "chat": Preset(LengthDistribution(6.713, 0.967, 40, 4122), LengthDistribution(5.041, 0.908, 16, 612), _CHAT),
+    "code": Preset(LengthDistribution(6.998, 1.344, 18, 7436), LengthDistribution(2.775, 0.838, 6, 247), _CODE),
     "rag-long": Preset(
         LengthDistribution(7.693, 0.805, 57, 3932),
         LengthDistribution(5.201, 0.815, 34, 3415),
@@ -145,8 +139,7 @@ def draw_traffic(plan: TrafficPlan, seed: int, vocabulary: PromptVocabulary, tra
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{name} {value}: must be over 0")
     rows, laps = _rows(plan, seed, trace)
-    rows = [_scaled(row, plan.scale_tokens) for row in rows]
-    fitted, num_cut = _fitted(rows, plan)
+    fitted, num_cut = _fitted([_scaled(row, plan.scale_tokens) for row in rows], plan)
     arrivals = tuple(_arrival(row, index, seed, vocabulary) for index, row in enumerate(fitted) if row is not None)
     if not arrivals:
         raise ConfigError(
@@ -190,7 +183,8 @@ def _rows(plan: TrafficPlan, seed: int, trace: Sequence[TraceRow]) -> tuple[list
         rows = _preset_rows(plan.source, len(at_s), random)
         return [replace(row, at_s=at) for row, at in zip(rows, at_s, strict=True)], 1
     if plan.rate is None:
-        return _own_times(plan, trace), 1
+        since, until = plan.start_s, plan.start_s + plan.duration_s
+        return [replace(row, at_s=row.at_s - since) for row in trace if since <= row.at_s < until], 1
     at_s = _times(plan, seed)
     first = int(random.integers(len(trace)))  # so that seeds differ in lengths too
     rows = [_lap(trace[(first + index) % len(trace)], index // len(trace), at) for index, at in enumerate(at_s)]
@@ -225,14 +219,6 @@ def _preset_row(preset: Preset, sessions: list[TraceRow], random: np.random.Gene
     return row
 
 
-def _own_times(plan: TrafficPlan, trace: Sequence[TraceRow]) -> list[TraceRow]:
-    if trace[0].at_s is None:
-        raise ConfigError(f"{plan.source} has lengths and no times: give --rate")
-    until = plan.start_s + plan.duration_s
-    inside = [row for row in trace if plan.start_s <= (row.at_s or 0.0) < until]
-    return [replace(row, at_s=(row.at_s or 0.0) - plan.start_s) for row in inside]
-
-
 def _lap(row: TraceRow, lap: int, at_s: float) -> TraceRow:
     """Return the row with other tokens than in the lap before, whose prompts may still be cached."""
     pieces = tuple((key and f"lap {lap} {key}", length) for key, length in row.pieces)
@@ -241,16 +227,10 @@ def _lap(row: TraceRow, lap: int, at_s: float) -> TraceRow:
 
 def _times(plan: TrafficPlan, seed: int) -> list[float]:
     """Return seconds with gamma-distributed gaps. One seed's times at two rates differ only in the unit of time."""
-    if plan.rate is None:
-        raise ConfigError(f"{plan.source} has no times of its own: give --rate")
-    random = np.random.default_rng([seed, TIMES])
-    at_s: list[float] = []
-    now = 0.0
-    while True:
-        now += float(random.gamma(plan.burstiness, 1 / plan.burstiness)) / plan.rate
-        if now >= plan.duration_s:
-            return at_s
-        at_s.append(now)
+    assert plan.rate is not None
+    random, shape = np.random.default_rng([seed, TIMES]), plan.burstiness
+    gaps = iter(lambda: float(random.gamma(shape, 1 / shape)) / (plan.rate or 1.0), None)
+    return list(takewhile(lambda at: at < plan.duration_s, accumulate(gaps)))
 
 
 # ---- lengths and tokens --------------------------------------------------------------------------------------------
@@ -286,9 +266,9 @@ def _fitted(rows: Sequence[TraceRow], plan: TrafficPlan) -> tuple[list[TraceRow 
             f"{sum(too_long)} of {len(rows)} requests are over the model's {limit} tokens (the longest has {worst}): "
             f"give --scale-tokens {limit / worst * plan.scale_tokens:.2g} or less, or --too-long cut or drop"
         )
-    if plan.too_long == "drop":
-        return [None if over else row for row, over in zip(rows, too_long, strict=True)], 0
-    return [_cut(row, limit) if over else row for row, over in zip(rows, too_long, strict=True)], sum(too_long)
+    cuts = plan.too_long == "cut"
+    fitted = [(_cut(row, limit) if cuts else None) if over else row for row, over in zip(rows, too_long, strict=True)]
+    return fitted, sum(too_long) * cuts
 
 
 def _cut(row: TraceRow, limit: int) -> TraceRow:
@@ -308,4 +288,4 @@ def _arrival(row: TraceRow, index: int, seed: int, vocabulary: PromptVocabulary)
     if prompt is None:
         pieces = (vocabulary.draw(seed, key or f"request {index}", length) for key, length in row.pieces)
         prompt = tuple(token for piece in pieces for token in piece)
-    return Arrival(row.at_s or 0.0, prompt, row.max_tokens, row.session, row.slo)
+    return Arrival(row.at_s, prompt, row.max_tokens, row.session, row.slo)

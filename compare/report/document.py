@@ -2,7 +2,9 @@
 
 import os
 import platform
+import re
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,22 +14,12 @@ import numpy as np
 from compare.endpoint import Document
 from compare.report.figures import Figures, caveats, traffic_notes, verdict_problems
 from compare.run.experiment import Experiment, Findings, Period
+from compare.stats import verdict as verdicts
 from compare.stats.capacity import attainment_bands
 from compare.stats.causes import busy_shares, miss_causes, phases_of
 from compare.stats.measures import ecdf, slo_excess, values_ms
 from compare.stats.statistics import Comparison, Runs, compare_arms, student
-from compare.stats.verdict import (
-    ATTAINMENT,
-    CAPACITY,
-    LATENCIES,
-    Ranking,
-    compare_control,
-    flips,
-    latency_differences,
-    leading_cause,
-    rank,
-    sentence,
-)
+from compare.stats.verdict import ATTAINMENT, CAPACITY, LATENCIES, Ranking, rank
 from scheduler.cost import CostModel
 
 SCHEMA = "baton.compare/1"
@@ -38,7 +30,6 @@ COMPARED = CONTROLLED + TAILS
 WORST = 10
 ALSO_SHOWN = ("exposed_transfer_p50_ms", "hidden_transfer_p50_ms", "interference_s", "client_lag_p99_ms")
 ESTIMATE = ("mean", "low", "high")
-PARTS = ("mean", "missed")
 
 
 def report_of(experiment: Experiment, findings: Findings, on: str, command: str) -> Document:
@@ -50,6 +41,7 @@ def report_of(experiment: Experiment, findings: Findings, on: str, command: str)
     control = _control(figures, metrics, runs)
     ranking = rank(leading, {arm: runs.get(arm, []) for arm in figures.compared})
     problems = findings.problems + verdict_problems(figures, control, ranking)
+    attainment = {arm: attainment_bands(points) for arm, points in findings.points.items() if points}
     causes = {arm: miss_causes(*figures.pooled(figures.periods_of(arm)), experiment.slo) for arm in figures.arms}
     return {
         "schema": SCHEMA,
@@ -67,17 +59,13 @@ def report_of(experiment: Experiment, findings: Findings, on: str, command: str)
         "runs": [_run(period, figures) for period in findings.periods],
         "summary": _summary(figures, [*metrics, *ALSO_SHOWN], runs if experiment.finds_capacity else {}),
         "comparisons": [asdict(each) for each in _comparisons(figures, metrics, runs)],
-        "tokens": {
-            "compared": findings.compared,
-            "different": findings.different,
-            "equal": not findings.different,
-        },
+        "tokens": {"compared": findings.compared, "different": findings.different, "equal": not findings.different},
         "control": control,
         "phases": {arm: phases for arm in figures.arms if (phases := _phases(figures, arm))},
         "miss_causes": causes,
-        "curves": {"ecdf": _ecdf(figures), "attainment": _attainment_curves(findings)},
+        "curves": {"ecdf": _ecdf(figures), "attainment": attainment or None},
         "busy": {arm: _busy(figures.periods_of(arm), figures) for arm in figures.arms},
-        "strip": {period.trial.arm: _strip(period, experiment) for period in _drawn(figures)},
+        "strip": {arm: _strip(period, experiment) for pair in figures.pairs[:1] for arm, period in pair.items()},
         "worst": _worst(figures),
         "verdict": _verdict(figures, ranking, causes, problems, control),
         "repro": command,
@@ -134,7 +122,7 @@ def _control(figures: Figures, metrics: Sequence[str], leading: Runs) -> Documen
     runs = {name: leading if name == metrics[0] else figures.runs(name) for name in names}
     if not all(row.get(copy.name) for row in runs.values()):
         return {"comparisons": [], "says": "nothing: there is no valid pair of runs"}
-    found, says = compare_control(copy.name, original, runs)
+    found, says = verdicts.compare_control(copy.name, original, runs)
     return {"comparisons": [asdict(each) for each in found], "says": says}
 
 
@@ -143,10 +131,7 @@ def _phases(figures: Figures, arm: str) -> Document | None:
     found = phases_of(outcomes, summaries, figures.experiment.slo)
     if found is None:
         return None
-    named = {
-        part: {("client" if name == "client_lag" else name): ms for name, ms in found[part].items()} for part in PARTS
-    }
-    return found | named | {"requests": found["requests"] | {"arrived": len(outcomes)}}
+    return found | {"requests": found["requests"] | {"arrived": len(outcomes)}}
 
 
 def _ecdf(figures: Figures) -> Document:
@@ -154,13 +139,9 @@ def _ecdf(figures: Figures) -> Document:
     return {f"{name}_ms": {arm: ecdf(values[arm][name]) for arm in figures.arms} for name in ("ttft", "tbt", "ttst")}
 
 
-def _attainment_curves(findings: Findings) -> Document | None:
-    return {arm: attainment_bands(points) for arm, points in findings.points.items() if points} or None
-
-
 def _busy(periods: Sequence[Period], figures: Figures) -> Document:
     """Return the busy shares of each node, as means over the periods."""
-    rows: dict[str, list[dict[str, float]]] = {}
+    rows: dict[str, list[dict[str, float]]] = defaultdict(list)
     for period in periods:
         begin_ms = period.recording.started_unix_ns / 1e6
         first_s, last_s = figures.metrics[period.trial.position].window_s
@@ -169,16 +150,11 @@ def _busy(periods: Sequence[Period], figures: Figures) -> Document:
             model = CostModel.unpacked(cost) if cost else None
             if last_s > first_s:
                 window_ms = (begin_ms + first_s * 1e3, begin_ms + last_s * 1e3)
-                rows.setdefault(node, []).append(busy_shares(steps, window_ms, model))
+                rows[node].append(busy_shares(steps, window_ms, model))
     return {
         node: {name: float(np.mean([each[name] for each in shares])) for name in shares[0]}
         for node, shares in rows.items()
     }
-
-
-def _drawn(figures: Figures) -> list[Period]:
-    """Return the first pair: one period of each arm, of the same seed."""
-    return list(figures.pairs[0].values()) if figures.pairs else []
 
 
 def _strip(period: Period, experiment: Experiment) -> Document:
@@ -219,9 +195,13 @@ def _verdict(
         text = f"{figures.compared[0]} against itself: {control['says']}"
         return verdict | {"sentence": f"{text}. {conditions(figures)}"}
     slo = figures.experiment.slo
-    text, interval = sentence(ranking)
+    text, interval = verdicts.sentence(ranking)
     compares_periods = not figures.experiment.finds_capacity
-    also = latency_differences(ranking, {name: figures.runs(name) for name in LATENCIES}) if compares_periods else None
+    also = (
+        verdicts.latency_differences(ranking, {name: figures.runs(name) for name in LATENCIES})
+        if compares_periods
+        else None
+    )
     own = figures.attainment_under(slo.ttft_ms, slo.tbt_ms)
     varies = bool(slo.ttft_ms and slo.tbt_ms) and compares_periods and all(own.values())
 
@@ -230,8 +210,8 @@ def _verdict(
 
     return {
         "sentence": ". ".join(filter(None, (text, also, conditions(figures)))),
-        "cause": leading_cause(ranking, causes),
-        "flips": flips(rank_at, slo.ttft_ms, slo.tbt_ms) if varies else None,
+        "cause": verdicts.leading_cause(ranking, causes),
+        "flips": verdicts.flips(rank_at, slo.ttft_ms, slo.tbt_ms) if varies else None,
         "interval": interval,
     }
 
@@ -250,12 +230,10 @@ def conditions(figures: Figures) -> str:
 
 def environment() -> Document:
     """Return the facts of the machine that matter to figures."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return {
         "machine": platform.machine(),
-        "cpu": cpu or platform.processor(),
+        "cpu": cpu[1] if cpu else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "system": platform.platform(),
         "python": platform.python_version(),

@@ -1,7 +1,7 @@
 """The figures of a session: which periods count, in which window, figures of each arm and pair, and caveats."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,17 +13,8 @@ from compare.endpoint import Document
 from compare.load.outcome import Outcome
 from compare.load.traffic import spread
 from compare.run.experiment import Experiment, Findings, Period
-from compare.stats.capacity import CapacityPoint, balanced, influences
-from compare.stats.measures import (
-    RunMetrics,
-    gaps_s,
-    inside,
-    measure,
-    measured_window,
-    misses,
-    tbt_figure,
-    ttft_s,
-)
+from compare.stats.capacity import balanced, influences
+from compare.stats.measures import RunMetrics, gaps_s, inside, measure, measured_window, misses, tbt_figure, ttft_s
 from compare.stats.statistics import Runs
 from compare.stats.verdict import Ranking
 
@@ -78,10 +69,10 @@ class Figures:
         """The periods by arm of every seed with a valid period in each arm; empty for a search for capacities."""
         if self.experiment.finds_capacity:
             return []
-        groups: dict[tuple[int, float | None], dict[str, Period]] = {}
+        groups: dict[tuple[int, float | None], dict[str, Period]] = defaultdict(dict)
         for period in self.findings.periods:
             if not period.problems and period.trial.position in self.metrics:
-                groups.setdefault(period.trial.traffic, {})[period.trial.arm] = period
+                groups[period.trial.traffic][period.trial.arm] = period
         return [group for group in groups.values() if len(group) == len(self.arms)]
 
     def periods_of(self, arm: str) -> list[Period]:
@@ -138,7 +129,8 @@ class Figures:
         """The capacity's pseudo-values by arm, None where it is not bounded, of the seeds that every arm was measured
         with at three rates."""
         by_arm = {arm: balanced(points) for arm, points in self.findings.points.items()}
-        enough = [{seed for seed, rates in _rates(points).items() if len(rates) >= 3} for points in by_arm.values()]
+        rates = [Counter(seed for seed, _ in {(one.seed, one.rate) for one in points}) for points in by_arm.values()]
+        enough = [{seed for seed, count in counts.items() if count >= 3} for counts in rates]
         shared = sorted(set.intersection(*enough)) if enough else []
         rows = {arm: [point for point in points if point.seed in shared] for arm, points in by_arm.items()}
         return {arm: list(influences(row, self.experiment.attainment).values()) for arm, row in rows.items()}
@@ -147,14 +139,6 @@ class Figures:
     def invalid(self) -> Counter[str]:
         """Numbers of invalid periods, by arm."""
         return Counter(period.trial.arm for period in self.findings.periods if period.problems)
-
-
-def _rates(points: Sequence[CapacityPoint]) -> dict[int, set[float]]:
-    """Return the rates that each seed was measured at."""
-    rates: dict[int, set[float]] = {}
-    for point in points:
-        rates.setdefault(point.seed, set()).add(point.rate)
-    return rates
 
 
 def traffic_notes(experiment: Experiment) -> Document:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -24,22 +24,23 @@ COLUMNS: tuple[Column, ...] = (
     ("max", "tbt_max_ms", 1.0, 1),
     ("exposed transfer", "exposed_transfer_p50_ms", 1.0, 1),
 )
-
 BOUNDS = {"above": ">= ", "below": "< "}  # of a capacity beyond the measured rates
+
+
+def _console() -> Console:
+    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 class TerminalReporter:
     """Reports a session's progress: a progress bar, or one line per period if the output is not a terminal."""
 
     def __init__(self) -> None:
-        self._console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
-        self._num_requests = 0
-        if sys.stdout.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=self._console, transient=True)
-            self._bar.start()
+        self._console = _console()
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=self._console, transient=True, disable=not sys.stdout.isatty())
+        self._task = self._bar.add_task("starting", total=None)
+        self._trial, self._num_requests = 0, 1
+        self._bar.start()
 
     def say(self, line: str) -> None:
         self._console.print(line)
@@ -47,29 +48,23 @@ class TerminalReporter:
     def begin(self, trial: Trial, num_trials: int, num_requests: int) -> None:
         place = f"{trial.position + 1}/{num_trials}" if trial.position < num_trials else "spare"
         about = f"{place} {trial.arm}, seed {trial.seed}: {num_requests} requests"
-        if self._bar is None:
+        if self._bar.disable:
             self.say(about)
-            return
-        if self._task is None:
-            self._task = self._bar.add_task(about, total=num_trials)
-        self._num_requests = num_requests
-        self._bar.update(self._task, description=about, completed=trial.position)
+        self._trial, self._num_requests = trial.position, max(1, num_requests)
+        self._bar.update(self._task, description=about, completed=trial.position, total=num_trials)
 
     def progress(self, sent: int, finished: int, failed: int) -> None:
         del sent
-        if self._bar is not None and self._task is not None and self._num_requests:
-            done = int(self._bar.tasks[0].completed) + (finished + failed) / self._num_requests
-            self._bar.update(self._task, completed=min(done, int(done) + 0.99))
+        share = min(0.99, (finished + failed) / self._num_requests)
+        self._bar.update(self._task, completed=self._trial + share)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self._bar.stop()
 
 
 def show(report: Document) -> None:
     """Print one row per arm, then problems, notes, the control, and the verdict."""
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console, verdict = _console(), report["verdict"]
     known = {name for metrics in report["summary"].values() for name, one in metrics.items() if one["mean"] is not None}
     columns = [column for column in COLUMNS if column[1] in known]
     rows = [row_of(report, arm["name"], columns) for arm in report["arms"]]
@@ -80,20 +75,17 @@ def show(report: Document) -> None:
             table.add_row(*map(Text, row))
         console.print(table)
     else:
-        for line in [headings, *rows]:
-            print("\t".join(line))
+        print("\n".join("\t".join(line) for line in [headings, *rows]))
     for problem in report["problems"]:
         console.print(problem, style="red")
     for note in report["notes"]:
         console.print(f"note: {note}", style="yellow")
     if report["control"] is not None:
         console.print(f"control: {report['control']['says']}")
-    verdict = report["verdict"]
     console.print(verdict["sentence"], style="bold")
-    if verdict["cause"]:
-        console.print(f"why: {verdict['cause']}")
-    for flip in verdict["flips"] or ():
-        console.print(f"flips: {flip}")
+    for label, lines in (("why", [verdict["cause"]] if verdict["cause"] else []), ("flips", verdict["flips"] or [])):
+        for line in lines:
+            console.print(f"{label}: {line}")
 
 
 def row_of(report: Document, arm: str, columns: Sequence[Column] = COLUMNS) -> list[str]:
@@ -105,13 +97,8 @@ def row_of(report: Document, arm: str, columns: Sequence[Column] = COLUMNS) -> l
         mean, bound = own.get("mean"), BOUNDS.get(own.get("bounded", "yes"), "")
         cells.append("-" if mean is None else f"{bound}{mean * factor:.{digits}f}")
     nodes = report["busy"].get(arm, {}).values()
-    shares = [_mean([node[kind] for node in nodes if node[kind] is not None]) for kind in ("prefill", "decode")]
-    cells.append("/".join("-" if share is None else f"{share * 100:.0f}" for share in shares))
+    shares = [sum(node[kind] for node in nodes) / len(nodes) for kind in ("prefill", "decode")] if nodes else []
+    cells.append("/".join(f"{share * 100:.0f}" for share in shares) or "-/-")
     causes = report["miss_causes"].get(arm, {})
     top = max(causes, key=lambda name: causes[name]) if causes else None
-    cells.append("-" if top is None else f"{top} ({causes[top] / sum(causes.values()):.0%})")
-    return cells
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+    return [*cells, "-" if top is None else f"{top} ({causes[top] / sum(causes.values()):.0%})"]

@@ -1,4 +1,4 @@
-"""Deployments of the arms: local clusters, each a `baton up` process that is always ended, or stacks that run already.
+"""Deployments of the arms: local clusters, each a `baton up` process that is always ended, or running stacks.
 
 A local cluster is started by its command line, so the comparison knows no more of it than any user.
 """
@@ -16,12 +16,12 @@ from pathlib import Path
 
 from compare.arms import Arm
 from compare.endpoint import Endpoint, EndpointError
+from compare.load.driver import python_path
 from shared.config.settings import PREFIX, parse_size
 from shared.errors import ConfigError
 from shared.kv.layout import HOST_KV_BYTES
 from shared.lifecycle import set_parent_death_signal
 
-ROOT = Path(__file__).resolve().parents[2]
 SERVING_AT = re.compile(r"serving at (http://\S+)")
 START_S = 180.0
 DRAIN_S = 3  # of an arm that ends: no client waits for its answers
@@ -53,20 +53,24 @@ class LaunchOptions:
 
 
 class LocalStack:
-    """The cluster process of one arm, and its log. `endpoint` is its router once `start` has returned.
+    """The cluster process of one arm, and its log; or, if the arm has a URL, a running stack, which is not ended.
 
-    Runs on the caller's event loop. `end` always ends the process, and with it its nodes.
+    `endpoint` is its router once `start` has returned. Runs on the caller's event loop. `end` always ends the process,
+    and with it its nodes.
     """
 
-    def __init__(self, arm: Arm, launch: LaunchOptions, log: Path) -> None:
+    def __init__(self, arm: Arm, launch: LaunchOptions, log: Path, api_key: str = "") -> None:
         self.arm = arm
-        self.endpoint = Endpoint("http://127.0.0.1")
+        self.endpoint = Endpoint(arm.url or "http://127.0.0.1", api_key)
         self._launch = launch
         self._log = log
         self._process: Process | None = None
 
     async def start(self) -> None:
         """Start it and wait until every node takes requests. Raises ConfigError or EndpointError with its last line."""
+        if self.arm.url:
+            await self.endpoint.connect()
+            return
         with self._log.open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self._launch.command(self.arm),
@@ -122,18 +126,18 @@ class LocalStack:
             await self._process.wait()
 
 
-class LocalDeployments:
-    """The local stacks of all arms. Either all stay up, or one at a time runs, started for its trial."""
+class Deployments:
+    """The stacks of all arms. Either all stay up, or one at a time runs, started for its trial."""
 
     def __init__(self, stacks: Sequence[LocalStack], *, keeps_all: bool) -> None:
-        self.keeps_all = keeps_all
+        self._keeps_all = keeps_all
         self._stacks = {stack.arm.name: stack for stack in stacks}
         self._up: dict[str, LocalStack] = {}
 
     async def up(self, name: str) -> Endpoint:
         """Return the arm's endpoint once it serves. Raises ConfigError or EndpointError."""
         if name not in self._up:
-            if not self.keeps_all:
+            if not self._keeps_all:
                 await self.end()
             self._up[name] = self._stacks[name]
             await self._up[name].start()
@@ -146,25 +150,6 @@ class LocalDeployments:
         for stack in self._up.values():
             await stack.end()
         self._up.clear()
-
-
-class ExternalDeployments:
-    """Stacks that run already and are not ended."""
-
-    def __init__(self, arms: Sequence[Arm], api_key: str) -> None:
-        self._endpoints = {arm.name: Endpoint(arm.url, api_key) for arm in arms}
-        self._connected: set[str] = set()
-
-    async def up(self, name: str) -> Endpoint:
-        """Return the arm's endpoint. Raises EndpointError."""
-        if name not in self._connected:
-            await self._endpoints[name].connect()
-            self._connected.add(name)
-        return self._endpoints[name]
-
-    async def end(self) -> None:
-        for endpoint in self._endpoints.values():
-            await endpoint.close()
 
 
 def fit_together(arms: Sequence[Arm], model: str) -> bool:
@@ -190,14 +175,13 @@ def num_gpus() -> int:
 
 def memory_available() -> int:
     """Return the bytes that processes may use before the machine swaps."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
+    return int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024
 
 
 def environment() -> dict[str, str]:
     """Return our environment without BATON_ settings, so that other settings are at their defaults."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
-    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH", ""))))}
+    return kept | {"PYTHONPATH": python_path()}
 
 
 def _child_setup(parent: int) -> Callable[[], None]:

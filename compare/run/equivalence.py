@@ -35,12 +35,8 @@ class ParityCheck:
     @property
     def problems(self) -> list[str]:
         wrong = [fact for fact in self.facts if not fact["equal"] and not fact["declared"]]
-        return [
-            f"not comparable: {fact['fact']} differs ("
-            + ", ".join(f"{arm}: {value}" for arm, value in fact["values"].items())
-            + ")"
-            for fact in wrong
-        ]
+        values = [", ".join(f"{arm}: {value}" for arm, value in fact["values"].items()) for fact in wrong]
+        return [f"not comparable: {fact['fact']} differs ({own})" for fact, own in zip(wrong, values, strict=True)]
 
 
 def check_parity(
@@ -123,19 +119,15 @@ def work_differences(groups: Sequence[Mapping[str, LoadRecording]]) -> tuple[str
     As text, the server's tokenizer decides the length of a prompt, and the model the end of an answer.
     """
     shared = [given for group in groups for given in _by_request(group, lambda outcome: outcome.finished).values()]
-    prompts = sum(
-        len({outcome.prompt_tokens for outcome in given.values() if outcome.prompt_tokens}) > 1 for given in shared
-    )
-    if prompts:
+    counts = [{outcome.prompt_tokens for outcome in given.values() if outcome.prompt_tokens} for given in shared]
+    if prompts := sum(len(row) > 1 for row in counts):
         return f"not the same work: {prompts} of {len(shared)} prompts have different lengths in the arms", ""
     lengths = [[len(outcome.token_s) for outcome in given.values()] for given in shared]
     apart, total = sum(max(row) - min(row) for row in lengths), sum(map(max, lengths))
     if not apart:
         return "", ""
-    unequal = sum(max(row) > min(row) for row in lengths)
-    line = (
-        f"{unequal} of {len(shared)} answers have different lengths in the arms, by {apart / total:.1%} of the tokens"
-    )
+    line = f"{sum(max(row) > min(row) for row in lengths)} of {len(shared)} answers have different lengths in the arms"
+    line += f", by {apart / total:.1%} of the tokens"
     return (f"not the same work: {line}", "") if apart > LEAST_SHARE * total else ("", line)
 
 

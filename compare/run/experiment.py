@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from compare.arms import Arm
-from compare.endpoint import Document, Endpoint
+from compare.endpoint import Document
 from compare.load.outcome import LatencySlo, LoadRecording
 from compare.load.traffic import Traffic
 from compare.run.equivalence import ParityCheck
@@ -62,13 +62,6 @@ class ProgressReporter(Protocol):
     def say(self, line: str) -> None: ...
     def begin(self, trial: Trial, num_trials: int, num_requests: int) -> None: ...
     def progress(self, sent: int, finished: int, failed: int) -> None: ...
-
-
-class Deployments(Protocol):
-    """The running stacks of the arms."""
-
-    async def up(self, name: str) -> Endpoint: ...
-    async def end(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +134,9 @@ class Findings:
 
 
 def trace_name(experiment: Experiment, arm: str) -> str:
-    """Return the name of an arm's trace file; trace.json is the first arm's."""
+    """Return the name of an arm's trace file."""
     number = [each.name for each in experiment.everyone].index(arm)
-    return "trace.json" if number == 0 else f"trace-{number + 1}.json"
+    return f"trace-{number + 1}.json" if number else "trace.json"
 
 
 def keep_requests(path: Path, period: Period) -> None:

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,16 +17,9 @@ from compare.load.client import LoadSpec
 from compare.load.driver import drive
 from compare.load.outcome import LoadRecording, load_recording
 from compare.load.traffic import Traffic
-from compare.run.equivalence import (
-    check_parity,
-    different_answers,
-    different_tokens,
-    facts_of,
-    greedy_answers,
-    work_differences,
-)
+from compare.run import equivalence
+from compare.run.deployments import Deployments
 from compare.run.experiment import (
-    Deployments,
     Experiment,
     Findings,
     Period,
@@ -36,7 +28,7 @@ from compare.run.experiment import (
     keep_requests,
     trace_name,
     trials_of,
-)
+)  # fmt: skip
 from compare.run.period import RouterWatch, splits_of
 from compare.stats.capacity import CapacitySearch
 from compare.stats.measures import inside, measured_window, misses
@@ -117,16 +109,16 @@ class Session:
             self._reporter.say(f"asking {arm.url}" if arm.url else f"starting {arm.name}")
             endpoint = await self._deployments.up(arm.name)
             status = await endpoint.status() if endpoint.is_baton else None
-            facts[arm.name] = facts_of(endpoint, status)
+            facts[arm.name] = equivalence.facts_of(endpoint, status)
             findings.arms[number] = _as_found(arm, status)
             if experiment.send == "ids":
-                answers[arm.name] = await greedy_answers(endpoint, experiment.prompts, salt="preflight")
-        findings.parity = check_parity(experiment.everyone, facts, experiment.treatment)
+                answers[arm.name] = await equivalence.greedy_answers(endpoint, experiment.prompts, salt="preflight")
+        findings.parity = equivalence.check_parity(experiment.everyone, facts, experiment.treatment)
         findings.problems += findings.parity.problems
         for name, own in facts.items():
             self._reporter.say(f"{name}: " + ", ".join(f"{fact} {own[fact]}" for fact in SHOWN_FACTS if fact in own))
         if not findings.problems and answers:
-            findings.problems += [f"not comparable: {line}" for line in different_answers(answers)]
+            findings.problems += [f"not comparable: {line}" for line in equivalence.different_answers(answers)]
 
     async def _run_seeds(self) -> None:
         """Run every seed in every arm, then spare seeds in place of those that have an invalid period."""
@@ -155,14 +147,10 @@ class Session:
             await asyncio.wait(searches)
 
     async def _search(self, arm: str) -> None:
-        experiment = self._experiment
+        experiment, measure = self._experiment, partial(self._attainment, arm)
         assert experiment.first_rate is not None
-        search = CapacitySearch(
-            partial(self._attainment, arm),
-            experiment.attainment,
-            max_runs=experiment.max_trials,
-            min_seeds=len(experiment.seeds),
-        )
+        sizes = {"max_runs": experiment.max_trials, "min_seeds": len(experiment.seeds)}
+        search = CapacitySearch(measure, experiment.attainment, **sizes)
         self._findings.points[arm] = search.points
         self._findings.capacities[arm] = await search.run(experiment.first_rate)
 
@@ -268,25 +256,17 @@ def _partial_recording(path: Path) -> LoadRecording:
     return LoadRecording()
 
 
-TrafficGroups = dict[tuple[int, float | None], dict[str, LoadRecording]]  # by traffic, the recording of each arm
-
-
-def _by_traffic(periods: Sequence[Period]) -> TrafficGroups:
-    groups: TrafficGroups = {}
-    for period in periods:
-        groups.setdefault(period.trial.traffic, {})[period.trial.arm] = period.recording
-    return groups
-
-
 def _check_equal_work(experiment: Experiment, findings: Findings) -> None:
     """Compare tokens and work between all periods under the same traffic, and add the result to the findings."""
-    groups = _by_traffic(findings.periods)
+    groups: dict[tuple[int, float | None], dict[str, LoadRecording]] = {}  # by traffic, the recording of each arm
+    for period in findings.periods:
+        groups.setdefault(period.trial.traffic, {})[period.trial.arm] = period.recording
     for (seed, _), recordings in groups.items():
-        count, different = different_tokens(recordings)
+        count, different = equivalence.different_tokens(recordings)
         findings.compared += count
         findings.different += [{"seed": seed, **row} for row in different]
     names = {arm.name for arm in experiment.arms}  # the control of a running stack gets other words
     same = [{name: own for name, own in group.items() if name in names} for group in groups.values()]
-    problem, note = work_differences(same)
+    problem, note = equivalence.work_differences(same)
     findings.problems += [problem] if problem else []
     findings.notes += [note] if note else []

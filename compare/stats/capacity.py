@@ -4,7 +4,7 @@ Pure: the measurement is a callback.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -52,13 +52,10 @@ class CapacityEstimate:
 def fit_attainment(points: Sequence[CapacityPoint]) -> tuple[list[float], list[float]]:
     """Return ascending rates and the attainment at each: isotonic (non-increasing) regression of the runs' means,
     weighted by their number."""
-    by_rate: dict[float, list[float]] = defaultdict(list)
-    for point in points:
-        by_rate[point.rate].append(point.attainment)
-    rates = sorted(by_rate)
-    means = [float(np.mean(by_rate[rate])) for rate in rates]
-    weights = [len(by_rate[rate]) for rate in rates]
-    return rates, [float(value) for value in isotonic_regression(means, weights=weights, increasing=False).x]
+    rates = sorted({point.rate for point in points})
+    runs = [[point.attainment for point in points if point.rate == rate] for rate in rates]
+    fit = isotonic_regression(list(map(np.mean, runs)), weights=list(map(len, runs)), increasing=False)
+    return rates, fit.x.tolist()
 
 
 def crossing(rates: Sequence[float], shares: Sequence[float], alpha: float) -> CapacityEstimate:
@@ -120,12 +117,9 @@ def influences(points: Sequence[CapacityPoint], alpha: float) -> dict[int, float
 
 def balanced(points: Sequence[CapacityPoint]) -> list[CapacityPoint]:
     """Return the points at rates measured with several seeds, if there are any: the first seed alone explores."""
-    if len({point.seed for point in points}) < 2:
-        return list(points)
-    at = defaultdict(set)
-    for point in points:
-        at[point.rate].add(point.seed)
-    return [point for point in points if len(at[point.rate]) > 1]
+    measured = Counter(rate for rate, _ in {(point.rate, point.seed) for point in points})
+    several = [point for point in points if measured[point.rate] > 1]
+    return several if len({point.seed for point in points}) > 1 else list(points)
 
 
 def attainment_bands(points: Sequence[CapacityPoint]) -> dict[str, list[float]]:
@@ -207,6 +201,5 @@ class CapacitySearch:
 
     def _is_narrow(self) -> bool:
         found = self._found()
-        if found.low is None or found.high is None:
-            return False
-        return (found.high - found.low) / 2 <= ENOUGH * found.rate
+        is_closed = found.low is not None and found.high is not None
+        return is_closed and (found.high - found.low) / 2 <= ENOUGH * found.rate  # type: ignore[operator]

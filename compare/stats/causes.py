@@ -11,18 +11,11 @@ from compare.stats.measures import Summaries, Summary, e2e_s, gaps_s, misses
 from scheduler.cost import CostModel, StepWork
 
 PHASES = (
-    "client_lag",
-    "router",
-    "prefill_queue",
-    "prefill",
-    "transfer_exposed",
-    "decode_queue",
-    "decode",
-    "interference",
+    *("client", "router", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference"),
     "retry",  # attempts that failed; most requests have none
 )
 BEFORE_FIRST = {
-    "client_lag": "client lag",
+    "client": "client lag",
     "router": "router",
     "prefill_queue": "prefill queue",
     "prefill": "prefill compute",
@@ -48,7 +41,7 @@ def phases_ms(outcome: Outcome, summary: Summary) -> dict[str, float] | None:
     """
     if not outcome.finished or outcome.sent_s is None or not outcome.token_s or not summary.get("phases_ms"):
         return None
-    phases = {"client_lag": (outcome.sent_s - outcome.scheduled_s) * 1000}
+    phases = {"client": (outcome.sent_s - outcome.scheduled_s) * 1000}
     phases |= {phase: float(summary["phases_ms"].get(phase, 0.0)) for phase in PHASES[1:]}
     return phases | {"residual": e2e_s(outcome) * 1000 - sum(phases.values())}
 
@@ -59,12 +52,9 @@ def phases_of(population: Sequence[Outcome], summaries: Summaries, slo: LatencyS
     Only requests that finished and have phases count; `requests` is their number. None if there are none; `missed` is
     empty if none of them missed.
     """
-    rows, missed = [], []
-    for outcome in population:
-        if phases := phases_ms(outcome, summaries.get(outcome.id, {})):
-            rows.append(phases)
-            if misses(outcome, slo):
-                missed.append(phases)
+    found = [(outcome, phases_ms(outcome, summaries.get(outcome.id, {}))) for outcome in population]
+    rows = [phases for _, phases in found if phases]
+    missed = [phases for outcome, phases in found if phases and misses(outcome, slo)]
     if not rows:
         return None
     residuals = np.abs([row["residual"] for row in rows])
@@ -83,7 +73,7 @@ def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def miss_causes(population: Sequence[Outcome], summaries: Summaries, slo: LatencySlo) -> dict[str, int]:
     """Return how many requests missed for each main cause, most frequent first."""
     causes = (miss_cause(outcome, summaries.get(outcome.id, {}), slo) for outcome in population)
-    return dict(Counter(cause for cause in causes if cause).most_common())
+    return dict(Counter(filter(None, causes)).most_common())
 
 
 def miss_cause(outcome: Outcome, summary: Summary, slo: LatencySlo) -> str | None:

@@ -5,8 +5,10 @@ long. Percentiles interpolate linearly (numpy's default).
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -36,7 +38,7 @@ def ttft_s(outcome: Outcome) -> float:
 
 def gaps_s(outcome: Outcome) -> list[float]:
     """Return the TBTs: the time between each token and the one before. vLLM calls them ITL."""
-    return [after - before for before, after in zip(outcome.token_s, outcome.token_s[1:], strict=False)]
+    return [after - before for before, after in pairwise(outcome.token_s)]
 
 
 def tpot_s(outcome: Outcome) -> float | None:
@@ -83,12 +85,13 @@ def misses(outcome: Outcome, slo: LatencySlo) -> list[str]:
 
 
 def tbt_figure(gaps: Sequence[float], tbt_of: str) -> float:
-    """Reduce one request's gaps to the figure that a TBT limit applies to. Raises ValueError for a bad `tbt_of`."""
-    if tbt_of == "p99":
-        return float(np.percentile(gaps, 99))
-    if tbt_of in {"max", "mean"}:
-        return max(gaps) if tbt_of == "max" else sum(gaps) / len(gaps)
-    raise ValueError(f"tbt_of is {tbt_of!r}; it must be p99, max or mean")
+    """Reduce one request's gaps to the figure that a TBT limit applies to."""
+    reduce: dict[str, Callable[[Sequence[float]], float]] = {"p99": _p99, "max": max, "mean": fmean}
+    return float(reduce[tbt_of](gaps))
+
+
+def _p99(gaps: Sequence[float]) -> float:
+    return float(np.percentile(gaps, 99))
 
 
 def slo_excess(outcome: Outcome, slo: LatencySlo) -> float:
@@ -170,10 +173,8 @@ def is_growing(series: Series) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunMetrics:
-    """A run's figures. An overloaded run has no latencies, which would only depend on its duration.
-
-    A percentile that falls among tokens that never came is None: it exceeds every bound.
-    """
+    """A run's figures. An overloaded run has no latencies, which would only depend on its duration. A percentile that
+    falls among tokens that never came is None: it exceeds every bound."""
 
     window_s: tuple[float, float]
     overloaded: bool
@@ -244,12 +245,9 @@ def percentile(values: Sequence[float], share: float, scale: float = 1000) -> fl
     """Return a percentile in milliseconds; None without values, or if it falls among infinite ones."""
     if not values:
         return None
-    ordered = np.sort(np.asarray(values))
-    place = (len(ordered) - 1) * share / 100
-    low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
-    if not math.isfinite(high):
-        return None
-    return float(low + (high - low) * (place - math.floor(place))) * scale
+    with np.errstate(invalid="ignore"):  # inf - inf
+        found = float(np.percentile(values, share))
+    return found * scale if math.isfinite(found) else None
 
 
 def ecdf(values: Sequence[float], points: int = 200) -> dict[str, list[float]]:
@@ -273,22 +271,20 @@ def from_summaries(population: Sequence[Outcome], summaries: Summaries) -> dict[
     known = [summaries[outcome.id] for outcome in population if outcome.id in summaries]
     if not known:
         return {}
-    firsts = [_first_ms(row) for row in known]
+    firsts = [
+        math.inf if row["first_token_ms"] is None else row["first_token_ms"] - row["accepted_ms"] for row in known
+    ]
     firsts += [math.inf for outcome in population if outcome.id not in summaries and not outcome.token_s]
     figures = {f"ttft_server_p{share}_ms": percentile(firsts, share, scale=1) for share in (50, 99)}
     transfers = [row["transfer"] for row in known if row["transfer"]]
-    for part in ("hidden", "exposed"):
-        row = [transfer[f"{part}_ms"] for transfer in transfers]
-        for share in (50, 99):
-            figures[f"{part}_transfer_p{share}_ms"] = percentile(row, share, scale=1)
+    figures |= {
+        f"{part}_transfer_p{share}_ms": percentile([transfer[f"{part}_ms"] for transfer in transfers], share, scale=1)
+        for part in ("hidden", "exposed")
+        for share in (50, 99)
+    }
     busy_ms = sum(transfer["busy_ms"] for transfer in transfers)
     num_bytes = sum(transfer["bytes"] for transfer in transfers)
     figures["transfer_gb_s"] = num_bytes / busy_ms / 1e6 if busy_ms else None
     phases = [row["phases_ms"] for row in known if row.get("phases_ms")]
     figures["interference_s"] = sum(phase["interference"] for phase in phases) / 1000 if phases else None
     return figures
-
-
-def _first_ms(summary: Summary) -> float:
-    first_ms = summary["first_token_ms"]
-    return math.inf if first_ms is None else float(first_ms - summary["accepted_ms"])

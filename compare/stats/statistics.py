@@ -52,10 +52,10 @@ class Comparison:
 
 def student(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
     """Return Student's t interval of the mean. Raises ValueError without values."""
-    mean, error = _mean(values), _error(values)
-    if error is None:
+    mean, count = _mean(values), len(values)
+    if count < 2:
         return Interval(mean, None, None)
-    reach = float(stats.t.ppf((1 + confidence) / 2, len(values) - 1)) * error
+    reach = float(stats.t.ppf((1 + confidence) / 2, count - 1) * stats.sem(values))
     return Interval(mean, mean - reach, mean + reach)
 
 
@@ -70,29 +70,18 @@ def compare(
     (name, ours), (other, theirs) = arm, against
     if len(ours) != len(theirs):
         raise ValueError(f"{metric}: {len(ours)} runs of {name} and {len(theirs)} of {other} are not pairs")
-    nothing = Comparison(name, other, metric, None, None, None, None, 1.0, TOO_CLOSE)
-    missing = sum(one is None or two is None for one, two in zip(ours, theirs, strict=True))
-    if missing or not ours:
-        return replace(nothing, note=f"{missing} of {len(ours)} pairs of runs have no such figure")
-    differences = [float(one or 0.0) - float(two or 0.0) for one, two in zip(ours, theirs, strict=True)]
-    interval, base = student(differences), _mean([float(two or 0.0) for two in theirs])
-
-    def percent(value: float | None) -> float | None:
-        return None if value is None or base == 0 else 100 * value / abs(base)
-
-    error = _error(differences)
-    p = 1.0 if error is None else _p_value(differences, interval.mean, error)
-    found = replace(
-        nothing,
-        difference=interval.mean,
-        low=interval.low,
-        high=interval.high,
-        percent=percent(interval.mean),
-        percent_low=percent(interval.low),
-        percent_high=percent(interval.high),
-        note="" if error is not None else "one pair of runs",
+    pairs = [(one, two) for one, two in zip(ours, theirs, strict=True) if one is not None and two is not None]
+    if len(pairs) < len(ours) or not pairs:
+        note = f"{len(ours) - len(pairs)} of {len(ours)} pairs of runs have no such figure"
+        return Comparison(name, other, metric, None, None, None, None, 1.0, TOO_CLOSE, note=note)
+    differences = [one - two for one, two in pairs]
+    found, base = student(differences), abs(_mean([two for _, two in pairs]))
+    percent, low, high = (
+        None if value is None or base == 0 else 100 * value / base for value in (found.mean, found.low, found.high)
     )
-    return with_p(found, p)
+    p, note = (1.0, "one pair of runs") if found.low is None else (_p_value(differences), "")
+    values = (name, other, metric, found.mean, percent, found.low, found.high)
+    return with_p(Comparison(*values, p, TOO_CLOSE, low, high, note), p)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -135,9 +124,8 @@ def _says(found: Comparison) -> str:
     """Return the call: an interval without 0, a significant p, and a difference of 3 % (if the base is not 0)."""
     if found.difference is None or found.low is None or found.high is None:
         return TOO_CLOSE
-    if found.low <= 0 <= found.high or found.p > 1 - CONFIDENCE:
-        return TOO_CLOSE
-    if found.percent is not None and abs(found.percent) < LEAST_PERCENT:
+    is_small = found.percent is not None and abs(found.percent) < LEAST_PERCENT
+    if found.low <= 0 <= found.high or found.p > 1 - CONFIDENCE or is_small:
         return TOO_CLOSE
     return "better" if (found.difference > 0) == (found.metric in HIGHER_IS_BETTER) else "worse"
 
@@ -148,14 +136,10 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _error(values: Sequence[float]) -> float | None:
-    """Return the standard error of the mean; None from one value."""
-    return float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
-
-
-def _p_value(differences: Sequence[float], mean: float, error: float) -> float:
+def _p_value(differences: Sequence[float]) -> float:
     """Return p of Student's t-test. Equal differences, frequent for shares of a few requests, have no spread: use the
     sign test for them, which only counts directions."""
+    mean = _mean(differences)
     if float(np.ptp(differences)) <= ROUNDING * abs(mean):
         return 1.0 if mean == 0 else 2.0 ** (1 - len(differences))
-    return float(2 * stats.t.sf(abs(mean) / error, len(differences) - 1))
+    return float(stats.ttest_1samp(differences, 0.0).pvalue)

@@ -143,8 +143,7 @@ def flips(rank_at: RankAt, ttft_ms: float, tbt_ms: float) -> list[str]:
     By chance one of twenty SLOs would show a winner, so the p-values are corrected over all of them (Holm), and a win
     is reported only for a range in which it holds at every SLO.
     """
-    current = rank_at(ttft_ms, tbt_ms)
-    winner_now = current.winner if current else None
+    winner_now = current.winner if (current := rank_at(ttft_ms, tbt_ms)) else None
     factors = [[2.0 ** (way * step / 2) for step in range(1, STEPS_AROUND + 1)] for way in (-1, 1)]
     limits = (("TBT", tbt_ms), ("TTFT", ttft_ms))
     ways = [(name, [slo_ms * factor for factor in row]) for name, slo_ms in limits for row in factors]
@@ -159,15 +158,11 @@ def flips(rank_at: RankAt, ttft_ms: float, tbt_ms: float) -> list[str]:
         for winner, own in groupby(((next(winners), at) for at in values), key=lambda pair: pair[0]):
             reach = [at for _, at in own]
             if winner not in {None, winner_now} and len(reach) >= LEAST_STEPS:
-                found.append(
-                    f"{winner} wins with a {name} SLO of {_format_ms(min(reach))} to {_format_ms(max(reach))} ms"
-                )
+                slos = f"{_format_ms(min(reach))} to {_format_ms(max(reach))} ms"
+                found.append(f"{winner} wins with a {name} SLO of {slos}")
     span = 2.0 ** (STEPS_AROUND / 2)
-    return found or [
-        f"no {'other ' if winner_now else ''}arm wins clearly with a TBT SLO of {_format_ms(tbt_ms / span)} to "
-        f"{_format_ms(tbt_ms * span)} ms or a TTFT SLO of {_format_ms(ttft_ms / span)} to "
-        f"{_format_ms(ttft_ms * span)} ms"
-    ]
+    ranges = [f"a {name} SLO of {_format_ms(at / span)} to {_format_ms(at * span)} ms" for name, at in limits]
+    return found or [f"no {'other ' if winner_now else ''}arm wins clearly with {' or '.join(ranges)}"]
 
 
 def _format_ms(value_ms: float) -> str:
@@ -210,8 +205,7 @@ def _lower(clear: Sequence[Comparison], figures: Mapping[str, Runs], *, several:
 
 def compare_control(copy: str, original: str, figures: Mapping[str, Runs]) -> tuple[list[Comparison], str]:
     """Compare an arm with its copy in every metric, corrected for their number. Return what differs, as text too."""
-    found = corrected(
-        [compare(metric, (copy, runs[copy]), (original, runs[original])) for metric, runs in figures.items()]
-    )
+    pairs = [(metric, (copy, runs[copy]), (original, runs[original])) for metric, runs in figures.items()]
+    found = corrected([compare(*pair) for pair in pairs])
     differing = [row.metric for row in found if row.says != TOO_CLOSE]
     return found, f"a difference in {', '.join(differing)}" if differing else "no difference"

@@ -1,9 +1,9 @@
 """The admin route that changes a node's role."""
 
-import json
 import logging
-from typing import Any
+from typing import Literal
 
+from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -17,7 +17,6 @@ from shared.rpc.messages import Ack, SetRoleRequest
 from shared.rpc.methods import SET_ROLE, PeerError, connect
 
 log = logging.getLogger("baton.router")
-ROLES = ("prefill", "decode")
 MARGIN_S = 10.0  # how long the node may take to answer after its drain
 REGISTRY_S = 2.0  # how long the registry may take to report the new role
 BODY_BYTES, BODY_S = 4096, 10.0
@@ -26,6 +25,10 @@ BODY_BYTES, BODY_S = 4096, 10.0
 def admin_routes(pool: NodePool, drain_s: float) -> list[Route]:
     """Return the admin routes. A node that changes its role waits up to `drain_s` seconds for its requests to end."""
     return [Route("/v1/nodes/{node}/role", Admin(pool, drain_s).set_role, methods=["POST"])]
+
+
+class RoleBody(BaseModel):
+    role: Literal["prefill", "decode"]
 
 
 class Admin:
@@ -39,7 +42,11 @@ class Admin:
     async def set_role(self, request: Request) -> Response:
         """Handle POST {"role": "prefill" | "decode"}. The response is sent when the node has rejoined. It has a note if
         the cluster now has no node of one role."""
-        role = _role(await read_body(request.scope, request.receive, BODY_BYTES, BODY_S))
+        raw = await read_body(request.scope, request.receive, BODY_BYTES, BODY_S)
+        try:
+            role = RoleBody.model_validate_json(raw).role
+        except ValidationError:
+            raise RequestError('role: must be "prefill" or "decode", as in {"role": "decode"}.', "role") from None
         connection = self._connection(request.path_params["node"])
         note = self._check(connection, role)
         name, channel = connection.info.id, connect(connection.info.address)
@@ -77,14 +84,3 @@ class Admin:
         if "decode" not in roles:
             return "no decode node is left: prefill nodes generate too"
         return "" if "prefill" in roles else "no prefill node is left: decode nodes compute prompts too"
-
-
-def _role(body: bytes) -> str:
-    try:
-        value: Any = json.loads(body)
-        role = value["role"]
-    except (ValueError, TypeError, KeyError):
-        role = None
-    if role not in ROLES:
-        raise RequestError('role: must be "prefill" or "decode", as in {"role": "decode"}.', "role")
-    return str(role)

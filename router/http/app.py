@@ -12,20 +12,18 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from router.dispatch.requests import GenerationBackend, ModelCard
-from router.http.asgi import ClientDisconnected, ResponseWriter, deadline_of, described, label_of, while_connected
-from router.http.asgi import read_body as read_bytes
-from router.http.auth import AuthMiddleware
-from router.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
-from router.http.keys import ApiKeys
+from router.http.asgi import ResponseWriter, deadline_of, read_body, to_response, while_connected
+from router.http.auth import ApiKeys, AuthMiddleware
+from router.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from router.http.openapi import openapi_route
 from router.http.output import RequestOutput
-from router.http.parsing import build_requests, check_ids, encode, run_in_thread
+from router.http.parsing import build_requests, check_ids, encode, encode_chat, run_in_thread
 from router.http.responses import ResponseFormatter
 from router.metrics.request_metrics import RequestMetrics, SloTargets, Snapshot
 from router.observer import RouterObserver
@@ -34,7 +32,6 @@ from shared.errors import RequestError, UnavailableError
 
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 256 << 10, 16
 PARSED_AT_ONCE = 64 << 10  # a larger body is parsed on a thread
-BODY_TIMEOUT_S = 10.0
 
 
 def build_app(
@@ -45,11 +42,11 @@ def build_app(
     registry: CollectorRegistry | None = None,
     observer: RouterObserver | None = None,
     slo: Callable[[], SloTargets] = SloTargets,
-    more_routes: Sequence[Route] = (),
+    more_routes: Sequence[BaseRoute] = (),
     keys: ApiKeys | None = None,
     max_concurrent_requests: int = 1024,
     request_timeout_s: float = 0.0,
-    body_timeout_s: float = BODY_TIMEOUT_S,
+    body_timeout_s: float = 10.0,
 ) -> Starlette:
     """Build the whole REST API as an ASGI app.
 
@@ -63,22 +60,24 @@ def build_app(
     observer = RouterObserver() if observer is None else observer
     metrics = RequestMetrics(model.name, slo)
     registry.register(metrics)
-    rim = ApiHandlers(dispatcher, tokenizer, model, registry, observer, metrics)
-    post = partial(JsonEndpoint, rim, RequestLimits(max_concurrent_requests, request_timeout_s, body_timeout_s))
+    max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * model.max_model_len
+    limits = RequestLimits(max_concurrent_requests, request_timeout_s, max_body_bytes, body_timeout_s)
+    handlers = ApiHandlers(dispatcher, tokenizer, model, registry, observer, metrics, limits)
+    post = partial(JsonEndpoint, handlers)
     api = [
-        Route("/v1/completions", post(CompletionBody, rim.completions), methods=["POST"]),
-        Route("/v1/chat/completions", post(ChatBody, rim.completions), methods=["POST"]),
-        Route("/tokenize", post(TokenizeBody, rim.tokenize), methods=["POST"]),
-        Route("/detokenize", post(DetokenizeBody, rim.detokenize), methods=["POST"]),
-        Route("/v1/models", rim.models),
-        Route("/v1/models/{name:path}", rim.one_model),
+        Route("/v1/completions", post(CompletionBody, handlers.completions), methods=["POST"]),
+        Route("/v1/chat/completions", post(ChatBody, handlers.completions), methods=["POST"]),
+        Route("/tokenize", post(TokenizeBody, handlers.tokenize), methods=["POST"]),
+        Route("/detokenize", post(DetokenizeBody, handlers.detokenize), methods=["POST"]),
+        Route("/v1/models", handlers.models),
+        Route("/v1/models/{name:path}", handlers.one_model),
         openapi_route(observer.queries),
     ]
-    health = [Route("/health", rim.health), Route("/ready", rim.ready)]
+    health = [Route("/health", handlers.health), Route("/ready", handlers.ready)]
     admin = [
-        Route("/v1/status", rim.status),
-        Route("/metrics", rim.metrics),
-        *observer.routes(rim.whole_status),
+        Route("/v1/status", handlers.status),
+        Route("/metrics", handlers.metrics),
+        *observer.routes(handlers.whole_status),
         *more_routes,
     ]
     guarded = partial(_guarded, guard=Middleware(AuthMiddleware, keys=keys, tenants_routes=api, metrics=metrics))
@@ -87,20 +86,11 @@ def build_app(
     return app
 
 
-def _guarded(routes: list[Route], guard: Middleware) -> Starlette:
-    app = Starlette(
-        routes=routes,
-        middleware=[guard],
-        exception_handlers={HTTPException: _tell, RequestError: _tell, UnavailableError: _tell, Exception: _tell},
-    )
+def _guarded(routes: list[BaseRoute], guard: Middleware) -> Starlette:
+    handled = (HTTPException, RequestError, UnavailableError, Exception)
+    app = Starlette(routes=routes, middleware=[guard], exception_handlers=dict.fromkeys(handled, to_response))
     app.router.redirect_slashes = False
     return app
-
-
-def _tell(request: Request, error: Exception) -> Response:
-    label = label_of(request.scope, token_hex(16))
-    status, value, headers = described(error, label)
-    return JSONResponse(value, status, headers | {"x-request-id": label})
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +99,11 @@ class RequestLimits:
 
     max_concurrent_requests: int
     request_timeout_s: float
+    max_body_bytes: int
     body_timeout_s: float
 
 
+@dataclass
 class ApiHandlers:
     """The handlers of the API's routes, and the state that they share.
 
@@ -120,39 +112,30 @@ class ApiHandlers:
     endpoint or the app's exception handler turns them into responses.
     """
 
-    def __init__(
-        self,
-        dispatcher: GenerationBackend,
-        tokenizer: Tokenizer,
-        model: ModelCard,
-        registry: CollectorRegistry,
-        observer: RouterObserver,
-        metrics: RequestMetrics,
-    ) -> None:
-        self.model = model
-        self.max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * model.max_model_len
-        self.num_at_work = 0
-        self._dispatcher = dispatcher
-        self._tokenizer = tokenizer
-        self._registry = registry
-        self._observer = observer
-        self._request_metrics = metrics
+    dispatcher: GenerationBackend
+    tokenizer: Tokenizer
+    model: ModelCard
+    registry: CollectorRegistry
+    observer: RouterObserver
+    request_metrics: RequestMetrics
+    limits: RequestLimits
+    num_in_progress: int = 0
 
     async def completions(self, body: Body, reply: ResponseWriter) -> None:
         """Handle POST /v1/completions and /v1/chat/completions."""
         assert isinstance(body, CompletionBody | ChatBody)
         request_id = ("chatcmpl-" if isinstance(body, ChatBody) else "cmpl-") + token_hex(16)
         reply.name(request_id)
+        deadline = deadline_of(reply.scope, reply.arrived, self.limits.request_timeout_s)
         requests = await build_requests(
-            body, self.model, self._tokenizer, request_id, reply.traceparent, reply.identity, reply.deadline
+            body, self.model, self.tokenizer, request_id, reply.traceparent, reply.identity, deadline
         )
         output = RequestOutput(
-            request_id, body, requests, self._tokenizer, self._request_metrics, self._observer, reply.arrived
+            request_id, body, requests, self.tokenizer, self.request_metrics, self.observer, reply.arrived
         )
-        reply.add_log_fields(output.log_fields)
-        formatter = ResponseFormatter(output, body, self._tokenizer, self.model.name, int(time.time()))
+        formatter = ResponseFormatter(output, body, self.tokenizer, self.model.name, int(time.time()))
         try:
-            async with output.open(self._dispatcher) as deltas:
+            async with output.open(self.dispatcher) as deltas:
                 async for choice, delta in deltas:
                     if body.stream:
                         await reply.events(formatter.events(choice, delta))
@@ -160,7 +143,8 @@ class ApiHandlers:
                         formatter.collect(choice, delta)
         finally:
             used = (output.num_prompt_tokens, output.num_cached, output.num_generated)
-            self._request_metrics.used(reply.identity.tenant, *used)
+            self.request_metrics.used(reply.identity.tenant, *used)
+            reply.log_fields = output.log_fields()
         if body.stream:
             await reply.events(formatter.ending())
             await reply.end()
@@ -171,16 +155,10 @@ class ApiHandlers:
         """Handle POST /tokenize, with the fields of vLLM."""
         assert isinstance(body, TokenizeBody)
         if body.prompt is not None:
-            ids = await encode(self._tokenizer, body.prompt, body.add_special_tokens is not False)
+            ids = await encode(self.tokenizer, body.prompt, body.add_special_tokens is not False)
         else:
-            ids = await run_in_thread(
-                self._tokenizer.encode_chat,
-                body.messages or [],
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message,
-                add_special_tokens=body.add_special_tokens is True,
-            )
-        names = [self._tokenizer.token_name(token) for token in ids] if body.return_token_strs else None
+            ids = await encode_chat(self.tokenizer, body)
+        names = [self.tokenizer.token_name(token) for token in ids] if body.return_token_strs else None
         await reply.json(
             {"count": len(ids), "max_model_len": self.model.max_model_len, "tokens": ids, "token_strs": names}
         )
@@ -189,7 +167,7 @@ class ApiHandlers:
         """Handle POST /detokenize, with the fields of vLLM. The text includes special tokens."""
         assert isinstance(body, DetokenizeBody)
         check_ids(body.tokens, self.model, "tokens")
-        await reply.json({"prompt": self._tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        await reply.json({"prompt": self.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
     async def models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})
@@ -216,61 +194,52 @@ class ApiHandlers:
 
     def whole_status(self) -> dict[str, Any]:
         """Return the dispatcher's status, the latencies of the last minute, and the observer's fields."""
-        status = self._dispatcher.status() | {"latency": self._request_metrics.latency()}
-        return self._observer.extend_status(status)
+        status = self.dispatcher.status() | {"latency": self.request_metrics.latency()}
+        return self.observer.extend_status(status)
 
     async def health(self, _request: Request) -> Response:
         """Report that the router is running. `/ready` reports whether a node can take requests."""
         return Response(status_code=200)
 
     async def ready(self, _request: Request) -> Response:
-        ready = self._dispatcher.ready()
+        ready = self.dispatcher.ready()
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def metrics(self, _request: Request) -> Response:
-        snapshot = Snapshot(self._registry)
+        snapshot = Snapshot(self.registry)
         text = await asyncio.to_thread(generate_latest, snapshot)  # the slow part: keep it off the event loop
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
+@dataclass(frozen=True)
 class JsonEndpoint:
     """A route that takes a JSON body. It limits the number of requests in progress, and the size and duration of their
     bodies. It cancels the handler when the client disconnects, and answers every error."""
 
-    def __init__(
-        self,
-        rim: ApiHandlers,
-        bounds: RequestLimits,
-        kind: type[Body],
-        answer: Callable[[Body, ResponseWriter], Awaitable[None]],
-    ) -> None:
-        self._rim = rim
-        self._bounds = bounds
-        self._kind = kind
-        self._answer = answer
+    handlers: ApiHandlers
+    kind: type[Body]
+    handler: Callable[[Body, ResponseWriter], Awaitable[None]]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = ResponseWriter(scope, send, label_of(scope, token_hex(16)))
-        rim, bounds = self._rim, self._bounds
-        rim.num_at_work += 1
+        reply, handlers, limits = ResponseWriter(scope, send), self.handlers, self.handlers.limits
+        handlers.num_in_progress += 1
         try:
-            if rim.num_at_work > bounds.max_concurrent_requests:
-                raise UnavailableError("Too many requests are at work; try again soon.", status=429)
-            reply.deadline = deadline_of(scope, reply.arrived, bounds.request_timeout_s)
-            raw = await read_bytes(scope, receive, rim.max_body_bytes, bounds.body_timeout_s)
-            await while_connected(receive, self._work(raw, reply))
-        except ClientDisconnected:
+            if handlers.num_in_progress > limits.max_concurrent_requests:
+                raise UnavailableError("Too many requests are in progress; try again soon.", status=429)
+            raw = await read_body(scope, receive, limits.max_body_bytes, limits.body_timeout_s)
+            await while_connected(receive, self._handle(raw, reply))
+        except ClientDisconnect:
             return
         except Exception as error:  # noqa: BLE001 - every request gets a response
             await reply.fail(error)
         finally:
-            rim.num_at_work -= 1
+            handlers.num_in_progress -= 1
             reply.log()
 
-    async def _work(self, raw: bytes, reply: ResponseWriter) -> None:
-        name = self._rim.model.name
+    async def _handle(self, raw: bytes, reply: ResponseWriter) -> None:
+        name = self.handlers.model.name
         if len(raw) > PARSED_AT_ONCE:
-            body = await run_in_thread(read_body, self._kind, raw, name)
+            body = await run_in_thread(parse_body, self.kind, raw, name)
         else:
-            body = read_body(self._kind, raw, name)
-        await self._answer(body, reply)
+            body = parse_body(self.kind, raw, name)
+        await self.handler(body, reply)

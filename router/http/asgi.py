@@ -4,14 +4,17 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from secrets import token_hex
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from router.http.keys import Identity, identity_of
 from router.http.responses import dump, event
 from shared.errors import RequestError, UnavailableError
 from shared.logs import about, fields
@@ -23,25 +26,29 @@ log = logging.getLogger(__name__)
 LABEL = re.compile(r"[A-Za-z0-9._-]{1,64}")
 SECONDS = re.compile(r"[0-9]{1,12}(?:\.[0-9]{1,9})?(?:[eE][0-9])?")
 MAX_TIMEOUT_S = 86_400.0
+STREAM_TYPE = "text/event-stream; charset=utf-8"
+STREAM_HEADERS = {"content-type": STREAM_TYPE, "cache-control": "no-cache", "x-accel-buffering": "no"}
 CLIENT_GONE = 499  # nginx's status for a client that disconnected, in the access log only
-KINDS = {  # the `type` of an error
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    503: "service_unavailable_error",
-    504: "timeout_error",
-}
+KINDS = {401: "authentication", 403: "permission", 404: "not_found", 429: "rate_limit"}  # the `type` of an error
+KINDS |= {503: "service_unavailable", 504: "timeout"}
+SCOPE_KEY = "baton.identity"  # of the Identity in the ASGI scope
 
 
-class ClientDisconnected(Exception):
-    """The client has disconnected."""
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The owner of a request's key. An admin may view and change the cluster. `tenant` is "" if no keys are set."""
+
+    tenant: str
+    is_admin: bool = False
 
 
-def label_of(scope: Scope, fallback: str) -> str:
-    """Return the client's X-Request-Id if it is well-formed, else `fallback`. It is only echoed and logged."""
+ANONYMOUS = Identity("", is_admin=True)
+
+
+def label_of(scope: Scope) -> str:
+    """Return the client's X-Request-Id if it is well-formed, else a random one. It is only echoed and logged."""
     given = Headers(scope=scope).get("x-request-id", "")
-    return given if LABEL.fullmatch(given) else fallback
+    return given if LABEL.fullmatch(given) else token_hex(16)
 
 
 def deadline_of(scope: Scope, arrived: float, longest_s: float) -> float | None:
@@ -69,31 +76,26 @@ def check_headers(headers: Headers, limit: int) -> None:
     if headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
         raise RequestError("The only supported Transfer-Encoding is chunked.", status=415)
     length = headers.get("content-length", "0")
-    if length.isascii() and length.isdigit() and int(length[:19]) > limit:
-        raise too_large(limit)
+    _check_size(int(length[:19]) if length.isascii() and length.isdigit() else 0, limit)
 
 
-def too_large(limit: int) -> RequestError:
-    return RequestError(f"The body is larger than {limit} bytes.", code="body_too_large", status=413)
+def _check_size(num_bytes: int, limit: int) -> None:
+    if num_bytes > limit:
+        raise RequestError(f"The body is larger than {limit} bytes.", code="body_too_large", status=413)
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float) -> bytes:
-    """Return the body if it has at most `limit` bytes. Raises RequestError (408, 413, 415) or ClientDisconnected."""
+    """Return the body if it has at most `limit` bytes. Raises RequestError (408, 413, 415) or ClientDisconnect."""
     check_headers(Headers(scope=scope), limit)
     body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnected
-                body += message.get("body", b"")
-                if len(body) > limit:
-                    raise too_large(limit)
-                if not message.get("more_body", False):
-                    return bytes(body)
+            async for piece in Request(scope, receive).stream():
+                body += piece
+                _check_size(len(body), limit)
     except TimeoutError:
         raise RequestError("The body did not arrive in time.", status=408) from None
+    return bytes(body)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
@@ -135,89 +137,77 @@ def described(error: Exception, label: str) -> tuple[int, dict[str, Any], dict[s
         case _:
             log.error("request %s failed with an unexpected error", label, exc_info=error)
             status, message = 500, "The server failed to handle this request."
-    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    kind = KINDS.get(status, "invalid_request" if status < 500 else "server") + "_error"
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}, headers
+
+
+def to_response(request: Request, error: Exception) -> Response:
+    """Return an error as a response. This is the app's exception handler."""
+    label = label_of(request.scope)
+    status, value, headers = described(error, label)
+    return JSONResponse(value, status, headers | {"x-request-id": label})
 
 
 class ResponseWriter:
     """One response: either a JSON object or a stream of events. The task of the request creates it, on the event loop.
     It also sets the request id of the task's log lines, and writes the request's line of the access log."""
 
-    def __init__(self, scope: Scope, send: Send, label: str) -> None:
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.scope = scope
         self._send = send
-        self._label = self._name = label
-        self._scope = scope
+        self._label = self._name = label_of(scope)
         self.traceparent = traceparent_of(Headers(scope=scope).getlist("traceparent"))
         self.arrived = time.monotonic()
-        self.deadline: float | None = None  # on the clock of `arrived`
-        self._log_fields: Callable[[], Mapping[str, object]] = dict
+        self.log_fields: Mapping[str, object] = {}  # more fields for the access log
         self._status = CLIENT_GONE
         self._outcome = "client_gone"
-        self._streams = False
-        about(label, self.traceparent)
+        self._streams = self._is_complete = False
+        about(self._label, self.traceparent)
 
     @property
     def identity(self) -> Identity:
         """The owner of the request's key. Raises KeyError if the request was not authenticated."""
-        return identity_of(self._scope)
+        identity: Identity = self.scope[SCOPE_KEY]
+        return identity
 
-    def name(self, identity: str) -> None:
+    def name(self, name: str) -> None:
         """Set the id by which clients and the history refer to this request."""
-        self._name = identity
-        about(identity, self.traceparent)
-
-    def add_log_fields(self, fields: Callable[[], Mapping[str, object]]) -> None:
-        """Set the function that returns more fields for the access log when the request ends."""
-        self._log_fields = fields
+        self._name = name
+        about(name, self.traceparent)
 
     def log(self) -> None:
         """Write the request's line of the access log. Called once, when the request ends."""
         if not access.isEnabledFor(logging.INFO):
             return
         duration_ms = round(1000 * (time.monotonic() - self.arrived), 1)
-        seen: dict[str, object] = {"request": self._name, "path": self._scope["path"], "status": self._status}
+        seen: dict[str, object] = {"request": self._name, "path": self.scope["path"], "status": self._status}
         seen |= {"tenant": self.identity.tenant} if self.identity.tenant else {}
-        seen |= {"outcome": self._outcome, "duration_ms": duration_ms, **self._logged()}
+        seen |= {"outcome": self._outcome, "duration_ms": duration_ms, **self.log_fields}
         access.info(" ".join(f"{name}={value}" for name, value in seen.items()), extra=fields(**seen))
 
-    def _logged(self) -> Mapping[str, object]:
-        try:
-            return self._log_fields()
-        except Exception:  # the response has been sent, so an error here must not fail the request
-            log.exception("request %s: the fields of its access log line failed", self._name)
-            return {}
-
-    async def json(self, value: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
+    async def json(self, value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         body = dump(value).encode()
-        await self._start(
-            status, {"content-type": "application/json", "content-length": str(len(body))} | (headers or {})
-        )
-        await self._send({"type": "http.response.body", "body": body})
-        self._outcome = "answered"
+        own = {"content-type": "application/json", "content-length": str(len(body))}
+        await self._start(status, own | dict(headers or {}))
+        await self._end(body)
 
     async def events(self, data: bytes) -> None:
         """Send a part of a stream. The first part sends the status, so that an earlier failure can send its own."""
         if not self._streams:
             self._streams = True
-            await self._start(
-                200,
-                {
-                    "content-type": "text/event-stream; charset=utf-8",
-                    "cache-control": "no-cache",
-                    "x-accel-buffering": "no",
-                },
-            )
+            await self._start(200, STREAM_HEADERS)
         if data:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
         """End a stream."""
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-        self._outcome = "answered"
+        await self._end(b"")
 
     async def fail(self, error: Exception) -> None:
         """Send an error, as a status or, if the stream has started, as its last event."""
         status, value, headers = described(error, self._label)
+        if self._is_complete:
+            return
         if not self._streams:
             await self.json(value, status, headers)
         else:
@@ -225,8 +215,12 @@ class ResponseWriter:
             await self.end()
         self._outcome = type(error).__name__
 
-    async def _start(self, status: int, headers: dict[str, str]) -> None:
+    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self._status = status
-        named = headers | {"x-request-id": self._label, "traceparent": self.traceparent}
+        named = {**headers, "x-request-id": self._label, "traceparent": self.traceparent}
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def _end(self, body: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        self._is_complete, self._outcome = True, "answered"

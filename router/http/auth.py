@@ -1,29 +1,120 @@
-"""The authentication middleware around the whole app. A request without a valid key reaches no route.
+"""API keys, read from a file, and the authentication middleware. A request without a valid key reaches no route.
 
-A tenant's key allows the API's routes. All other paths, including unknown ones, require an admin's key, so that a new
-route is closed to tenants until it is listed.
+A line of the file is `tenant:sha256` or `tenant:sha256:admin`, and `#` begins a comment. `baton key` creates a key and
+its line. Keys have 256 random bits, so guesses need no rate limit. A tenant's key allows the API's routes. All other
+paths, including unknown ones, require an admin's key, so that a new route is closed to tenants until it is listed.
 """
 
 import base64
-import binascii
+import hmac
 import logging
+import os
+import re
 import time
-from collections.abc import Sequence
-from secrets import token_hex
+from collections.abc import Callable, Sequence
+from hashlib import sha256
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
+from starlette.requests import Request
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.http.asgi import described, label_of
-from router.http.keys import ANONYMOUS, SCOPE_KEY, ApiKeys, Identity
+from router.http.asgi import ANONYMOUS, SCOPE_KEY, Identity, to_response
 from router.metrics.request_metrics import RequestMetrics
-from shared.errors import RequestError
+from shared.errors import ConfigError, RequestError
 
 log = logging.getLogger("baton.keys")
-NO_KEY_NEEDED = frozenset({"/health", "/ready"})  # they reveal only whether the router is up and ready
+LINE = re.compile(r"(?P<tenant>[\w.-]{1,64}):(?P<hash>[0-9a-f]{64})(?P<admin>:admin)?", re.ASCII)
+LINE_FORM = "must be tenant:sha256 or tenant:sha256:admin; `baton key TENANT` makes such a line"
+MAX_KEYS = 1024  # each request's key is compared with all of them, at 0.05 us each
+MAX_FILE_BYTES = 256 << 10
+LOOK_S = 1.0  # between checks for a change of the file
 LOG_EVERY_S = 10.0
+NO_KEY_NEEDED = frozenset({"/health", "/ready"})  # they reveal only whether the router is up and ready
+
+
+class ApiKeys:
+    """The API keys of a file and of a setting. A tenant may have several.
+
+    The authentication middleware calls `identify` on the event loop, which reads the file again after a change, so that
+    keys can be added and revoked without a restart. If it cannot be read, the keys read before remain valid.
+    """
+
+    def __init__(self, path: str, more: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        """Read the keys. `path` may be "" for no file; `more` has further lines, separated by commas. Raises
+        ConfigError, which names the invalid line."""
+        self._path = path
+        self._more = more.replace(",", "\n")
+        self._clock = clock
+        self._stamp = self._stamped()
+        self._entries = self._read()
+        self._looked = clock()
+        self._logged = ""  # the last error that was logged since the file was readable
+
+    def identify(self, key: bytes) -> Identity | None:
+        """Return the owner of a key, or None if it is invalid. The time taken does not depend on the key."""
+        if (now := self._clock()) - self._looked >= LOOK_S:
+            self._looked = now
+            self._reload()
+        digest, found = sha256(key).digest(), None
+        for known, identity in self._entries:
+            if hmac.compare_digest(known, digest):
+                found = identity
+        return found
+
+    def _reload(self) -> None:
+        if (stamp := self._stamped()) == self._stamp:
+            return
+        try:
+            self._entries = self._read()
+        except ConfigError as error:  # try again later: the cause may be a permission or our descriptor limit
+            if str(error) != self._logged:
+                log.error("%s; the keys read before stay in force", error)
+            self._logged = str(error)
+            return
+        self._stamp, self._logged = stamp, ""
+        log.info("%d API keys in force", len(self._entries))
+
+    def _stamped(self) -> tuple[int, ...]:
+        """Return a value that changes when the file is written or replaced."""
+        try:
+            found = os.stat(self._path)
+        except OSError:  # the file may not exist
+            return ()
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    def _read(self) -> list[tuple[bytes, Identity]]:
+        entries: dict[bytes, Identity] = {}
+        file = f"--api-keys-file {self._path}"
+        for where, lines in ((file, self._text(file)), ("--api-keys", self._more)):
+            for number, line in enumerate(lines.splitlines(), 1):
+                entry = line.partition("#")[0].strip()
+                if not entry:
+                    continue
+                match = LINE.fullmatch(entry)
+                if match is None:  # the message omits the line, which may be a key
+                    raise ConfigError(f"{where}, line {number}: {LINE_FORM}")
+                identity = Identity(match["tenant"], match["admin"] is not None)
+                if entries.setdefault(bytes.fromhex(match["hash"]), identity) is not identity:
+                    raise ConfigError(f"{where}, line {number}: repeats an earlier key; a key has one tenant")
+        if not 0 < len(entries) <= MAX_KEYS:
+            raise ConfigError(f"{file}: must hold 1 to {MAX_KEYS} keys, and holds {len(entries)}")
+        return list(entries.items())
+
+    def _text(self, where: str) -> str:
+        try:
+            data = b""
+            if self._path:
+                with open(self._path, "rb") as file:
+                    data = file.read(MAX_FILE_BYTES + 1)
+            text = data.decode("ascii")
+        except OSError as error:
+            raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"{where}: {LINE_FORM}") from None
+        if len(text) > MAX_FILE_BYTES:
+            raise ConfigError(f"{where}: is larger than {MAX_FILE_BYTES >> 10} KiB")
+        return text
 
 
 class AuthMiddleware:
@@ -38,47 +129,35 @@ class AuthMiddleware:
         self._tenants_routes = tenants_routes
         self._metrics = metrics
         self._next_log = 0.0
-        self._num_unlogged = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in NO_KEY_NEEDED:
+            is_for_tenants = any(route.matches(scope)[0] is not Match.NONE for route in self._tenants_routes)
             try:
-                scope[SCOPE_KEY] = self._identity(scope)
+                scope[SCOPE_KEY] = self._identity(scope, is_for_tenants)
             except RequestError as error:
-                await self._reject(scope, error)(scope, receive, send)
+                response = to_response(Request(scope), error)
+                if error.status == 401:  # Basic makes browsers ask for the key and send it with the page's requests
+                    response.headers["www-authenticate"] = "Bearer" if is_for_tenants else 'Basic realm="Baton"'
+                await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _identity(self, scope: Scope) -> Identity:
+    def _identity(self, scope: Scope, is_for_tenants: bool) -> Identity:
         """Return the owner of the request's key. Raises RequestError (401, 403)."""
         if self._keys is None:
             return ANONYMOUS
         key = key_of(scope)
         identity = self._keys.identify(key) if key else None
         if identity is None:
-            self._count_rejection((scope.get("client") or ("?",))[0])
+            self._metrics.rejected_without_key()
+            if (now := time.monotonic()) >= self._next_log:
+                self._next_log = now + LOG_EVERY_S
+                log.warning("rejected a request without a valid API key from %s", (scope.get("client") or "?")[0])
             raise RequestError("An API key is needed: Authorization: Bearer KEY.", code="invalid_api_key", status=401)
-        if not identity.is_admin and not self._is_for_tenants(scope):
+        if not identity.is_admin and not is_for_tenants:
             raise RequestError("This needs the key of an admin.", code="admin_key_needed", status=403)
         return identity
-
-    def _count_rejection(self, address: str) -> None:
-        self._metrics.rejected_without_key()
-        self._num_unlogged += 1
-        now = time.monotonic()
-        if now >= self._next_log:
-            log.warning("rejected %d requests without a valid API key, the last from %s", self._num_unlogged, address)
-            self._next_log, self._num_unlogged = now + LOG_EVERY_S, 0
-
-    def _is_for_tenants(self, scope: Scope) -> bool:
-        return any(route.matches(scope)[0] is not Match.NONE for route in self._tenants_routes)
-
-    def _reject(self, scope: Scope, error: RequestError) -> JSONResponse:
-        label = label_of(scope, token_hex(16))
-        status, value, headers = described(error, label)
-        if status == 401:  # Basic makes browsers ask for the key and send it with each of the page's requests
-            headers["www-authenticate"] = "Bearer" if self._is_for_tenants(scope) else 'Basic realm="Baton"'
-        return JSONResponse(value, status, headers | {"x-request-id": label})
 
 
 def key_of(scope: Scope) -> bytes:
@@ -92,6 +171,6 @@ def key_of(scope: Scope) -> bytes:
     if scheme.lower() == "basic" and scope["method"] in {"GET", "HEAD"}:
         try:
             return base64.b64decode(value, validate=True).partition(b":")[2]
-        except (binascii.Error, ValueError):
+        except ValueError:
             return b""
     return b""

@@ -6,70 +6,41 @@ field is rejected by name, `null` means "not given", and fields that do not affe
 
 import json
 import math
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    TypeAdapter,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from router.text.chat_template import Message
 from shared.errors import RequestError
 from shared.limits import INT32_MAX, MAX_LOGIT_BIASES, MAX_LOGPROBS
 
-MAX_PROMPTS = 64
-MAX_SAMPLES = 8
-MAX_MESSAGES = 2048
-MAX_PARTS = 1024
+MAX_PROMPTS, MAX_SAMPLES, MAX_MESSAGES, MAX_PARTS = 64, 8, 2048, 1024
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 4, 64, 128
 MAX_NAME = 64
-OURS = "baton"  # type of the validation errors whose text follows the name of the parameter
-
 # OpenAI's fields that do not affect the tokens.
-IGNORED = frozenset(
-    {
-        "metadata",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    }
-)
+IGNORED = frozenset(("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"))
+IGNORED |= {"safety_identifier", "service_tier", "store", "user"}
 # Known fields that are not supported, and the values with which they have no effect.
-UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "audio": (),
-    "function_call": ("none",),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "prediction": (),
-    "response_format": ({"type": "text"},),
-    "suffix": (),
-    "tool_choice": ("none",),
-    "tools": ([],),
-    "web_search_options": (),
+UNSUPPORTED: dict[str, tuple[object, ...]] = dict.fromkeys(["audio", "prediction", "suffix", "web_search_options"], ())
+UNSUPPORTED |= {"functions": ([],), "tools": ([],), "function_call": ("none",), "tool_choice": ("none",)}
+UNSUPPORTED |= {"modalities": (["text"],), "response_format": ({"type": "text"},)}
+# What a field must be if one of its parts is invalid. Pydantic explains only one of several forms.
+EXPECTED = {
+    "prompt": f"must be a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these; none empty",
+    "stop": f"must be a string or a list of at most {MAX_STOPS}, each of 1 to {MAX_STOP_CHARACTERS} characters",
+    "stop_token_ids": f"must be a list of at most {MAX_STOP_TOKENS} token ids",
+    "logit_bias": f"must be an object of at most {MAX_LOGIT_BIASES} token ids, with values from -100 to 100",
+    "content": f"must be a string or a list of 1 to {MAX_PARTS} text parts, each with `type` and `text`; "
+    "nothing is fetched or decoded",
 }
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise RequestError(f"The body is not JSON: {name} is not a JSON number.", code="invalid_json")
+NESTED = {"messages": 3, "stream_options": 2}  # how many parts of an error's location name the field
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise RequestError("The body holds a number too large.", code="invalid_json")
+        raise ValueError("neither JSON nor a float has this number")
     return value
 
 
@@ -85,7 +56,7 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     and lone surrogates are errors. The caller limits the size of `raw`, and the interpreter limits the nesting."""
     try:
         text = raw.decode("utf-8")
-        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique)
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_unique)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:
@@ -99,42 +70,6 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def described(text: str) -> WrapValidator:
-    """Replace all errors of a field and its parts by one error that says what the field must be."""
-
-    def check(value: object, handler: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return handler(value)
-        except ValidationError:
-            raise PydanticCustomError(OURS, text) from None
-
-    return WrapValidator(check)
-
-
-def _as_tuple(value: object) -> object:
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-
-
-def _as_prompts(value: object) -> object:
-    """Return a list of prompts; a list of integers is one prompt."""
-    is_one = isinstance(value, str) or (isinstance(value, list) and len(value) > 0 and type(value[0]) is int)
-    return [value] if is_one else value
-
-
-def _biases(value: object) -> dict[int, float]:
-    """Convert the names to token ids, which strict JSON types cannot do."""
-    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIASES:
-        raise RequestError(f"`logit_bias` must be an object of at most {MAX_LOGIT_BIASES} token ids.", "logit_bias")
-    biases: dict[int, float] = {}
-    for key, bias in value.items():
-        if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise RequestError("The names in `logit_bias` must be token ids.", "logit_bias")
-        if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise RequestError("The values in `logit_bias` must be numbers from -100 to 100.", "logit_bias")
-        biases[int(key)] = float(bias)
-    return biases
-
-
 Strict = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
@@ -142,13 +77,9 @@ LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 TokenCount = Annotated[int, Field(ge=1, le=INT32_MAX)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-Stops = Annotated[tuple[Stop, ...], Field(max_length=MAX_STOPS)]
 Prompt = Annotated[str, Field(min_length=1)] | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-Biases = Annotated[
-    dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
-    Field(max_length=MAX_LOGIT_BIASES, json_schema_extra={"additionalProperties": False}),
-]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class TextPart(BaseModel):
@@ -159,25 +90,12 @@ class TextPart(BaseModel):
     text: str
 
 
-def _only_text(value: object) -> object:
-    if isinstance(value, list) and any(isinstance(part, dict) and part.get("type") != "text" for part in value):
-        raise PydanticCustomError(OURS, "may have text parts only; nothing is fetched or decoded")
-    return value
-
-
 class ChatMessage(BaseModel):
     """One message of a conversation."""
 
     model_config = Strict
-    role: Annotated[
-        Literal["system", "developer", "user", "assistant"],
-        described("must be system, developer, user or assistant"),
-    ]
-    content: Annotated[
-        str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)],
-        described(f"must be a string or a list of 1 to {MAX_PARTS} text parts, each with `type` and `text`"),
-        BeforeValidator(_only_text),
-    ]
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = None
 
     @model_validator(mode="before")
@@ -187,10 +105,10 @@ class ChatMessage(BaseModel):
             return value
         fields = {key: field for key, field in value.items() if field is not None}
         if fields.pop("tool_calls", None) or fields.get("function_call") or fields.get("role") in ("tool", "function"):
-            raise PydanticCustomError(OURS, "uses tools, which are not supported")
+            raise PydanticCustomError("tools", "uses tools, which are not supported")
         unknown = next((key for key in fields if key not in cls.model_fields), None)
         if unknown is not None:
-            raise PydanticCustomError(OURS, "has an unknown field: `{name}`", {"name": unknown[:MAX_NAME]})
+            raise PydanticCustomError("unknown", "has an unknown field: `{name}`", {"name": unknown[:MAX_NAME]})
         return fields
 
     def plain(self) -> Message:
@@ -200,14 +118,6 @@ class ChatMessage(BaseModel):
 
 
 ChatMessages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-MESSAGES = TypeAdapter(ChatMessages)
-
-
-def _messages(value: object) -> list[Message]:
-    try:
-        return [message.plain() for message in MESSAGES.validate_python(value)]
-    except ValidationError as error:
-        raise _rejection(error, "messages") from None
 
 
 class StreamOptions(BaseModel):
@@ -232,7 +142,10 @@ class GenerateBody(Body):
     frequency_penalty: Penalty = 0.0
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
-    logit_bias: Annotated[dict[int, float], PlainValidator(_biases, json_schema_input_type=Biases)] = {}
+    logit_bias: Annotated[
+        dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Bias],
+        Field(max_length=MAX_LOGIT_BIASES, json_schema_extra={"additionalProperties": False}),
+    ] = {}
     max_tokens: TokenCount | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
@@ -244,25 +157,17 @@ class GenerateBody(Body):
     return_token_ids: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     skip_special_tokens: bool = True
-    stop: Annotated[
-        Stops,
-        BeforeValidator(_as_tuple, json_schema_input_type=Stop | Stops),
-        described(f"must be a string or a list of at most {MAX_STOPS}, each of 1 to {MAX_STOP_CHARACTERS} characters"),
-    ] = ()
-    stop_token_ids: Annotated[
-        TokenIds,
-        Field(max_length=MAX_STOP_TOKENS),
-        described(f"must be a list of at most {MAX_STOP_TOKENS} token ids"),
-    ] = []
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKENS)] = []
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     @model_validator(mode="after")
     def _agrees(self) -> "GenerateBody":
-        if self.stream_options is not None and not self.stream:
+        if "stream_options" in self.model_fields_set and not self.stream:
             raise RequestError("`stream_options` is only allowed with `stream`.", "stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("`prompt_logprobs` cannot be streamed.", "prompt_logprobs")
@@ -278,22 +183,18 @@ class GenerateBody(Body):
         return self.max_tokens
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
     def continuous_usage(self) -> bool:
-        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+        return self.stream_options.include_usage and self.stream_options.continuous_usage_stats
 
 
 class CompletionBody(GenerateBody):
     """POST /v1/completions."""
 
-    prompt: Annotated[
-        Prompts,
-        BeforeValidator(_as_prompts, json_schema_input_type=Prompt | Prompts),
-        described(f"must be a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these; none empty"),
-    ]
+    prompt: Prompt | Prompts
     add_special_tokens: bool = True
     best_of: int | None = None
     echo: bool = False
@@ -306,6 +207,12 @@ class CompletionBody(GenerateBody):
         return self
 
     @property
+    def prompts(self) -> list[Any]:
+        """The prompts, each a text or a list of token ids. A list of integers is one prompt."""
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else list(self.prompt)
+
+    @property
     def num_logprobs(self) -> int | None:
         """The number of alternatives in each token's logprobs, or None without logprobs."""
         return self.logprobs
@@ -314,7 +221,7 @@ class CompletionBody(GenerateBody):
 class ChatBody(GenerateBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], PlainValidator(_messages, json_schema_input_type=ChatMessages)]
+    messages: ChatMessages
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     continue_final_message: bool = False
@@ -342,7 +249,7 @@ class TokenizeBody(Body):
     """POST /tokenize: either a text or a conversation."""
 
     prompt: str | None = None
-    messages: Annotated[list[Message], PlainValidator(_messages, json_schema_input_type=ChatMessages)] | None = None
+    messages: ChatMessages | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool | None = None
     continue_final_message: bool = False
@@ -359,48 +266,36 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
-    tokens: Annotated[TokenIds, described("must be a list of token ids")]
+    tokens: TokenIds
 
 
 def _check_continuation(continues: bool, prompts: bool) -> None:
     if continues and prompts:
-        raise RequestError(
-            "`continue_final_message` requires `add_generation_prompt` to be false.", "continue_final_message"
-        )
+        text = "`continue_final_message` requires `add_generation_prompt` to be false."
+        raise RequestError(text, "continue_final_message")
 
 
 BodyType = TypeVar("BodyType", bound=Body)
 
 
-def read_body(kind: type[BodyType], raw: bytes, model_name: str) -> BodyType:
+def parse_body(kind: type[BodyType], raw: bytes, model_name: str) -> BodyType:
     """Parse and validate a body. Raises RequestError, which names the parameter and quotes little of its value."""
     fields = {key: value for key, value in parse_json(raw).items() if value is not None}
     name = fields.get("model", model_name)
     if name != model_name:
         shown = name[:MAX_NAME] if isinstance(name, str) else ""
         raise RequestError(f"The model `{shown}` does not exist.", "model", "model_not_found", 404)
-    known: dict[str, Any] = {}
-    for key, value in fields.items():
-        if key in kind.model_fields:
-            known[key] = value
-        elif key in UNSUPPORTED and value not in UNSUPPORTED[key]:
+    for key in [key for key in fields if key not in kind.model_fields]:
+        if fields[key] not in UNSUPPORTED.get(key, (fields[key],)):
             raise RequestError(f"`{key}` is not supported.", key, "unsupported_parameter")
-        elif key not in IGNORED and key not in UNSUPPORTED:
-            shown = key[:MAX_NAME]
-            raise RequestError(f"Unknown parameter: `{shown}`.", shown, "unknown_parameter")
+        if key not in IGNORED and key not in UNSUPPORTED:
+            raise RequestError(f"Unknown parameter: `{key[:MAX_NAME]}`.", key[:MAX_NAME], "unknown_parameter")
+        del fields[key]
     try:
-        return kind.model_validate(known)
+        return kind.model_validate(fields)
     except ValidationError as error:
-        raise _rejection(error) from None
-
-
-def _rejection(error: ValidationError, param: str = "") -> RequestError:
-    """Return the first error. `param` is the parameter that was validated, or "" for the whole body."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    for part in first["loc"]:
-        if isinstance(part, int):
-            param += f"[{part}]"
-        else:
-            param += "." * bool(param) + part[:MAX_NAME]
-    colon = "" if first["type"] == OURS else ":"
-    return RequestError(f"`{param}`{colon} {first['msg']}.", param, "invalid_value")
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    location = first["loc"][: NESTED.get(str(first["loc"][0]), 1)]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:MAX_NAME]}" for part in location)[1:]
+    text = EXPECTED.get(str(location[-1])) if len(location) < len(first["loc"]) else None
+    raise RequestError(f"`{param}` {text}." if text else f"`{param}`: {first['msg']}.", param, "invalid_value")

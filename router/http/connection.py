@@ -1,41 +1,30 @@
 """One client's HTTP/1.1 connection: uvicorn's protocol class with limits on the size and the duration of requests.
 
-This module subclasses `HttpToolsProtocol`, which is not a documented interface of uvicorn, because no server's public
-options enforce the limits that tests/router/test_bad_input.py checks. These servers were tried:
+This module subclasses `HttpToolsProtocol`, which is not a documented interface of uvicorn. No public options of uvicorn
+0.54, Hypercorn 0.18 or Granian 2.8 enforce the limits that tests/router/test_bad_input.py checks: a timeout for a
+request's head, bounds on headers and chunk framing, a limit on connections that idle clients cannot exhaust, and a
+drain that answers requests on their way. docs/decisions.md has the measurements.
 
-- uvicorn 0.54 has no timeout for a request's head. Its `limit_concurrency` also counts idle connections, so idle
-  clients can shut out all others. With httptools, headers take unbounded memory, trailers count as headers, and a
-  disconnect is not noticed while a pipelined request waits.
-- Hypercorn 0.18 has no limit on connections, does not notice such a disconnect either, and takes half as much CPU
-  again for each streamed token.
-- Granian 2.8 takes a fifth less CPU for each streamed token. It does not notice such a disconnect either, answers
-  malformed chunks with status 500, has a single timeout for heads and idle connections, and does not limit the
-  duration of a drain when it is embedded in a process.
-
-All three reset the connection when they reject a client that is still sending. While they drain, all three close new
-connections whose first request is on its way. This subclass takes no more CPU for each token than uvicorn's own class.
-
-The class counts the bytes of lines, headers and chunk framing, the chunks, the pipelined requests, the connections and
-the elapsed time while it reads. If a client exceeds a limit, it sends an error in the API's format and closes the
-connection. It omits the error if the client could take it for the response to another request.
+If a client exceeds a limit, the class sends an error in the API's format and closes the connection. It omits the error
+if the client could take it for the response to another request.
 """
 
 import asyncio
 import contextlib
+import resource
 from collections import deque
-from secrets import token_hex
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import httptools
+from starlette.requests import Request
 from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from router.http.asgi import described
-from router.http.limits import ConnectionLimits, IdleConnections
-from router.http.responses import dump
-from shared.errors import RequestError, UnavailableError
+from router.http.asgi import to_response
+from shared.errors import BatonError, RequestError, UnavailableError
 
 LINE_BYTES, HEAD_BYTES, MAX_HEADERS = 8 << 10, 32 << 10, 100
 PIECE_BYTES = 8 << 10  # parsed at a time; an exceeded limit may be noticed this many bytes late
@@ -43,6 +32,50 @@ MAX_CHUNKS = 10_000
 FRAMING_BYTES, FRAMING_BYTES_A_CHUNK = 16 << 10, 16  # chunk sizes and their extensions, trailers
 MAX_PIPELINED = 16  # parsed requests that wait for an earlier response; the bytes after them stay unparsed
 CLOSE_S = 30.0  # how long a client may take to read the last response
+SPARE_FILES = 256  # file descriptors for everything except clients' connections
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """The number of connections, and timeouts in seconds.
+
+    `head_s` bounds the head of a request, `rest_s` the rest of a request that was answered early, `idle_s` the time
+    between requests, and `drain_s` the wait for a first request while the server drains.
+    """
+
+    connections: int = 10_000
+    head_s: float = 10.0
+    rest_s: float = 2.0
+    idle_s: float = 75.0
+    drain_s: float = 1.0
+
+
+@dataclass(slots=True)
+class IdleConnections:
+    """The connections of one server that wait for a request, oldest first. If there are too many connections, these are
+    closed to admit new ones. Those that never sent a request go first."""
+
+    is_draining: bool = False  # each connection closes after its next response
+    silent: dict["HttpConnection", None] = field(default_factory=dict)
+    idle: dict["HttpConnection", None] = field(default_factory=dict)
+
+    def oldest(self) -> "HttpConnection | None":
+        return next(iter(self.silent or self.idle), None)
+
+    def drop(self, connection: "HttpConnection") -> None:
+        self.silent.pop(connection, None)
+        self.idle.pop(connection, None)
+
+
+def raise_fd_limit(connections: int) -> int:
+    """Raise the file descriptor limit for `connections`. Return the number of connections that the limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + SPARE_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return connections
+    soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(1, soft - SPARE_FILES)
 
 
 class Flow(FlowControl):
@@ -83,8 +116,6 @@ class HttpConnection(HttpToolsProtocol):
         self._is_new = True  # no request has begun
         self._num_head_bytes = self._num_body_bytes = self._num_framing_bytes = self._num_chunks = 0
 
-    # ---- the connection -----------------------------------------------------------------------------------------
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = Flow(transport)
@@ -115,7 +146,7 @@ class HttpConnection(HttpToolsProtocol):
             piece, self._unparsed = self._unparsed[:PIECE_BYTES], self._unparsed[PIECE_BYTES:]
             try:
                 self._take(piece)
-            except (RequestError, UnavailableError) as error:
+            except BatonError as error:
                 self._refuse(error)
         flow = cast(Flow, self.flow)
         was_held, flow.is_held = flow.is_held, bool(self._unparsed)
@@ -156,8 +187,6 @@ class HttpConnection(HttpToolsProtocol):
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._unparsed = head + rest + self._unparsed
-
-    # ---- the parser's callbacks -----------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -207,8 +236,6 @@ class HttpConnection(HttpToolsProtocol):
         super().on_message_complete()
         self._watch()
 
-    # ---- the requests' transport ------------------------------------------------------------------------------------
-
     def write(self, data: bytes) -> None:
         self.transport.write(data)
 
@@ -250,8 +277,6 @@ class HttpConnection(HttpToolsProtocol):
         elif self._is_new:
             self._watch()
 
-    # ---- timeouts and rejections ------------------------------------------------------------------------------------
-
     def _watch(self) -> None:
         """Set the timer for the client's next action. A request in progress has its own timeouts."""
         self._unset_keepalive_if_required()
@@ -280,16 +305,14 @@ class HttpConnection(HttpToolsProtocol):
         else:
             self.transport.abort()
 
-    def _refuse(self, error: RequestError | UnavailableError) -> None:
+    def _refuse(self, error: BatonError) -> None:
         """Send an error and close. Omit the error if it would look like the response to another request."""
-        label = token_hex(16)
-        status, value, headers = described(error, label)
-        body = dump(value).encode()
-        headers |= {"content-type": "application/json", "content-length": str(len(body)), "x-request-id": label}
-        lines = [f"{name}: {text}\r\n".encode() for name, text in (headers | {"connection": "close"}).items()]
+        response = to_response(Request({"type": "http", "headers": []}), error)
+        response.headers["connection"] = "close"
+        lines = [name + b": " + value + b"\r\n" for name, value in response.raw_headers]
         broken = [cycle for cycle in self._under_way if self._in_body and cycle is self.cycle]
         if list(self._under_way) == broken and not any(cycle.response_started for cycle in broken):
-            self.transport.write(b"".join([STATUS_LINE[status], *lines, b"\r\n", body]))
+            self.transport.write(b"".join([STATUS_LINE[response.status_code], *lines, b"\r\n", response.body]))
         self._abort()
         self._in_head = self._in_head or not self._in_body  # after invalid HTTP, more may arrive
         self.close()

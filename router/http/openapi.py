@@ -1,178 +1,76 @@
-"""The API as an OpenAPI 3.1 document, generated from the models of request bodies and of responses.
+"""The API as an OpenAPI 3.1 document. The schemas of request bodies are generated from their models.
 
 The dashboard's event stream and the routes for operators are left out.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from router.http.bodies import (
-    IGNORED,
-    Body,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenId,
-    TokenizeBody,
-)
+from router.http.bodies import IGNORED, Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 Schema = dict[str, Any]
-FinishReason = Literal["stop", "length"]
-StopReason = str | int | None
-PromptLogprobs = list[dict[str, dict[str, Any]] | None]
+REFERENCE = "#/components/schemas/{model}"
 
 
-class ResponseModel(BaseModel):
-    """The base of all responses. A field with a default may be absent."""
-
-    model_config = ConfigDict(extra="forbid")
+def list_of(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
 
 
-class ErrorDetail(ResponseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
+def nullable(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
 
 
-class ErrorResponse(ResponseModel):
-    error: ErrorDetail
+def record(optional: Schema | None = None, **required: Schema) -> Schema:
+    """Return the schema of an object. The fields in `optional` may be absent."""
+    properties = required | (optional or {})
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
 
 
-class CachedTokens(ResponseModel):
-    cached_tokens: int
-
-
-class Usage(ResponseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens
-
-
-class Choice(ResponseModel):
-    """The fields of a choice in both completions and chat completions."""
-
-    index: int
-    finish_reason: FinishReason
-    stop_reason: StopReason
-    token_ids: list[TokenId] = []
-
-
-class CompletionLogprobTable(ResponseModel):
-    text_offset: list[int]
-    token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
-
-
-class CompletionChoice(Choice):
-    text: str
-    logprobs: CompletionLogprobTable | None
-    prompt_token_ids: list[TokenId] = []
-    prompt_logprobs: PromptLogprobs = []
-
-
-class ChatTopLogprob(ResponseModel):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatTokenLogprob(ChatTopLogprob):
-    top_logprobs: list[ChatTopLogprob]
-
-
-class ChatLogprobs(ResponseModel):
-    content: list[ChatTokenLogprob]
-    refusal: None
-
-
-class AssistantMessage(ResponseModel):
-    role: Literal["assistant"]
-    content: str
-    refusal: None
-
-
-class ChatChoice(Choice):
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-
-
-class CompletionResponse(ResponseModel):
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage
-
-
-class ChatResponse(ResponseModel):
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_token_ids: list[TokenId] = []
-    prompt_logprobs: PromptLogprobs = []
-
-
-class TokenizeResponse(ResponseModel):
-    count: int
-    max_model_len: int
-    tokens: list[TokenId]
-    token_strs: list[str] | None
-
-
-class DetokenizeResponse(ResponseModel):
-    prompt: str
-
-
-class ModelResponse(ResponseModel):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str
-    parent: None
-    max_model_len: int
-
-
-class ModelsResponse(ResponseModel):
-    object: Literal["list"]
-    data: list[ModelResponse]
-
-
-class ReadyResponse(ResponseModel):
-    ready: bool
-
-
-class AnyResponse(BaseModel):
-    """A JSON object whose fields are not part of the API."""
-
-    model_config = ConfigDict(extra="allow")
-
-
+TEXT, WHOLE, NUMBER, NULL, ANY = ({"type": kind} for kind in ("string", "integer", "number", "null", "object"))
+TOKEN_IDS = list_of({"type": "integer", "minimum": 0})
+OF_PROMPT = {"prompt_token_ids": TOKEN_IDS, "prompt_logprobs": list_of(nullable(ANY))}  # if requested
+USAGE = record(
+    **dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), WHOLE),
+    prompt_tokens_details=record(cached_tokens=WHOLE),
+)
+LOGPROB_TABLE = record(
+    text_offset=list_of(WHOLE),
+    token_logprobs=list_of(nullable(NUMBER)),
+    tokens=list_of(TEXT),
+    top_logprobs=list_of(nullable({"type": "object", "additionalProperties": NUMBER})),
+)
+LOGPROB: Schema = {"token": TEXT, "logprob": NUMBER, "bytes": list_of(WHOLE)}
+CHAT_LOGPROBS = record(content=list_of(record(**LOGPROB, top_logprobs=list_of(record(**LOGPROB)))), refusal=NULL)
+CHOICE: Schema = {"index": WHOLE, "finish_reason": {"enum": ["stop", "length"]}}
+CHOICE |= {"stop_reason": {"anyOf": [TEXT, WHOLE, NULL]}}
+COMPLETION_CHOICE = record({"token_ids": TOKEN_IDS} | OF_PROMPT, **CHOICE, text=TEXT, logprobs=nullable(LOGPROB_TABLE))
+MESSAGE = record(role={"const": "assistant"}, content=TEXT, refusal=NULL)
+CHAT_CHOICE = record({"token_ids": TOKEN_IDS}, **CHOICE, message=MESSAGE, logprobs=nullable(CHAT_LOGPROBS))
+ANSWER = {"id": TEXT, "created": WHOLE, "model": TEXT, "usage": USAGE}
+COMPLETION = record(**ANSWER, object={"const": "text_completion"}, choices=list_of(COMPLETION_CHOICE))
+CHAT = record(OF_PROMPT, **ANSWER, object={"const": "chat.completion"}, choices=list_of(CHAT_CHOICE))
+TOKENS = record(count=WHOLE, max_model_len=WHOLE, tokens=TOKEN_IDS, token_strs=nullable(list_of(TEXT)))
+MODEL = record(
+    object={"const": "model"}, id=TEXT, created=WHOLE, owned_by=TEXT, root=TEXT, parent=NULL, max_model_len=WHOLE
+)
+ERROR = record(error=record(message=TEXT, type=TEXT, param=nullable(TEXT), code=nullable(TEXT)))
 STREAM: Schema = {"text/event-stream": {}}  # an event for each chunk, then an error or [DONE]
-POSTS: dict[str, tuple[type[Body], type[BaseModel], Schema]] = {
-    "/v1/completions": (CompletionBody, CompletionResponse, STREAM),
-    "/v1/chat/completions": (ChatBody, ChatResponse, STREAM),
-    "/tokenize": (TokenizeBody, TokenizeResponse, {}),
-    "/detokenize": (DetokenizeBody, DetokenizeResponse, {}),
+POSTS: dict[str, tuple[type[Body], Schema, Schema]] = {
+    "/v1/completions": (CompletionBody, COMPLETION, STREAM),
+    "/v1/chat/completions": (ChatBody, CHAT, STREAM),
+    "/tokenize": (TokenizeBody, TOKENS, {}),
+    "/detokenize": (DetokenizeBody, record(prompt=TEXT), {}),
 }
-GETS: dict[str, type[BaseModel]] = {
-    "/v1/models": ModelsResponse,
-    "/v1/models/{name}": ModelResponse,
-    "/v1/status": AnyResponse,
-    "/ready": ReadyResponse,
+GETS: dict[str, Schema] = {
+    "/v1/models": record(object={"const": "list"}, data=list_of(MODEL)),
+    "/v1/models/{name}": MODEL,
+    "/v1/status": ANY,
+    "/ready": record(ready={"type": "boolean"}),
 }
 
 
@@ -190,48 +88,45 @@ def openapi(queries: Mapping[str, Mapping[str, Any]]) -> Schema:
     """Generate the document. `queries` has further GET routes, with the schemas of their query parameters."""
     paths: Schema = {}
     for path, (body, answer, other) in POSTS.items():
-        content = {"application/json": {"schema": _reference(body)}}
-        request = {"required": True, "content": content}
-        paths[path] = {"post": {"requestBody": request, "responses": _responses(answer, other)}}
-    for path, answer in (GETS | dict.fromkeys(queries, AnyResponse)).items():
+        operation = {"requestBody": {"required": True, "content": _json(_reference(body.__name__))}}
+        paths[path] = {"post": operation | _responses(answer, other)}
+    for path, answer in (GETS | dict.fromkeys(queries, ANY)).items():
         names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
         text = {"type": "string", "minLength": 1}
         parameters = [{"name": name, "in": "path", "required": True, "schema": text} for name in names]
         parameters += [{"name": name, "in": "query", "schema": kind} for name, kind in queries.get(path, {}).items()]
-        paths[path] = {"get": {"parameters": parameters, "responses": _responses(answer, {})}}
+        paths[path] = {"get": {"parameters": parameters} | _responses(answer, {})}
+    security = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": "1"},
         "paths": paths,
-        "components": {"schemas": _schemas(), "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "components": {"schemas": _bodies() | {"Error": ERROR}, "securitySchemes": security},
         "security": [{"key": []}, {}],
     }
 
 
-def _schemas() -> Schema:
+def _bodies() -> Schema:
+    """Return the schemas of the bodies. In an optional field, null means that it is not given."""
     bodies = [body for body, _, _ in POSTS.values()]
-    answers = {answer for _, answer, _ in POSTS.values()} | set(GETS.values()) | {ErrorResponse}
-    models = [*bodies, *sorted(answers, key=lambda model: model.__name__)]
-    _, document = models_json_schema(
-        [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
-    )
+    _, document = models_json_schema([(body, "validation") for body in bodies], ref_template=REFERENCE)
     schemas: Schema = document["$defs"]
-    for body in bodies:
-        schema = schemas[body.__name__]
-        optional = schema["properties"].keys() - set(schema.get("required", ()))
-        for name in optional:  # null stands for a field that is not given
-            schema["properties"][name] = {"anyOf": [schema["properties"][name], {"type": "null"}]}
+    for schema in (schemas[body.__name__] for body in bodies):
+        for name in schema["properties"].keys() - set(schema.get("required", ())):
+            schema["properties"][name] = nullable(schema["properties"][name])
         schema["properties"] |= {name: {"description": "Accepted and ignored."} for name in sorted(IGNORED)}
     return schemas
 
 
-def _reference(model: type[BaseModel]) -> Schema:
-    return {"$ref": f"#/components/schemas/{model.__name__}"}
-
-
-def _responses(answer: type[BaseModel], other: Schema) -> Schema:
+def _responses(answer: Schema, other: Schema) -> Schema:
     """Return the responses of an operation; all errors have one form."""
-    return {
-        "200": {"description": "OK", "content": {"application/json": {"schema": _reference(answer)}} | other},
-        "default": {"description": "Error", "content": {"application/json": {"schema": _reference(ErrorResponse)}}},
-    }
+    ok = {"description": "OK", "content": _json(answer) | other}
+    return {"responses": {"200": ok, "default": {"description": "Error", "content": _json(_reference("Error"))}}}
+
+
+def _json(schema: Schema) -> Schema:
+    return {"application/json": {"schema": schema}}
+
+
+def _reference(name: str) -> Schema:
+    return {"$ref": REFERENCE.format(model=name)}

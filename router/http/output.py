@@ -64,7 +64,7 @@ class OutputProcessor:
         self._min_tokens = prompt.request.min_tokens
         self._include_stop = body.include_stop_str_in_output
         self._detokenizer = tokenizer.detokenizer(prompt.request.prompt, skip_special_tokens=body.skip_special_tokens)
-        self._stops = StopStrings(body.stop, include=self._include_stop)
+        self._stops = StopStrings(body.stops, include=self._include_stop)
         self._is_first = True
 
     def process(self, delta: TokenDelta) -> TextDelta:

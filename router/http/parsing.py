@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from router.dispatch.requests import GenerationRequest, ModelCard
-from router.http.bodies import ChatBody, CompletionBody, GenerateBody
-from router.http.keys import ANONYMOUS, Identity
+from router.http.asgi import ANONYMOUS, Identity
+from router.http.bodies import ChatBody, CompletionBody, GenerateBody, TokenizeBody
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.limits import GREEDY_BELOW
@@ -43,9 +43,9 @@ async def build_requests(
     """Return one request for each prompt. Raises RequestError if a token id is not in the vocabulary, or if the tokens
     do not fit the model's context."""
     check_ids(body.stop_token_ids, model, "stop_token_ids")
-    check_ids(list(body.logit_bias), model, "logit_bias")
-    prompts = await _encoded(body, model, tokenizer)
     sampling = _sampling(body)
+    check_ids(list(sampling.logit_bias), model, "logit_bias")
+    prompts = await _encoded(body, model, tokenizer)
     stop_tokens = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else model.eos_ids)
     salt = cache_namespace(identity.tenant, body.cache_salt)
     return [
@@ -91,35 +91,33 @@ async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> l
     return await run_in_thread(tokenizer.encode, text, add_special_tokens)
 
 
+async def encode_chat(tokenizer: Tokenizer, body: ChatBody | TokenizeBody) -> list[int]:
+    """Return the token ids of a conversation."""
+    return await run_in_thread(
+        tokenizer.encode_chat,
+        [message.plain() for message in body.messages or ()],
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        add_special_tokens=body.add_special_tokens is True,
+    )
+
+
 async def _encoded(body: CompletionBody | ChatBody, model: ModelCard, tokenizer: Tokenizer) -> list[list[int]]:
     """Return the token ids of each prompt."""
     if isinstance(body, ChatBody):
-        ids = await run_in_thread(
-            tokenizer.encode_chat,
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            add_special_tokens=body.add_special_tokens,
-        )
+        param, prompts = "messages", [await encode_chat(tokenizer, body)]
+    else:
+        param, prompts = "prompt", []
+        for prompt in body.prompts:
+            if isinstance(prompt, str) and (least := tokenizer.least_tokens(prompt)) >= model.max_model_len:
+                raise _too_long(f"at least {least}", model, param)
+            is_text = isinstance(prompt, str)
+            prompts.append(await encode(tokenizer, prompt, body.add_special_tokens) if is_text else prompt)
+    for ids in prompts:
         if not ids:
-            raise RequestError("The conversation has no tokens.", "messages")
-        check_ids(ids, model, "messages")
-        return [ids]
-    prompts: list[list[int]] = []
-    for prompt in body.prompt:
-        ids = prompt if isinstance(prompt, list) else await _encoded_text(prompt, body, model, tokenizer)
-        check_ids(ids, model, "prompt")
-        prompts.append(ids)
+            raise RequestError("The prompt has no tokens.", param)
+        check_ids(ids, model, param)
     return prompts
-
-
-async def _encoded_text(prompt: str, body: CompletionBody, model: ModelCard, tokenizer: Tokenizer) -> list[int]:
-    if (least := tokenizer.least_tokens(prompt)) >= model.max_model_len:
-        raise _too_long(f"at least {least}", model, "prompt")
-    ids = await encode(tokenizer, prompt, body.add_special_tokens)
-    if not ids:
-        raise RequestError("A prompt has no tokens.", "prompt")
-    return ids
 
 
 def _max_tokens(body: GenerateBody, num_prompt: int, model: ModelCard) -> int:
@@ -130,10 +128,10 @@ def _max_tokens(body: GenerateBody, num_prompt: int, model: ModelCard) -> int:
     rest, limit = context - num_prompt, body.token_limit
     if limit is None:
         limit = rest if isinstance(body, ChatBody) else min(rest, max(COMPLETION_TOKENS, body.min_tokens))
-    if max(limit, body.min_tokens) > rest:
+    if (wanted := max(limit, body.min_tokens)) > rest:
         raise RequestError(
-            f"This model's context is {context} tokens; you asked for {num_prompt + max(limit, body.min_tokens)}: "
-            f"{num_prompt} in the prompt and {max(limit, body.min_tokens)} to generate.",
+            f"This model's context is {context} tokens; you asked for {num_prompt + wanted}: "
+            f"{num_prompt} in the prompt and {wanted} to generate.",
             "max_tokens" if body.token_limit is not None else "min_tokens",
             "context_length_exceeded",
         )
@@ -163,7 +161,7 @@ def _sampling(body: CompletionBody | ChatBody) -> SamplingParams:
         repetition_penalty=body.repetition_penalty,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
-        logit_bias=body.logit_bias,
+        logit_bias={int(token): bias for token, bias in body.logit_bias.items()},
         logprobs=body.num_logprobs,
         prompt_logprobs=prompt_logprobs,
     )

@@ -1,21 +1,21 @@
-"""Formats OpenAI's responses, as whole objects or as server-sent events.
+"""Formats OpenAI's responses, as whole objects or as server-sent events, with the API's three formats of logprobs.
 
-The constant part of a choice's events is formatted once, so that an event only costs escaping and concatenating
-strings.
+An event is built from strings, so that a token only costs escaping and concatenating them.
 """
 
+import codecs
 import json
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from router.http.bodies import ChatBody, CompletionBody
-from router.http.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from router.http.output import OutputProcessor, PromptOutput, RequestOutput, TextDelta
 from router.text.tokenizer import Tokenizer
 from shared.rpc.messages import Logprobs
 
 DONE = b"data: [DONE]\n\n"
+FLOOR = -9999.0  # the least logprob, as in vLLM; JSON has no -Infinity
 
 
 def dump(value: object) -> str:
@@ -25,18 +25,6 @@ def dump(value: object) -> str:
 
 def event(value: object) -> bytes:
     return f"data: {dump(value)}\n\n".encode()
-
-
-@dataclass(slots=True)
-class ChoiceState:
-    """The constant beginning of one choice's events, its logprobs, and the parts collected for a whole response."""
-
-    head: str
-    logprobs: CompletionLogprobs | None
-    texts: list[str] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    entries: list[Logprobs] = field(default_factory=list)
-    last: TextDelta = field(default_factory=lambda: TextDelta(""))
 
 
 class ResponseFormatter:
@@ -49,126 +37,111 @@ class ResponseFormatter:
         self._output = output
         self._tokenizer = tokenizer
         self._body = body
-        self._chat = isinstance(body, ChatBody)
+        self._is_chat = isinstance(body, ChatBody)
         self._echo: list[str] | None = None  # the text of each prompt, if the client wants it echoed
         if isinstance(body, CompletionBody) and body.echo:
-            self._echo = [
-                prompt if isinstance(prompt, str) else tokenizer.decode(prompt, body.skip_special_tokens)
-                for prompt in body.prompt
-            ]
-        kind = ("chat.completion" if self._chat else "text_completion") + (
-            ".chunk" if self._chat and body.stream else ""
-        )
-        self._whole = {"id": output.id, "object": kind, "created": created, "model": model}
-        self._prefix = f"data: {dump(self._whole)[:-1]}"
-        self._include_usage = body.include_usage
-        self._choices = [self._choice(choice) for choice in output.choices]
+            decode = tokenizer.decode
+            self._echo = [p if isinstance(p, str) else decode(p, body.skip_special_tokens) for p in body.prompts]
+        kind = ("chat.completion" + ".chunk" * body.stream) if self._is_chat else "text_completion"
+        self._envelope = {"id": output.id, "object": kind, "created": created, "model": model}
+        self._prefix = f"data: {dump(self._envelope)[:-1]}"
+        self._has_details = body.num_logprobs is not None or body.return_token_ids or body.continuous_usage
+        self._tables = [self._table(choice) for choice in output.choices]
+        self._collected: list[list[TextDelta]] = [[] for _ in output.choices]
 
-    def _choice(self, choice: OutputProcessor) -> ChoiceState:
-        text_key = '"delta":{"content":' if self._chat else '"text":'
-        head = f'{self._prefix},"choices":[{{"index":{choice.index},{text_key}'
-        if self._chat or self._body.num_logprobs is None:
-            return ChoiceState(head, None)
+    def _table(self, choice: OutputProcessor) -> "CompletionLogprobs | None":
+        if self._is_chat or self._body.num_logprobs is None:
+            return None
         vocabulary = self._tokenizer.vocabulary
         skipped = vocabulary.special if self._body.skip_special_tokens else frozenset()
         starts = self._echo is not None or all(token in skipped for token in choice.prompt.request.prompt)
         stripped = vocabulary.strip_start if starts else 0
-        return ChoiceState(head, CompletionLogprobs(self._tokenizer, self._body.num_logprobs, skipped, stripped))
-
-    def _echoed(self, choice: OutputProcessor) -> str:
-        return "" if self._echo is None else self._echo[choice.index // self._body.n]
+        return CompletionLogprobs(self._tokenizer, self._body.num_logprobs, skipped, stripped)
 
     # Streams
 
     def events(self, choice: OutputProcessor, delta: TextDelta) -> bytes:
         """Return the events for a text delta. The result is empty if the text is held back and the client requested no
         details about each token."""
-        text = self._echoed(choice) + delta.text if delta.is_first else delta.text
         parts: list[str] = []
-        if delta.is_first and self._chat:
-            parts.append(self._role_event(choice))
-        has_details = self._body.num_logprobs is not None or self._body.return_token_ids or self._body.continuous_usage
-        ends_apart = self._chat and delta.finish is not None
-        if text or (delta.tokens and has_details) or (delta.finish is not None and not ends_apart):
-            parts.append(self._text_event(choice, delta, text, "null" if ends_apart else self._finish(delta)))
+        text = self._echoed(choice) + delta.text if delta.is_first else delta.text
+        prompt_ids = ""
+        if delta.is_first and self._body.return_token_ids:
+            prompt_ids = f',"prompt_token_ids":{dump(choice.prompt.request.prompt)}'
+        if delta.is_first and self._is_chat:
+            parts.append(self._event(choice, '"delta":{"role":"assistant","content":""}', of_request=prompt_ids))
+        finish = "null"
+        if delta.finish is not None:
+            finish = f'"{delta.finish}","stop_reason":{dump(self._stop_reason(delta))}'
+        ends_apart = self._is_chat and delta.finish is not None
+        if text or (delta.tokens and self._has_details) or (delta.finish is not None and not ends_apart):
+            logprobs, ids = "null", ""
+            if self._body.num_logprobs is not None and (delta.logprobs or (delta.is_first and self._echo)):
+                logprobs = dump(self._logprobs(choice, delta.logprobs, is_first=delta.is_first))
+            if self._body.return_token_ids:
+                ids = f',"token_ids":{dump(delta.tokens)}' + ("" if self._is_chat else prompt_ids)
+            escaped = encode_basestring_ascii(text)
+            content = f'"delta":{{"content":{escaped}}}' if self._is_chat else f'"text":{escaped}'
+            parts.append(self._event(choice, content, logprobs, "null" if ends_apart else finish, ids))
         if ends_apart:
-            tail = f'"logprobs":null,"finish_reason":{self._finish(delta)}}}]{self._usage_so_far()}}}\n\n'
-            parts.append(f'{self._prefix},"choices":[{{"index":{choice.index},"delta":{{}},{tail}')
+            parts.append(self._event(choice, '"delta":{}', finish=finish))
         return "".join(parts).encode("ascii")
 
-    def _role_event(self, choice: OutputProcessor) -> str:
-        value = {"index": choice.index, "delta": {"role": "assistant", "content": ""}}
-        ids = f',"prompt_token_ids":{dump(choice.prompt.request.prompt)}' if self._body.return_token_ids else ""
+    def _event(
+        self,
+        choice: OutputProcessor,
+        content: str,
+        logprobs: str = "null",
+        finish: str = "null",
+        of_choice: str = "",
+        of_request: str = "",
+    ) -> str:
+        """Return an event of one choice. All parts are JSON; `of_choice` and `of_request` are further fields."""
+        usage = ""
+        if self._body.stream_options.include_usage:
+            usage = f',"usage":{dump(self.usage()) if self._body.continuous_usage else "null"}'
         return (
-            f'{self._prefix}{ids},"choices":[{dump(value)[:-1]},"logprobs":null,"finish_reason":null}}]'
-            f"{self._usage_so_far()}}}\n\n"
+            f'{self._prefix}{of_request},"choices":[{{"index":{choice.index},{content},"logprobs":{logprobs},'
+            f'"finish_reason":{finish}{of_choice}}}]{usage}}}\n\n'
         )
-
-    def _text_event(self, choice: OutputProcessor, delta: TextDelta, text: str, finish: str) -> str:
-        state = self._choices[choice.index]
-        logprobs, extras = "null", ""
-        if self._body.num_logprobs is not None and (delta.logprobs or (delta.is_first and self._echo)):
-            logprobs = dump(self._logprobs(choice, delta.logprobs, is_first=delta.is_first))
-        if self._body.return_token_ids:
-            extras = f',"token_ids":{dump(delta.tokens)}'
-            if delta.is_first and not self._chat:
-                extras += f',"prompt_token_ids":{dump(choice.prompt.request.prompt)}'
-        close = "}" if self._chat else ""
-        return (
-            f'{state.head}{encode_basestring_ascii(text)}{close},"logprobs":{logprobs},"finish_reason":{finish}'
-            f"{extras}}}]{self._usage_so_far()}}}\n\n"
-        )
-
-    def _finish(self, delta: TextDelta) -> str:
-        """Return the finish reason and the stop reason as JSON."""
-        if delta.finish is None:
-            return "null"
-        return f'"{delta.finish}","stop_reason":{dump(self._stop_reason(delta))}'
-
-    def _usage_so_far(self) -> str:
-        if not self._include_usage:
-            return ""
-        return f',"usage":{dump(self.usage()) if self._body.continuous_usage else "null"}'
 
     def ending(self) -> bytes:
         """Return the event that ends the stream, after the usage if the client requested it."""
-        usage = event(self._whole | {"choices": [], "usage": self.usage()}) if self._include_usage else b""
-        return usage + DONE
+        if not self._body.stream_options.include_usage:
+            return DONE
+        return event(self._envelope | {"choices": [], "usage": self.usage()}) + DONE
 
     # Whole answers
 
     def collect(self, choice: OutputProcessor, delta: TextDelta) -> None:
-        state = self._choices[choice.index]
-        state.texts.append(delta.text)
-        state.tokens += delta.tokens
-        state.entries += delta.logprobs
-        state.last = delta
+        self._collected[choice.index].append(delta)
 
     def answer(self) -> dict[str, Any]:
         """Return the whole response, after all deltas are collected."""
         choices = [self._whole_choice(choice) for choice in self._output.choices]
-        whole = self._whole | {"choices": choices, "usage": self.usage()}
-        if self._chat and self._body.return_token_ids:
-            whole["prompt_token_ids"] = self._output.prompts[0].request.prompt
-        if self._chat and self._body.prompt_logprobs is not None:
-            whole["prompt_logprobs"] = self._prompt_logprobs(self._output.prompts[0])
-        return whole
+        of_prompt = self._of_prompt(self._output.prompts[0]) if self._is_chat else {}
+        return self._envelope | {"choices": choices, "usage": self.usage()} | of_prompt
 
     def _whole_choice(self, choice: OutputProcessor) -> dict[str, Any]:
-        state = self._choices[choice.index]
-        text = self._echoed(choice) + "".join(state.texts)
-        whole: dict[str, Any] = {"index": choice.index}
-        whole |= {"message": {"role": "assistant", "content": text, "refusal": None}} if self._chat else {"text": text}
-        wanted = self._body.num_logprobs is not None
-        whole["logprobs"] = self._logprobs(choice, state.entries, is_first=True) if wanted else None
-        whole |= {"finish_reason": state.last.finish, "stop_reason": self._stop_reason(state.last)}
+        deltas = self._collected[choice.index]
+        text = self._echoed(choice) + "".join(delta.text for delta in deltas)
+        whole: dict[str, Any] = {"index": choice.index, "logprobs": None}
+        whole |= (
+            {"message": {"role": "assistant", "content": text, "refusal": None}} if self._is_chat else {"text": text}
+        )
+        if self._body.num_logprobs is not None:
+            whole["logprobs"] = self._logprobs(choice, [e for delta in deltas for e in delta.logprobs], is_first=True)
+        whole |= {"finish_reason": deltas[-1].finish, "stop_reason": self._stop_reason(deltas[-1])}
         if self._body.return_token_ids:
-            whole["token_ids"] = state.tokens
-            if not self._chat:
-                whole["prompt_token_ids"] = choice.prompt.request.prompt
-        if not self._chat and self._body.prompt_logprobs is not None:
-            whole["prompt_logprobs"] = self._prompt_logprobs(choice.prompt)
-        return whole
+            whole["token_ids"] = [token for delta in deltas for token in delta.tokens]
+        return whole if self._is_chat else whole | self._of_prompt(choice.prompt)
+
+    def _of_prompt(self, prompt: PromptOutput) -> dict[str, Any]:
+        """Return the fields about a prompt that the client requested."""
+        found: dict[str, Any] = {"prompt_token_ids": prompt.request.prompt} if self._body.return_token_ids else {}
+        if self._body.prompt_logprobs is not None:
+            found["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt.logprobs, self._body.prompt_logprobs)
+        return found
 
     # Both
 
@@ -182,18 +155,100 @@ class ResponseFormatter:
             "prompt_tokens_details": {"cached_tokens": self._output.num_cached},
         }
 
+    def _echoed(self, choice: OutputProcessor) -> str:
+        return "" if self._echo is None else self._echo[choice.index // self._body.n]
+
     def _stop_reason(self, delta: TextDelta) -> str | int | None:
         """Return the stop string or the id from `stop_token_ids` that ended the choice, or None for another reason."""
         reason = delta.stop_reason
         return None if isinstance(reason, int) and reason not in self._body.stop_token_ids else reason
 
     def _logprobs(self, choice: OutputProcessor, entries: list[Logprobs], *, is_first: bool) -> dict[str, Any]:
-        table = self._choices[choice.index].logprobs
+        table = self._tables[choice.index]
         if table is None:
             return chat_logprobs(self._tokenizer, entries, self._body.num_logprobs or 0)
         if is_first and self._echo is not None:
-            return table.table([*choice.prompt.logprobs, *entries], choice.prompt.request.prompt[0])
-        return table.table(entries)
+            return table.format([*choice.prompt.logprobs, *entries], choice.prompt.request.prompt[0])
+        return table.format(entries)
 
-    def _prompt_logprobs(self, prompt: PromptOutput) -> list[dict[str, Any] | None]:
-        return prompt_logprobs(self._tokenizer, prompt.logprobs, self._body.prompt_logprobs or 0)
+
+class CompletionLogprobs:
+    """Formats logprobs for completions. It counts the text's characters for the offsets, so each sample has its own."""
+
+    def __init__(self, tokenizer: Tokenizer, num_top: int, skipped: frozenset[int], num_stripped: int) -> None:
+        """Tokens in `skipped` add no text. The first `num_stripped` leading spaces are not part of the text."""
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._skipped = skipped
+        self._offset = 0
+        self._num_stripped = num_stripped
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def format(self, entries: Sequence[Logprobs], unscored: int | None = None) -> dict[str, Any]:
+        """Return the four lists for the next tokens. `unscored` is a prompt's first token, which has no logprob."""
+        rows: list[tuple[int, float | None, dict[str, float] | None]]
+        rows = [] if unscored is None else [(unscored, None, None)]
+        rows += [(entry.token, _finite(entry.logprob), self._top(entry)) for entry in entries]
+        return {
+            "text_offset": [self._place(token) for token, _, _ in rows],
+            "token_logprobs": [logprob for _, logprob, _ in rows],
+            "tokens": [self._tokenizer.token_text(token) for token, _, _ in rows],
+            "top_logprobs": [top for _, _, top in rows],
+        }
+
+    def _place(self, token: int) -> int:
+        """Return the offset at which the token's text begins, and advance past the text. All tokens that share a
+        character have the offset of that character."""
+        at = self._offset
+        if token not in self._skipped:
+            text = self._decoder.decode(self._tokenizer.vocabulary.bytes_of(token))
+            while self._num_stripped and text:
+                self._num_stripped = self._num_stripped - 1 if text[0] == " " else 0
+                text = text[1:] if text[0] == " " else text
+            self._offset += len(text)
+        return at
+
+    def _top(self, entry: Logprobs) -> dict[str, float]:
+        """Return the logprobs of the most likely tokens and of the sampled token."""
+        top = {self._tokenizer.token_text(entry.token): _finite(entry.logprob)}
+        for token, logprob in _alternatives(entry, self._num_top):
+            top.setdefault(self._tokenizer.token_text(token), _finite(logprob))
+        return top
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[Logprobs], num_top: int) -> dict[str, Any]:
+    """Format logprobs for chat completions. From `bytes`, clients can assemble characters split across tokens."""
+
+    def shown(token: int, logprob: float) -> dict[str, Any]:
+        data = list(tokenizer.vocabulary.bytes_of(token))
+        return {"token": tokenizer.token_text(token), "logprob": _finite(logprob), "bytes": data}
+
+    content = [
+        shown(entry.token, entry.logprob) | {"top_logprobs": [shown(*each) for each in _alternatives(entry, num_top)]}
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[Logprobs], num_top: int) -> list[dict[str, Any] | None]:
+    """Format a prompt's logprobs as vLLM does: for each token, a map from token id to entry. The map has the prompt's
+    token and the most likely ones. The first token has no logprobs."""
+
+    def shown(token: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(token)}
+
+    rows: list[dict[str, Any] | None] = [None]
+    for entry in entries:
+        row = {str(entry.token): shown(entry.token, entry.logprob, entry.rank)}
+        for rank, (token, logprob) in enumerate(_alternatives(entry, num_top), 1):
+            row.setdefault(str(token), shown(token, logprob, rank))
+        rows.append(row)
+    return rows
+
+
+def _finite(logprob: float) -> float:
+    return max(FLOOR, logprob)  # with the arguments in this order, NaN also becomes FLOOR
+
+
+def _alternatives(entry: Logprobs, num_top: int) -> list[tuple[int, float]]:
+    return list(zip(entry.top_tokens[:num_top], entry.top_logprobs[:num_top], strict=True))

@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
@@ -81,7 +82,7 @@ class ChatTemplate:
         self._source = source
         self._tokens = tokens
         names = sorted((re.escape(name) for name in special if name), key=len, reverse=True)
-        self._special = re.compile("|".join(names)) if names else None
+        self._special = re.compile("|".join(names) or "(?!)")  # the latter matches nothing
         self._lock = threading.Lock()
         self._start()
 
@@ -89,9 +90,7 @@ class ChatTemplate:
     def load(cls, directory: Path, config: dict[str, Any], special: Sequence[str]) -> "ChatTemplate | None":
         """Return the model's template, or None if it has none. Raises ConfigError when it does not compile."""
         source = _source(directory, config)
-        if source is None:
-            return None
-        return cls(source, special_tokens(config), special)
+        return None if source is None else cls(source, special_tokens(config), special)
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool, continue_final_message: bool
@@ -101,32 +100,28 @@ class ChatTemplate:
         Raises RequestError when the template refuses the conversation, fails, or exceeds its time or memory.
         """
         mark = f"\ue000{secrets.token_hex(8)}\ue001"  # random, so that no client can forge or remove it
-        marked = [self._marked(message, mark) for message in messages]
+        marked = [
+            {key: self._special.sub(lambda found: mark + found[0], text) for key, text in message.items()}
+            for message in messages
+        ]
         given = {"messages": marked, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
-        text = self._render_in_child(self._tokens | given)
-        if continue_final_message:
-            text = _up_to_the_end_of(marked[-1]["content"], text)
-        parts = text.split(mark)
-        return "".join(parts), list(accumulate(len(part) for part in parts[:-1]))
-
-    def _marked(self, message: Message, mark: str) -> Message:
-        special = self._special
-        if special is None:
-            return message
-        return {key: special.sub(lambda found: mark + found[0], text) for key, text in message.items()}
-
-    def _render_in_child(self, values: dict[str, object]) -> str:
         with self._lock:
             if self._process.poll() is not None:
                 self._start()
-            answer = self._ask(values)
-        if answer is None:
-            _reject("it takes too long or too much memory")
+            answer = self._ask(self._tokens | given)
         if "refused" in answer:
-            _reject(answer["refused"])
+            raise RequestError(f"The chat template refuses this conversation: {answer['refused']}", "messages")
         if "failed" in answer:
             raise RequestError("The chat template cannot render this conversation.", "messages")
-        return answer["text"]
+        text = answer["text"]
+        if continue_final_message:  # drop what the template writes after the message
+            end = marked[-1]["content"].strip()
+            at = text.rfind(end)
+            if at < 0:
+                raise RequestError("The chat template changes the final message; it cannot be continued.", "messages")
+            text = text[: at + len(end)]
+        parts = text.split(mark)
+        return "".join(parts), list(accumulate(len(part) for part in parts[:-1]))
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
@@ -136,24 +131,20 @@ class ChatTemplate:
             cwd=Path(__file__).parents[2],  # the package `router` is importable from this directory
         )
         self._stop = weakref.finalize(self, _kill, self._process)
-        answer = self._ask(self._source)
-        if answer is None or "failed" in answer:
-            reason = answer["failed"] if answer else "it takes too long or too much memory"
-            raise ConfigError(f"the model's chat template does not compile: {reason}")
+        if reasons := self._ask(self._source):
+            raise ConfigError(f"the model's chat template does not compile: {next(iter(reasons.values()))}")
 
-    def _ask(self, question: object) -> dict[str, str] | None:
-        """Return the child's answer, or None if it died."""
+    def _ask(self, question: object) -> dict[str, str]:
+        """Return the child's answer. A child without an answer has exceeded its time or memory, and was killed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        line = b""
-        with contextlib.suppress(OSError):
+        try:
             self._process.stdin.write(json.dumps(question).encode() + b"\n")
             self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        if not line.endswith(b"\n"):
+            answer: dict[str, str] = json.loads(self._process.stdout.readline())
+        except (OSError, ValueError):
             self._stop()
-            return None
-        answer: dict[str, str] = json.loads(line)
+            return {"refused": "it takes too long or too much memory"}
         return answer
 
 
@@ -163,19 +154,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         process.communicate()
 
 
-def _reject(message: str) -> NoReturn:
-    raise RequestError(f"The chat template refuses this conversation: {message}", "messages")
-
-
-def _up_to_the_end_of(content: str, text: str) -> str:
-    """Cut off what the template writes after the last message, so that the answer continues that message."""
-    at = text.rfind(content.strip())
-    if at < 0:
-        raise RequestError("The chat template changes the final message; it cannot be continued.", "messages")
-    return text[: at + len(content.strip())]
-
-
-# ---- the child process -------------------------------------------------------------------------------------------
+# The rest of this module runs in the child process.
 
 
 class TemplateRefusedError(Exception):
@@ -186,16 +165,11 @@ def _raise_exception(message: object) -> NoReturn:
     raise TemplateRefusedError(str(message)[:200])
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    """Replace Jinja's own filter, which escapes HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
 def _compile(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own filter escapes HTML
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": lambda form: datetime.now().strftime(str(form)),
@@ -222,11 +196,6 @@ def _render(template: jinja2.Template, values: dict[str, Any]) -> dict[str, str]
         return {"failed": f"{type(error).__name__}: {error}"[:200]}
 
 
-def _answer(value: dict[str, str]) -> None:
-    sys.stdout.write(json.dumps(value) + "\n")
-    sys.stdout.flush()
-
-
 def main() -> None:
     """Render conversations from standard input until it ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -237,13 +206,13 @@ def main() -> None:
     try:
         template = _compile(source)
     except (jinja2.TemplateError, ArithmeticError, RecursionError, MemoryError) as error:
-        _answer({"failed": str(error)[:200] or type(error).__name__})
+        print(json.dumps({"failed": str(error)[:200] or type(error).__name__}))
         return
-    _answer({})
+    print("{}", flush=True)
     signal.alarm(0)
     for line in sys.stdin:
         signal.alarm(RENDER_S)
-        _answer(_render(template, json.loads(line)))
+        print(json.dumps(_render(template, json.loads(line))), flush=True)
         signal.alarm(0)
 
 

@@ -1,7 +1,8 @@
 """Detokenization as tokens arrive, and stop strings.
 
-A detokenizer never changes text that it has returned. It processes the bytes of each new token once, so that its cost
-does not grow with the length of the row. The pieces concatenate to the tokenizer's own decoding of the whole row.
+A detokenizer turns one row of tokens into text, which it returns as soon as no later token can change it. It processes
+the bytes of each new token once, so that its cost does not grow with the length of the row. The pieces concatenate to
+the tokenizer's own decoding of the whole row.
 
 `tokenizers.decoders.DecodeStream` does not guarantee this. While its text ends with U+FFFD, it holds the text back and
 decodes all of it again for each token: a row of 4,000 bytes 0xFF returns no text and takes 740 us for each token. It
@@ -12,7 +13,8 @@ import codecs
 import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from functools import cache
+from typing import Any
 
 import tokenizers
 
@@ -35,15 +37,6 @@ def _byte_alphabet() -> dict[str, int]:
 BYTE_ALPHABET = _byte_alphabet()
 
 
-class Detokenizer(Protocol):
-    """Turns one row of tokens into text, and returns text as soon as no later token can change it."""
-
-    def push(self, tokens: Iterable[int]) -> str: ...
-
-    def finish(self) -> str:
-        """Return the rest at the end of the row, with partial characters replaced as the tokenizer does."""
-
-
 class TokenVocabulary:
     """The text or bytes that each token id stands for. It reads the tokenizer's decoder once, and caches each token on
     first use. A Tokenizer owns it; it is thread-safe."""
@@ -58,14 +51,13 @@ class TokenVocabulary:
         self._replacements: list[tuple[str, str]] = []
         self.byte_level = False
         self.strip_start = 0  # how many leading spaces a whole text loses
-        self._read_decoder(written["decoder"])
+        self._read_decoder(written["decoder"] or {"type": None})
         self.most_bytes = _most_bytes(written)
-        self._bytes: dict[int, bytes] = {}
-        self._pieces: dict[int, str | int | None] = {}
+        self.piece = cache(self._read_piece)
+        self.bytes_of = cache(self._read_bytes)
 
-    def _read_decoder(self, decoder: dict[str, Any] | None) -> None:
+    def _read_decoder(self, decoder: dict[str, Any]) -> None:
         """Read a byte-level or byte-fallback decoder. Raises ConfigError for any other."""
-        decoder = decoder or {"type": None}
         steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         kinds = [step["type"] for step in steps]
         if kinds == ["ByteLevel"]:
@@ -81,13 +73,9 @@ class TokenVocabulary:
             elif step["type"] in ("Replace", "Strip"):
                 raise ConfigError(f"tokenizer.json: decoder step {step} is not supported")
 
-    def piece(self, token: int) -> str | int | None:
+    def _read_piece(self, token: int) -> str | int | None:
         """Return a token's text, the byte of a byte-fallback token, or None for an unknown id."""
-        if token not in self._pieces:
-            self._pieces[token] = self._read_piece(self._tokenizer.id_to_token(token))
-        return self._pieces[token]
-
-    def _read_piece(self, text: str | None) -> str | int | None:
+        text: str | None = self._tokenizer.id_to_token(token)
         if text is None or self.byte_level:
             return text
         for pattern, content in self._replacements:
@@ -95,17 +83,14 @@ class TokenVocabulary:
         byte = BYTE_TOKEN.fullmatch(text)
         return int(byte[1], 16) if byte else text
 
-    def bytes_of(self, token: int) -> bytes:
+    def _read_bytes(self, token: int) -> bytes:
         """Return the token's share of the text's UTF-8, which may be part of a character."""
-        if token not in self._bytes:
-            piece = self.piece(token)
-            if piece is None or isinstance(piece, int):
-                self._bytes[token] = b"" if piece is None else bytes([piece])
-            elif self.byte_level and all(character in BYTE_ALPHABET for character in piece):
-                self._bytes[token] = bytes(BYTE_ALPHABET[character] for character in piece)
-            else:
-                self._bytes[token] = piece.encode()
-        return self._bytes[token]
+        piece = self.piece(token)
+        if piece is None or isinstance(piece, int):
+            return b"" if piece is None else bytes([piece])
+        if self.byte_level and all(character in BYTE_ALPHABET for character in piece):
+            return bytes(BYTE_ALPHABET[character] for character in piece)
+        return piece.encode()
 
 
 def _most_bytes(written: dict[str, Any]) -> int:
@@ -176,9 +161,8 @@ class ByteFallbackDetokenizer:
         return self._stripped(self._end_of_run())
 
     def _end_of_run(self) -> str:
-        run, spoilt = bytes(self._run), self._spoilt
-        self._run.clear()
-        self._spoilt = False
+        run, spoilt = self._run, self._spoilt
+        self._run, self._spoilt = bytearray(), False
         try:
             return REPLACEMENT * len(run) if spoilt else run.decode()
         except UnicodeDecodeError:
@@ -196,13 +180,14 @@ class ByteFallbackDetokenizer:
         return text
 
     def _stripped(self, text: str) -> str:
-        while self._strip and text:
-            if text[0] != " ":
-                self._strip = 0
-                break
-            self._strip -= 1
-            text = text[1:]
+        if self._strip and text:
+            num_spaces = min(self._strip, len(text) - len(text.lstrip(" ")))
+            self._strip = self._strip - num_spaces if num_spaces == len(text) else 0
+            text = text[num_spaces:]
         return text
+
+
+Detokenizer = ByteLevelDetokenizer | ByteFallbackDetokenizer
 
 
 class StopStrings:
@@ -229,7 +214,9 @@ class StopStrings:
             end, start, self.matched = min(ends)
             self._held = ""
             return text[: end if self._include else start]
-        cut = len(text) - self._partial(text)
+        cut = len(text) - max(
+            (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0
+        )
         self._held = text[cut:]
         return text[:cut]
 
@@ -237,14 +224,3 @@ class StopStrings:
         """Return what was held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
-
-    def _partial(self, text: str) -> int:
-        """Return the length of the longest tail of `text` that begins a stop string."""
-        longest = 0
-        for stop in self._stops:
-            at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-            while at >= 0 and not stop.startswith(text[at:]):
-                at = text.find(stop[0], at + 1)
-            if at >= 0:
-                longest = max(longest, len(text) - at)
-        return longest

@@ -6,7 +6,6 @@ A dangerous pattern has a group that repeats without bound and contains alternat
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import tokenizers
@@ -20,25 +19,18 @@ PIECE = re.compile(
 
 def check_patterns(tokenizer: tokenizers.Tokenizer) -> None:
     """Raise ValueError, which names the pattern, if one may take exponential time."""
+
+    def check(value: dict[str, Any]) -> None:
+        pattern = value.get("Regex")
+        if isinstance(pattern, str) and may_backtrack_exponentially(pattern):
+            raise ValueError(
+                f"the pattern {pattern[:80]!r} repeats a group that contains a repeat or alternatives, which may "
+                "take exponential time to match; use a character class instead"
+            )
+
     for part in (tokenizer.normalizer, tokenizer.pre_tokenizer):
-        if part is None:
-            continue
-        for pattern in _patterns(json.loads(part.__getstate__())):
-            if may_backtrack_exponentially(pattern):
-                raise ValueError(
-                    f"the pattern {pattern[:80]!r} repeats a group that contains a repeat or alternatives, which may "
-                    "take exponential time to match; use a character class instead"
-                )
-
-
-def _patterns(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        if isinstance(value.get("Regex"), str):
-            yield value["Regex"]
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            yield from _patterns(item)
+        if part is not None:
+            json.loads(part.__getstate__(), object_hook=check)
 
 
 def may_backtrack_exponentially(pattern: str) -> bool:

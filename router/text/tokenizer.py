@@ -76,12 +76,9 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if not add_special_tokens:
             return ids
-        front, back = self._front, self._back
-        if front is not None and ids[:1] != [front]:
-            ids = [front, *ids]
-        if back is not None and ids[-1:] != [back]:
-            ids = [*ids, back]
-        return ids
+        front = [] if self._front is None or ids[:1] == [self._front] else [self._front]
+        back = [] if self._back is None or ids[-1:] == [self._back] else [self._back]
+        return front + ids + back
 
     def encode_chat(
         self,
@@ -108,14 +105,10 @@ class Tokenizer:
             return self.encode(text, add_special_tokens)
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = []
-        spelling: dict[str, list[int]] = {}
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             place = bisect_left(spelt, start)
             if token in self.vocabulary.special and place < len(spelt) and spelt[place] < end:
-                name = text[start:end]
-                if name not in spelling:
-                    spelling[name] = self._as_text.encode(name, add_special_tokens=False).ids
-                ids += spelling[name]
+                ids += self._as_text.encode(text[start:end], add_special_tokens=False).ids
             else:
                 ids.append(token)
         return ids

@@ -1,7 +1,6 @@
 """The messages of the control plane. Each is a slotted dataclass, sent as a msgpack array in field order.
 
-New fields are appended, with a default, and no field is removed, so that one version understands the next. Sequences
-of token ids are sent as bytes (`pack_ids`), since a list of integers takes a hundred times as long to check and copy.
+Token ids are sent as bytes (`pack_ids`): a list of integers takes a hundred times as long to check and copy.
 """
 
 from array import array
@@ -216,11 +215,6 @@ class NodeInfo:
     state: str = "ready"
     attributes: dict[str, str] = field(default_factory=dict)  # other settings; comparisons and placement use them
     shared_pool_owner: str = ""  # incarnation id of the decode node in whose pool it computes, if any
-
-
-@dataclass(slots=True)
-class JoinReply:
-    router: str
 
 
 @dataclass(slots=True)

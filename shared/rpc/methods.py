@@ -18,7 +18,6 @@ from shared.rpc.connection import ANSWER_S, SERVER_ANSWER_S, RpcChannel, RpcList
 from shared.rpc.messages import (
     Ack,
     CommitRequest,
-    JoinReply,
     NodeInfo,
     NodeUpdate,
     PushedNotice,
@@ -85,7 +84,7 @@ class PeerError(Exception):
     """The peer rejected the call, is gone, or did not answer in time. Another peer may succeed."""
 
 
-JOIN = Rpc("/baton.Registry/Join", NodeInfo, JoinReply, streams=True)
+JOIN = Rpc("/baton.Registry/Join", NodeInfo, Ack, streams=True)
 ATTACH = Rpc("/baton.Node/Attach", RouterCommand, NodeUpdate, streams=True)
 SET_ROLE = Rpc("/baton.Node/SetRole", SetRoleRequest, Ack)
 RESERVE = Rpc("/baton.Decode/Reserve", ReserveRequest, ReserveReply)

@@ -118,7 +118,7 @@ FOR_ROUTERS: dict[str, tuple[Breaking, str]] = {
 
 @pytest.mark.timeout(300)  # a router that starts all the same serves until then
 @pytest.mark.parametrize(("breaking", "complaint"), FOR_ROUTERS.values(), ids=FOR_ROUTERS)
-def test_a_router_ends_with_one_line(
+def test_a_router_exits_with_one_line(
     breaking: Breaking, complaint: str, directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     breaking(directory)
@@ -184,7 +184,7 @@ FOR_NODES: dict[str, tuple[Breaking, str]] = {
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("breaking", "complaint"), FOR_NODES.values(), ids=FOR_NODES)
-def test_a_node_ends_with_one_line(
+def test_a_node_exits_with_one_line(
     breaking: Breaking, complaint: str, directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     breaking(directory)
@@ -255,6 +255,9 @@ WILD = {
         "{% set ns = namespace(x=[0]) %}{% for i in range(64) %}{% set ns.x = ns.x + ns.x %}{% endfor %}", "memory"
     ),
     "too long": ("{% for i in range(99999) %}{{ 'xxxxxxxxxx' * 1000 }}{% endfor %}", "too long"),
+    "its own error": ("{{ raise_exception('alternate roles, please') }}", "alternate roles"),
+    "an attribute of nothing": ("{{ messages[0].content.nothing.at_all }}", "cannot render"),
+    "a long range": ("{{ range(10**9) | list }}", "cannot render"),
     "a macro for ever": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "cannot render"),
 }  # fmt: skip
 
@@ -265,7 +268,7 @@ def test_a_hostile_template_is_rejected(source: str, complaint: str) -> None:
         rendered(ChatTemplate(source, {}, []))
 
 
-def test_after_a_template_that_did_not_end_the_next_conversation_is_written() -> None:
+def test_the_template_works_after_a_timeout() -> None:
     source = "{% if messages[0].content == 'loop' %}{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
     template = ChatTemplate(source + "{% endif %}<{{ messages[0].content }}>", {}, [])
     began = time.monotonic()
@@ -275,7 +278,7 @@ def test_after_a_template_that_did_not_end_the_next_conversation_is_written() ->
     assert rendered(template) == "<hello>"
 
 
-def test_the_renderers_process_ends_with_its_template() -> None:
+def test_the_child_process_ends_with_its_template() -> None:
     before = set(psutil.Process().children())
     template = ChatTemplate("x", {}, [])
     (process,) = set(psutil.Process().children()) - before

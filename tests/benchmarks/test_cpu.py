@@ -11,8 +11,9 @@ import pytest
 
 from benchmarks import __main__ as entry
 from benchmarks import cpu
+from benchmarks.cpu import FP32, LLAMA_F32, VLLM_FP32
 from benchmarks.models import SHAPES, checkpoint
-from benchmarks.peers.workers import FP32, LLAMA_F32, VLLM_FP32, CpuOptions, PeerWorker, WorkerError, WorkerPool
+from benchmarks.process import PeerFailedError, PeerProcess
 from engine.models.config import ModelConfig
 
 
@@ -22,10 +23,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ours(models: Path) -> Iterator[PeerWorker]:
-    worker = PeerWorker(sys.executable, "baton", {"model": str(checkpoint("tiny", directory=models)), "threads": 1})
-    yield worker
-    worker.close()
+def ours(models: Path) -> Iterator[PeerProcess]:
+    options = {"model": str(checkpoint("tiny", directory=models)), "threads": 1}
+    with PeerProcess("benchmarks.peers.baton", options, pauses=True) as worker:
+        yield worker
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -45,15 +46,20 @@ def test_a_checkpoint_is_made_once(models: Path) -> None:
         checkpoint("7b", directory=models)
 
 
-def test_our_worker_times_each_kind_of_work(ours: PeerWorker) -> None:
+def test_our_worker_times_each_kind_of_work_and_is_stopped_in_between(ours: PeerProcess) -> None:
     assert ours.call("prefill", tokens=64) > 0
     assert ours.call("decode", batch=3, context=32, steps=4) > 0
-    mixed = ours.call("mixed", prompt=128, budget=32)
-    assert 0 < mixed["worst_gap_s"] <= mixed["ttft_s"] * 2
+    for ahead in (False, True):
+        times = ours.call("step_times", batch=3, context=32, steps=8, ahead=ahead)
+        assert all(0 <= us < 60e6 for us in times.values())
     assert ours.peak_bytes > 50e6
+    deadline = time.monotonic() + 10  # a signal takes effect some time later
+    while (state := Path(f"/proc/{ours.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]) != "T":
+        assert time.monotonic() < deadline, state
+        time.sleep(0.01)
 
 
-def test_our_logprobs_do_not_depend_on_the_call_before(ours: PeerWorker) -> None:
+def test_our_logprobs_do_not_depend_on_the_call_before(ours: PeerProcess) -> None:
     first = ours.call("logprobs", tokens=[5, 6, 7])
     ours.call("decode", batch=2, context=16, steps=2)
     assert len(first) == 20
@@ -61,50 +67,32 @@ def test_our_logprobs_do_not_depend_on_the_call_before(ours: PeerWorker) -> None
     assert sum(math.exp(value) for value in first.values()) < 1
 
 
-def test_a_failed_call_reports_why_and_the_worker_continues(ours: PeerWorker) -> None:
-    with pytest.raises(WorkerError, match="no_such_call"):
-        ours.call("no_such_call")
-    with pytest.raises(WorkerError, match="_start"):
-        ours.call("_start")
+def test_a_failure_is_reported_in_one_line_and_the_worker_continues(ours: PeerProcess) -> None:
+    for call in ("no_such_call", "_start"):
+        with pytest.raises(PeerFailedError, match=call):
+            ours.call(call)
     assert ours.call("prefill", tokens=8) > 0
-
-
-def test_a_worker_that_cannot_load_reports_why() -> None:
-    with pytest.raises(WorkerError, match="no-such-model"):
-        PeerWorker(sys.executable, "baton", {"model": "/no-such-model", "threads": 1})
-    with pytest.raises(WorkerError, match="no-such-python"):
-        PeerWorker("/no-such-python", "baton", {"threads": 1})
-
-
-def test_an_idle_worker_is_stopped(ours: PeerWorker) -> None:
-    ours.call("prefill", tokens=8)
-    deadline = time.monotonic() + 10  # a signal takes effect some time later
-    while (state := Path(f"/proc/{ours.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]) != "T":
-        assert time.monotonic() < deadline, state
-        time.sleep(0.01)
-
-
-def test_peers_that_are_not_installed_are_named(models: Path) -> None:
-    pool = WorkerPool(CpuOptions("tiny", 1, models))
-    assert pool.get(LLAMA_F32) is None
-    assert pool.get(VLLM_FP32) is None
-    assert "BATON_PEER_LLAMA" in pool.failed[LLAMA_F32]
-    assert "BATON_PEER_VLLM" in pool.failed[VLLM_FP32]
+    with pytest.raises(PeerFailedError, match="no-such-model"):
+        PeerProcess("benchmarks.peers.baton", {"model": "/no-such-model", "threads": 1})
+    with pytest.raises(PeerFailedError, match="no-such-python"):
+        PeerProcess("benchmarks.peers.baton", {}, python="/no-such-python")
 
 
 def test_a_run_keeps_the_rows_of_the_run_before(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "cpu.json"
     for name in ("BATON_PEER_LLAMA", "BATON_PEER_VLLM"):
         monkeypatch.delenv(name, raising=False)
-    for rows in ("chunked", "prefill"):
+    for rows in ("memory", "prefill"):
         flags = ["--model", "tiny", "--rows", rows, "--repeats", "1", "--threads", "1", "--directory", str(models)]
         monkeypatch.setattr(sys, "argv", ["benchmarks", "cpu", *flags, "--out", str(out)])
         entry.main()
     report = json.loads(out.read_text())
-    assert set(report["runs"]) == {"chunked", "prefill"}
+    assert set(report["runs"]) == {"memory", "prefill"}
     labels = [row[0] for row in report["tables"][0]["rows"]]
-    assert labels == ["prefill 512 (prefill)", "prefill 2,048 (prefill)", "one prompt of 4,096, chunked"]
-    assert report["runs"]["prefill"]["without"].keys() == {LLAMA_F32, VLLM_FP32}
+    assert labels == ["prefill 512 (prefill)", "prefill 2,048 (prefill)", "peak memory with 0.4 GiB of KV, GB"]
+    without = report["runs"]["prefill"]["without"]
+    assert "BATON_PEER_LLAMA" in without[LLAMA_F32]
+    assert "BATON_PEER_VLLM" in without[VLLM_FP32]
 
 
 def test_rows_are_judged_against_the_better_peer_and_their_bound() -> None:
@@ -116,16 +104,12 @@ def test_rows_are_judged_against_the_better_peer_and_their_bound() -> None:
     assert cpu.compared_row("alone", {FP32: [3.0]}, FP32, 1.1)[3:] == [None, "≥ 1.1", ""]
 
 
-def test_an_unknown_entry_lists_the_known_ones(
+def test_every_entry_loads_and_an_unknown_one_lists_the_known(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert len({entry.load(name) for name in entry.BENCHMARKS}) == len(entry.BENCHMARKS)
     monkeypatch.setattr(sys, "argv", ["benchmarks", "nothing"])
     with pytest.raises(SystemExit, match="2"):
         entry.main()
     printed = capsys.readouterr().out
     assert all(f"  {name} " in printed for name in entry.BENCHMARKS)
-
-
-@pytest.mark.parametrize("name", entry.BENCHMARKS)
-def test_every_entry_loads_a_main_of_its_own(name: str) -> None:
-    assert entry.load(name).__module__.rpartition(".")[2] in {name, name.removeprefix("gpu_")}

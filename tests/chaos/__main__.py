@@ -119,7 +119,7 @@ def document(reports: list[Report], apart: list[list[Cell]], requests: int) -> R
     return Result(
         "chaos",
         "Two prefill and two decode nodes, one router, all real processes on one host; 8 clients stream prompts of 20 "
-        f"to 6,000 tokens, at least {requests} requests a row, with the hash model, whose tokens prove that the right "
+        f"to 6,000 tokens, at least {requests} requests per row, with the hash model, whose tokens prove that the right "
         "KV arrived. Nodes that exit are restarted.",
         tables,
         [dict(zip(COLUMNS, cells(report), strict=True)) | {"name": report.row.name, "restarted": report.restarts}

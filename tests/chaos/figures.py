@@ -302,7 +302,7 @@ def main(arguments: list[str]) -> int:
     result = Result(
         "figures",
         "Emulated nodes with steps of 8 ms and more where tokens are timed, 8 clients; else the hash or the demo model.",
-        [Table("Promises beside the matrix", ["what", "measured", "goal", "met"], rows)],
+        [Table("Promises outside the matrix", ["what", "measured", "goal", "met"], rows)],
         command="python -m tests.chaos figures",
     )
     print(result.tables[0].markdown()) if chosen.no_write else result.finish()

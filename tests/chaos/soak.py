@@ -68,8 +68,8 @@ def main(arguments: list[str]) -> int:
         rows = slopes(soaked.samples, chosen.warm_up * 60)
     bad += [f"{row[0]} grows: {row[-1]}" for row in rows if row[-1]]
     table = Table(
-        "Slopes after the warm-up", ["process", "lives", "samples", "MiB at the end", "MiB an hour", "±", "descriptors an hour",
-        "±", "threads an hour", "±", "grows"], rows,
+        "Slopes after the warm-up", ["process", "lives", "samples", "MiB at the end", "MiB per hour", "±", "descriptors per hour",
+        "±", "threads per hour", "±", "grows"], rows,
     )  # fmt: skip
     outcomes = soaked.outcomes
     counts = [

@@ -77,7 +77,7 @@ def test_a_killed_router_breaks_its_own_streams_and_no_others() -> None:
 
 
 def test_a_soak_distinguishes_growth_from_fluctuation() -> None:
-    """A sawtooth of 12 MiB, as of histories that fill up and are thrown away, with and without 40 MiB an hour."""
+    """A sawtooth of 12 MiB, as of histories that fill up and are thrown away, with and without 40 MiB per hour."""
     samples = [
         Sample(name, at_s, at_s, Count(pid, 100 + 12 * (at_s % 240) / 240 + leak * at_s / 3600, 5))
         for at_s in range(0, 3600, 10)

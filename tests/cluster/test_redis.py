@@ -252,7 +252,7 @@ class Server:
         return len([*redis.Redis(port=self._port).scan_iter("baton:default:node:*")])
 
 
-def test_no_request_fails_whatever_happens_to_redis(tmp_path: Path) -> None:
+def test_no_request_fails_during_any_fault_of_redis(tmp_path: Path) -> None:
     """Each fault lasts until it is detected, with load on two routers; after it, both have all nodes again."""
     with redis_here(tmp_path) as (port, server), relay_to(port) as ours, relay_to(port) as theirs:
         threading.Timer(1.0, server.start).start()  # processes start before it, and wait

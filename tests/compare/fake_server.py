@@ -51,7 +51,7 @@ class FakeServer:
         await response.write(b"data: [DONE]\n\n")
         if model == "stays":
             await asyncio.sleep(30)
-        if model == "send_kv":
+        if model == "leaves":
             await asyncio.sleep(0.1)
             request.transport.close()
         return response

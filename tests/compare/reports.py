@@ -6,8 +6,6 @@ import math
 import random
 from typing import Any
 
-from compare.report.schema import problems_of
-
 HOSTILE = "</script><img src=x onerror=\"document.title='broken'\">{{data}}"
 ARMS = {"colocated:2": (0, 2), "disaggregated:1p1d": (1, 1), "colocated:2@prefill_first": (0, 2)}
 UNIX_MS = 1_700_000_000_000.0
@@ -89,7 +87,6 @@ def bare() -> dict[str, Any]:
     report["curves"] = {"ecdf": {"ttft_ms": {}, "tbt_ms": {}, "ttst_ms": {}}, "attainment": None}
     report["parity"] = {"equal": False, "facts": []}
     report["verdict"] = {"sentence": "No verdict.", "cause": None, "flips": None, "interval": None}
-    assert problems_of(report) == []
     return report
 
 
@@ -109,14 +106,8 @@ def _nodes(name: str) -> list[str]:
 def _arm(name: str) -> dict[str, Any]:
     prefill, decode = ARMS.get(name, (0, 2))
     policy = "prefill_first" if "@" in name else "mixed"
-    return {
-        "name": name,
-        "devices": 2,
-        "prefill": prefill,
-        "decode": decode,
-        "policy": policy,
-        "settings": {"max_num_seqs": 64},
-    }
+    numbers = {"devices": 2, "prefill": prefill, "decode": decode}
+    return {"name": name, **numbers, "policy": policy, "settings": {"max_num_seqs": 64}}
 
 
 def _facts(arms: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -181,7 +172,7 @@ def _phases(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def _ecdf(rng: random.Random, median: float, points: int = 1500) -> dict[str, Any]:
+def _ecdf(rng: random.Random, median: float, points: int = 300) -> dict[str, Any]:
     xs = sorted(median * math.exp(rng.gauss(0, 0.5)) for _ in range(points))
     return {"x": xs, "y": [(n + 1) / points for n in range(points)]}
 

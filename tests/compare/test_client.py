@@ -56,16 +56,18 @@ async def test_every_token_has_a_time_and_requests_are_sent_as_specified(tmp_pat
 
 
 async def test_two_tokens_in_one_event_are_two_tokens_at_one_time(tmp_path: Path) -> None:
-    recording = await run(tmp_path, "bundled", [Arrival(0.0, (1,), 4)])
-    (outcome,) = recording.outcomes
+    (outcome,) = (await run(tmp_path, "bundled", [Arrival(0.0, (1,), 4)])).outcomes
     assert outcome.finished
     assert len(outcome.token_s) == 4
     assert outcome.token_s[0] == outcome.token_s[1] <= outcome.token_s[2] == outcome.token_s[3]
 
 
-async def test_without_ids_events_are_counted_and_the_recording_is_marked(tmp_path: Path) -> None:
-    recording = await run(tmp_path, "no-ids", [Arrival(0.0, (1, 2), 3)], send="text")
-    assert recording.counted == "events"
+@pytest.mark.parametrize(("model", "send", "counted"), [("no-ids", "text", "events"), ("logprobs", "ids", "logprobs")])
+async def test_without_ids_tokens_are_counted_otherwise_and_the_recording_is_marked(
+    tmp_path: Path, model: str, send: str, counted: str
+) -> None:
+    recording = await run(tmp_path, model, [Arrival(0.0, (1, 2), 3)], send=send)
+    assert recording.counted == counted
     assert recording.outcomes[0].finished
     assert len(recording.outcomes[0].token_s) == 3
     assert not [problem for problem in recording.problems if "several tokens" in problem]
@@ -75,12 +77,6 @@ async def test_bundled_tokens_without_a_count_invalidate_the_run(tmp_path: Path)
     recording = await run(tmp_path, "no-ids-bundled", [Arrival(0.0, (1, 2), 4)])
     assert recording.outcomes[0].error == "bundled: 4 tokens in 2 events"
     assert any("the time between tokens cannot be measured" in problem for problem in recording.problems)
-
-
-async def test_without_ids_logprobs_count_tokens(tmp_path: Path) -> None:
-    recording = await run(tmp_path, "logprobs", [Arrival(0.0, (1, 2), 4)])
-    assert recording.counted == "logprobs"
-    assert len(recording.outcomes[0].token_s) == 4
 
 
 @pytest.mark.parametrize(
@@ -191,19 +187,6 @@ def test_a_client_that_sends_late_invalidates_its_run(lag_s: float, slo_ms: floa
     assert (not problems_of(outcomes, LatencySlo(slo_ms))) == honest
 
 
-def test_the_running_usage_counts_where_nothing_else_does() -> None:
-    outcome = Outcome(0, "", 0.0, max_tokens=3)
-    reader = CompletionReader(outcome, exact=True)
-    for reported, at_s in ((2, 1.0), (3, 2.0)):
-        event = {"id": "x", "choices": [{"text": " w"}], "usage": {"completion_tokens": reported, "prompt_tokens": 7}}
-        reader.feed(b"data: " + json.dumps(event).encode() + b"\r\n\r\n", at_s)
-    reader.feed(b'data: {"choices":[{"text":"","finish_reason":"length"}]}\n\ndata: [DONE]\n\n', 3.0)
-    reader.close()
-    assert outcome.token_s == [1.0, 1.0, 2.0]
-    assert reader.counted == "usage"
-    assert outcome.finished
-
-
 def read_events(
     *events: dict[str, object], exact: bool = True, max_tokens: int = 3
 ) -> tuple[Outcome, CompletionReader]:
@@ -220,6 +203,14 @@ def event(text: str, finish: str | None = None, **more: object) -> dict[str, obj
     return {"choices": [{"text": text, "finish_reason": finish}], **more}
 
 
+def test_the_running_usage_counts_where_nothing_else_does() -> None:
+    rows = [event(" w", usage={"completion_tokens": count, "prompt_tokens": 7}) for count in (2, 3)]
+    outcome, reader = read_events(*rows, event("", "length"))
+    assert outcome.token_s == [1.0, 1.0, 2.0]
+    assert reader.counted == "usage"
+    assert outcome.finished
+
+
 def test_usage_that_only_comes_at_the_end_does_not_make_up_for_bundles() -> None:
     """Two tokens came at second 1. To count one there and two at second 2 would invent a time between tokens."""
     outcome, _ = read_events(event("a b"), event("c", "length", usage={"completion_tokens": 3}))
@@ -228,15 +219,18 @@ def test_usage_that_only_comes_at_the_end_does_not_make_up_for_bundles() -> None
     assert outcome.error == "bundled: 3 tokens in 2 events"
 
 
-def test_an_answer_without_a_token_is_a_failure() -> None:
-    outcome, _ = read_events(event("", "stop"), exact=False)
-    assert not outcome.finished
-    assert outcome.error == "an answer without a token"
-
-
-def test_a_null_error_is_none() -> None:
-    outcome, _ = read_events(event("a", "stop", error=None), exact=False)
-    assert outcome.finished
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        ({"error": {"message": "the node was lost"}}, "the node was lost"),
+        ({"choices": [{"text": "", "finish_reason": "stop"}]}, "an answer without a token"),
+        ({"choices": [{"text": "a", "finish_reason": "stop"}], "error": None}, ""),
+    ],
+)
+def test_an_error_in_the_stream_is_the_outcome(answer: dict[str, object], error: str) -> None:
+    outcome, _ = read_events(answer, exact=False)
+    assert outcome.error == error
+    assert outcome.finished == (not error)
 
 
 @pytest.mark.parametrize("usage", [{}, {"usage": {"completion_tokens": 10**12}}])
@@ -284,12 +278,3 @@ def test_a_client_that_reads_late_invalidates_its_run() -> None:
 def test_an_outcome_is_written_completely() -> None:
     outcome = Outcome(3, "x", 0.5, 0.6, 0.7, [0.7, 0.8], [5, 6], "length", "", 4, 2, 0.9, LatencySlo(9.0, 4.0, "max"))
     assert json.loads(outcome_line(outcome)) == asdict(outcome)
-
-
-def test_an_error_in_the_stream_is_the_outcome() -> None:
-    outcome = Outcome(0, "", 0.0, max_tokens=3)
-    reader = CompletionReader(outcome, exact=True)
-    reader.feed(b'data: {"error":{"message":"the node was lost"}}\n\n', 1.0)
-    reader.close()
-    assert outcome.error == "the node was lost"
-    assert not outcome.finished

@@ -1,5 +1,6 @@
 """Reports made of periods whose figures are known."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from compare.load.outcome import LatencySlo, LoadRecording, Outcome
 from compare.load.traffic import Arrival, Traffic
 from compare.report.document import report_of
 from compare.report.figures import Figures
-from compare.report.schema import problems_of
 from compare.report.terminal import row_of
 from compare.run.equivalence import ParityCheck
 from compare.run.experiment import Experiment, Findings, Trial, trials_of
@@ -79,10 +79,20 @@ def findings(made: Experiment) -> Findings:
     return Findings(list(made.everyone), ParityCheck(True, []), periods, {}, NUM * 4, [])
 
 
-def test_the_report_fits_its_schema_and_has_a_verdict():
-    made = experiment()
-    report = report_of(made, findings(made), "live", "baton compare")
-    assert problems_of(report) == []
+def session(num_seeds: int = 4) -> tuple[Experiment, Findings]:
+    made = experiment(num_seeds=num_seeds)
+    return made, findings(made)
+
+
+def reported(made: Experiment, found: Findings) -> dict[str, Any]:
+    """The report, which must be JSON: without NaN or infinity."""
+    report = report_of(made, found, "live", "baton compare")
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+    return report
+
+
+def test_the_report_has_a_verdict():
+    report = reported(*session())
     assert report["valid"]
     assert "disaggregated:1p1d leads: 100.0 % of requests within the SLO, colocated:2" in report["verdict"]["sentence"]
     assert "4 paired runs" in report["verdict"]["sentence"]
@@ -91,8 +101,7 @@ def test_the_report_fits_its_schema_and_has_a_verdict():
 
 
 def test_the_figures_are_those_of_the_periods():
-    made = experiment()
-    report = report_of(made, findings(made), "live", "baton compare")
+    report = reported(*session())
     run = report["runs"][0]
     assert (run["arm"], run["seed"], run["arrived"], run["finished"]) == ("colocated:2", 1, NUM - 1, NUM - 1)
     assert run["metrics"]["attainment"] == pytest.approx(1 - 11 / (NUM - 1))  # the first is within the warm-up
@@ -108,26 +117,23 @@ def test_the_figures_are_those_of_the_periods():
 
 def test_the_verdict_flips_where_the_gaps_are_within_the_slo():
     """At 100 ms between tokens no request misses and no arm wins, so nothing flips."""
-    made = experiment()
-    flips = report_of(made, findings(made), "live", "x")["verdict"]["flips"]
+    flips = reported(*session())["verdict"]["flips"]
     assert flips is not None
     assert flips[0].startswith("no other arm wins")
 
 
 def test_a_seed_with_an_invalid_period_is_left_out_of_all_arms():
-    made = experiment()
-    found = findings(made)
+    made, found = session()
     found.periods[0].problems.append("the load generator was late")
     assert [next(iter(pair.values())).trial.seed for pair in Figures(made, found).pairs] == [2, 3, 4]
-    report = report_of(made, found, "live", "x")
+    report = reported(made, found)
     assert report["valid"]
     assert "3 paired runs" in report["verdict"]["sentence"]
     assert report["runs"][0]["problems"] == ["the load generator was late"]
 
 
 def test_a_spare_seed_takes_the_place_of_the_invalid_one():
-    made = experiment()
-    found = findings(made)
+    made, found = session()
     found.periods[0].problems.append("the load generator was late")
     names = [arm.name for arm in made.everyone]
     found.periods += [period(turn, 0.09, slow=11) for turn in trials_of(names, 5, 4)]
@@ -135,8 +141,7 @@ def test_a_spare_seed_takes_the_place_of_the_invalid_one():
 
 
 def test_the_warm_up_that_one_arm_needs_is_cut_off_in_all_arms():
-    made = experiment()
-    found = findings(made)
+    made, found = session()
     for outcome in found.periods[0].recording.outcomes[:8]:  # the first arm is slow at first
         outcome.ended_s = 1.5
     figures = Figures(made, found)
@@ -147,40 +152,35 @@ def test_the_warm_up_that_one_arm_needs_is_cut_off_in_all_arms():
 
 
 def test_too_few_valid_seeds_have_no_verdict():
-    made = experiment()
-    found = findings(made)
+    made, found = session()
     for one in found.periods[:6]:
         one.problems.append("a node was lost")
-    report = report_of(made, found, "live", "x")
+    report = reported(made, found)
     assert not report["valid"]
-    assert problems_of(report) == []
     assert report["verdict"]["sentence"].startswith("no verdict: only 2 of 4 seeds")
 
 
 def test_one_pair_of_runs_has_no_verdict():
-    made = experiment(num_seeds=1)
-    report = report_of(made, findings(made), "live", "x")
+    report = reported(*session(num_seeds=1))
     assert not report["valid"]
     assert report["verdict"]["sentence"].startswith("no verdict: 1 paired runs are too few: give --seeds 2 or more")
 
 
 def test_different_answers_have_no_verdict():
-    made = experiment()
-    found = findings(made)
+    made, found = session()
     found.different.append({"seed": 1, "index": 3, "arms": ["a", "b"]})
-    report = report_of(made, found, "live", "x")
+    report = reported(made, found)
     assert not report["valid"]
     assert "were not answered alike" in report["verdict"]["sentence"]
     assert not report["tokens"]["equal"]
 
 
 def test_a_control_that_differs_has_no_verdict():
-    made = experiment()
-    found = findings(made)
+    made, found = session()
     found.periods = [
         period(one.trial, 0.09, slow=one.trial.seed) if one.trial.arm == CONTROL.name else one for one in found.periods
     ]
-    report = report_of(made, found, "live", "x")
+    report = reported(made, found)
     assert "difference in attainment" in report["control"]["says"]
     assert "cannot be trusted" in report["verdict"]["sentence"]
 
@@ -188,8 +188,7 @@ def test_a_control_that_differs_has_no_verdict():
 def test_a_run_that_measured_nothing_still_makes_a_report():
     made = experiment()
     found = Findings(list(made.everyone), problems=["not comparable: num_blocks differs"])
-    report = report_of(made, found, "live", "x")
-    assert problems_of(report) == []
+    report = reported(made, found)
     assert report["verdict"]["sentence"] == "no verdict: not comparable: num_blocks differs"
 
 
@@ -201,7 +200,7 @@ def test_a_comparison_of_an_arm_with_itself_alone():
     found = findings(made)
     found.arms = list(alone.everyone)
     found.periods = [one for one in found.periods if one.trial.arm != ARMS[1].name]
-    report = report_of(alone, found, "url", "x")
+    report = reported(alone, found)
     assert report["valid"]
     assert report["verdict"]["sentence"].startswith("colocated:2 against itself: no difference. ")
 
@@ -215,8 +214,7 @@ def test_capacities_are_compared_seed_by_seed():
         rows = [(capacity * 0.9, 0.95), (capacity + 0.02, 0.9), (capacity * 1.2, 0.5)]
         found.points[arm] = [CapacityPoint(rate, seed, share + seed / 1e4) for seed in range(4) for rate, share in rows]
         found.capacities[arm] = capacity_of(found.points[arm], 0.9)
-    report = report_of(made, found, "live", "x")
-    assert problems_of(report) == []
+    report = reported(made, found)
     assert report["valid"]
     assert (
         "disaggregated:1p1d leads: 16.0 req/s within the SLO, colocated:2 8.0 req/s (+8.0 req/s"
@@ -247,8 +245,7 @@ def test_a_capacity_beyond_the_highest_rate_is_a_bound():
     """Its seeds would all count as 11.5 req/s, without any doubt."""
     made = experiment(first_rate=10.0)
     found = searched(made, {"colocated:2": [[0.99, 0.9, 0.5]] * 4, "disaggregated:1p1d": [[1.0, 0.99, 0.95]] * 4})
-    report = report_of(made, found, "live", "x")
-    assert problems_of(report) == []
+    report = reported(made, found)
     assert not report["valid"]
     assert report["verdict"]["sentence"] == (
         "no verdict: disaggregated:1p1d carries at least 11.5 req/s, the highest rate that was measured"
@@ -289,11 +286,10 @@ def swamp(one: Period) -> None:
 
 
 def test_latencies_of_overloaded_periods_are_nowhere():
-    made = experiment()
-    found = findings(made)
+    made, found = session()
     swamped = next(one for one in found.periods if one.trial == ("disaggregated:1p1d", 1, one.trial.position, None))
     swamp(swamped)
-    report = report_of(made, found, "live", "x")
+    report = reported(made, found)
     assert next(run for run in report["runs"] if run["position"] == swamped.trial.position)["overloaded"]
     assert max(report["curves"]["ecdf"]["ttft_ms"]["disaggregated:1p1d"]["x"]) < 30
     assert report["phases"]["disaggregated:1p1d"]["requests"]["arrived"] == 3 * (NUM - 1)
@@ -305,24 +301,21 @@ def test_latencies_of_overloaded_periods_are_nowhere():
 
 
 def test_an_arm_that_was_always_overloaded_has_no_latency():
-    made = experiment()
-    found = findings(made)
+    made, found = session()
     for one in found.periods:
         if one.trial.arm == "disaggregated:1p1d":
             swamp(one)
-    report = report_of(made, found, "live", "x")
-    assert problems_of(report) == []
+    report = reported(made, found)
     assert report["curves"]["ecdf"]["tbt_ms"]["disaggregated:1p1d"] == {"x": [], "y": []}
     assert "disaggregated:1p1d" not in report["phases"]
     assert report["notes"][0].endswith("phases are left out")
 
 
 def test_invalid_periods_are_noted_by_arm_with_their_reason():
-    made = experiment()
-    found = findings(made)
+    made, found = session()
     found.periods[0].problems.append("the load generator was late")
     found.periods[4].notes.append("the router kept no record of 3 of 40 requests")
-    first, forgotten = report_of(made, found, "live", "x")["notes"]
+    first, forgotten = reported(made, found)["notes"]
     assert first == "1 of 4 periods of colocated:2 are invalid and in no figure; mostly: the load generator was late"
     assert forgotten.endswith("seed 2: the router kept no record of 3 of 40 requests")
 
@@ -330,11 +323,10 @@ def test_invalid_periods_are_noted_by_arm_with_their_reason():
 @pytest.mark.parametrize(("loser", "is_valid"), [("disaggregated:1p1d", False), ("colocated:2", True)])
 def test_an_arm_cannot_lead_if_only_its_periods_were_invalid(loser: str, is_valid: bool):
     """What its load made invalid may have been its worst; an arm that is behind in spite of that is behind."""
-    made = experiment(num_seeds=8)
-    found = findings(made)
+    made, found = session(num_seeds=8)
     for one in [one for one in found.periods if one.trial.arm == loser][:2]:
         one.problems.append("the load generator was late")
-    report = report_of(made, found, "live", "x")
+    report = reported(made, found)
     assert report["valid"] == is_valid
     assert any(
         note.startswith(f"all invalid periods are of {loser}: its load may be the cause") for note in report["notes"]
@@ -344,25 +336,23 @@ def test_an_arm_cannot_lead_if_only_its_periods_were_invalid(loser: str, is_vali
 
 
 def test_invalid_periods_of_several_arms_are_bad_luck():
-    made = experiment(num_seeds=8)
-    found = findings(made)
+    made, found = session(num_seeds=8)
     for one in found.periods[:2]:  # of the same seed, one of each arm
         one.problems.append("the load generator was late")
-    assert report_of(made, found, "live", "x")["valid"]
+    assert reported(made, found)["valid"]
 
 
 def test_phases_say_of_how_many_requests_they_are():
-    made = experiment()
-    found = findings(made)
+    made, found = session()
     for one in found.periods:
         one.recording.outcomes[-1].error = "timeout"
-    report = report_of(made, found, "live", "x")
+    report = reported(made, found)
     arrived = 4 * (NUM - 1)
     assert report["phases"]["colocated:2"]["requests"] == {"mean": arrived - 4, "missed": 42, "arrived": arrived}
 
 
 def test_if_all_keep_the_slo_the_verdict_compares_latencies():
     made = replace(experiment(num_seeds=8), slo=LatencySlo(100, 200))
-    report = report_of(made, findings(made), "live", "x")
+    report = reported(made, findings(made))
     assert "too close to call" in report["verdict"]["sentence"]
     assert "Both keep the SLO; disaggregated:1p1d has 90 % lower TBT p99 [" in report["verdict"]["sentence"]

@@ -255,7 +255,7 @@ def test_phases_and_client_lag_and_residual_sum_to_the_whole_time() -> None:
     outcome = request(10.0, [10.3, 10.6], sent_s=10.01)
     phases = phases_ms(outcome, summary(router=1, prefill_queue=90, prefill=180, transfer_exposed=20, decode=280))
     assert phases is not None
-    assert phases["client_lag"] == pytest.approx(10)
+    assert phases["client"] == pytest.approx(10)
     assert phases["residual"] == pytest.approx(600 - 10 - 571)
     assert sum(phases.values()) == pytest.approx(600)
     assert phases_ms(failed(10.0, [10.3]), summary()) is None

@@ -9,7 +9,7 @@ from compare.arms import Arm, copy_of, parse_arms
 from compare.endpoint import Document, Endpoint, EndpointError
 from compare.load.outcome import LatencySlo, Outcome
 from compare.load.traffic import Arrival, Traffic
-from compare.run.deployments import LocalDeployments, fit_together
+from compare.run.deployments import Deployments, fit_together
 from compare.run.experiment import (
     Experiment,
     Findings,
@@ -224,7 +224,7 @@ class Counted:
 @pytest.mark.parametrize("keeps_all", [True, False])
 async def test_arms_stay_up_together_or_one_at_a_time(keeps_all: bool):
     one, other = (Counted(arm) for arm in ARMS)
-    stacks = LocalDeployments([one, other], keeps_all=keeps_all)
+    stacks = Deployments([one, other], keeps_all=keeps_all)
     await stacks.up(one.arm.name)
     await stacks.up(other.arm.name)
     assert (one.is_up, other.is_up) == (keeps_all, True)
@@ -267,9 +267,3 @@ async def test_an_arm_that_does_not_start_ends_the_run_and_all_other_arms(tmp_pa
     with pytest.raises(EndpointError, match="nothing answers for colocated:2"):
         await run_session(experiment(tmp_path), deployments, SilentReporter())
     assert deployments.ended
-
-
-def test_new_findings_have_no_problem_and_no_parity():
-    findings = Findings()
-    assert findings.problems == []
-    assert not findings.parity.equal

@@ -47,7 +47,6 @@ BURSTGPT = (
     "45,ChatGPT,1087,0,1087,Conversation log",
     "118,GPT-4,417,276,693,API log",
 )
-LENGTHS = ("num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio", "74,918,992,0.08")
 MOONCAKE = (
     '{"timestamp": 0, "input_length": 1200, "output_length": 5, "hash_ids": [7, 8, 9]}',
     '{"timestamp": 1500, "input_length": 1100, "output_length": 6, "hash_ids": [7, 8, 10]}',
@@ -60,7 +59,6 @@ MOONCAKE = (
         (AZURE, "azure", [(0.0, 4808, 10), (1.03196, 3180, 8)]),
         (AZURE_2024, "azure", [(0.0, 2162, 5)]),
         (BURSTGPT, "burstgpt", [(0.0, 472, 18), (113.0, 417, 276)]),
-        (LENGTHS, "lengths", [(None, 74, 918)]),
         (MOONCAKE, "mooncake", [(0.0, 1200, 5), (1.5, 1100, 6)]),
         ((own(t=2), own(t=0.5)), "own", [(0.5, 8, 4), (2.0, 8, 4)]),
     ],
@@ -97,7 +95,6 @@ def test_every_format_is_recognised_and_read(tmp_path: Path, lines: tuple[str, .
         ((own(slo={"tbt_of": "p50"}),), "line 1, read as own: slo: tbt_of is 'p50'; it must be p99, max or mean"),
         ((own(t=float("nan")),), "line 1, read as own: nan is not a time"),
         ((own(), '{"t": 1, "prompt": ' + "[" * 100_000), "line 2, read as own: maximum recursion depth"),
-        (("arrived_at,num_prefill_tokens,num_decode_tokens", "5,10,4", ",10,4"), "some of its requests have a time"),
         (("a,b,c", "1,2,3"), "its first line is of no known trace"),
         ((BURSTGPT[0], BURSTGPT[2]), "contains no request"),
     ],
@@ -168,7 +165,6 @@ def test_a_short_trace_is_gone_through_again_with_other_tokens(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("plan", "complaint"),
     [
-        (plan_of("chat"), "chat has no times of its own: give --rate"),
         (plan_of("chat", rate=0.0), "--rate 0.0: must be over 0"),
         (plan_of("chat", float("inf"), rate=1.0), "--duration inf: must be over 0"),
         (plan_of("chat", rate=1.0, scale_tokens=0), "--scale-tokens 0: must be over 0"),
@@ -178,12 +174,6 @@ def test_a_short_trace_is_gone_through_again_with_other_tokens(tmp_path: Path) -
 def test_a_plan_that_cannot_be_drawn_names_its_flag(plan: TrafficPlan, complaint: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(complaint)):
         draw(plan)
-
-
-def test_lengths_without_times_need_a_rate(tmp_path: Path) -> None:
-    path = written(tmp_path, *LENGTHS)
-    with pytest.raises(ConfigError, match="has lengths and no times: give --rate"):
-        draw(plan_of(path))
 
 
 # ---- tokens --------------------------------------------------------------------------------------------------------

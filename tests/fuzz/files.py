@@ -1,17 +1,15 @@
 """Fuzz targets: settings, and files with models, keys, traces, cost models and reports."""
 
-import json
 import logging
 from contextlib import suppress
 
 from compare.load.outcome import Outcome
 from compare.load.stream import CompletionReader
 from compare.load.traces import read_trace
-from compare.report.schema import problems_of
 from engine.emulation import load_emulation
 from engine.models.config import ModelConfig
 from engine.weights import INDEX, fingerprint, stored_dtype
-from router.http.keys import ApiKeys
+from router.http.auth import ApiKeys
 from router.text.model_files import read_model
 from router.text.regex_safety import may_backtrack_exponentially
 from shared import failpoints
@@ -139,14 +137,6 @@ def cost_files(data: bytes) -> None:
         load_emulation(str(file))
     except ValueError as error:
         one_line(error)
-
-
-@target(as_json({"schema": "baton.compare/1", "created": "x", "arms": [{"name": "a", "settings": {}}], "valid": True}))
-def reports(data: bytes) -> None:
-    with suppress(ValueError, RecursionError):  # documented errors, which the caller reports
-        value = json.loads(data)
-        if isinstance(value, dict):
-            assert problems_of(value)
 
 
 # Errors that the load generator reports as "not a stream of completions" (compare/load/client.py).

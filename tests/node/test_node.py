@@ -222,7 +222,7 @@ async def served(address: str, received: list[TokenDelta], submits: list[SubmitR
                 await stream.send_message(RouterCommand("router", [submit]))
             while (update := await stream.recv_message()) is not None:
                 received += update.deltas
-    except Exception as error:  # noqa: BLE001 - in whatever way a process's end shows
+    except Exception as error:  # noqa: BLE001 - any error that the end of a process causes
         received.append(TokenDelta("end", error=type(error).__name__))
     finally:
         channel.close()
@@ -230,7 +230,7 @@ async def served(address: str, received: list[TokenDelta], submits: list[SubmitR
 
 async def test_processes_that_are_stuck_failed_or_terminated_exit_with_the_right_status(tmp_path: Path) -> None:
     """A request waits no longer than for the end of its node, however that ends."""
-    registry = EmbeddedRegistry("router", "127.0.0.1", 0)
+    registry = EmbeddedRegistry("127.0.0.1", 0)
     await registry.start(lambda: None)
     received: dict[str, list[TokenDelta]] = {name: [] for name in NODES}
     long = [submission(f"r{index}", max_tokens=2000) for index in range(2)]

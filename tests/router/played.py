@@ -251,7 +251,7 @@ def stage(
 ) -> Stage:
     log = AttemptLog()
     queue = AdmissionQueue(max_queue_s, max_queued_tokens)
-    pool = NodePool("router", EmbeddedRegistry("router", "127.0.0.1", 0), "disaggregated", 1.0, log, queue.resize)
+    pool = NodePool("router", EmbeddedRegistry("127.0.0.1", 0), "disaggregated", 1.0, log, queue.resize)
     nodes = {name: Played(pool, name, log) for name in names.split()}
     for node in nodes.values():
         pool.connections[node.info.id] = node

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.http.asgi import ResponseWriter
-from router.http.keys import ANONYMOUS, SCOPE_KEY
+from router.http.asgi import ANONYMOUS, SCOPE_KEY, ResponseWriter
 from router.metrics.request_metrics import RequestMetrics, SlidingCounts, SlidingPercentiles, SloTargets, Snapshot
 from router.nodes.status import promised
 from shared.errors import UnavailableError
@@ -193,7 +192,7 @@ async def test_the_access_line_says_how_an_answer_ended(caplog, does, status, ou
 
     caplog.set_level("INFO", "baton.access")
     scope = {"type": "http", "path": "/v1/completions", "headers": [], SCOPE_KEY: ANONYMOUS}
-    reply = ResponseWriter(scope, send, "mine")
+    reply = ResponseWriter(scope, send)
     reply.name("cmpl-1")
     arguments = {"events": [b"data"], "fail": [UnavailableError("no node")], "json": [{}], "end": []}
     for what in does:

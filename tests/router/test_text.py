@@ -7,10 +7,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import BYTE_ALPHABET, HELD_BYTES, REPLACEMENT, StopStrings
 from router.text.tokenizer import Tokenizer
-from shared.errors import ConfigError, RequestError
+from shared.errors import RequestError
 from tests.router.conftest import byte_level_tokenizer
 
 SETTINGS = settings(max_examples=120)
@@ -37,7 +36,7 @@ def rows(library: tokenizers.Tokenizer) -> st.SearchStrategy[list[int]]:
 
 @SETTINGS
 @given(data=st.data(), cuts=st.lists(st.integers(0, 1000), max_size=12), skip=st.booleans())
-def test_pieces_of_any_row_in_any_chunks_make_up_the_librarys_decoding(library, data, cuts, skip):
+def test_pieces_concatenate_to_the_librarys_decoding(library, data, cuts, skip):
     row = data.draw(rows(library))
     whole = library.decode(row, skip_special_tokens=skip)
     detokenizer = Tokenizer(library, {}).detokenizer(skip_special_tokens=skip)
@@ -50,7 +49,7 @@ def test_pieces_of_any_row_in_any_chunks_make_up_the_librarys_decoding(library, 
 
 @SETTINGS
 @given(data=st.data(), text=st.text(alphabet="ab é😀\n", max_size=8))
-def test_an_answer_goes_on_where_its_prompt_ends(library, data, text):
+def test_an_answer_continues_its_prompt(library, data, text):
     prompt = library.encode("a b", add_special_tokens=False).ids
     row = data.draw(st.permutations(library.encode(text, add_special_tokens=False).ids))
     detokenizer = Tokenizer(library, {}).detokenizer(prompt)
@@ -58,7 +57,7 @@ def test_an_answer_goes_on_where_its_prompt_ends(library, data, text):
     assert library.decode(prompt) + answer == library.decode(prompt + row)
 
 
-def test_a_long_run_of_byte_tokens_is_not_held_to_its_end(fallback):
+def test_a_long_run_of_byte_tokens_is_returned_early(fallback):
     detokenizer = fallback.detokenizer()
     row = [3 + byte for byte in "😀".encode() * 60]
     pieces = [detokenizer.push([token]) for token in row]
@@ -66,7 +65,7 @@ def test_a_long_run_of_byte_tokens_is_not_held_to_its_end(fallback):
     assert "".join(pieces) + detokenizer.finish() == "😀" * 60
 
 
-def test_a_long_run_that_spoils_becomes_one_replacement_a_byte_from_there_on(fallback):
+def test_a_long_invalid_run_becomes_one_replacement_per_byte(fallback):
     detokenizer = fallback.detokenizer()
     row = [3 + 0xFF] * (HELD_BYTES + 5)
     assert detokenizer.push(row) + detokenizer.push([token_id(fallback, "a")]) == REPLACEMENT * len(row) + "a"
@@ -97,7 +96,7 @@ def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
     cuts=st.lists(st.integers(0, 100), max_size=30),
     include=st.booleans(),
 )
-def test_stop_strings_cut_where_a_search_of_the_whole_text_does(text, stops, cuts, include):
+def test_stop_strings_match_a_search_of_the_whole_text(text, stops, cuts, include):
     search, text_out = StopStrings(stops, include=include), ""
     for chunk in chunks(text, cuts):
         text_out += search.push(chunk)
@@ -106,7 +105,7 @@ def test_stop_strings_cut_where_a_search_of_the_whole_text_does(text, stops, cut
     assert (text_out + search.finish(), search.matched) == naive(text, stops, include)
 
 
-def test_only_the_shortest_tail_that_may_begin_a_stop_is_held():
+def test_only_a_tail_that_may_begin_a_stop_string_is_held():
     search = StopStrings(["END.", "aab"])
     assert [search.push(text) for text in ("xxE", "x", "aaa", "c", "EN", "D", "D")] == [
         "xx",
@@ -134,7 +133,7 @@ CONTENT = st.lists(st.sampled_from([*"a <|>\n", "<|im_end|>", "<|im_", "start|>"
 
 @SETTINGS
 @given(contents=st.lists(CONTENT, min_size=1, max_size=3))
-def test_no_message_makes_a_control_token(byte_level, contents):
+def test_no_message_creates_a_control_token(byte_level, contents):
     messages = [{"role": "user", "content": content} for content in contents]
     ids = byte_level.encode_chat(messages)
     plain = byte_level.encode_chat([{"role": "user", "content": "a"} for _ in contents])
@@ -153,26 +152,7 @@ def test_a_final_message_can_be_continued(byte_level):
     assert byte_level.decode(ids).endswith("assistant\nOnce u")
 
 
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{{ raise_exception('alternate roles, please') }}", "alternate roles"),
-        (
-            "{% for i in range(99999) %}{% for j in range(99999) %}{{ 'xxxxxxxxxx' * 10000 }}{% endfor %}{% endfor %}",
-            "too long",
-        ),
-        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "cannot render"),
-        ("{{ messages[0].content.nothing.at_all }}", "cannot render"),
-        ("{{ range(10**9) | list }}", "cannot render"),
-    ],
-)
-def test_a_template_that_refuses_or_goes_wild_is_a_rejection(template, reason):
-    wild = ChatTemplate(template, {}, [])
-    with pytest.raises(RequestError, match=reason):
-        wild.render([{"role": "user", "content": "x"}], add_generation_prompt=True, continue_final_message=False)
-
-
-def test_a_beginning_token_that_the_config_asks_for_is_added_once(fallback):
+def test_a_beginning_token_that_the_config_requires_is_added_once(fallback):
     assert fallback.encode("ab")[0] == 1
     assert fallback.encode("<s>ab").count(1) == 1
     assert 1 not in fallback.encode("ab", add_special_tokens=False)
@@ -195,7 +175,7 @@ def test_the_lower_bound_of_a_texts_tokens_holds(text, composes):
     assert tokenizer.least_tokens("x" * 30_000) > 300
 
 
-def test_what_seven_bytes_become_two_of_is_not_taken_for_more():
+def test_the_lower_bound_allows_for_composition():
     composed, of = "\u0390", "\u1fbe\u0308\u0301"
     first, second = (
         character for byte in composed.encode() for character, value in BYTE_ALPHABET.items() if value == byte
@@ -211,7 +191,7 @@ def test_what_seven_bytes_become_two_of_is_not_taken_for_more():
     assert tokenizer.least_tokens(100 * of) <= len(tokenizer.encode(100 * of, add_special_tokens=False)) == 100
 
 
-def test_there_is_no_lower_bound_if_a_token_may_stand_for_any_length(fallback):
+def test_there_is_no_lower_bound_if_a_token_has_no_longest_text(fallback):
     assert fallback.least_tokens("a" * 100_000) == 0  # its spaces are rewritten before they are cut
     greedy, drops, shrinks, unknown = (byte_level_tokenizer() for _ in range(4))
     greedy.add_special_tokens([tokenizers.AddedToken("<|pad|>", rstrip=True)])
@@ -238,24 +218,6 @@ def test_loading_reads_the_directory(tmp_path, byte_level):
     assert Tokenizer.load(tmp_path).encode_chat(messages) == byte_level.encode("<|im_start|>[x]")
     (tmp_path / "chat_template.jinja").write_text("({{ messages[0].content }})")
     assert Tokenizer.load(tmp_path).encode_chat(messages) == byte_level.encode("(x)")
-
-
-def test_what_cannot_be_loaded_is_named(tmp_path, byte_level):
-    with pytest.raises(ConfigError, match=r"tokenizer\.json does not exist"):
-        Tokenizer.load(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
-        Tokenizer.load(tmp_path)
-    odd = json.loads(byte_level_tokenizer().to_str()) | {
-        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(odd))
-    with pytest.raises(ConfigError, match="WordPiece"):
-        Tokenizer.load(tmp_path)
-    byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chat_template.jinja").write_text("{% if %}")
-    with pytest.raises(ConfigError, match="compile"):
-        Tokenizer.load(tmp_path)
 
 
 def test_a_real_model_encodes_as_its_own_files_say():

@@ -3,7 +3,6 @@
 from shared.rpc.messages import (
     Ack,
     CommitRequest,
-    JoinReply,
     Logprobs,
     NodeInfo,
     NodeStats,
@@ -59,7 +58,6 @@ EXAMPLES: list[tuple[object, str]] = [
         NodeInfo("n", "b", "decode", "h:1", "m", "f", 16, 64, 9, 512, 8),
         "9fa16ea162a66465636f6465a3683a31a16da166104009cd020008a0a5726561647980a0",
     ),
-    (JoinReply("router"), "91a6726f75746572"),
     (
         ReserveRequest(SUBMIT, "w", "f"),
         "939da172a6726f75746572c408010000000200000002059bcb3fe0000000000000cb3ff000000000000000cb000000000000000003cb3ff0000000000000cb0000000000000000cb00000000000000008107cbbff0000000000000c0c000c400c40000a0c3a0a177a166",

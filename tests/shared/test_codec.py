@@ -1,4 +1,4 @@
-"""The wire: every message's bytes are pinned, and whatever is not a message is refused with its field's name."""
+"""The wire: the bytes of every message are pinned, and invalid input is refused with the name of the field."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ def test_every_message_has_an_example() -> None:
         ([b"t", None, b""], "CommitRequest.first_token is NoneType"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_field(value: object, complaint: str) -> None:
+def test_a_value_of_a_wrong_type_is_refused_with_its_field(value: object, complaint: str) -> None:
     with pytest.raises(DecodeError, match=complaint):
         decode(msgpack.packb(value), CommitRequest)
 

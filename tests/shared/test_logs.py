@@ -39,7 +39,7 @@ def lines(capsys):
     root.setLevel(level)
 
 
-def test_a_text_line_is_one_line_whatever_is_named_in_it_and_an_exception_follows(lines):
+def test_line_ends_are_escaped_in_a_text_line_and_an_exception_follows_it(lines):
     lines.configure("text")
     log.warning("node %s is gone", "d0\n2026-01-01 00:00:00,000 INFO baton.access made up\r\x1b[2K\u2028")
     (line,) = lines.read()
@@ -53,10 +53,10 @@ def test_a_text_line_is_one_line_whatever_is_named_in_it_and_an_exception_follow
     assert rest[-1] == "ValueError: why"
 
 
-def test_a_json_line_is_one_object_whatever_its_message_holds(lines):
+def test_a_json_line_is_one_object(lines):
     lines.configure("json")
     log.warning("two\nlines of %s", "\ud800 and \u2028", extra=fields(tokens=3, request="cmpl-1"))
-    log.debug("not told at info")
+    log.debug("below the level")
     (line,) = lines.objects()
     assert line["message"] == "two\nlines of \ud800 and \u2028"
     assert (line["level"], line["logger"], line["node"]) == ("warning", "baton.test", "decode-0")
@@ -94,7 +94,7 @@ async def test_every_task_names_its_own_request_and_tasks_that_it_starts_name_it
     assert "request" not in outside
 
 
-def test_text_lines_are_as_they_were(lines):
+def test_text_lines_have_time_level_and_logger(lines):
     lines.configure("text")
     log.info("ready at %s", "port 7", extra=fields(tokens=3))
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO baton\.test ready at port 7", *lines.read())

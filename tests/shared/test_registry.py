@@ -21,7 +21,7 @@ from shared.logs import peer_log
 from shared.registry import EmbeddedRegistry, RedisAnnouncer, RedisRegistry, StreamAnnouncer, announcer
 from shared.rpc import tls
 from shared.rpc.codec import encode
-from shared.rpc.messages import JoinReply, NodeInfo
+from shared.rpc.messages import Ack, NodeInfo
 from shared.rpc.methods import JOIN, connect
 
 INFO = NodeInfo("d0", "boot-1", "decode", "127.0.0.1:1", "m", "print", 4, 64, 100, 512, 8)
@@ -34,7 +34,7 @@ LEASE_S = 1.0  # and more: three heartbeats are enough
 
 @asynccontextmanager
 async def embedded(changes: list[dict[str, NodeInfo]]) -> AsyncIterator[EmbeddedRegistry]:
-    registry = EmbeddedRegistry("router", "127.0.0.1", 0)
+    registry = EmbeddedRegistry("127.0.0.1", 0)
     await registry.start(lambda: changes.append(dict(registry.nodes)))
     try:
         yield registry
@@ -48,7 +48,7 @@ async def joined(registry: EmbeddedRegistry, info: NodeInfo) -> AsyncIterator[An
     try:
         async with JOIN.open(channel) as stream:
             await stream.send_message(info)
-            assert await stream.recv_message() == JoinReply("router")
+            assert await stream.recv_message() == Ack()
             yield stream
     finally:
         channel.close()
@@ -61,7 +61,7 @@ async def test_a_nodes_stream_is_its_membership() -> None:
         async with joined(registry, INFO) as stream:
             for message in (INFO, draining, draining):
                 await stream.send_message(message)
-                assert await stream.recv_message() == JoinReply("router")
+                assert await stream.recv_message() == Ack()
             assert registry.nodes == {"d0": draining}
         assert await wait_until(lambda: registry.nodes == {}, 5.0)
     assert changes == [{"d0": INFO}, {"d0": draining}, {}], "a heartbeat that says nothing new is no change"
@@ -86,7 +86,7 @@ async def test_the_late_end_of_an_old_stream_does_not_remove_a_node_that_reconne
             stream = await again.__aenter__()
         await asyncio.sleep(0.1)
         await stream.send_message(INFO)
-        assert await stream.recv_message() == JoinReply("router")
+        assert await stream.recv_message() == Ack()
         assert registry.nodes == {"d0": INFO}
         await again.__aexit__(None, None, None)
         assert await wait_until(lambda: registry.nodes == {}, 5.0)
@@ -132,8 +132,8 @@ async def test_an_announcer_waits_for_its_router_and_comes_back_after_a_restart(
     node = StreamAnnouncer(f"127.0.0.1:{port}", BEAT_S)
     await node.start(INFO)
     try:
-        for life in range(2):
-            registry = EmbeddedRegistry(f"router-{life}", "127.0.0.1", port)
+        for _ in range(2):
+            registry = EmbeddedRegistry("127.0.0.1", port)
             await asyncio.sleep(0.05)
             await registry.start(lambda: None)
             assert await wait_until(lambda here=registry: here.nodes == {"d0": INFO}, 5.0)
@@ -225,7 +225,7 @@ async def watching(changes: list[list[str]] | None = None) -> AsyncIterator[Redi
 
 
 async def reads(redis: PlayedRedis, count: int) -> None:
-    """Waits until the registry was read so many times more; the last of them may still be looked at."""
+    """Wait until the registry has read `count` more times. It may still be processing the last answer."""
     goal = redis.num_reads + count
     assert await wait_until(lambda: redis.num_reads >= goal, 10.0)
 
@@ -314,7 +314,7 @@ async def test_entries_that_are_no_node_or_not_their_own_are_skipped_and_the_oth
 ) -> None:
     redis.put("d0", encode(INFO))
     redis.put("garbage", b"\xff\x00 not msgpack")
-    redis.put("short", encode(JoinReply("router")))
+    redis.put("short", encode(Ack()))
     redis.put("impostor", encode(INFO))
     redis.put("p9", encode(replace(INFO, id="p9")), cluster="another")
     redis.index["baton:c:nodes"] |= {b"expired", b"\xff\xfe"}
@@ -391,7 +391,7 @@ async def test_in_a_cluster_with_a_secret_entries_that_were_not_signed_with_it_a
             await reads(redis, 2)
             assert registry.nodes == {"d0": INFO}
             assert registry.skipped >= 2
-            assert sum("is skipped" in record.getMessage() for record in caplog.records) == 1, "said once"
+            assert sum("is skipped" in record.getMessage() for record in caplog.records) == 1, "logged once"
         await stranger.close()
         await node.close()
     finally:

@@ -65,11 +65,11 @@ def test_a_file_without_a_usable_identity_is_refused_in_one_line_that_does_not_q
     path = file_of(tmp_path, text, mode)
     with pytest.raises(ConfigError) as refused:
         read_identity(path)
-    said = str(refused.value)
-    assert said.startswith(f"--cluster-secret-file {path}")
-    assert complaint in said
-    assert "\n" not in said
-    assert not any(line.strip() in said for line in text.splitlines() if len(line.strip()) > 4)
+    message = str(refused.value)
+    assert message.startswith(f"--cluster-secret-file {path}")
+    assert complaint in message
+    assert "\n" not in message
+    assert not any(line.strip() in message for line in text.splitlines() if len(line.strip()) > 4)
 
 
 @pytest.mark.parametrize("missing", ["ca.crt", "tls.crt", "tls.key"])
@@ -193,9 +193,9 @@ def test_a_process_that_would_listen_beyond_loopback_exits_with_status_2_and_one
     capsys: pytest.CaptureFixture[str], run: Callable[[], int], flag: str
 ) -> None:
     assert run() == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert f": {flag} " in said
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert f": {flag} " in message
 
 
 # Entries in Redis

@@ -180,7 +180,7 @@ class RouterHost(Host):
         identity = f"{self.name}-{self.starts}"
         registry: Registry
         if scenario.registry == "embedded":
-            registry = EmbeddedRegistry(identity, "127.0.0.1", JOIN_PORT)
+            registry = EmbeddedRegistry("127.0.0.1", JOIN_PORT)
         else:
             registry = RedisRegistry("redis://sim", "default")
         observer = RouterObserver()

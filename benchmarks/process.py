@@ -1,0 +1,166 @@
+"""Processes of the benchmarks: a peer that answers calls as JSON lines, a local cluster, and their memory."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[1]
+START_S = 180.0
+
+
+class PeerFailedError(Exception):
+    """A peer did not start, or a call failed in it; the message is one line."""
+
+
+class PeerProcess:
+    """A process group that runs `module` with `python` and answers calls through `benchmarks.peers.worker`.
+
+    With `pauses` it is stopped (SIGSTOP) except while it answers, so that other peers have the CPU. `facts` is its
+    first answer. Raises PeerFailedError if it does not start.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        options: Mapping[str, Any],
+        *,
+        python: str = sys.executable,
+        env: Mapping[str, str] | None = None,
+        pauses: bool = False,
+    ) -> None:
+        self._module, self._pauses = module.rpartition(".")[2], pauses
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        try:
+            self._process = subprocess.Popen(
+                [python, "-m", module, json.dumps(dict(options))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                cwd=ROOT,
+                env=os.environ | dict(env or {}),
+                text=True,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._log.close()
+            raise PeerFailedError(f"{self._module}: {error}") from None
+        try:
+            self.facts: Any = self._answer()
+        except PeerFailedError:
+            self.close()
+            raise
+        self._signal(signal.SIGSTOP if pauses else signal.SIGCONT)
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """Call a method of the peer. Raises PeerFailedError if it fails there."""
+        assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
+        try:
+            print(json.dumps({"call": name, "with": arguments}), file=self._process.stdin, flush=True)
+            return self._answer()
+        except BrokenPipeError:
+            raise PeerFailedError(f"{self._module} ended: {self._last_words()}") from None
+        finally:
+            self._signal(signal.SIGSTOP if self._pauses else signal.SIGCONT)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak resident memory of its processes, each at its own time."""
+        return sum(memory_of(pid, "VmHWM") for pid in processes() if _group(pid) == self.pid)
+
+    def close(self) -> None:
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._log):
+            with contextlib.suppress(BrokenPipeError):
+                if stream is not None:
+                    stream.close()
+
+    def __enter__(self) -> "PeerProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        if not (line := self._process.stdout.readline()):
+            raise PeerFailedError(f"{self._module} ended: {self._last_words()}")
+        if "error" in (answer := json.loads(line)):
+            raise PeerFailedError(f"{self._module}: {answer['error']}")
+        return answer["value"]
+
+    def _last_words(self) -> str:
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return lines[-1][:300] if lines else "no output"
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+
+@contextlib.contextmanager
+def running_cluster(flags: tuple[str, ...], num_nodes: int) -> Iterator[tuple[str, int]]:
+    """Start `baton up`; yield its URL and pid once `num_nodes` nodes are alive. Raises TimeoutError."""
+    with tempfile.NamedTemporaryFile() as log:
+        command = [sys.executable, "-m", "cluster", "up", "--port", "0", "--registry-port", "0", *flags]
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+        try:
+            deadline, url = time.monotonic() + START_S, ""
+            while not url or _num_alive(url) < num_nodes:
+                if time.monotonic() > deadline or process.poll() is not None:
+                    raise TimeoutError(f"no cluster after {START_S:g} s: {Path(log.name).read_text()[-2000:]}")
+                time.sleep(0.02)
+                url = url or Path(log.name).read_text().partition("serving at ")[2].partition("\n")[0].split(" ")[0]
+            yield url, process.pid
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def _num_alive(url: str) -> int:
+    try:
+        return sum(node["alive"] for node in httpx.get(url + "/v1/status", timeout=2).json()["nodes"])
+    except httpx.HTTPError:
+        return 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def processes() -> list[int]:
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+
+
+def memory_of(pid: int, key: str = "VmRSS") -> int:
+    """Return a figure of /proc/PID/status in bytes; 0 if the process has ended."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(key + ":"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _group(pid: int) -> int:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getpgid(pid)
+    return 0

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.attention.interface import AttentionBackend
-from engine.attention.selection import attention_on_cpu
+from engine.attention import AttentionBackend, attention_on_cpu
 from engine.kernels import Kernels, TorchKernels, kernels_on_cpu
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder

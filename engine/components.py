@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from engine.attention.selection import attention_on_cpu
+from engine.attention import attention_on_cpu
 from engine.cpu.malloc import give_back, keep_large_blocks, map_large_blocks, share_one
 from engine.cuda.kv.pool import PoolClient
 from engine.emulated_runner import EMULATED_HEAD_DIM, EmulatedRunner
@@ -15,8 +15,7 @@ from engine.emulation import Emulation, load_emulation
 from engine.hash_model import HashRunner
 from engine.kernels import kernels_on_cpu
 from engine.kv_pool import KVPool, blocks_for, check_holds
-from engine.linear.interface import LinearFormat
-from engine.linear.selection import linear_on_cpu
+from engine.linear import LinearFormat, linear_on_cpu
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, load_model
 from engine.options import BuildOptions, EngineComponents, exchange_fingerprint

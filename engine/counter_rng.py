@@ -1,7 +1,12 @@
-"""Stateless Gumbel noise: splitmix64 (Steele, Lea and Flood 2014) over seed, position and token."""
+"""What all implementations of the draw share: codes of errors, the size of a row of parameters, and the noise.
+
+The noise is stateless: Gumbel, by splitmix64 (Steele, Lea and Flood 2014) over seed, position and token.
+"""
 
 from torch import Tensor
 
+BROKEN, NOTHING_ALLOWED = -1, -2  # returned instead of a token: see `engine.sampling.draw`
+WORDS = 5  # of 8 bytes: a row as `engine.sampling.parameters_of` packs it
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
 

@@ -56,15 +56,6 @@ def kernels_on_cpu(config: ModelConfig, pool: KVPool) -> Kernels:
     return NumbaKernels(config, pool)
 
 
-def kernels_on_cuda(config: ModelConfig, pool: KVPool, triton: bool) -> Kernels:
-    """Return the fused Triton kernels if `triton` says that the package works, otherwise plain torch."""
-    if not triton:
-        return TorchKernels(config, pool)
-    from engine.cuda.layer import TritonKernels
-
-    return TritonKernels(config, pool)
-
-
 class TorchKernels:
     """The reference implementation in plain torch. Runs on every device."""
 

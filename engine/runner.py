@@ -7,14 +7,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.attention.interface import AttentionBackend
+from engine.attention import AttentionBackend
 from engine.batch import Batch, BlockRows, build
 from engine.kernels import Kernels
 from engine.kv_pool import DUMMY_BLOCK, KVPool
-from engine.logprobs import describe
 from engine.models.decoder import Decoder
-from engine.sampling import sample
-from engine.sampling_params import NUMERICAL, DrawResult, SamplingRow, is_penalized
+from engine.sampling import NUMERICAL, DrawResult, SamplingRow, describe, is_penalized, sample
 from scheduler.request import Request, Slice, Step, cdiv
 from shared.rpc.messages import Logprobs, SamplingParams
 

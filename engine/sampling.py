@@ -7,6 +7,7 @@ not depend on the batch, on chunking, or on the node.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -14,23 +15,65 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.counter_rng import gumbel, key_of
+from engine.counter_rng import BROKEN, NOTHING_ALLOWED, WORDS, gumbel, key_of
 from engine.cpu.numba_support import why_not_compiled
-from engine.logprobs import describe
-from engine.sampling_params import (
-    BROKEN,
-    NO_TOKEN,
-    NOTHING_ALLOWED,
-    NUMERICAL,
-    DrawResult,
-    SamplingRow,
-    parameters_of,
-)
-from shared.rpc.messages import SamplingParams
+from shared.limits import GREEDY_BELOW
+from shared.rpc.messages import Logprobs, SamplingParams
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 CANDIDATES = 256  # sorted first; a row whose top_p or top_k reaches further is sorted completely
+NUMERICAL = "numerical"  # a logit of the row is not finite
+NO_TOKEN = "no_token"  # every token is banned
+
+
+@dataclass(slots=True)
+class SamplingRow:
+    """What a draw depends on in addition to its logits. Tokens from `position` on are not read."""
+
+    sampling: SamplingParams
+    tokens: Sequence[int]  # prompt and generated tokens
+    num_prompt: int
+    position: int  # index in `tokens` of the token to draw
+    stop_tokens: frozenset[int] = frozenset()
+    min_tokens: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.sampling.temperature < GREEDY_BELOW
+
+    @property
+    def forbids_stop(self) -> bool:
+        return self.position - self.num_prompt < self.min_tokens and bool(self.stop_tokens)
+
+    @property
+    def is_penalized(self) -> bool:
+        return is_penalized(self.sampling)
+
+
+def is_penalized(sampling: SamplingParams) -> bool:
+    """Return whether a draw depends on the tokens before it."""
+    return sampling.repetition_penalty != 1.0 or bool(sampling.presence_penalty or sampling.frequency_penalty)
+
+
+@dataclass(slots=True)
+class DrawResult:
+    """The result of a draw. `error` is empty, NUMERICAL or NO_TOKEN."""
+
+    token: int | None = None
+    logprobs: Logprobs | None = None
+    error: str = ""
+
+
+def parameters_of(rows: Sequence[SamplingRow]) -> NDArray[np.int64]:
+    """Return the rows packed for a compiled draw, int64 [R, WORDS].
+
+    A row holds temperature, top_p and min_p as the bits of float64, then top_k and the noise's key (0 if greedy).
+    """
+    packed = np.empty((len(rows), WORDS), np.int64)
+    packed[:, :3].view(np.float64)[:] = [(r.sampling.temperature, r.sampling.top_p, r.sampling.min_p) for r in rows]
+    packed[:, 3:] = [(r.sampling.top_k, 0 if r.is_greedy else key_of(r.sampling.seed, r.position)) for r in rows]
+    return packed
 
 
 @torch.inference_mode()
@@ -199,3 +242,28 @@ def _least_of(ranked: Tensor, scores: Tensor, top_k: Tensor, top_p: Tensor) -> t
     least = ranked.masked_fill(~inside, math.inf).amin(dim=1, keepdim=True)
     # Otherwise the total is that of all tokens, which is right for top_p only if top_k keeps all of them.
     return least, (few | (~inside[:, -1:] & (top_k == scores.shape[1])))[:, 0] | (width == scores.shape[1])
+
+
+# ---- log-probabilities ------------------------------------------------------------------------------------------
+
+
+def describe(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[Logprobs]:
+    """Return one entry per row of `logits` [R, vocab]: the logprob of tokens[r] and of the num_top[r] likeliest tokens.
+
+    They are of the raw logits, before any penalty or temperature, as in vLLM. The rank counts the tokens
+    that are at least as likely, so the most likely token has rank 1.
+    """
+    if not tokens:
+        return []
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = torch.tensor(tokens, device=logits.device)[:, None]
+    values = logprobs.gather(1, chosen)
+    ranks = (logprobs >= values).sum(dim=1).tolist()
+    top = logprobs.topk(min(max(num_top), logits.shape[1]), dim=1)
+    top_tokens, top_values = top.indices.tolist(), top.values.tolist()
+    return [
+        Logprobs(token, value, rank, ids[:count], best[:count])
+        for token, value, rank, count, ids, best in zip(
+            tokens, values[:, 0].tolist(), ranks, num_top, top_tokens, top_values, strict=True
+        )
+    ]

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.result import Cell, Table
-from engine.attention.interface import AttentionBackend
-from engine.attention.selection import BLOCK_TOKENS, flash_attn_here
+from engine.attention import AttentionBackend
 from engine.batch import build
 from engine.cuda.flash_attention import FLASH_2, FlashAttention
+from engine.cuda.selection import BLOCK_TOKENS, flash_attn_here
 from engine.kv_pool import DTYPES, KVPool
 from engine.models.config import ModelConfig, Rope
 from scheduler.request import Request, Slice, cdiv

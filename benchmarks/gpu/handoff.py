@@ -20,11 +20,11 @@ from benchmarks.gpu.attention import GpuScene, GpuSection
 from benchmarks.peers.worker import serve
 from benchmarks.process import PeerProcess
 from benchmarks.result import Cell, Table
-from engine.attention.selection import BLOCK_TOKENS
 from engine.cuda.kv.cuda_ipc import CudaIpcChannel
 from engine.cuda.kv.driver import CudaDevice
 from engine.cuda.kv.pool import PoolClient, PoolOwner, descriptor_file
 from engine.cuda.memory import DeviceMemory
+from engine.cuda.selection import BLOCK_TOKENS
 from shared.kv.local import LocalChannel
 from shared.kv.memory import HostMemory
 from shared.kv.shm import ShmChannel

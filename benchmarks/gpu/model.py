@@ -14,11 +14,10 @@ import torch
 
 from benchmarks.gpu.attention import GpuScene, GpuSection
 from benchmarks.result import Cell, Table
-from engine.attention.selection import BLOCK_TOKENS, attention_on_cuda
 from engine.cuda.device import CudaAccelerator
 from engine.cuda.runner import CudaRunner, Sampler
+from engine.cuda.selection import BLOCK_TOKENS, attention_on_cuda, kernels_on_cuda
 from engine.cuda.staging import StepCapacity
-from engine.kernels import kernels_on_cuda
 from engine.kv_pool import KVPool
 from engine.models.random import random_decoder
 from engine.runner import PendingStep

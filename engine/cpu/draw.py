@@ -16,7 +16,7 @@ from numba import carray
 from numba.core import types
 from torch import Tensor
 
-from engine.counter_rng import GOLDEN
+from engine.counter_rng import BROKEN, GOLDEN, NOTHING_ALLOWED, WORDS
 from engine.cpu.jit import inlined, kernel, thread_number
 from engine.cpu.simd import (
     FLOAT32,
@@ -36,7 +36,6 @@ from engine.cpu.simd import (
     where_less,
     written,
 )
-from engine.sampling_params import BROKEN, NOTHING_ALLOWED, WORDS
 from shared.limits import GREEDY_BELOW
 
 WORK = 4  # elementary operations per logit, for `engine.cpu.jit.PARALLEL_WORK`
@@ -257,7 +256,7 @@ def draw(logits: Tensor, adjusted: Tensor, parameters: Tensor) -> list[int]:
     """Return for each row a token, `BROKEN` or `NOTHING_ALLOWED`.
 
     `logits` and `adjusted`, the logits after bans, bias and penalties (possibly the same tensor), are float32
-    [R, vocab]; `parameters` is int64 [R, WORDS], as `engine.sampling_params.parameters_of` packs them.
+    [R, vocab]; `parameters` is int64 [R, WORDS], as `engine.sampling.parameters_of` packs them.
     """
     rows, vocab = logits.shape
     logits, adjusted = logits.contiguous(), adjusted.contiguous()

@@ -86,7 +86,7 @@ def cache_directory(source: Path, places: Iterable[Path]) -> Path | None:
 
     Its name depends on all sources that kernels are compiled from; numba itself checks only the one file and the CPU.
     """
-    others = ("counter_rng.py", "sampling_params.py", "linear/int8.py")  # whose constants are compiled in
+    others = ("counter_rng.py",)  # whose constants are compiled in
     files = {*HERE.glob("*.py"), *(HERE.parent / name for name in others), source}
     made_of = repr(GREEDY_BELOW).encode() + b"".join(file.read_bytes() for file in sorted(files))
     name = f"kernels-{hashlib.blake2b(made_of, digest_size=8).hexdigest()}"

@@ -16,6 +16,7 @@ import llvmlite.binding
 from llvmlite import ir
 from numba.core import cgutils, types
 
+from engine.cpu.int8 import LEVELS, SMALLEST, ZERO_POINT
 from engine.cpu.jit import cpu_features, kernel, num_threads, part, thread_number, wait_for_all
 from engine.cpu.simd import (
     BFLOAT16,
@@ -40,7 +41,6 @@ from engine.cpu.simd import (
     total,
     written,
 )
-from engine.linear.int8 import LEVELS, SMALLEST, ZERO_POINT
 
 TILE_ROWS = PANEL_ROWS
 PANEL = LANES * PANEL_VECTORS

@@ -1,14 +1,15 @@
 """Weights stored in panels, as the numba kernels read them: 32 or 16 bits with float32 arithmetic, or int8."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from engine.cpu.int8 import LEVELS, ZERO_POINT, rounded_weights
 from engine.cpu.malloc import empty
 from engine.cpu.matmul_kernels import INT8, PANEL, product
 from engine.cpu.simd import CODES, LANES
-from engine.linear.int8 import LEVELS, ZERO_POINT, rounded_weights
-from engine.linear.interface import Lookup
 
 IN_STEP = 4  # int8 weights of a column that one instruction multiplies
 
@@ -52,7 +53,7 @@ class PanelLinear:
         )
         return result if self.width == self.padded else result[:, : self.width].contiguous()
 
-    def lookup(self) -> Lookup | None:
+    def lookup(self) -> Callable[[Tensor], Tensor] | None:
         rows = self.panels.flatten(2).transpose(1, 2)  # [panels, PANEL, depth]
         return (lambda indices: rows[indices // PANEL, indices % PANEL]) if self.is_exact else None
 

@@ -8,13 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.attention.selection import attention_on_cuda, block_tokens_on_cuda, usable_on_cuda
 from engine.cuda.device import Accelerator
 from engine.cuda.runner import CudaRunner, Sampler
+from engine.cuda.selection import attention_on_cuda, block_tokens_on_cuda, kernels_on_cuda, usable_on_cuda
 from engine.cuda.staging import StepCapacity
-from engine.kernels import kernels_on_cuda
 from engine.kv_pool import KVPool, blocks_for
-from engine.linear.plain import Plain
+from engine.linear import Plain
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, load_model
 from engine.options import BuildOptions, EngineComponents, exchange_fingerprint

@@ -11,15 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine import sampling_params
+from engine import counter_rng
 from engine.counter_rng import GOLDEN
 from shared.limits import GREEDY_BELOW
 
-WORDS = tl.constexpr(sampling_params.WORDS)
+WORDS = tl.constexpr(counter_rng.WORDS)
 GREEDY = tl.constexpr(GREEDY_BELOW)
 GOLDEN_RATIO = tl.constexpr(GOLDEN)
-BROKEN = tl.constexpr(sampling_params.BROKEN)
-NOTHING_ALLOWED = tl.constexpr(sampling_params.NOTHING_ALLOWED)
+BROKEN = tl.constexpr(counter_rng.BROKEN)
+NOTHING_ALLOWED = tl.constexpr(counter_rng.NOTHING_ALLOWED)
 LARGEST = tl.constexpr(3.4028234663852886e38)  # float32
 PART = 4096  # tokens per program
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.attention.interface import AttentionBackend, AttentionPlan
+from engine.attention import AttentionBackend, AttentionPlan
 from engine.batch import Batch
 from engine.kv_pool import KVPool
 from engine.startup import cause

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.attention.interface import AttentionBackend, AttentionPlan
+from engine.attention import AttentionBackend, AttentionPlan
 from engine.batch import Batch
 from engine.cuda.graphs import GraphPool, GraphRecording
 from engine.cuda.staging import StepBuffers, StepShape

@@ -12,19 +12,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.attention.interface import AttentionBackend
-from engine.attention.torch_attention import TorchAttention
+from engine.attention import AttentionBackend, TorchAttention
 from engine.batch import Batch, build
+from engine.counter_rng import BROKEN, NOTHING_ALLOWED
 from engine.cuda.graphs import GraphPool
 from engine.cuda.passes import Passes
 from engine.cuda.staging import StepBuffers, StepCapacity, StepShape
 from engine.kernels import Kernels
 from engine.kv_pool import DUMMY_BLOCK, KVPool
-from engine.logprobs import describe
 from engine.models.decoder import Decoder
 from engine.runner import FinishedStep, PendingStep, SliceOutput, TorchRunner, row_of
-from engine.sampling import adjust, draw
-from engine.sampling_params import BROKEN, NO_TOKEN, NOTHING_ALLOWED, NUMERICAL, SamplingRow
+from engine.sampling import NO_TOKEN, NUMERICAL, SamplingRow, adjust, describe, draw
 from scheduler.request import Request, Slice, Step, cdiv
 from shared.rpc.messages import SamplingParams
 

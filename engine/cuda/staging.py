@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch, build
-from engine.sampling_params import WORDS, SamplingRow, parameters_of
+from engine.counter_rng import WORDS
+from engine.sampling import SamplingRow, parameters_of
 
 NOWHERE = -1  # slot of a padding token
 ALIGNED_WORDS = 2  # of 8 bytes

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from engine.attention.interface import AttentionPlan
+from engine.attention import AttentionPlan
 from engine.batch import Batch
 from engine.kernels import StepKernels
-from engine.linear.interface import Linear, LinearFormat, Lookup
-from engine.linear.plain import Plain
+from engine.linear import Linear, LinearFormat, Lookup, Plain
 from engine.models.config import ModelConfig
 from engine.weights import Checkpoint
 

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from engine.linear.interface import LinearFormat
-from engine.linear.plain import Plain
+from engine.linear import LinearFormat, Plain
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, assemble
 

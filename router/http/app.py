@@ -60,10 +60,8 @@ def build_app(
     observer = RouterObserver() if observer is None else observer
     metrics = RequestMetrics(model.name, slo)
     registry.register(metrics)
-    max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * model.max_model_len
-    limits = RequestLimits(max_concurrent_requests, request_timeout_s, max_body_bytes, body_timeout_s)
-    handlers = ApiHandlers(dispatcher, tokenizer, model, registry, observer, metrics, limits)
-    post = partial(JsonEndpoint, handlers)
+    handlers = ApiHandlers(dispatcher, tokenizer, model, registry, observer, metrics, request_timeout_s)
+    post = partial(JsonEndpoint, handlers, max_concurrent_requests, body_timeout_s)
     api = [
         Route("/v1/completions", post(CompletionBody, handlers.completions), methods=["POST"]),
         Route("/v1/chat/completions", post(ChatBody, handlers.completions), methods=["POST"]),
@@ -93,16 +91,6 @@ def _guarded(routes: list[BaseRoute], guard: Middleware) -> Starlette:
     return app
 
 
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """Limits of requests with a body. Times are in seconds; with `request_timeout_s` 0, requests have no timeout."""
-
-    max_concurrent_requests: int
-    request_timeout_s: float
-    max_body_bytes: int
-    body_timeout_s: float
-
-
 @dataclass
 class ApiHandlers:
     """The handlers of the API's routes, and the state that they share.
@@ -118,7 +106,7 @@ class ApiHandlers:
     registry: CollectorRegistry
     observer: RouterObserver
     request_metrics: RequestMetrics
-    limits: RequestLimits
+    request_timeout_s: float  # 0 for none
     num_in_progress: int = 0
 
     async def completions(self, body: Body, reply: ResponseWriter) -> None:
@@ -126,7 +114,7 @@ class ApiHandlers:
         assert isinstance(body, CompletionBody | ChatBody)
         request_id = ("chatcmpl-" if isinstance(body, ChatBody) else "cmpl-") + token_hex(16)
         reply.name(request_id)
-        deadline = deadline_of(reply.scope, reply.arrived, self.limits.request_timeout_s)
+        deadline = deadline_of(reply.scope, reply.arrived, self.request_timeout_s)
         requests = await build_requests(
             body, self.model, self.tokenizer, request_id, reply.traceparent, reply.identity, deadline
         )
@@ -217,16 +205,19 @@ class JsonEndpoint:
     bodies. It cancels the handler when the client disconnects, and answers every error."""
 
     handlers: ApiHandlers
+    max_concurrent_requests: int
+    body_timeout_s: float
     kind: type[Body]
     handler: Callable[[Body, ResponseWriter], Awaitable[None]]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply, handlers, limits = ResponseWriter(scope, send), self.handlers, self.handlers.limits
+        reply, handlers = ResponseWriter(scope, send), self.handlers
+        max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * handlers.model.max_model_len
         handlers.num_in_progress += 1
         try:
-            if handlers.num_in_progress > limits.max_concurrent_requests:
+            if handlers.num_in_progress > self.max_concurrent_requests:
                 raise UnavailableError("Too many requests are in progress; try again soon.", status=429)
-            raw = await read_body(scope, receive, limits.max_body_bytes, limits.body_timeout_s)
+            raw = await read_body(scope, receive, max_body_bytes, self.body_timeout_s)
             await while_connected(receive, self._handle(raw, reply))
         except ClientDisconnect:
             return

@@ -189,7 +189,7 @@ class ResponseWriter:
         body = dump(value).encode()
         own = {"content-type": "application/json", "content-length": str(len(body))}
         await self._start(status, own | dict(headers or {}))
-        await self._end(body)
+        await self.end(body)
 
     async def events(self, data: bytes) -> None:
         """Send a part of a stream. The first part sends the status, so that an earlier failure can send its own."""
@@ -199,9 +199,10 @@ class ResponseWriter:
         if data:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def end(self) -> None:
-        """End a stream."""
-        await self._end(b"")
+    async def end(self, body: bytes = b"") -> None:
+        """End the response."""
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        self._is_complete, self._outcome = True, "answered"
 
     async def fail(self, error: Exception) -> None:
         """Send an error, as a status or, if the stream has started, as its last event."""
@@ -220,7 +221,3 @@ class ResponseWriter:
         named = {**headers, "x-request-id": self._label, "traceparent": self.traceparent}
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
-
-    async def _end(self, body: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
-        self._is_complete, self._outcome = True, "answered"

@@ -1,7 +1,7 @@
-"""The API held against documents: our own, and OpenAI's. By hand: `make schemathesis CASES=50000`, with a live cluster.
+"""Tests the API against our OpenAPI document and OpenAI's. `make schemathesis CASES=50000` uses a live cluster.
 
-Checked of every answer: no 5xx, the content type that the document names, and its schema. Cases fit the document or are
-bent away from it, NUL included (schemathesis).
+Every answer must have no status of 500 or above, and the content type and schema that the document states. Cases are
+valid or deliberately invalid, and may have NUL characters.
 """
 
 import argparse
@@ -32,8 +32,8 @@ Document = dict[str, Any]
 
 
 def openai_document() -> Document:
-    """OpenAI's own, reduced to what we serve, with what it gets wrong put right: the first token of an echoed prompt
-    has no logprob, there as here."""
+    """Return OpenAI's document, reduced to the API that we serve. It is corrected in one place: the first token of an
+    echoed prompt has no logprob."""
     document: Document = json.loads(OPENAI.read_text())
     choices = document["components"]["schemas"]["CreateCompletionResponse"]["properties"]["choices"]
     logprobs = choices["items"]["properties"]["logprobs"]["anyOf"][0]["properties"]
@@ -43,7 +43,7 @@ def openai_document() -> Document:
 
 
 def asking_for(model: str, document: Document) -> Document:
-    """`document` with this model in its requests: nearly all would else be for another, and all have one answer."""
+    """Set the model in the document's requests. Otherwise nearly all requests would name an unknown model."""
     for name, schema in document["components"]["schemas"].items():
         for part in (schema, *schema.get("allOf", ())):
             if name.endswith(("Body", "Request")) and "model" in part.get("properties", {}):
@@ -52,7 +52,7 @@ def asking_for(model: str, document: Document) -> Document:
 
 
 def hold(app: Any, document: Document, cases: int, base: str = "http://router") -> Counter[int]:
-    """`cases` of each operation and mode, against an ASGI app. Returns the answers' statuses; raises what is amiss."""
+    """Send `cases` requests of each operation and mode to an ASGI app. Return the statuses. Raises the first failure."""
     schema = schemathesis.openapi.from_dict(document)
     schema.app = app
     statuses: Counter[int] = Counter()
@@ -71,13 +71,13 @@ def hold(app: Any, document: Document, cases: int, base: str = "http://router") 
             def one(case: Any) -> None:
                 statuses[case.call_and_validate(checks=CHECKS, base_url=base).status_code] += 1
 
-            with suppress(Unsatisfiable):  # where nothing is sent, nothing can be wrong with it
+            with suppress(Unsatisfiable):  # no request of this mode exists
                 one()
     return statuses
 
 
 def main() -> int:
-    """The command line's own run, for all its phases. Returns its status: 0 when nothing was amiss."""
+    """Run schemathesis' command line in all its phases. Return its exit status."""
     options = argparse.ArgumentParser(description=str(__doc__).split("\n\n", maxsplit=1)[0])
     options.add_argument("--cases", type=int, default=1000, help="of all operations of a document together")
     options.add_argument("--seed", type=int, default=1, help="another one makes other cases")

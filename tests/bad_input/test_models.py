@@ -116,7 +116,7 @@ FOR_ROUTERS: dict[str, tuple[Breaking, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(300)  # a router that starts all the same serves until then
+@pytest.mark.timeout(300)  # a router that starts serves until then
 @pytest.mark.parametrize(("breaking", "complaint"), FOR_ROUTERS.values(), ids=FOR_ROUTERS)
 def test_a_router_exits_with_one_line(
     breaking: Breaking, complaint: str, directory: Path, capsys: pytest.CaptureFixture[str]
@@ -173,7 +173,7 @@ FOR_NODES: dict[str, tuple[Breaking, str]] = {
     "a tensor missing": (with_tensor(lambda tensors: tensors.pop(NORM)), f"tensor '{NORM}' is missing"),
     "a tensor too many": (with_tensor(lambda tensors: tensors.update(more=torch.ones(1))), "not part of the model that config.json describes, such as 'more'"),
     "a tensor of another shape": (with_tensor(lambda tensors: tensors.update({NORM: torch.ones(1)})), f"'{NORM}' is [1]"),
-    "weights cut": (cut, "longer or shorter than its tensors"),
+    "weights cut": (cut, "not fully covered; download the model again"),
     "200,000 tensors": (crowded, "at most 1048576 allowed"),
     "weights linked out": (linked_out, "is not a safetensors file in this directory"),
     "pickled weights": (pickled, "only pickled weights (.bin, .pt)"),

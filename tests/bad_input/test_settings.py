@@ -1,4 +1,4 @@
-"""Settings that cannot be served (C1 to C6): status 2, and one line with the flag or file, the value and the fix."""
+"""Invalid settings end a process with status 2, and one line with the flag or file, the value and the fix."""
 
 import json
 import logging
@@ -39,7 +39,7 @@ FLAGS: dict[str, tuple[type[Settings], list[str], str]] = {
 
 
 @pytest.mark.parametrize(("kind", "argv", "complaint"), FLAGS.values(), ids=FLAGS)
-def test_a_flag_is_named_with_its_value_and_what_is_allowed(
+def test_an_error_names_the_flag_its_value_and_the_allowed_values(
     kind: type[Settings], argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -74,17 +74,17 @@ NODES: dict[str, tuple[dict[str, Any], str]] = {
     "memory that no machine has": ({"kv_cache_memory": 10**17}, "memory"),
     "a GPU for what needs none": ({"device": "cuda"}, "--device cuda"),
     "bfloat16 on a CPU": ({"runner": "torch", "dtype": "bfloat16"}, "--weight-dtype"),
-    "a directory of everybody": ({"kv_directory": "/tmp"}, "--kv-directory /tmp: other users can write there"),
+    "a directory that others can write": ({"kv_directory": "/tmp"}, "--kv-directory /tmp: other users can write there"),
     "a directory that is a file": ({"kv_directory": str(DEMO / "config.json")}, "config.json"),
-    "a failpoint without leave": ({"failpoint": "engine.step=kill"}, "BATON_ALLOW_FAILPOINTS"),
+    "a failpoint without permission": ({"failpoint": "engine.step=kill"}, "BATON_ALLOW_FAILPOINTS"),
     "an unknown failpoint": ({"failpoint": "x.y=kill", "allow_failpoints": True}, "BATON_FAILPOINT 'x.y=kill'"),
     "an unknown device to emulate": ({"emulate": "nothing"}, "--emulate nothing: is neither a file nor one of"),
 }  # fmt: skip
 
 
-@pytest.mark.timeout(300)  # a node that starts all the same serves until then
+@pytest.mark.timeout(300)  # a node that starts serves until then
 @pytest.mark.parametrize(("changes", "complaint"), NODES.values(), ids=NODES)
-def test_a_node_ends_with_one_line(
+def test_a_node_exits_with_one_line(
     changes: dict[str, Any], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_decode_node(nodes(tmp_path, **changes)) == 2
@@ -110,7 +110,7 @@ COSTS: dict[str, tuple[str | bytes, str]] = {
 
 
 @pytest.mark.parametrize(("content", "complaint"), COSTS.values(), ids=COSTS)
-def test_a_cost_model_that_is_none_is_named_with_its_file(
+def test_an_invalid_cost_model_is_reported_with_its_file(
     content: str | bytes, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "cost.json"
@@ -119,13 +119,13 @@ def test_a_cost_model_that_is_none_is_named_with_its_file(
     one_line(capsys, complaint)
 
 
-def test_a_port_that_is_taken_or_asked_for_twice_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert router_main(RouterSettings(model=str(DEMO), port=port, registry_port=0)) == 2
         one_line(capsys, f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port")
         flags = ["--model", str(DEMO), "--port", "0", "--registry-port", str(port)]
-        command = [sys.executable, "-m", "router", *flags]  # it has begun when it finds out: not in this process
+        command = [sys.executable, "-m", "router", *flags]  # it has started when it finds out
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 2
     assert f"cannot listen on registry port {port}" in ended.stderr
@@ -133,7 +133,7 @@ def test_a_port_that_is_taken_or_asked_for_twice_is_named(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "256.1.1.1", "203.0.113.7"])
-def test_a_host_that_is_not_ours_is_named(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_of_another_host_is_reported(host: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert router_main(RouterSettings(model=str(DEMO), host=host, port=0, registry_port=0)) == 2
     one_line(capsys, host)
 
@@ -149,7 +149,7 @@ def _logging_as_before() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_logging_as_before")
-def test_a_nodes_port_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_nodes_port_in_use_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert run_decode_node(nodes(tmp_path, port=port, num_blocks=64)) == 2

@@ -1,6 +1,6 @@
 import pytest
 
-from compare.arms import Arm, copy_of, cores_of, parse_arm, parse_arms
+from compare.arms import Arm, cores_of, parse_arm, parse_arms
 from compare.run.deployments import LaunchOptions
 from shared.errors import ConfigError
 
@@ -97,10 +97,3 @@ def test_nodes_of_an_arm_take_a_gpu_each_as_far_as_there_are_some(arm: str, devi
     command = LaunchOptions("/models/m", gpus=3).command(parse_arm(arm))
     assert (command[command.index("--devices") + 1] if "--devices" in command else None) == devices
     assert "--devices" not in LaunchOptions("/models/m").command(parse_arm(arm))
-
-
-def test_the_control_is_the_same_arm_under_a_name_of_its_own():
-    arm = parse_arm("colocated:2@prefill_first")
-    copy = copy_of(arm)
-    assert copy.name != arm.name
-    assert copy.flags() == arm.flags()

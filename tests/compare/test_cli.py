@@ -62,12 +62,6 @@ def test_invalid_options_are_refused(arguments: list[str], complaint: str, capsy
 def test_a_bad_line_of_a_trace_is_named(capsys: pytest.CaptureFixture[str]):
     Path("t.csv").write_text(TRACE + "2023-11-16 18:15:47.00,many,44\n")
     assert "t.csv, line 3" in refused(["--trace", "t.csv"], capsys)
-
-
-def test_a_trace_of_an_unknown_format_is_refused(capsys: pytest.CaptureFixture[str]):
-    Path("t.csv").write_text("when,what\n1,2\n")
-    assert "is of no known trace" in refused(["--trace", "t.csv"], capsys)
-    Path("t.csv").write_text(TRACE)
     assert "excel is not a trace format" in refused(["--trace", "t.csv", "--trace-format", "excel"], capsys)
 
 

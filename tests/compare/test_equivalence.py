@@ -19,31 +19,19 @@ def facts_by_arm(first: dict[str, str], second: dict[str, str]) -> dict[str, dic
 
 
 def test_facts_are_those_of_all_nodes():
-    facts = facts_of(Endpoint("http://x"), status({"facts": {"dtype": "float32"}}, {"facts": {"dtype": "bfloat16"}}))
-    assert facts["dtype"] == "bfloat16 | float32"
-    assert facts["num_blocks"] == "100"
-    assert facts["devices"] == "2"
-
-
-def test_a_fact_that_one_node_does_not_publish_is_not_equal():
-    facts = facts_of(Endpoint("http://x"), status({"facts": {"dtype": "float32"}}, {}))
-    assert facts["dtype"] == "float32 | unknown"
-
-
-def test_equal_facts_compare():
-    found = check_parity(ARMS, facts_by_arm({"dtype": "float32"}, {"dtype": "float32"}))
-    assert found.equal
-    assert found.problems == []
+    nodes = {"facts": {"dtype": "float32", "torch": "2"}}, {"facts": {"dtype": "bfloat16"}}
+    facts = facts_of(Endpoint("http://x"), status(*nodes))
+    assert (facts["dtype"], facts["torch"]) == ("bfloat16 | float32", "2 | unknown")
+    assert (facts["num_blocks"], facts["devices"]) == ("100", "2")
 
 
 def test_an_undeclared_difference_forbids_the_comparison():
+    assert check_parity(ARMS, facts_by_arm({"dtype": "float32"}, {"dtype": "float32"})).problems == []
     found = check_parity(ARMS, facts_by_arm({"num_blocks": "100"}, {"num_blocks": "120"}))
     assert not found.equal
     assert found.problems == ["not comparable: num_blocks differs (colocated:2: 100, disaggregated:1p1d: 120)"]
-
-
-def test_a_fact_of_one_arm_only_forbids_the_comparison():
     assert not check_parity(ARMS, facts_by_arm({"torch": "2.13"}, {})).equal
+    assert check_parity(ARMS, facts_by_arm({"torch": "2.13"}, {"torch": "2.14"}), ["torch"]).equal
 
 
 def test_settings_that_differ_between_arms_are_declared():
@@ -61,10 +49,6 @@ def test_settings_equal_in_all_arms_are_not_a_treatment():
     arms = parse_arms(["colocated:2", "disaggregated:1p1d"], ["max_num_seqs=8"])
     facts = {arms[0].name: {"max_num_seqs": "8"}, arms[1].name: {"max_num_seqs": "9"}}
     assert not check_parity(arms, facts).equal
-
-
-def test_a_treatment_is_declared_by_name():
-    assert check_parity(ARMS, facts_by_arm({"torch": "2.13"}, {"torch": "2.14"}), ["torch"]).equal
 
 
 def test_a_stack_that_is_not_batons_cannot_be_verified():

@@ -267,9 +267,3 @@ async def test_an_arm_that_does_not_start_ends_the_run_and_all_other_arms(tmp_pa
     with pytest.raises(EndpointError, match="nothing answers for colocated:2"):
         await run_session(experiment(tmp_path), deployments, SilentReporter())
     assert deployments.ended
-
-
-def test_new_findings_have_no_problem_and_no_parity():
-    findings = Findings()
-    assert findings.problems == []
-    assert not findings.parity.equal

@@ -88,7 +88,7 @@ def test_flips_are_where_another_arm_wins_at_every_look():
 
 def test_a_single_slo_is_not_a_range():
     text = flips(lambda _, tbt_ms: ahead("b" if 110 < tbt_ms < 115 else "a"), 450, 40)
-    assert text[0].startswith("no other arm wins clearly")
+    assert text == ["no other arm wins clearly with a TBT SLO of 5 to 320 ms or a TTFT SLO of 56.2 to 3,600 ms"]
 
 
 def test_a_win_that_is_sure_for_one_look_is_not_for_one_of_many():
@@ -98,11 +98,6 @@ def test_a_win_that_is_sure_for_one_look_is_not_for_one_of_many():
     assert ahead("b", 3.0).winner == "b"
     assert weak[0].startswith("no arm wins clearly")
     assert strong == ["b wins with a TBT SLO of 113 to 320 ms"]
-
-
-def test_a_verdict_that_does_not_flip_names_the_range():
-    text = flips(lambda *_: ahead("a"), 400, 40)
-    assert text == ["no other arm wins clearly with a TBT SLO of 5 to 320 ms or a TTFT SLO of 50 to 3,200 ms"]
 
 
 def test_arms_too_close_at_one_slo_may_differ_at_another():
@@ -201,11 +196,6 @@ def test_latencies_are_left_out_if_attainment_decides_or_runs_were_overloaded():
     assert latency_differences(found(a=GOOD, b=POOR), figures) is None
     assert latency_differences(found(a=GOOD, b=GOOD), {"tbt_p99_ms": {"a": [None] * 6, "b": FAST}}) is None
     assert latency_differences(None, figures) is None
-
-
-def test_a_control_without_a_difference():
-    _, says = compare_control("copy", "a", {"attainment": {"copy": GOOD, "a": list(reversed(GOOD))}})
-    assert says == "no difference"
 
 
 def test_a_control_with_a_difference_names_the_metric():

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.interface import AttentionBackend
-from engine.attention.torch_attention import TorchAttention, TorchPlan
+from engine.attention import AttentionBackend, TorchAttention, TorchPlan
 from engine.batch import Batch
 from engine.cuda.graphs import GraphRecording
 from engine.cuda.runner import CudaRunner

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import engine.runner
-import engine.sampling_params
 import scheduler.scheduler
 from engine.engine import Engine
 from engine.models.decoder import Decoder

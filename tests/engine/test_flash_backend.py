@@ -8,11 +8,11 @@ from random import Random
 import pytest
 import torch
 
-from engine.attention.selection import attention_on_cuda, block_tokens_on_cuda, flash_attn_here, usable_on_cuda
-from engine.attention.torch_attention import TorchAttention
+from engine.attention import TorchAttention
 from engine.batch import build
 from engine.cuda import flash_attention as flash_backend
 from engine.cuda.flash_attention import FlashAttention, installed
+from engine.cuda.selection import attention_on_cuda, block_tokens_on_cuda, flash_attn_here, usable_on_cuda
 from engine.kv_pool import KVPool
 from scheduler.request import Slice
 from shared.kv.layout import KVLayout

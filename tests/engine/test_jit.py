@@ -130,10 +130,10 @@ def test_a_machine_that_cannot_compile_serves_by_torch(
         preparation
         + """
 import torch
-from engine.attention.selection import attention_on_cpu
+from engine.attention import attention_on_cpu
 from engine.kernels import kernels_on_cpu
 from engine.sampling import sample
-from engine.sampling_params import SamplingRow
+from engine.sampling import SamplingRow
 from shared.rpc.messages import SamplingParams
 from tests.gpu_less.contract import config_of, pool_of
 pool = pool_of(2, 16, 4, torch.float32, 9, torch.device("cpu"))

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from engine.cpu.int8 import LEVELS, LEVELS_OF_7_BITS, Int8, has_fbgemm
 from engine.cpu.numba_support import why_not_compiled
-from engine.linear.int8 import LEVELS, LEVELS_OF_7_BITS, Int8, has_fbgemm
-from engine.linear.interface import LinearFormat
-from engine.linear.plain import Plain
-from engine.linear.selection import AsStored, linear_on_cpu
+from engine.linear import AsStored, LinearFormat, Plain, linear_on_cpu
 from engine.models.decoder import load_model
 from tests.engine.build import CPU, generate, thinned, torch_runner
 

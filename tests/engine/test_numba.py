@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.attention.selection import attention_on_cpu
+from engine.attention import attention_on_cpu
 from engine.kernels import TorchKernels, kernels_on_cpu
 from tests.engine.build import thinned
 from tests.gpu_less.contract import (

@@ -21,7 +21,7 @@ from engine.cpu.attention import NumbaAttention
 from engine.cpu.fused_decode import MAX_ROWS, FusedDecode, fused_decode_of
 from engine.cpu.layer import NumbaKernels
 from engine.cpu.matmul_kernels import HAS_INT8, PANEL
-from engine.linear.selection import linear_on_cpu
+from engine.linear import linear_on_cpu
 
 CPU = torch.device("cpu")
 LLAMA = ModelConfig(

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engine.counter_rng import GOLDEN, MASK, gumbel, key_of
-from engine.sampling import CANDIDATES, adjust, compiled_draw, draw, restrict, sample
-from engine.sampling_params import SamplingRow, parameters_of
+from engine.sampling import CANDIDATES, SamplingRow, adjust, compiled_draw, draw, parameters_of, restrict, sample
 from shared.rpc.messages import SamplingParams
 
 torch.set_num_threads(1)
@@ -264,7 +263,7 @@ def test_the_compiled_draw_is_the_defined_one(vocab: int, scale: float) -> None:
             assert compiled(raw, adjusted, parameters) == draw(raw, adjusted, rows), sampling
 
 
-@pytest.mark.timeout(600, method="thread")  # compiled code answers no signal
+@pytest.mark.timeout(60, method="thread")  # compiled code answers no signal
 @pytest.mark.parametrize("low", [2.0, math.inf])
 def test_scores_that_overflow_are_drawn_as_defined_and_in_no_endless_loop(low: float) -> None:
     """A repetition penalty near 0, which a client may ask for, makes a score infinite; then nothing can be weighed."""

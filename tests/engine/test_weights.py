@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.models.config import MAX_CONFIG_BYTES, ModelConfig, Rope
 from engine.models.decoder import load_model
-from engine.weights import INDEX, MAX_HEADER_BYTES, Checkpoint, fingerprint
+from engine.weights import INDEX, Checkpoint, fingerprint
 from shared.model_files import resolve
 from tests.engine.build import CPU
 from tests.engine.checkpoint_files import CONFIG, entry, raw
@@ -203,25 +203,24 @@ def test_a_loaded_model_does_not_change_with_its_file(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "header of 0 bytes in a file of 0"),
-        (b"\1\2\3", "in a file of 3"),
-        (raw({}, length=2**63), "header of 9223372036854775808 bytes"),
-        (raw(b" " * (MAX_HEADER_BYTES + 1)), "at most 1048576"),
-        (raw({}, length=50), "header of 50 bytes in a file of 10"),
-        (raw(b"{nope"), "model.safetensors: "),
-        (raw(b"[1]"), "malformed"),
-        (raw(b"\xff\xff"), "model.safetensors: "),
-        (raw({"a": 5}), "malformed"),
-        (raw({"a": entry(0, 8, [2]), "b": entry(12, 16, [1])}, b"\0" * 16), "'b' has bytes 12 to 16: a hole"),
-        (raw({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, b"\0" * 12), "'b' has bytes 4 to 12"),
-        (raw({"a": entry(0, 8, [3])}, b"\0" * 8), "'a' has bytes 0 to 8"),
-        (raw({"a": entry(0, 8, [2**62, 2**62])}, b"\0" * 8), "'a' has bytes 0 to 8"),
-        (raw({"a": entry(0, 8, [-2, -1])}, b"\0" * 8), r"'a' has shape \[-2, -1\]"),
-        (raw({"a": entry(0, 8, [2.0])}, b"\0" * 8), r"'a' has shape \[2.0\]"),
-        (raw({"a": entry(0, 8, [2], "I64")}, b"\0" * 8), "'a' is I64"),
-        (raw({"a": entry(0, 8, [2])}, b"\0" * 7), "longer or shorter"),
-        (raw({"a": entry(0, 8, [2])}, b"\0" * 9), "longer or shorter"),
-        (raw(b'{"a":%b,"a":%b}' % ((json.dumps(entry(0, 4, [1])).encode(),) * 2), b"\0" * 4), "occurs twice"),
+        (b"", "header too small"),
+        (b"\1\2\3", "header too small"),
+        (raw({}, length=2**63), "header too large"),
+        (raw(b" " * 2**20), "invalid JSON in header"),
+        (raw({}, length=50), "invalid header length"),
+        (raw(b"{nope"), "invalid JSON in header"),
+        (raw(b"[1]"), "invalid JSON in header"),
+        (raw(b"\xff\xff"), "invalid UTF-8"),
+        (raw({"a": 5}), "invalid JSON in header"),
+        (raw({"a": entry(0, 8, [2]), "b": entry(12, 16, [1])}, b"\0" * 16), "invalid offset for tensor `b`"),
+        (raw({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, b"\0" * 12), "invalid offset for tensor `b`"),
+        (raw({"a": entry(0, 8, [3])}, b"\0" * 8), "invalid shape"),
+        (raw({"a": entry(0, 8, [2**62, 2**62])}, b"\0" * 8), "overflow"),
+        (raw({"a": entry(0, 8, [-2, -1])}, b"\0" * 8), "invalid JSON in header"),
+        (raw({"a": entry(0, 8, [2.0])}, b"\0" * 8), "invalid JSON in header"),
+        (raw({"a": entry(0, 8, [1], "I64")}, b"\0" * 8), "'a' is I64"),
+        (raw({"a": entry(0, 8, [2])}, b"\0" * 7), "not fully covered"),
+        (raw({"a": entry(0, 8, [2])}, b"\0" * 9), "not fully covered"),
     ],
 )
 def test_a_malformed_safetensors_file_is_refused(content: bytes, message: str, directory: Path) -> None:

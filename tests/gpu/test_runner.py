@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.attention.selection import attention_on_cuda
-from engine.attention.torch_attention import TorchAttention
+from engine.attention import TorchAttention
 from engine.cuda.build import GRAPH_BYTES
 from engine.cuda.device import CudaAccelerator
 from engine.cuda.runner import CudaRunner
+from engine.cuda.selection import attention_on_cuda, kernels_on_cuda
 from engine.cuda.staging import StepCapacity
-from engine.kernels import TorchKernels, kernels_on_cuda
+from engine.kernels import TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.models.random import random_decoder

@@ -8,7 +8,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from engine.attention.interface import AttentionBackend
+from engine.attention import AttentionBackend
 from engine.batch import Batch
 from engine.kernels import Kernels
 from engine.kv_pool import KVPool

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine import sampling, sampling_params
-from engine.sampling_params import SamplingRow
+from engine import sampling
+from engine.sampling import SamplingRow
 from shared.rpc.messages import SamplingParams
 
 FILTERS = [
@@ -35,7 +35,7 @@ def rows_of(samplings: Sequence[SamplingParams], positions: Sequence[int] | None
 
 
 def parameters_of(rows: Sequence[SamplingRow], device: torch.device) -> Tensor:
-    return torch.from_numpy(sampling_params.parameters_of(rows)).to(device)
+    return torch.from_numpy(sampling.parameters_of(rows)).to(device)
 
 
 def expected(logits: Tensor, rows: list[SamplingRow]) -> list[int]:

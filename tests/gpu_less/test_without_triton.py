@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-MODULES = "engine.components, node.process, engine.attention.selection, engine.kernels, engine.cuda.build"
+MODULES = "engine.components, node.process, engine.cuda.selection, engine.kernels, engine.cuda.build"
 
 
 def test_a_node_starts_without_triton() -> None:

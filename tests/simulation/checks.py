@@ -23,7 +23,7 @@ def unbalanced(world: Any) -> list[str]:
             if not adapter.is_idle
         ]
     if world.router.is_up and world.router.fleet is not None:
-        for link in world.router.fleet.connections():
+        for link in world.router.fleet.connections.values():
             if link.listeners or link.load.outstanding_tokens or link.load.kv_tokens or link.load.prefilling:
                 found.append(f"router counts {link.info.id}: {sorted(link.listeners)} {link.load.kv_tokens}")
     return found

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from engine.attention.interface import AttentionBackend
-from engine.attention.torch_attention import TorchAttention
+from engine.attention import AttentionBackend, TorchAttention
 from engine.cuda.attention import TritonAttention
 from engine.cuda.layer import TritonKernels
 from engine.kernels import Kernels, TorchKernels

@@ -1,14 +1,59 @@
-"""Selects the format of weights: the requested one, in the form that this machine multiplies fastest."""
+"""Weight matrices: the interface, plain tensors multiplied by torch, and the choice of a format for a CPU."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding, linear
 
 from engine.cpu.numba_support import why_not_compiled
-from engine.linear.int8 import Int8, has_fbgemm
-from engine.linear.interface import Linear, LinearFormat
-from engine.linear.plain import Plain
 
 SIXTEEN_BITS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+Lookup = Callable[[Tensor], Tensor]  # indices of outputs, int64 [R] -> their weights, [R, in]
+
+
+class Linear(Protocol):
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Return the product, [T, in] -> [T, out] in the dtype of `rows`, plus the bias if there is one."""
+        ...
+
+    def lookup(self) -> Lookup | None:
+        """Return a lookup of the original weights, so a tied embedding needs no copy; None if they were rounded."""
+        ...
+
+
+class LinearFormat(Protocol):
+    """How weights are stored and multiplied. `name` is shown to users, for example "float32 packed"."""
+
+    name: str
+
+    def make(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Convert `weight` [out, in], in the checkpoint's dtype, and `bias` [out]. May keep references to both."""
+        ...
+
+
+@dataclass(slots=True)
+class PlainLinear:
+    weight: Tensor  # [out, in]
+    bias: Tensor | None = None
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return linear(rows, self.weight, self.bias)
+
+    def lookup(self) -> Lookup:
+        return partial(embedding, weight=self.weight)
+
+
+class Plain:
+    def __init__(self, held_in: torch.dtype) -> None:
+        self.name = f"{held_in}".removeprefix("torch.")
+        self._held_in = held_in
+
+    def make(self, weight: Tensor, bias: Tensor | None) -> PlainLinear:
+        return PlainLinear(weight.to(self._held_in), None if bias is None else bias.to(self._held_in))
 
 
 def linear_on_cpu(weight_dtype: str, quantization: str, why_not: str | None = None) -> LinearFormat:
@@ -41,6 +86,8 @@ def _int8(why_not: str) -> LinearFormat:
             from engine.cpu.panels import Int8Panels
 
             return Int8Panels()
+    from engine.cpu.int8 import Int8, has_fbgemm
+
     if not has_fbgemm():
         raise ValueError(
             "--quantization int8: needs an x86 CPU with AVX2 (torch has no FBGEMM on this machine); omit it"

@@ -1,14 +1,14 @@
-"""Selects the attention backend of a node: the requested one, or the fastest that runs on this machine."""
+"""Selects attention and kernels of a node on a GPU: the requested ones, or the fastest that run there."""
 
 import logging
 
 import torch
 
-from engine.attention.interface import AttentionBackend
-from engine.attention.torch_attention import TorchAttention
-from engine.cpu.numba_support import why_not_compiled
+from engine.attention import AttentionBackend, TorchAttention
 from engine.cuda.flash_attention import FLASH_2, FLASH_3, HOPPER, RUNS_ON, FlashAttention, installed, load
+from engine.kernels import Kernels, TorchKernels
 from engine.kv_pool import KVPool
+from engine.models.config import ModelConfig
 
 log = logging.getLogger("baton.engine")
 OWN = "own"  # Triton's kernels if they run here, otherwise torch's
@@ -17,19 +17,6 @@ NO_FLASH_ATTN = (
     "--attention-backend flash_attn: no flash-attn package for this GPU is installed: pip install baton-serve[gpu], or "
     "use auto"
 )
-
-
-def attention_on_cpu(name: str, pool: KVPool) -> AttentionBackend:
-    """Return the backend `name` for a CPU. Raises ValueError if it does not run on a CPU or on this machine."""
-    if name not in {"auto", "numba", "torch"}:
-        raise ValueError(f"--attention-backend {name}: does not run on a CPU; use auto, numba or torch")
-    if name == "torch" or (name == "auto" and why_not_compiled()):
-        return TorchAttention(pool)
-    if why_not_compiled():
-        raise ValueError(f"--attention-backend numba: cannot run here: {why_not_compiled()}; use auto or torch")
-    from engine.cpu.attention import NumbaAttention
-
-    return NumbaAttention(pool)
 
 
 def attention_on_cuda(name: str, pool: KVPool, triton: bool, computed: torch.dtype | None = None) -> AttentionBackend:
@@ -99,3 +86,12 @@ def flash_attn_here(device: torch.device) -> list[str]:
     """Return the generations of flash-attn that are installed and run on this GPU, best first."""
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else HOPPER
     return [name for name in installed() if major in RUNS_ON[name]]
+
+
+def kernels_on_cuda(config: ModelConfig, pool: KVPool, triton: bool) -> Kernels:
+    """Return the fused Triton kernels if `triton` says that the package works, otherwise plain torch."""
+    if not triton:
+        return TorchKernels(config, pool)
+    from engine.cuda.layer import TritonKernels
+
+    return TritonKernels(config, pool)

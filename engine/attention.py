@@ -1,17 +1,55 @@
-"""Reference attention in plain torch: gathers each slice's blocks, then computes scaled dot product attention.
+"""Attention over the KV pool, which already holds the keys and values of the current step: the interface, the reference
+in plain torch, and the choice for a CPU.
 
-Each slice is computed separately and cut to its true length, so a NaN in the unused tail of a block or in another
-request's blocks cannot spread.
+The reference gathers each slice's blocks and computes each slice separately, cut to its true length, so a NaN in the
+unused tail of a block or in another request's blocks cannot spread.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.batch import Batch
+from engine.cpu.numba_support import why_not_compiled
 from engine.kv_pool import KVPool
+
+
+class AttentionPlan(Protocol):
+    """The attention of one step, for all layers."""
+
+    def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
+        """Return attention for the rotated queries `q`, [T, heads, head_dim], in the same shape and dtype.
+
+        The step's K and V of this layer must be in the pool. A query attends to the positions of its own request up to
+        itself; if `window` is not 0, only to the last `window` of them. Scores are scaled by head_dim ** -0.5.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Attention over one KV pool. The constructor raises ValueError for a layout or dtype that it does not support."""
+
+    name: str
+
+    def plan(self, batch: Batch) -> AttentionPlan:
+        """Compute what all layers of a step share (splits, tables, masks), from the batch's host copies."""
+        ...
+
+
+def attention_on_cpu(name: str, pool: KVPool) -> AttentionBackend:
+    """Return the backend `name` for a CPU. Raises ValueError if it does not run on a CPU or on this machine."""
+    if name not in {"auto", "numba", "torch"}:
+        raise ValueError(f"--attention-backend {name}: does not run on a CPU; use auto, numba or torch")
+    if name == "torch" or (name == "auto" and why_not_compiled()):
+        return TorchAttention(pool)
+    if why_not_compiled():
+        raise ValueError(f"--attention-backend numba: cannot run here: {why_not_compiled()}; use auto or torch")
+    from engine.cpu.attention import NumbaAttention
+
+    return NumbaAttention(pool)
 
 
 @dataclass(slots=True)

@@ -1,1 +1,0 @@
-"""Attention over the paged KV pool: an interface and its backends."""

@@ -1,1 +1,0 @@
-"""Matrix products with a model's weights: an interface, and the formats in which weights are stored."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kv_pool import DUMMY_BLOCK
-from scheduler.request import Request, RequestState, Slice, tokens_of
+from scheduler.request import Request, RequestState, Slice
 
 IntArray = NDArray[np.int32]
 KEPT_ROWS = 1024  # rows of ended requests are dropped when more than this are cached
@@ -124,7 +124,7 @@ def build(
     for slice_ in slices:
         request, end = slice_.request, slice_.start + slice_.count
         missing = end - len(request.tokens)
-        tokens += tokens_of(request, slice_)
+        tokens += request.tokens[slice_.start : end]
         if missing > 0:
             draws = draws or _draws_of(before)
             carried.append((len(tokens), draws.get(id(request), -1)))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from engine.emulation import Emulation
 from engine.runner import Runner, SliceOutput
-from scheduler.request import Slice, Step, work_of
+from scheduler.request import Slice, Step
 
 log = logging.getLogger("baton.emulated")
 LANES = 4  # of 8 bytes per position
@@ -55,7 +55,7 @@ class EmulatedRunner(Runner):
         started = self._clock()
         outputs = [self._run_slice(slice_) for slice_ in step.slices]
         begins = self._pass_ends if started - self._pass_ends <= ABSORBED_S else started
-        self._pass_ends = begins + self._cost.seconds(work_of(step))
+        self._pass_ends = begins + self._cost.seconds(step.work)
         rest_s = self._pass_ends - self._clock()
         if rest_s > 0:
             self._sleep(rest_s)

@@ -4,7 +4,6 @@ The step-time model is an input and no clock is read, so equal inputs give equal
 """
 
 from math import inf, sqrt
-from typing import Protocol
 
 from scheduler.cost import CostModel, StepWork
 
@@ -19,47 +18,28 @@ ENGINE_SHARE = 0.9  # the engine's share of the time between two tokens; the res
 TRUST = 1.5  # a model is trusted up to this multiple of the largest step it was fitted to
 
 
-class Budget(Protocol):
-    """The token budget of a step.
+class Budget:
+    """A token budget that allows every step `ceiling` tokens, and the base of other budgets.
 
     For each step the scheduler calls `begin`, then `room` before each prompt that the step may compute, then `end`.
     """
 
-    @property
-    def ceiling(self) -> int:
-        """The largest number of tokens of any step."""
-        ...
+    def __init__(self, ceiling: int) -> None:
+        self.ceiling = ceiling
 
     def begin(self, cost: CostModel | None, watched: bool) -> None:
         """Start a step. `watched` is true if a running request waits for its next token during the step."""
-        ...
 
     def room(self, work: StepWork, start: int) -> int:
         """Return how many prompt tokens from position `start` on may be added to a step that already has `work`."""
-        ...
-
-    def end(self, work: StepWork) -> tuple[int, str]:
-        """Finish a step with `work`. Return the tokens it was allowed and the reason."""
-        ...
-
-
-class FixedBudget:
-    """A budget that allows every step the same number of tokens."""
-
-    def __init__(self, tokens: int) -> None:
-        self.ceiling = tokens
-
-    def begin(self, cost: CostModel | None, watched: bool) -> None:
-        pass
-
-    def room(self, work: StepWork, start: int) -> int:
         return max(0, self.ceiling - work.tokens)
 
     def end(self, work: StepWork) -> tuple[int, str]:
+        """Finish a step with `work`. Return the tokens it was allowed and the reason."""
         return self.ceiling, "fixed"
 
 
-class SloBudget:
+class SloBudget(Budget):
     """The largest step that the model predicts, with its margin, to last no longer than `target_s` seconds.
 
     The prediction includes the step's decodes and the context that each chunk attends to. The owner is the scheduler;
@@ -74,8 +54,8 @@ class SloBudget:
     """
 
     def __init__(self, target_s: float, ceiling: int, floor: int = FLOOR_TOKENS, first: int = FIRST_TOKENS) -> None:
+        super().__init__(ceiling)
         self.target_s = target_s
-        self.ceiling = ceiling
         self._floor = floor
         self._first = first
         self._cost: CostModel | None = None
@@ -166,5 +146,5 @@ def budget_of(max_num_batched_tokens: int, tbt_slo_s: float) -> Budget:
     `max_num_batched_tokens` no longer limits steps: it is only a lower bound of the ceiling.
     """
     if tbt_slo_s <= 0:
-        return FixedBudget(max_num_batched_tokens)
+        return Budget(max_num_batched_tokens)
     return SloBudget(ENGINE_SHARE * tbt_slo_s, max(max_num_batched_tokens, CEILING_TOKENS))

@@ -3,7 +3,6 @@
 It has no notion of prefill or decode, of time, or of a device.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -137,20 +136,5 @@ class Step:
     predicted_s: float = 0.0
 
 
-def work_of(step: Step) -> StepWork:
-    """Return the work of all slices of `step`, counted from the slices themselves."""
-    work = StepWork()
-    for slice_ in step.slices:
-        if slice_.is_decode:
-            work.add_decode(slice_.end)
-        else:
-            work.add_chunk(slice_.start, slice_.count)
-    return work
-
-
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def tokens_of(request: Request, slice_: Slice) -> Sequence[int]:
-    return request.tokens[slice_.start : slice_.end]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from scheduler.blocks import BlockPool, Ledger
-from scheduler.budget import Budget, FixedBudget
+from scheduler.budget import Budget
 from scheduler.capacity import blocks_missing, choose_preemption_victim, growth_of, growth_of_all
 from scheduler.cost import CostModel
 from scheduler.policy import STALL_FREE, Policy
@@ -89,7 +89,7 @@ class Scheduler:
         """`budget` None means `limits.max_num_batched_tokens` tokens for every step."""
         self.limits = limits
         self.policy = policy
-        self.budget = budget or FixedBudget(limits.max_num_batched_tokens)
+        self.budget = budget or Budget(limits.max_num_batched_tokens)
         self.cost: CostModel | None = None  # step-time model, set by the driver between two steps
         self.block_tokens = block_tokens
         self.pool = BlockPool(num_blocks)
@@ -99,7 +99,7 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self.ledger_error = ""  # the first error found in the block ledger; never cleared
         self._waiting: list[tuple[int, int, Request]] = []  # a heap; entries no longer WAITING are skipped
-        self._num_waiting = 0
+        self.num_waiting = 0
         self._arrivals = 0
         self._steps = 0
         self._parked: deque[tuple[int, list[int]]] = deque()  # (step, freed blocks that it still uses)
@@ -162,18 +162,8 @@ class Scheduler:
     # ---- views ----------------------------------------------------------------------------------------------
 
     @property
-    def num_waiting(self) -> int:
-        return self._num_waiting
-
-    @property
-    def waiting_tokens(self) -> int:
-        """The number of prompt tokens not computed yet, of waiting and running requests. Walks all requests."""
-        behind = (r.num_tokens - r.num_computed - 1 for r in self.requests.values() if not r.receive_kv)
-        return sum(count for count in behind if count > 0)
-
-    @property
     def has_work(self) -> bool:
-        return bool(self.running) or self._num_waiting > 0
+        return bool(self.running) or self.num_waiting > 0
 
     def ledger(self) -> Ledger:
         return self.pool.ledger()
@@ -304,7 +294,7 @@ class Scheduler:
             if not request.borrows_blocks and needed + (0 if alone else growth + own_growth) > self.pool.available:
                 break
             heapq.heappop(self._waiting)
-            self._num_waiting -= 1
+            self.num_waiting -= 1
             available = self.pool.available
             self._hold(request, held)
             if request.receive_kv:
@@ -412,7 +402,7 @@ class Scheduler:
 
     def _wait(self, request: Request) -> None:
         heapq.heappush(self._waiting, (request.priority, request.arrival, request))
-        self._num_waiting += 1
+        self.num_waiting += 1
 
     def _free(self, request: Request) -> None:
         if request.borrows_blocks:
@@ -466,7 +456,7 @@ class Scheduler:
         if request.state is RequestState.RUNNING:
             self.running.remove(request)
         elif request.state is RequestState.WAITING:
-            self._num_waiting -= 1
+            self.num_waiting -= 1
         self._free(request)
         request.move_to(RequestState.DONE)
         del self.requests[request.id]

@@ -223,8 +223,8 @@ class Dispatcher:
 
         candidate = await self._wait_for(choose, WAIT_UNDER_WAY_S)
         placement = candidate.placement
-        prefill = None if placement.prefill is None else self._pool.connection(placement.prefill)
-        decode = self._pool.connection(placement.decode)
+        prefill = None if placement.prefill is None else self._pool.connections[placement.prefill]
+        decode = self._pool.connections[placement.decode]
         if attempt.is_first:
             self._check_slo(placement, prefill or decode)
             self._queue.credit_prefix_hit(admitted.entry, candidate.cached_tokens)

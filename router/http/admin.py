@@ -65,7 +65,7 @@ class Admin:
         return JSONResponse({"node": name, "role": role, "note": note})
 
     def _connection(self, name: str) -> NodeConnection:
-        connection = self._pool.find(name)
+        connection = self._pool.connections.get(name)
         if connection is None or not connection.is_alive:
             alive = ", ".join(info.id for info, _, is_alive in self._pool.nodes() if is_alive) or "none"
             raise RequestError(f"There is no live node {name[:64]!r}; live nodes: {alive}.", "node", status=404)

@@ -105,27 +105,26 @@ class LoadCharge:
 
     def apply(self) -> None:
         self._has_prompt = self._has_kv = True
-        self._computes.outstanding_tokens += self._prompt_tokens
-        self._computes.outstanding_pairs += self._prompt_pairs
+        self._add_prompt(1)
         self._generates.kv_tokens += self._kv_tokens
-        self._generates.prefilling += 1
 
     def release_prompt(self) -> bool:
         """Release the load of the prompt's computation. Return False if it was already released."""
-        if not self._has_prompt:
-            return False
-        self._has_prompt = False
-        self._computes.outstanding_tokens -= self._prompt_tokens
-        self._computes.outstanding_pairs -= self._prompt_pairs
-        self._generates.prefilling -= 1
-        return True
+        had_prompt, self._has_prompt = self._has_prompt, False
+        if had_prompt:
+            self._add_prompt(-1)
+        return had_prompt
 
     def release(self) -> None:
         """Release all load. Later calls do nothing."""
         self.release_prompt()
-        if self._has_kv:
-            self._has_kv = False
-            self._generates.kv_tokens -= self._kv_tokens
+        self._generates.kv_tokens -= self._kv_tokens if self._has_kv else 0
+        self._has_kv = False
+
+    def _add_prompt(self, sign: int) -> None:
+        self._computes.outstanding_tokens += sign * self._prompt_tokens
+        self._computes.outstanding_pairs += sign * self._prompt_pairs
+        self._generates.prefilling += sign
 
 
 def kv_capacity_tokens(info: NodeInfo) -> int:

@@ -70,7 +70,7 @@ class NodePool:
         self._timeout_s = timeout_s
         self._observer = observer
         self._on_capacity = on_capacity
-        self._connections: dict[str, NodeConnection] = {}
+        self.connections: dict[str, NodeConnection] = {}  # by node
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskGroup()
         self._changed = asyncio.Event()
@@ -87,28 +87,19 @@ class NodePool:
         await self._registry.start(self._reconcile)
 
     async def close(self) -> None:
-        for connection in self._connections.values():
+        for connection in self.connections.values():
             connection.router_is_closing = True
         await self._registry.close()
         await self._tasks.close()
 
-    def connection(self, node: str) -> NodeConnection:
-        return self._connections[node]
-
-    def connections(self) -> list[NodeConnection]:
-        return list(self._connections.values())
-
-    def find(self, node: str) -> NodeConnection | None:
-        return self._connections.get(node)
-
     def nodes(self) -> list[tuple[NodeInfo, NodeStats, bool]]:
         """Return every node's info and latest stats, and whether it is alive."""
-        return [(each.info, each.stats, each.is_alive) for each in self._connections.values()]
+        return [(each.info, each.stats, each.is_alive) for each in self.connections.values()]
 
     def status(self) -> dict[str, Any]:
         """Return the pool's part of `/v1/status`. The totals include the handoffs of nodes that have left."""
         totals = {
-            name: before + sum(int(getattr(each.stats, name)) for each in self._connections.values())
+            name: before + sum(int(getattr(each.stats, name)) for each in self.connections.values())
             for name, before in self._handoffs_before.items()
         }
         return {
@@ -123,15 +114,11 @@ class NodePool:
         self._changed.clear()
         await self._changed.wait()
 
-    def add(self, connection: NodeConnection) -> None:
-        """Add a connection that the caller runs. Nodes that the registry lists are added automatically."""
-        self._connections[connection.info.id] = connection
-
     def _reconcile(self) -> None:
         """Connect to nodes that the registry now lists, and drop those that it no longer lists."""
         listed = self._registry.nodes
         for name, info in listed.items():
-            connection = self._connections.get(name)
+            connection = self.connections.get(name)
             if connection is not None and connection.info.incarnation_id == info.incarnation_id:
                 connection.update_info(info)
                 connection.is_listed = True
@@ -139,7 +126,7 @@ class NodePool:
             if connection is not None:
                 self._drop(name)
             self._connect(info)
-        for name, connection in list(self._connections.items()):
+        for name, connection in list(self.connections.items()):
             connection.is_listed = name in listed
             if not connection.is_listed and not connection.is_alive:
                 self._drop(name)
@@ -147,11 +134,11 @@ class NodePool:
 
     def _connect(self, info: NodeInfo) -> None:
         connection = NodeConnection(self.router, info, self._timeout_s, self.connection_changed, self._observer)
-        self.add(connection)
+        self.connections[info.id] = connection
         self._runs[info.id] = self._tasks.start(connection.run())
 
     def _drop(self, name: str) -> None:
-        connection = self._connections.pop(name)
+        connection = self.connections.pop(name)
         connection.is_listed = False
         for total in self._handoffs_before:
             self._handoffs_before[total] += int(getattr(connection.stats, total))
@@ -176,7 +163,7 @@ class NodePool:
         self.notify()
         if not connection.is_alive:
             self.prefixes.forget(connection.info.id)
-            if not connection.is_listed and self._connections.get(connection.info.id) is connection:
+            if not connection.is_listed and self.connections.get(connection.info.id) is connection:
                 self._drop(connection.info.id)
 
     def _start_slowly(self, connection: NodeConnection) -> None:
@@ -184,7 +171,7 @@ class NodePool:
         now = time.monotonic()
         if connection.alive_since < now - SLOW_START_S or not any(
             other.is_alive and other.info.role == connection.info.role and other.alive_since < now - SLOW_START_S
-            for other in self._connections.values()
+            for other in self.connections.values()
         ):
             return
         connection.ramp_until = connection.alive_since + SLOW_START_S
@@ -223,7 +210,7 @@ class NodePool:
         return self._routable
 
     def _find_routable(self) -> tuple[list[NodeConnection], list[NodeConnection]]:
-        ready = [each for each in self._connections.values() if each.is_ready]
+        ready = [each for each in self.connections.values() if each.is_ready]
         decode = [each for each in ready if each.info.role == "decode"]
         pool_owners = {"", *(each.info.incarnation_id for each in decode)}
         prefill = [each for each in ready if each.info.role == "prefill" and self.mode != "colocated"]

@@ -126,7 +126,7 @@ def test_a_port_in_use_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
         one_line(capsys, f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port")
         flags = ["--model", str(DEMO), "--port", "0", "--registry-port", str(port)]
         command = [sys.executable, "-m", "router", *flags]  # it has started when it finds out
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 2
     assert f"cannot listen on registry port {port}" in ended.stderr
     assert ended.stderr.count("\n") == 1

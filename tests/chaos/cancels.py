@@ -76,7 +76,7 @@ def cancels(running: Cluster, count: int, fault_every_s: float, seed: int = 1) -
             counts = hang_up_all(running, count, seed)
         finally:
             counts_of_faults = faults.stop()
-        wait_for(lambda: all_back(running), "all nodes back", 60)
+        wait_for(lambda: all_back(running), "all nodes back")
         lost = _whole(running, range(3 * CLIENTS))
         _, held = at_rest(running)
         time.sleep(IDLE_S)

@@ -35,7 +35,7 @@ class Gap:
         return ", ".join(f"{name} {1000 * part:.0f}" for name, part in self.parts_s.items() if part >= 0.001)
 
 
-def at_rest(running: Cluster, timeout_s: float = 20.0) -> tuple[dict[str, Any], list[str]]:
+def at_rest(running: Cluster, timeout_s: float = 60.0) -> tuple[dict[str, Any], list[str]]:
     """Wait until the cluster is idle. Return its status and what is still held."""
     with contextlib.suppress(AssertionError):
         wait_for(lambda: not _held(running.status()), "all blocks given back", timeout_s)

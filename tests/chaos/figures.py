@@ -63,7 +63,7 @@ def rolling_restart(seconds: float) -> list[Row]:
             running.send_signal(name, signal.SIGTERM)
             running.processes[name].wait(60)
             running.start(name)
-            wait_for(lambda: all_back(running), f"{name} back", 60)
+            wait_for(lambda: all_back(running), f"{name} back")
 
     with emulated(2, 2) as running:
         calm, restarting = timings_during(running, lambda: time.sleep(seconds)), timings_during(running, restart_each)
@@ -80,7 +80,7 @@ def redis_outage(seconds: float) -> list[Row]:
             server.wait()
             without = timings_during(running, lambda: time.sleep(seconds))
             start()
-            wait_for(lambda: running.status()["registry"]["state"] == "ok", "Redis is found again", 30)
+            wait_for(lambda: running.status()["registry"]["state"] == "ok", "Redis is found again")
     return _compared(f"Redis dead for {seconds:g} s", calm, without, 1.1)
 
 
@@ -101,7 +101,7 @@ def slow_clients(seconds: float) -> list[Row]:
         before = router.memory_info().rss
         with contextlib.ExitStack() as cleanup:
             sockets = [cleanup.enter_context(_slow(running)) for _ in range(SLOW_CLIENTS)]
-            wait_for(lambda: _is_waited_for(running), "slow readers are off the nodes", 120)
+            wait_for(lambda: _is_waited_for(running), "slow readers are off the nodes")
             grown = router.memory_info().rss - before
             disturbed = timings_during(running, lambda: _read_slowly(sockets, seconds))
     each_kib = grown / SLOW_CLIENTS / 1024

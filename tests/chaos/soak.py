@@ -114,7 +114,7 @@ class Soak:
             self._load.start()
             try:
                 self._harm()
-                wait_for(lambda: all_back(self._running), "all nodes back", 60)
+                wait_for(lambda: all_back(self._running), "all nodes back")
             finally:
                 self._load.finish(0)
         self.num_restarts = len(supervisor.restarts)

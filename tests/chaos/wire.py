@@ -165,7 +165,7 @@ def through(lines: tuple[Line, Line], for_s: float, requests: int, directory: Pa
                 time.sleep(for_s)
                 if for_s:
                     wire.there = wire.back = GOOD
-                    wait_for(lambda: all_back(running), "decode nodes are back", 60)
+                    wait_for(lambda: all_back(running), "decode nodes are back")
             finally:
                 load.finish(requests)
             wire.there = wire.back = GOOD

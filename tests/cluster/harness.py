@@ -87,7 +87,7 @@ def expected(prompt: list[int], count: int) -> list[int]:
     return expected_tokens(prompt, count, layers=HASH_LAYERS, vocab_size=DEMO_VOCABULARY)
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> None:
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = START_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
@@ -206,10 +206,10 @@ class Cluster:
 
     def get(self, path: str, router: str = "router") -> dict[str, Any]:
         request = urllib.request.Request(self.urls[router] + path, headers=self.headers)
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return dict(json.load(answer))
 
-    def post(self, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> dict[str, Any]:
+    def post(self, path: str, body: dict[str, Any], timeout_s: float = START_S) -> dict[str, Any]:
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), self.headers)
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return dict(json.load(answer))
@@ -227,7 +227,7 @@ class Cluster:
         request = urllib.request.Request(self.url + "/v1/completions", json.dumps(body).encode(), self.headers)
         tokens: list[int] = []
         finish = None
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=START_S) as answer:
             for line in answer:
                 if not line.startswith(b"data: ") or line == b"data: [DONE]\n":
                     continue
@@ -262,7 +262,7 @@ class Cluster:
                 process.terminate()
         for name, process in self.processes.items():
             try:
-                process.wait(15)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -19,7 +19,7 @@ def streamed(url: str, body: dict[str, object]) -> list[int]:
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), headers)
     tokens: list[int] = []
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         for line in answer:
             if line.startswith(b"data: ") and line != b"data: [DONE]\n":
                 event = json.loads(line[6:])
@@ -51,7 +51,7 @@ class Load:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(60)
+            thread.join(300)
         if kind is None:
             assert not self.failures, f"{len(self.failures)} failed, {self.num_answers} did not: {self.failures[0]}"
             assert self.num_answers

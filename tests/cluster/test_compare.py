@@ -60,7 +60,7 @@ def is_alive(pid: int) -> bool:
 def test_two_arms_and_a_control_are_measured_alike(tmp_path: Path):
     arms = ["colocated:2", "disaggregated:1p1d"]
     process = start(tmp_path, "--arms", *arms, *SMALL, "--control", "--duration", "2", "--seeds", "2")
-    said, _ = process.communicate(timeout=170)
+    said, _ = process.communicate(timeout=600)
     report = report_in(tmp_path)
     assert process.returncode == (0 if report["valid"] else 1), said
     # By chance the control may differ; on a busy machine periods may be invalid.
@@ -103,7 +103,7 @@ def test_a_run_that_is_broken_off_keeps_what_there_is_and_leaves_nothing_running
         until(process, "1/12 colocated:1")
         started = pids(tmp_path)
         outcomes = tmp_path / "report" / "outcomes.jsonl"
-        wait_for(lambda: outcomes.exists() and outcomes.read_text().count("\n") > 2, "some requests have ended", 30)
+        wait_for(lambda: outcomes.exists() and outcomes.read_text().count("\n") > 2, "some requests have ended")
         if what == "interrupt":
             process.send_signal(signal.SIGINT)
         else:
@@ -111,7 +111,7 @@ def test_a_run_that_is_broken_off_keeps_what_there_is_and_leaves_nothing_running
             router = re.search(r"router.*started, process (\d+)", log)
             assert router
             os.kill(int(router[1]), signal.SIGKILL)
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == 1, said
@@ -122,14 +122,14 @@ def test_a_run_that_is_broken_off_keeps_what_there_is_and_leaves_nothing_running
     assert not report["runs"][0]["valid"]
     assert (tmp_path / "report" / "requests.jsonl").stat().st_size > 0
     assert started
-    wait_for(lambda: not [pid for pid in started if is_alive(pid)], "all processes ended", 10)
+    wait_for(lambda: not [pid for pid in started if is_alive(pid)], "all processes ended")
 
 
 def test_a_full_disk_in_mid_run_is_told_and_ends_it(tmp_path: Path):
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "requests.jsonl").symlink_to("/dev/full")
     process = start(tmp_path, "--arms", "colocated:1", "colocated:1@prefill_first", *SMALL, "--duration", "1")
-    said, _ = process.communicate(timeout=110)
+    said, _ = process.communicate(timeout=600)
     assert process.returncode == 1, said
     assert "cannot write what was measured: No space left on device" in said
     assert not report_in(tmp_path)["valid"]
@@ -140,7 +140,7 @@ def test_a_stack_that_runs_already_is_held_against_itself(tmp_path: Path):
     with cluster(prefill=1, decode=1, disaggregate="always", runner="torch") as running:
         model = ["--model", str(running.settings["model"])]
         process = start(tmp_path, "--url", running.url, "--control", *model, "--duration", "1", "--seeds", "2")
-        said, _ = process.communicate(timeout=110)
+        said, _ = process.communicate(timeout=600)
         assert running.processes["router"].poll() is None
     report = report_in(tmp_path)
     assert report["on"] == "url", said

@@ -49,7 +49,7 @@ def opened(browser: Any, serve: Callable[[Feed], str]) -> Iterator[Any]:
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(200_000)
         page.on("console", lambda line: problems.append(line.text) if line.type in {"error", "warning"} else None)
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.goto(url)

@@ -165,7 +165,7 @@ def test_a_node_with_another_secret_is_refused_and_nothing_is_placed_on_it(serve
     served.start("decode-9")
     stranger = served.processes.pop("decode-9")
     try:
-        wait_for(lambda: "its certificate is of another cluster" in served.log("decode-9"), "the node says why", 60.0)
+        wait_for(lambda: "its certificate is of another cluster" in served.log("decode-9"), "the node says why")
         prompt = prompt_of(9, 40)
         assert served.complete(prompt, 4) == expected(prompt, 4)
         time.sleep(1.0)  # several tries

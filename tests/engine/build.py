@@ -103,7 +103,13 @@ STEP_NUMBERS = count()
 
 def run_step(runner: Runner, slices: Sequence[Slice]) -> list[SliceOutput]:
     """Runs the slices as one step, moves the cursors and appends the tokens."""
-    outputs = runner.run(Step(next(STEP_NUMBERS), list(slices), []))
+    step = Step(next(STEP_NUMBERS), list(slices), [])
+    for one in slices:
+        if one.is_decode:
+            step.work.add_decode(one.end)
+        else:
+            step.work.add_chunk(one.start, one.count)
+    outputs = runner.run(step)
     for one, output in zip(slices, outputs, strict=True):
         one.request.num_computed = one.end
         if output.token is not None:

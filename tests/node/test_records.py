@@ -13,8 +13,7 @@ from node.node import Node
 from node.recorder import SchedulerSnapshot, StepRecorder
 from node.router_sessions import MAX_RECORDS, MAX_STEPS, RouterStream
 from scheduler.blocks import Ledger
-from scheduler.cost import StepWork
-from scheduler.request import Request, Slice, Step, work_of
+from scheduler.request import Request, Slice, Step
 from scheduler.role import DECODE
 from scheduler.scheduler import Scheduler, StepLimits
 from shared.lifecycle import wait_until
@@ -154,8 +153,9 @@ async def test_the_stats_carry_their_time_and_the_fitted_model() -> None:
 def timing(number: int) -> StepTiming:
     chunk, decode = Request("c", [1] * 9, 9, 4, arrival=3), Request("d", [1] * 5, 4, 4, arrival=2)
     slices = [Slice(decode, 4, 1, True, 0), Slice(chunk, 0, 7, False, 0)]
-    step = Step(number, slices, [], work=StepWork())
-    step.work = work_of(step)
+    step = Step(number, slices, [])
+    step.work.add_decode(5)
+    step.work.add_chunk(0, 7)
     return StepTiming(step, 1_000_000, 2_500, 700)
 
 

@@ -254,7 +254,7 @@ def stage(
     pool = NodePool("router", EmbeddedRegistry("127.0.0.1", 0), "disaggregated", 1.0, log, queue.resize)
     nodes = {name: Played(pool, name, log) for name in names.split()}
     for node in nodes.values():
-        pool.add(node)
+        pool.connections[node.info.id] = node
     pool.notify()
     rules = DispatchRules(max_attempts, disaggregate, ttft_slo_s)
     return Stage(pool, queue, Dispatcher(pool, queue, "m", rules, log), nodes, log)

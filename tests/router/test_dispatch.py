@@ -4,7 +4,6 @@ The fleet is the real one; only its nodes are played, without streams.
 """
 
 import asyncio
-import time
 from array import array
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -84,18 +83,6 @@ async def test_a_finish_may_come_without_tokens() -> None:
     run = await here.submit()
     here.d0.say(TokenDelta("r.0.0", 0, pack_ids([5])), TokenDelta("r.0.0", 1, finish="stop"))
     assert [(piece.tokens, piece.finish) for piece in await collect(run)] == [([5], None), ([], "stop")]
-    here.check_over()
-
-
-async def test_the_prompt_is_owed_by_who_computes_it_and_its_kv_by_who_generates() -> None:
-    here = stage()
-    run = await here.submit(max_tokens=20)
-    assert (here.p0.load.outstanding_tokens, here.p0.load.kv_tokens) == (len(PROMPT), 0)
-    assert (here.d0.load.outstanding_tokens, here.d0.load.kv_tokens) == (0, len(PROMPT) + 10)
-    here.p0.say(token("r.0.0", 0))
-    here.d0.say(TokenDelta("r.0.0", 1, handed_off=True))
-    assert (here.p0.load.outstanding_tokens, here.d0.load.kv_tokens) == (0, len(PROMPT) + 10)
-    await run.close()
     here.check_over()
 
 
@@ -227,19 +214,6 @@ async def test_a_first_token_that_was_lost_with_the_prefill_node_is_generated_an
     here.check_over()
 
 
-async def test_a_decode_node_that_the_prefill_node_cannot_reach_is_avoided() -> None:
-    here = stage("p0 p1 d0 d1")
-    here.d1.stats.blocks_owned = 600  # so that placement would take d0 again
-    run = await here.submit()
-    p, d, submit = here.attempt(0)
-    assert d is here.d0
-    p.say(TokenDelta(submit.id, error="handoff: /baton.Decode/Reserve: no answer", retry=True))
-    await turns()
-    assert here.attempt(1)[1] is here.d1
-    await run.close()
-    here.check_over()
-
-
 @pytest.mark.parametrize("reason", ["internal", "numerical", "no_token"])
 async def test_a_model_that_fails_on_a_request_is_a_server_error_and_not_tried_elsewhere(reason: str) -> None:
     here = stage("p0 d0 d1")
@@ -311,16 +285,6 @@ async def test_while_no_node_can_take_a_request_nothing_counts_as_an_attempt(mon
     here.check_over()
 
 
-async def test_a_deadline_ends_the_wait_for_a_node() -> None:
-    here = stage("d0")
-    run = await here.submit(deadline=time.monotonic() + 0.1)
-    here.d0.fall_silent()
-    with pytest.raises(UnavailableError, match="timed out") as caught:
-        await collect(run)
-    assert (caught.value.status, len(here.sent())) == (504, 1)
-    here.check_over()
-
-
 def logprobs(*tokens: int) -> list[Logprobs]:
     return [Logprobs(token, -1.0, 1) for token in tokens]
 
@@ -350,32 +314,6 @@ async def test_prompt_logprobs_are_told_once_whole_though_an_attempt_failed_midw
     assert tokens_of(pieces) == ANSWER
     assert [entry.token for entry in pieces[0].delta.prompt_logprobs] == PROMPT[1:]
     assert not any(piece.delta.prompt_logprobs for piece in pieces[1:])
-    here.check_over()
-
-
-async def test_a_prefill_node_that_dies_before_its_first_token_was_read_is_not_waited_for() -> None:
-    here = stage()
-    run = await here.submit()
-    p, d, submit = here.attempt(0)
-    d.say(TokenDelta(submit.id, handed_off=True), *generated(submit.id, 1))
-    p.die()
-    await turns()
-    _, _, submit = here.attempt(1)
-    d.say(*generated(submit.id, 0))
-    assert tokens_of(await collect(run)) == ANSWER
-    here.check_over()
-
-
-async def test_after_a_failed_handoff_its_two_nodes_are_not_tried_as_such_again() -> None:
-    here = stage()
-    run = await here.submit()
-    p, d, submit = here.attempt(0)
-    p.say(TokenDelta(submit.id, error="handoff: no common KV channel", retry=True))
-    await turns()
-    computes, generates, submit = here.attempt(1)
-    assert (computes, generates) == (d, d), "the decode node alone needs no handoff"
-    d.say(*generated(submit.id, 0))
-    assert tokens_of(await collect(run)) == ANSWER
     here.check_over()
 
 
@@ -552,17 +490,6 @@ async def test_a_request_whose_first_token_would_be_late_is_refused_and_one_unde
     here.check_over()
 
 
-async def test_an_outstanding_prompt_makes_the_next_one_late() -> None:
-    here = stage("p0 d0", disaggregate="always", ttft_slo_s=1.5)
-    learn(here, p0=SLOW, d0=QUICK)
-    first = await here.submit()
-    with pytest.raises(UnavailableError, match="predicted in 2000 ms"):
-        await collect(await here.submit())
-    await first.close()
-    await (await here.submit()).close()
-    here.check_over()
-
-
 async def test_a_node_taken_for_too_slow_is_measured_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_module, "STALE_S", 1e9)  # longer than this machine may stall
     here = stage("p0 d0", disaggregate="auto", ttft_slo_s=1.5)
@@ -653,24 +580,6 @@ async def test_in_a_large_fleet_a_prompt_finds_a_node_that_holds_it_and_nobody_w
     assert len(prefill) > 20
     assert not prefill & {"p7", "p8"}
     assert "d3" not in decode
-
-
-async def test_a_node_that_stays_away_is_news_once_however_often_it_is_dialled() -> None:
-    here = stage("p0 d0")
-    news = asyncio.ensure_future(here.fleet.change())
-    await turns()
-    here.p0.die()
-    await turns()
-    assert news.done()
-    usable = here.fleet.routable()
-    news = asyncio.ensure_future(here.fleet.change())
-    await turns()
-    for _ in range(3):
-        here.p0.die()
-    await turns()
-    assert not news.done(), "each time, the prefix index would be walked whole"
-    assert here.fleet.routable() is usable
-    news.cancel()
 
 
 async def test_in_a_large_fleet_a_prefill_node_hands_over_only_to_the_node_in_whose_pool_it_computes() -> None:

@@ -216,39 +216,6 @@ def test_a_budget_that_is_spent_makes_retries_wait_and_comes_back() -> None:
         budget.take(100.0)
 
 
-async def test_handoffs_that_fail_for_all_requests_at_once_are_paced_and_deaths_are_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pauses: list[float] = []
-    sleep = asyncio.sleep
-
-    async def slept(seconds: float) -> None:
-        pauses.append(seconds)
-        await sleep(0)
-
-    here = stage("p0 d0 d1", max_attempts=9)
-    for node in here.nodes.values():
-        node.info.max_num_seqs = node.info.num_blocks = 1000
-    here.fleet.notify()
-    runs = [await here.submit(name=f"r{number}") for number in range(40)]
-    monkeypatch.setattr(dispatch_module.asyncio, "sleep", slept)
-    for number in range(40):
-        here.p0.say(TokenDelta(f"r{number}.0.0", error="handoff: no", retry=True))
-    for _ in range(20):
-        await sleep(0.001)
-    assert here.counts()["retried"] == 40
-    assert sum(pause > 0 for pause in pauses) >= 5, "30 at once and a tenth of the requests"
-    pauses.clear()
-    here.p0.die()
-    for _ in range(8):
-        await sleep(0)
-    assert len(pauses) == 40
-    assert max(pauses) < 0.2
-    monkeypatch.undo()
-    for run in runs:
-        await run.close()
-
-
 # ---- nodes that fail -------------------------------------------------------------------------------------------------
 
 

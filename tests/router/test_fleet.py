@@ -179,7 +179,7 @@ def submit(identity: str) -> SubmitRequest:
 
 async def test_a_silent_node_is_lost_after_the_timeout_and_comes_back_when_it_speaks() -> None:
     async with stage("p0 d0", timeout_s=PATIENCE_S) as here:
-        link, listener = here.fleet.connection("d0"), Heard()
+        link, listener = here.fleet.connections["d0"], Heard()
         link.submit(submit("r"), listener)
         link.load.kv_tokens = link.load.outstanding_tokens = 5
         here.nodes["d0"].is_silent = True
@@ -188,7 +188,7 @@ async def test_a_silent_node_is_lost_after_the_timeout_and_comes_back_when_it_sp
         assert (link.listeners, link.load.kv_tokens, link.load.outstanding_tokens) == ({}, 0, 0)
         here.nodes["d0"].is_silent = False
         await here.alive("p0", "d0")
-        assert here.fleet.connection("d0") is link
+        assert here.fleet.connections["d0"] is link
 
 
 async def test_a_node_that_answers_no_ping_fell_silent_and_did_not_crash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,11 +198,11 @@ async def test_a_node_that_answers_no_ping_fell_silent_and_did_not_crash(monkeyp
     monkeypatch.setattr(link_of_router, "PING_S", 30.0)  # so that answers are awaited for no longer
     with Relays() as relays:
         async with stage("p0 d0") as here:
-            port = int(here.fleet.connection("d0").info.address.split(":")[1])
+            port = int(here.fleet.connections["d0"].info.address.split(":")[1])
             relay = relays.between("127.0.0.2", port)
-            here.listing.put(replace(here.fleet.connection("d0").info, id="d1", address=f"127.0.0.2:{port}"))
+            here.listing.put(replace(here.fleet.connections["d0"].info, id="d1", address=f"127.0.0.2:{port}"))
             await here.alive("p0", "d0", "d1")
-            link, listener = here.fleet.connection("d1"), Heard()
+            link, listener = here.fleet.connections["d1"], Heard()
             link.submit(submit("r"), listener)
             relay.harm = PARTITION
             assert await wait_until(lambda: listener.losses == [link], 5.0)
@@ -211,7 +211,7 @@ async def test_a_node_that_answers_no_ping_fell_silent_and_did_not_crash(monkeyp
 
 async def test_a_router_that_stood_still_itself_loses_nobody_for_it() -> None:
     async with stage("p0 d0", timeout_s=PATIENCE_S) as here:
-        link, listener = here.fleet.connection("d0"), Heard()
+        link, listener = here.fleet.connections["d0"], Heard()
         link.submit(submit("r"), listener)
         time.sleep(3 * PATIENCE_S)  # noqa: ASYNC251 - the whole process stands still
         await asyncio.sleep(PATIENCE_S / 4)
@@ -220,7 +220,7 @@ async def test_a_router_that_stood_still_itself_loses_nobody_for_it() -> None:
 
 async def test_a_node_whose_stream_ends_is_lost_at_once_and_dialled_again() -> None:
     async with stage("d0") as here:
-        link, listener, node = here.fleet.connection("d0"), Heard(), here.nodes["d0"]
+        link, listener, node = here.fleet.connections["d0"], Heard(), here.nodes["d0"]
         link.submit(submit("r"), listener)
         assert await wait_until(lambda: any(command.submits for command in node.heard), 5.0)
         node.end_stream()
@@ -236,7 +236,7 @@ async def test_a_node_whose_stream_ends_is_lost_at_once_and_dialled_again() -> N
 
 async def test_commands_reach_the_node_and_its_words_only_who_listens() -> None:
     async with stage("d0") as here:
-        link, node, first, second = here.fleet.connection("d0"), here.nodes["d0"], Heard(), Heard()
+        link, node, first, second = here.fleet.connections["d0"], here.nodes["d0"], Heard(), Heard()
         link.submit(submit("first"), first)
         link.listen("second", second)
         link.abort("unknown")
@@ -256,16 +256,16 @@ async def test_commands_reach_the_node_and_its_words_only_who_listens() -> None:
 
 async def test_a_new_life_of_a_node_replaces_the_old_one_and_what_ran_on_it_is_lost() -> None:
     async with stage("p0 d0") as here:
-        old, listener, node = here.fleet.connection("d0"), Heard(), here.nodes["d0"]
+        old, listener, node = here.fleet.connections["d0"], Heard(), here.nodes["d0"]
         old.submit(submit("r"), listener)
         old.stats = NodeStats(handoffs=3)
         here.fleet.prefixes.record([b"hash"], "d0")
         here.listing.put(replace(old.info, incarnation_id="boot-2"))
-        assert here.fleet.connection("d0") is not old
+        assert here.fleet.connections["d0"] is not old
         assert await wait_until(lambda: listener.losses == [old], 5.0)
         await here.alive("p0", "d0")
         assert await wait_until(lambda: node.num_open == 1, 5.0), "one router has one stream to a node"
-        assert here.fleet.connection("d0").info.incarnation_id == "boot-2"
+        assert here.fleet.connections["d0"].info.incarnation_id == "boot-2"
         assert here.fleet.prefixes.overlap([b"hash"]) == {}, "its cache died with it"
         assert here.fleet.status()["handoffs"] == 3, "what it did stays counted"
 
@@ -273,25 +273,25 @@ async def test_a_new_life_of_a_node_replaces_the_old_one_and_what_ran_on_it_is_l
 async def test_the_registry_forgetting_a_node_that_lives_changes_nothing_until_its_stream_ends() -> None:
     async with stage("p0 d0") as here:
         listener = Heard()
-        here.fleet.connection("d0").submit(submit("r"), listener)
+        here.fleet.connections["d0"].submit(submit("r"), listener)
         here.listing.take_out("d0")
         await here.nodes["d0"].say(TokenDelta("r", 1))
         assert await wait_until(lambda: len(listener.deltas) == 1, 5.0)
         assert here.usable() == (["p0"], ["d0"])
         here.nodes["d0"].end_stream()
-        assert await wait_until(lambda: [info.id for info, _, _ in here.fleet.nodes()] == ["p0"], 5.0)
+        assert await wait_until(lambda: list(here.fleet.connections) == ["p0"], 5.0)
         assert len(listener.losses) == 1
 
 
 async def test_a_listed_node_that_nobody_can_reach_is_dialled_until_it_is_taken_out() -> None:
     async with stage("d0") as here:
-        info = replace(here.fleet.connection("d0").info, id="d1", address="127.0.0.1:1")
+        info = replace(here.fleet.connections["d0"].info, id="d1", address="127.0.0.1:1")
         here.listing.put(info)
         await asyncio.sleep(0.2)
         assert here.usable() == ([], ["d0"])
         here.listing.take_out("d1")
-        assert [info.id for info, _, _ in here.fleet.nodes()] == ["d0"]
-        here.listing.put(replace(info, address=here.fleet.connection("d0").info.address))
+        assert list(here.fleet.connections) == ["d0"]
+        here.listing.put(replace(info, address=here.fleet.connections["d0"].info.address))
         await here.alive("d0", "d1")
 
 
@@ -313,7 +313,7 @@ async def test_colocated_mode_does_not_use_prefill_nodes() -> None:
 @pytest.mark.parametrize("told_by", ["node", "registry"])
 async def test_a_draining_node_gets_nothing_new_and_keeps_what_it_has(told_by: str) -> None:
     async with stage("d0 d1") as here:
-        link, listener, node = here.fleet.connection("d0"), Heard(), here.nodes["d0"]
+        link, listener, node = here.fleet.connections["d0"], Heard(), here.nodes["d0"]
         link.submit(submit("r"), listener)
         if told_by == "node":
             node.stats = NodeStats("draining")
@@ -330,7 +330,7 @@ async def test_a_draining_node_gets_nothing_new_and_keeps_what_it_has(told_by: s
 
 async def test_a_node_that_is_stuck_loses_its_requests_and_hears_of_it() -> None:
     async with stage("d0 d1") as here:
-        link, listener, node = here.fleet.connection("d0"), Heard(), here.nodes["d0"]
+        link, listener, node = here.fleet.connections["d0"], Heard(), here.nodes["d0"]
         link.submit(submit("r"), listener)
         node.stats = NodeStats("stuck")
         assert await wait_until(lambda: listener.losses == [link], 5.0)
@@ -340,7 +340,7 @@ async def test_a_node_that_is_stuck_loses_its_requests_and_hears_of_it() -> None
 
 async def test_a_node_that_works_for_nobody_is_told_to_stop() -> None:
     async with stage("d0") as here:
-        link, node = here.fleet.connection("d0"), here.nodes["d0"]
+        link, node = here.fleet.connections["d0"], here.nodes["d0"]
         link.submit(submit("r"), Heard())
         link.abort("r")  # before it was sent
         await node.say(TokenDelta("other", 0, handed_off=True), TokenDelta("over", 3, b"\1\0\0\0", "length"))
@@ -359,7 +359,7 @@ async def test_avoided_nodes_are_placed_on_when_no_other_node_can_generate() -> 
         async def lose(name: str) -> None:
             here.listing.take_out(name)
             here.nodes[name].end_stream()
-            assert await wait_until(lambda: here.fleet.find(name) is None, 5.0)
+            assert await wait_until(lambda: name not in here.fleet.connections, 5.0)
 
         assert placed("p0", "d0") == ("p1", "d0")
         assert placed("p0", "p1", "d0") == (None, "d0"), "a decode node generates alone rather than with an avoided one"
@@ -425,7 +425,7 @@ async def test_placement_sees_what_a_node_says_of_its_speed_and_ignores_what_it_
         )
         facts = {"max_step_tokens": "2048", "tbt_slo_ms": "50"}
         here.listing.put(replace(here.listing.nodes["d0"], attributes=facts))
-        link = here.fleet.connection("d0")
+        link = here.fleet.connections["d0"]
         assert await wait_until(lambda: link.view().cost == CostModel(0.1, margin=0.2), 5.0)
         view = link.view()
         assert (view.budget_tokens, view.tbt_slo_s, view.decode_context, view.cost_is_learnt) == (2048, 0.05, 24, True)
@@ -441,7 +441,7 @@ async def test_a_load_of_nonsense_leaves_a_node_usable_and_its_status_json() -> 
     async with stage("d0") as here:
         nan = float("nan")
         here.nodes["d0"].stats = NodeStats(cost=[nan] * 7, transfer=[nan, float("inf")], running=-5, steps=3)
-        link = here.fleet.connection("d0")
+        link = here.fleet.connections["d0"]
         assert await wait_until(lambda: link.stats.steps == 3, 5.0)
         view = link.view()
         assert (view.cost, view.push_s, view.byte_s) == (None, 0.0, 0.0)

@@ -10,7 +10,7 @@ from collections import deque
 from hypothesis import strategies as st
 
 from scheduler.budget import SloBudget
-from scheduler.request import Request, RequestState, Slice, Step, work_of
+from scheduler.request import Request, RequestState, Slice, Step
 from scheduler.scheduler import Scheduler, StepLimits, StepOutput
 
 VOCABULARY = 50
@@ -117,7 +117,10 @@ class Driver:
             assert step.work.tokens <= self.scheduler.budget.ceiling
             assert step.work.tokens <= max(step.budget, step.work.num_decodes + 1)
         assert len(step.slices) <= limits.max_num_seqs
-        assert step.work == work_of(step)
+        decodes = [piece for piece in step.slices if piece.is_decode]
+        num_tokens = sum(piece.count for piece in step.slices)
+        assert (step.work.num_decodes, step.work.tokens) == (len(decodes), num_tokens)
+        assert step.work.decode_context == sum(piece.end for piece in decodes)
 
     def recount(self) -> None:
         """The ledger against a full count of who holds what (only valid with nothing in flight)."""

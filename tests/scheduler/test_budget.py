@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.step_time_fit import CostFit
-from scheduler.budget import FixedBudget, SloBudget, budget_of, tokens_within
+from scheduler.budget import Budget, SloBudget, budget_of, tokens_within
 from scheduler.cost import CostModel, StepWork, pairs_of
 from scheduler.request import Step
 from scheduler.scheduler import Scheduler, StepLimits
@@ -37,7 +37,7 @@ class Served:
         return {step.reason for step in self.steps}
 
 
-def serve(budget: FixedBudget | SloBudget, device: Device, num_requests: int = 70, gap_s: float = 0.22) -> Served:
+def serve(budget: Budget, device: Device, num_requests: int = 70, gap_s: float = 0.22) -> Served:
     """Open-loop traffic with a third of long prompts, on a virtual clock with noise and rare stalls."""
     rng = random.Random(3)
     scheduler = Scheduler(StepLimits(), 9000, 16, budget=budget)
@@ -79,7 +79,7 @@ def test_steps_keep_the_target_soon_after_the_device_changes_and_waste_nothing(a
     served = serve(budget_of(512, target_s), changing(after))
     assert served.p99(100, 500) <= target_s
     assert served.p99(600) <= target_s
-    fixed = [serve(FixedBudget(tokens), changing(after)) for tokens in (32, 64, 96, 128, 192, 256, 512)]
+    fixed = [serve(Budget(tokens), changing(after)) for tokens in (32, 64, 96, 128, 192, 256, 512)]
     holding = [run.seconds for run in fixed if run.p99(100, 500) <= target_s and run.p99(600) <= target_s]
     assert len(holding) < len(fixed), "the target has to rule something out"
     assert served.seconds <= min(holding) / 0.95
@@ -96,7 +96,7 @@ def test_a_target_that_decodes_alone_miss_is_said_and_starves_nobody() -> None:
 
 
 def test_prompts_fill_what_decodes_leave_of_a_device_with_a_large_knee_even_where_the_target_is_missed() -> None:
-    best = serve(FixedBudget(256), lambda _: WIDE, gap_s=0.03)
+    best = serve(Budget(256), lambda _: WIDE, gap_s=0.03)
     for target_s in (0.003, 0.009):  # decodes alone take 7 ms
         served = serve(SloBudget(target_s, 8192), lambda _: WIDE, gap_s=0.03)
         assert served.seconds <= 1.1 * best.seconds
@@ -148,12 +148,6 @@ def test_growth_waits_for_evidence_and_shrinking_for_nothing() -> None:
     assert sizes[10] == 96
     assert max(b / a for a, b in pairwise(sizes)) <= 1.5
     assert sizes[29] > 8 * sizes[30], "a slower device counts at once"
-
-
-def test_a_fixed_budget_stays_what_it_is() -> None:
-    served = serve(budget_of(96, 0), lambda _: FAST, num_requests=5)
-    assert {(step.budget, step.reason) for step in served.steps} == {(96, "fixed")}
-    assert max(step.work.tokens for step in served.steps) == 96
 
 
 @given(

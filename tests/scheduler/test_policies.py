@@ -94,11 +94,6 @@ def test_prompts_first_means_that_decodes_stand_still_while_there_is_a_prompt(na
             assert work.num_prefills > 0
 
 
-@seeds
-def test_chunks_first_cuts_prompts_to_the_budget(seed: int) -> None:
-    assert all(seen.step.work.tokens <= BUDGET for seen in watch("prefill_chunks_first", seed))
-
-
 @pytest.mark.parametrize("name", ["prefill_first", "whole_prompt_mixed", "decode_first"])
 @seeds
 def test_whole_prompts_are_computed_in_one_step(name: str, seed: int) -> None:

@@ -2,7 +2,7 @@
 
 `fenced` (like tcp): the receiver's process accepts each row if the reservation allows it; rows may arrive late, after a
 partition or a freeze. One-sided (like shm): the writer's process writes into the peer's memory regardless of the
-reservation while its connection is open, so a frozen writer continues where it stopped. `Weather` draws a fault for each
+reservation while its connection is open, so a frozen writer continues where it stopped. `KVFaults` draws a fault for each
 push.
 """
 
@@ -41,7 +41,7 @@ class SimMemory:
 
 
 @dataclass(slots=True)
-class Weather:
+class KVFaults:
     """Draws faults: at most `faults` pushes have one each."""
 
     random: Random
@@ -50,7 +50,7 @@ class Weather:
     reached: Callable[[str], None]
     violate: Callable[[str], None]
 
-    def of_push(self) -> str:
+    def draw_fault(self) -> str:
         if self.faults and self.random.random() < 0.3:
             self.faults -= 1
             return FAULTS[int(self.random.random() * len(FAULTS))]
@@ -60,10 +60,10 @@ class Weather:
 class Exchange:
     """All channels by descriptor."""
 
-    def __init__(self, network: Network, weather: Weather) -> None:
+    def __init__(self, network: Network, kv_faults: KVFaults) -> None:
         self.network = network
-        self.weather = weather
-        self.channels: dict[tuple[str, str], SimChannel] = {}  # (name, boot)
+        self.kv_faults = kv_faults
+        self.channels: dict[tuple[str, str], SimChannel] = {}  # (name, incarnation_id)
 
     def died(self, process: Process, *, silent: bool) -> None:
         """End its connections. If its host vanished, only one-sided peers, which are on the same host, notice."""
@@ -88,7 +88,7 @@ class SimChannel:
         exchange: Exchange,
         name: str,
         memory: SimMemory,
-        boot: str,
+        incarnation_id: str,
         on_writer_lost: Callable[[str], None],
         is_promised: Callable[[int], bool],
     ) -> None:
@@ -99,21 +99,23 @@ class SimChannel:
         self.barred: dict[str, None] = {}
         self._exchange = exchange
         self._memory = memory
-        self._boot = boot
+        self._incarnation_id = incarnation_id
         self._on_writer_lost = on_writer_lost
         self._is_promised = is_promised
         self._writers: Counter[str] = Counter()
         self._granted: dict[bytes, frozenset[int]] = {}
         self._lines: dict[str, Line] = {}
-        self._card = PeerDescriptor(name, "host", self.process.name, boot, memory.row_bytes, memory.num_rows)
+        self._descriptor = PeerDescriptor(
+            name, "host", self.process.name, incarnation_id, memory.row_bytes, memory.num_rows
+        )
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
-        exchange.channels[name, boot] = self
+        exchange.channels[name, incarnation_id] = self
 
     # ---- receiver ------------------------------------------------------------------------------------------------
 
     def descriptor(self) -> bytes:
-        return self._card.pack()
+        return self._descriptor.pack()
 
     def grant(self, reservation_id: bytes, rows: Sequence[int]) -> None:
         check_open(reservation_id, rows, self._memory.num_rows)
@@ -124,39 +126,39 @@ class SimChannel:
     def revoke(self, reservation_id: bytes) -> None:
         self._granted.pop(reservation_id, None)
 
-    def fence_writer(self, boot: str) -> bool:
-        if self._writers[boot]:
-            self._exchange.weather.reached("channel: a writer that seems dead is connected")
+    def fence_writer(self, incarnation_id: str) -> bool:
+        if self._writers[incarnation_id]:
+            self._exchange.kv_faults.reached("channel: a writer that seems dead is connected")
             return False
-        self.barred[boot] = None
+        self.barred[incarnation_id] = None
         return True
 
-    def admit(self, boot: str, wanted: str) -> None:
+    def admit(self, incarnation_id: str, wanted: str) -> None:
         """Raises PeerLostError when the writer is turned away."""
-        if self._is_closed or wanted != self._boot:
+        if self._is_closed or wanted != self._incarnation_id:
             raise PeerLostError("it was restarted")
-        if boot in self.barred:
-            self._exchange.weather.reached("channel: a fenced writer is refused")
+        if incarnation_id in self.barred:
+            self._exchange.kv_faults.reached("channel: a fenced writer is refused")
             raise PeerLostError("it considered us dead and reassigned our rows")
-        self._writers[boot] += 1
+        self._writers[incarnation_id] += 1
 
-    def part(self, boot: str) -> None:
+    def part(self, incarnation_id: str) -> None:
         """A writer's connection has ended; the process learns of it after a latency."""
         if self._is_closed:
             return
         context = WORLD_CONTEXT.copy()
         context.run(CURRENT.set, self.process)
-        self._loop.call_later(self._exchange.network.latency(), self._parted, boot, context=context)
+        self._loop.call_later(self._exchange.network.latency(), self._parted, incarnation_id, context=context)
 
-    def _parted(self, boot: str) -> None:
-        self._writers[boot] -= 1
-        if not self._writers[boot]:
-            self._on_writer_lost(boot)
+    def _parted(self, incarnation_id: str) -> None:
+        self._writers[incarnation_id] -= 1
+        if not self._writers[incarnation_id]:
+            self._on_writer_lost(incarnation_id)
 
     def land(self, reservation_id: bytes, row: int, data: NDArray[np.uint8]) -> bool:
         """Accept one row in the receiver's process if it is reserved."""
         if row not in self._granted.get(reservation_id, frozenset()):
-            self._exchange.weather.reached("channel: a row without a reservation is dropped")
+            self._exchange.kv_faults.reached("channel: a row without a reservation is dropped")
             return False
         self.fill(row, data)
         return True
@@ -164,7 +166,7 @@ class SimChannel:
     def fill(self, row: int, data: NDArray[np.uint8]) -> None:
         """Write a row. Outside reserved blocks this would corrupt the KV of another request."""
         if not self._is_promised(row):
-            self._exchange.weather.violate(f"{self.process}: a writer filled block {row}, which is not reserved")
+            self._exchange.kv_faults.violate(f"{self.process}: a writer filled block {row}, which is not reserved")
         self._memory.rows[row] = data
 
     # ---- writer --------------------------------------------------------------------------------------------------
@@ -198,25 +200,25 @@ class SimChannel:
         source: Sequence[int],
         target: Sequence[int],
     ) -> None:
-        exchange, random = self._exchange, self._exchange.weather.random
-        fault = exchange.weather.of_push() if source else ""
+        exchange, random = self._exchange, self._exchange.kv_faults.random
+        fault = exchange.kv_faults.draw_fault() if source else ""
         breaks_at = int(random.random() * (len(source) + 1)) if fault in {"stall", "drop"} else -1
         if fault:
-            exchange.weather.reached(f"channel: {fault}")
+            exchange.kv_faults.reached(f"channel: {fault}")
         await asyncio.sleep(exchange.network.latency())
         peer = exchange.channels.get((self.name, descriptor.incarnation_id))
         if peer is None:
             raise PeerLostError("connection refused")
         if not line.is_open:
             await self._patient(peer)
-            peer.admit(self._boot, descriptor.incarnation_id)
+            peer.admit(self._incarnation_id, descriptor.incarnation_id)
             line.is_open = True
         refused = fault == "refuse"
         order = list(range(len(source)))
         if fault == "swap" and len(order) > 1:
             order[0], order[-1] = order[-1], order[0]
         for place, row in enumerate(target):
-            await asyncio.sleep(exchange.weather.row_s * random.random())
+            await asyncio.sleep(exchange.kv_faults.row_s * random.random())
             data = self._memory.rows[source[order[place]]].copy()
             if place == breaks_at:
                 if fault == "stall":
@@ -269,8 +271,8 @@ class SimChannel:
     def _late(self, peer: "SimChannel", reservation_id: bytes, row: int, data: NDArray[np.uint8]) -> None:
         """The writer gave up; data in the network still arrives."""
         if self.fenced:
-            self._exchange.weather.reached("channel: a row arrives after its writer gave up")
-            later = 3.0 * self._exchange.weather.random.random()
+            self._exchange.kv_faults.reached("channel: a row arrives after its writer gave up")
+            later = 3.0 * self._exchange.kv_faults.random.random()
             self._loop.call_later(later, peer.land_late, reservation_id, row, data, context=WORLD_CONTEXT)
 
     def land_late(self, reservation_id: bytes, row: int, data: NDArray[np.uint8]) -> None:
@@ -280,31 +282,31 @@ class SimChannel:
 
     # ---- ends ------------------------------------------------------------------------------------------------------
 
-    def _hang_up(self, boot: str, *, silent: bool = False) -> None:
-        line = self._lines.get(boot)
+    def _hang_up(self, incarnation_id: str, *, silent: bool = False) -> None:
+        line = self._lines.get(incarnation_id)
         if line is None or not line.is_open:
             return
         line.is_open = False
-        peer = self._exchange.channels.get((self.name, boot))
+        peer = self._exchange.channels.get((self.name, incarnation_id))
         if peer is not None and not silent:
-            peer.part(self._boot)
+            peer.part(self._incarnation_id)
 
     def leave(self, silent: bool) -> None:
         """The process has ended or closes the channel. `silent`: its peers are not notified."""
         if self._is_closed:
             return
         self._is_closed = True
-        del self._exchange.channels[self.name, self._boot]
-        for boot in self._lines:
-            self._hang_up(boot, silent=silent)
+        del self._exchange.channels[self.name, self._incarnation_id]
+        for incarnation_id in self._lines:
+            self._hang_up(incarnation_id, silent=silent)
         if not silent:
             for channel in self._exchange.channels.values():
                 if channel.name == self.name:
-                    channel.lost(self._boot)
+                    channel.lost(self._incarnation_id)
 
-    def lost(self, boot: str) -> None:
+    def lost(self, incarnation_id: str) -> None:
         """A receiver that this process writes to is gone: the next push reconnects."""
-        if (line := self._lines.get(boot)) is not None:
+        if (line := self._lines.get(incarnation_id)) is not None:
             line.is_open = False
 
     async def close(self) -> None:

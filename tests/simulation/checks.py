@@ -23,7 +23,7 @@ def unbalanced(world: Any) -> list[str]:
             if not adapter.is_idle
         ]
     if world.router.is_up and world.router.fleet is not None:
-        for link in world.router.fleet.connections():
+        for link in world.router.fleet.connections.values():
             if link.listeners or link.load.outstanding_tokens or link.load.kv_tokens or link.load.prefilling:
                 found.append(f"router counts {link.info.id}: {sorted(link.listeners)} {link.load.kv_tokens}")
     return found
@@ -40,7 +40,7 @@ def at_the_end(world: Any) -> list[str]:
     found = []
     if requests["running"] or requests["total"] != sum(requests[name] for name in ends):
         found.append(f"requests do not add up: {requests}")
-    finished = sum(client.wish.n for client in mine if client.outcome == "finished")
+    finished = sum(client.plan.n for client in mine if client.outcome == "finished")
     if requests["finished"] < finished:
         found.append(f"{finished} samples finished, and the router counted {requests}")
     return found

@@ -11,7 +11,7 @@ from shared.errors import RequestError, UnavailableError
 from shared.lifecycle import wait_until
 from shared.rpc.messages import SamplingParams, unpack_ids
 from tests.simulation.hosts import RouterHost
-from tests.simulation.scenario import Wish
+from tests.simulation.scenario import RequestPlan
 
 TYPED = {422, 429, 500, 503, 504}
 
@@ -30,25 +30,25 @@ async def _pieces(index: int, stream: TokenStream) -> AsyncGenerator[Piece, None
 class Client:
     """`outcome`: "" until it is over, then "finished", "cancelled", "failed" or "lost" (with its router)."""
 
-    def __init__(self, world: Any, wish: Wish) -> None:
+    def __init__(self, world: Any, plan: RequestPlan) -> None:
         self.world = world
-        self.wish = wish
+        self.plan = plan
         self.outcome = ""
         self.why = ""
         self.host: RouterHost | None = None
         self.started_in: Any = None  # the router's process
-        self._received: dict[int, list[int]] = {index: [] for index in range(wish.n)}
+        self._received: dict[int, list[int]] = {index: [] for index in range(plan.n)}
         self._finished: set[int] = set()
         self._pieces = 0
         self._is_accepted = False
 
-    def has_heard(self, index: int) -> bool:
+    def has_received(self, index: int) -> bool:
         return bool(self._received[index])
 
-    async def come(self) -> None:
+    async def run(self) -> None:
         """Wait for the arrival time and a running router, then start the request there."""
-        wish = self.wish
-        await asyncio.sleep(wish.arrives_s)
+        plan = self.plan
+        await asyncio.sleep(plan.arrives_s)
         router = self.world.router
         await wait_until(lambda: router.is_up and router.dispatch is not None, 60.0, 0.1)
         self.host = router
@@ -57,11 +57,11 @@ class Client:
 
     async def _ask(self) -> None:
         """In the router's process."""
-        wish = self.wish
-        deadline = None if wish.deadline_s is None else time.monotonic() + wish.deadline_s
+        plan = self.plan
+        deadline = None if plan.deadline_s is None else time.monotonic() + plan.deadline_s
         generation = GenerationRequest(
-            wish.id, list(wish.prompt), wish.max_tokens, SamplingParams(temperature=0.0), stop_tokens=wish.stop_tokens,
-            n=wish.n, salt=wish.salt, priority=wish.priority, deadline=deadline,
+            plan.id, list(plan.prompt), plan.max_tokens, SamplingParams(temperature=0.0), stop_tokens=plan.stop_tokens,
+            n=plan.n, salt=plan.salt, priority=plan.priority, deadline=deadline,
         )  # fmt: skip
         try:
             assert self.host is not None
@@ -69,7 +69,7 @@ class Client:
             async with self.host.dispatch.admit(generation) as streams:
                 self._is_accepted = True
                 try:
-                    async with asyncio.timeout(wish.cancels_after_s):
+                    async with asyncio.timeout(plan.cancels_after_s):
                         await self._read(streams)
                 except TimeoutError:
                     self._end("cancelled")
@@ -79,7 +79,7 @@ class Client:
             raise
         except Exception as error:
             self._end("failed", f"{type(error).__name__}: {error}")
-            self.world.violate(f"{wish.id}: an error without a type: {error!r}")
+            self.world.violate(f"{plan.id}: an error without a type: {error!r}")
             raise
         if not self.outcome:
             self._end("finished")
@@ -90,45 +90,45 @@ class Client:
         async with aclosing(merge(samples)) as pieces:
             async for piece in pieces:
                 self._receive(piece)
-                if self.wish.cancels_at is not None and self._pieces > self.wish.cancels_at:
+                if self.plan.cancels_at is not None and self._pieces > self.plan.cancels_at:
                     self._end("cancelled")
                     return
-                if self.wish.reads_slowly_s:
-                    await asyncio.sleep(self.wish.reads_slowly_s)
+                if self.plan.reads_slowly_s:
+                    await asyncio.sleep(self.plan.reads_slowly_s)
 
     def _receive(self, piece: Piece) -> None:
         self._pieces += 1
-        wish, received = self.wish, self._received[piece.index]
-        self.world.note(f"{wish.id}.{piece.index} receives {piece.tokens} {piece.finish or ''}")
+        plan, received = self.plan, self._received[piece.index]
+        self.world.note(f"{plan.id}.{piece.index} receives {piece.tokens} {piece.finish or ''}")
         if piece.index in self._finished:
-            self.world.violate(f"{wish.id}.{piece.index} receives {piece.tokens} after its end")
+            self.world.violate(f"{plan.id}.{piece.index} receives {piece.tokens} after its end")
         received += piece.tokens
-        if received != wish.expected[: len(received)]:
-            self.world.violate(f"{wish.id}.{piece.index} received {received}, the expected tokens are {wish.expected}")
+        if received != plan.expected[: len(received)]:
+            self.world.violate(f"{plan.id}.{piece.index} received {received}, the expected tokens are {plan.expected}")
         if piece.finish is not None:
             self._finished.add(piece.index)
-            is_stop = bool(received) and received[-1] in wish.stop_tokens
+            is_stop = bool(received) and received[-1] in plan.stop_tokens
             if piece.finish != ("stop" if is_stop else "length"):
-                self.world.violate(f"{wish.id}.{piece.index} ended with {piece.finish} after {received}")
+                self.world.violate(f"{plan.id}.{piece.index} ended with {piece.finish} after {received}")
 
     def _check_whole(self) -> None:
         for index, received in self._received.items():
-            if received != self.wish.expected or index not in self._finished:
-                self.world.violate(f"{self.wish.id}.{index} ended with {received} of {self.wish.expected}")
+            if received != self.plan.expected or index not in self._finished:
+                self.world.violate(f"{self.plan.id}.{index} ended with {received} of {self.plan.expected}")
 
     def _failed(self, error: UnavailableError | RequestError) -> None:
         self._end("failed", str(error.message))
         scenario = self.world.scenario
         if error.status not in TYPED:
-            self.world.violate(f"{self.wish.id}: status {error.status}: {error.message}")
-        elif error.status in {429, 504} and self.wish.deadline_s is not None:  # or it would not be done by then
+            self.world.violate(f"{self.plan.id}: status {error.status}: {error.message}")
+        elif error.status in {429, 504} and self.plan.deadline_s is not None:  # or it would not be done by then
             self.world.reached("client: deadline")
         elif scenario.is_outage and not self._is_accepted:
             self.world.reached("client: turned away in an outage")
         elif scenario.is_lossless and not scenario.raises:
-            self.world.violate(f"{self.wish.id} failed though a way was left: {error.message}")
+            self.world.violate(f"{self.plan.id} failed though a way was left: {error.message}")
 
     def _end(self, outcome: str, why: str = "") -> None:
         self.outcome, self.why = outcome, why
         self.world.reached(f"client: {outcome}")
-        self.world.note(f"{self.wish.id} {outcome} {why}")
+        self.world.note(f"{self.plan.id} {outcome} {why}")

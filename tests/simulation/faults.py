@@ -1,4 +1,4 @@
-"""What goes wrong in a simulation, when and to whom: drawn by the scenario, done here."""
+"""Injects the faults of a scenario."""
 
 import asyncio
 from typing import Any
@@ -15,7 +15,7 @@ AT_SITE = {"kill at site", "vanish at site", "freeze at site", "raise"}
 
 
 class Faults:
-    """`run` does them all and leaves a whole cluster behind; `at_site` is the failpoints' watcher."""
+    """`run` injects the timed faults; `at_site`, the failpoints' watcher, injects those at a failpoint."""
 
     def __init__(self, world: Any) -> None:
         self.world = world
@@ -32,11 +32,11 @@ class Faults:
         await asyncio.sleep(max(0.0, began + last_s - self.world.loop.now))
 
     def heal(self) -> None:
-        """Everything works from now on; what is down comes back."""
+        """End all faults and restart what is down."""
         world = self.world
         self._at_sites.clear()
         world.network.heal()
-        world.exchange.weather.faults = 0
+        world.exchange.kv_faults.faults = 0
         world.store.down_until = world.store.hangs_until = world.store.lies_until = 0.0
         for host in world.hosts:
             host.process.thaws_at = host.process.lag_s = 0.0
@@ -103,13 +103,13 @@ class Faults:
             self.world.network.cut(other.name, one.name, fault.for_s)
 
     def _reset(self, host: NodeHost) -> None:
-        """One of its connections ends after some bytes more, in the middle of whatever they are."""
+        """Reset one of its connections after some more bytes."""
         ends = self.world.network.ends_of(host.process)
         if ends:
             self.world.random.choice(ends).breaks_after = self.world.random.randrange(400)
 
     def _stall(self, nodes: list[NodeHost], for_s: float) -> None:
-        """The connections between a prefill and a decode node move nothing for a while, in either direction."""
+        """Stall the connections between a prefill and a decode node in both directions."""
         prefill, decode = (
             self.world.random.choice([host for host in nodes if host.role == role]) for role in ("prefill", "decode")
         )
@@ -173,6 +173,6 @@ async def _set_role(address: str, role: str, drain_s: float) -> None:
     try:
         await SET_ROLE.call(channel, SetRoleRequest(role, drain_s), 20.0)
     except PeerError:
-        pass  # it died, or is cut off: as an operator would see it
+        pass  # it died or is unreachable
     finally:
         channel.close()

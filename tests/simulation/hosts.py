@@ -1,4 +1,4 @@
-"""The machines of a simulated cluster and the processes on them: the real node, the real router, without their rims.
+"""The hosts of a simulated cluster and their processes: the real node and router without sockets and HTTP.
 
 A node is `node.process.NodeProcess` with memory, runner and channels of the simulation. A router is `NodePool` and `Dispatcher`
 over the real registry; its clients run inside it, as its HTTP handlers would.
@@ -24,9 +24,9 @@ from shared.config.settings import NodeSettings
 from shared.kv.layout import KVLayout
 from shared.registry import EmbeddedRegistry, RedisRegistry, Registry
 from tests.simulation.channel import SimChannel, SimMemory
+from tests.simulation.engine import SimEngine, SimRunner, SimWatchdog
 from tests.simulation.loop import CURRENT, Process
 from tests.simulation.scenario import LAYERS, VOCABULARY, Scenario
-from tests.simulation.turns import SimEngine, SimRunner, SimWatchdog
 
 JOIN_PORT = 8001
 HEARTBEAT_S = 0.5
@@ -43,7 +43,7 @@ class SimLifetime:
 
 
 class Host:
-    """One machine, on which one process after the other runs."""
+    """One host, on which one process runs at a time."""
 
     def __init__(self, world: Any, name: str) -> None:
         self.world = world
@@ -53,15 +53,15 @@ class Host:
         self.lifetime = SimLifetime()
         self.task: asyncio.Task[Any] | None = None
         self.starts = 0
-        self.is_silent = False  # its machine vanished
-        self.left: list[str] = []  # tasks that it did not end, when it ended in good order
+        self.is_silent = False  # the host vanished with its process
+        self.left: list[str] = []  # tasks still running after an orderly exit
 
     @property
     def is_up(self) -> bool:
         return self.process.alive
 
     def start(self) -> None:
-        """A new process. On a machine that had vanished, its peers hear now that the old one is gone."""
+        """Start a new process. Peers of a process that vanished with its host now learn that it is gone."""
         if self.is_silent:
             self.is_silent = False
             self.world.network.returned(self.process)
@@ -70,12 +70,12 @@ class Host:
         self.process = Process(self.name)
         self.process.clock_offset_s = random.random() * 1e6
         self.process.wall_offset_s = random.choice((0.0, 0.0, -3600.0, 3600.0))
-        self.lifetime = SimLifetime()  # before its first turn: a signal that comes by then is not the old one's
+        self.lifetime = SimLifetime()  # now: an early signal must not reach the old process
         self.world.note(f"{self.name} starts")
         self.task = self.run(self._life())
 
     def run(self, work: Any) -> "asyncio.Task[Any]":
-        """A task inside this process."""
+        """Start a task inside this process."""
         context = Context()
         context.run(CURRENT.set, self.process)
         return asyncio.get_running_loop().create_task(work, context=context)
@@ -101,8 +101,8 @@ class SimNodeProcess(NodeProcess):
 
 
 class NodeHost(Host):
-    adapters: list[Any]  # of its roles, in the order in which it took them
-    boot = ""
+    adapters: list[Any]  # of its roles, in the order in which it had them
+    incarnation_id = ""
     node: Node | None = None
     engine: SimEngine | None = None
     scheduler: Scheduler | None = None
@@ -112,13 +112,13 @@ class NodeHost(Host):
         self.role = role
 
     def start(self) -> None:
-        self.boot, self.node, self.engine, self.scheduler = "", None, None, None
+        self.incarnation_id, self.node, self.engine, self.scheduler = "", None, None, None
         self.adapters = []
         super().start()
 
     async def main(self) -> int:
         scenario: Scenario = self.world.scenario
-        self.boot = f"{self.world.random.getrandbits(128):032x}"
+        self.incarnation_id = f"{self.world.random.getrandbits(128):032x}"
         num_blocks = scenario.num_blocks[self.role]
         layout = KVLayout(num_blocks, 1, LAYERS, scenario.block_tokens, 1, "float32")
         memory: Any = SimMemory(num_blocks, layout.block_bytes)
@@ -142,7 +142,7 @@ class NodeHost(Host):
             ROLES[self.role],
             {"prefill": partial(self._adapter, HandoffSender), "decode": partial(self._adapter, HandoffReceiver)},
             computer,
-            self.boot,
+            self.incarnation_id,
             make_engine=SimEngine,
             make_watchdog=SimWatchdog,
             open_channels=self.channels,
@@ -155,12 +155,17 @@ class NodeHost(Host):
         self.adapters.append(kind(*given))
         return self.adapters[-1]
 
-    async def channels(self, settings: Any, computer: EngineComponents, boot: str, on_writer_lost: Any) -> list[Any]:
+    async def channels(
+        self, settings: Any, computer: EngineComponents, incarnation_id: str, on_writer_lost: Any
+    ) -> list[Any]:
         """Open simulated channels, in place of `node.process.open_channels`."""
         memory: Any = computer.memory
         lost = {"tcp": lambda _: None, "shm": on_writer_lost}
         names = self.world.scenario.channels
-        return [SimChannel(self.world.exchange, name, memory, boot, lost[name], self._is_promised) for name in names]
+        return [
+            SimChannel(self.world.exchange, name, memory, incarnation_id, lost[name], self._is_promised)
+            for name in names
+        ]
 
     def _is_promised(self, block: int) -> bool:
         assert self.scheduler is not None

@@ -1,9 +1,9 @@
-"""An asyncio event loop on which a whole cluster lives: virtual time, and processes that run in an order drawn by seed.
+"""An asyncio event loop for a whole cluster: time is virtual, and the order in which processes run is drawn by seed.
 
-Time jumps to the next timer when no process can run. Each process has its own queue of callbacks, in their order, as
-asyncio promises it; whose turn it is is drawn. A process may be frozen, slow, or dead: then its callbacks run late, or
-never. Nothing here reads a real clock, and nothing iterates in an order that hangs on addresses in memory, so one seed
-is one course of events, bit for bit. After FoundationDB's simulator (Zhou et al., SIGMOD 2021).
+Time jumps to the next timer when no process can run. Each process has its own queue of callbacks, which run in order, as
+asyncio promises; the next process is drawn at random. Callbacks of a frozen or slow process run late, those of a dead one
+never. No real clock is read, and no iteration order depends on memory addresses, so a seed determines every event.
+Modelled on FoundationDB's simulator (Zhou et al., SIGMOD 2021).
 """
 
 import asyncio
@@ -19,11 +19,11 @@ EPOCH_S = 1_000_000.0  # what the virtual monotonic clock shows at the start
 
 
 class Died(BaseException):
-    """Ends the callback of a process in the middle of which it was killed."""
+    """Ends the callback during which its process was killed."""
 
 
 class Process:
-    """One simulated process: alive until it is killed, runnable unless it is frozen. `lag_s`: between two callbacks."""
+    """One simulated process. It waits `lag_s` between two callbacks."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -44,7 +44,7 @@ CURRENT: ContextVar[Process] = ContextVar("process", default=WORLD)
 
 
 class SimHandle:
-    """What asyncio's `Handle` and `TimerHandle` promise in public."""
+    """The public interface of asyncio's `Handle` and `TimerHandle`."""
 
     __slots__ = ("_when", "args", "callback", "context", "is_cancelled", "process")
 
@@ -68,7 +68,7 @@ class SimHandle:
 
 
 class SimTask(asyncio.Task[Any]):
-    """Its place in a set hangs on when it was made, not on where it is in memory."""
+    """A task whose place in a set depends on its serial number, not on its address."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], loop: "SimLoop", context: Context | None) -> None:
         self.serial = next(loop.serials)
@@ -80,7 +80,7 @@ class SimTask(asyncio.Task[Any]):
 
 
 class SimFuture(asyncio.Future[Any]):
-    """As `SimTask`."""
+    """See SimTask."""
 
     def __init__(self, loop: "SimLoop") -> None:
         self.serial = next(loop.serials)
@@ -91,7 +91,7 @@ class SimFuture(asyncio.Future[Any]):
 
 
 class SimLoop(asyncio.AbstractEventLoop):
-    """`on_error(process, text, exception)` hears what no one caught. `network` makes connections and servers."""
+    """`on_error(process, text, exception)` receives uncaught exceptions. `network` makes connections and servers."""
 
     def __init__(self, random: Random, on_error: Callable[[Process, str, BaseException | None], None]) -> None:
         self.now = EPOCH_S
@@ -99,7 +99,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self.network: Any = None
         self.serials = count(1)
         self.turns = 0
-        self.fingerprint = 0  # of every turn so far: whose, and when
+        self.fingerprint = 0  # of all callbacks so far
         self._on_error = on_error
         self._timers: list[tuple[float, int, SimHandle | Process]] = []
         self._runnable: list[Process] = []
@@ -132,7 +132,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         return SimTask(coro, self, context)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
-        """A thread that takes a moment: what it reads, it reads at the moment's start, or at its end."""
+        """Run `func` now or after a short random time, as a thread may."""
         future = self.create_future()
         early = self.random.random() < 0.5
         outcome = _outcome(func, args) if early else None
@@ -185,7 +185,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             task = self.create_task(main)
             while not task.done():
                 if self.turns >= max_turns:
-                    raise RuntimeError(f"still going on after {max_turns} turns, at {self.now - EPOCH_S:.1f} s")
+                    raise RuntimeError(f"not finished after {max_turns} turns, at {self.now - EPOCH_S:.1f} s")
                 self._turn()
             return task.result()
         finally:
@@ -228,7 +228,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             self._sleep(process, max(process.thaws_at, self.now + process.lag_s))
 
     def _leave(self, index: int, until: float) -> None:
-        """The process is not runnable any more; one that has callbacks left comes back."""
+        """Remove a process from the runnable ones until then, or until it has callbacks."""
         process = self._runnable.pop(index)
         process.is_queued = bool(process.ready)
         if process.ready:
@@ -258,5 +258,5 @@ class SimLoop(asyncio.AbstractEventLoop):
 def _outcome(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
     try:
         return func(*args), None
-    except Exception as error:  # noqa: BLE001 - the awaiting task's to handle
+    except Exception as error:  # noqa: BLE001 - raised in the awaiting task
         return None, error

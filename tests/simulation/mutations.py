@@ -109,8 +109,8 @@ def _freed_under_a_step(original: Any, self: Scheduler, request: Request) -> Non
 
 
 def _any_epoch(original: Any, self: Scheduler, step: Any, *given: Any) -> Any:
-    for piece in step.slices:
-        piece.epoch = piece.request.epoch
+    for slice_ in step.slices:
+        slice_.epoch = slice_.request.epoch
     return original(self, step, *given)
 
 

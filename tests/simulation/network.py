@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.simulation.loop import CURRENT, WORLD, Process, SimLoop
 
-HIGH_BYTES, LOW_BYTES = 64 << 10, 16 << 10  # unread bytes at which a writer is paused, and goes on
+HIGH_BYTES, LOW_BYTES = 64 << 10, 16 << 10  # unread bytes at which a writer is paused, and resumed
 DELAYS_S = (0.0, 0.0, 0.002, 0.05)  # per connection, added to the latency of each segment
 RESEND_S = 0.2  # at most, between two segments of a connection that stalled
 CONNECT_S = 20.0  # until an unanswered connection attempt fails
@@ -30,7 +30,7 @@ class Network:
         self._ends: dict[int, End] = {}
         self._cuts: dict[tuple[str, str], float] = {}  # (from, to) -> until when
 
-    # ---- what a process does ---------------------------------------------------------------------------------------
+    # ---- sockets ---------------------------------------------------------------------------------------------------
 
     def listen(self, factory: Callable[[], Any], host: str, port: int) -> "Listener":
         """Raises OSError when the port is taken."""
@@ -74,12 +74,12 @@ class Network:
         return self._cuts.get((source.name, target.name), 0.0) > self.loop.now
 
     def cut(self, source: str, target: str, for_s: float) -> None:
-        """From now on nothing gets from `source` to `target`."""
+        """Block the direction from `source` to `target`."""
         self._cuts[source, target] = self.loop.now + for_s
         self.loop.call_later(for_s + 0.001, self._resume, context=WORLD_CONTEXT)
 
     def stall(self, one: Process, other: Process, for_s: float) -> None:
-        """The connections that they have now move nothing for a while; those that they make later work."""
+        """Stall the present connections between two processes; later ones work."""
         for end in self.ends_of(one) + self.ends_of(other):
             if {end.process, end.peer.process} == {one, other}:
                 end.stall(for_s)
@@ -99,7 +99,7 @@ class Network:
                 end.peer.reset_soon()
 
     def returned(self, process: Process) -> None:
-        """The host of a vanished process is there again, and knows nothing of it."""
+        """Reset the connections of a process that vanished, as its restarted host does."""
         self.died(process, silent=False)
 
     def ends_of(self, process: Process) -> list["End"]:
@@ -142,7 +142,7 @@ class Listener(asyncio.AbstractServer):
 
 
 class End(asyncio.Transport):
-    """One end of a connection. `breaks_after`: bytes of ours that still get through before it is reset."""
+    """One end of a connection. `breaks_after`: the number of sent bytes after which it is reset."""
 
     def __init__(self, network: Network, process: Process, context: Context, name: tuple[str, int]) -> None:
         super().__init__({"peername": name, "sockname": ("127.0.0.1", 1)})
@@ -162,7 +162,7 @@ class End(asyncio.Transport):
         self._last_arrival = 0.0
         self._is_stalled = False
 
-    # ---- what a protocol asks of a transport ---------------------------------------------------------------------
+    # ---- the transport's interface ------------------------------------------------------------------------------
 
     def write(self, data: Any) -> None:
         if self.is_lost or self._closing or not self.process.alive:
@@ -234,7 +234,7 @@ class End(asyncio.Transport):
             self._arrive()
 
     def stall(self, for_s: float) -> None:
-        """Nothing of ours arrives until then, and after that one segment at a time."""
+        """Hold back all sent segments until then; after that they arrive one at a time."""
         self._is_stalled = True
         self._loop.call_later(for_s, self._resend, context=WORLD_CONTEXT)
 

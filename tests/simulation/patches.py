@@ -16,9 +16,9 @@ from unittest import mock
 import shared.clock
 import shared.registry
 from shared import failpoints
+from tests.simulation.engine import SimEngine
 from tests.simulation.loop import CURRENT, Died
 from tests.simulation.redis import FakeRedis
-from tests.simulation.turns import SimEngine
 
 UNIX_S = 1_700_000_000.0
 

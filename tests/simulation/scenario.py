@@ -1,4 +1,4 @@
-"""What one seed stands for: a cluster, its requests, and the faults that meet them. Pure: drawn before anything runs."""
+"""What a seed determines: a cluster, its requests and its faults, all drawn before the run."""
 
 from dataclasses import dataclass, field
 from random import Random
@@ -36,7 +36,7 @@ HARMLESS = {"slow", "clock jumps", "registry down", "registry hangs", "registry 
 
 
 @dataclass(slots=True)
-class Wish:
+class RequestPlan:
     """One client's request, and how the client behaves."""
 
     id: str
@@ -48,7 +48,7 @@ class Wish:
     salt: bytes = b""
     priority: int = 0
     stop_tokens: frozenset[int] = frozenset()
-    cancels_at: int | None = None  # pieces that it hears before it hangs up
+    cancels_at: int | None = None  # deltas that it receives before it disconnects
     cancels_after_s: float | None = None
     reads_slowly_s: float = 0.0
     deadline_s: float | None = None
@@ -60,7 +60,7 @@ class Fault:
     at_s: float
     for_s: float
     site: str = ""
-    passing: int = 0  # at which time that the site is passed
+    passing: int = 0  # fires when the site is reached for the n-th time
 
 
 @dataclass(slots=True)
@@ -78,9 +78,9 @@ class Scenario:
     disaggregate: str
     ahead: bool
     row_s: float
-    turn_s: float  # of an engine's loop
+    turn_s: float  # duration of an iteration of an engine's loop
     kv_faults: int
-    wishes: list[Wish]
+    plans: list[RequestPlan]
     faults: list[Fault] = field(default_factory=list)
 
     @property
@@ -89,8 +89,8 @@ class Scenario:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether these faults leave a way for every request: one node at a time is disturbed, and others are left; or
-        all nodes are frozen, and some come back before the router gives up waiting for one."""
+        """Return whether every request can succeed: at most one node is disturbed while others are left, or all nodes are
+        frozen and some come back before the router stops waiting."""
         if self.is_outage:
             return True
         harm = [fault for fault in self.faults if fault.kind not in HARMLESS]
@@ -106,11 +106,11 @@ class Scenario:
 
 
 def draw(seed: int) -> Scenario:
-    """The same scenario for the same seed, whatever else changes."""
+    """Draw the scenario of a seed."""
     random = Random(f"scenario {seed}")
     block_tokens = random.choice((2, 4, 8))
-    wishes = _wishes(random, block_tokens)
-    most = max(-(-(len(wish.prompt) + wish.max_tokens) // block_tokens) for wish in wishes)
+    plans = _plans(random, block_tokens)
+    most = max(-(-(len(plan.prompt) + plan.max_tokens) // block_tokens) for plan in plans)
     is_tiny = random.random() < 0.5
     decode_blocks = 2 + (most + random.randrange(1 + most // 2) if is_tiny else 6 * most)
     prefill_blocks = 2 + (most + random.randrange(1 + most // 2) if random.random() < 0.4 else 5 * most)
@@ -132,7 +132,7 @@ def draw(seed: int) -> Scenario:
         random.choice((0.0002, 0.01, 0.15)),
         random.choice((0.0005, 0.01, 0.03)),
         random.choice((0, 0, 1, 2, 4, 8)),
-        wishes,
+        plans,
     )
     scenario.faults = _faults(random)
     if seed % OUTAGE_EVERY == OUTAGE_EVERY - 1:
@@ -143,33 +143,33 @@ def draw(seed: int) -> Scenario:
 
 
 def _stall(scenario: Scenario) -> None:
-    """Handoffs by shared memory, where blocks that a prefill node may still write into stay in quarantine. Drawn apart,
-    so that other seeds stay as they are."""
+    """Handoffs by shared memory, where blocks that a prefill node may still write into stay in quarantine. Drawn separately, so that
+    other seeds do not change."""
     random = Random(f"stall {scenario.seed}")
     scenario.num_prefill, scenario.num_decode, scenario.kv_faults = *random.choices((1, 2), k=2), 0
     scenario.channels, scenario.disaggregate = ("shm",), "always"
-    times = sorted(random.choice(scenario.wishes).arrives_s + 0.02 * random.random() for _ in range(3))
+    times = sorted(random.choice(scenario.plans).arrives_s + 0.02 * random.random() for _ in range(3))
     scenario.faults = [Fault(STALL, at_s, 3.0 + 5.0 * random.random()) for at_s in times]
 
 
 def _freeze_all(scenario: Scenario) -> None:
     """The nodes of one role are back long before the router gives up waiting, those of the other soon after them or
-    only when it would have given up. Drawn apart, so that other seeds stay as they are. Each pool holds every request
+    only when it would have given up. Drawn separately, so that other seeds do not change. Each pool holds every request
     twice, as blocks that a frozen node may still write into stay in quarantine until it is back."""
     random = Random(f"outage {scenario.seed}")
     scenario.num_prefill, scenario.num_decode, scenario.kv_faults = *random.choices((1, 2), (3, 1), k=2), 0
-    blocks = sum(wish.n * -(-(len(wish.prompt) + wish.max_tokens) // scenario.block_tokens) for wish in scenario.wishes)
+    blocks = sum(plan.n * -(-(len(plan.prompt) + plan.max_tokens) // scenario.block_tokens) for plan in scenario.plans)
     scenario.num_blocks = {"prefill": 2 + 2 * blocks, "decode": 2 + 2 * blocks}
-    at_s = random.choice(scenario.wishes).arrives_s + 0.02 * random.random()
+    at_s = random.choice(scenario.plans).arrives_s + 0.02 * random.random()
     first, second = random.sample(sorted(OUTAGE), 2)
     first_s = 3.0 + 5.0 * random.random()
     second_s = first_s + random.choice((1.0, 40.0, 40.0))
     scenario.faults = [Fault(OUTAGE[first], at_s, first_s), Fault(OUTAGE[second], at_s, second_s)]
 
 
-def _wishes(random: Random, block_tokens: int) -> list[Wish]:
+def _plans(random: Random, block_tokens: int) -> list[RequestPlan]:
     roots = [[random.randrange(VOCABULARY) for _ in range(random.randrange(4, 40))] for _ in range(3)]
-    wishes = []
+    plans = []
     at_s = 0.3
     spread_s = random.choice((0.02, 0.2, 0.8, 4.0))
     for number in range(random.randrange(4, 11)):
@@ -183,28 +183,30 @@ def _wishes(random: Random, block_tokens: int) -> list[Wish]:
             stop_tokens = frozenset({random.choice(expected)})
             expected = expected[: 1 + next(at for at, token in enumerate(expected) if token in stop_tokens)]
         at_s += spread_s * random.random() ** 2
-        wish = Wish(f"r{number}", prompt, max_tokens, expected, at_s, 1, salt, random.choice((0, 0, 0, 5)), stop_tokens)
-        _behave(random, wish)
-        wishes.append(wish)
-    return wishes
+        plan = RequestPlan(
+            f"r{number}", prompt, max_tokens, expected, at_s, 1, salt, random.choice((0, 0, 0, 5)), stop_tokens
+        )
+        _behave(random, plan)
+        plans.append(plan)
+    return plans
 
 
-def _behave(random: Random, wish: Wish) -> None:
+def _behave(random: Random, plan: RequestPlan) -> None:
     what = random.random()
     if what < 0.08:
-        wish.cancels_at = random.randrange(len(wish.expected))
+        plan.cancels_at = random.randrange(len(plan.expected))
     elif what < 0.16:
-        wish.cancels_after_s = random.random() ** 3
+        plan.cancels_after_s = random.random() ** 3
     elif what < 0.22:
-        wish.reads_slowly_s = 0.3
+        plan.reads_slowly_s = 0.3
     elif what < 0.27:
-        wish.deadline_s = random.random() * 2.0
+        plan.deadline_s = random.random() * 2.0
     elif what < 0.40:
-        wish.n = random.choice((2, 3))
+        plan.n = random.choice((2, 3))
 
 
 def _faults(random: Random) -> list[Fault]:
-    """None in some seeds, one in most, a storm in a few."""
+    """Draw no fault in some seeds, one in most, and several in a few."""
     count = random.choice((0, 1, 1, 1, 1, 2, 2, 3, 5))
     faults = []
     for _ in range(count):

@@ -19,9 +19,10 @@ from typing import Any
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from shared.failpoints import FailpointError
-from tests.simulation.channel import Exchange, Weather
+from tests.simulation.channel import Exchange, KVFaults
 from tests.simulation.checks import at_the_end, left_behind, unbalanced
 from tests.simulation.client import Client
+from tests.simulation.engine import SimEngine, ledger_error
 from tests.simulation.faults import RESTART_S, Faults
 from tests.simulation.hosts import Host, NodeHost, RouterHost
 from tests.simulation.loop import CURRENT, EPOCH_S, WORLD, Process, SimLoop
@@ -30,7 +31,6 @@ from tests.simulation.network import Network
 from tests.simulation.patches import simulated, without_teardown_errors
 from tests.simulation.redis import Store
 from tests.simulation.scenario import Scenario, draw
-from tests.simulation.turns import SimEngine, imbalance
 
 MAX_TURNS = 600_000
 MAX_VIOLATIONS = 20
@@ -65,39 +65,39 @@ class World:
         self.random = Random(f"world {scenario.seed}")
         self.loop = SimLoop(Random(f"turns {scenario.seed}"), self._uncaught)
         self.network = self.loop.network = Network(self.loop)
-        weather = Weather(
+        kv_faults = KVFaults(
             Random(f"weather {scenario.seed}"), scenario.kv_faults, scenario.row_s, self.reached, self.violate
         )
-        self.exchange = Exchange(self.network, weather)
+        self.exchange = Exchange(self.network, kv_faults)
         self.store = Store()
         self.faults = Faults(self)
         self.router = RouterHost(self, "router")
         self.nodes = [NodeHost(self, f"prefill-{index}", "prefill") for index in range(scenario.num_prefill)]
         self.nodes += [NodeHost(self, f"decode-{index}", "decode") for index in range(scenario.num_decode)]
         self.hosts: list[Host] = [self.router, *self.nodes]
-        self.graveyard: list[Any] = []  # tasks of dead processes: to let one go would run its last words
-        self.clients = [Client(self, wish) for wish in scenario.wishes]
+        self.dead_tasks: list[Any] = []  # kept: destroying a task would run its finally blocks
+        self.clients = [Client(self, plan) for plan in scenario.plans]
         self.is_ending = self.is_over = False
         self.hangs = any(fault.kind == "hang" for fault in scenario.faults)
 
-    # ---- the course of events --------------------------------------------------------------------------------------
+    # ---- one run ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         for host in self.hosts:
             host.start()
-        await self._within(START_S, self._missing, "is not there")
-        coming = [asyncio.ensure_future(client.come()) for client in self.clients]
+        await self._within(START_S, self._missing, "is not connected")
+        running = [asyncio.ensure_future(client.run()) for client in self.clients]
         await self.faults.run()
         self.faults.heal()
-        self.note("all is well from here on")
-        await asyncio.gather(*coming)
-        await self._within(ANSWER_S, lambda: [c.wish.id for c in self.clients if not c.outcome], "has no answer")
+        self.note("all faults end")
+        await asyncio.gather(*running)
+        await self._within(ANSWER_S, lambda: [c.plan.id for c in self.clients if not c.outcome], "has no answer")
         await asyncio.sleep(0.1)  # clients that cancel disconnect by then
         await self._within(REST_S, lambda: unbalanced(self), "is still held")
-        await self._within(START_S, self._missing, "is not there again")
+        await self._within(START_S, self._missing, "is not connected again")
         for text in at_the_end(self):
             self.violate(text)
-        gc.collect()  # what failed in silence says so as it is let go
+        gc.collect()  # reports exceptions that were never retrieved
         if self.violations:
             return
         self.is_ending = True
@@ -109,10 +109,10 @@ class World:
             self.violate(text)
 
     def _missing(self) -> list[str]:
-        """The nodes of which the router does not see the present life."""
+        """Return the nodes whose present process the router does not know."""
         fleet = self.router.fleet
         seen = {info.incarnation_id for info, _, alive in fleet.nodes() if alive} if fleet is not None else set()
-        return [host.name for host in self.nodes if host.boot not in seen]
+        return [host.name for host in self.nodes if host.incarnation_id not in seen]
 
     async def _within(self, limit_s: float, missing: Any, what: str) -> None:
         until = self.loop.now + limit_s
@@ -155,8 +155,8 @@ class World:
 
     def _moves(self, attempt: str) -> None:
         identity, sample, _ = attempt.split(".")
-        client = next(client for client in self.clients if client.wish.id == identity)
-        self.reached("state: moved in decode" if client.has_heard(int(sample)) else "state: moved before a token")
+        client = next(client for client in self.clients if client.plan.id == identity)
+        self.reached("state: moved in decode" if client.has_received(int(sample)) else "state: moved before a token")
 
     def _is_planted(self, record: logging.LogRecord) -> bool:
         if record.exc_info is None:
@@ -175,8 +175,8 @@ class World:
         host.engine, host.scheduler = engine, scheduler
 
     def audit(self, process: Process, scheduler: Scheduler) -> None:
-        """After each turn of an engine."""
-        if process.alive and (wrong := imbalance(scheduler)):
+        """Check the blocks after each step of an engine."""
+        if process.alive and (wrong := ledger_error(scheduler)):
             self.violate(f"{process}: {wrong}")
         ledger, node = scheduler.ledger(), self.host_of(process).node if process.alive else None
         for state, is_so in (
@@ -190,16 +190,16 @@ class World:
             if is_so:
                 self.reached(f"state: {state}")
 
-    # ---- lives and deaths --------------------------------------------------------------------------------------------
+    # ---- ends of processes -------------------------------------------------------------------------------------------
 
     def host_of(self, process: Process) -> Any:
         return next(host for host in self.hosts if host.process is process)
 
     def died(self, host: Host, *, silent: bool = False) -> None:
-        """All at once: its memory, its connections, its clients."""
+        """End a process with its memory, its connections and its clients."""
         process = host.process
         self.note(f"{host.name} dies")
-        self.graveyard += self._tasks_of(process)
+        self.dead_tasks += self._tasks_of(process)
         process.alive = False
         process.ready.clear()
         if not self.is_ending and sum(not other.is_up for other in self.nodes) > 1:
@@ -213,7 +213,7 @@ class World:
                 self.reached("client: lost")
 
     def exited(self, process: Process, status: int) -> None:
-        """It ended itself at once, as the engine's death makes it."""
+        """Handle `os._exit`, which follows a failure of the engine."""
         self.note(f"{process} exits with {status}")
         self.reached(f"exit {status}")
         if not self.faults.fired_raise and not self.hangs:
@@ -225,7 +225,7 @@ class World:
         return sorted((task for task in tasks if task.process is process), key=lambda task: task.serial)
 
     def ended(self, host: Host) -> None:
-        """It came to its end in good order."""
+        """Handle an orderly exit."""
         if not host.is_up:
             return
         names = [task.get_coro().__qualname__ for task in self._tasks_of(host.process) if task is not host.task]

@@ -1,7 +1,7 @@
-"""The engine without its thread: each turn of its loop is a callback on virtual time, and ends with an audit of blocks.
+"""The engine without its thread: each iteration of its loop is a callback on virtual time, followed by an audit.
 
-Everything but the waiting is the real `Engine`. The audit counts blocks anew from the requests that hold them, and
-compares that with the pool's own books (invariant I2).
+All but the waiting is the real `Engine`. The audit counts blocks by the requests that hold them, and compares the counts
+with those of the pool.
 """
 
 import asyncio
@@ -22,28 +22,28 @@ from tests.simulation.loop import CURRENT
 log = logging.getLogger("baton.engine")
 IDLE_S = 1.0
 MAX_LAST_TURNS = 100
-TOKENS_A_TURN = 10  # that take as long as the turn itself
+TOKENS_A_TURN = 10  # that take as long as an iteration itself
 
 
 class Idle(BaseException):
-    """The engine waits for a command."""
+    """Raised while the engine waits for a command."""
 
 
 class Inbox:
-    """A queue whose reader never blocks: it is thrown out of its turn, and comes again."""
+    """A queue whose reader never blocks: Idle ends its iteration, which runs again later."""
 
     def __init__(self, engine: "SimEngine") -> None:
         self._engine = engine
         self._commands: deque[Command | None] = deque()
         self._is_reported = False  # the reader knows that it is empty
-        self.is_last = False  # nothing of the turn comes after a wait
+        self.is_last = False  # the iteration ends with this wait
 
     def put(self, command: Command | None) -> None:
         self._commands.append(command)
         self._engine.wake()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Command | None:
-        """Raises queue.Empty, as if the time were over, and Idle when it is asked once more."""
+        """Raises queue.Empty, as after a timeout, and Idle at the next call."""
         if self._commands:
             self._is_reported = False
             return self._commands.popleft()
@@ -63,7 +63,7 @@ class Inbox:
 
 
 class SimEngine(Engine):
-    """`world` is told of it, and of what its audits find; `hang` makes its next turn late."""
+    """Reports itself and its audits to `world`. `hangs_until` delays its next iteration."""
 
     world: Any = None  # the simulation's, for as long as one runs
 
@@ -137,7 +137,7 @@ class SimEngine(Engine):
                 self.world.violate(f"{self.process}: block {block} is free, and a step under way uses it")
 
     def _flying(self) -> list[int]:
-        """Blocks of the step that was launched and not told yet."""
+        """Return the blocks of the step in flight."""
         pending = self._flight.pending if self._flight is not None else None
         return [block for row in pending.blocks for block in row] if isinstance(pending, Launched) else []
 
@@ -147,7 +147,7 @@ class SimEngine(Engine):
 
 
 class SimWatchdog(Watchdog):
-    """Looks around as a callback of its process: late where that is frozen, as its thread would be."""
+    """Runs as a callback of its process, so it is late when the process is frozen, as its thread would be."""
 
     _timer: Any = None
 
@@ -165,8 +165,7 @@ class SimWatchdog(Watchdog):
 
 
 class SimRunner(HashRunner):
-    """The hash model, which may also be run ahead: a step is then computed when it is waited for, in the blocks that it
-    was launched with."""
+    """The hash model. If it runs ahead, a step is computed in `wait`, in the blocks it was launched with."""
 
     can_run_ahead = True
 
@@ -178,24 +177,24 @@ class SimRunner(HashRunner):
     def launch(self, step: Step, before: Step | None = None) -> PendingStep:
         if not self.ahead:
             return super().launch(step, before)
-        return Launched(self, step, [list(piece.request.blocks) for piece in step.slices])
+        return Launched(self, step, [list(slice_.request.blocks) for slice_ in step.slices])
 
     def compute(self, step: Step, blocks: list[list[int]]) -> list[SliceOutput]:
-        return [self._run_slice(self._shadow(piece, mine)) for piece, mine in zip(step.slices, blocks, strict=True)]
+        return [self._run_slice(self._shadow(slice_, mine)) for slice_, mine in zip(step.slices, blocks, strict=True)]
 
-    def _shadow(self, piece: Slice, blocks: list[int]) -> Slice:
-        """The slice as it was launched, over the tokens as they are now."""
-        request = piece.request
+    def _shadow(self, slice_: Slice, blocks: list[int]) -> Slice:
+        """Return the slice with the blocks of its launch and the present tokens."""
+        request = slice_.request
         shadow = self._shadows.get(request.id)
         if shadow is None or shadow.tokens is not request.tokens:
             shadow = SimpleNamespace(id=request.id, tokens=request.tokens, salt=request.salt, blocks=[])
             self._shadows[request.id] = shadow
         shadow.blocks, shadow.state = blocks, request.state
-        return Slice(shadow, piece.start, piece.count, piece.samples, piece.epoch)
+        return Slice(shadow, slice_.start, slice_.count, slice_.samples, slice_.epoch)
 
 
 class Launched:
-    """A step under way."""
+    """A step in flight."""
 
     def __init__(self, runner: SimRunner, step: Step, blocks: list[list[int]]) -> None:
         self.blocks = blocks
@@ -205,8 +204,8 @@ class Launched:
         return self._runner.compute(self._step, self.blocks)
 
 
-def imbalance(scheduler: Scheduler) -> str:
-    """What is wrong with the books of a pool; "" when every block is where they say, once."""
+def ledger_error(scheduler: Scheduler) -> str:
+    """Return how the pool's counts differ from the blocks that requests hold; "" if they agree."""
     pool = scheduler.pool
     holders: Counter[int] = Counter()
     for request in scheduler.requests.values():
@@ -222,7 +221,7 @@ def imbalance(scheduler: Scheduler) -> str:
     for block in range(1, pool.total + 1):
         owners = holders[block] + (block in quarantined)
         if owners != pool._references[block]:
-            return f"block {block} has {owners} owners, and the books say {pool._references[block]}"
+            return f"block {block} has {owners} owners, and the pool counts {pool._references[block]}"
         if idle[block] != (owners == 0):
             return f"block {block} has {owners} owners and is {idle[block]} times free"
         if block in quarantined and holders[block]:

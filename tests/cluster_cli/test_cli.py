@@ -166,12 +166,6 @@ def test_print_config_of_a_cluster(capsys: pytest.CaptureFixture[str], monkeypat
     assert "decode = 3  # environment BATON_DECODE" in lines
 
 
-def test_print_config_is_a_table_at_a_terminal() -> None:
-    printed = run_at_terminal("router", "--port", "9000", "--print-config")
-    assert "setting" in printed
-    assert any("port" in line and "9000" in line and "flag --port" in line for line in printed.splitlines())
-
-
 # ---- status --------------------------------------------------------------------------------------------------------
 
 

@@ -114,9 +114,8 @@ class ApiHandlers:
         assert isinstance(body, CompletionBody | ChatBody)
         request_id = ("chatcmpl-" if isinstance(body, ChatBody) else "cmpl-") + token_hex(16)
         reply.name(request_id)
-        deadline = deadline_of(reply.scope, reply.arrived, self.request_timeout_s)
         requests = await build_requests(
-            body, self.model, self.tokenizer, request_id, reply.traceparent, reply.identity, deadline
+            body, self.model, self.tokenizer, request_id, reply.traceparent, reply.identity, reply.deadline
         )
         output = RequestOutput(
             request_id, body, requests, self.tokenizer, self.request_metrics, self.observer, reply.arrived
@@ -217,6 +216,7 @@ class JsonEndpoint:
         try:
             if handlers.num_in_progress > self.max_concurrent_requests:
                 raise UnavailableError("Too many requests are in progress; try again soon.", status=429)
+            reply.deadline = deadline_of(scope, reply.arrived, handlers.request_timeout_s)
             raw = await read_body(scope, receive, max_body_bytes, self.body_timeout_s)
             await while_connected(receive, self._handle(raw, reply))
         except ClientDisconnect:

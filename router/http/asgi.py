@@ -158,6 +158,7 @@ class ResponseWriter:
         self._label = self._name = label_of(scope)
         self.traceparent = traceparent_of(Headers(scope=scope).getlist("traceparent"))
         self.arrived = time.monotonic()
+        self.deadline: float | None = None  # on the same clock; the endpoint sets it
         self.log_fields: Mapping[str, object] = {}  # more fields for the access log
         self._status = CLIENT_GONE
         self._outcome = "client_gone"

@@ -236,6 +236,7 @@ KEY_ROWS = [
     Row("long URL", get("/metrics?" + "a" * 2**20), {414}, True),
     Row("long health", get("/health?" + "a" * 2**20), {414}, True),
     *[Row(f"timeout {value}", post(GOOD, f"x-request-timeout: {value}"), {400}) for value in ("0", "-1", "abc", "nan")],
+    Row("timeout of /tokenize", post(b'{"prompt": "a"}', "x-request-timeout: 0", path="/tokenize"), {400}),
     Row("timeout clamped", post(GOOD, "x-request-timeout: 1e9"), {200}),
 ]  # fmt: skip
 

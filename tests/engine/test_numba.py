@@ -114,7 +114,7 @@ def test_rotation_stores_what_it_should_and_nothing_else(
 ) -> None:
     for block_tokens in (1, 4, 64):
         batch = batch_of([(0, 1), (0, 9), (0, 30)], block_tokens, 60, CPU)
-        if name == "numba":  # torch's padding goes into the dummy block
+        if name == "numba":  # the torch kernels store padding in the dummy block
             batch = padded(batch, 3)
         pool = pool_of(2, head_dim, block_tokens, dtype, 60, CPU)
         config = config_of(64, 6, 2, head_dim)

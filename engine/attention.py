@@ -1,8 +1,7 @@
-"""Attention over the KV pool, which already holds the keys and values of the current step: the interface, the reference
-in plain torch, and the choice for a CPU.
+"""Attention over the KV pool: the interface, the reference in plain torch, and the choice of a backend for a CPU.
 
-The reference gathers each slice's blocks and computes each slice separately, cut to its true length, so a NaN in the
-unused tail of a block or in another request's blocks cannot spread.
+The keys and values of the current step are stored before attention runs. The reference gathers the blocks of each slice
+and cuts them to its context, so a NaN in the unused tail of a block or in another request's blocks cannot spread.
 """
 
 from dataclasses import dataclass
@@ -23,8 +22,8 @@ class AttentionPlan(Protocol):
     def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
         """Return attention for the rotated queries `q`, [T, heads, head_dim], in the same shape and dtype.
 
-        The step's K and V of this layer must be in the pool. A query attends to the positions of its own request up to
-        itself; if `window` is not 0, only to the last `window` of them. Scores are scaled by head_dim ** -0.5.
+        The step's K and V of this layer must be in the pool. A query attends to its own position and all earlier ones
+        or, if `window` is not 0, to the last `window` of these. Scores are scaled by head_dim ** -0.5.
         """
         ...
 
@@ -35,7 +34,7 @@ class AttentionBackend(Protocol):
     name: str
 
     def plan(self, batch: Batch) -> AttentionPlan:
-        """Compute what all layers of a step share (splits, tables, masks), from the batch's host copies."""
+        """Compute the data that all layers of a step share (splits, tables, masks) from the batch's host copies."""
         ...
 
 
@@ -54,7 +53,7 @@ def attention_on_cpu(name: str, pool: KVPool) -> AttentionBackend:
 
 @dataclass(slots=True)
 class _Reach:
-    """What one slice reads, for one window size."""
+    """The part of the pool that one slice reads, for one window size."""
 
     queries: slice  # rows of the packed batch
     pieces: Tensor  # int64 [kv_heads * blocks]: (block, head) pieces of a layer, head by head

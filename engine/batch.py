@@ -1,6 +1,6 @@
 """Packs the slices of a step into the flat integer tensors that a forward pass reads. Independent of the model.
 
-The Python work per slice does not grow with the request's context, except for copying its row of the block table.
+The Python work for a slice does not grow with its context, except for copying its row of the block table.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ class Batch:
     `starts` and `kv_lens` are host copies, so that planning never waits for a device. A slice's queries are the last
     tokens of its context: token j of slice s is at position kv_lens[s] - count + j.
 
-    `carried` is used while the previous step is pending: an entry (t, d) says that token t of this batch is draw d of
-    that step, counted in the order of its `sampled`. `tokens[t]` is 0 until the runner replaces it with the draw.
+    `carried` is used while the previous step is pending. Its entry (t, d) means that token t of this batch is draw d of
+    that step, in the order of its `sampled`. `tokens[t]` is 0 until the runner replaces it with the draw.
     """
 
     tokens: Tensor  # int64 [T]
@@ -39,7 +39,7 @@ class Batch:
     starts: list[int]  # position of each slice's first token
     kv_lens: list[int]
     sampled: list[int]  # slices that sample, ascending
-    scored: list[tuple[int, int]]  # (slice, number of its first rows) that need prompt logprobs
+    scored: list[tuple[int, int]]  # (slice, n): the first n rows of the slice need prompt logprobs
     carried: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -80,7 +80,7 @@ class BlockRows:
     """Caches the block lists of requests as int32 arrays, and extends them as requests grow."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, tuple[Request, list[int], IntArray]] = {}  # by id, with the list that was converted
+        self._rows: dict[str, tuple[Request, list[int], IntArray]] = {}  # by request id; with the converted list
 
     def table(self, slices: Sequence[Slice], block_tokens: int) -> IntArray:
         """Return the block table, int32 [slices, largest number of blocks], with only the blocks that a slice reads."""
@@ -114,8 +114,8 @@ def build(
 ) -> Batch:
     """Build the batch of one step on `device`.
 
-    `before` holds the slices of the step that is still pending, whose draws may be `carried`. Raises ValueError if a
-    slice reaches beyond its request's tokens or blocks, which is a scheduler bug.
+    `before` has the slices of the pending step, whose draws may be `carried`. Raises ValueError if a slice reaches
+    beyond its request's tokens or blocks, which is a scheduler bug.
     """
     tokens: list[int] = []
     cu_q = [0]
@@ -162,7 +162,7 @@ def build(
 
 
 def _draws_of(before: Sequence[Slice]) -> dict[int, int]:
-    """Map id(request) to the draw of the pending step that is its next token."""
+    """Map id(request) to the index of the draw that will be its next token."""
     return {id(slice_.request): draw for draw, slice_ in enumerate(slice_ for slice_ in before if slice_.samples)}
 
 

@@ -34,8 +34,8 @@ SMALLER_MODEL = "take a smaller model, or fewer bits for its weights (--weight-d
 def build(options: BuildOptions, borrowed: PoolClient | None = None) -> EngineComponents:
     """Build the components for `options`.
 
-    `borrowed` is another node's KV memory to compute in, instead of memory of its own. Raises ValueError, with the fix
-    in its message, if the model, the memory or the device is not available.
+    `borrowed` is another node's KV memory; if given, the node computes in it and allocates none. Raises ValueError,
+    with the fix in its message, if the model, the memory or the device is not available.
     """
     with stage(f"--device {options.device}", "free memory on it, or choose another"):
         return _build(options, borrowed)
@@ -89,7 +89,7 @@ def _build_on_cpu(
     layout = _layout(options, config, emulation)
     check_holds(
         layout, options.max_model_len
-    )  # the pool need not hold the model's own maximum, which few requests reach
+    )  # the pool may be smaller than the model's own maximum, which few requests reach
     rows, size = layout.num_blocks, layout.block_bytes
     memory = HostMemory(rows, size) if borrowed is None else borrowed.fitting(size)
     name = _name(options, emulation)
@@ -112,8 +112,8 @@ def _torch_runner(
 ) -> tuple[TorchRunner, dict[str, str]]:
     """Return the runner, and the names of its parts."""
     map_large_blocks()
-    # Load on a thread that then ends, so that its team of OpenMP threads ends too. With a second team the process has
-    # more OpenMP threads than cores, and libgomp puts every team to sleep between two products: 50 us each time.
+    # Load on a thread that ends afterwards, so that its team of OpenMP threads ends too. With a second team, there are
+    # more OpenMP threads than cores, and libgomp makes every team sleep between two products, which takes 50 us.
     loads = stage(f"loading {weight_bytes(path) / 2**30:.1f} GiB of weights", SMALLER_MODEL)
     with ThreadPoolExecutor(1) as loading, loads:
         linear, model = loading.submit(_load_on_cpu, options, path).result()

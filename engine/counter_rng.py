@@ -1,4 +1,4 @@
-"""What all implementations of the draw share: codes of errors, the size of a row of parameters, and the noise.
+"""Definitions that all implementations of the draw share: error codes, the size of a row of parameters, and the noise.
 
 The noise is stateless: Gumbel, by splitmix64 (Steele, Lea and Flood 2014) over seed, position and token.
 """
@@ -19,7 +19,7 @@ def _mix(value: int) -> int:
 
 
 def _signed(value: int) -> int:
-    """Return the int64 with the same bits, since torch has no arithmetic on uint64."""
+    """Return the int64 with the same bits as an unsigned integer, since torch has no arithmetic on uint64."""
     return value - 2**64 if value >= 2**63 else value
 
 
@@ -34,7 +34,7 @@ def _shifted(values: Tensor, bits: int) -> Tensor:
 
 
 def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Return standard Gumbel noise, float64, as a function of key and token alone.
+    """Return standard Gumbel noise, float64, which depends only on key and token.
 
     `keys` (int64, from `key_of`) and `tokens` (int64) are broadcast against each other. Costs 10 ns per number.
     """

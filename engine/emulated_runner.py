@@ -1,7 +1,7 @@
-"""A runner that takes as long as an emulated device, and whose tokens prove that the right KV is in the right place.
+"""A runner with the step times of an emulated device. Its tokens show whether the right KV is in the right place.
 
-The KV of a position is a running sum over all tokens up to it: 32 bytes, computed for a whole chunk at once and read
-back from the pool at the last position only. A step costs microseconds, and its result depends on every token.
+The KV of a position is 32 bytes, a running sum over all tokens up to it. It is computed for a whole chunk at once, and
+read from the pool only at the last position. A step costs microseconds, and its result depends on every token.
 """
 
 import hashlib
@@ -18,9 +18,9 @@ from scheduler.request import Slice, Step
 
 log = logging.getLogger("baton.emulated")
 LANES = 4  # of 8 bytes per position
-EMULATED_HEAD_DIM = LANES  # a KVLayout with 1 layer, 1 head and float32 also has 32 bytes per token
-# The engine's time between two passes and a sleep that ends late shorten the next pass by up to this much, as on a
-# device that has its next step queued.
+EMULATED_HEAD_DIM = LANES  # gives a KVLayout of 1 layer, 1 head and float32 the same 32 bytes per token
+# If the engine's work between two passes, or a late end of a sleep, delays a pass, the next pass is shortened by up to
+# this time. This emulates a device whose next step is already queued.
 ABSORBED_S = 0.002
 
 Lanes = NDArray[np.uint64]
@@ -29,8 +29,8 @@ Lanes = NDArray[np.uint64]
 class EmulatedRunner(Runner):
     """Replaces `TorchRunner`. `rows` is the KV pool, uint8 [num_blocks, block_tokens * 32].
 
-    Sampling parameters are ignored: the next token is determined, and has no logprobs. `overruns` counts passes that
-    ended late because this machine is too slow for the emulated device.
+    Sampling parameters are ignored: the KV determines the next token, which has no logprobs. `overruns` counts passes
+    that ended late because this machine is too slow for the emulated device.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class EmulatedRunner(Runner):
 
 
 def expected_tokens(prompt: Iterable[int], num_tokens: int, vocab_size: int, salt: bytes = b"") -> list[int]:
-    """Return the tokens that an `EmulatedRunner` must generate after `prompt`, on any nodes and KV channels."""
+    """Return the tokens that an `EmulatedRunner` must generate after `prompt`, with any nodes and KV channels."""
     pending, state, position = list(prompt), _root(salt), 0
     generated: list[int] = []
     while len(generated) < num_tokens:

@@ -1,6 +1,6 @@
 """Descriptions of emulated devices, read from JSON: step times, KV capacity and link speed.
 
-The files in `costs/` state the source of each number, and how far the model is from the published measurements.
+The files in `costs/` give the source of each number, and the error of the model relative to published measurements.
 """
 
 import json
@@ -35,10 +35,9 @@ class Emulation:
 
 
 def load_emulation(name: str) -> Emulation:
-    """Load an emulation by name: a file in `costs/` or a JSON file, optionally with a link, as in
-    h200-llama-3.1-8b@100gbe.
+    """Load an emulation: a name in `costs/` or a JSON file, and optionally a link, as in h200-llama-3.1-8b@100gbe.
 
-    Raises ValueError with one line that names the file and the field.
+    Raises ValueError, naming the file and the field, if it is missing or invalid.
     """
     base, _, link = (name, "", "") if Path(name).is_file() else name.partition("@")
     path = Path(base) if Path(base).is_file() else COSTS / f"{base}.json"

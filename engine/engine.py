@@ -1,12 +1,12 @@
 """The engine: one thread that owns the scheduler and the device.
 
-The loop takes commands, decides a step, launches it, and reports its results. With a runner that runs ahead it decides
-and launches the next step before it processes the results of the previous one, so that the device never waits for the
-host; a request that turns out to have ended is computed once in vain (SGLang's overlapped scheduling, vLLM's async
-scheduling).
+The loop takes commands, decides a step, launches it, and reports its results. If the runner can run ahead, the loop
+launches the next step before it processes the results of the previous one, so that the device never waits for the host
+(SGLang's overlapped scheduling, vLLM's async scheduling). If a request ended in the previous step, its slice of the
+next step is computed in vain.
 
-A turn of the loop lasts from the end of the previous turn (or from the end of a wait for work) until the results of its
-step have been reported. That is the time a client sees between two tokens, and the step-time model is fitted to it.
+An iteration of the loop lasts from the end of the previous one (or of a wait for work) until the results of its step
+have been reported. This is the time between two tokens at the client, and the step-time model is fitted to it.
 """
 
 import logging
@@ -32,7 +32,7 @@ STUCK_S = 5.0
 
 
 class StepTiming(NamedTuple):
-    """The times of a step: when its pass began (Unix time), how long the pass took, and the rest of its turn."""
+    """The times of a step: the start of its pass (Unix time), its duration, and the rest of the iteration."""
 
     step: Step
     start_ns: int
@@ -44,7 +44,7 @@ class EngineListener(Protocol):
     """Receives the engine's reports. All methods are called on the engine's thread and must not block."""
 
     def on_turn(self, scheduler: Scheduler) -> None:
-        """A turn of the loop begins, or the idle engine has looked for commands."""
+        """An iteration of the loop begins, or the idle engine has looked for commands."""
         ...
 
     def on_receiving(self, requests: list[Request]) -> None:
@@ -56,11 +56,11 @@ class EngineListener(Protocol):
         ...
 
     def on_step(self, step: Step, events: list[StepOutput], outputs: list[SliceOutput]) -> None:
-        """A step is done: what the scheduler made of it, and the runner's output for each slice."""
+        """A step has ended. `events` are from the scheduler; `outputs` has the runner's output for each slice."""
         ...
 
     def on_timing(self, timing: StepTiming) -> None:
-        """The turn of a step is over."""
+        """The iteration of a step has ended."""
         ...
 
     def on_failure(self, error: BaseException) -> None:
@@ -78,19 +78,19 @@ class InFlightStep:
     step: Step
     pending: PendingStep | None
     launched_ns: int
-    leads: bool  # the next step may be launched before this one's results are processed
+    leads: bool  # the next step may be launched before the results of this one are processed
 
 
 class Engine:
-    """Runs the scheduler's steps on the runner's device, on a thread of its own.
+    """Runs the scheduler's steps on the runner's device, on a separate thread.
 
     The node creates the engine, starts and stops it, and reaches the scheduler only through `post`. `post`,
-    `is_running`, `progress` and `allowed_s` may be used from any thread; scheduler and runner belong to the engine's
-    thread, which also makes all calls to the listener.
+    `is_running`, `progress` and `allowed_s` may be used from any thread. The engine's thread owns the scheduler and the
+    runner, and makes all calls to the listener.
 
     Commands run between two steps, in the order in which they were posted. If a step fails, its slices run again one by
-    one, and only the requests that fail again end. Before that is reported, the engine checks that the device still
-    works; if it does not, or if anything else fails, the engine calls `on_failure` and its thread ends.
+    one, and only the requests that fail again end. Before the engine reports them, it checks that the device still
+    works. If it does not, or if anything else fails, the engine calls `on_failure` and its thread ends.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class Engine:
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._fit = CostFit()
-        self._flight: InFlightStep | None = None  # kept from one turn to the next only if the runner runs ahead
+        self._flight: InFlightStep | None = None  # kept for the next iteration only if the runner runs ahead
         self._turn_began_ns = self._pass_ended_ns = now_ns()
         self._deadline = StepDeadline(stuck_s)
-        self._idle_s = min(IDLE_S, stuck_s / 4)  # an idle engine must not look like a stuck one
-        self._is_audited = True  # no command has come since the last full check of the ledger
-        self.progress = 0  # changes at every turn of the loop, and at least once a second while idle
+        self._idle_s = min(IDLE_S, stuck_s / 4)  # an idle engine must not seem stuck
+        self._is_audited = True  # no command was run since the last full check of the ledger
+        self.progress = 0  # changes in every iteration of the loop, and at least once a second while idle
         self.allowed_s = stuck_s  # the watchdog's deadline for `progress` to change, in seconds
 
     def start(self) -> None:
@@ -121,11 +121,11 @@ class Engine:
 
     @property
     def is_running(self) -> bool:
-        """Return whether the thread runs; it may still do so after a `stop` that timed out."""
+        """Return whether the thread runs. It may still run after a `stop` that timed out."""
         return self._thread.is_alive()
 
     def post(self, command: Command) -> None:
-        """Queue `command`, to be called with the scheduler between two steps. Thread-safe; order is preserved."""
+        """Queue `command`. It is called with the scheduler between two steps, in the order of posting. Thread-safe."""
         self._inbox.put(command)
 
     def _run(self) -> None:
@@ -160,13 +160,13 @@ class Engine:
             wait = wait and not self._scheduler.has_work
 
     def _audit(self) -> None:
-        """Check the ledger while idle, once after each burst of commands: with many blocks this takes a step's time."""
+        """Check the ledger while idle, once after each burst of commands. With many blocks, this may take long."""
         if not self._is_audited:
             self._is_audited = True
             self._scheduler.audit()
 
     def _turn(self) -> None:
-        """Decide and launch a step, and process the results of one step at most."""
+        """Decide and launch a step, and process the results of at most one step."""
         before = self._flight
         if before is not None and not before.leads:
             self._finish_in_flight()
@@ -205,12 +205,12 @@ class Engine:
     def _finish(self, flight: InFlightStep) -> None:
         step, outputs = flight.step, self._outputs(flight)
         ended_ns = now_ns()
-        # The device begins a step when it has finished the previous one.
+        # The device begins a step after it has finished the previous one.
         began_ns, self._pass_ended_ns = max(flight.launched_ns, self._pass_ended_ns), ended_ns
         tokens = [output.token for output in outputs]
         events = self._scheduler.update(step, tokens, [bool(output.error) for output in outputs])
         self._listener.on_step(step, events, outputs)
-        if not any(output.error for output in outputs):  # a failed step may have taken no time
+        if not any(output.error for output in outputs):  # a failed step may have ended early
             self._deadline.observe(step.work.tokens, (ended_ns - began_ns) / 1e9)
         self._ran(step, began_ns, ended_ns - began_ns)
 
@@ -222,7 +222,7 @@ class Engine:
         self._listener.on_timing(StepTiming(step, began_ns, pass_ns, max(0, turn_ns - pass_ns)))
 
     def _wait_for_room(self, step: Step) -> None:
-        """Wait for a command: the blocks that requests wait for become free when a command ends a transfer."""
+        """Wait for a command if requests wait for blocks. A command that ends a transfer frees blocks."""
         if step.receiving or not self._scheduler.has_work:
             return
         try:
@@ -237,7 +237,7 @@ class Engine:
             command(self._scheduler)
 
     def _outputs(self, flight: InFlightStep) -> list[SliceOutput]:
-        """Return the outputs of a step. If it raised, run each slice alone, so that only the faulty request fails."""
+        """Return the outputs of a step. If the step raised, run each slice alone, so that only faulty requests fail."""
         if flight.pending is not None:
             try:
                 outputs = flight.pending.wait()
@@ -249,7 +249,7 @@ class Engine:
         return self._run_each(flight.step)
 
     def _discard_next(self) -> None:
-        """Discard the step launched after a failed one, which read KV that was not written; it will run again."""
+        """Discard the step after a failed one, because it read KV that was not written. It will run again."""
         if (behind := self._flight) is None:
             return
         if behind.pending is not None:
@@ -268,9 +268,9 @@ class Engine:
         return outputs
 
     def _check_device(self) -> None:
-        """Raise RuntimeError if the device is at fault, and not a request.
+        """Raise RuntimeError if the device fails on any work, so that no request was at fault.
 
-        The engine then fails before any request is reported as failed, so that all are retried on other nodes.
+        The engine then fails before it reports a request as failed, so that all requests are retried on other nodes.
         """
         self.progress += 1
         try:

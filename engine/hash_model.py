@@ -1,8 +1,8 @@
 """A test model without arithmetic: the KV of a position is a hash of all tokens up to it, and the next token is a hash
 of all KV read back.
 
-Any stale, torn, foreign or misplaced block changes the output, so correct output verifies the transport, the scheduler
-and the recovery around the model.
+Any stale, torn, foreign or misplaced block changes the output. Correct output therefore verifies the transport, the
+scheduler and the recovery.
 """
 
 import hashlib
@@ -31,8 +31,8 @@ class HashedPrefix:
 class HashRunner(Runner):
     """Replaces `TorchRunner`. `rows` is the KV pool, uint8 [num_blocks, row_bytes].
 
-    Sampling parameters are ignored: the next token is determined, and has no logprobs. Raises ValueError if the rows
-    are too short.
+    Sampling parameters are ignored: the KV determines the next token, which has no logprobs. Raises ValueError if the
+    rows are too short.
     """
 
     def __init__(self, rows: NDArray[np.uint8], block_tokens: int, layers: int, vocab_size: int) -> None:
@@ -75,7 +75,7 @@ class HashRunner(Runner):
             row[start % size : start % size + end - start] = new[start - slice_.start : end - slice_.start]
 
     def _prefix(self, slice_: Slice) -> HashedPrefix:
-        """Return the running hash up to the slice: kept from the previous slice, or computed from the tokens."""
+        """Return the running hash up to the slice. It was kept after the previous slice, or is computed from tokens."""
         request = slice_.request
         kept = self._prefixes.get(request.id)
         if kept is None or kept.request is not request or kept.end != slice_.start:
@@ -112,7 +112,7 @@ def _next_state(state: bytes, token: int) -> bytes:
 
 
 def _kv_of(state: bytes, position: int, layers: int) -> bytes:
-    """Return 8 bytes per layer, a function of the position and of all tokens up to it."""
+    """Return 8 bytes per layer, which depend on the position and on all tokens up to it."""
     where = position.to_bytes(8, "little")
     return b"".join(
         hashlib.blake2b(where + layer.to_bytes(8, "little"), digest_size=KV_BYTES, key=state).digest()

@@ -1,5 +1,5 @@
-"""The element-wise work of a decoder layer, between matrix products and attention: the interface that a device
-implements, the reference implementation in plain torch, and the choice for a node.
+"""The element-wise work of a decoder layer, between matrix products and attention: the interface, the reference
+implementation in plain torch, and the choice of kernels for a CPU.
 """
 
 from typing import Protocol
@@ -27,10 +27,10 @@ class StepKernels(Protocol):
         ...
 
     def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
-        """Return the rotated queries, [T, heads, head_dim]; store rotated keys and values at the batch's slots.
+        """Return the rotated queries, [T, heads, head_dim], and store rotated keys and values in the batch's slots.
 
-        May overwrite `qkv` [T, (heads + 2 * kv_heads) * head_dim]. With q_norm and k_norm [head_dim], each head of q
-        and k is RMS-normed before it is rotated (Qwen3). A slot of -1 (padding) stores nothing.
+        May overwrite `qkv` [T, (heads + 2 * kv_heads) * head_dim]. If q_norm and k_norm [head_dim] are given, the RMS
+        norm is applied to each head of q and k before rotation (Qwen3). A slot of -1 (padding) stores nothing.
         """
         ...
 
@@ -94,7 +94,7 @@ class TorchStep:
         if q_norm is not None and k_norm is not None:
             q, k = self.norm(q, q_norm), self.norm(k, k_norm)
         cosine, sine = (part.to(qkv.dtype) for part in self._rotation)
-        # K and V are stored by one write: index_put is the slow part of a small step.
+        # Store K and V with one write, because index_put is the slow part of a small step.
         both = torch.stack((rotate(k, cosine, sine), v), dim=2)
         self._pool[:, :, layer][self._blocks, :, self._offsets] = both.to(self._pool.dtype)
         return rotate(q, cosine, sine)

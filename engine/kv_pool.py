@@ -1,4 +1,4 @@
-"""The KV pool of a device: a typed view of memory that peers may also write, and its size in blocks."""
+"""The KV pool of a device: a typed view of memory to which peers may also write, and its size in blocks."""
 
 from typing import Protocol
 
@@ -43,7 +43,7 @@ class KVPool:
 
 
 def check_holds(layout: KVLayout, max_model_len: int) -> None:
-    """Raise ValueError unless the pool holds one request of `max_model_len` tokens."""
+    """Raise ValueError unless a request of `max_model_len` tokens fits into the pool."""
     room = (layout.num_blocks - 1) * layout.block_tokens
     if max_model_len > room:
         needed = 1 + -(-max_model_len // layout.block_tokens)
@@ -54,7 +54,7 @@ def check_holds(layout: KVLayout, max_model_len: int) -> None:
 
 
 def blocks_for(memory_bytes: int, one_block: KVLayout) -> int:
-    """Return how many blocks fit, including the dummy. Raises ValueError if fewer than two do."""
+    """Return how many blocks fit, including the dummy block. Raises ValueError if fewer than two fit."""
     num_blocks = memory_bytes // one_block.block_bytes
     if num_blocks < 2:
         raise ValueError(

@@ -21,7 +21,7 @@ class Linear(Protocol):
         ...
 
     def lookup(self) -> Lookup | None:
-        """Return a lookup of the original weights, so a tied embedding needs no copy; None if they were rounded."""
+        """Return a lookup of the original weights, so that a tied embedding needs no copy. None if they are rounded."""
         ...
 
 
@@ -59,8 +59,8 @@ class Plain:
 def linear_on_cpu(weight_dtype: str, quantization: str, why_not: str | None = None) -> LinearFormat:
     """Return the format for `--weight-dtype` and `--quantization`.
 
-    `why_not` says why compiled kernels are not available, "" if they are; None checks this machine. Raises ValueError
-    if the settings contradict each other or this machine does not support them.
+    `why_not` is the reason why compiled kernels are not available, or "" if they are. If it is None, this machine is
+    checked. Raises ValueError if the settings contradict each other or this machine does not support them.
     """
     why_not = why_not_compiled() if why_not is None else why_not
     if quantization != "none" and weight_dtype != "auto":
@@ -96,9 +96,9 @@ def _int8(why_not: str) -> LinearFormat:
 
 
 class AsStored:
-    """Keeps 16-bit weights in 16 bits, which takes half the memory and half the time to read; others become float32.
+    """Keeps 16-bit weights in 16 bits, which halves the memory and the time to read them. Others become float32.
 
-    `name` is the format of the last matrix made, since a checkpoint seldom mixes dtypes.
+    `name` is the format of the last matrix, since a checkpoint rarely mixes dtypes.
     """
 
     def __init__(self) -> None:

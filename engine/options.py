@@ -1,4 +1,4 @@
-"""The settings an engine is built from, and the parts that a build returns."""
+"""The settings from which an engine is built, and the components that a build returns."""
 
 import hashlib
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from shared.kv.memory import HostMemory
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """The node settings that concern its arithmetic, with the same names."""
+    """The settings of a node that concern computation, with the same names."""
 
     model: str
     runner: str = "torch"
@@ -41,8 +41,8 @@ class BuildOptions:
 class EngineComponents:
     """The parts that a node computes with.
 
-    Two nodes may exchange KV if and only if their `fingerprint`s are equal. `attributes` describes what else determines
-    their speed, for people.
+    Two nodes may exchange KV if and only if their `fingerprint`s are equal. `attributes` describes other properties,
+    which affect the speed, for users.
     """
 
     runner: Runner
@@ -56,7 +56,7 @@ class EngineComponents:
 
 
 def exchange_fingerprint(runner: str, path: Path, layout: KVLayout, sums: str) -> str:
-    """Return a digest of everything that two nodes must have in common to exchange KV, 24 hex digits.
+    """Return a digest, 24 hex digits, of all properties that must be equal for two nodes to exchange KV.
 
     `sums` names the checksum that the KV memory computes over its rows.
     """

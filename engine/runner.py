@@ -16,13 +16,13 @@ from engine.sampling import NUMERICAL, DrawResult, SamplingRow, describe, is_pen
 from scheduler.request import Request, Slice, Step, cdiv
 from shared.rpc.messages import Logprobs, SamplingParams
 
-MAX_SCORED_LOGITS = 2**24  # prompt logits computed at once: 64 MiB; a whole chunk of a large vocabulary would take GiBs
+MAX_SCORED_LOGITS = 2**24  # prompt logits computed at once, 64 MiB; those of a whole chunk could take GiBs
 WARM_TOKENS = 128  # tokens of the warm-up pass: enough for all kernels to be compiled
 
 
 @dataclass(slots=True)
 class SliceOutput:
-    """The output of one slice. With an `error` ("numerical", "no_token" or "internal") the request must end."""
+    """The output of one slice. If `error` is "numerical", "no_token" or "internal", the request must end."""
 
     token: int | None = None
     logprobs: Logprobs | None = None
@@ -34,7 +34,7 @@ class PendingStep(Protocol):
     """A launched step."""
 
     def wait(self) -> list[SliceOutput]:
-        """Block until the step is done. Return one output per slice, in order, or raise what the step raised."""
+        """Block until the step ends. Return one output per slice, in order, or raise the exception of the step."""
         ...
 
 
@@ -49,14 +49,14 @@ class FinishedStep:
 
 
 class Runner(Protocol):
-    """Runs steps in the order in which they are given, called from the engine's thread.
+    """Runs steps in the given order. The engine's thread calls it.
 
-    A runner reads requests and never changes them; running a step twice is harmless. If `can_run_ahead`, a step may be
-    launched while one earlier step is pending, never more. The engine does so if `ahead` is set, initially by the
-    runner if it pays off, or by `set_ahead` as the user chose.
+    A runner reads requests and never changes them, so a step may run twice. If `can_run_ahead`, a step may be launched
+    while at most one earlier step is pending. The engine does this if `ahead` is set. The runner sets it initially if
+    this makes it faster, and `set_ahead` sets it to the user's choice.
     """
 
-    overruns: int = 0  # steps that took longer than on the emulated device
+    overruns: int = 0  # number of steps that took longer than on the emulated device
     can_run_ahead: bool = False
     ahead: bool = False
 
@@ -67,14 +67,14 @@ class Runner(Protocol):
     def launch(self, step: Step, before: Step | None = None) -> PendingStep:
         """Start a step. Tokens and blocks of its requests are read before this returns.
 
-        `before` is the pending step, if there is one. If it still samples the last token of a slice,
-        `engine.batch.build(..., before=before.slices)` records in `Batch.carried` which draw that is, and the runner
-        copies it into `Batch.tokens` on the device. If `before` fails, this step fails too: its `wait` raises.
+        `before` is the pending step, if there is one. If it samples the last token of a slice of this step,
+        `engine.batch.build(..., before=before.slices)` records the draw in `Batch.carried`, and the runner copies it
+        into `Batch.tokens` on the device. If `before` fails, this step fails too: its `wait` raises.
         """
         return FinishedStep(self.run(step))
 
     def warm_up(self) -> None:
-        """Run a little in the dummy block, so that no request waits for one-time work such as compilation."""
+        """Run small steps in the dummy block, so that no request waits for one-time work such as compilation."""
         return
 
 
@@ -91,7 +91,7 @@ class WholePass(Protocol):
 def set_ahead(runner: Runner, mode: str) -> None:
     """Apply `--async-scheduling`: "on", "off", or "auto" for the runner's own choice.
 
-    Raises ValueError for "on" if the runner cannot run ahead.
+    Raises ValueError if `mode` is "on" and the runner cannot run ahead.
     """
     if mode == "on" and not runner.can_run_ahead:
         raise ValueError("--async-scheduling on: this runner takes one step at a time; use auto or off")
@@ -101,7 +101,7 @@ def set_ahead(runner: Runner, mode: str) -> None:
 def leads(step: Step) -> bool:
     """Return whether the next step may be built before this step's tokens are known.
 
-    That is not possible if a request has penalties, since its next draw then depends on all tokens before it.
+    It may not if a request has penalties, since its next draw then depends on all earlier tokens.
     """
     return not any(slice_.samples and is_penalized(slice_.request.sampling) for slice_ in step.slices)
 
@@ -119,9 +119,9 @@ class RunningStep:
 class TorchRunner(Runner):
     """Runs a decoder over the paged KV pool. `Request.sampling` must be a `shared.rpc.messages.SamplingParams`.
 
-    When running ahead, passes run on a worker thread, which torch's kernels leave free to overlap with the caller
-    because they release the interpreter lock. The caller's thread still builds the batch. Raises ValueError if the KV
-    pool's layout does not match the model.
+    When running ahead, passes run on a worker thread. They overlap with the caller's work, because torch's kernels
+    release the interpreter lock. The caller's thread still builds the batch. Raises ValueError if the KV pool's layout
+    does not match the model.
     """
 
     can_run_ahead = True
@@ -189,7 +189,7 @@ class TorchRunner(Runner):
         return self._model.logits(hidden[: len(batch.sampled)]), hidden[len(batch.sampled) :]
 
     def _carry(self, batch: Batch) -> None:
-        """Copy draws of the previous step into this one's tokens. If a draw failed, its request is over anyway."""
+        """Copy draws of the previous step into the tokens of this one. If a draw failed, its request has ended."""
         draws, self._draws = self._draws, None
         if batch.carried and draws is None:
             raise RuntimeError("the previous step, whose tokens this one reads, failed")
@@ -206,7 +206,7 @@ class TorchRunner(Runner):
             row += count
 
     def _score_rows(self, slice_: Slice, start: int, hidden: Tensor, output: SliceOutput) -> None:
-        """Append the logprobs of the prompt tokens that follow the slice's tokens from `start` on."""
+        """Append the logprobs of the prompt tokens after each row. The rows begin at token `start` of the slice."""
         logits = self._model.logits(hidden)
         if not bool(logits.sum(dim=1).isfinite().all()):
             output.token, output.logprobs, output.error = None, None, NUMERICAL

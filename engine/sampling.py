@@ -1,8 +1,8 @@
 """Samples the next token of many rows at once. A draw depends only on its row's logits, parameters, seed and position.
 
 The meaning and order of the parameters are vLLM's: min_tokens and bias, penalties, temperature, min_p, top_k, top_p.
-The draw takes the maximum after adding Gumbel noise from a counter-based generator (`engine.counter_rng`), so it does
-not depend on the batch, on chunking, or on the node.
+The draw adds Gumbel noise from a counter-based generator (`engine.counter_rng`) and takes the token with the maximum.
+It therefore does not depend on the batch, on chunking, or on the node.
 """
 
 import math
@@ -22,14 +22,14 @@ from shared.rpc.messages import Logprobs, SamplingParams
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
-CANDIDATES = 256  # sorted first; a row whose top_p or top_k reaches further is sorted completely
+CANDIDATES = 256  # this many are sorted first; if top_p or top_k needs more, all scores of the row are sorted
 NUMERICAL = "numerical"  # a logit of the row is not finite
 NO_TOKEN = "no_token"  # every token is banned
 
 
 @dataclass(slots=True)
 class SamplingRow:
-    """What a draw depends on in addition to its logits. Tokens from `position` on are not read."""
+    """The inputs of a draw other than its logits. Tokens from `position` on are not read."""
 
     sampling: SamplingParams
     tokens: Sequence[int]  # prompt and generated tokens
@@ -68,7 +68,7 @@ class DrawResult:
 def parameters_of(rows: Sequence[SamplingRow]) -> NDArray[np.int64]:
     """Return the rows packed for a compiled draw, int64 [R, WORDS].
 
-    A row holds temperature, top_p and min_p as the bits of float64, then top_k and the noise's key (0 if greedy).
+    A row has temperature, top_p and min_p as the bits of float64, then top_k and the key of the noise (0 if greedy).
     """
     packed = np.empty((len(rows), WORDS), np.int64)
     packed[:, :3].view(np.float64)[:] = [(r.sampling.temperature, r.sampling.top_p, r.sampling.min_p) for r in rows]
@@ -95,10 +95,10 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawResult]:
 def draw(logits: Tensor, adjusted: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """Return for each row a token, `BROKEN` or `NOTHING_ALLOWED`. This is the reference for faster implementations.
 
-    A row with a logit that is not finite is BROKEN. Greedy rows take the first of the likeliest tokens. Other rows
-    divide the adjusted logits by the temperature (float32), keep the tokens that `restrict` leaves, and take the
-    token with the largest score after adding `engine.counter_rng.gumbel` of the token and of `key_of(seed, position)`,
-    in float64.
+    A row with a logit that is not finite is BROKEN. For a greedy row, the draw is the first of the likeliest tokens.
+    For other rows, the adjusted logits are divided by the temperature (float32), and `restrict` filters them. The draw
+    is the token with the largest sum, in float64, of its score and of `engine.counter_rng.gumbel` for the token and
+    `key_of(seed, position)`.
     """
     finite = logits.sum(dim=1).isfinite()
     best, chosen = adjusted.max(dim=1)
@@ -106,7 +106,7 @@ def draw(logits: Tensor, adjusted: Tensor, rows: Sequence[SamplingRow]) -> list[
     if drawing:
         at = torch.tensor(drawing, device=logits.device)
         chosen[at] = _draw(adjusted[at], [rows[index] for index in drawing])
-    # One transfer from the device for all rows.
+    # Copy all rows from the device in one transfer.
     chosen = torch.where(best == -math.inf, NOTHING_ALLOWED, chosen)
     tokens: list[int] = torch.where(finite, chosen, BROKEN).tolist()
     return tokens
@@ -143,7 +143,7 @@ def _describe(logits: Tensor, rows: Sequence[SamplingRow], draws: list[DrawResul
 
 
 def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Return `logits` with bans, bias and penalties applied; the same tensor if no row has any."""
+    """Return `logits` with bans, bias and penalties applied. Return the same tensor if no row has any."""
     shifts = [
         (index, token, amount)
         for index, row in enumerate(rows)
@@ -201,13 +201,13 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def restrict(scores: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
-    """Set the scores of tokens that the filters drop to -inf. Tokens as likely as the least likely one kept stay."""
+    """Set the scores of tokens that the filters drop to -inf. All ties of the least likely token kept are kept too."""
     device, vocab = scores.device, scores.shape[1]
     min_p = torch.tensor([one.min_p for one in sampling], device=device)[:, None]
     scores = scores.masked_fill(scores < scores.amax(dim=1, keepdim=True) + min_p.log(), -math.inf)
     counts = [min(one.top_k, vocab) if one.top_k > 0 else vocab for one in sampling]
     top_k = torch.tensor(counts, device=device)[:, None]
-    # 1.0 means all tokens, including those that a sum rounded up to 1 would leave out.
+    # 1.0 means all tokens, even if the rounded sum of fewer tokens is already 1.
     masses = [one.top_p if one.top_p < 1 else math.inf for one in sampling]
     top_p = torch.tensor(masses, device=device, dtype=torch.float64)[:, None]
     limited = ((top_k < vocab) | (top_p < 1))[:, 0].nonzero()[:, 0]
@@ -218,7 +218,7 @@ def restrict(scores: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
 
 
 def _least_kept(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return, [R, 1], the score of the last token within top_k whose predecessors have less than top_p of the mass."""
+    """Return the lowest score to keep, [R, 1]: within top_k, and with a mass of less than top_p in likelier tokens."""
     width = min(CANDIDATES, scores.shape[1])
     least, reached = _least_of(scores.topk(width, dim=1).values, scores, top_k, top_p)
     beyond = (~reached).nonzero()[:, 0]
@@ -229,7 +229,7 @@ def _least_kept(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _least_of(ranked: Tensor, scores: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `_least_kept` computed from the best scores, sorted, and whether these suffice for each row's filters."""
+    """Compute `_least_kept` from the best scores, sorted. Also return whether they suffice for each row's filters."""
     width = ranked.shape[1]
     within = torch.arange(width, device=ranked.device) < top_k
     kept = ranked.double().masked_fill(~within, -math.inf)
@@ -240,7 +240,7 @@ def _least_of(ranked: Tensor, scores: Tensor, top_k: Tensor, top_p: Tensor) -> t
     inside = within & (before < top_p)
     inside[:, 0] = True
     least = ranked.masked_fill(~inside, math.inf).amin(dim=1, keepdim=True)
-    # Otherwise the total is that of all tokens, which is right for top_p only if top_k keeps all of them.
+    # In other rows, the total is that of all tokens, which is correct for top_p only if top_k keeps all of them.
     return least, (few | (~inside[:, -1:] & (top_k == scores.shape[1])))[:, 0] | (width == scores.shape[1])
 
 
@@ -250,8 +250,8 @@ def _least_of(ranked: Tensor, scores: Tensor, top_k: Tensor, top_p: Tensor) -> t
 def describe(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[Logprobs]:
     """Return one entry per row of `logits` [R, vocab]: the logprob of tokens[r] and of the num_top[r] likeliest tokens.
 
-    They are of the raw logits, before any penalty or temperature, as in vLLM. The rank counts the tokens
-    that are at least as likely, so the most likely token has rank 1.
+    The logprobs are computed from the raw logits, before penalties and temperature, as in vLLM. The rank is the number
+    of tokens that are at least as likely, so the most likely token has rank 1.
     """
     if not tokens:
         return []

@@ -1,21 +1,21 @@
-"""Errors while a node starts: each becomes one line that names the stage, the cause and the setting to change."""
+"""Errors while a node starts. Each is converted to one line with the stage, the cause and the setting to change."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-# What torch's CPU allocator, cuBLAS, torch's CUDA errors and the driver write when memory is short.
+# Parts of the messages of torch's CPU allocator, cuBLAS, torch's CUDA errors and the driver when memory is short.
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED", "OUT_OF_MEMORY")
 MAX_LENGTH = 400
 
 
 @contextmanager
 def stage(doing: str, if_too_large: str, otherwise: str = "") -> Iterator[None]:
-    """Raise ValueError, in one line, for what torch, numpy, Triton and the driver raise meanwhile.
+    """Convert exceptions of torch, numpy, Triton and the driver inside the block to ValueError with one line.
 
-    `doing` names the stage, with sizes; `if_too_large` is the fix when memory is short, `otherwise` any other.
-    ValueError and OSError pass: they are such lines already, except where the driver has too little memory.
+    `doing` is the stage, with sizes. `if_too_large` is the fix if memory is short, and `otherwise` the fix for other
+    errors. ValueError and OSError pass, since they are already one line, except if the driver has too little memory.
     """
     try:
         yield
@@ -36,7 +36,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def cause(error: BaseException) -> str:
-    """The first line of an error's text, without torch's advice on its allocator, and what kind of error it is."""
+    """Return the type of an error and the first line of its text, without torch's advice on its allocator."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     text = (
         text[max(0, text.find("DefaultCPUAllocator")) :]

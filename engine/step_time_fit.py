@@ -1,8 +1,8 @@
-"""Learns how long steps take on this device from the steps it ran: the step-time model and the watchdog's deadline.
+"""The step-time model and the watchdog's deadline, learnt from the durations of earlier steps on this device.
 
-The model is a non-negative least squares fit of relative errors over the latest steps and, with a small weight, over a
-few older steps of each kind, so that rare kinds are not forgotten (the bucketed reservoir of NVIDIA Dynamo). Memory is
-bounded, and fitting takes less than 1 % of the time of the steps.
+The model is a non-negative least squares fit of relative errors over the latest steps. A few older steps of each kind
+have a small weight, so that rare kinds are not forgotten (the bucketed reservoir of NVIDIA Dynamo). Memory is bounded,
+and fitting takes less than 1 % of the time of the steps.
 """
 
 import math
@@ -23,18 +23,18 @@ RECENT = 256  # latest steps kept; the margin is taken from all of them
 FITTED = 128  # latest steps that the model is fitted to
 DECAY = 0.98  # weight of a step relative to the next newer one; halves after 34 steps
 KINDS, PER_KIND, OLD_WEIGHT = 48, 2, 0.02  # older steps: kinds kept, steps per kind, and their weight
-INERTIA = 1e-4  # weight of the previous model relative to the steps; decides coefficients that the steps leave open
-KNEE_GAIN = 0.98  # another knee is taken if it reduces the squared error to this share
+INERTIA = 1e-4  # weight of the previous model, which determines coefficients that the steps do not determine
+KNEE_GAIN = 0.98  # the knee changes if this multiplies the squared error by less than this
 FIRST_FIT = 8  # steps before the first fit
-REFIT_STEPS, REFIT_S = 16, 0.1  # least steps and seconds between fits; a fit takes less than a millisecond
+REFIT_STEPS, REFIT_S = 16, 0.1  # minimum steps and seconds between fits; a fit takes less than a millisecond
 CHANGE = 1.5  # the device's speed has changed if the median of WATCHED steps is off by this factor
 WATCHED = 8
-MOST_CHANGE = 32.0  # older measurements are rescaled by at most this factor, however often the speed changes
+MOST_CHANGE = 32.0  # older measurements are rescaled by at most this factor, over all changes of the speed
 QUANTILE = 0.99  # quantile of the relative residuals that `margin` covers, over steps with prompts
-ENOUGH = 20  # with fewer steps with prompts, the margin is taken over all steps
+ENOUGH = 20  # if fewer steps have prompts, the margin is taken over all steps
 MARGIN_CAP = 1.0
 KNEES = (0.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
-SLACK = 10.0  # deadline as a multiple of the expected time, for a busy machine or a first chunk among decodes
+SLACK = 10.0  # the deadline is this multiple of the expected time, because the machine may be busy
 FIRST_S = 300.0  # deadline of the first step, in seconds
 
 
@@ -52,7 +52,7 @@ class StepObservation(NamedTuple):
     def slower(self, factor: float) -> "StepObservation":
         """Return the observation rescaled to a device that is slower by `factor`.
 
-        The total rescaling is bounded: on a busy machine the product of many factors would otherwise diverge.
+        The total rescaling is limited, because the product of many factors could diverge on a busy machine.
         """
         least_s, most_s = self.measured_s / MOST_CHANGE, self.measured_s * MOST_CHANGE
         return self._replace(seconds=min(most_s, max(least_s, self.seconds * factor)))
@@ -76,14 +76,14 @@ class CostFit:
         fit.observe(step.work, seconds)
         scheduler.cost = fit.model()
 
-    Guarantees: memory is bounded by RECENT + KINDS * PER_KIND observations; the model is the same object between fits;
-    after a change of the device's speed, predictions follow within WATCHED steps.
+    Guarantees: Memory is limited to RECENT + KINDS * PER_KIND observations. The model is the same object between fits.
+    After a change of the device's speed, predictions follow within WATCHED steps.
     """
 
     def __init__(self) -> None:
         self._recent: deque[StepObservation] = deque(maxlen=RECENT)
         self._old: OrderedDict[Kind, deque[StepObservation]] = OrderedDict()
-        self._ratios: deque[float] = deque(maxlen=WATCHED)  # measured to predicted time of the last steps
+        self._ratios: deque[float] = deque(maxlen=WATCHED)  # ratios of measured to predicted time of the last steps
         self._model: CostModel | None = None
         self._known: set[Kind] = set()  # kinds of steps that the model was fitted to
         self._steps = 0  # since the last fit
@@ -92,7 +92,7 @@ class CostFit:
 
     @property
     def num_observations(self) -> int:
-        """Steps that are remembered, at most RECENT + KINDS * PER_KIND."""
+        """The number of steps that are remembered, at most RECENT + KINDS * PER_KIND."""
         return len(self._recent) + sum(map(len, self._old.values()))
 
     def observe(self, work: StepWork, seconds: float) -> None:
@@ -111,7 +111,7 @@ class CostFit:
             self._ratios.append(seconds / max(self._model.seconds(work), 1e-9))
 
     def model(self) -> CostModel | None:
-        """Return the current model, after refitting it if that is due; None before the first FIRST_FIT steps."""
+        """Return the current model, after a fit if one is due. Return None before the first FIRST_FIT steps."""
         if self._model is None:
             due = self._steps >= FIRST_FIT
         elif self._seconds < REFIT_S:
@@ -126,7 +126,7 @@ class CostFit:
         return self._model
 
     def _keep(self, sample: StepObservation) -> None:
-        """Keep an observation that is no longer recent as one of its kind. Evicts the kind not seen for longest."""
+        """Keep an observation that is no longer recent as one of its kind. Evict the least recently seen kind."""
         kind = _kind(sample)
         self._old.setdefault(kind, deque(maxlen=PER_KIND)).append(sample)
         self._old.move_to_end(kind)
@@ -159,14 +159,14 @@ class CostFit:
         try:
             error, fields = _fit(samples, weights, before, before.knee_tokens)
             other_error, other_fields = _fit(samples, weights, before, KNEES[self._challenger])
-        except RuntimeError:  # the solver did not converge: the model in force stays until the next fit
+        except RuntimeError:  # the solver did not converge: keep the current model until the next fit
             return
         self._known = set(map(_kind, samples))
         model = CostModel(*(other_fields if other_error < KNEE_GAIN * error else fields))
         self._model = replace(model, margin=self._margin(model))
 
     def _margin(self, model: CostModel) -> float:
-        """Return the relative excess over the prediction at QUANTILE of the recent steps."""
+        """Return the QUANTILE of the relative excess of the recent steps over their predictions."""
         samples = [sample for sample in self._recent if sample.prefill_tokens]
         if len(samples) < ENOUGH:
             samples = list(self._recent)
@@ -174,7 +174,7 @@ class CostFit:
         return min(MARGIN_CAP, max(0.0, excess[int(QUANTILE * (len(excess) - 1))]))
 
 
-WEIGHTS = [DECAY ** (age / 2) for age in range(FITTED)]  # square roots, as squares are summed
+WEIGHTS = [DECAY ** (age / 2) for age in range(FITTED)]  # square roots, because squares are summed
 
 
 def _predicted(model: CostModel, sample: StepObservation) -> float:
@@ -207,9 +207,9 @@ def _fit(
 class StepDeadline:
     """The watchdog's deadline for a step, learnt from the steps before it.
 
-    The deadline is at least `least_s`, and `SLACK` times the larger of the predicted time and the step's tokens times
-    the shortest time that a token has taken. Prompt tokens are cheaper than decodes, which read all weights for each
-    token, so this also covers the first long chunk of a node that has only decoded.
+    The deadline is at least `least_s`, and at least `SLACK` times the expected time. The expected time is the predicted
+    one or, if larger, the number of tokens times the shortest time per token so far. A prompt token takes less time
+    than a decode, which reads all weights, so this also covers the first long chunk of a node that has only decoded.
     """
 
     def __init__(self, least_s: float) -> None:

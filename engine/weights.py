@@ -19,8 +19,8 @@ DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 def fingerprint(directory: Path) -> str:
     """Return a digest of config.json and of the weight files' sizes, headers and ends, 32 hex digits.
 
-    Reads a few MiB regardless of the model's size. Copies of a model have equal digests; another revision, dtype or
-    fine-tune does not, unless it differs only deep inside a file. Raises ValueError as `Checkpoint` does.
+    Reads a few MiB regardless of the model's size. Copies of a model have equal digests. Another revision, dtype or
+    fine-tune has another digest, unless it differs only inside a file. Raises ValueError as `Checkpoint` does.
     """
     digest = blake2b((directory / "config.json").read_bytes(), digest_size=16)
     for file in weight_files(directory):
@@ -35,7 +35,7 @@ def fingerprint(directory: Path) -> str:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the weight files by name. Raises ValueError if there are none, or one in the index is missing."""
+    """Return the weight files by name. Raises ValueError if there are none, or if a file in the index is missing."""
     if (directory / INDEX).exists():
         named = read_json(directory / INDEX).get("weight_map")
         if not isinstance(named, dict) or not named:
@@ -49,9 +49,9 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _inside(directory: Path, name: str) -> Path:
-    """Return the file's path, or raise ValueError if it is not a safetensors file inside the directory.
+    """Return the file's path. Raises ValueError if it is not a safetensors file inside the directory.
 
-    A snapshot in the hub's cache may link to the hub's own blob directory; other links out of it are rejected.
+    A snapshot in the hub's cache may link to the hub's own blob directory. Other links to outside are rejected.
     """
     file, home = directory / name, directory.resolve()
     allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
@@ -69,7 +69,7 @@ def weight_bytes(directory: Path) -> int:
 
 
 def stored_dtype(directory: Path) -> str:
-    """Return torch's name for the dtype of the first matrix. Raises ValueError as `Checkpoint` does."""
+    """Return torch's name of the dtype of the first matrix. Raises ValueError as `Checkpoint` does."""
     for file in weight_files(directory):
         opened = _open(file)
         for name in _tensor_names(file):
@@ -99,12 +99,12 @@ class Checkpoint:
         """Return a tensor. Raises ValueError if it is missing, was taken already, or has another shape."""
         if name not in self._files:
             raise ValueError(f"{self._directory}: tensor {name!r} is missing; the config needs {list(shape)}")
-        # The file is opened for each tensor: a lasting mapping would keep the pages read in memory alongside the copy.
+        # Open the file for each tensor, because a lasting mapping would keep its pages in memory alongside the copies.
         with _open(self._files.pop(name)) as file:
             found = file.get_slice(name).get_shape()
             if list(shape) != found:
                 raise ValueError(f"{self._directory}: tensor {name!r} is {found}, the config needs {list(shape)}")
-            # Copied, so that overwriting the file does not change a running model.
+            # Copy, so that overwriting the file does not change a running model.
             tensor: Tensor = file.get_tensor(name)
             return tensor.to(self._device, copy=True)
 
@@ -112,7 +112,7 @@ class Checkpoint:
         self._files.pop(name, None)
 
     def finish(self) -> None:
-        """Raise ValueError if tensors are left over: the config then belongs to another model."""
+        """Raise ValueError if tensors are left, because the config then belongs to another model."""
         if self._files:
             raise ValueError(
                 f"{self._directory}: {len(self._files)} tensors are not part of the model that config.json describes, "
@@ -121,7 +121,7 @@ class Checkpoint:
 
 
 def check_finite(directory: Path) -> None:
-    """Read every weight and raise ValueError if a tensor holds NaN or infinity. Takes as long as loading the model."""
+    """Raise ValueError if a weight is NaN or infinite. Reads all weights, which takes as long as loading the model."""
     for file in weight_files(directory):
         for name in _tensor_names(file):
             with _open(file) as opened:
@@ -137,7 +137,7 @@ def _open(file: Path) -> Any:
 
 
 def _tensor_names(file: Path) -> list[str]:
-    """Return the tensors in a file. Raises ValueError if it is malformed, which safetensors checks, or for a dtype."""
+    """Return the names of the tensors in a file. Raises ValueError if the file is malformed or has an unknown dtype."""
     with _open(file) as opened:
         names: list[str] = list(opened.keys())
         for name in names:

@@ -14,11 +14,11 @@ from engine.cpu.malloc import empty
 from engine.cpu.simd import CODES, LANES
 from engine.kv_pool import KVPool
 
-# Most rows (queries times heads of a group) computed together: whole panels of a product's columns, whose sums fit
-# into the level 2 cache.
+# Maximum number of rows (queries times heads of a group) that are computed together. They are whole panels of the
+# columns of a product, and their sums fit into the level 2 cache.
 MAX_ROWS = 128
 MIN_PART = 256  # shortest part of a context that is worth merging with other parts
-PARTS_PER_THREAD = 2  # pieces of work per thread if contexts are few, so that one delayed thread matters less
+PARTS_PER_THREAD = 2  # if there are few contexts, parts per thread: with several, a delayed thread matters less
 
 IntArray = NDArray[np.int32]
 
@@ -26,14 +26,14 @@ IntArray = NDArray[np.int32]
 class PoolMemoryView:
     """The working memory of each thread.
 
-    Areas, in order: queries of a decode, scores, sums (initially a chunk's queries), maxima, totals, lists of three
-    tiles' tokens and of LANES rows (later scales), a chunk's queries as columns, how many tokens they see, and a tile
-    widened to float32.
+    Its areas are, in order: queries of a decode; scores; sums (initially a chunk's queries); maxima; totals; lists of
+    the tokens of three tiles and of LANES rows (later scales); a chunk's queries as columns; the number of tokens that
+    each query sees; a tile converted to float32.
     """
 
     def __init__(self, threads: int, rows: int, head_dim: int) -> None:
         padded = -(-head_dim // LANES) * LANES
-        stride = rows + 2 * LANES  # at most: an odd number of vectors
+        stride = rows + 2 * LANES  # upper bound: the kernel rounds up to an odd number of vectors
         # In floats. A row of zeros, which pads a decode's tile of keys, precedes the transposed queries.
         sizes = [
             FEW_ROWS * padded,
@@ -60,7 +60,7 @@ class PoolMemoryView:
 
 
 class AttentionWork:
-    """A step's attention for one window, divided into items. Each item has one unit of work per key head."""
+    """The attention of a step for one window, divided into items. An item has one unit of work per key head."""
 
     def __init__(self, batch: Batch, kv_heads: int, group: int, window: int, threads: int) -> None:
         starts, ends = np.array(batch.starts, np.int64), np.array(batch.kv_lens, np.int64)
@@ -73,7 +73,7 @@ class AttentionWork:
         row = (counts.cumsum() - counts)[slices] + skipped
         start = starts[slices] + skipped
         low = np.maximum(0, start + 1 - window) if window else np.zeros_like(start)
-        # The fields of an item, as the kernel reads them. The last is where a part's result is stored, -1 for a whole.
+        # The fields of an item, in the kernel's order. The last is the place of a part's result; -1 if not divided.
         items = np.stack((slices, row, count, start, low, start + count, np.full_like(row, -1)), axis=1)
         length = start + count - low
         cost = length * (count * group + 8)  # 8 accounts for reading the keys and values
@@ -89,7 +89,7 @@ class AttentionWork:
         self.operations = kv_heads * int(cost.sum())
 
     def _divided(self, items: NDArray[np.int64], parts: NDArray[np.int64], heads: int) -> NDArray[np.int64]:
-        """Divide each item's context into its number of parts, and list the parts to merge."""
+        """Divide the context of each item into the given number of parts, and list the parts to merge."""
         number = np.arange(parts.sum()) - np.repeat(parts.cumsum() - parts, parts)
         whole, parts_of = np.repeat(items, parts, axis=0), np.repeat(parts, parts)
         low, length = whole[:, 4], whole[:, 5] - whole[:, 4]

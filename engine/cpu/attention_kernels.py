@@ -1,8 +1,8 @@
 """Numba kernels of attention over the paged pool. Importing this module compiles them or loads them from disk.
 
 The algorithm is flash attention (Dao et al.): keys and values are read a tile at a time, with an online softmax. Query
-heads that share a key head are computed together, so each key is read once for all of them. The queries of a decode
-are rows; those of a chunk are columns of the product with the keys, so that the keys need not be transposed. Long
+heads that share a key head are computed together, so that each key is read only once. In the product with the keys, the
+queries of a decode are rows, and the queries of a chunk are columns, so that the keys need not be transposed. Long
 contexts may be divided into parts that are merged afterwards (Flash-Decoding).
 """
 
@@ -111,8 +111,8 @@ def add_values(
     scores: int, rows: int, keys: int, code: int, value_from: int, tokens: int, sums: int, padded: int, ahead: int,
     tokens_ahead: int, lines: int, after: int,
 ) -> None:  # fmt: skip
-    """Add a tile's weighted values to the sums of a decode's rows. Prefetches from `after` bytes into each group of
-    tokens of the next tile."""
+    """Add a tile's weighted values to the sums of a decode's rows. Prefetch the next tile, beginning `after` bytes into
+    each group of its tokens."""
     for token in range(0, tokens, LANES):
         add_product(
             scores + 4 * token, 4 * TILE, keys + 8 * token, code, value_from, sums, 4 * padded, rows,
@@ -125,7 +125,7 @@ def add_values(
 def finish(
     sums: int, summed: int, most: int, target: int, shape: tuple[int, int, int, int, int, int], is_part: bool
 ) -> None:
-    """Write the rows' results to `target`. For a part, write what `merge` needs: each row's weighted sum, its largest
+    """Write the rows' results to `target`. For a part, write the input of `merge`: each row's weighted sum, its largest
     score and the sum of its weights."""
     row, rows, head, kv_heads, group, head_dim = shape
     padded = (head_dim + LANES - 1) // LANES * LANES
@@ -143,8 +143,8 @@ def finish(
 
 @kernel
 def attend(values: Any) -> None:
-    """Attention. A unit of work is an item (queries of one slice over a part of its context) for one key head. Threads
-    take units in order; `values[0]` counts them."""
+    """Compute attention. A unit of work is an item (queries of one slice over a part of its context) for one key head.
+    Threads take units in order; `values[0]` counts them."""
     units, items, q, out, pool, parts = values[1], values[2], values[3], values[4], values[5], values[6]
     table, table_width, block_bytes, head_bytes = values[7], values[8], values[9], values[10]
     block_tokens, code, kv_heads, group, head_dim, window = (
@@ -162,7 +162,7 @@ def attend(values: Any) -> None:
     tokens_ahead = first_tile(unit, units, items, table, table_width, pool, head_bytes, kv_heads, group, sizes, ahead)
     fetch(ahead, tokens_ahead, sizes[1])
     while unit < units:
-        following = take_next(values)  # early, so that its first tile can be fetched while this unit's last is computed
+        following = take_next(values)  # early, to prefetch its first tile while this unit's last tile is computed
         head = unit % kv_heads
         item = items + 4 * FIELDS * (unit // kv_heads)
         slice_, row, count, start = index_at(item), index_at(item + 4), index_at(item + 8), index_at(item + 12)
@@ -172,7 +172,7 @@ def attend(values: Any) -> None:
         width = (rows + LANES - 1) // LANES * LANES
         stride = (
             4 * LANES * (width // LANES | 1)
-        )  # bytes: not a power of 2, so that rows begin in all sets of the cache
+        )  # in bytes; an odd number of vectors, so that rows use all sets of the cache
         begin(q, few, rows_q, turned, stride, listed, ends, most, summed, sums, shape)
         blocks, base = table + 4 * slice_ * table_width, pool + head * head_bytes
         while low < high:

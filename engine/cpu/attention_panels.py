@@ -29,8 +29,8 @@ _VECTOR = ir.VectorType(_FLOAT, LANES)
 
 
 def _exchanged(builder: Any, one: Any, other: Any, bit: int) -> tuple[Any, Any]:
-    """Return two rows of a matrix, whose indices differ in `bit`, after a round of the butterfly that transposes it:
-    the bit is exchanged between the row's index and the lane's."""
+    """Return two rows of a matrix after one round of the butterfly that transposes it. The indices of the rows differ
+    in `bit`; the round exchanges this bit between the index of the row and that of the lane."""
     low = [lane if not lane & bit else LANES + (lane ^ bit) for lane in range(LANES)]
     high = [lane | bit if not lane & bit else LANES + lane for lane in range(LANES)]
     masks = (ir.Constant(ir.VectorType(_INT, LANES), mask) for mask in (low, high))
@@ -87,7 +87,7 @@ def _dot(builder: Any, code: int, rows: Any, query: Any, size: Any, target: Any,
     builder.store(vectors[0], emit_pointer(builder, target, _VECTOR), align=4)
 
 
-# Write the LANES floats from `offset` on of each row in a list of LANES addresses as columns.
+# Transpose a block: of each row in a list of LANES addresses, write LANES floats, beginning at `offset`, as a column.
 transpose_block = written(types.void, (types.int64,) * 4, _transpose)
 _dot_float32, _dot_bfloat16, _dot_float16 = (
     written(types.void, (types.int64,) * 6, lambda b, *given, code=code: _dot(b, code, *given))
@@ -97,8 +97,8 @@ _dot_float32, _dot_bfloat16, _dot_float16 = (
 
 @part
 def dots(rows: int, code: int, query: int, size: int, target: int, ahead: int, lines: int) -> None:
-    """Multiply `query`, `size` floats in whole vectors, with each row of elements `code` in a list of LANES addresses.
-    With each vector, prefetches `lines` cache lines, consecutively from `ahead` on."""
+    """Compute the dot products of `query` (`size` floats, in whole vectors) and each row in a list of LANES addresses.
+    The rows have elements `code`. With each vector, prefetch the next `lines` cache lines, beginning at `ahead`."""
     if code == FLOAT32:
         _dot_float32(rows, query, size, target, ahead, lines)
     elif code == BFLOAT16:
@@ -125,7 +125,7 @@ def _panel(vectors: int, code: int, fetches: bool) -> Any:
 
 
 def _panel_of_listed(vectors: int) -> Any:
-    """Return a function like that of `_panel`, but computing c = a b, with the rows of a as a list of addresses."""
+    """Return a function that computes c = a b, like that of `_panel`, with the rows of a as a list of addresses."""
 
     def emit(builder: Any, a: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, rows: Any, depth: Any) -> None:
         def row_of_b(index: Any) -> Any:
@@ -141,7 +141,7 @@ def _panel_of_listed(vectors: int) -> Any:
 def _product(
     builder: Any, vectors: int, a: Any, row_of_b: Any, c: Any, depth: Any, adds: bool, code: int, fetched: Any
 ) -> None:
-    """Emit a product whose sums all stay in registers. `a`: the addresses of its rows, and the stride of elements."""
+    """Emit a product whose sums stay in registers. `a` has the addresses of its rows and the stride of its elements."""
     a_rows, a_step = a
     rows = len(a_rows)
     places = [
@@ -193,7 +193,7 @@ def listed_times(
 ) -> None:  # fmt: skip
     """Compute c [rows, columns] = a [rows, depth] b [depth, columns]. `a` is a list of the addresses of its rows, and
     `columns` a multiple of LANES. Every element is one chain of multiply-adds in the order of `depth`, so it does not
-    depend on the number of rows. Also prefetches `rows_ahead` rows of `row_bytes`, listed from `ahead` on."""
+    depend on the number of rows. Also prefetch `rows_ahead` rows of `row_bytes` bytes from the list at `ahead`."""
     wide = 4 * LANES * PANEL_VECTORS
     column = 0
     while column < 4 * columns:
@@ -235,8 +235,8 @@ def add_product(
     a: int, a_stride: int, b: int, code: int, b_from: int, c: int, c_stride: int, rows: int, depth: int, columns: int,
     ahead: int, lines: int,
 ) -> None:  # fmt: skip
-    """Compute `add_times_listed` for rows of b with elements `code`. With the first vectors of each row, prefetches
-    `lines` cache lines, consecutively from `ahead` on."""
+    """Compute `add_times_listed` for rows of b with elements `code`. With the first vectors of each row, prefetch the
+    next `lines` cache lines, beginning at `ahead`."""
     item = 4 if code == FLOAT32 else 2
     column = 0
     while column < columns:

@@ -1,6 +1,6 @@
 """The online softmax of the attention kernels: a tile's scores become weights relative to the largest score so far.
 
-Powers have base 2, for which the queries are scaled.
+Weights are powers of 2 instead of e; the queries are scaled accordingly.
 """
 
 import math
@@ -27,8 +27,8 @@ UNSEEN = -1e30  # initial running maximum: finite, so that differences are not N
 
 @part
 def softmax(scores: int, low: int, high: int, columns: int, most_at: int, sum_at: int, sums: int, padded: int) -> None:
-    """Replace one row of scores, of which columns low <= i < high are visible, by weights relative to the largest score
-    so far. If the maximum grows, earlier sums are scaled down."""
+    """Replace one row of scores by weights relative to the largest score so far. Only columns low <= i < high are
+    visible. If the maximum grows, earlier sums are scaled down."""
     before = number_at(most_at)
     top = splat(before)
     hidden = splat(-math.inf)
@@ -73,9 +73,9 @@ def weigh_columns(
     scores: int, stride: int, rows: int, start: int, tokens: int, window: int, ends: int, most: int, summed: int,
     sums: int, padded: int, scales: int,
 ) -> None:  # fmt: skip
-    """Do the same as `weigh` for scores with a row per token and a column for each of the `rows`, LANES columns at
-    once, without operations across lanes. `ends`: how many tokens from the first query's position on each row sees;
-    `scales`: space for a vector."""
+    """Do the same as `weigh` for transposed scores: a row for each token, and a column for each of the `rows`. LANES
+    columns are processed at once, without operations across lanes. `ends` has, for each of the `rows`, the number of
+    tokens that it sees, counted from the first query's position. `scales` is space for a vector."""
     for row in range(0, rows, LANES):
         column = scores + 4 * row
         if start + number_at(ends + 4 * row) < tokens or (
@@ -103,7 +103,7 @@ def weigh_columns(
 
 @part
 def hide(column: int, stride: int, tokens: int, ends: int, start: int, window: int) -> None:
-    """Set the scores of tokens that a row does not see to -inf, for LANES rows."""
+    """Set scores to -inf if the row does not see the token. Processes LANES rows."""
     end, hidden = load(ends) + splat(start), splat(-math.inf)
     low = end - splat(float(window) if window else math.inf)
     for token in range(tokens):

@@ -1,11 +1,11 @@
-"""The tiles in which attention kernels read a context: their rows in the KV pool, and prefetching them."""
+"""The tiles in which attention kernels read a context: finds their rows in the KV pool, and prefetches them."""
 
 from engine.cpu.jit import part
 from engine.cpu.simd import FLOAT32, LANES, address_at, index_at, load_some, prefetch, put_address, store
 
 TILE = 96  # tokens: whole panels of a product's rows
-FEW_ROWS = 8  # up to this many rows (query heads that share a key head) are computed as a decode
-FEW_TILE = 32  # tokens of a decode's tile: the current and the next tile fit into the near caches
+FEW_ROWS = 8  # an item of at most this many rows (query heads that share a key head) is computed as a decode
+FEW_TILE = 32  # tokens of a decode's tile, so that the current and the next tile fit into the first two caches
 LINE = 64  # bytes of a cache line
 FIELDS = 7  # of an item: see `engine.cpu.attention.AttentionWork`
 # Bytes of a block and of a token, tokens of a block, the code of the pool's dtype, and the dimensions of a head.
@@ -68,8 +68,8 @@ def widen(rows: int, count: int, sizes: Sizes, wide: int, widened: int) -> None:
 def shares(rows: int, padded: int, token_bytes: int) -> tuple[int, int]:
     """Return how many cache lines of the next tile to prefetch with each vector of a key, and with each value.
 
-    The prefetches are spread evenly over the current tile; in bursts, the CPU would wait for memory and then memory
-    for the CPU. A group of LANES tokens is assumed to be contiguous; if it is not, only speed suffers."""
+    The prefetches are spread evenly over the current tile, because after a burst the CPU would wait for the memory. A
+    group of LANES tokens is assumed to be contiguous; if it is not, only the speed is lower."""
     by_values = max(1, token_bytes // (4 * LINE))
     left = LANES * max(0, token_bytes // LINE - by_values)
     steps = rows * padded // LANES
@@ -81,7 +81,7 @@ def first_tile(
     unit: int, units: int, items: int, table: int, table_width: int, pool: int, head_bytes: int, kv_heads: int,
     group: int, sizes: Sizes, rows: int,
 ) -> int:  # fmt: skip
-    """List the addresses of the tokens of a unit's first tile. Return their number, 0 if there is no such unit."""
+    """List the addresses of the tokens in a unit's first tile. Return their number, or 0 if the unit does not exist."""
     if unit >= units:
         return 0
     item = items + 4 * FIELDS * (unit // kv_heads)

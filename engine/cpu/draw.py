@@ -2,9 +2,9 @@
 """The draw of `engine.sampling` as a numba kernel, one thread per row. Importing this module compiles it or loads it
 from disk.
 
-Nothing is sorted. Noise has a cheap upper bound, so logarithms are computed only for tokens that may still win. For
-top_p, a token is drawn from all candidates and accepted if top_p keeps it; otherwise all tokens that are no likelier
-are dropped and the draw is repeated (rejection with a rising pivot, as in FlashInfer's sorting-free sampling).
+The kernel does not sort. It computes a cheap upper bound of the noise, and logarithms only for tokens that may still be
+chosen. For top_p, it draws a token from all candidates, and accepts it if top_p keeps it. Otherwise it drops all tokens
+that are not likelier, and draws again (rejection with a rising pivot, as in FlashInfer's sorting-free sampling).
 """
 
 import math
@@ -43,7 +43,7 @@ WEIGHED = 64 * LANES  # scores whose weights are summed in float32 before the su
 RUN = 32  # scores per run in `nth_score`
 TILE = 32  # tokens whose noise is bounded at once
 LN2 = math.log(2)
-# numba turns an operation on int64 and uint64 into float64, so all constants of the noise are unsigned.
+# numba computes an operation on int64 and uint64 in float64, so all constants of the noise are unsigned.
 _GOLDEN, _ONE, _EXPONENT = np.uint64(GOLDEN), np.uint64(1), np.uint64(1023 << 52)
 _FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _30, _27, _31, _12 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(12)
@@ -95,7 +95,7 @@ def end(scores, count):
 
 @inlined
 def keep(area, scores, tokens, count, above, least):
-    """Keep only scores that are over `above` and at least `least`. Return how many are left."""
+    """Keep only scores that are larger than `above` and at least `least`. Return their number."""
     kept = 0
     for first in range(0, count, LANES):
         top = largest(load(area + 4 * first))
@@ -110,7 +110,7 @@ def keep(area, scores, tokens, count, above, least):
 
 @inlined
 def weight(scores, count, above, best):
-    """Return the sum of exp(score - best) over the scores over `above`."""
+    """Return the sum of exp(score - best) of the scores larger than `above`."""
     summed = 0.0
     for first in range(0, count, WEIGHED):
         part = splat(0.0)
@@ -159,8 +159,8 @@ def rest_of_one(key, token):
 def winner(scores, tokens, count, key):
     """Return the index of the largest score after adding its token's noise, -log(-log(u)).
 
-    The noise is below -log(1 - u), and a logarithm to base 2 is above exponent + mantissa - 1. The resulting bound is
-    computed for many tokens at once."""
+    The noise is at most -log(1 - u), and the binary logarithm of a float is at least exponent + mantissa - 1. The
+    resulting bound of the noise is computed for many tokens at once."""
     best, where = -math.inf, 0
     for first in range(0, count, TILE):
         last, hopeful = min(count, first + TILE), 0
@@ -177,7 +177,7 @@ def winner(scores, tokens, count, key):
 
 @inlined
 def nth_score(area, scores, ranked, count, nth):
-    """Return the nth largest score. Scores below the nth largest of the maxima of runs are no candidates."""
+    """Return the nth largest score. Only scores of at least the nth largest maximum of a run are candidates."""
     runs, least = count // RUN, np.float32(-math.inf)
     if nth < runs:
         for run in range(runs):
@@ -207,9 +207,9 @@ def draw_one(row, count, parameters, area):
     for token in range(count):
         tokens[token] = token
     best, token = most_likely(area, count)
-    if not math.isfinite(best):  # overflow by a tiny repetition penalty or temperature: weights are undefined
+    if not math.isfinite(best):  # a tiny repetition penalty or temperature overflowed, so weights are undefined
         return token
-    least, held = np.float32(-math.inf), 0.0  # `held`: weight of the tokens that top_k keeps, without ties beyond top_k
+    least, held = np.float32(-math.inf), 0.0  # `held`: the weight of top_k tokens
     if min_p > 0:
         least = best + np.float32(math.log(np.float32(min_p)))
         count = keep(area, scores, tokens, count, np.float32(-math.inf), least)
@@ -233,8 +233,8 @@ def draw_one(row, count, parameters, area):
 
 @kernel
 def _draw(values):
-    """values: a counter, rows, vocabulary, addresses of logits, adjusted logits, parameters, result and areas, and the
-    bytes of an area. Threads take rows in order; each has its own area."""
+    """`values` has a counter, the numbers of rows and of tokens in the vocabulary, the addresses of logits, adjusted
+    logits, parameters, result and areas, and the bytes of an area. Threads take rows in order; each has an area."""
     area = values[7] + values[8] * np.int64(thread_number())
     rows, vocab = values[1], values[2]
     while True:
@@ -255,8 +255,8 @@ def _draw(values):
 def draw(logits: Tensor, adjusted: Tensor, parameters: Tensor) -> list[int]:
     """Return for each row a token, `BROKEN` or `NOTHING_ALLOWED`.
 
-    `logits` and `adjusted`, the logits after bans, bias and penalties (possibly the same tensor), are float32
-    [R, vocab]; `parameters` is int64 [R, WORDS], as `engine.sampling.parameters_of` packs them.
+    `logits` and `adjusted` are float32 [R, vocab]. `adjusted` has the logits after bans, bias and penalties, and may be
+    the same tensor. `parameters` is int64 [R, WORDS], as packed by `engine.sampling.parameters_of`.
     """
     rows, vocab = logits.shape
     logits, adjusted = logits.contiguous(), adjusted.contiguous()

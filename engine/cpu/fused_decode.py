@@ -1,8 +1,8 @@
-"""The forward pass of a few decodes as one call, without Python between kernels, which would take longer than some.
+"""The forward pass of a few decodes as one call. Python code between the kernels would take longer than some of them.
 
-Memory and the kernels' arguments are prepared once, as for a CUDA graph; a step fills in what changes: the number of
-rows, the addresses of its tables, and the work of attention. The kernels and their order are those of
-`Decoder.forward`, so results are identical to the bit.
+Memory and the arguments of kernels are prepared once, as for a CUDA graph. Each step sets only the number of rows, the
+addresses of its tables, and the work of attention. The kernels and their order are those of `Decoder.forward`, so the
+results have the same bits.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from engine.cpu.simd import address_at, emit_pointer, written
 from engine.models.decoder import Decoder, DecoderLayer
 
 MAX_ROWS = 64  # with more rows, Python's share of a step is negligible
-VALUES = 20  # most arguments of a kernel
+VALUES = 20  # maximum number of arguments of a kernel
 _LONG = ir.IntType(64)
 
 
@@ -40,9 +40,9 @@ _call_kernel = written(types.void, (types.int64, types.int64), _call)
 
 @kernel
 def run(values: Any) -> None:
-    """Run kernels in order. values: the number of kernels, the list of their addresses, the address of the first one's
-    values, and the bytes from one kernel's values to the next. A kernel starts when all threads have finished the
-    previous one."""
+    """Run kernels in order. `values` has the number of kernels, the list of their addresses, the address of the first
+    kernel's values, and the distance in bytes between the values of two kernels. A kernel starts when all threads have
+    finished the previous one."""
     kernels, given, stride = values[1], values[2], values[3]
     for index in range(values[0]):
         _call_kernel(address_at(kernels + 8 * index), given + stride * index)
@@ -70,14 +70,14 @@ class FusedDecode:
             "gate_up": 2 * inner,
             "product": inner,
         }
-        # Not zeroed: that would start a second team of OpenMP threads for this thread, besides the engine's.
+        # Do not zero the memory: this would start a second team of OpenMP threads, in addition to the engine's.
         self._memory = {name: torch.empty(MAX_ROWS, size) for name, size in sizes.items()}
         self._memory["scratch"] = torch.empty(
             MAX_ROWS, max(linear.row_scratch for linear in _panels(model)), dtype=torch.uint8
         )
         self._at = {name: tensor.data_ptr() for name, tensor in self._memory.items()}
         self._calls: list[tuple[Kernel, list[int]]] = []
-        self._windows: dict[int, list[int]] = {}  # indices of calls of `attend`; each is followed by its `merge`
+        self._windows: dict[int, list[int]] = {}  # by window: indices of calls of `attend`; `merge` follows each
         self._write(model)
         numbers = {kernel: [n for n, call in enumerate(self._calls) if call[0] is kernel] for kernel, _ in self._calls}
         self._rotations = numbers[rotate_and_store]
@@ -135,7 +135,7 @@ class FusedDecode:
             self._call(silu_mul, 0, model.config.intermediate_size, at["gate_up"], at["product"])
             self._multiply(layer.down, "product", "update")
             self._call(add_norm, 0, size, epsilon, *added, norm_after.data_ptr(), at["normed"])
-        self._multiply(model.head, "normed", "hidden")  # its result is newly allocated in each step
+        self._multiply(model.head, "normed", "hidden")  # each step allocates a new result
 
     def _write_attention(self, index: int, layer: DecoderLayer) -> None:
         config, kernels, at = self._model.config, self._kernels, self._at
@@ -161,7 +161,7 @@ class FusedDecode:
 
 
 def fused_decode_of(model: Decoder, kernels: object, attention: object) -> FusedDecode | None:
-    """Return the fused pass, or None unless all parts are numba kernels and inner products have no padded columns."""
+    """Return the fused pass. Return None unless all parts are numba kernels and no inner product has padded columns."""
     *inner, head = model.linears()
     if not isinstance(kernels, NumbaKernels) or not isinstance(attention, NumbaAttention):
         return None

@@ -2,8 +2,8 @@
 
 Uses the integer product of FBGEMM, which is part of torch, on CPUs without the instructions that
 `engine.cpu.panels.Int8Panels` needs. Each row of activations has its own scale. With one scale for all rows, as in
-torch's `linear_dynamic`, a row with large values (often a model's first token) would cost the others their precision,
-and a row's result would depend on the other rows.
+torch's `linear_dynamic`, a row with large values (often the first token) would reduce the precision of the others, and
+a row's result would depend on the other rows.
 """
 
 import warnings
@@ -60,9 +60,9 @@ class Int8Linear:
 
 
 class Int8:
-    """A row's product does not depend on the other rows, except for rounding of the last bit.
+    """The format of int8 weights for FBGEMM. A row's product depends on other rows only by rounding of the last bit.
 
-    `levels` is the largest rounded weight: as large as this CPU multiplies exactly.
+    `levels` is the largest rounded weight that this CPU multiplies exactly.
     """
 
     name = "int8"

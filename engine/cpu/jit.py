@@ -34,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
-# Elementary operations from which a kernel call uses a team of threads: waking the team takes some microseconds.
+# A kernel call with at least this many elementary operations uses a team of threads, which takes microseconds to wake.
 PARALLEL_WORK = 1 << 15
 
 
@@ -46,11 +46,11 @@ def cpu_features() -> frozenset[str]:
     return frozenset(flag[1:] for flag in flags.split(",") if flag.startswith("+"))
 
 
-if platform.machine() == "x86_64" and "f16c" not in cpu_features():  # LLVM would abort the process at the first float16
+if platform.machine() == "x86_64" and "f16c" not in cpu_features():  # LLVM would abort at the first float16
     raise ImportError("this CPU cannot convert float16 (F16C), which compiled kernels need")
 
 _TORCH = ctypes.CDLL(torch._C.__file__)  # looks up symbols in all libraries that torch is linked with
-# Registered under separate names, so that compiled code cannot resolve them to another OpenMP library.
+# The symbols get separate names, so that compiled code cannot resolve them to another OpenMP library.
 for _name in ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier"):
     llvmlite.binding.add_symbol(f"baton_{_name}", ctypes.cast(getattr(_TORCH, _name), ctypes.c_void_p).value)
 thread_number: Callable[[], int] = types.ExternalFunction("baton_omp_get_thread_num", types.int32())
@@ -63,7 +63,7 @@ _parallel.restype = None
 
 
 def is_ours(directory: Path) -> bool:
-    """Create the directory if necessary. Return whether only this user can write to it, as code is loaded from it."""
+    """Create the directory if necessary. Return whether only this user can write to it, since it contains code."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = directory.lstat()  # not stat: another user could redirect a symbolic link
@@ -86,7 +86,7 @@ def cache_directory(source: Path, places: Iterable[Path]) -> Path | None:
 
     Its name depends on all sources that kernels are compiled from; numba itself checks only the one file and the CPU.
     """
-    others = ("counter_rng.py",)  # whose constants are compiled in
+    others = ("counter_rng.py",)  # its constants are compiled into kernels
     files = {*HERE.glob("*.py"), *(HERE.parent / name for name in others), source}
     made_of = repr(GREEDY_BELOW).encode() + b"".join(file.read_bytes() for file in sorted(files))
     name = f"kernels-{hashlib.blake2b(made_of, digest_size=8).hexdigest()}"
@@ -134,9 +134,9 @@ class Kernel:
     def __call__(self, work: int, *values: int) -> None:
         """Run the kernel on `values`. `work` is the amount of work in elementary operations.
 
-        Small work runs on this thread and keeps the interpreter lock; other work releases it and runs on as many
-        threads as torch uses. The memory behind addresses must have the layout that the kernel expects, and must stay
-        valid during the call.
+        Small work runs on this thread and keeps the interpreter lock. Other work releases it and uses the same number
+        of threads as torch. The memory at addresses must have the layout that the kernel expects, and must stay valid
+        during the call.
         """
         packed = array("q", values)
         address = packed.buffer_info()[0]
@@ -160,5 +160,5 @@ def part(function: F) -> F:
 
 
 def inlined(function: F) -> F:
-    """Mark a function to be inlined at every call, which functions of vectors need."""
+    """Mark a function to be inlined at every call. Functions with vector arguments need this."""
     return numba.njit(error_model="numpy", forceinline=True)(function)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""A layer's element-wise work on a CPU by numba kernels, each of which passes over its rows once."""
+"""The element-wise work of a layer on a CPU, by numba kernels that read each row once."""
 
 import numpy as np
 import torch
@@ -107,6 +107,6 @@ class NumbaStep:
 
 
 def _checked(rows: Tensor) -> Tensor:
-    """Return `rows`, contiguous, after checking its dtype: the kernels see only addresses."""
+    """Check the dtype of `rows`, since the kernels get only an address, and return a contiguous tensor."""
     assert rows.dtype == torch.float32, f"the numba kernels compute in float32, the activations are {rows.dtype}"
     return rows.contiguous()

@@ -45,7 +45,7 @@ def norm(values: Any) -> None:
 
 @kernel
 def add_norm(values: Any) -> None:
-    """values: rows, size, address of epsilon, hidden (added to in place), update, weight, target."""
+    """values: rows, size, address of epsilon, hidden (updated in place), update, weight, target."""
     rows, size, hidden, update, weight, target = values[0], values[1], values[3], values[4], values[5], values[6]
     epsilon = number_at(values[2])
     for row in range(thread_number(), rows, num_threads()):
@@ -85,8 +85,8 @@ def rotate(head: int, cosine: int, sine: int, half: int, target: int, code: int)
 
 @kernel
 def rotate_and_store(values: Any) -> None:
-    """Store each token's rotated keys and its values in its slot of the pool, unless the slot is negative, and its
-    rotated queries in `target`. If heads are normed, `qkv` is overwritten."""
+    """Store each token's rotated queries in `target`, and its rotated keys and its values in its slot of the pool. A
+    negative slot stores no keys and values. If heads are normed, `qkv` is overwritten."""
     rows, qkv, target, cosines, sines, slots = values[0], values[1], values[2], values[3], values[4], values[5]
     heads, kv_heads, head_dim, q_norm, k_norm = values[6], values[7], values[8], values[9], values[10]
     pool, block_bytes, head_bytes, block_tokens, code = values[11], values[12], values[13], values[14], values[15]

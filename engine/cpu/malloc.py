@@ -1,8 +1,8 @@
 """Settings of glibc's heap for tensors, so that large blocks are reused instead of mapped again each time.
 
-glibc maps each block of 32 MiB or more separately and unmaps it when it is freed. A step with a long chunk then pays
-for new pages each time, which takes half the time of a large 8-bit product. Threads other than the main one have heaps
-of their own, in pieces of 64 MiB that are unmapped likewise, so all threads are made to share the main heap.
+glibc maps each block of 32 MiB or more separately, and unmaps it when it is freed. Each step with a long chunk then
+touches new pages, which takes half the time of a large 8-bit product. Other threads than the main thread have heaps of
+their own, whose pieces of 64 MiB are also unmapped. Therefore all threads share the main heap.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from torch import Tensor
 M_TRIM_THRESHOLD = -1  # <malloc.h>
 M_MMAP_THRESHOLD = -3
 M_ARENA_MAX = -8
-LARGEST = 2**31 - 1  # of an int
+LARGEST = 2**31 - 1  # the largest int
 LINE = 64  # bytes
 
 
@@ -27,14 +27,14 @@ def share_one() -> bool:
 def map_large_blocks() -> bool:
     """Map every large block separately, for loading weights. Return False if the C library is not glibc.
 
-    Otherwise glibc takes blocks of up to 32 MiB from the heap once one was freed, and temporary copies between weights
-    leave holes: up to 0.6 GB for 2 GB of weights.
+    By default, glibc takes blocks of up to 32 MiB from the heap after one was freed. Temporary copies then leave holes
+    between the weights: up to 0.6 GB for 2 GB of weights.
     """
     return _set(M_MMAP_THRESHOLD, 1 << 20)
 
 
 def keep_large_blocks() -> bool:
-    """Take large blocks from the heap and keep them, from now on. Return False if the C library is not glibc.
+    """From now on, take large blocks from the heap, and keep freed ones. Return False if the C library is not glibc.
 
     glibc before 2.35 limits such blocks to 32 MiB.
     """
@@ -44,8 +44,8 @@ def keep_large_blocks() -> bool:
 def empty(*shape: int) -> Tensor:
     """Return an uninitialized float32 tensor, aligned to a cache line, for temporary results of a layer.
 
-    torch requests aligned memory, for which glibc needs a hole that is larger by the alignment. It thus never reuses
-    the hole that the previous layer's tensor left, and the heap grows to twice what a step uses.
+    torch requests aligned memory. For this, glibc needs a hole that is larger than the tensor by the alignment, so it
+    never reuses the hole of the previous layer's tensor. The heap would grow to twice the memory of a step.
     """
     size = 4 * math.prod(shape)
     memory = np.empty(size + LINE, np.uint8)

@@ -1,10 +1,10 @@
 """Numba kernels for products of rows with a matrix stored in panels. Importing this module compiles them or loads them
 from disk.
 
-A panel is PANEL columns of the result. For each step along the depth its weights are contiguous, so a product reads its
-weights once and in order. A tile of up to TILE_ROWS rows by a panel stays in registers over all steps (Goto and van de
-Geijn's scheme, as in BLIS). While one panel is multiplied the next is prefetched, a few cache lines every few steps, so
-that memory access and arithmetic overlap.
+A panel is PANEL columns of the result. Its weights are stored in the order of the steps along the depth, so a product
+reads them once and in order. The sums of a tile (up to TILE_ROWS rows of a panel) stay in registers over all steps
+(the scheme of Goto and van de Geijn, as in BLIS). While one panel is multiplied, the next is prefetched, a few cache
+lines every few steps, so that memory access and arithmetic overlap.
 
 Every sum is one chain in the order of the depth, so a row's result does not depend on the other rows, not even in the
 last bit.
@@ -48,13 +48,13 @@ INT8 = 3  # in addition to the codes of floats; a step of the depth is four weig
 HAS_INT8 = LANES == 16 and "avx512vnni" in cpu_features()
 CACHED_STEPS = 1024  # steps of a panel of float weights that fit into the core's second-level cache
 FETCHED_AHEAD = 1024  # bytes prefetched ahead in a panel that is read once
-# A panel is prefetched every 2^PACE steps of all its tiles. More often, the prefetches themselves take time; only in
-# the first tiles, those would wait for memory. Two tiles are bound by memory and prefetch in every step.
+# Every 2^PACE steps of each tile prefetch a part of the next panel. More frequent prefetches would take time. If only
+# the first tiles prefetched, they would wait for memory. Two tiles are bound by memory, and prefetch in every step.
 PACE = 2
-# Rows that a thread takes at a time: more would not fit into the first-level caches and leave other threads idle.
+# Rows that a thread takes at a time. More would not fit into the first-level caches, and would leave threads idle.
 BLOCK_ROWS = 64 * TILE_ROWS
 LINE = 64
-ROUNDER = 12582912.0  # 1.5 * 2**23: added to a small number it leaves the rounded integer in the low bits
+ROUNDER = 12582912.0  # 1.5 * 2**23: adding it to a small number puts the rounded integer into the low bits
 
 _FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
@@ -70,8 +70,8 @@ def _size(code: int) -> int:
 
 
 def _tile(code: int) -> Any:
-    """Return a function for a tile's product. The sums begin with the values at `start` (`start_stride` 0: the same for
-    all rows). Every 2^pace steps it prefetches `lines` cache lines, consecutively from `ahead` on."""
+    """Return a function for a tile's product. The sums begin with the values at `start`, which are the same for all
+    rows if `start_stride` is 0. Every 2^pace steps prefetch the next `lines` cache lines, beginning at `ahead`."""
 
     def emit(builder: Any, *given: Any) -> None:
         for rows in row_counts(builder, given[-1], TILE_ROWS):
@@ -146,7 +146,7 @@ def _emit_add(builder: Any, code: int, factor: Any, weights: Any, added: Any) ->
 
 
 def _emit_scaled(builder: Any, value: Any, start: Any, row_scales: Any, row: int, vector: int) -> Any:
-    """Convert an exact sum of products to float, multiply by both scales and add the bias. These follow `start`."""
+    """Convert an exact sum of products to float, multiply it by both scales, and add the bias."""
     at = builder.add(start, _number(4 * (PANEL + LANES * vector)))
     scales, bias = (
         builder.load(emit_pointer(builder, builder.add(at, _number(4 * PANEL * index)), _FLOATS), align=4)
@@ -195,8 +195,8 @@ def _multiply(
 
 @part
 def round_rows(rows: int, size: int, source: int, source_stride: int, target: int, stride: int, scales: int) -> None:
-    """Round a thread's share of the rows to 8 bits: levels to `target`, `stride` bytes apart (a multiple of LANES, at
-    least `size`), and scales to `scales`. With an infinity or NaN in a row, its scale and all its products are NaN."""
+    """Round a thread's share of the rows to 8 bits. Store levels in `target`, in rows of `stride` bytes (a multiple of
+    LANES, at least `size`), and scales in `scales`. If a row has an infinity or NaN, its scale and products are NaN."""
     zero, rounder = splat(0.0), splat(ROUNDER + ZERO_POINT)
     for row in range(thread_number(), rows, num_threads()):
         x, to = source + row * source_stride, target + row * stride
@@ -218,7 +218,7 @@ def product(values: Any) -> None:
     constants of the matrix: code, depth, steps, panels, weights, columns (the initial sums of each panel; with INT8
     also the scales and the bias), bytes of columns per panel.
 
-    A thread takes adjacent panels of one block of rows after another."""
+    For each block of rows in turn, a thread computes some adjacent panels."""
     rows, x, x_stride, result, stride, row_scales = values[0], values[1], values[2], values[3], values[4], values[5]
     code, size, steps, panels, weights, columns = values[6], values[7], values[8], values[9], values[10], values[11]
     column_bytes = values[12]

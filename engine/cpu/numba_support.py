@@ -9,7 +9,7 @@ log = logging.getLogger("baton.engine")
 
 @cache
 def why_not_compiled() -> str:
-    """Return why kernels cannot be compiled on this machine, or "" if they can. The reason is logged once."""
+    """Return the reason why kernels cannot be compiled on this machine, or "" if they can. Log the reason once."""
     try:
         importlib.import_module("engine.cpu.jit")
     except (ImportError, OSError, AttributeError, RuntimeError) as error:

@@ -17,15 +17,15 @@ IN_STEP = 4  # int8 weights of a column that one instruction multiplies
 class PanelLinear:
     """A matrix stored in panels.
 
-    `panels` [panels, steps, PANEL, ...] holds the weights in the form of the kernel's `code`; `columns`
-    [panels, ..., PANEL], float32, holds the bias and, for INT8, scales. The matrix is [width, depth]. `is_exact` says
-    that a step is one unrounded weight.
+    `panels` [panels, steps, PANEL, ...] has the weights in the form of the kernel's `code`. `columns`
+    [panels, ..., PANEL], float32, has the bias and, for INT8, scales. The matrix is [width, depth]. `is_exact` is true
+    if a step is one unrounded weight.
     """
 
     def __init__(
         self, code: int, depth: int, width: int, panels: Tensor, columns: Tensor, *, is_exact: bool = False
     ) -> None:
-        self.panels, self.columns = panels, columns  # keeps the memory alive: the kernel gets addresses
+        self.panels, self.columns = panels, columns  # keep a reference, since the kernel gets only addresses
         self.width = width
         self.is_exact = is_exact
         self.padded = len(panels) * PANEL
@@ -62,7 +62,7 @@ def in_panels(weight: Tensor, in_step: int) -> Tensor:
     """Return [out, in] as [panels, in / in_step, PANEL, in_step], padded with zeros."""
     out, depth = weight.shape
     missing = (0, -depth % in_step, 0, -out % PANEL)
-    padded = pad(weight, missing) if any(missing) else weight  # pad always copies
+    padded = pad(weight, missing) if any(missing) else weight  # `pad` would copy even if nothing is missing
     return padded.view(-1, PANEL, padded.shape[1] // in_step, in_step).transpose(1, 2).contiguous()
 
 
@@ -105,7 +105,7 @@ class Int8Panels:
     def make(self, weight: Tensor, bias: Tensor | None) -> PanelLinear:
         """Round `weight` and store it in panels. Raises ValueError if a weight is not finite."""
         levels, scales = rounded_weights(weight.float(), LEVELS)
-        begin = (levels.sum(1, dtype=torch.int32) * -ZERO_POINT).view(torch.float32)  # because activations are unsigned
+        begin = (levels.sum(1, dtype=torch.int32) * -ZERO_POINT).view(torch.float32)  # for unsigned activations
         offsets = torch.zeros(len(weight)) if bias is None else bias.float()
         columns = torch.stack([in_columns(values) for values in (begin, scales, offsets)], dim=1)
         width, depth = weight.shape

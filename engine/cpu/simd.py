@@ -78,7 +78,7 @@ def _store(builder: Any, vector: Any, address: Any, lanes: int, code: int) -> No
 
 
 def written(result: Any, arguments: tuple[Any, ...], emit: Callable[..., Any]) -> Any:
-    """Return a function for kernels whose code is what `emit(builder, *values)` writes."""
+    """Return a function for kernels. `emit(builder, *values)` writes its LLVM code."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         written = emit(builder, *values)
@@ -133,7 +133,7 @@ def emit_prefetch(builder: Any, address: Any) -> Any:
 
 
 def emit_fetch(builder: Any, ahead: Any, index: Any, lines: Any) -> None:
-    """Prefetch the `lines` cache lines that are due in round `index` of a loop, counted from `ahead` on."""
+    """Prefetch `lines` cache lines in round `index` of a loop. They follow those of earlier rounds, from `ahead` on."""
     first = builder.mul(index, lines)
     with cgutils.for_range(builder, lines, intp=_LONG) as loop:
         offset = builder.shl(builder.add(first, loop.index), ir.Constant(_LONG, 6))
@@ -141,7 +141,7 @@ def emit_fetch(builder: Any, ahead: Any, index: Any, lines: Any) -> None:
 
 
 def row_counts(builder: Any, rows: Any, most: int) -> Iterator[int]:
-    """Yield 1 to `most`, each inside a branch that is taken for that number of rows. Other numbers do nothing."""
+    """Yield 1 to `most`, each inside a branch that runs if there are that many rows. Other numbers run no branch."""
     after = builder.append_basic_block("after")
     switch = builder.switch(builder.trunc(rows, _INT), after)
     for count in range(1, most + 1):
@@ -181,11 +181,11 @@ _V, _F, _I = VECTOR, types.float32, types.int64
 _VALUES = types.CPointer(_I)  # type: ignore[attr-defined]
 splat = written(_V, (_F,), emit_splat)
 multiply_add = written(_V, (_V, _V, _V), emit_multiply_add)  # one * other + added
-larger = written(_V, (_V, _V), _larger)  # the second where either is NaN
+larger = written(_V, (_V, _V), _larger)  # the second if either is NaN
 where_less = written(
     _V, (_V, _V, _V, _V), lambda b, one, other, yes, no: b.select(b.fcmp_ordered("<", one, other), yes, no)
 )
-keep_range = written(_V, (_V, _I, _I, _V), _keep_range)  # lanes low <= i < high of the first, else of the last
+keep_range = written(_V, (_V, _I, _I, _V), _keep_range)  # lanes low <= i < high of the first, others of the last
 total = written(_F, (_V,), _reduce(lambda b, one, other: b.fadd(one, other)))
 largest = written(_F, (_V,), _reduce(_larger))
 address_at = written(_I, (_I,), lambda b, at: b.load(emit_pointer(b, at, _LONG)))  # an int64 in memory
@@ -194,8 +194,8 @@ index_at = written(_I, (_I,), lambda b, at: b.sext(b.load(emit_pointer(b, at, _I
 number_at = written(_F, (_I,), lambda b, at: b.load(emit_pointer(b, at, _FLOAT)))
 put_number = written(types.void, (_F, _I), lambda b, value, at: b.store(value, emit_pointer(b, at, _FLOAT)))
 put_low_bytes = written(types.void, (_V, _I), _put_low_bytes)  # of each lane's bits
-prefetch = written(types.void, (_I,), emit_prefetch)  # the cache line there, to level 2
-# Atomically increments a kernel's first value, which all threads share: each takes the next piece of work.
+prefetch = written(types.void, (_I,), emit_prefetch)  # the cache line at an address, into level 2
+# Atomically increment a kernel's first value, which all threads share, to take the next piece of work.
 take_next = written(_I, (_VALUES,), lambda b, values: b.atomic_rmw("add", values, ir.Constant(_LONG, 1), "monotonic"))
 _set_lane = written(_V, (_V, _I, _F), lambda b, vector, lane, value: b.insert_element(vector, value, lane))
 _lane = written(_F, (_V, _I), lambda b, vector, lane: b.extract_element(vector, lane))
@@ -282,7 +282,7 @@ def store_some(vector: Any, address: int, count: int, code: int) -> None:
 
 @inlined
 def exponential(x: Any) -> Any:
-    """Return e**x with a relative error of 1e-7; 0 below -87, never infinite. Cephes' expf: polynomial on +-ln(2)/2."""
+    """Return e**x with a relative error of 1e-7. Return 0 below -87, and never infinity. As in Cephes' expf."""
     least, most = splat(-87.0), splat(88.0)
     clamped = where_less(most, x, most, where_less(x, least, least, x))
     # Adding 1.5 * 2**23 leaves the rounded integer in the low bits.
@@ -296,14 +296,14 @@ def exponential(x: Any) -> Any:
     series = multiply_add(series, rest, splat(1.6666665459e-1))
     series = multiply_add(series, rest, splat(5.0000001201e-1))
     series = multiply_add(series, rest * rest, rest + splat(1.0))
-    # Multiplied, because adding to the exponent's bits would turn a NaN into a number.
+    # Multiply by the power, because adding to the exponent's bits would convert a NaN to a number.
     return where_less(x, least, splat(0.0), series * _power_of_two_of(shifted))
 
 
 @inlined
 def two_to_the(x: Any) -> Any:
-    """Return 2**x for x <= 0 with a relative error of 2e-7 down to -126; 0 below -126.5. Cephes' exp2f."""
-    least = splat(-127.0)  # of whose power the exponent's bits are 0
+    """Return 2**x for x <= 0, with a relative error of 2e-7 down to -126. Return 0 below -126.5. Uses Cephes' exp2f."""
+    least = splat(-127.0)  # the exponent's bits of its power are 0
     shift = splat(12582912.0)  # leaves the rounded integer in the low bits, as in `exponential`
     clamped = where_less(x, least, least, x)
     shifted = clamped + shift

@@ -1,7 +1,7 @@
 """Attention on a GPU by Triton kernels, for any block size and GQA group and for float32, float16 and bfloat16 pools.
 
-For short slices (decodes) several programs share each context; chunks are cut into tiles of queries. Tests run the same
-code under Triton's interpreter, without a GPU.
+For short slices (decodes), several programs share each context. Chunks are cut into tiles of queries. Tests run the
+same code under Triton's interpreter, without a GPU.
 """
 
 import math
@@ -16,8 +16,8 @@ from engine.cuda.attention_kernels import attend, merge
 from engine.kv_pool import KVPool
 
 SHORT = 8  # a slice of at most this many queries is treated as a decode
-MAX_ITEMS = 2**16  # most decodes of a step; their work list is allocated once, so that CUDA graphs may read it
-SPLIT_TOKENS = 256  # a split of fewer tokens than this costs more than it gains
+MAX_ITEMS = 2**16  # maximum number of decodes in a step; their list is allocated once, so that CUDA graphs may read it
+SPLIT_TOKENS = 256  # a split of fewer tokens costs more time than it saves
 FEW_SPLITS, MAX_SPLITS = 16, 64  # the merge holds all splits of a head in registers
 PROGRAMS_A_PROCESSOR = 2
 H200_PROCESSORS = 132
@@ -42,7 +42,7 @@ def decode_tile(head_dim: int, dtype: torch.dtype, rows: int) -> Tile:
 
 
 def chunk_tile(head_dim: int, dtype: torch.dtype, few: bool) -> Tile:
-    """Return the tile for chunks. `few`: tiles of 128 rows would be too few to keep all processors busy."""
+    """Return the tile for chunks. `few` is true if there are too few tiles of 128 rows for all processors."""
     if dtype == torch.float32:
         return Tile(16, 16, 8, 2)
     if head_dim > 128:
@@ -53,8 +53,8 @@ def chunk_tile(head_dim: int, dtype: torch.dtype, few: bool) -> Tile:
 class TritonAttention:
     """Attention over `pool` by Triton kernels.
 
-    `decode` and `chunk` replace the tiles that are chosen by shape, for tuning. Raises ValueError for a head_dim over
-    256, of which a program cannot hold a tile.
+    For tuning, `decode` and `chunk` replace the tiles that are chosen by shape. Raises ValueError if head_dim is over
+    256, because a program could not hold a tile.
     """
 
     name = "triton"
@@ -80,8 +80,8 @@ class TritonAttention:
     def plan(self, batch: Batch) -> "TritonPlan":
         """Plan a step's attention.
 
-        For a batch of decodes only, including padding, the plan depends only on shapes, so a CUDA graph may contain it.
-        With chunks it depends on the host copies, and a list of tiles is copied to the device.
+        If all slices are decodes or padding, the plan depends only on shapes, so a CUDA graph may contain it. With
+        chunks, it depends on the host copies, and a list of tiles is copied to the device.
         """
         return TritonPlan(self, batch)
 
@@ -92,7 +92,7 @@ class TritonAttention:
 
 
 class TritonPlan:
-    """The attention of one step on a GPU: which kernel launches its slices need. Experimental.
+    """The attention of one step on a GPU: the kernel launches for its slices. Experimental.
 
     Made by `TritonAttention.plan` for one batch and used by each layer on the engine's thread. It owns the lists of
     slices on the device; decodes of long contexts are split and merged, prompts are cut into tiles.
@@ -135,7 +135,7 @@ class TritonPlan:
     def _cut(self, group: int, dtype: torch.dtype) -> tuple[int, Tile, Tensor]:
         """Return the queries per tile, the tile's shape, and the tiles as int32 [N, 2], longest context first.
 
-        Starting the longest tiles first shortens the tail of the launch.
+        The longest tiles start first, so that all processors finish at about the same time.
         """
         tile = self._backend.chunk or self._chunk_tile(group, dtype)
         queries = tile.block_m // group

@@ -19,7 +19,7 @@ def _absorb(
     keys,
     values,
     table,  # this slice's row of the block table
-    first,  # of the BLOCK_N positions taken in now
+    first,  # the first of the BLOCK_N positions to add
     at,  # int32 [BLOCK_M]: positions of the queries
     context,
     window,
@@ -36,14 +36,14 @@ def _absorb(
     dims = tl.arange(0, BLOCK_D)
     span = tl.arange(0, BLOCK_N)
     seen = first + span
-    if PAGE % BLOCK_N == 0:  # one block holds them all: its rows are evenly spaced
+    if PAGE % BLOCK_N == 0:  # one block holds all positions, so their rows are evenly spaced
         block = tl.load(table + first // PAGE).to(tl.int64)
         rows = block * block_stride + (first % PAGE + span) * token_stride
     else:
         blocks = tl.load(table + seen // PAGE, mask=seen < context, other=0).to(tl.int64)
         rows = blocks * block_stride + (seen % PAGE) * token_stride
     places = rows[:, None] + dims[None, :]
-    # Memory beyond the context may hold NaN and is never loaded, since 0 * NaN is NaN.
+    # Never load memory beyond the context: it may hold NaN, and 0 * NaN is NaN.
     if MASKED:
         held = (seen < context)[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(keys + places, mask=held, other=0.0)
@@ -76,7 +76,7 @@ def attend(
     q,  # [T, heads, HEAD_DIM]
     keys,
     values,
-    work,  # int32 [items, 2]: slice, and its first query that the item computes
+    work,  # int32 [items, 2]: slice, and first query that the item computes
     cu_q,
     kv_len,
     block_table,
@@ -102,7 +102,7 @@ def attend(
 ):
     """Grid: items x kv heads x splits. It depends only on shapes, so a CUDA graph may contain the launch.
 
-    The number of splits is not a compile-time constant, since each new number would delay a request by compilation.
+    The number of splits is not a compile-time constant, because requests would wait for compilation for each number.
     """
     item, kv_head, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     which = tl.load(work + 2 * item)
@@ -123,7 +123,7 @@ def attend(
     values += kv_head.to(tl.int64) * head_stride
     table = block_table + which.to(tl.int64) * table_stride
 
-    lowest = context - count + first_query  # position of the item's first query: it sees the fewest
+    lowest = context - count + first_query  # position of the item's first query, which sees the fewest positions
     low = 0
     if WINDOWED:
         low = tl.maximum(0, lowest + 1 - window) // BLOCK_N * BLOCK_N
@@ -132,7 +132,7 @@ def attend(
         share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BLOCK_N), splits) * BLOCK_N
         low += split * share
         high = tl.minimum(high, low + share)
-    whole = low  # up to here every query sees every position
+    whole = low  # every query sees every position before this
     if not WINDOWED:
         whole = tl.maximum(low, tl.minimum(lowest + 1, high) // BLOCK_N * BLOCK_N)
 
@@ -150,7 +150,7 @@ def attend(
             token_stride, PAGE, HEAD_DIM, BLOCK_N, BLOCK_D, True, WINDOWED,
         )  # fmt: skip
 
-    # An empty context (a padded row) gives zeros, not NaN.
+    # The result of an empty context (a padded row) is zeros, not NaN.
     divisor = tl.where(total == 0.0, 1.0, total)
     acc = acc / divisor[:, None]
     if SPLIT:

@@ -29,14 +29,14 @@ CONTEXT_BYTES = 3 * GIB // 4  # allowance for memory that torch does not count: 
 SMALLER_MODEL = "take a smaller model, or a GPU with more free memory"
 SMALLER_STEP = "lower --max-num-batched-tokens or --max-num-seqs, or take a smaller model"
 LESS_KV = "lower --gpu-memory-utilization, or --num-blocks or --kv-cache-memory if one is given"
-GRAPH_BYTES = GIB  # allowance for graphs; the memory that they took is logged
+GRAPH_BYTES = GIB  # allowance for graphs; the memory that they take is logged
 
 
 def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: Accelerator) -> EngineComponents:
     """Build the components on `gpu`. Experimental.
 
-    `options.max_model_len` must be resolved. Raises ValueError with the fix in its message, and OSError if the driver
-    fails for another reason than memory.
+    `options.max_model_len` must be set. Raises ValueError, with the fix in its message, if a setting, a package or the
+    memory does not suffice. Raises OSError if the driver fails for another reason.
     """
     log.warning("CUDA support is experimental: no GPU has run this code yet")
     dtype = _dtype(options, path)
@@ -48,7 +48,7 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: A
     one_block = _one_block(options, model)
     largest = f"running a step of {options.max_step_tokens} tokens and up to {options.max_num_seqs} requests"
     with _stage(gpu, largest, SMALLER_STEP):
-        # Run this even if the size is given: it compiles kernels that the first request would otherwise wait for.
+        # Run this even if the size is given, to compile the kernels before the first request.
         held = gpu.most_held(lambda: _largest_step(options, model, one_block, gpu, triton))
     layout = replace(one_block, num_blocks=_num_blocks(options, one_block, held, gpu))
     with _stage(gpu, f"allocating {_gib(layout.num_blocks * layout.block_bytes)} for KV", LESS_KV):
@@ -73,7 +73,7 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: A
 
 
 def _dtype(options: BuildOptions, path: Path) -> torch.dtype:
-    """Return the dtype as vLLM chooses it: as stored for 16 bits, and bfloat16 for float32 unless requested."""
+    """Return the dtype that vLLM would choose: the requested one, the stored one if it has 16 bits, or bfloat16."""
     name = options.dtype
     if name == "auto":
         stored = stored_dtype(path)
@@ -88,7 +88,7 @@ def _dtype(options: BuildOptions, path: Path) -> torch.dtype:
 
 def _capacity(options: BuildOptions, block_tokens: int) -> StepCapacity:
     return StepCapacity(
-        slices=min(options.max_num_seqs, options.max_step_tokens),  # the scheduler runs no more at once
+        slices=min(options.max_num_seqs, options.max_step_tokens),  # the scheduler's own limit
         tokens=options.max_step_tokens,
         blocks=cdiv(options.max_model_len, block_tokens),
         block_tokens=block_tokens,
@@ -143,7 +143,7 @@ def _num_blocks(options: BuildOptions, one: KVLayout, held: int, gpu: Accelerato
 
 
 def _room(options: BuildOptions, one: KVLayout, held: int, gpu: Accelerator) -> int:
-    """Return the bytes of the node's share of the GPU that weights, the largest step (`held`) and graphs leave."""
+    """Return the bytes of the node's share of the GPU that remain after weights, the largest step and graphs."""
     most = held + CONTEXT_BYTES + (0 if options.enforce_eager else GRAPH_BYTES)
     free, total = gpu.memory()
     share = int(total * options.gpu_memory_utilization)
@@ -170,7 +170,7 @@ class _Scratch:
 
 
 def _largest_step(options: BuildOptions, model: Decoder, one: KVLayout, gpu: Accelerator, triton: bool) -> None:
-    """Run a step with the most tokens and draws that a step may have, all in one block."""
+    """Run a step with the maximum numbers of tokens and draws. All tokens use one block."""
     rows = torch.zeros((2, one.block_bytes), dtype=torch.uint8, device=gpu.device)
     runner = _runner(options, model, KVPool(replace(one, num_blocks=2), _Scratch(rows)), gpu, triton)
     count = min(options.max_num_seqs, options.max_step_tokens)

@@ -1,4 +1,4 @@
-"""The interface to a GPU that `engine.cuda.build` needs, so that the rest can be tested without a GPU."""
+"""The interface to a GPU that `engine.cuda.build` uses, so that it can be tested without a GPU."""
 
 import importlib.util
 import logging
@@ -28,11 +28,11 @@ class Accelerator(Protocol):
         ...
 
     def most_held(self, work: Callable[[], object]) -> int:
-        """Run `work` and return the peak bytes that torch held meanwhile in this process, including earlier memory."""
+        """Run `work`. Return the maximum bytes that torch held in this process during it, including earlier memory."""
         ...
 
     def allocate(self, num_rows: int, row_bytes: int) -> HostMemory | DeviceMemory:
-        """Allocate zeroed KV memory. Raises OSError if there is too little."""
+        """Allocate zeroed KV memory. Raises OSError if there is too little memory."""
         ...
 
     def graphs(self) -> GraphPool: ...
@@ -43,7 +43,7 @@ class Accelerator(Protocol):
 class CudaAccelerator:
     """The CUDA device `name`. Raises ValueError if torch does not find it.
 
-    `borrowed` is KV memory of another process, used instead of an allocation of its own.
+    If `borrowed` is given, its KV memory of another process is used, and none is allocated.
     """
 
     def __init__(self, name: str, borrowed: PoolClient | None = None) -> None:
@@ -83,7 +83,7 @@ class CudaAccelerator:
 
 
 def has_triton() -> bool:
-    """Return whether Triton is installed and can build its launchers, which takes a C compiler and a cache."""
+    """Return whether Triton is installed and can build its launchers, which requires a C compiler and a cache."""
     if importlib.util.find_spec("triton") is None:
         return False
     try:

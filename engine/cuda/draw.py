@@ -2,8 +2,8 @@
 # ruff: noqa: N803 (Triton writes what is constant when compiled in capitals)
 """The draw of `engine.sampling` on a GPU, in three launches, without sorting and without waiting for the device.
 
-The filters of a row amount to one number, the lowest score kept. It is found by a search over all float32 values that
-counts and weighs the scores above a few pivots at a time. Gumbel noise is then added to every token kept.
+The filters of a row are equivalent to one number, the lowest score kept. A search over all float32 values finds it:
+each round counts and weighs the scores above a few pivots. Gumbel noise is then added to the scores kept.
 """
 
 import torch
@@ -27,9 +27,9 @@ PART = 4096  # tokens per program
 def draw(logits: Tensor, parameters: Tensor, adjusted: Tensor | None = None) -> Tensor:
     """Return one token per row, int64 [R]; -1 if a logit is not finite, -2 if no token is allowed.
 
-    `logits` float32 [R, vocab]; `parameters` as `parameters_of` packs them; `adjusted`: the logits
-    after bans, bias and penalties, None if no row has any. Draws the same tokens as `engine.sampling.draw`, except that
-    weights are float32 here, so the two may differ if the mass of a token's predecessors is within 1e-6 of top_p.
+    `logits` is float32 [R, vocab], and `parameters` is packed by `parameters_of`. `adjusted` has the logits after bans,
+    bias and penalties, or is None if no row has any. Draws the same tokens as `engine.sampling.draw`, but weights are
+    float32, so a token may differ if the mass of its predecessors is within 1e-6 of top_p.
     """
     rows, vocab = logits.shape
     scores = logits if adjusted is None else adjusted
@@ -56,14 +56,14 @@ def _number(parameters, row, word):
 
 @triton.jit
 def _scores(logits, first, vocab, temperature, BLOCK: tl.constexpr):
-    """Return scores, float32 [BLOCK], with IEEE division: another rounding could change their order."""
+    """Return scores, float32 [BLOCK]. The division is IEEE's, because another rounding could change their order."""
     column = first + tl.arange(0, BLOCK)
     return tl.div_rn(tl.load(logits + column, mask=column < vocab, other=float("-inf")), temperature)
 
 
 @triton.jit
 def _ordered(scores):
-    """Return int32 keys that order as the scores do. On bits the mapping is its own inverse."""
+    """Return int32 keys with the same order as the scores. Applied to the bits twice, the mapping is the identity."""
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # -0.0 is 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -73,7 +73,8 @@ def _search(
     logits, vocab, temperature, best, low, high, top_k, mass,
     BLOCK: tl.constexpr, PIVOTS: tl.constexpr, WEIGHS: tl.constexpr,
 ):  # fmt: skip
-    """Return the lowest key in [low, high] with fewer than top_k scores, and (WEIGHS) less than `mass`, above it."""
+    """Return the lowest key in [low, high] such that fewer than top_k scores are above it. With WEIGHS, the weight of
+    these scores must also be less than `mass`."""
     number = tl.arange(0, PIVOTS) + 1
     while low < high:
         span = high - low
@@ -109,7 +110,7 @@ def find_least(
         highest = tl.full([BLOCK], float("-inf"), tl.float32)
         for first in range(0, vocab, BLOCK):
             highest = tl.maximum(highest, _scores(logits, first, vocab, divisor, BLOCK))
-        # Finite, so that the search ends also for a row that is broken or has no token; `choose_part` reports those.
+        # Make it finite, so that the search ends for broken rows and rows without tokens; `choose_part` reports them.
         best = tl.minimum(tl.maximum(tl.max(highest, 0), -LARGEST), LARGEST)
         if min_p > 0.0:
             floor = best + tl.log(min_p).to(tl.float32)
@@ -126,7 +127,7 @@ def find_least(
 
 @triton.jit
 def _mass(logits, vocab, temperature, best, least, top_k, BLOCK: tl.constexpr):
-    """Return the mass of the top_k scores at or above a key; of equal scores at the end, only as many as fit."""
+    """Return the mass of the top_k largest scores at or above a key. Ties at the end count only up to top_k scores."""
     above, count = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.int32)
     alike, weight = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.float32)
     for first in range(0, vocab, BLOCK):
@@ -142,7 +143,7 @@ def _mass(logits, vocab, temperature, best, least, top_k, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gumbel(key, tokens):
-    """`engine.counter_rng.gumbel`, on unsigned integers."""
+    """Do the same as `engine.counter_rng.gumbel`, with unsigned integers."""
     value = key + (tokens + 1).to(tl.uint64) * GOLDEN_RATIO
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB
@@ -175,9 +176,7 @@ def draw_part(
         broken |= ((column < vocab) & ((tl.abs(raw) < float("inf")) == 0)).to(tl.int32)
         ranked = scores.to(tl.float64)
         kept = (scores >= floor) & (scores > float("-inf"))
-        if (greedy == 0) & (
-            tl.max(kept.to(tl.int32), 0) > 0
-        ):  # noise is expensive: skipped if the filters left nothing
+        if (greedy == 0) & (tl.max(kept.to(tl.int32), 0) > 0):  # skip the expensive noise if the filters left no token
             ranked += _gumbel(key, column)
         ranked = tl.where(kept, ranked, float("-inf"))
         better = ranked > value

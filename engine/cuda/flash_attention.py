@@ -1,7 +1,7 @@
-"""Attention by the flash-attn packages: FlashAttention 2, 3 or 4 (Dao et al.), whichever is installed.
+"""Attention by the flash-attn packages FlashAttention 2, 3 and 4 (Dao et al.), if one is installed.
 
-They read the KV pool through strided views and the block table. An adapter per generation hides differences in names
-and limits. A package is imported only when it is chosen.
+They read the KV pool through strided views and the block table. Each generation has an adapter, which hides differences
+in names and limits. A package is imported only when it is chosen.
 """
 
 import importlib
@@ -36,13 +36,13 @@ class FlashVersion(Protocol):
     """An adapter for one package. The constructor imports it.
 
     `attend` takes q [T, heads, head_dim] and strided k and v [num_blocks, block_tokens, kv_heads, head_dim], and
-    returns causal attention [T, heads, head_dim]; a window of 0 means none.
+    returns causal attention [T, heads, head_dim]. A window of 0 means no window.
     """
 
     def __init__(self) -> None: ...
 
     def refusal(self, block_tokens: int) -> str:
-        """Return why this block size is not supported, or ""."""
+        """Return the reason if this block size is not supported, or ""."""
         ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: FlashRows, window: int) -> Tensor: ...
@@ -59,7 +59,7 @@ class Flash2:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: FlashRows, window: int) -> Tensor:
         seen: dict[str, Any] = {"causal": True, "window_size": (window - 1, 0) if window else (-1, -1)}
-        if rows.max_q == 1:  # this call splits long contexts over the device, the one for chunks does not
+        if rows.max_q == 1:  # unlike the call for chunks, this one splits long contexts over the device
             out = self._with_cache(q[:, None], k, v, cache_seqlens=rows.kv_len, block_table=rows.block_table, **seen)
             return out[:, 0]
         cu_k = torch.zeros_like(rows.cu_q)
@@ -95,7 +95,7 @@ class Flash4:
         self._varlen: Callable[..., Any] = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
 
     def refusal(self, block_tokens: int) -> str:
-        # Blocks of 128 are loaded whole, so a NaN that a failed request left in the unused tail would spread (0 * NaN).
+        # Blocks of 128 are loaded whole, so a NaN of a failed request in the unused tail would spread (0 * NaN).
         return (
             ""
             if block_tokens != 128
@@ -136,7 +136,7 @@ def installed() -> list[str]:
 
 
 def _is_there(module: str) -> bool:
-    """`find_spec` of a submodule imports its package, which fails where that was built for another torch."""
+    """Return whether the module is installed. `importlib.util.find_spec` would import its package, which may fail."""
     package, _, submodule = module.partition(".")
     found = importlib.util.find_spec(package)
     if found is None or not submodule:
@@ -145,7 +145,7 @@ def _is_there(module: str) -> bool:
 
 
 def load(name: str) -> FlashVersion:
-    """Import a generation's package. Raises ValueError when that fails: built for another torch, or half installed."""
+    """Import a generation's package. Raises ValueError if that fails, for example if it was built for another torch."""
     try:
         return GENERATIONS[name][1]()
     except Exception as error:
@@ -158,8 +158,8 @@ def load(name: str) -> FlashVersion:
 class FlashAttention:
     """Attention over `pool` by the generation `name`.
 
-    `decoding` computes slices of one token if the package is slow at them. Raises ValueError if the package does not
-    support the pool's dtype, head size or block size, or cannot be loaded.
+    If the package is slow for slices of one token, `decoding` computes them. Raises ValueError if the package cannot be
+    loaded, or does not support the pool's dtype, head size or block size.
     """
 
     def __init__(self, pool: KVPool, name: str, decoding: AttentionBackend | None = None) -> None:
@@ -204,7 +204,7 @@ def part_of(batch: Batch, first: int, last: int) -> tuple[Batch, slice]:
 
 
 class FlashPlan:
-    """One step's attention: leading slices of one token are computed separately from the chunks after them."""
+    """The attention of one step. Leading slices of one token are computed separately from the chunks after them."""
 
     def __init__(self, pool: KVPool, generation: FlashVersion, decoding: AttentionBackend | None, batch: Batch) -> None:
         self._pool = pool

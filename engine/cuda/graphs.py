@@ -1,7 +1,7 @@
 """Captured device work: recorded once, replayed with one call. Work that cannot be captured runs between two graphs.
 
-A pass is broken into pieces at attention (as in SGLang PR #19102 and vLLM's breakable graphs), which needs no compiler:
-capture ends, the call is recorded, and capture begins again.
+A pass is divided at attention, as in SGLang PR #19102 and vLLM's breakable graphs. This needs no compiler: capture
+ends, the call is recorded, and capture begins again.
 """
 
 import gc
@@ -30,15 +30,15 @@ class GraphPool(Protocol):
     def graph(self) -> Graph: ...
 
     def prepare(self, work: Callable[[], object]) -> None:
-        """Run `work` once, uncaptured, so that it compiles and allocates what it keeps."""
+        """Run `work` once without capturing it, so that it compiles its kernels and allocates lasting memory."""
         ...
 
     def capture(self, work: Callable[[], T]) -> T:
-        """Call `work`, which begins and ends graphs, in a state in which capture is possible."""
+        """Call `work` in a state that allows capturing. `work` begins and ends the graphs."""
         ...
 
     def reclaim(self) -> None:
-        """Announce that the next replay is of another pass."""
+        """Announce that the next replay belongs to another pass."""
         ...
 
 
@@ -48,7 +48,7 @@ class CudaGraph:
         self._pool = pool
 
     def begin(self) -> None:
-        # thread_local: other threads (channels) may allocate and copy while this one captures.
+        # With thread_local, other threads (channels) may allocate and copy while this one captures.
         self._graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
 
     def end(self) -> None:
@@ -72,7 +72,7 @@ class CudaGraphPool:
     def capture(self, work: Callable[[], T]) -> T:
         """Call `work` on a separate stream, since the default stream cannot be captured.
 
-        Python's garbage collector is off meanwhile: if it destroyed an older graph, the capture would fail.
+        Python's garbage collector is disabled during the call: if it destroyed an older graph, the capture would fail.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         collects = gc.isenabled()
@@ -87,7 +87,7 @@ class CudaGraphPool:
         return result
 
     def reclaim(self) -> None:
-        """Do nothing: addresses are fixed."""
+        """Do nothing. The memory of all graphs is at fixed addresses."""
 
 
 class GraphRecording:
@@ -107,7 +107,7 @@ class GraphRecording:
             try:
                 result = work()
             except BaseException:
-                with suppress(Exception):  # CUDA refuses to end what has failed: that error would hide the first
+                with suppress(Exception):  # ending a failed capture raises an error that would hide the first one
                     self._end()
                 raise
             self._end()
@@ -116,7 +116,7 @@ class GraphRecording:
         return self._pool.capture(whole)
 
     def pause(self, call: Callable[[], None]) -> None:
-        """Make `call` at every replay, between the work before and after this point. Called inside `work`."""
+        """Interrupt the capture, so that every replay makes `call` at this point. Called inside `work`."""
         self._end()
         self._pieces.append(call)
         self._begin()

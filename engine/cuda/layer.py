@@ -1,4 +1,4 @@
-"""A layer's element-wise work on a GPU: four Triton kernels, each one launch instead of three to ten in plain torch."""
+"""The element-wise work of a layer on a GPU: four Triton kernels, each of which replaces 3 to 10 launches of torch."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ from engine.models.config import ModelConfig
 from engine.models.rope import inverse_frequencies
 
 SILU_BLOCK = 1024
-ELEMENTS_A_WARP = 256  # elements per warp: fewer leave lanes idle, more spill registers
+ELEMENTS_A_WARP = 256  # per warp: with fewer elements, lanes are idle; with more, registers are spilled
 
 
 class TritonKernels:
@@ -23,7 +23,7 @@ class TritonKernels:
         self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(pool.tensor.device)
 
     def begin(self, batch: Batch) -> "TritonStep":
-        """Return the step's kernels. Nothing is computed, so a graph's static batch stays valid in replays."""
+        """Return the step's kernels. Nothing is computed from the batch, so graphs can replay with other values."""
         return TritonStep(self, batch)
 
 

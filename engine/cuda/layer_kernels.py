@@ -9,7 +9,7 @@ import triton.language as tl
 @triton.jit
 def norm_rows(
     rows,
-    update,  # added to `rows` in place first, where ADDS
+    update,  # first added to `rows` in place if ADDS
     weight,
     out,
     eps,
@@ -19,14 +19,14 @@ def norm_rows(
     BLOCK: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """RMS norm (Zhang and Sennrich 2019). Grid: rows."""
+    """Compute the RMS norm (Zhang and Sennrich 2019). Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     held = column < WIDTH
     values = tl.load(rows + row * row_stride + column, mask=held, other=0.0).to(tl.float32)
     if ADDS:
         values += tl.load(update + row * update_stride + column, mask=held, other=0.0).to(tl.float32)
-        # The norm is of the sum as it is kept, rounded to its dtype.
+        # Compute the norm of the sum after rounding, since the rounded sum is stored.
         kept = values.to(rows.dtype.element_ty)
         tl.store(rows + row * row_stride + column, kept, mask=held)
         values = kept.to(tl.float32)
@@ -37,7 +37,7 @@ def norm_rows(
 
 @triton.jit
 def _turned(places, held, weight, half, cosine, sine, eps, HEAD_DIM: tl.constexpr, NORMED: tl.constexpr):
-    """Both halves of the heads at `places` [heads, HEAD_DIM / 2], normed where asked for, and rotated."""
+    """Return both halves of the heads at `places` [heads, HEAD_DIM / 2], rotated, and normed before if NORMED."""
     left = tl.load(places, mask=held, other=0.0).to(tl.float32)
     right = tl.load(places + HEAD_DIM // 2, mask=held, other=0.0).to(tl.float32)
     if NORMED:
@@ -70,7 +70,7 @@ def rotate_and_store(
     BLOCK_H: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """Grid: tokens x kv heads. A program turns one KV head and the query heads that read it."""
+    """Grid: tokens x kv heads. A program rotates one KV head and the query heads that read it."""
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kv_heads = tl.num_programs(1)
     half = tl.arange(0, BLOCK_H)

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.cuda.kv.driver import CudaDevice, CudaRegion, PinnedStaging
 from shared.kv.memory import Staging
 
-PIECE_BYTES = 16 << 20  # summed at once: with its products this fits into the L2 cache of an H200 (50 MB)
+PIECE_BYTES = 16 << 20  # summed at once: the piece and its products fit into the L2 cache of an H200 (50 MB)
 WORD_BYTES = 8
 
 
@@ -19,9 +19,9 @@ class DeviceMemory:
     """KV memory on a GPU: `rows` is uint8 [num_rows, row_bytes] on `device`.
 
     The node owns it: the engine's thread computes in it, and KV channels read and write rows from other threads and
-    streams. A channel may read a row only after the step that filled it has been waited for. A new allocation is
-    zeroed; `region` is a peer's memory to use instead. Raises ValueError if a size is not positive or rows are not a
-    multiple of 8 bytes, and OSError (`CudaError`) if the driver fails, for example for lack of memory.
+    streams. A channel may read a row only after the step that filled it has ended. The memory is a new allocation of
+    zeros or, if given, `region` of a peer. Raises ValueError if a size is not positive or rows are not a multiple of 8
+    bytes. Raises OSError (`CudaError`) if the driver fails, for example for lack of memory.
     """
 
     sums: ClassVar[str] = "linear64"
@@ -41,21 +41,21 @@ class DeviceMemory:
         self._weights = _weights(row_bytes // WORD_BYTES, device)
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            # A stream of its own, for which no step waits; the weights are there before its first use.
+            # Use a separate stream, for which no step waits, after the weights above are complete.
             torch.cuda.synchronize(device)
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def checksums(self, rows: Sequence[int]) -> bytes:
         """Return 8 bytes per row, little-endian: the sum modulo 2^64 of its 64-bit words, each multiplied by an odd
-        number that depends on its position (multilinear hashing), so a difference in one word is always detected.
+        number that depends on its position (multilinear hashing). A difference in one word is always detected.
 
-        Computed on the device on a separate stream; blocks until it is done.
+        The sums are computed on the device, on a separate stream. The call waits for them.
         """
         words = self.rows.view(torch.int64)
         with torch.inference_mode(), ExitStack() as beside:
             if (
                 self._stream is not None
-            ):  # a thread's default device is the first GPU, which would otherwise be initialized
+            ):  # otherwise torch would initialize the first GPU, the default device of a thread
                 beside.enter_context(torch.cuda.device(self.device))
                 beside.enter_context(torch.cuda.stream(self._stream))
             sums = [self._sums(words[first:last]) for first, last in _runs(rows, max(1, PIECE_BYTES // self.row_bytes))]
@@ -82,7 +82,7 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 class _Raw:
-    """Device memory as the CUDA array interface, which torch wraps without a copy. Keeps nothing alive."""
+    """Device memory with the CUDA array interface, which torch wraps without a copy. It does not own the memory."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {
@@ -99,7 +99,7 @@ def _tensor(region: CudaRegion, device: torch.device, size: int) -> Tensor:
         return torch.as_tensor(_Raw(region.address, size), device=device)
     return torch.frombuffer(
         (ctypes.c_ubyte * size).from_address(region.address), dtype=torch.uint8
-    )  # a driver's double
+    )  # a fake of the driver
 
 
 def _runs(rows: Sequence[int], limit: int) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
-"""Forward passes captured at certain sizes: a step is padded to one of them, or runs uncaptured.
+"""Forward passes captured at certain sizes. A step is padded to one of these sizes, or runs uncaptured.
 
-A step of decodes replays one graph. A small step with chunks replays one graph for each part between two attentions,
-since the layout of attention depends on the step. Larger steps keep the device busy without graphs.
+A step of decodes replays one graph. A small step with chunks replays a graph for each part between two attentions,
+because the layout of attention depends on the step. Larger steps keep the device busy without graphs.
 """
 
 import logging
@@ -20,15 +20,15 @@ from engine.kernels import Kernels
 from engine.models.decoder import Decoder
 
 log = logging.getLogger("baton.engine")
-# vLLM's sizes for decodes. Mixed steps have fewer sizes: each takes a graph per layer, and up to about 184 tokens,
-# where an H200 becomes compute-bound, padding costs little.
+# The sizes for decodes are vLLM's. Mixed steps have fewer sizes, because each size takes a graph per layer, and padding
+# takes little time up to about 184 tokens, where an H200 becomes compute-bound.
 DECODES = (1, 2, 4, *range(8, 257, 8), *range(320, 513, 64))
 MIXED = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 
 
 @dataclass(slots=True)
 class Captured:
-    """A pass captured at one size. If `decodes`, attention is part of the graph, and a step has a slice per token."""
+    """A pass captured at one size. If `decodes` is true, the graph includes attention, and a slice has one token."""
 
     shape: StepShape
     decodes: bool
@@ -37,7 +37,7 @@ class Captured:
 
 
 class BrokenAttention:
-    """Attention between captured graphs. It uses its own buffers, so it holds no graph's memory."""
+    """Attention between captured graphs. It has its own buffers, so it does not use the memory of graphs."""
 
     def __init__(self, passes: "Passes", tokens: int, pause: Callable[[Callable[[], None]], None]) -> None:
         self._passes = passes
@@ -52,10 +52,10 @@ class BrokenAttention:
 
 
 class Passes:
-    """Runs the forward pass of a step, captured at the nearest size or as it is.
+    """Runs the forward pass of a step, as a captured pass of the next larger size or uncaptured.
 
-    Owned by `CudaRunner`, which calls it on the engine's thread. Until `capture` is called, every step runs
-    uncaptured. Captured or not, a step's hidden states are the same; they are valid until the next `run`.
+    Owned by `CudaRunner`, which calls it on the engine's thread. Until `capture` is called, every step runs uncaptured.
+    Both ways give the same hidden states. They are valid until the next `run`.
     """
 
     def __init__(self, model: Decoder, kernels: Kernels, attention: AttentionBackend, buffers: StepBuffers) -> None:
@@ -80,7 +80,7 @@ class Passes:
         return own, None
 
     def run(self, step: Batch, captured: Captured | None) -> Tensor:
-        """Run a step, which is on the device, without padding. Return hidden states as `Decoder.forward` does."""
+        """Run a step. Its tensors are on the device and have no padding. Return the result of `Decoder.forward`."""
         if captured is None:
             return self._model.forward(step, self._kernels.begin(step), self._attention.plan(step))
         if not captured.decodes:
@@ -89,7 +89,7 @@ class Passes:
         return captured.hidden[: len(step.logit_rows)]
 
     def attend(self, layer: int, window: int) -> None:
-        """Compute attention of the current step from `queries` to `attended`; rows of padding are not changed."""
+        """Compute the attention of `queries` into `attended` for the current step, except for rows of padding."""
         assert self._plan is not None, "replayed without a plan"
         rows = slice(self._num_tokens)
         self.attended[rows].copy_(self._plan.attend(layer, self.queries[rows], window))
@@ -99,8 +99,8 @@ class Passes:
     def capture(self, pool: GraphPool, slices: int, tokens: int, captures_attention: bool) -> None:
         """Capture passes for steps of up to `slices` slices and `tokens` tokens.
 
-        The largest is captured first, so that the others fit into its memory. `captures_attention` says that the plan
-        of a step of decodes depends only on shapes, so a graph may contain it.
+        The largest is captured first, so that the others fit into its memory. `captures_attention` is true if the plan
+        of a step of decodes depends only on shapes, so that a graph may contain it.
         """
         began, config = time.monotonic(), self._model.config
         sizes = _sizes(MIXED, tokens)
@@ -120,7 +120,7 @@ class Passes:
         return sum(captured.recording.num_graphs for captured in (*self._decodes, *self._mixed))
 
     def describe(self) -> str:
-        """Describe what is captured, for logs."""
+        """Describe the captured passes, for logs."""
         if not self._mixed:
             return "none"
         mixed = f"steps of up to {self._mixed[-1].shape.tokens} tokens"
@@ -129,7 +129,7 @@ class Passes:
     def _decodes_at(self, pool: GraphPool, size: int) -> Captured:
         shape = StepShape(size, size, size)
         batch = self._buffers.clear(shape)
-        # The host copies of a captured batch are upper bounds for all later steps.
+        # The host copies of a captured batch have upper bounds of the values in all later steps.
         most = self._buffers.most_tokens
         batch = replace(batch, starts=[most - 1] * size, kv_lens=[most] * size, sampled=list(range(size)))
 
@@ -153,7 +153,7 @@ class Passes:
 
 
 def _sizes(sizes: Sequence[int], most: int) -> list[int]:
-    """Return the sizes below `most`, followed by `most`, capped at the largest size."""
+    """Return the sizes below `most`, and `most` itself, limited to the largest size."""
     most = min(most, sizes[-1])
     return [*(size for size in sizes if size < most), most]
 

@@ -1,7 +1,7 @@
 """Runs steps on a GPU without waiting for it.
 
-A step is launched while the previous one computes, and reads that step's draws on the device. On a CPU the same code
-runs synchronously, as in the tests.
+A step is launched while the previous one runs, and reads the draws of that step on the device. In tests, the same code
+runs synchronously on a CPU.
 """
 
 import math
@@ -26,9 +26,8 @@ from engine.sampling import NO_TOKEN, NUMERICAL, SamplingRow, adjust, describe, 
 from scheduler.request import Request, Slice, Step, cdiv
 from shared.rpc.messages import SamplingParams
 
-# Logits float32 [R, vocab], parameters as `parameters_of` packs them, and the logits after bans, bias and penalties
-# if a row has any -> tokens int64 [R], or error codes. Does not wait for the device
-# (`engine.cuda.draw`).
+# A function of the logits, float32 [R, vocab], the output of `parameters_of`, and the logits after bans, bias and
+# penalties (None if no row has any). It returns tokens or error codes, int64 [R], without waiting for the device.
 Sampler = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 ERRORS = {BROKEN: NUMERICAL, NOTHING_ALLOWED: NO_TOKEN}
 CPU = torch.device("cpu")
@@ -63,8 +62,8 @@ class CudaRunner(TorchRunner):
     """Runs a decoder on a GPU, with static buffers and optionally captured passes. Experimental.
 
     The engine's thread calls it, and at most one step is pending at a time. `sampler` draws all rows on the device. If
-    it is None, `engine.sampling` draws and waits for the device, unless all rows are greedy. Penalties, biases, bans
-    and logprobs need the host and wait for the device too. A row's draw does not depend on the other rows.
+    it is None, `engine.sampling` draws, and waits for the device unless all rows are greedy. Penalties, biases, bans
+    and logprobs are computed on the host, and also wait for the device. A draw does not depend on the other rows.
     """
 
     can_run_ahead = True
@@ -87,22 +86,22 @@ class CudaRunner(TorchRunner):
         self.passes = Passes(model, kernels, backend, self._buffers)
         self._tokens = torch.zeros(capacity.slices, dtype=torch.int64, device=device)  # draws of the last step
         self._cuda = cuda = device.type == "cuda"
-        # Two of each, used alternately: the previous step's tokens may not have been read yet.
+        # Two of each are used alternately, because the previous step's tokens may not have been read yet.
         self._arrivals = [torch.zeros(capacity.slices, dtype=torch.int64, pin_memory=cuda) for _ in range(2)]
         self._events = [_event() if cuda else None for _ in range(2)]
         self._before: Sequence[Slice] = ()
 
     def capture(self, pool: GraphPool) -> None:
-        """Capture passes for every step that the scheduler may decide.
+        """Capture passes for the largest step that the scheduler may decide, and for smaller ones.
 
-        The reference attention is planned on the host for each step, so no graph may contain it.
+        A graph may not contain the reference attention, because it is planned on the host for each step.
         """
         with self._here():
             captures_attention = self._backend.name != TorchAttention.name
             self.passes.capture(pool, self._capacity.slices, self._capacity.tokens, captures_attention)
 
     def facts(self) -> dict[str, str]:
-        """Describe what the runner computes with, for users."""
+        """Return the names of the runner's parts, for users."""
         return {
             "attention": self._backend.name,
             "kernels": self._kernels.name,
@@ -111,10 +110,9 @@ class CudaRunner(TorchRunner):
         }
 
     def warm_up(self) -> None:
-        """Run steps that differ from the largest step and the captured ones: long and short contexts, few and many
-        tokens, biased draws. Otherwise a request could wait seconds for a kernel to be compiled. Their KV goes to the
-        dummy block.
-        """
+        """Run steps unlike the largest and the captured ones: long and short contexts, few and many tokens, biased
+        draws. This compiles kernels for which a request could otherwise wait for seconds. The KV goes to the dummy
+        block."""
         far = min(self._buffers.most_tokens, FAR) - WARM_COUNT
         many = max(1, min(self._capacity.tokens // WARM_COUNT, MANY))
         mixes = ([(0, 1), (0, WARM_COUNT)], [(far, 1), (0, WARM_COUNT)], [(0, 2)], [(far, 2)], [(0, WARM_COUNT)] * many)
@@ -139,7 +137,7 @@ class CudaRunner(TorchRunner):
 
     @contextmanager
     def _here(self) -> Iterator[None]:
-        """Set the current device and inference mode, which are per thread."""
+        """Set the current device and inference mode of this thread."""
         with torch.inference_mode(), torch.cuda.device(self._device) if self._cuda else nullcontext():
             yield
 
@@ -160,7 +158,7 @@ class CudaRunner(TorchRunner):
         if rows:
             self._draw(self._model.logits(hidden[: len(rows)]), rows, parameters, launched)
         self._score(replace(step, slices=slices), built, hidden[len(rows) :], launched.outputs)
-        if done is not None:  # recorded even if nothing was drawn: `wait` also means that the KV is stored
+        if done is not None:  # even if nothing was drawn: `wait` also waits until the KV is stored
             done.record()
         self._before = slices
         return launched
@@ -192,7 +190,7 @@ class CudaRunner(TorchRunner):
 
 
 def _event() -> "torch.cuda.Event":
-    """Return an event for which the host sleeps; spinning would take a core from other nodes."""
+    """Return an event whose `wait` sleeps. Spinning would take a core from other nodes."""
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 

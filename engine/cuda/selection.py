@@ -1,4 +1,4 @@
-"""Selects attention and kernels of a node on a GPU: the requested ones, or the fastest that run there."""
+"""Selects attention and kernels of a node on a GPU: the requested ones, or the fastest that this GPU supports."""
 
 import logging
 
@@ -22,10 +22,10 @@ NO_FLASH_ATTN = (
 def attention_on_cuda(name: str, pool: KVPool, triton: bool, computed: torch.dtype | None = None) -> AttentionBackend:
     """Return the backend `name` for a GPU. Experimental.
 
-    `triton` says whether that package works; `computed` is the dtype of queries, None for the pool's. "auto" selects
-    FlashAttention 3 if it is installed and suits the GPU, otherwise our Triton kernels: the other generations of
-    FlashAttention prefill or decode more slowly, or are in beta. Raises ValueError if the backend is not available or
-    does not support the pool.
+    `triton` is true if the Triton package works. `computed` is the dtype of queries, by default that of the pool.
+    "auto" selects FlashAttention 3 if it is installed and supports the GPU. Otherwise it selects our Triton kernels,
+    because the other generations are slower or in beta. Raises ValueError if the backend is not available or does not
+    support the pool.
     """
     if name == "numba":
         raise ValueError("--attention-backend numba: runs on a CPU only; use auto")
@@ -55,9 +55,9 @@ def attention_on_cuda(name: str, pool: KVPool, triton: bool, computed: torch.dty
 
 
 def usable_on_cuda(name: str, device: torch.device) -> str:
-    """`name`, or "own" in place of "auto" where the FlashAttention 3 that it would take cannot be loaded.
+    """Return `name`, or "own" if `name` is "auto" and the FlashAttention 3 that it would select cannot be loaded.
 
-    The log says so once, however many pools attention is chosen for.
+    The failure is logged here, so that it is logged once and not for each pool.
     """
     if name == "auto" and FLASH_3 in flash_attn_here(device):
         try:
@@ -89,7 +89,7 @@ def flash_attn_here(device: torch.device) -> list[str]:
 
 
 def kernels_on_cuda(config: ModelConfig, pool: KVPool, triton: bool) -> Kernels:
-    """Return the fused Triton kernels if `triton` says that the package works, otherwise plain torch."""
+    """Return the fused Triton kernels if `triton` is true, and otherwise plain torch."""
     if not triton:
         return TorchKernels(config, pool)
     from engine.cuda.layer import TritonKernels

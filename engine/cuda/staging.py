@@ -1,7 +1,7 @@
-"""Copies a step to the device: all integers of a batch are in one pinned block, copied at once.
+"""Copies a step to the device: all integers of a batch are in one pinned block, which is copied at once.
 
-A captured graph reads fixed addresses, so the device's block has one layout per shape. A step that is padded to a
-shape is filled up with tokens that store nothing and slices with an empty context.
+A captured graph reads fixed addresses, so the device's block has one layout per shape. The padding of a step consists
+of tokens that store nothing and of slices with an empty context.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ NUM_REGIONS = 9  # of a block: six tensors of a batch, carried tokens, sampling 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The size of a pass: a step's own, or the one that it is padded to."""
+    """The size of a pass: that of a step, or that to which the step is padded."""
 
     tokens: int
     slices: int
@@ -33,7 +33,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class StepCapacity:
-    """The largest step that the buffers hold. A larger one (a prompt that may not be chunked) gets its own buffers."""
+    """The largest step that the buffers hold. A larger one (a prompt that may not be chunked) has its own buffers."""
 
     slices: int
     tokens: int
@@ -55,7 +55,7 @@ class StepCapacity:
 class BufferCarver:
     """Allocates consecutive regions of a flat int64 block. Equal sequences of calls give equal layouts.
 
-    Regions are aligned to 16 bytes, since Triton compiles another kernel for pointers that are not.
+    Regions are aligned to 16 bytes, because Triton compiles another kernel for pointers without this alignment.
     """
 
     def __init__(self, words: Tensor) -> None:
@@ -69,7 +69,7 @@ class BufferCarver:
         return self._words[start : start + words].view(dtype)[:count]
 
     def batch(self, shape: StepShape, table: Tensor) -> Batch:
-        """Views for a shape. What a graph reads comes first: where it lies depends on the shape alone."""
+        """Return views for a shape. Tensors that graphs read come first, so that the shape determines their place."""
         return Batch(
             tokens=self.take(shape.tokens),
             positions=self.take(shape.tokens),
@@ -86,7 +86,7 @@ class BufferCarver:
 
 
 class StepBuffers:
-    """Two host blocks, used alternately because the previous step's copy may be in progress, and one device block."""
+    """One device block, and two host blocks that alternate, because the previous step's copy may be in progress."""
 
     def __init__(self, capacity: StepCapacity, device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -97,7 +97,7 @@ class StepBuffers:
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens of one request."""
+        """The maximum number of tokens of one request."""
         return self.capacity.blocks * self.capacity.block_tokens
 
     def clear(self, shape: StepShape) -> Batch:
@@ -107,9 +107,9 @@ class StepBuffers:
         return batch
 
     def load(self, step: Batch, rows: list[SamplingRow], shape: StepShape, draws: Tensor) -> tuple[Batch, Tensor]:
-        """Copy a step that was built on the host, padded to `shape`, and fill in its carried tokens from `draws`.
+        """Copy a step from the host to the device, padded to `shape`, and set its carried tokens from `draws`.
 
-        Returns the step on the device without padding, and the parameters of `rows`, int64 [rows, WORDS].
+        Return the step on the device without padding, and the parameters of `rows`, int64 [rows, WORDS].
         """
         self._host.reverse()
         host, device = BufferCarver(self._host[0]), BufferCarver(self._words)
@@ -124,7 +124,7 @@ class StepBuffers:
         parameters = device.take(WORDS * len(rows)).view(-1, WORDS)
         table = device.take(step.block_table.numel(), torch.int32)
         self._table[: len(step.starts), :width].copy_(table.view(-1, width))
-        if step.carried:  # a failed draw is negative: its request is over, and this result is discarded
+        if step.carried:  # a failed draw is negative; its request has ended, so the result is discarded
             padded.tokens.index_copy_(0, carried[0], draws[carried[1]].clamp(min=0))
         return _own(padded, step), parameters
 
@@ -140,7 +140,7 @@ def _fill(views: Batch, step: Batch) -> None:
         view[len(values) :] = padding
     view, last = views.cu_q, len(step.cu_q)
     view[:last] = step.cu_q
-    # Padding slices have one token each; only steps of decodes have any.
+    # Padding slices have one token each. Only steps of decodes have padding slices.
     view[last:] = torch.arange(last, len(view), dtype=torch.int32)
 
 

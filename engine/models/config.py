@@ -53,7 +53,7 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "ModelConfig":
-        """Read config.json, and the end tokens in generation_config.json. Raises ValueError with one line."""
+        """Read config.json, and the end tokens in generation_config.json. Raises ValueError if a value is invalid."""
         keys = ConfigReader(read_json(directory / "config.json"), directory / "config.json")
         architecture = _architecture(keys)
         hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
@@ -86,7 +86,7 @@ class ModelConfig:
 
 
 class ConfigReader:
-    """Reads a JSON object from a file. All methods raise ValueError that names the file, the key and the fix."""
+    """Reads a JSON object from a file. For invalid values, all methods raise ValueError with file, key and fix."""
 
     def __init__(self, values: dict[str, Any], file: Path, prefix: str = "") -> None:
         self.values = values
@@ -225,7 +225,7 @@ def _windows(keys: ConfigReader, architecture: str, layers: int) -> tuple[int, .
 
 
 def _eos_token_ids(keys: ConfigReader, directory: Path, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids of both files: chat models name their end-of-turn token only in generation_config.json."""
+    """Return the ids of both files. Chat models have their end-of-turn token only in generation_config.json."""
     ids = keys.token_ids("eos_token_id", vocab_size)
     file = directory / "generation_config.json"
     if file.exists():

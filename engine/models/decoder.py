@@ -16,7 +16,7 @@ from engine.linear import Linear, LinearFormat, Lookup, Plain
 from engine.models.config import ModelConfig
 from engine.weights import Checkpoint
 
-MLP_ROWS = 512  # computed at once on a CPU: larger pieces are no faster and need more memory
+MLP_ROWS = 512  # rows computed at once on a CPU: larger pieces are not faster, and need more memory
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class Decoder:
         attention: AttentionPlan,
         asked: Tensor | None = None,
     ) -> Tensor:
-        """Return [T, num_heads * head_dim], or only the rows `asked` for, for which `attention` was planned."""
+        """Return [T, num_heads * head_dim]. If `asked` is given, return only these rows, as planned in `attention`."""
         q = kernels.rotate_and_store(index, layer.qkv(rows), layer.q_norm, layer.k_norm)
         return attention.attend(index, q if asked is None else q[asked], layer.window).flatten(1)
 
@@ -120,15 +120,15 @@ class TensorSource(Protocol):
 def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: LinearFormat | None = None) -> Decoder:
     """Load a Hugging Face directory onto `device`.
 
-    `dtype` is the dtype of activations; weight matrices are stored as `linear` does, by default plain in `dtype`.
-    Raises ValueError that names the error in config.json or a tensor.
+    `dtype` is the dtype of activations. `linear` is the format of weight matrices, by default plain tensors in `dtype`.
+    Raises ValueError, naming the key or the tensor, if config.json or a weight file is invalid.
     """
     config = ModelConfig.from_directory(path)
     return assemble(Checkpoint(path, device), config, dtype, linear or Plain(dtype))
 
 
 def assemble(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, linear: LinearFormat) -> Decoder:
-    """Build a decoder from `checkpoint`, which must hold exactly the model's tensors under Hugging Face's names."""
+    """Build a decoder from `checkpoint`. It must have exactly the model's tensors, with the names of Hugging Face."""
     embed, head = _load_vocabulary(
         checkpoint, config, linear
     )  # first, so that a tied matrix is freed before the rest is loaded
@@ -143,7 +143,7 @@ def _load_vocabulary(checkpoint: TensorSource, config: ModelConfig, linear: Line
     shape = config.vocab_size, config.hidden_size
     embedded = checkpoint.take("model.embed_tokens.weight", *shape)
     if config.tie_word_embeddings:
-        checkpoint.skip("lm_head.weight")  # some files hold the tied tensor twice
+        checkpoint.skip("lm_head.weight")  # some files contain the tied tensor twice
         head = linear.make(embedded, None)
         return head.lookup() or partial(embedding, weight=embedded), head
     return partial(embedding, weight=embedded), linear.make(checkpoint.take("lm_head.weight", *shape), None)

@@ -41,5 +41,5 @@ def random_decoder(
     seed: int = 0,
     deviation: float = STANDARD_DEVIATION,
 ) -> Decoder:
-    """Return a decoder with random weights in `config`'s shape, stored as `linear` does, by default plain."""
+    """Return a decoder with random weights in the shape of `config`. `linear` is their format, by default plain."""
     return assemble(RandomTensors(dtype, device, seed, deviation), config, dtype, linear or Plain(dtype))

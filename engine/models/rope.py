@@ -17,7 +17,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     if rope.kind != "llama3":
         return frequencies
     turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)  # within the original context
-    # 0: low frequency, scaled by the whole factor; 1: high frequency, unchanged; between: interpolated.
+    # 0 for low frequencies, which are scaled by the factor; 1 for high ones, which are unchanged; interpolated between.
     keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return frequencies * (keep + (1 - keep) / rope.factor)
 

@@ -1,8 +1,8 @@
 """The KV channel between GPUs of one host: the writer maps the receiver's memory and copies rows on the device.
 
-The receiver sends its allocation once, as a file descriptor over the socket of `shared.kv.local`. Writes are one-sided,
-so the channel is not `fenced`. A receiver is `reachable` if this process sees the receiver's GPU and its own GPU can
-copy to it. GPUs are identified by UUID, since ordinals differ between processes.
+The receiver sends its allocation as a file descriptor over the socket of `shared.kv.local`. Writes are one-sided, so
+the channel is not `fenced`. A receiver is `reachable` if this process sees its GPU, and the writer's GPU can copy to
+it. GPUs are identified by UUID, since ordinals differ between processes.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from shared.kv.memory import KVMemory
 from shared.kv.shm import runs
 
 OFFER = struct.Struct("<Q")  # bytes of the region
-# Copied between two checks for a stop: it takes half a millisecond on one GPU, and a check takes far less.
+# Copied between two checks for a stop. A copy takes half a millisecond on one GPU, and a check takes far less.
 PIECE_BYTES = 1 << 30
 # The kernel may close the sockets of a killed process before the driver has ended its copies.
 SETTLE_S = 0.1
@@ -37,8 +37,8 @@ class DeviceRows(KVMemory, Protocol):
 class CudaIpcChannel(LocalChannel[DeviceRows]):
     """See KVChannel.
 
-    The rows of a push must be fully computed. The engine reports a chunk after its step has ended, so a push need not
-    wait for the computing stream.
+    The rows of a push must be fully computed. A push need not wait for the computing stream, because the engine reports
+    a chunk only after its step has ended.
     """
 
     name = "cuda_ipc"
@@ -67,7 +67,7 @@ class CudaIpcChannel(LocalChannel[DeviceRows]):
 
 
 class _Copier:
-    """A peer's pool, which is mapped into this process while the peer is alive."""
+    """The mapping of a peer's pool into this process. It lasts while the peer is alive."""
 
     def __init__(self, descriptor: PeerDescriptor, incarnation_id: str, ours: CudaRegion, patience_s: float) -> None:
         self._ours = ours
@@ -82,7 +82,7 @@ class _Copier:
     def push(
         self, _reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
     ) -> None:
-        """Copy adjacent rows together, and wait for each piece. Other threads run in the meantime."""
+        """Copy adjacent rows in one call, and wait for each piece. Other threads run in the meantime."""
         size, started = self._row_bytes, 0
         for start, end in runs(source, target, max(1, PIECE_BYTES // size)):
             if not started and (stopped() or hung_up(self.socket)):
@@ -97,14 +97,14 @@ class _Copier:
             raise PeerLostError("it has ended")
 
     def interrupt(self) -> None:
-        """Do nothing: a push checks `stopped` after each piece, and the connection must stay open until it ends."""
+        """Do nothing: a push checks `stopped` after each piece, and needs the open connection until it ends."""
 
     def close(self) -> None:
         with contextlib.suppress(CudaError):  # the device is lost, so no copy is in progress
             self._stream.wait()
             self._stream.close()
             self._theirs.close()
-        self.socket.close()  # last, since its end shows the peer that we write no more
+        self.socket.close()  # last, because it shows the peer that we write no more
 
 
 def attach(

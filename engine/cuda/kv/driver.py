@@ -1,6 +1,6 @@
 """The CUDA driver through NVIDIA's cuda-bindings: GPU memory that another process can map, and copies of its rows.
 
-The memory is allocated outside torch, whose settings can make memory impossible to share.
+The memory is allocated outside torch, because some settings of torch's allocator prevent sharing.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ from typing import Any, Self
 
 
 class CudaError(OSError):
-    """A call of the driver failed. The text has the name of the call and that of the error."""
+    """A call of the driver failed. The text contains the names of the call and of the error."""
 
 
 class Driver:
@@ -34,7 +34,7 @@ class Driver:
             raise CudaError(f"no CUDA driver to use here: {error}; see the extra `gpu`") from error
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a function and return its result, None without one. Raises CudaError."""
+        """Call a function and return its result, or None if it has none. Raises CudaError."""
         code, *result = getattr(self.api, name)(*arguments)
         if code:
             raise CudaError(f"{name} failed: {code.name} ({int(code)})")
@@ -64,7 +64,7 @@ class CudaDevice:
         return self.driver
 
     def reaches(self, uuid: str) -> bool:
-        """Return whether it can copy to the GPU with this UUID: itself, or a peer that this process sees."""
+        """Return whether it can copy to the GPU with this UUID: to itself, or to a peer that this process sees."""
         uuids = self.driver.uuids()
         if uuid not in uuids or uuid == self.uuid:
             return uuid == self.uuid
@@ -73,9 +73,9 @@ class CudaDevice:
 
 
 class CudaRegion:
-    """`size` bytes of GPU memory at `address`: our own (`allocate`) or those of a peer (`attach`).
+    """`size` bytes of GPU memory at `address`: our own memory (`allocate`), or that of a peer (`attach`).
 
-    A peer maps our own by `descriptor`. The memory exists as long as a process maps it.
+    A peer maps our own memory with `descriptor`. The memory exists as long as any process maps it.
     """
 
     def __init__(self, gpu: CudaDevice, size: int, memory: Any) -> None:
@@ -94,7 +94,7 @@ class CudaRegion:
 
     @classmethod
     def allocate(cls, gpu: CudaDevice, size: int) -> Self:
-        """Allocate zeroed memory. Raises CudaError, also if there is too little memory."""
+        """Allocate zeroed memory. Raises CudaError if there is too little memory or the driver fails."""
         driver, wanted = gpu.use(), gpu.driver.api.CUmemAllocationProp()
         wanted.type = driver.api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         wanted.requestedHandleTypes, wanted.location = driver.by_descriptor, gpu.location
@@ -118,7 +118,7 @@ class CudaRegion:
         return cls(gpu, size, driver.call("cuMemImportFromShareableHandle", descriptor, driver.by_descriptor))
 
     def close(self) -> None:
-        """Unmap the memory. Idempotent. No copy of this process may still use it."""
+        """Unmap the memory. Idempotent. No copy of this process may be using it."""
         address, self.address = self.address, 0
         if not address:
             return
@@ -135,12 +135,12 @@ class CudaStream:
 
     def __init__(self, gpu: CudaDevice) -> None:
         self._driver = gpu.use()
-        # Unlike others, a non-blocking stream is not synchronized with the default stream.
+        # Unlike other streams, a non-blocking one is not synchronized with the default stream.
         flags = self._driver.api.CUstream_flags.CU_STREAM_NON_BLOCKING
         self._stream = self._driver.call("cuStreamCreate", int(flags))
 
     def clear(self, address: int, size: int) -> None:
-        """Start to zero the bytes."""
+        """Start to set the bytes to zero."""
         self._driver.call("cuMemsetD8Async", address, 0, size, self._stream)
 
     def copy(self, target: int, source: int, size: int) -> None:
@@ -162,7 +162,7 @@ class CudaStream:
 
 
 class PinnedStaging:
-    """See Staging: page-locked memory for copies from and to a GPU. It grows to the largest number of rows of any call.
+    """See Staging: page-locked memory for copies from and to a GPU. It grows to the size of the largest call so far.
 
     Rows must be fully computed before they are read. Callers push only rows of steps that have ended.
     """

@@ -1,9 +1,9 @@
-"""The KV channel that moves nothing: a prefill node computes in the pool of the one decode node on its device.
+"""The KV channel that moves no bytes: a prefill node computes in the pool of the one decode node on its device.
 
 The decode node shares its memory (`PoolOwner`) and writes its descriptor to a file in a common directory. A prefill
-node has no pool of its own: it maps this memory at its start (`PoolClient`), and computes each prompt in the blocks
-that the decode node reserved. A connection of `shm` or `cuda_ipc` shows which clients are alive. The channel is not
-`fenced`.
+node has no pool of its own. It maps this memory at its start (`PoolClient`), and computes each prompt in the blocks
+that the decode node reserved. Clients keep a connection of `shm` or `cuda_ipc` open, which ends when they end. The
+channel is not `fenced`.
 """
 
 import asyncio
@@ -32,18 +32,18 @@ LOOK_S = 0.2
 
 
 def descriptor_file(directory: str | Path, gpu: CudaDevice | None) -> Path:
-    """Return the file with the descriptor of a device's pool owner: one for the host, one for each GPU."""
+    """Return the file with the descriptor of a device's pool owner. The host has one, and each GPU has one."""
     return Path(directory) / f"{NAME}-{gpu.uuid if gpu is not None else 'host'}"
 
 
 class PoolOwner:
-    """See KVChannel: the decode node's end. Clients connect over `inner`, which is closed with this channel."""
+    """The decode node's end of the channel; see KVChannel. Clients connect to `inner`, which this channel closes."""
 
     name = NAME
     fenced = False
 
     def __init__(self, inner: LocalChannel[Any], path: Path) -> None:
-        """Write the descriptor to `path`. Raises OSError if another live decode node shares its pool there."""
+        """Write the descriptor to `path`. Raises OSError if `path` belongs to another live decode node."""
         self._inner = inner
         self._path = path
         if _is_live(inner, path):
@@ -61,7 +61,7 @@ class PoolOwner:
         self._inner.grant(reservation_id, rows)
 
     def revoke(self, reservation_id: bytes) -> None:
-        """Do nothing: clients write without asking."""
+        """Do nothing: writes are one-sided."""
 
     def fence_writer(self, incarnation_id: str) -> bool:
         return self._inner.fence_writer(incarnation_id)
@@ -82,7 +82,7 @@ class PoolOwner:
 
 
 def _is_live(channel: LocalChannel[Any], path: Path) -> bool:
-    """Return whether the owner in `path` is alive. A killed owner leaves a stale descriptor file; it is ignored."""
+    """Return whether the owner in `path` is alive. The stale descriptor file of a killed owner is ignored."""
     try:
         return channel.is_live(PeerDescriptor.unpack(path.read_bytes(), channel.name))
     except (FileNotFoundError, DescriptorError):
@@ -90,10 +90,10 @@ def _is_live(channel: LocalChannel[Any], path: Path) -> bool:
 
 
 class PoolClient:
-    """See KVChannel and KVMemory: the prefill node's end of the channel, and its pool.
+    """The prefill node's end of the channel, and its pool; see KVChannel and KVMemory.
 
-    On the host, `rows` is uint8 [num_rows, row_bytes]; on a GPU, `rows` is empty and `region` is the memory. For the
-    owner, this node is a writer until `close`, which must not be called before all computing has ended.
+    On the host, `rows` is uint8 [num_rows, row_bytes]. On a GPU, `rows` is empty and `region` is the memory. The owner
+    considers this node a writer until `close`, which must not be called before all computing has ended.
     """
 
     name = NAME
@@ -138,7 +138,7 @@ class PoolClient:
         return cls(descriptor, connection, np.empty((0, 0), np.uint8), region)
 
     def fitting(self, row_bytes: int) -> Self:
-        """Return itself. Raises ValueError unless its blocks have `row_bytes` bytes."""
+        """Return the client itself. Raises ValueError if its blocks do not have `row_bytes` bytes."""
         if row_bytes != self.row_bytes:
             raise ValueError(
                 f"--kv-channel pool: the decode node's KV blocks have {self.row_bytes} bytes, ours {row_bytes}: both "

@@ -127,7 +127,7 @@ def test_hidden_is_the_union_of_pushes_within_the_prefill_and_exposed_what_came_
         "channel": "shm",
     }
     first, second = world.records.transfers()
-    assert (first.exposed_ns, second.exposed_ns) == (0, 5 * MS)
+    assert (first.shown()["exposed_ms"], second.shown()["exposed_ms"]) == (0.0, 5.0)
 
 
 def test_pushes_that_end_before_the_prefill_are_hidden_whole_and_nothing_is_exposed_but_the_commit() -> None:
@@ -182,7 +182,6 @@ def test_a_co_located_request_has_neither_transfer_nor_decode_queue() -> None:
 
 def test_a_request_that_moved_has_a_retry_phase_and_still_sums_up() -> None:
     world = disaggregated()
-    world.at(40).migrated("cmpl-a-0.0.0", "node decode-0 is gone")
     world.at(41).placed("cmpl-a-0.0.1", None, "decode-1", "prefill pool gone")
     for kind, ms in (("queued", 42), ("admitted", 43), ("first", 50), ("ended", 70)):
         world.event("decode-1", kind, ms, "cmpl-a-0.0.1")

@@ -105,7 +105,7 @@ def drive(runner: Runner, requests: Sequence[Request], seed: int, ahead: bool) -
     raise AssertionError("requests that never end")
 
 
-Answer = tuple[list[list[int]], list[list[float]]]  # of each request: its tokens, its logprobs
+Answer = tuple[list[list[int]], list[list[float]]]  # the tokens and the logprobs of each request
 
 
 def answer(requests: Sequence[Request], outputs: list[list[SliceOutput]]) -> Answer:

@@ -129,7 +129,6 @@ class Reader:
         self._enough.add(index)
 
     async def close(self) -> None:
-        """Disconnect."""
         self.task.cancel()
         await asyncio.wait([self.task])
 

@@ -153,8 +153,7 @@ class Stage:
 async def stage(
     names: str, mode: str = "disaggregated", timeout_s: float = 30.0, **prints: str
 ) -> AsyncIterator[Stage]:
-    """Start nodes named p… (prefill) or d… (decode). `prints` sets their fingerprints. By default, a silent node is not
-    lost within a test."""
+    """Start nodes named p… (prefill) or d… (decode). With the default timeout, no test loses a silent node."""
     records = Kept()
     listing, nodes, servers = Listing(), {name: Played() for name in names.split()}, []
     fleet = NodePool("router", listing, mode, timeout_s, records)

@@ -39,8 +39,9 @@ class Pool:
         self.queue = sum(node.get("waiting") or 0 for node in nodes)
         shares = [node.get("busy") for node in nodes]
         known = [float(share) for share in shares if share is not None]
-        # The mean and the largest share, or None if a node has not reported it.
-        self.busy, self.most = (sum(known) / len(known), max(known)) if known and None not in shares else (None, None)
+        is_known = bool(known) and None not in shares  # a node may not have reported its share
+        self.busy: float | None = sum(known) / len(known) if is_known else None
+        self.most: float | None = max(known) if is_known else None
 
     @property
     def is_idle(self) -> bool:

@@ -228,7 +228,7 @@ async def test_a_renewal_names_what_is_in_quarantine_until_the_writer_has_stoppe
 
 
 async def test_a_reservation_that_arrives_after_its_cancellation_is_refused(tmp_path: Path) -> None:
-    """The request may be delayed on a stalled connection. Its writer has given it up and would never stop it."""
+    """A stalled connection may deliver a request that its writer has given up and would never stop."""
     async with bench("shm", tmp_path) as here:
         await here.receiver.stop(StopRequest(b"", "no answer", "r"))
         assert (await here.reserve()).error == "the prefill node has cancelled this request"

@@ -1,7 +1,7 @@
 """Fakes of the flash-attn packages' functions in plain torch, for tests of the adapters.
 
 They follow the docstrings of FlashAttention 2.8, of its `hopper/` folder (version 3) and of `flash_attn.cute`
-(version 4). They reject the same arguments: index tensors of a wrong dtype, pages that are no multiple of 256
+(version 4). They reject the same arguments: index tensors of a wrong dtype, page sizes that are not a multiple of 256
 (version 2), an unpadded table, and tensors that are not contiguous in the last dimension.
 """
 

@@ -67,7 +67,7 @@ def test_attention_equals_its_definition(name: str, dtype: torch.dtype, head_dim
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("group", [28, 150])
 def test_many_heads_may_share_a_key(name: str, group: int) -> None:
-    """The groups are larger than the number of heads computed at once. With 28, a row of scores has 2**n bytes."""
+    """A group of 150 heads exceeds MAX_ROWS. With 28, a row of scores has 2**n bytes without padding."""
     batch, pool = batch_of([(0, 130), (200, 201), (77, 80)], 16, 40, CPU), pool_of(2, 16, 16, torch.float32, 40, CPU)
     check_attention(attention_on_cpu(name, pool), pool, batch, 2 * group, torch.float32, 50)
 
@@ -114,7 +114,7 @@ def test_rotation_stores_what_it_should_and_nothing_else(
 ) -> None:
     for block_tokens in (1, 4, 64):
         batch = batch_of([(0, 1), (0, 9), (0, 30)], block_tokens, 60, CPU)
-        if name == "numba":  # torch's padding goes into the dummy block
+        if name == "numba":  # the torch kernels store padding in the dummy block
             batch = padded(batch, 3)
         pool = pool_of(2, head_dim, block_tokens, dtype, 60, CPU)
         config = config_of(64, 6, 2, head_dim)

@@ -270,7 +270,7 @@ def test_scores_that_overflow_are_drawn_as_defined_and_in_no_endless_loop(low: f
     compiled = compiled_draw()
     if compiled is None:
         pytest.skip("needs numba")
-    logits = random_logits(1, 9000)  # so many that several threads run
+    logits = random_logits(1, 9000)  # so many that the kernel uses several threads
     logits[0, 5] = 3.0
     for sampling in (
         SamplingParams(min_p=1e-300),

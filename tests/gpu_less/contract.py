@@ -1,5 +1,5 @@
 """Checks of the Triton kernels against float64, run on a device and, with tiny shapes, under Triton's slow interpreter.
-Memory of a pool that was not stored is NaN, so that a wrong read makes the result NaN."""
+Unwritten memory of a pool is NaN, so that a wrong read makes the result NaN."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 PROCESSES = 2
 SHARED_BYTES = 227 * 1024  # the limit of a program on sm_90
 SPILLS = "attention fp32 in a tile too large"  # a kernel that spills, to check that the test detects it
-# Sine and cosine of angles over 105,615 radians use a table on the stack in Triton before 3.7. It is no spill.
+# Sine and cosine of angles over 105,615 radians use a table on the stack in Triton before 3.7. This is not a spill.
 ANGLES_STACK = 32
 
 pytestmark = [

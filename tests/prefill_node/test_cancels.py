@@ -47,7 +47,7 @@ async def test_a_thousand_cancels_leave_no_block_reservation_or_task(kind: str, 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 async def test_a_cancel_frees_both_nodes_soon(kind: str, tmp_path: Path) -> None:
-    """On a quiet machine this takes a step and 100 ms. The limit here is 1 s, to allow for a busy machine."""
+    """On a quiet machine this takes at most a step and 100 ms. The limit here is 1 s, to allow for a busy machine."""
     rng = random.Random(7)
     slowest = 0.0
     async with pair(kind, tmp_path, prefill_blocks=200, decode_blocks=200) as here:

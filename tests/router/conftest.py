@@ -61,7 +61,7 @@ def byte_level() -> Tokenizer:
 
 @pytest.fixture(scope="session", params=["byte_level", "byte_fallback", "stories260K"])
 def library(request: pytest.FixtureRequest) -> tokenizers.Tokenizer:
-    """The tokenizer of the tokenizers library, the reference for ours."""
+    """The original tokenizer of the `tokenizers` library, with which ours is compared."""
     if request.param == "byte_level":
         return byte_level_tokenizer()
     if request.param == "byte_fallback":

@@ -49,7 +49,7 @@ class AttemptLog(RouterObserver):
 
 
 class Played(NodeConnection):
-    """A simulated node. It records the commands that it is sent, and the test sends its reports."""
+    """A simulated node. It records the router's commands, and the test makes its reports."""
 
     def __init__(self, pool: NodePool, name: str, observer: RouterObserver) -> None:
         role = "prefill" if name.startswith("p") else "decode"
@@ -103,7 +103,7 @@ class Piece:
 
 
 class Reader:
-    """A client of one request. It reads as fast as it can or, if `slowly`, one piece ahead of the calls of `anext`."""
+    """A client of one request. It reads as fast as it can. If `slowly`, it reads one piece ahead of `anext`."""
 
     def __init__(self, dispatcher: Dispatcher, request: GenerationRequest, *, slowly: bool = False) -> None:
         self.pieces: list[Piece] = []
@@ -218,7 +218,7 @@ class Stage:
         return [(name, submit) for name, node in self.nodes.items() for submit in node.submits]
 
     def attempt(self, number: int, sample: int = 0) -> tuple[Played, Played, SubmitRequest]:
-        """Return the node that computes the prompt of this attempt, the node that generates, and the submitted message."""
+        """Return the node that computes the attempt's prompt, the node that generates, and the submitted message."""
         identity = f"r.{sample}.{number}"
         ((name, submit),) = [(name, submit) for name, submit in self.sent() if submit.id == identity]
         where = submit.decode_node.partition(":")[0] or name

@@ -122,7 +122,7 @@ def test_reading_the_file_is_retried_after_an_error(file: Path, caplog: Any) -> 
 
 
 def test_every_key_is_compared_with_all_of_them(file: Path, monkeypatch: Any) -> None:
-    """Equal numbers of comparisons take equal times, which reveal nothing. The test counts them and needs no clock."""
+    """Every key needs the same number of comparisons, so that the time they take reveals nothing."""
     keys, compared = ApiKeys(str(file)), []
     compare = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda one, other: compared.append(len(other)) or compare(one, other))
@@ -174,7 +174,7 @@ NO_KEYS: list[dict[str, Any]] = [
     {"authorization": "Bearer clé".encode()},
     {"authorization": b"Bearer \xff\xfe"},
     {"authorization": "Bearer " + "k" * 2**20},
-    {"authorization": f"Basic {base64.b64encode(f'x:{ACME}'.encode()).decode()}"},  # by a form of another site
+    {"authorization": f"Basic {base64.b64encode(f'x:{ACME}'.encode()).decode()}"},  # another site's form may send it
     {"authorization": "Basic %%%"},
     {"x-api-key": ACME},
     {"cookie": f"key={ACME}"},

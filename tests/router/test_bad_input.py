@@ -199,7 +199,7 @@ def test_long_texts_do_not_delay_other_requests(live: Cluster) -> None:
 
 
 def cached(live: Cluster, key: str, prompt: list[int], **more: Any) -> int:
-    """Return the number of cached prompt tokens. Check the answer, which is wrong if any KV has another salt."""
+    """Return the number of cached prompt tokens. Check the tokens, which are wrong if any KV has another salt."""
     salt = cache_namespace({ACME: "acme", OTHER: "other"}[key], more.get("cache_salt"))
     body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **more}
     with Client(live.port) as client:
@@ -396,7 +396,7 @@ async def test_pipelined_requests_are_bounded(byte_level: Any, hangs: bool) -> N
         await asyncio.sleep(0.2)
         assert writer.transport.get_write_buffer_size() > 2**20, "the router reads on"
         writer.transport.abort()
-        for connection in list(served.server.server_state.connections):  # it would not see the reset
+        for connection in list(served.server.server_state.connections):  # the server does not read the reset
             connection.transport.abort()
 
 

@@ -136,7 +136,7 @@ class Play:
         who, how = (p if act.startswith("p") else d), act.partition("_")[2]
         if how == "lost":
             who.die()
-            who.revive()  # at once
+            who.revive()
             self.gone.append(who)
             self.out.add(who.info.id)
         else:
@@ -396,7 +396,7 @@ async def test_closing_ends_every_sample_on_every_node_that_was_named(landed: bo
     await run.close()
     await run.close()
     assert (here.p0.aborts, sorted(here.d0.aborts)) == (["r.0.0"], ["r.0.0", "r.1.0"] if landed else ["r.0.0"])
-    here.d0.say(*generated("r.0.0", 1))  # late: changes nothing
+    here.d0.say(*generated("r.0.0", 1))  # late, so it changes nothing
     assert all(piece.index == 0 for piece in await collect(run))
     here.check_over()
 
@@ -429,7 +429,7 @@ async def test_what_is_cancelled_before_it_began_ends_too() -> None:
 
 # ---- where a prompt is computed, and which requests are refused -------------------------------------------------
 
-SLOW = CostModel(overhead=1.0)  # a second a step
+SLOW = CostModel(overhead=1.0)  # 1 s per step
 QUICK = CostModel(overhead=0.001, per_token=1e-5)
 
 

@@ -110,11 +110,11 @@ async def test_when_every_node_is_lost_the_first_that_is_back_takes_the_request(
     here.check_over()
 
 
-# ---- a request that kills nodes ---------------------------------------------------------------------------------------
+# ---- a request that kills nodes --------------------------------------------------------------------------------------
 
 
 async def killed(here: Stage, said: list[int], dies: Any) -> Any:
-    """Submit one request to decode nodes alone. Node i generates `said[i]` tokens, then dies."""
+    """Submit one request to decode nodes alone. The node of attempt i generates `said[i]` tokens, then dies."""
     run = await here.submit()
     position = 0
     for number, count in enumerate(said):

@@ -192,10 +192,10 @@ async def test_a_silent_node_is_lost_after_the_timeout_and_comes_back_when_it_sp
 
 
 async def test_a_node_that_answers_no_ping_fell_silent_and_did_not_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The RPC ping may time out before the link's own limit. A node that was cut off counts as silent."""
+    """The RPC ping may time out before the link's own limit. A node that is cut off is silent, not crashed."""
     monkeypatch.setattr(grpc_connection, "PING_S", 0.05)
     monkeypatch.setattr(link_of_router, "ANSWER_S", 0.15)
-    monkeypatch.setattr(link_of_router, "PING_S", 30.0)  # so that the pings of the link itself find nothing
+    monkeypatch.setattr(link_of_router, "PING_S", 30.0)  # so that the link's own pings detect nothing
     with Relays() as relays:
         async with stage("p0 d0") as here:
             port = int(here.fleet.connections["d0"].info.address.split(":")[1])

@@ -77,7 +77,7 @@ class Model:
             assert it.held_tokens <= it.capacity.kv_tokens or self.is_smaller
         assert self.held or not self.waiting, "requests wait, and none runs"
 
-    is_smaller = False  # capacity shrank: running requests stay
+    is_smaller = False  # True after the capacity shrank, when running requests may exceed it
 
 
 ACTS = st.one_of(
@@ -130,7 +130,7 @@ def test_held_and_waiting_requests_add_up_and_all_are_served(acts: list[tuple[An
 @settings(max_examples=25)
 @given(sizes=st.lists(st.integers(1, 60), min_size=30, max_size=60))
 def test_tenants_share_tokens_equally_whatever_the_size_of_their_requests(sizes: list[int]) -> None:
-    """A tenant whose requests need ten times as many tokens as another's gets half of the tokens."""
+    """A tenant that asks for ten times as many tokens as another tenant gets only half of the capacity."""
     it = AdmissionQueue(max_queued_tokens=10**9)
     it.resize(SMALL, 0.0)
     held: list[QueueEntry] = []
@@ -335,7 +335,7 @@ async def test_after_a_failed_sample_the_others_are_not_sent() -> None:
 
 
 async def test_an_aborted_request_that_was_not_sent_never_reaches_its_node() -> None:
-    """A node processes the aborts of a command before its submits, so an abort of the same command would be lost."""
+    """A node processes the aborts of a command before its submits, so both cannot be sent in one command."""
     here = stage("d0")
     sent = await here.submit(name="sent")
     here.d0.take_command()  # as if it had been sent
@@ -475,7 +475,7 @@ async def test_a_request_fails_if_its_client_does_not_read_for_long(monkeypatch:
 
 
 def test_the_kernel_closes_connections_of_vanished_clients() -> None:
-    """Accepted connections inherit the option from the listening socket."""
+    """Accepted connections inherit these options from the listening socket."""
     with listen("127.0.0.1", 0, "--port") as listener, socket.create_connection(listener.getsockname()):
         connection, _ = listener.accept()
         with connection:

@@ -10,7 +10,7 @@ TOTAL = 12
 
 
 class Pool(RuleBasedStateMachine):
-    """Requests own lists of blocks, peers write reserved blocks, and peers may still write quarantined blocks."""
+    """Requests own blocks, and peers write to reserved blocks. A peer may still write to a quarantined block."""
 
     @initialize()
     def begin(self) -> None:

@@ -104,7 +104,7 @@ def test_a_link_slower_than_the_prefill_is_seen_whole() -> None:
 
 
 def test_a_decode_node_that_has_computed_no_prompt_is_judged_by_what_prompts_cost_elsewhere() -> None:
-    ignorant = CostModel(4.6e-3, 0.0, 0.0, 0.0, 3e-8, 8e-6)  # fitted to decodes alone: prompts look free
+    ignorant = CostModel(4.6e-3, 0.0, 0.0, 0.0, 3e-8, 8e-6)  # fitted to decodes alone, so that prompts seem free
     for decodes in (0, 64):
         view = decode_node(decodes, cost=ignorant, cost_is_learnt=False)
         taught, knowing = local_estimate(view, H200, 4000, 0), local_estimate(decode_node(decodes), H200, 4000, 0)

@@ -66,7 +66,7 @@ class Peer:
         await self.channel.push(receiver.channel.descriptor(), reservation_id, source, target)
 
     def contents(self) -> list[list[int]]:
-        """Return the different bytes in each row."""
+        """Return the distinct bytes of each row."""
         return [sorted(set(row.tobytes())) for row in self.memory.rows]
 
 

@@ -33,7 +33,7 @@ from tests.shared.kv_peer import ALL_ROWS, NUM_ROWS, ROW_BYTES, Peer
 ROOT = Path(__file__).parents[2]
 LONG = 8_000  # multiples of the pool, so that a push lasts for seconds on every channel
 PATIENCE_S = 20.0  # timeout for events that take milliseconds
-# The last two run over a fake of the CUDA driver.
+# The last two kinds use a fake CUDA driver.
 KINDS = ["shm", "tcp", "cuda_ipc", "tcp:gpu"]
 AT_START = [[row + 1] for row in ALL_ROWS]
 STRANGER = "f" * 32

@@ -10,7 +10,7 @@ from compare.options import CompareOptions
 from compare.planning import PreparedSession, prepare
 from compare.report.terminal import row_of, show
 from shared.model_files import DEMO_MODEL
-from tests.compare.reports import report_of
+from tests.compare.reports import page_report
 
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n"
 
@@ -117,6 +117,6 @@ def test_trace_and_tokenizer_are_read_once(tmp_path: Path):
 
 
 def test_notes_are_printed_with_the_verdict(capsys: pytest.CaptureFixture[str]):
-    report = report_of() | {"notes": ["2 of 6 periods of colocated:2 are invalid and in no figure"]}
+    report = page_report() | {"notes": ["2 of 6 periods of colocated:2 are invalid and in no figure"]}
     show(report)
     assert "note: 2 of 6 periods of colocated:2 are invalid" in capsys.readouterr().out

@@ -23,7 +23,7 @@ from compare.run.experiment import (
 from compare.run.period import RouterWatch, check_counts, splits_of
 from compare.run.session import Session, run_session
 from compare.stats.measures import slo_excess
-from tests.compare.recordings import recording
+from tests.compare.reports import recording
 
 ARMS = parse_arms(["colocated:2", "disaggregated:1p1d"])
 

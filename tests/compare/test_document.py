@@ -12,8 +12,7 @@ from compare.report.document import report_of
 from compare.report.figures import Figures
 from compare.report.terminal import row_of
 from compare.run.equivalence import ParityCheck
-from compare.run.experiment import Experiment, Findings, trials_of
-from compare.run.period import Period
+from compare.run.experiment import Experiment, Findings, Period, trials_of
 from compare.stats.capacity import CapacityPoint, capacity_of
 from tests.compare.reports import ARMS, CONTROL, NUM, experiment, findings, period, session
 

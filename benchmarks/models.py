@@ -71,6 +71,7 @@ def _weights(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
     from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds
 
     torch.manual_seed(0)
-    weights: dict[str, Tensor] = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).state_dict()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))  # type: ignore[no-untyped-call]
+    weights: dict[str, Tensor] = model.state_dict()
     tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
     return {name: weight.to(dtype).contiguous() for name, weight in weights.items() if name not in tied}

@@ -1,22 +1,21 @@
 """Exports the history as a Chrome trace, for Perfetto and chrome://tracing.
 
-Each node is shown as a process. Thread 0 has its steps, and further threads have its pushes of KV, because pushes may
-overlap. Counters show its blocks and its queue. Another process has one asynchronous row for each request with its
+Each node is shown as a process with a thread of its steps, an asynchronous row for each push of KV, because pushes may
+overlap, and counters of its blocks and its queue. Another process has an asynchronous row for each request with its
 spans. Times are microseconds since the trace began.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from dashboard.history import RequestHistory
 from dashboard.step_ring import FIELDS, StepRing
-from dashboard.trace import RequestTrace, Rings, Transfer
+from dashboard.trace import RequestTrace, Rings
 
 Event = dict[str, Any]
 MAX_STEPS = 200_000  # of all nodes together; the earliest steps of a longer trace are left out
 COUNTER_NS = 10_000_000  # between two samples of a counter
 REQUESTS = 1  # process id; nodes follow
-PASSES, PUSHES = 0, 1  # thread ids
 
 
 def trace_events(history: RequestHistory, since_ns: int) -> Iterator[Event]:
@@ -26,7 +25,12 @@ def trace_events(history: RequestHistory, since_ns: int) -> Iterator[Event]:
     transfers = [push for push in history.transfers(since_ns) if push.event.start_ns >= since_ns]
     for pid, (node, ring) in enumerate(rings.items(), REQUESTS + 1):
         yield from _steps(pid, node, ring, since_ns, MAX_STEPS // len(rings))
-        yield from _pushes(pid, [push for push in transfers if push.event.node == node], since_ns)
+        for number, push in enumerate(transfers):
+            if push.event.node == node:
+                arguments = push.shown() | {"blocks": push.event.num}
+                for phase, at_ns in (("b", push.event.start_ns), ("e", push.event.at_ns)):
+                    found = _event(phase, f"to {push.attempt.decode}", pid, at_ns - since_ns, args=arguments)
+                    yield found | {"cat": "transfer", "id": f"push-{number}"}
     for trace in history.traces():
         if trace.ended_ns is None or trace.ended_ns >= since_ns:
             yield from _request(trace, rings.get, since_ns)
@@ -36,41 +40,26 @@ def _steps(pid: int, name: str, ring: StepRing, since_ns: int, max_steps: int) -
     """Yield a node's steps, and samples of its counters."""
     yield _meta(pid, "process_name", name=name)
     yield _meta(pid, "process_sort_index", sort_index=pid)
-    yield _meta(pid, "thread_name", PASSES, name="passes")
+    yield _meta(pid, "thread_name", name="passes")
     counted_ns = 0
     for row in ring.rows(max(ring.place(since_ns), ring.num_ever - max_steps)):
         parts = (("prompt", row.prefill_tokens), ("decode", row.num_decodes))
         label = " + ".join(f"{what} {count}" for what, count in parts if count)
         arguments = dict(zip(FIELDS, ring.shown(row), strict=True))
-        step = _event("X", label, pid, PASSES, row.start_ns - since_ns, args=arguments)
+        step = _event("X", label, pid, row.start_ns - since_ns, args=arguments)
         yield step | {"dur": row.duration_us, "cat": "pass"}
         if row.start_ns - counted_ns >= COUNTER_NS:
             counted_ns = row.start_ns
             for what, names in (("blocks", ("owned", "reserved", "cached")), ("requests", ("running", "waiting"))):
                 values = {name: arguments[name] for name in names}
-                yield _event("C", what, pid, PASSES, row.start_ns - since_ns, args=values)
-
-
-def _pushes(pid: int, pushes: Sequence[Transfer], since_ns: int) -> Iterator[Event]:
-    """Yield each push on the first free thread, because events of one thread must not overlap."""
-    free_ns: list[int] = []
-    for push in sorted(pushes, key=lambda push: push.event.start_ns):
-        event = push.event
-        lane = next((lane for lane, until in enumerate(free_ns) if until <= event.start_ns), len(free_ns))
-        if lane == len(free_ns):
-            free_ns.append(0)
-            yield _meta(pid, "thread_name", PUSHES + lane, name=f"pushes {lane + 1}")
-        free_ns[lane] = event.at_ns
-        arguments = push.shown() | {"blocks": event.num}
-        found = _event("X", f"to {push.attempt.decode}", pid, PUSHES + lane, event.start_ns - since_ns, args=arguments)
-        yield found | {"dur": event.duration_ns / 1e3, "cat": "transfer"}
+                yield _event("C", what, pid, row.start_ns - since_ns, args=values)
 
 
 def _request(trace: RequestTrace, rings: Rings, since_ns: int) -> Iterator[Event]:
     """Yield the events of a request's row: the request, its consecutive spans, and its events as instants."""
 
     def event(phase: str, name: str, at_ns: float, **arguments: object) -> Event:
-        found = _event(phase, name, REQUESTS, 0, max(0, at_ns - since_ns), args=arguments)
+        found = _event(phase, name, REQUESTS, max(0, at_ns - since_ns), args=arguments)
         return found | {"cat": "request", "id": trace.id}
 
     end_ns = trace.ended_ns
@@ -92,9 +81,9 @@ def _request(trace: RequestTrace, rings: Rings, since_ns: int) -> Iterator[Event
         yield event("e", trace.id, end_ns, finish=trace.finish, tokens=trace.num_generated)
 
 
-def _event(phase: str, name: str, pid: int, tid: int, at_ns: float, *, args: dict[str, Any]) -> Event:
-    return {"ph": phase, "name": name, "pid": pid, "tid": tid, "ts": at_ns / 1e3, "args": args}
+def _event(phase: str, name: str, pid: int, at_ns: float, *, args: dict[str, Any]) -> Event:
+    return {"ph": phase, "name": name, "pid": pid, "tid": 0, "ts": at_ns / 1e3, "args": args}
 
 
-def _meta(pid: int, what: str, tid: int = 0, **arguments: object) -> Event:
-    return _event("M", what, pid, tid, 0, args=arguments)
+def _meta(pid: int, what: str, **arguments: object) -> Event:
+    return _event("M", what, pid, 0, args=arguments)

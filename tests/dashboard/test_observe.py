@@ -85,12 +85,14 @@ def test_a_trace_is_valid_and_shows_passes_pushes_and_requests() -> None:
         ("prefill-0", "prompt 16", 8000, 8),
         ("decode-0", "decode 2", 8000, 5),
     ]
-    pushes = [event for event in events if event["ph"] == "X" and event["cat"] == "transfer"]
-    assert [(e["tid"], e["args"]["bytes"]) for e in pushes] == [(1, 64), (2, 64)], "overlapping pushes: two threads"
+    pushes = [event for event in events if event.get("cat") == "transfer"]
+    assert [(e["ph"], e["id"], e["args"]["bytes"]) for e in pushes] == [
+        *(("b", "push-0", 64), ("e", "push-0", 64), ("b", "push-1", 64), ("e", "push-1", 64))
+    ]
     assert {e["name"] for e in events if e["ph"] == "C"} == {"blocks", "requests"}
-    spans = [event["name"] for event in events if event["ph"] == "b"]
+    spans = [event["name"] for event in events if event["ph"] == "b" and event["cat"] == "request"]
     assert spans == ["cmpl-a", "queued", "chunk", "wait", "chunk", "wait", "wait", "decode"]
-    assert Counter(spans) == Counter(e["name"] for e in events if e["ph"] == "e")
+    assert Counter(spans) == Counter(e["name"] for e in events if e["ph"] == "e" and e["cat"] == "request")
 
 
 def test_a_trace_begins_where_it_was_asked_to() -> None:

@@ -16,11 +16,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from node.stats import HandoffCounters
 from shared.kv.channel import RESERVATION_ID_BYTES, ChannelError, KVChannel
 from shared.lifecycle import TaskGroup
 from shared.rpc.connection import RpcChannel
-from shared.rpc.messages import RenewRequest, StopRequest
+from shared.rpc.messages import NodeStats, RenewRequest, StopRequest
 from shared.rpc.methods import RENEW, STOP, PeerError, connect
 
 log = logging.getLogger("baton.handoff")
@@ -97,7 +96,7 @@ class DecodePeers:
     """
 
     def __init__(
-        self, incarnation_id: str, counters: HandoffCounters, channels: Sequence[KVChannel], timing: HandoffTiming
+        self, incarnation_id: str, counters: NodeStats, channels: Sequence[KVChannel], timing: HandoffTiming
     ) -> None:
         self._incarnation_id = incarnation_id
         self._counters = counters

@@ -145,7 +145,7 @@ async def test_a_router_that_does_not_read_loses_its_requests_and_its_stream() -
         unread.say_hello()
         unread.submit(submission("r", max_tokens=3000))
         await asyncio.wait_for(session, 10.0)
-        assert not here.services.sessions.is_attached("other")
+        assert not here.node.sessions.is_attached("other")
         await here.empty()
         second = asyncio.ensure_future(here.node.attach(again))  # it reconnects, and again before that stream has ended
         again.say_hello()
@@ -165,7 +165,7 @@ async def test_a_node_with_a_broken_ledger_takes_nothing_more_and_ends_nothing()
     async with attached(here) as line:
         line.submit(submission("runs", max_tokens=2000))
         assert await wait_until(lambda: here.scheduler.counters.steps > 1, 5.0)
-        here.services.engine.post(lambda scheduler: scheduler.pool.take(1))  # a block without a request
+        here.node.engine.post(lambda scheduler: scheduler.pool.take(1))  # a block without a request
         assert await wait_until(lambda: here.node.stats().state == "breached", 10.0)
         line.submit(submission("late"))
         assert await wait_until(lambda: bool(line.errors()), 5.0)
@@ -179,7 +179,7 @@ async def test_a_leak_that_keeps_the_sums_right_is_found_when_the_engine_is_idle
     async with attached(here) as line:
         line.submit(submission())
         assert await wait_until(lambda: line.finishes("r") == ["length"], 5.0)
-        here.services.engine.post(lambda scheduler: scheduler.pool.take(1))
+        here.node.engine.post(lambda scheduler: scheduler.pool.take(1))
         assert await wait_until(lambda: here.node.stats().state == "breached", 10.0)
         assert "has 0 holders and 1 references" in here.node.stats().ledger_error
 

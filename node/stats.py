@@ -12,8 +12,8 @@ from node.output_publisher import OutputPublisher
 from scheduler.budget import Budget
 from scheduler.role import Role
 from shared.config.settings import EVERY_ADDRESS, NodeSettings
+from shared.rpc.connection import host_and_port
 from shared.rpc.messages import NodeInfo
-from shared.rpc.methods import host_and_port
 
 ATTRIBUTES = (  # settings that `NodeInfo.attributes` contains
     "policy",

@@ -20,7 +20,7 @@ from shared.kv.channel import RESERVATION_ID_BYTES, ChannelError, KVChannel
 from shared.lifecycle import TaskGroup
 from shared.rpc.connection import RpcChannel
 from shared.rpc.messages import NodeStats, RenewRequest, StopRequest
-from shared.rpc.methods import RENEW, STOP, PeerError, connect
+from shared.rpc.methods import RENEW, STOP, PeerError
 
 log = logging.getLogger("baton.handoff")
 # Calls that wait for blocks share their connection with commits; HTTP/2 allows 100 calls on it.
@@ -121,7 +121,7 @@ class DecodePeers:
         """Return the peer at `address`, created if needed. Raises ValueError if `address` is not host:port."""
         peer = self._peers.get(address)
         if peer is None:
-            peer = self._peers[address] = DecodePeer(address, connect(address))
+            peer = self._peers[address] = DecodePeer(address, RpcChannel(address))
         peer.used_at = time.monotonic()
         peer.is_settled = False
         return peer

@@ -12,8 +12,9 @@ from node.node import Node
 from prefill_node.sender import HandoffSender
 from scheduler.role import PREFILL
 from shared.lifecycle import wait_until
+from shared.rpc.connection import RpcChannel
 from shared.rpc.messages import Ack, NodeInfo, PushedNotice, ReserveReply, ReserveRequest, SetRoleRequest, StopRequest
-from shared.rpc.methods import PUSHED, RESERVE, STOP, RpcServer, connect
+from shared.rpc.methods import PUSHED, RESERVE, STOP, RpcServer
 from tests.node.harness import RouterLine, attached, hash_node, submission
 
 RESERVATION = ReserveRequest(submission(router="unknown"), "a" * 32, "print")
@@ -79,7 +80,7 @@ async def test_a_node_announces_that_it_drains_and_then_that_it_is_ready_in_its_
 async def test_handoffs_reach_the_decode_adapter_while_the_node_has_that_role() -> None:
     async with stage() as here:
         server = RpcServer(here.node.handlers())
-        channel = connect(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
+        channel = RpcChannel(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
         try:
             refused = ReserveReply(error="node prefill-0 is a prefill node now")
             assert await RESERVE.call(channel, RESERVATION, 5.0) == refused

@@ -1,1 +1,1 @@
-"""The role of a decode node: it receives the KV of prompts and generates tokens, and can also compute prompts."""
+"""The decode role: a decode node receives the KV of prompts and generates tokens. It can also compute prompts."""

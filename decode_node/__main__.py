@@ -1,4 +1,4 @@
-"""Runs a decode node: `python -m decode_node --help`. It has the adapters of both roles, to be able to switch."""
+"""Run a decode node: `python -m decode_node --help`. It has the adapters of both roles, so that it can switch."""
 
 import sys
 

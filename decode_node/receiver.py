@@ -1,4 +1,4 @@
-"""Receives handoffs: reserves blocks, checks what was written to them, and starts the request or gives it up."""
+"""Receives handoffs: reserves blocks, checks the rows that were written to them, and starts or fails the request."""
 
 import asyncio
 import logging
@@ -37,19 +37,19 @@ from shared.rpc.methods import COMMIT, PUSHED, RENEW, RESERVE, STOP, Rpc, unary
 
 log = logging.getLogger("baton.handoff")
 CHECK_LEASES_S = 0.5
-MAX_RENEWED = 1 << 14  # reservations in one renewal: far more than a pool has blocks for
+MAX_RENEWED = 1 << 14  # reservations in one renewal: far more than fit into any pool
 MAX_CANCELLED = 1 << 12  # requests whose cancellation is remembered
 CORRUPT = "checksums differ"
 NOT_OPEN = Ack("the reservation is not open")
 
 
 class HandoffReceiver:
-    """The role adapter of a decode node. `channels`: best first.
+    """The role adapter of a decode node. `channels` lists the best channel first.
 
     Runs on the event loop; checksums are computed on a thread. Prefill nodes call its RPCs in the order reserve,
-    pushed, commit, with renewals meanwhile, or stop at any time. A request runs only after all of its rows have been
-    compared with the writer's checksums. The blocks of a handoff that failed are reused only when its writer can no
-    longer write (see `ReservationTable`).
+    pushed, commit. They renew leases in between, and may call stop at any time. A request runs only after all its rows
+    were compared with the writer's checksums. After a failed handoff, its blocks are reused only when the writer can
+    no longer write (see `ReservationTable`).
     """
 
     role = DECODE
@@ -74,7 +74,7 @@ class HandoffReceiver:
         self._reserve_timeout_s = reserve_timeout_s
         self._check_leases_s = check_leases_s
         self._table = ReservationTable(all(channel.fenced for channel in channels), lease_s)
-        self._waiting: dict[str, asyncio.Future[Request]] = {}  # for blocks, by request id
+        self._waiting: dict[str, asyncio.Future[Request]] = {}  # requests that wait for blocks, by id
         self._cancelled: dict[str, None] = {}  # requests that were stopped before they reserved anything
         self._tasks = TaskGroup()
 
@@ -122,7 +122,7 @@ class HandoffReceiver:
             self._requests.abort(request.id)
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                raise  # the prefill node hung up; otherwise the request was aborted, or timed out
+                raise  # the prefill node disconnected; otherwise the request was aborted or timed out
             return ReserveReply(error=f"no free blocks within {self._reserve_timeout_s:g} s")
         finally:
             del self._waiting[request.id]
@@ -149,7 +149,7 @@ class HandoffReceiver:
         return ReserveReply(reservation_id, num_held, pack_ids(blocks), descriptors, held=held)
 
     async def pushed(self, message: PushedNotice) -> Ack:
-        """Check rows while the next chunk is computed, so that only the last ones are checked at the commit."""
+        """Check rows while the prefill node computes the next chunk, so that few rows are left for the commit."""
         reservation = self._table.open(message.reservation_id)
         if reservation is None:
             return NOT_OPEN
@@ -157,7 +157,7 @@ class HandoffReceiver:
         return Ack(error, again=error == CORRUPT)
 
     async def commit(self, message: CommitRequest) -> Ack:
-        """Check the last rows and start the request. If rows are damaged, let the writer send them again, once."""
+        """Check the last rows and start the request. If rows are damaged, let the writer send them again once."""
         reservation = self._table.commit(message.reservation_id)
         if reservation is None:
             return NOT_OPEN
@@ -190,7 +190,7 @@ class HandoffReceiver:
     async def _check(self, reservation: Reservation, checksums: bytes) -> str:
         """Compare the next rows with their checksums, on a thread.
 
-        Return what is wrong, or an empty string. Rows that differ stay unchecked.
+        Return a description of the error, or an empty string. Rows that differ remain unchecked.
         """
         first = reservation.num_checked
         last = first + len(checksums) // CHECKSUM_BYTES
@@ -215,7 +215,7 @@ class HandoffReceiver:
         return ""
 
     async def stop(self, message: StopRequest) -> Ack:
-        """End a reservation under which nothing more is written."""
+        """End a reservation, because the writer reports that it writes no more."""
         if message.request in self._waiting:
             self._requests.abort(message.request)
         reservation_id, known = message.reservation_id, self._table.of(message.request)
@@ -227,7 +227,7 @@ class HandoffReceiver:
         return Ack()
 
     def _remember_cancelled(self, request_id: str) -> None:
-        """Refuse a reservation that arrives after its cancellation, delayed on an older connection.
+        """Refuse later reservations for this request. A delayed one may still arrive on an older connection.
 
         The prefill node would not know about that reservation, and would never stop it.
         """
@@ -279,17 +279,17 @@ class HandoffReceiver:
                 self._end(end, "its lease expired")
 
     def _can_write(self, writer: str) -> bool:
-        """Fence a writer that seems dead; return True if that failed because it is connected.
+        """Fence a writer that seems dead. Return True if this failed because the writer is connected.
 
-        The writer may only be frozen. Without the fence it could resume and overwrite blocks that have since been
-        reassigned.
+        A writer that seems dead may only be frozen. Without the fence, it could resume and overwrite blocks that were
+        reassigned in the meantime.
         """
         return not all(channel.fenced or channel.fence_writer(writer) for channel in self._channels)
 
     # ---- ends ---------------------------------------------------------------------------------------------------
 
     def _end(self, reservation: Reservation | None, reason: str) -> None:
-        """Report the end of a request whose handoff failed, unless it ended earlier, and release its blocks."""
+        """Report a failed handoff, unless its request has already ended, and release the blocks."""
         if reservation is None:
             return
         request_id = reservation.request.id

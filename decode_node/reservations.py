@@ -1,8 +1,8 @@
-"""The decode node's side of handoffs: blocks that are reserved for a writer until the request may run.
+"""The reservations of a decode node: blocks that are reserved for a writer until the request may run.
 
-The table does no I/O and reads no clock: its methods take events and the time, and return what to do. After a failed
-handoff, its blocks may be reused only when the writer can no longer write: the writer reported that it stopped, it is
-known to be dead, or the channel drops late rows (`fenced`). Until then, the blocks are in quarantine.
+The table does no I/O and reads no clock: each method handles one event, and may return reservations to report. After a
+failed handoff, the blocks may be reused only when the writer can no longer write: it has reported that it stopped, it
+is known to be dead, or the channel drops late rows (`fenced`). Until then, the blocks are in quarantine.
 """
 
 from collections.abc import Callable
@@ -11,15 +11,15 @@ from enum import Enum
 
 from scheduler.request import Request
 
-LEASE_S = 9.0  # noticed up to a second later, so a dead writer holds blocks for at most 10 s
+LEASE_S = 9.0  # checked every second, so a dead writer holds blocks for at most 10 s
 
 
 class ReservationPhase(Enum):
     OPEN = "open"  # the writer may write
     CHECKING = "checking"  # committed; the rows are being compared with their checksums
     COMMITTED = "committed"  # the blocks belong to the request
-    QUARANTINED = "quarantined"  # given up, and the writer may still write
-    CLOSED = "closed"  # given up, and the blocks can no longer be written
+    QUARANTINED = "quarantined"  # the handoff failed, and the writer may still write
+    CLOSED = "closed"  # the handoff failed, and the writer can no longer write
 
 
 LEGAL: dict[ReservationPhase, frozenset[ReservationPhase]] = {
@@ -40,7 +40,7 @@ class Reservation:
     writer: str  # incarnation id of the prefill node
     blocks: list[int]  # reserved for the writer
     lease_expires: float
-    num_checked: int = 0  # leading `blocks` whose rows match their checksums
+    num_checked: int = 0  # number of leading `blocks` whose rows match their checksums
     phase: ReservationPhase = ReservationPhase.OPEN
     is_repeated: bool = False  # rows were damaged at the commit, and may be written once more
     was_quarantined: bool = False  # its request ended when the quarantine began
@@ -54,9 +54,9 @@ class Reservation:
 class ReservationTable:
     """The reservations of one decode node, by id.
 
-    Belongs to the `HandoffReceiver`, on the event loop. A reservation leaves the table when it is committed or when
-    its blocks are safe. Each one that fails is returned when it enters quarantine, and exactly once when it is closed.
-    `fenced`: the channels drop rows that are written under an unknown reservation.
+    Belongs to the `HandoffReceiver`, on the event loop. A reservation leaves the table when it is committed, or when
+    its writer can no longer write. A method returns each failed reservation once when it enters quarantine, and once
+    when it is closed. If `fenced`, the channels drop rows that are written under an unknown reservation.
     """
 
     def __init__(self, fenced: bool, lease_s: float = LEASE_S) -> None:
@@ -68,7 +68,7 @@ class ReservationTable:
         return len(self._by_id)
 
     def add(self, reservation_id: bytes, request: Request, writer: str, blocks: list[int], now: float) -> Reservation:
-        """Reserve blocks for the writer until the lease ends, unless it is renewed."""
+        """Reserve blocks for the writer, with a lease that it has to renew."""
         assert reservation_id not in self._by_id
         reservation = Reservation(reservation_id, request, writer, blocks, now + self._lease_s)
         self._by_id[reservation_id] = reservation
@@ -99,7 +99,7 @@ class ReservationTable:
         return [entry.reservation_id for entry in entries if entry.phase is ReservationPhase.QUARANTINED]
 
     def commit(self, reservation_id: bytes) -> Reservation | None:
-        """Begin the check of a reservation whose writer has written everything. Return None if it is not open."""
+        """Begin the check of a reservation after its writer wrote all rows. Return None if it is not open."""
         reservation = self.open(reservation_id)
         if reservation is not None:
             reservation.move_to(ReservationPhase.CHECKING)
@@ -143,7 +143,7 @@ class ReservationTable:
         return reservation
 
     def expired(self, now: float, can_write: Callable[[str], bool]) -> list[Reservation]:
-        """End the reservations whose lease has expired. `can_write(writer)`: it is connected to this node's pool."""
+        """End the reservations whose lease has expired. `can_write(writer)` returns whether the writer is connected."""
         entries = [entry for entry in self._by_id.values() if entry.lease_expires < now]
         ends = [
             self.abort(entry.request.id) if can_write(entry.writer) else self.close(entry)
@@ -153,6 +153,6 @@ class ReservationTable:
         return [end for end in ends if end is not None]
 
     def writer_lost(self, writer: str) -> list[Reservation]:
-        """End the reservations of a writer that has ended or can no longer reach this node's pool."""
+        """End the reservations of a writer that has ended, or that can no longer reach this node's pool."""
         entries = self.of_writer(writer)
         return [self.close(entry) for entry in entries if entry.phase is not ReservationPhase.CHECKING]

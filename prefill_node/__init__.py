@@ -1,1 +1,1 @@
-"""The role of a prefill node: it computes prompts and sends their KV to a decode node, chunk by chunk."""
+"""The prefill role: a prefill node computes prompts and sends their KV to decode nodes, chunk by chunk."""

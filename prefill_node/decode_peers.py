@@ -1,11 +1,11 @@
-"""The decode nodes that a prefill node sends KV to: the connection, the KV channel and the reservations of each.
+"""The decode nodes to which a prefill node sends KV: the connection, the KV channel and the reservations of each.
 
 A timer, independent of forward passes, renews the leases of all reservations at one peer in one message. A peer that
 does not answer a renewal in time is disconnected, which fails every handoff that waits for it. A peer that fails
-repeatedly is not called for a moment.
+repeatedly is not called for a second.
 
 The reply to a renewal lists the reservations whose blocks the peer keeps in quarantine, because this node may still
-write to them. This node stops each of them, even if it has sent a stop before, and keeps calling an idle peer until
+write to them. This node sends a stop for each of them, even if it has sent one before. It renews at an idle peer until
 the peer has no more reservations.
 """
 
@@ -23,11 +23,11 @@ from shared.rpc.messages import NodeStats, RenewRequest, StopRequest
 from shared.rpc.methods import RENEW, STOP, PeerError
 
 log = logging.getLogger("baton.handoff")
-# Calls that wait for blocks share their connection with commits; HTTP/2 allows 100 calls on it.
+# Calls that wait for blocks share a connection with commits, and HTTP/2 allows 100 calls on a connection.
 MAX_RESERVING = 64
-STOP_TRIES = 30  # over one minute; after that, renewals find what is left in quarantine
-MAX_STOPS = 64  # of reservations in quarantine, after one renewal
-FAILURES, WITHIN_S = 5, 10.0  # this many failures within this time pause the calls to a peer, until one succeeds
+STOP_TRIES = 30  # over one minute; renewals find the reservations that then remain in quarantine
+MAX_STOPS = 64  # of reservations in quarantine, sent after one renewal
+FAILURES, WITHIN_S = 5, 10.0  # FAILURES within WITHIN_S pause the calls to a peer, until one succeeds
 PAUSE_S = 1.0
 
 
@@ -36,7 +36,7 @@ class HandoffTiming:
     """Intervals and timeouts, in seconds, of calls to decode nodes."""
 
     renew_s: float = 0.5
-    call_s: float = 2.5  # for calls that are answered at once; with `renew_s`, an unreachable peer is detected in 3 s
+    call_s: float = 2.5  # for calls that are answered at once; call_s + renew_s bounds the detection of a lost peer
     retry_stop_s: float = 2.0
     forget_s: float = 60.0  # how long an idle, disconnected peer is kept; after a restart it has another address
 
@@ -46,7 +46,7 @@ class PeerRefusedError(PeerError):
 
 
 class CorruptBlocksError(PeerRefusedError):
-    """The peer found the last rows damaged, and accepts one repetition."""
+    """The last rows arrived damaged, and the peer accepts them once more."""
 
 
 @dataclass(slots=True)
@@ -56,13 +56,13 @@ class DecodePeer:
     address: str
     rpc: RpcChannel
     reserving: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_RESERVING))
-    channel: KVChannel | None = None  # the last one chosen; `descriptors` are those it was chosen from
+    channel: KVChannel | None = None  # the last one chosen, from the channels in `descriptors`
     descriptors: dict[str, bytes] = field(default_factory=dict)
-    failed: dict[str, bytes] = field(default_factory=dict)  # by channel, the descriptor with which it last failed
+    failed: dict[str, bytes] = field(default_factory=dict)  # the descriptor with which each channel last failed
     # Reservations whose leases are renewed, each with a function that cancels its handoff.
     reservations: dict[bytes, Callable[[str], None]] = field(default_factory=dict)
-    void: set[bytes] = field(default_factory=set)  # stopped before the reply that grants them was received
-    is_settled: bool = False  # the peer holds nothing for this node, and no handoff has begun since it said so
+    void: set[bytes] = field(default_factory=set)  # stopped before the reply with their grant arrived
+    is_settled: bool = False  # the peer has reported that it holds no reservations, and no handoff has begun since
     failed_at: deque[float] = field(default_factory=lambda: deque(maxlen=FAILURES))  # since the last success
     num_waiting: int = 0  # handoffs that wait for blocks
     used_at: float = field(default_factory=time.monotonic)  # when a handoff or a stop last began
@@ -72,25 +72,25 @@ class DecodePeer:
         return not self.reservations and not self.num_waiting
 
     def check_breaker(self) -> None:
-        """Raise PeerRefusedError for a second after each failure, if the last `FAILURES` came within `WITHIN_S`."""
+        """Raise PeerRefusedError for `PAUSE_S` after the last of `FAILURES` failures that came within `WITHIN_S`."""
         failed_at = self.failed_at
         is_often = len(failed_at) == FAILURES and failed_at[-1] - failed_at[0] < WITHIN_S
         if is_often and time.monotonic() < failed_at[-1] + PAUSE_S:
             raise PeerRefusedError(f"{self.address} failed repeatedly and is not called for a moment")
 
     def call_failed(self) -> None:
-        """Count a call without an answer, or a push that failed."""
+        """Count a failed push, or a call without an answer."""
         self.failed_at.append(time.monotonic())
 
     def drop_channel(self, channel: KVChannel, descriptor: bytes) -> None:
-        """Record a failed push over this channel, so that the next handoff chooses again."""
+        """Record that a push over this channel failed, so that the next handoff chooses a channel again."""
         self.failed[channel.name] = descriptor
         if self.channel is channel:
             self.channel = None
 
 
 class DecodePeers:
-    """All decode nodes in use, by address. `channels` are this node's, best first.
+    """All decode nodes in use, by address. `channels` lists this node's channels, the best first.
 
     Belongs to the `HandoffSender`, on the event loop. Renews leases, retries stops, and forgets peers that are gone.
     """
@@ -145,15 +145,15 @@ class DecodePeers:
         raise ChannelError(f"no common KV channel with {peer.address}: it offers {sorted(descriptors)}")
 
     async def stop(self, peer: DecodePeer, stop: StopRequest) -> None:
-        """Report that nothing more is written under a reservation; retry in the background until acknowledged.
+        """Report that this node writes no more under a reservation. Retry in the background until acknowledged.
 
-        While this node is alive, the decode node keeps the blocks until it receives this message.
+        The decode node keeps the blocks in quarantine until it receives this message or loses this node.
         """
         if not await self._acknowledged(peer, stop):
             self.retry_stop(peer, stop)
 
     def retry_stop(self, peer: DecodePeer, stop: StopRequest) -> None:
-        """Report in the background that nothing is written under a reservation, or that of a request."""
+        """Report in the background that this node writes no more under a reservation, or for a request."""
         self._tasks.start(self._retry_stop(peer, stop))
 
     async def _retry_stop(self, peer: DecodePeer, stop: StopRequest) -> None:
@@ -182,7 +182,7 @@ class DecodePeers:
     async def _renew_at(self, peer: DecodePeer) -> None:
         is_idle = peer.is_settled = peer.is_idle  # a handoff that begins meanwhile resets `is_settled`
         if not peer.num_waiting:
-            peer.void.clear()  # no reply is due that could grant one of them
+            peer.void.clear()  # no reply that could grant one of them is outstanding
         renewal = RenewRequest(self._incarnation_id, b"".join(peer.reservations))
         try:
             reply = await RENEW.call(peer.rpc, renewal, self._timing.call_s)
@@ -199,8 +199,8 @@ class DecodePeers:
     def _stop_quarantined(self, peer: DecodePeer, reservation_ids: bytes) -> None:
         """Stop the reservations that the peer gave up.
 
-        A handoff that uses one is cancelled, and stops once its push has ended. Under one that no handoff uses, nothing
-        is being written, and nothing may be written later.
+        If a handoff uses the reservation, cancel it; it sends the stop when its push has ended. Otherwise nothing is
+        being written, so send the stop now, and allow no later writes.
         """
         for at in range(0, min(len(reservation_ids), MAX_STOPS * RESERVATION_ID_BYTES), RESERVATION_ID_BYTES):
             reservation_id = reservation_ids[at : at + RESERVATION_ID_BYTES]

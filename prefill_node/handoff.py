@@ -1,6 +1,6 @@
-"""The prefill node's side of one handoff: reserve → push each finished chunk → commit. A state machine without I/O.
+"""The state machine of a handoff on the prefill node: reserve → push each finished chunk → commit. It does no I/O.
 
-Its driver (`sender.py`) reports events to it and performs what `next_action` returns, one action at a time.
+Its driver (`sender.py`) reports events to it, and performs the actions that `next_action` returns one at a time.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from scheduler.request import cdiv
 class HandoffPhase(Enum):
     RESERVING = "reserving"  # the decode node was asked to reserve blocks
     PUSHING = "pushing"  # blocks are reserved; each is pushed once it is complete
-    COMMITTING = "committing"  # all blocks are pushed; the decode node checks them, and may ask for the last ones again
+    COMMITTING = "committing"  # all blocks are pushed; the decode node checks them, and may request the last ones again
     STOPPING = "stopping"  # given up; the decode node must learn that nothing more is written
     DONE = "done"
 
@@ -49,11 +49,11 @@ Action = PushAction | CommitAction | StopAction
 
 
 class Handoff:
-    """State of one handoff, in the terms of the prompt's logical blocks.
+    """The state of one handoff. Blocks are counted as logical blocks of the prompt.
 
-    Belongs to the task of one `OutgoingHandoff`, on the event loop; `computed`, `sampled` and `cancel` are also called
-    between that task's actions. Blocks are pushed in order, each once, except for one repetition of the last push.
-    After `cancel` or a failure, the next action is a stop, once the action under way has ended.
+    Belongs to the task of one `OutgoingHandoff`, on the event loop; `computed`, `sampled` and `cancel` may be called
+    while an action is in progress. Blocks are pushed once and in order, except that the last push may be repeated once.
+    After `cancel` or a failure, the action in progress ends, and the next action is a stop.
     """
 
     def __init__(self, num_prompt: int, block_tokens: int) -> None:
@@ -61,7 +61,7 @@ class Handoff:
         self.num_blocks = cdiv(num_prompt, block_tokens)
         self.reservation_id: bytes | None = None
         self.num_held = 0
-        self.num_pushed = 0  # logical blocks that the decode node has, held ones included
+        self.num_pushed = 0  # logical blocks that the decode node has, including cached ones
         self.committed = False
         self._num_prompt = num_prompt
         self._block_tokens = block_tokens
@@ -91,7 +91,7 @@ class Handoff:
         self._first_token = first_token
 
     def done(self) -> None:
-        """Complete the action under way, which succeeded."""
+        """Complete the action in progress, which succeeded."""
         action, self._current = self._current, None
         match action:
             case PushAction():
@@ -115,13 +115,13 @@ class Handoff:
             self._move_to(HandoffPhase.PUSHING)
 
     def failed(self, reason: str) -> None:
-        """Stop, because the reservation, or the push or commit under way, failed."""
+        """Stop the handoff, because a reservation, push or commit failed."""
         assert not isinstance(self._current, StopAction), "a stop is done even if the peer did not answer"
         self._current = None
         self.cancel(reason)
 
     def cancel(self, reason: str) -> None:
-        """Stop, from any phase. An action under way ends first."""
+        """Stop the handoff in any phase. An action in progress ends first."""
         if self.phase not in {HandoffPhase.STOPPING, HandoffPhase.DONE}:
             self.reason = reason
             self._move_to(HandoffPhase.STOPPING)

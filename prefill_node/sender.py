@@ -1,7 +1,7 @@
 """Sends handoffs: reserves blocks at decode nodes, pushes rows over the best channel, commits, and reports the outcome.
 
-One task for each request whose KV is sent. Damaged rows are pushed once more; any other failure ends the handoff, and
-the router retries the request on another node.
+Each request whose KV is sent has a task. Damaged rows are pushed once more. After any other failure, the handoff ends,
+and the router retries the request on another node.
 """
 
 import asyncio
@@ -38,15 +38,15 @@ from shared.rpc.messages import (
 from shared.rpc.methods import COMMIT, PUSHED, RESERVE, PeerError, Rpc
 
 log = logging.getLogger("baton.handoff")
-# With a shared pool, the number of requests that may hold a reservation before their first step.
+# The number of requests that may hold a reservation in a shared pool before their first step.
 MAX_RESERVED_EARLY = 4
 RECENT_PUSHES = 32
 
 
 class TransferTimeModel:
-    """Learns from recent pushes how long one takes: seconds for any push, plus seconds for each byte.
+    """Learns the duration of a push from recent ones: a number of seconds for any push, plus seconds for each byte.
 
-    Uses the median of the slopes between all pairs of pushes (Theil-Sen), which a few slow pushes do not change.
+    It takes the median of the slopes between all pairs of pushes (Theil-Sen), which a few slow pushes do not change.
     """
 
     def __init__(self) -> None:
@@ -71,12 +71,12 @@ class OutgoingHandoff:
     request: Request
     handoff: Handoff
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    channel: KVChannel | None = None  # with `descriptor`, fixed for this handoff: they belong to the granted targets
+    channel: KVChannel | None = None  # fixed, like `descriptor`, because the targets were granted for it
     descriptor: bytes = b""
-    checksums: bytes = b""  # of pushed rows, not yet reported to the peer
+    checksums: bytes = b""  # of pushed rows whose checksums were not yet sent to the peer
     is_running: bool = False  # its task runs
     is_early: bool = False  # holds one of the `MAX_RESERVED_EARLY` slots
-    is_silent: bool = False  # its outcome is not reported: it was aborted, or finished here
+    is_silent: bool = False  # do not report its outcome: the request was aborted, or has finished on this node
 
     def cancel(self, reason: str) -> None:
         self.handoff.cancel(reason)
@@ -84,12 +84,12 @@ class OutgoingHandoff:
 
 
 class HandoffSender:
-    """The role adapter of a prefill node. `channels`: best first.
+    """The role adapter of a prefill node. `channels` lists the best channel first.
 
-    Runs on the event loop: the node calls the `on_...` methods, and each handoff has a task that does what its state
-    machine (`Handoff`) asks for. A handoff that fails fails its request, with `retry` set; one that commits ends the
-    request here, and its blocks stay in the prefix cache. The decode node is sent a stop, until it acknowledges one,
-    for every reservation that is not committed.
+    Runs on the event loop: the node calls the `on_...` methods, and each handoff has a task that performs the actions
+    of its state machine (`Handoff`). If the handoff fails, its request fails with `retry` set. If it commits, the
+    request ends on this node, and its blocks stay in the prefix cache. For every reservation that is not committed, the
+    sender repeats a stop until the decode node acknowledges it.
     """
 
     role = PREFILL
@@ -133,14 +133,14 @@ class HandoffSender:
     # ---- from the node ------------------------------------------------------------------------------------------
 
     def on_submit(self, submit: SubmitRequest, request: Request) -> None:
-        # Not from request.tokens: the engine already has the request, and may have appended to them.
+        # Do not count request.tokens: the engine already has the request, and may have appended a token.
         handoff = Handoff(len(unpack_ids(submit.tokens)), self._info.block_tokens)
         outgoing = self._outgoing[request.id] = OutgoingHandoff(submit, request, handoff)
         if request.borrows_blocks:
-            self._start(outgoing)  # it needs the decode node's blocks before it can be computed
+            self._start(outgoing)  # the prompt is computed in the decode node's blocks
 
     def on_admitted(self, request: Request) -> None:
-        """Reserve blocks now that the first chunk is being computed, not earlier."""
+        """Reserve blocks when the first chunk is being computed."""
         outgoing = self._outgoing.get(request.id)
         if outgoing is not None:
             self._free_early_slot(outgoing)
@@ -152,7 +152,7 @@ class HandoffSender:
         if outgoing is None:
             return
         outgoing.handoff.computed(progress.num_computed)
-        if progress.finish is not None:  # over at its first token: the decode node has nothing to generate
+        if progress.finish is not None:  # the request ended at its first token, so there is nothing left to generate
             outgoing.is_silent = True
             outgoing.handoff.cancel(f"finished: {progress.finish}")
         elif progress.first_token is not None:
@@ -166,7 +166,7 @@ class HandoffSender:
             outgoing.cancel("aborted")
             if not outgoing.is_running:
                 del self._outgoing[request_id]
-        # The blocks may be reused from here on. A push in flight may send stale data; it is never committed.
+        # The blocks may be reused from now on. A push in progress may send the wrong data, but is never committed.
         return False
 
     def on_writer_lost(self, writer: str) -> None:
@@ -244,14 +244,14 @@ class HandoffSender:
             reply = await RESERVE.call(peer.rpc, request, self._reserve_timeout_s + self._timing.call_s)
         except PeerError as error:
             peer.call_failed()
-            # A lost reply may have granted a reservation. Nothing is written under it.
+            # The lost reply may have granted a reservation. Stop it, since this node will not write under it.
             self.peers.retry_stop(peer, StopRequest(b"", str(error), outgoing.request.id))
             raise
         self._record(outgoing, "reserving", began_ns, peer)
         return reply
 
     def _check_grant(self, outgoing: OutgoingHandoff, reply: ReserveReply, blocks: list[int]) -> None:
-        """Raise ValueError for an invalid grant. In a shared pool, no channel checks the blocks later."""
+        """Raise ValueError if the grant is invalid. In a shared pool, no channel would check the blocks later."""
         if len(reply.reservation_id) != RESERVATION_ID_BYTES or len(set(blocks)) < len(blocks):
             raise ValueError("the grant names a block twice, or its reservation id is malformed")
         is_whole = len(blocks) == outgoing.handoff.num_blocks and 0 < min(blocks) <= max(blocks) < self._memory.num_rows
@@ -292,7 +292,7 @@ class HandoffSender:
             return
         source = outgoing.request.blocks[push.first : push.last]
         if len(source) < push.last - push.first:
-            raise ChannelError("the request's blocks are gone")  # aborted a moment ago
+            raise ChannelError("the request's blocks are gone")  # the request has just been aborted
         began_ns = now_ns()
         try:
             await channel.push(descriptor, reservation_id, source, push.targets)
@@ -326,7 +326,7 @@ class HandoffSender:
         if reservation_id is None:
             return
         if outgoing.request.borrows_blocks:
-            await self._requests.release(outgoing.request)  # until then, steps write into the reserved blocks
+            await self._requests.release(outgoing.request)  # until released, steps write into the reserved blocks
         await self.peers.stop(peer, StopRequest(reservation_id, stop.reason))
 
     def _record(self, outgoing: OutgoingHandoff, kind: str, began_ns: int, peer: DecodePeer, **fields: object) -> None:

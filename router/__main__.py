@@ -85,7 +85,7 @@ async def _serve(
     identity = f"router-{secrets.token_hex(8)}"
     dashboard = Dashboard() if settings.dashboard else None
     observer = dashboard or RouterObserver()
-    ttft_slo_s = settings.ttft_slo_ms / 1000  # a longer wait in the queue would miss it by itself
+    ttft_slo_s = settings.ttft_slo_ms / 1000  # a request that waits longer in the queue misses it anyway
     queue = AdmissionQueue(min(settings.max_queue_s, ttft_slo_s or inf), settings.max_queued_tokens)
     registry = _registry(settings)
     fleet = NodePool(identity, registry, settings.mode, settings.node_timeout_s, observer, queue.resize)
@@ -164,10 +164,10 @@ class HttpServer(uvicorn.Server):
 
 
 def listen(host: str, port: int, flag: str) -> socket.socket:
-    """Bind a listener. Raises OSError with a one-line message that names the flag."""
+    """Bind a listener. Raises OSError, which names the flag, if the address cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    # Connections inherit these options, which close them when the client has vanished or does not read.
+    # Accepted connections inherit these options. They close a connection if its client has vanished or does not read.
     keepalive = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)]
     keepalive += [(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)]
     keepalive += [(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SLOW_S * 1000))]

@@ -1,4 +1,4 @@
-"""What the router reports about its requests and nodes, and what an observer adds to the router's API."""
+"""The observer of the router: it receives reports about requests and nodes, and adds routes to the router's API."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from shared.rpc.messages import NodeInfo, NodeUpdate
 
 
 class RouterObserver:
-    """Receives what happens to requests and nodes. This base class ignores everything; the dashboard derives from it.
+    """Receives events of requests and nodes. This base class ignores everything; the dashboard derives from it.
 
     The router's entry point creates one, and passes it to the pool, the dispatcher and the app. All methods run on the
     router's event loop, on the path of tokens, so they must be fast and must not raise.
@@ -18,10 +18,10 @@ class RouterObserver:
     # ---- nodes --------------------------------------------------------------------------------------------------
 
     def node_updated(self, info: NodeInfo, update: NodeUpdate) -> None:
-        """A node has sent stats, step records or events. Its token deltas are none of the observer's concern."""
+        """A node has sent stats, step records or events. The observer should ignore the token deltas of the message."""
 
     def node_lost(self, node: str) -> None:
-        """A node's stream ended; requests on that node may have no "ended" event."""
+        """The stream to a node ended. Its requests may have no "ended" event."""
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
@@ -33,10 +33,10 @@ class RouterObserver:
     def placed(
         self, attempt: str, prefill: str | None, decode: str, reason: str, local_s: float = 0.0, remote_s: float = 0.0
     ) -> None:
-        """An attempt was assigned to nodes. The predicted seconds of both placements are 0 without a prediction."""
+        """An attempt was assigned to nodes. `local_s` and `remote_s` are predicted times, or 0 without a prediction."""
 
     def migrated(self, attempt: str, why: str) -> None:
-        """An attempt ended early. Another one follows, or the request fails."""
+        """An attempt failed. Another one follows, or the request fails."""
 
     def output(self, id: str, sample: int, num_tokens: int) -> None:
         """Tokens of a sample were sent to the client."""
@@ -58,4 +58,4 @@ class RouterObserver:
         return status
 
     def close(self) -> None:
-        """End streams of the added routes that do not end by themselves, because the server drains."""
+        """End the endless streams of the added routes. Called when the server drains."""

@@ -13,8 +13,8 @@ from typing import NamedTuple
 class Ledger(NamedTuple):
     """The number of blocks in each state.
 
-    free: empty. cached: without an owner, content kept for prefix hits. owned: held by requests. reserved: being
-    written by a peer. quarantined: a peer may still write to them, so they are neither read nor allocated.
+    Free blocks are empty. Cached blocks have no owner, and keep their content for prefix hits. Requests hold owned
+    blocks. A peer writes reserved blocks. It may still write quarantined blocks, so they are not read or allocated.
     """
 
     free: int
@@ -30,10 +30,10 @@ class Ledger(NamedTuple):
 
 
 class BlockPool:
-    """Reference counts of KV blocks, with least-recently-used reuse of blocks that only the prefix cache refers to.
+    """Reference counts of KV blocks. Blocks without an owner are reused least recently used first.
 
-    The scheduler owns the pool and is its only caller, on the engine's thread. The states of `Ledger` are exclusive:
-    `ledger_error` and `audit` check that. Methods assert their preconditions; a failed assertion is a scheduler bug.
+    The scheduler owns the pool and is its only caller, on the engine's thread. Every block is in one state of `Ledger`;
+    `ledger_error` and `audit` check this. Methods assert their preconditions; a failed assertion is a scheduler bug.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -65,9 +65,9 @@ class BlockPool:
     # ---- consistency checks --------------------------------------------------------------------------------------
 
     def ledger_error(self, num_held: int | None = None) -> str:
-        """Return what is wrong with the ledger's sums, or "" if they agree.
+        """Return a description of the error in the ledger's sums, or "" if they agree.
 
-        `num_held` is the number of blocks that all owners hold by their own count; None skips that comparison.
+        `num_held` is the number of blocks according to their owners; None skips that comparison.
         """
         ledger = self.ledger()
         if not ledger.balances:
@@ -115,7 +115,7 @@ class BlockPool:
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove an owner from each block. The end of the row is freed first: it is the least likely prefix hit."""
+        """Remove an owner from each block. The last blocks are freed first, because they are the least likely hits."""
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} has no owner to release it"
             self._references[block] -= 1
@@ -152,7 +152,7 @@ class BlockPool:
         return blocks
 
     def settle(self, blocks: Sequence[int]) -> None:
-        """Turn reserved blocks, which the peer has written, into owned ones."""
+        """Make reserved blocks owned, after the peer has written them."""
         self._unreserve(blocks)
         self._owned += len(blocks)
 

@@ -1,6 +1,6 @@
-"""How many tokens a step may compute: a fixed number, or as many as keep the time between two tokens below an SLO.
+"""Token budgets of steps: a fixed number, or the largest that keeps the time between two tokens below an SLO.
 
-The step-time model is an input and no clock is read, so equal inputs give equal budgets.
+The step-time model is an input, and no clock is read, so equal inputs give equal budgets.
 """
 
 from math import inf, sqrt
@@ -8,11 +8,11 @@ from math import inf, sqrt
 from scheduler.cost import CostModel, StepWork
 
 CEILING_TOKENS = 8192  # most tokens of a step with an SLO but without decodes: vLLM's default on large devices
-UNWATCHED_S = 2.0  # longest step without decodes: new requests wait for it, and a long silence looks like a stuck node
-UNWATCHED_TOKENS = 512  # tokens of such a step before the model has seen larger ones
+UNWATCHED_S = 2.0  # longest step without decodes: new requests wait for it, and a longer one would seem stuck
+UNWATCHED_TOKENS = 512  # most tokens of a step without decodes until the model is fitted to larger steps
 FLOOR_TOKENS = 16  # prompt tokens that every step may compute
-FLOOR_GROWTH = 1.1  # if decodes alone miss the SLO, prompts may lengthen the step by this factor
-FIRST_TOKENS = 64  # prompt tokens of a step before there is a model
+FLOOR_GROWTH = 1.1  # if a step of decodes alone misses the SLO, prompts may make it longer by this factor
+FIRST_TOKENS = 64  # prompt tokens of a step while there is no model
 GROWTH = 1.25  # largest growth from one step to the next; shrinking is immediate
 ENGINE_SHARE = 0.9  # the engine's share of the time between two tokens; the rest is for the router and the network
 TRUST = 1.5  # a model is trusted up to this multiple of the largest step it was fitted to
@@ -40,15 +40,15 @@ class Budget:
 
 
 class SloBudget(Budget):
-    """The largest step that the model predicts, with its margin, to last no longer than `target_s` seconds.
+    """A budget that allows the largest step whose predicted duration, with the margin, is at most `target_s` seconds.
 
-    The prediction includes the step's decodes and the context that each chunk attends to. The owner is the scheduler;
-    all calls come from the engine's thread. The reason returned by `end` says what limited the step:
+    The prediction includes the step's decodes and the context that each chunk attends to. The scheduler owns the
+    budget; all calls come from the engine's thread. `end` returns the reason that limited the step:
 
-    - "slo": the target.
-    - "slo floor": the target leaves almost no room for prompts or cannot be met; they get at least `floor` tokens.
+    - "slo": the target limited it.
+    - "slo floor": the target leaves almost no room for prompts, or cannot be met. Prompts get at least `floor` tokens.
     - "slo growing": the model predicts that more would fit, but the budget grows by at most `GROWTH` per step.
-    - "ceiling": the largest step allowed.
+    - "ceiling": the step has the maximum size.
     - "no decodes": no request waits for a token, so the step may last up to `UNWATCHED_S`.
     - "no model yet": no step-time model has been fitted.
     """
@@ -97,7 +97,7 @@ class SloBudget(Budget):
         alone_s = self._cost.seconds(StepWork(num_decodes=work.num_decodes, decode_context=work.decode_context))
         is_missed = alone_s > limit_s
         fits = self._fits(FLOOR_GROWTH * alone_s if is_missed else limit_s, work, start)
-        # There is no slack for errors here, so the budget grows only once per model, not once per step.
+        # While the SLO is missed, the model's errors matter most, so the budget grows once per model, not per step.
         granted = min(self._granted, self._granted_before) if is_missed else self._granted
         tried = min(self._trusted, int(granted * GROWTH) + self._floor)
         if is_missed or fits < self._floor:
@@ -117,8 +117,8 @@ class SloBudget(Budget):
 
 
 def tokens_within(cost: CostModel, seconds: float, work: StepWork, start: int) -> float:
-    """Return the largest chunk from position `start` on with which a step with `work` is predicted to last at most
-    `seconds`; 0 if the step takes longer even without the chunk.
+    """Return the size of the largest chunk at position `start` that can be added to a step with `work`, so that the
+    step is predicted to last at most `seconds`. Return 0 if the step takes longer even without the chunk.
 
     A chunk of n tokens costs `per_pair · (n·start + n·(n + 1)/2)`, and `per_token` for each token over the knee.
     """
@@ -134,7 +134,7 @@ def tokens_within(cost: CostModel, seconds: float, work: StepWork, start: int) -
 
 
 def _root(square: float, linear: float, value: float) -> float:
-    """Return the n >= 0 with square·n² + linear·n = value, in the form that stays exact for a small `square`."""
+    """Return the n >= 0 with square·n² + linear·n = value. The formula stays exact for a small `square`."""
     bottom = linear + sqrt(linear * linear + 4 * square * value)
     return 2 * value / bottom if bottom > 0 else inf
 

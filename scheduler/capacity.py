@@ -1,14 +1,14 @@
-"""KV capacity: how many blocks requests lack and may still need, and which request to preempt when blocks run out.
+"""KV capacity: counts the blocks that requests need, and chooses the request to preempt when blocks run out.
 
-These are plain functions of requests; they allocate and free nothing.
+These functions allocate and free nothing.
 """
 
 from collections.abc import Sequence
 
 from scheduler.request import Request, Step, cdiv
 
-# The share of the tokens that running requests may still generate for which blocks are kept free when a request is
-# admitted. Most requests stop early, and preemption handles the rest (SGLang's new-token ratio, with its cap).
+# When a request is admitted, blocks are kept free for this share of the tokens that running requests may still
+# generate. Most requests stop early, and preemption handles the rest (SGLang's new-token ratio, with its cap).
 GROWTH_SHARE = 0.3
 GROWTH_CAP_TOKENS = 4096
 
@@ -27,7 +27,7 @@ def growth_of(request: Request, block_tokens: int) -> int:
 
 
 def growth_of_all(running: Sequence[Request], block_tokens: int) -> int:
-    """Return the blocks that running requests still need: all of their prompts, part of their answers."""
+    """Return how many blocks running requests still need for their whole prompts and for part of their answers."""
     growth = 0
     for request in running:
         rest = cdiv(request.num_tokens, block_tokens) - len(request.blocks)
@@ -39,8 +39,8 @@ def choose_preemption_victim(request: Request, running: Sequence[Request], step:
     """Return the request to preempt so that `request` gets blocks, or None if `request` has to wait.
 
     The victim is the last running request that is not in this step yet, possibly `request` itself. A request that
-    sends its KV to a peer is never preempted, because a transfer reads its blocks. A request that is followed only by
-    requests of this step waits for them, since it is older.
+    sends its KV to a peer is never preempted, because a transfer reads its blocks. If all later requests are in this
+    step, `request` waits for them.
     """
     taken = {id(slice_.request) for slice_ in step.slices}
     others_wait = False

@@ -1,4 +1,4 @@
-"""The cost of a step: its work in a few numbers, and a model of how long a device takes for that work."""
+"""The cost of a step: numbers that describe its work, and a model that predicts its duration on a device."""
 
 from dataclasses import astuple, dataclass
 from typing import Self
@@ -6,7 +6,7 @@ from typing import Self
 
 @dataclass(slots=True)
 class StepWork:
-    """The work of a step, in the terms its duration depends on.
+    """The work of a step, as the numbers that determine its duration.
 
     A slice that computes only the last token of its row is a decode; any other slice is a prompt chunk, even if the
     request was resumed. A pair is one query token that attends to one key token.
@@ -16,7 +16,7 @@ class StepWork:
     prefill_tokens: int = 0
     prefill_pairs: int = 0
     num_decodes: int = 0
-    decode_context: int = 0  # tokens whose KV the decodes read, summed over them
+    decode_context: int = 0  # sum of the context lengths that the decodes read
 
     @property
     def tokens(self) -> int:
@@ -37,7 +37,7 @@ def pairs_of(start: int, count: int) -> int:
     return count * start + count * (count + 1) // 2
 
 
-MOST = 1e6  # largest coefficient accepted: more than any device needs, small enough for sums of products
+MOST = 1e6  # largest coefficient accepted: larger than on any device, and small enough to avoid overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,6 @@ class CostModel:
 
     @classmethod
     def unpacked(cls, numbers: list[float]) -> Self | None:
-        """Return the model that `packed` gave, or None if the length is wrong or a number is out of range."""
+        """Inverse of `packed`. Return None if the length is wrong or a number is out of range."""
         is_model = len(numbers) == len(cls.__dataclass_fields__) and all(0 <= number <= MOST for number in numbers)
         return cls(*numbers) if is_model else None

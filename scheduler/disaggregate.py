@@ -1,4 +1,4 @@
-"""Conditional disaggregation: compute a prompt on a prefill node, or on the decode node itself.
+"""Conditional disaggregation: decides whether a prefill node or the decode node itself computes a prompt.
 
 The decision is arithmetic over step-time models that the nodes fit to their own steps (`engine.step_time_fit`). NVIDIA
 Dynamo decides by a fixed prompt length and queue depth; here both alternatives are predicted in seconds and the faster
@@ -16,16 +16,16 @@ from scheduler.cost import CostModel, StepWork, pairs_of
 
 @dataclass(slots=True)
 class NodeView:
-    """What placement knows about a live node, from the requests the router sent and the node's reports."""
+    """A live node as placement sees it: its properties, the requests that the router sent, and the node's reports."""
 
     id: str
     role: str
-    outstanding_tokens: int = 0  # prompt tokens sent there and not computed yet
+    outstanding_tokens: int = 0  # prompt tokens sent to the node and not computed yet
     running: int = 0
     max_num_seqs: int = 1
-    kv_tokens: int = 0  # tokens whose KV is or will be there
+    kv_tokens: int = 0  # tokens whose KV is or will be on the node
     kv_capacity_tokens: int = 1
-    placed: int = 0  # requests ever sent there; breaks ties
+    placed: int = 0  # all requests sent to the node so far; breaks ties
     outstanding_pairs: int = 0  # query-key pairs of the outstanding tokens
     decode_context: int = 0  # tokens whose KV its decodes read each step
     budget_tokens: int = 512  # largest step
@@ -37,7 +37,7 @@ class NodeView:
     token_bytes: int = 0  # KV of one token
     prefilling: int = 0  # running requests whose prompt is not computed yet, on this or another node
     incarnation_id: str = ""
-    shared_pool_owner: str = ""  # incarnation of the only decode node that it can hand prompts to; "": any
+    shared_pool_owner: str = ""  # incarnation of the only decode node to which it can hand off; "" for any
     stale: bool = False  # it has been idle so long that its model may be out of date
 
     @property
@@ -49,10 +49,10 @@ class NodeView:
 class LatencyEstimate:
     """Predicted seconds for one prompt on one placement, excluding any wait for free KV blocks."""
 
-    wait_s: float  # for prompts queued before it
-    compute_s: float  # its own chunks
+    wait_s: float  # until the prompts queued before it are computed
+    compute_s: float  # to compute its own chunks
     transfer_s: float = 0.0  # after its last chunk, until the decode node can continue
-    harm_s: float = 0.0  # delay that its chunks add to running decodes, summed over them
+    harm_s: float = 0.0  # sum of the delays that its chunks add to running decodes
     keeps_tbt: bool = True
 
     @property
@@ -67,15 +67,15 @@ class LatencyEstimate:
 
     @property
     def total_s(self) -> float:
-        """Seconds that this request and all running decodes wait because of it."""
+        """The seconds until the second token, plus the delays that the request adds to running decodes."""
         return self.ready_s + self.harm_s
 
 
 def remote_estimate(node: NodeView, num_tokens: int, cached: int, cached_at_decode: int) -> LatencyEstimate | None:
     """Predict a prompt of `num_tokens` tokens on a prefill node; None if the node has no model yet.
 
-    `cached` and `cached_at_decode` are the prefix tokens that the prefill and the decode node hold. The blocks of every
-    chunk but the last are transferred while the next chunk is computed, as far as the link is fast enough.
+    `cached` and `cached_at_decode` are the numbers of prefix tokens that the prefill and the decode node have cached.
+    If the link is fast enough, the blocks of every chunk but the last are transferred while the next one is computed.
     """
     if node.cost is None:
         return None
@@ -101,8 +101,8 @@ def local_estimate(node: NodeView, teacher: CostModel | None, num_tokens: int, c
     """Predict a prompt on a decode node, computed in the budget that its decodes leave; None without a model.
 
     A decode node learns the cost of prompts only by computing some. Until then the cost is taken from `teacher`, the
-    prefill node's model. With a complete model of its own, the predicted times of decodes and chunk add up to the
-    model's prediction for the whole step.
+    prefill node's model. If the decode node has a complete model, the predicted times of the decodes and the chunk add
+    up to its prediction for the whole step.
     """
     prompts = node.cost if node.cost_is_learnt or teacher is None else teacher
     if node.cost is None or prompts is None:
@@ -113,7 +113,7 @@ def local_estimate(node: NodeView, teacher: CostModel | None, num_tokens: int, c
     decodes = StepWork(num_decodes=num_decodes, decode_context=node.decode_context)
     alone_s = node.cost.seconds(decodes) if num_decodes else 0.0
     fits = _room(node, alone_s, prompts, decodes, num_tokens - own // 2)
-    room = max(fits, FLOOR_TOKENS) if node.tbt_slo_s else fits  # an SLO always grants prompts FLOOR_TOKENS
+    room = max(fits, FLOOR_TOKENS) if node.tbt_slo_s else fits  # `SloBudget` always allows FLOOR_TOKENS
 
     def step_seconds(count: int) -> float:
         return alone_s + chunk_seconds(prompts, count + num_decodes, num_decodes)

@@ -1,4 +1,4 @@
-"""Placement: choose the nodes for a request, from the router's record of what it has sent where."""
+"""Placement: chooses the nodes for a request, from the load of the nodes and the prefixes that each was sent."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ Node = TypeVar("Node")
 class Placement:
     """The nodes chosen for a request. If `prefill` is None, the decode node computes the prompt itself.
 
-    `reason` says why. The estimates are None if the nodes' step-time models are not known.
+    `reason` explains the choice. An estimate is None if the node's step-time model is not known.
     """
 
     prefill: str | None
@@ -35,16 +35,16 @@ class Placement:
 
 
 class PrefixIndex:
-    """Records which nodes were sent which prefix blocks. A hint: nodes may have evicted the blocks since.
+    """Records the nodes to which each prefix block was sent. Nodes may have evicted the blocks since.
 
-    The router owns one index and calls it from its event loop. Memory is bounded by two generations of `max_blocks / 2`
-    blocks: an entry is dropped when it was not used during a whole generation. This takes a third of the time of an LRU
-    list, which has to update the neighbours of every block.
+    The router owns one index and calls it from its event loop. To limit the memory, there are two generations of
+    `max_blocks / 2` blocks: an entry that is not used during a whole generation is dropped. This takes a third of the
+    time of an LRU list, which has to update the neighbours of every block.
     """
 
     def __init__(self, max_blocks: int = 200_000) -> None:
         self._max_young = max(1, max_blocks // 2)
-        # Block hash -> nodes. Neighbouring blocks mostly share one tuple object, so comparing identities suffices.
+        # Block hash -> nodes. Adjacent blocks mostly share one tuple object, which makes comparisons fast.
         self._young: dict[bytes, tuple[str, ...]] = {}
         self._old: dict[bytes, tuple[str, ...]] = {}
 
@@ -109,9 +109,9 @@ def place(
 ) -> Placement | None:
     """Choose the prefill node with the least work and the decode node with the most room; None without live nodes.
 
-    Considers every node it is given; see `candidates`. `cached_tokens` maps node ids to the prefix tokens that each
-    probably holds. `disaggregate` is "always", "never" or "auto". "auto" compares the chosen pair with computing the
-    prompt on that decode node, or on the decode node with the longest prefix match (see `scheduler.disaggregate`).
+    All given nodes are considered; see `candidates`. `cached_tokens` maps node ids to the number of prefix tokens that
+    the node probably has cached. `disaggregate` is "always", "never" or "auto". "auto" compares the chosen pair with
+    computing the prompt on that decode node, or on the decode node with the longest prefix match.
     """
     generating = decode_nodes or prefill_nodes
     if not generating:
@@ -149,14 +149,14 @@ def _total(estimate: LatencyEstimate | None) -> float:
 
 
 def _prefill_work(node: NodeView, num_tokens: int, cached_tokens: Mapping[str, int]) -> tuple[int, int, int]:
-    """Return the sort key of a prefill node: first the tokens it computes until this prompt is done."""
+    """Return the sort key of a prefill node. It begins with the tokens to compute until this prompt is done."""
     work = node.outstanding_tokens + num_tokens - min(num_tokens, cached_tokens.get(node.id, 0))
     return work, node.running, node.placed
 
 
 def _decode_load(node: NodeView, num_tokens: int, cached_tokens: Mapping[str, int]) -> tuple[float, int, int]:
-    """Return the sort key of a decode node: first its share of KV memory or batch slots in use, whichever is larger,
-    once this request is added."""
+    """Return the sort key of a decode node. It begins with the share of KV memory or of batch slots that would be in
+    use with this request, whichever is larger."""
     new_tokens = num_tokens - min(num_tokens, cached_tokens.get(node.id, 0))
     memory = (node.kv_tokens + node.outstanding_tokens + new_tokens) / node.kv_capacity_tokens
     places = (node.running + 1) / node.max_num_seqs

@@ -1,4 +1,4 @@
-"""Batching policies, expressed as data for one scheduler and named as in the systems they come from.
+"""Batching policies, as data for one scheduler. They have the names used by the systems from which they come.
 
 docs/policies.md shows how each policy treats the same requests.
 """
@@ -11,20 +11,20 @@ class Policy:
     """The scheduling choices in which serving systems differ. The defaults are those of `stall_free`."""
 
     name: str
-    prompts_first: bool = False  # prompts take a step's budget before decodes do
+    prompts_first: bool = False  # prompts are scheduled before decodes
     mixed: bool = True  # prompts and decodes may share a step
     chunked: bool = True  # a prompt may span several steps; if not, a step's first prompt may exceed the budget
     max_prompts: int | None = None  # most prompts that one step computes
-    fills: bool = False  # prompts fill a step to its last token, regardless of the limits on chunks
+    fills: bool = False  # prompts fill the whole budget, regardless of the limits on chunks
     together: bool = False  # requests are admitted as one batch, only when no request runs or receives KV
 
 
 POLICIES = {
     policy.name: policy
     for policy in (
-        # Sarathi-Serve (Agrawal et al., OSDI 2024), vLLM v1: decodes never wait for prompts, which fill the rest.
+        # Sarathi-Serve (Agrawal et al., OSDI 2024), vLLM v1: decodes never wait; prompts get the rest of the budget.
         Policy("stall_free"),
-        # SARATHI (Agrawal et al., 2023): one chunk of one prompt, and every decode rides along.
+        # SARATHI (Agrawal et al., 2023): one chunk of one prompt, together with all decodes.
         Policy("decode_maximal", max_prompts=1),
         # DeepSpeed-FastGen's Dynamic SplitFuse (Holmes et al., 2024): steps of one constant size.
         Policy("split_fuse", fills=True),

@@ -1,8 +1,8 @@
 """Block hashes: each KV block is identified by a hash of its tokens and of all tokens before it.
 
-Hashes are chained over (parent hash, block tokens) from a root that includes the salt, so equal hashes mean equal
-content of the whole prefix within one tenant. This is the scheme of vLLM's prefix caching; BLAKE2b makes it infeasible
-to construct a collision.
+The hash of a block covers the hash of its parent and its own tokens, and the first parent includes the salt. Equal
+hashes therefore mean equal prefixes of one tenant. vLLM's prefix caching uses the same scheme. BLAKE2b makes it
+infeasible to construct a collision.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ def extend_hashes(hashes: list[bytes], tokens: Sequence[int], block_tokens: int,
     row, size = ids.cast("B"), ids.itemsize * block_tokens
     parent = hashes[-1] if hashes else root_hash(salt)
     for (block,) in struct.iter_unpack(f"{size}s", row):
-        # The parent is passed as BLAKE2b's salt, which costs nothing; a key would be one more block to hash.
+        # The parent is passed as BLAKE2b's salt, which is free; as a key, it would be one more block to hash.
         parent = hashlib.blake2b(block, digest_size=DIGEST_BYTES, salt=parent).digest()
         hashes.append(parent)
 

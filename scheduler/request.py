@@ -1,6 +1,6 @@
-"""A request as the scheduler sees it: a row of tokens, and cursors that say how many of them have KV.
+"""A request as the scheduler sees it: a row of tokens, and cursors that count the tokens with KV.
 
-It has no notion of prefill or decode, of time, or of a device.
+It does not distinguish prefill from decode, and knows nothing of time or devices.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ class RequestState(Enum):
     WAITING = "waiting"  # holds no blocks and waits for admission
     RECEIVING_KV = "receiving_kv"  # its blocks are reserved and a peer is writing them
     RUNNING = "running"  # holds blocks and is being computed
-    SENDING_KV = "sending_kv"  # its prompt has been computed here; its blocks are held until a peer has them
+    SENDING_KV = "sending_kv"  # its prompt is computed; its blocks are held until a peer has their content
     DONE = "done"  # holds no blocks
 
 
@@ -49,8 +49,8 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     salt: bytes = b""  # requests share cached blocks only with requests of the same salt
     priority: int = 0  # smaller runs first
-    receive_kv: bool = False  # the prompt's KV is computed by a peer and received
-    send_kv: bool = False  # ends on this node at its first token; the KV is sent to a peer
+    receive_kv: bool = False  # a peer computes the prompt and sends its KV to this node
+    send_kv: bool = False  # the request ends on this node at its first token, and its KV is sent to a peer
     shared_pool: bool = False  # its prompt is computed directly in the blocks of another node
     needs_prompt_logprobs: bool = False  # logits of all prompt positions are needed, so prefix hits are not used
     sampling: Any = None  # a SamplingParams for the runner and the node; the scheduler does not read it
@@ -62,19 +62,19 @@ class Request:
     num_computed: int = 0
     num_scheduled: int = 0
     num_sampling: int = 0  # tokens that steps in flight will sample
-    num_in_flight: int = 0  # steps in flight that hold a slice of this request
+    num_in_flight: int = 0  # steps in flight that contain a slice of this request
     num_cached: int = 0  # tokens found in the prefix cache at first admission
-    epoch: int = 0  # number of preemptions; a slice of an older epoch moves no cursor
+    epoch: int = 0  # number of preemptions; slices of older epochs have no effect
     finish: str | None = None
 
     @property
     def borrows_blocks(self) -> bool:
-        """True if its blocks belong to another node's pool and came with the request."""
+        """Whether its blocks belong to another node's pool, and were given with the request."""
         return self.shared_pool and self.send_kv
 
     @property
     def num_tokens(self) -> int:
-        """The length of the row once all steps in flight have sampled their tokens."""
+        """The length of the row after all steps in flight have sampled their tokens."""
         return len(self.tokens) + self.num_sampling
 
     @property
@@ -114,7 +114,7 @@ class Slice:
 
     @property
     def is_decode(self) -> bool:
-        """True if it computes only the last token of its row."""
+        """Whether the slice computes only the last token of its row."""
         return self.samples and self.count == 1
 
 
@@ -122,8 +122,8 @@ class Slice:
 class Step:
     """One forward pass over slices, and the requests for which blocks were reserved to receive KV.
 
-    The step was allowed `budget` tokens for `reason` (see `scheduler.budget`). `predicted_s` is its predicted duration
-    in seconds, 0 without a model.
+    `budget` is the number of tokens that the step was allowed, and `reason` explains it (see `SloBudget`).
+    `predicted_s` is the predicted duration in seconds, 0 without a model.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""A node's role, which decides where a request ends on it."""
+"""The role of a node, which decides at which token a request ends on the node."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,6 +10,6 @@ class Role:
     ends_at: Literal["first_token", "last_token"]
 
 
-PREFILL = Role("prefill", ends_at="first_token")  # then the request is handed off
-DECODE = Role("decode", ends_at="last_token")  # accepts handed-off KV and prompts that were not computed elsewhere
+PREFILL = Role("prefill", ends_at="first_token")  # the request is then handed off
+DECODE = Role("decode", ends_at="last_token")  # receives the KV of prompts, and can also compute prompts
 ROLES: dict[str, Role] = {role.name: role for role in (PREFILL, DECODE)}

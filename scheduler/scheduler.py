@@ -1,8 +1,8 @@
 """The scheduler: decides which tokens of which requests the next step computes, and in which blocks.
 
-A request is behind by the tokens that have no KV yet, and a step advances the cursors of requests within one token
-budget. Prefill, chunking, decode, resumption after preemption and prefix hits are all the same case: the cursor is
-behind the row.
+Each request has a cursor, which counts its tokens with KV. A step advances the cursors of requests within one token
+budget. Prefill, chunking, decode, resumption after preemption and prefix hits are all handled in this way: they differ
+only in the number of tokens between the cursor and the end of the row.
 """
 
 import heapq
@@ -29,17 +29,17 @@ class StepLimits:
     max_num_seqs: int = 64
     long_prefill_token_threshold: int = 0  # largest chunk of a prompt; 0: the budget
     max_num_partial_prefills: int = 1  # prompts that a step may leave unfinished
-    tile_tokens: int = 1  # chunks end on a multiple of this, unless that would prevent progress
+    tile_tokens: int = 1  # a chunk ends on a multiple of this, unless it would then be empty
 
 
-AUDIT_STEPS = 64  # steps between ledger checks that walk all requests; a cheaper check follows every step
+AUDIT_STEPS = 64  # steps between two checks of the ledger against all requests; every step makes a cheaper check
 
 
 class StepOutput(NamedTuple):
     """The result of one slice of a step.
 
-    `token` is the sampled token, if any. `finish` is set when the request is over. `fault` is the exception that ended
-    this request alone.
+    `token` is the sampled token, if any. `finish` is set when the request has ended. `fault` is the exception, if one
+    ended the request.
     """
 
     request: Request
@@ -72,10 +72,10 @@ class Scheduler:
     clock or does I/O. A step goes through `schedule` and then `update`, in the same order. `schedule` may be called
     again before `update`, so a driver may decide step N+1 while the device runs step N.
 
-    Guarantees: no step exceeds its budget or limits (except for a prompt that may not be chunked); every slice has
-    blocks for its tokens; waiting requests are admitted in order of priority, then arrival; a request that fails in
-    `update` ends alone with finish "error"; blocks are not reused while a step in flight or a peer may write to them.
-    An error in the block ledger stops nothing: it is kept in `ledger_error` for the driver to report.
+    Guarantees: No step exceeds its budget or limits, except for a prompt that may not be chunked. Every slice has
+    blocks for its tokens. Waiting requests are admitted in order of priority, then arrival. If a request fails in
+    `update`, only this request ends, with finish "error". Blocks are not reused while a step in flight or a peer may
+    write to them. After an error in the block ledger, the scheduler continues; the driver reports `ledger_error`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Scheduler:
         policy: Policy = STALL_FREE,
         budget: Budget | None = None,
     ) -> None:
-        """`budget` None means `limits.max_num_batched_tokens` tokens for every step."""
+        """If `budget` is None, every step may have `limits.max_num_batched_tokens` tokens."""
         self.limits = limits
         self.policy = policy
         self.budget = budget or Budget(limits.max_num_batched_tokens)
@@ -102,8 +102,8 @@ class Scheduler:
         self.num_waiting = 0
         self._arrivals = 0
         self._steps = 0
-        self._parked: deque[tuple[int, list[int]]] = deque()  # (step, freed blocks that it still uses)
-        # With more running requests than tokens in a step, the first ones would starve the last.
+        self._parked: deque[tuple[int, list[int]]] = deque()  # (step, freed blocks that this step still uses)
+        # If more requests ran than fit into a step, the last ones would starve.
         self._max_running = min(limits.max_num_seqs, self.budget.ceiling)
 
     # ---- commands -------------------------------------------------------------------------------------------
@@ -121,9 +121,9 @@ class Scheduler:
         self._wait(request)
 
     def kv_received(self, request: Request, token: int) -> None:
-        """Continue a request whose prompt's KV a peer has written completely and for which it sampled `token`.
+        """Continue a request after a peer has written the KV of its prompt and sampled `token`.
 
-        Does nothing if the request was aborted meanwhile.
+        Does nothing if the request was aborted in the meantime.
         """
         if request.state is not RequestState.RECEIVING_KV:
             return
@@ -142,9 +142,9 @@ class Scheduler:
         self._end(request)
 
     def abort(self, request: Request, writer_stopped: bool = True) -> list[int]:
-        """End a request in any state; does nothing if it is unknown or over.
+        """End a request in any state. Do nothing if the request is unknown or has ended.
 
-        Returns the blocks that went to quarantine because a peer may still write to them, for `pool.clear` later.
+        Return the blocks that are in quarantine until the peer has stopped and they are passed to `pool.clear`.
         """
         if self.requests.get(request.id) is not request:
             return []
@@ -169,7 +169,7 @@ class Scheduler:
         return self.pool.ledger()
 
     def audit(self) -> str:
-        """Check the ledger block by block against the requests. Return the first error ever found, or ""."""
+        """Compare the ledger with the blocks of all requests. Return the first error found so far, or ""."""
         self.ledger_error = self.ledger_error or self.pool.audit(self._held())
         return self.ledger_error
 
@@ -201,8 +201,8 @@ class Scheduler:
     ) -> list[StepOutput]:
         """Process the results of a step and return one output per slice whose request is not over.
 
-        `tokens[i]` was sampled by slice i. If `failed[i]`, or if processing slice i raises, its request ends with
-        finish "error". Steps must be passed in the order in which they were scheduled.
+        `tokens[i]` was sampled by slice i. The request of slice i ends with finish "error" if `failed[i]` is true, or
+        if processing the slice raises. Steps must be passed in the order in which they were scheduled.
         """
         outputs: list[StepOutput] = []
         for index, slice_ in enumerate(step.slices):
@@ -251,7 +251,7 @@ class Scheduler:
 
     @staticmethod
     def _decodes(request: Request) -> bool:
-        """Return whether only its next token is missing, and steps in flight will not already produce its last one."""
+        """Return whether only the last token has no KV, and another token may be sampled after the steps in flight."""
         if request.num_tokens - request.num_scheduled != 1:
             return False
         return request.num_sampling == 0 or not (request.send_kv or request.remaining_tokens == 0)
@@ -273,7 +273,7 @@ class Scheduler:
             self._admit(step, partial, may_compute)
 
     def _admit(self, step: Step, partial: int, may_compute: bool) -> None:
-        """Admit waiting requests in order until one has to wait; none overtakes it.
+        """Admit waiting requests in order, and stop at the first that has to wait.
 
         Requests that receive their KV compute nothing, so they are admitted even if the step may not compute prompts.
         """
@@ -311,7 +311,7 @@ class Scheduler:
     def _may_start(self, count: int, is_partial: bool, num_partial: int) -> bool:
         """Return whether to admit a prompt of which the step can compute `count` tokens."""
         if self.policy.together:
-            return True  # admitted with its batch, computed in a later step if need be
+            return True  # it is admitted with its batch, even if a later step computes it
         may_stay_partial = self.policy.fills or num_partial < self.limits.max_num_partial_prefills
         return count > 0 and (may_stay_partial or not is_partial)
 
@@ -321,7 +321,7 @@ class Scheduler:
         return self._waiting[0][2] if self._waiting else None
 
     def _chunk(self, request: Request, start: int, step: Step) -> int:
-        """Return how many tokens of a prompt from `start` on this step may compute."""
+        """Return how many tokens of a prompt this step may compute, beginning at `start`."""
         behind, num_prompts = request.num_tokens - start, step.work.num_prefills
         if self.policy.max_prompts is not None and num_prompts >= self.policy.max_prompts:
             return 0
@@ -339,7 +339,7 @@ class Scheduler:
         return count
 
     def _cached_prefix(self, request: Request) -> list[int]:
-        """Return the cached blocks of the request's prefix. Its last token is always computed, for its logits."""
+        """Return the cached blocks of the request's prefix. The last token is always computed, to get its logits."""
         if request.needs_prompt_logprobs or request.borrows_blocks:
             return []
         useful = len(request.tokens) if request.receive_kv and not request.shared_pool else len(request.tokens) - 1
@@ -368,7 +368,7 @@ class Scheduler:
     def _make_room(self, request: Request, count: int, step: Step) -> int:
         """Allocate blocks for `count` more tokens, preempting later requests if necessary.
 
-        Returns how many tokens have blocks now; 0 if the request has to wait or was preempted itself.
+        Return how many of the tokens now have blocks: 0 if the request has to wait or was itself preempted.
         """
         if request.num_scheduled + count <= len(request.blocks) * self.block_tokens:  # true for most decodes
             return count
@@ -430,7 +430,7 @@ class Scheduler:
             self.counters.prompt_tokens += count
 
     def _advance(self, request: Request, end: int) -> None:
-        """Record that [0, end) has KV, and register the hashes of blocks that are now complete."""
+        """Record that positions [0, end) have KV, and register the hashes of blocks that are now complete."""
         first = request.num_computed // self.block_tokens
         request.num_computed = end
         request.num_scheduled = max(request.num_scheduled, end)

@@ -1,10 +1,10 @@
 """Failpoints: named places in the code where a test can make the process fail, as in `prefill.after_chunk:3=kill`.
 
 `BATON_FAILPOINT` is a comma-separated list of `SITE[:N][@DETAIL]=ACTION`. The action is performed when the process
-reaches the site for the N-th time: the first time by default, every time with `*`. DETAIL, a request id, restricts the
-count to that request; with `*`, each request is counted separately. A process refuses to start with failpoints unless
-`BATON_ALLOW_FAILPOINTS` is also set. The simulation injects its own faults at the same sites, with `watcher`.
-The design follows FoundationDB's BUGGIFY and the failpoints of TiKV.
+reaches the site for the N-th time. N is 1 by default; `*` means every time. If DETAIL is a request id, only this
+request is counted; if it is `*`, each request is counted separately. A process refuses to start with failpoints unless
+`BATON_ALLOW_FAILPOINTS` is also set. The simulation uses `watcher` to inject faults at the same sites. The design
+follows FoundationDB's BUGGIFY and the failpoints of TiKV.
 """
 
 import logging
@@ -62,7 +62,7 @@ def configure(text: str, *, allowed: bool) -> None:
 
 
 def armed() -> bool:
-    """Return whether any site may act. A loop asks once, and skips its calls of `reach` if not."""
+    """Return whether any failpoint is configured. If not, a loop may skip its calls of `reach`."""
     return bool(_failpoints) or watcher is not None
 
 

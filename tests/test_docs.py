@@ -1,4 +1,4 @@
-"""The documentation matches the code: every `file:name` and link exists, and so do the fifteen stops and the states."""
+"""The documentation matches the code: every named file, definition and link exists, and the tables are up to date."""
 
 import ast
 import re
@@ -21,7 +21,7 @@ States = TypeVar("States", bound=Enum)
 
 
 def defined(file: Path) -> set[str]:
-    """Functions, classes, constants, and Class.method."""
+    """Return the names of the functions, classes and constants of a file, and its methods as Class.method."""
     names: set[str] = set()
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

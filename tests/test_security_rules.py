@@ -1,4 +1,4 @@
-"""Rules that hold for the whole tree: what is never imported or called, what is published, how old libraries may be."""
+"""Security rules for the whole tree: forbidden imports and calls, published ports, and minimum library versions."""
 
 import ast
 import re
@@ -21,8 +21,8 @@ BUILTINS = {"eval", "exec", "compile", "__import__"}
 ATTRIBUTES = {"recv_pyobj", "send_pyobj", "unsafe_load", "full_load", "create_subprocess_shell", "popen", "load_module"}
 CALLS = {"torch.load", "torch.save", "os.system", "os.popen", "yaml.load", "yaml.load_all", "importlib.reload"}
 CALLS |= {"subprocess.getoutput", "subprocess.getstatusoutput", "pty.spawn", "os.execv", "os.execvp", "os.spawnv"}
-SWITCHES = {"shell", "allow_pickle", "trust_remote_code"}  # never true, nor anything that a test could not see
-# Only these (a file, or all of a folder), for these reasons.
+SWITCHES = {"shell", "allow_pickle", "trust_remote_code"}  # only the constant False is allowed
+# The allowed exceptions, by path prefix and rule, with their reasons.
 EXCEPTIONS = {
     (
         "engine/cpu/jit.py",
@@ -43,7 +43,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def forbidden(tree: ast.AST) -> Iterator[str]:
-    """Yield a description of each rule that a file breaks: code that executes data, or allows remote code."""
+    """Yield a description of each import or call that can execute data or allows remote code."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = {alias.name for alias in node.names}
@@ -109,7 +109,7 @@ def test_the_rule_sees_each_way(source: str, what: str) -> None:
 
 
 def test_no_path_of_the_product_knows_of_remote_code() -> None:
-    """The names occur only where remote code is refused."""
+    """These names occur only in the file that rejects remote code."""
     naming = {str(file.relative_to(ROOT)) for file in python_files(*PRODUCT)
               if re.search("trust_remote|auto_map|remote_code", file.read_text())}  # fmt: skip
     assert naming == {"engine/models/config.py"}
@@ -121,7 +121,7 @@ TELLING = {"Rejected", "Unavailable", "JSONResponse", "PlainTextResponse", "Resp
 
 
 def told_exceptions(tree: ast.AST) -> Iterator[int]:
-    """Lines that put an exception's own text into what a client is told."""
+    """Yield the lines that put the text of an exception into an answer to a client."""
     for handler in (node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and node.name):
         for call in (node for node in ast.walk(handler) if isinstance(node, ast.Call)):
             if dotted(call.func).rpartition(".")[2] not in TELLING:
@@ -133,7 +133,7 @@ def told_exceptions(tree: ast.AST) -> Iterator[int]:
 
 
 def is_a_field(name: ast.Name, within: ast.expr) -> bool:
-    """`error.status` was chosen by us; `str(error)` and `f"{error}"` may say anything."""
+    """Return whether only a field of the exception is read, such as `error.status`: `str(error)` may be any text."""
     return any(isinstance(part, ast.Attribute) and part.value is name for part in ast.walk(within))
 
 
@@ -156,10 +156,10 @@ def test_the_rule_of_exceptions_sees_one() -> None:
 FLOORS = {
     "h2": (4, 3),  # CVE-2025-57804: request splitting
     "hpack": (4, 0),  # CVE-2016-6581: decompression bombs
-    "h11": (0, 16),  # CVE-2025-43859: lenient chunks
-    "redis": (4, 5, 4),  # CVE-2023-28858, -28859: another's reply after a cancellation
-    "jinja2": (3, 1, 6),  # CVE-2025-27516: out of the sandbox
-    "starlette": (0, 40),  # CVE-2024-47874: forms without a limit
+    "h11": (0, 16),  # CVE-2025-43859: lenient parsing of chunks
+    "redis": (4, 5, 4),  # CVE-2023-28858, -28859: the reply to another query after a cancellation
+    "jinja2": (3, 1, 6),  # CVE-2025-27516: escape from the sandbox
+    "starlette": (0, 40),  # CVE-2024-47874: forms without a size limit
     "aiohttp": (3, 10, 11),  # CVE-2024-52304: request smuggling
 }
 PIN = re.compile(r"^([\w.-]+)==([\w.]+)", re.MULTILINE)
@@ -170,7 +170,7 @@ def release(text: str) -> tuple[int, ...]:
 
 
 def direct() -> dict[str, tuple[int, ...]]:
-    """Of pyproject.toml: the lowest release of each library that is allowed."""
+    """Return the lowest release of each library that pyproject.toml allows."""
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     split = [text.partition(">=") for text in wanted]
     assert all(floor for _, _, floor in split), "every dependency has a floor"
@@ -178,7 +178,7 @@ def direct() -> dict[str, tuple[int, ...]]:
 
 
 def locked() -> dict[str, str]:
-    """The rest of each entry of requirements.lock, by its library."""
+    """Return the entries of requirements.lock by library."""
     entries = re.split(r"^(?=[\w.-]+==)", (ROOT / "requirements.lock").read_text(), flags=re.MULTILINE)[1:]
     return {entry.partition("==")[0]: entry for entry in entries}
 
@@ -194,7 +194,7 @@ def test_no_library_may_be_older_than_its_last_known_hole() -> None:
 def test_the_lock_has_every_library_and_hashes_of_each() -> None:
     entries = locked()
     for name, floor in direct().items():
-        if name != "torch":  # its build is chosen where the image is built
+        if name != "torch":  # the image build chooses the build of torch
             assert release(PIN.match(entries[name])[2]) >= floor, name
     for name, entry in entries.items():
         assert "--hash=sha256:" in entry, f"{name} has no hash"
@@ -225,7 +225,7 @@ def test_containers_have_no_rights_that_they_do_not_need() -> None:
         assert "no-new-privileges:true" in service["security_opt"], name
         assert "privileged" not in service, name
         assert "cap_add" not in service, name
-        if name not in {"prometheus", "grafana"}:  # images of others, which choose their own users and write
+        if name not in {"prometheus", "grafana"}:  # third-party images have their own settings
             assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", service["user"]), name
             assert service["read_only"] is True, name
 

@@ -1,9 +1,9 @@
 """Admission: decides which requests go to the nodes now, which wait in the router, and which are refused at once.
 
-The nodes get the requests that they can run and a few more; all others wait here. They are ordered by priority, then
-fairly between tenants by tokens (start-time fair queueing: Goyal, Vin and Cheng 1996), then by arrival. A small request
-does not overtake the first one in this order, so that large requests do not starve. The cost of a request is the number
-of tokens whose KV it needs.
+The nodes get the requests that they can run and a few more. All other requests wait here, ordered by priority, then by
+the tokens of their tenant (start-time fair queueing: Goyal, Vin and Cheng 1996), then by arrival. A small request does
+not overtake the first one in this order, so that large requests do not starve. The cost of a request is its number of
+tokens in the KV cache.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ from router.nodes.pool import PoolCapacity
 from shared.errors import UnavailableError
 
 RATE_S = 10.0  # time constant of the average of the nodes' throughput
-BEGUN = 0.25  # share of the tokens held by nodes that counts as done before any request has finished
-CAUTION = 2.0  # safety factor: a request is refused if this many times its predicted wait would be too long
-FORGET = 0.98  # decay of the statistics of earlier requests with each request that ends
+BEGUN = 0.25  # share of the nodes' unfinished tokens that counts as finished when the queue begins
+CAUTION = 2.0  # safety factor: a request is refused if CAUTION times its predicted wait is too long
+FORGET = 0.98  # factor by which each request that ends reduces the weight of earlier requests
 QUEUED_KV = 4  # default limit of the queue, as a multiple of the nodes' KV capacity
-LEAST_QUEUED_TOKENS = 1 << 18  # lower bound of that default, which takes 10 MB
+LEAST_QUEUED_TOKENS = 1 << 18  # minimum of that default; a queue of this size takes 10 MB
 MAX_RETRY_AFTER_S = 60.0
 
 
@@ -48,7 +48,7 @@ class QueueEntry:
     num_left: int
     expires: float
     deadline: float = inf  # for the whole answer
-    granted_at: float | None = None  # also None after a pause, which makes its time on the nodes meaningless
+    granted_at: float | None = None  # also None after a pause, which would distort the measured time
     has_pending_prefill: bool = True
     granted: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -69,14 +69,14 @@ class PriorityLevel:
     tokens: dict[str, int] = field(default_factory=dict)
 
     def share(self, tenant: str, cost: int) -> int:
-        """Return the tokens served up to and including a new request of the tenant, if the tenants take turns."""
+        """Return how many tokens are served before a new request of the tenant ends, if the tenants take turns."""
         tenants = len(self.queues) + (tenant not in self.queues)
         return min(sum(self.tokens.values()) + cost, (self.tokens.get(tenant, 0) + cost) * tenants)
 
 
 class ThroughputEstimator:
-    """Estimates the tokens per second that the nodes finish, divided by the number of requests that they hold at once.
-    Only times with a queue are measured, because the nodes are not fully used at other times."""
+    """Estimates the tokens per second that the nodes finish, divided by the number of requests that they run at once.
+    It measures only while requests are queued, because the nodes are not fully used at other times."""
 
     def __init__(self) -> None:
         self._now = self._busy_s = 0.0
@@ -90,18 +90,18 @@ class ThroughputEstimator:
             self.finished_tokens *= kept
 
     def tokens_per_s(self, held: float) -> float:
-        """Return the rate, which is infinite before the first measurement. Nodes that were empty when the queue began
-        have finished few requests yet, so a share of the tokens that they hold counts as done."""
+        """Return the rate, or infinity before the first measurement. Soon after the queue begins, few requests have
+        finished, so a share of the tokens that the nodes hold counts as finished."""
         begun = BEGUN * held * (1 - self._busy_s / RATE_S)
         return (self.finished_tokens + begun) / self._busy_s if self._busy_s else inf
 
 
 class AdmissionQueue:
-    """The queue in front of the nodes: the waiting and the granted entries, and what the granted ones hold.
+    """The queue in front of the nodes. It holds the entries that wait, and counts what the granted entries use.
 
     The dispatcher enqueues each request, waits for its slot, and releases each sample exactly once. The pool reports
-    its capacity to `resize`. Runs on the router's event loop. Methods that may grant slots read no clock: they get the
-    time, grant every entry that fits, and return those. An entry's cost counts until its last sample is released.
+    its capacity to `resize`. Runs on the router's event loop. Methods that may grant slots take the current time as an
+    argument, and return the entries that they granted. An entry's cost counts until its last sample is released.
     """
 
     def __init__(self, max_wait_s: float = inf, max_queued_tokens: int = 0) -> None:
@@ -113,10 +113,10 @@ class AdmissionQueue:
         self._max_wait_s = max_wait_s
         self._max_queued_tokens = max_queued_tokens
         self._levels: dict[int, PriorityLevel] = {}
-        self._served: dict[str, float] = {}  # each tenant's tokens, as a virtual time
-        self._virtual = 0.0  # virtual time of the latest grant; a tenant gets no credit for a pause
+        self._served: dict[str, float] = {}  # virtual time of each tenant, in tokens
+        self._virtual = 0.0  # virtual time of the latest grant; an idle tenant catches up to it
         self._throughput = ThroughputEstimator()
-        self._stayed_s = self._generated = 0.0  # sums over recent samples: time on the nodes, and tokens generated
+        self._stayed_s = self._generated = 0.0  # decaying sums: seconds that samples spent on nodes, and their tokens
 
     @property
     def queued_tokens(self) -> int:

@@ -15,14 +15,14 @@ from shared.rpc.messages import Logprobs, TokenDelta, unpack_ids
 
 HANDOFF = "handoff: "  # prefix of the errors by which nodes report a failed handoff
 UNREAD_BYTES = 128 << 10  # limit of a request's unread deltas; the connection and the kernel buffer more
-FULL_S = 0.05  # how long the limit may be exceeded: the event loop reads a burst in its next iterations
+FULL_S = 0.05  # how long the limit may be exceeded, so that the event loop can first read a burst
 SLOW_S = 30.0  # how long a paused request waits for its client to read before it fails
 
 
 @dataclass(eq=False)
 class AttemptFailed(Exception):
-    """The attempt failed; another one may succeed. `node` reported the failure or, with `is_gone`, is lost. With
-    `is_suspect`, it crashed while it computed this request."""
+    """The attempt failed; another one may succeed. `node` reported the failure, or is lost if `is_gone` is set. If
+    `is_suspect` is set, the node crashed while it computed this request."""
 
     reason: str
     node: str
@@ -59,12 +59,12 @@ class AdmittedRequest:
     def __init__(
         self, request: GenerationRequest, entry: QueueEntry, queue: AdmissionQueue, counts: dict[str, int]
     ) -> None:
-        """`counts` has the number of samples that are "running", and of those that ended, by outcome."""
+        """`counts` maps "running" to the number of unfinished samples, and each outcome to its number of samples."""
         self.request = request
         self.entry = entry
         self.samples = [SampleState(index) for index in range(request.n)]
         self.kv_node: NodeConnection | None = None  # the decode node that has the prompt's KV
-        self.first_is_computed = asyncio.Event()  # by sample 0, so that the others may start
+        self.first_is_computed = asyncio.Event()  # the other samples wait for the prompt of sample 0
         self._queue = queue
         self._counts = counts
         self._unread_bytes = 0
@@ -136,7 +136,7 @@ class AdmittedRequest:
         self._slow = asyncio.get_running_loop().call_later(SLOW_S, self._check_reads, self._num_reads)
 
     def _check_reads(self, num_reads: int) -> None:
-        """Fail the request if it is still paused and nothing was read since there were `num_reads` reads."""
+        """Fail the request if it is still paused and the number of reads is still `num_reads`."""
         self._slow = None
         if not any(sample.is_paused for sample in self.samples):
             return
@@ -173,7 +173,7 @@ class Attempt:
         self._is_prompt_computed = False
         self._handed_off = False
         self._producers: set[NodeConnection] = set()
-        self._early: dict[int, tuple[NodeConnection, TokenDelta]] = {}  # by position
+        self._early: dict[int, tuple[NodeConnection, TokenDelta]] = {}  # not yet due, by position
         self._prompt_logprobs: list[Logprobs] = []
         self._ready: deque[tuple[int, TokenDelta]] = deque()  # with their sizes
         self._is_over = False
@@ -256,7 +256,7 @@ class Attempt:
             self._process(connection, delta)
         except ValueError:
             raise  # a malformed message invalidates the connection
-        except Exception as error:  # noqa: BLE001 - fails this request alone, where it is read
+        except Exception as error:  # noqa: BLE001 - fails only this request
             self.end(error)
 
     def on_node_lost(self, connection: NodeConnection) -> None:

@@ -39,7 +39,7 @@ log = logging.getLogger("baton.dispatch")
 WAIT_NEW_S = 1.0  # how long a new request waits for a node before it is refused
 WAIT_UNDER_WAY_S = 30.0  # how long an accepted request waits for a node before it fails
 RETRY_PAUSE_S = 0.05  # multiplied by the number of attempts so far, with a jitter of 50 %
-NEWS_S = 0.2  # how long the loss of a node usually takes to be noticed after a failed handoff
+NEWS_S = 0.2  # wait after a failed handoff, in which the router usually notices a lost node
 SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of two samples (the golden ratio, as in splitmix64)
 COUNTS = (
     *("running", "total", "finished", "cancelled", "failed"),
@@ -64,9 +64,9 @@ class DispatchRules:
 class Dispatcher:
     """Generates the tokens of every admitted request, and retries on other nodes after failures.
 
-    The HTTP handlers call `admit` for each request and read its streams. Everything runs in the reader's task, on the
-    router's event loop. Each sample's tokens are delivered in order and exactly once. When the context exits, the
-    request is gone from all nodes, from the queue and from the nodes' load, and each sample has been counted once.
+    The HTTP handlers call `admit` for each request and read its streams. All work is done in the task of the reader, on
+    the router's event loop. Each sample's tokens are delivered in order and exactly once. When the context of `admit`
+    exits, no node and no queue holds the request or counts its load, and each sample has been counted once.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Dispatcher:
         """Admit a request, and provide one stream for each sample; see `GenerationBackend.admit`.
 
         Raises UnavailableError if no node takes requests or if the request would wait too long, and RequestError if it
-        is too large for every node. At the request's deadline, cancels the block and raises UnavailableError.
+        is too large for every node. At its deadline, the body of the `with` block is stopped by an UnavailableError.
         """
         late_s = inf if request.deadline is None else request.deadline - time.monotonic()
         if late_s <= 0:
@@ -262,7 +262,7 @@ class Dispatcher:
         request, sample, prefill, decode = attempt.request, attempt.sample, attempt.prefill, attempt.decode
         assert decode is not None
         sampling = replace(request.sampling, seed=(request.sampling.seed + sample.index * SEED_STEP) % 2**63)
-        if sample.index or sample.tokens:  # sample 0 has delivered them with its first token
+        if sample.index or sample.tokens:  # only the first token of sample 0 delivers them
             sampling.prompt_logprobs = None
         submit = SubmitRequest(
             id=attempt.id,
@@ -289,7 +289,7 @@ class Dispatcher:
     # ---- after a failure ----------------------------------------------------------------------------------------
 
     async def _wait_to_retry(self, attempt: Attempt, failure: AttemptFailed, failover: Failover, number: int) -> None:
-        """Wait until the next attempt may start. Raises UnavailableError or RequestError if there may be no more."""
+        """Wait until the next attempt may start. Raises UnavailableError or RequestError if none is allowed."""
         self._counts["moved"] += 1
         self._observer.migrated(attempt.id, failure.reason)
         log.warning("request %s is retried: %s", attempt.id, failure)

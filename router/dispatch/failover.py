@@ -11,7 +11,7 @@ from router.dispatch.attempt import HANDOFF, Attempt, AttemptFailed
 from router.nodes.connection import NodeConnection
 from shared.errors import RequestError, UnavailableError
 
-MAX_CRASHES = 2  # crashes of nodes that computed a request, after which the request counts as their cause
+MAX_CRASHES = 2  # a request is considered the cause after this many nodes crashed while they computed it
 RETRY_SHARE = 0.1  # retries for each request
 RETRIES_PER_S = 3.0  # retries for each second, in addition
 BURST_S = 10.0  # unused retries accumulate for this many seconds
@@ -19,8 +19,8 @@ MAX_RETRY_WAIT_S = 10.0
 
 
 class RetryBudget:
-    """The retry budget of all requests together: a tenth of their number, and 3 a second. It follows Finagle's, except
-    that a retry over the budget waits instead of failing."""
+    """The retry budget that all requests share: one retry for every ten requests, and 3 per second. It works like that
+    of Finagle, except that a retry over the budget waits instead of failing."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -57,7 +57,7 @@ class Failover:
 
     def record_failure(self, attempt: Attempt, failure: AttemptFailed, decode_nodes: Iterable[str]) -> None:
         """Record a failed attempt. `decode_nodes` are the nodes that can generate. Raises UnavailableError or
-        RequestError if there may be no further attempt."""
+        RequestError if no further attempt is allowed."""
         # Do not count an attempt that produced tokens on a node that is still alive: the node only moves its requests.
         self.failures += failure.is_gone or not attempt.has_output
         self._assign_fault(attempt, failure, decode_nodes)

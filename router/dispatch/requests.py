@@ -1,4 +1,4 @@
-"""The interface between the HTTP handlers and the dispatcher. It consists of token ids, without text or HTTP."""
+"""The interface between the HTTP handlers and the dispatcher. It deals with token ids only, not with text or HTTP."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence

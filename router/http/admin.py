@@ -33,7 +33,7 @@ class RoleBody(BaseModel):
 
 
 class Admin:
-    """The handlers of the admin routes. It tracks role changes in progress, so that two cannot remove the last node."""
+    """The handlers of the admin routes. It tracks role changes, so that two at once cannot remove the last node."""
 
     def __init__(self, pool: NodePool, drain_s: float) -> None:
         self._pool = pool

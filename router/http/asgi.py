@@ -31,7 +31,7 @@ STREAM_HEADERS = {"content-type": STREAM_TYPE, "cache-control": "no-cache", "x-a
 CLIENT_GONE = 499  # nginx's status for a client that disconnected, in the access log only
 KINDS = {401: "authentication", 403: "permission", 404: "not_found", 429: "rate_limit"}  # the `type` of an error
 KINDS |= {503: "service_unavailable", 504: "timeout"}
-SCOPE_KEY = "baton.identity"  # of the Identity in the ASGI scope
+SCOPE_KEY = "baton.identity"  # the key of the Identity in the ASGI scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def described(error: Exception, label: str) -> tuple[int, dict[str, Any], dict[s
                 headers["connection"] = "close"
         case UnavailableError():
             status, message, code = error.status, error.message, error.code
-            if status != 504:  # the client may repeat a request that timed out at once
+            if status != 504:  # after a timeout, the client may retry at once
                 headers["retry-after"] = str(max(1, round(error.retry_after_s)))
         case HTTPException():
             status, message = error.status_code, str(error.detail)
@@ -158,7 +158,7 @@ class ResponseWriter:
         self._label = self._name = label_of(scope)
         self.traceparent = traceparent_of(Headers(scope=scope).getlist("traceparent"))
         self.arrived = time.monotonic()
-        self.deadline: float | None = None  # on the same clock; the endpoint sets it
+        self.deadline: float | None = None  # on the clock of `arrived`; the endpoint sets it
         self.log_fields: Mapping[str, object] = {}  # more fields for the access log
         self._status = CLIENT_GONE
         self._outcome = "client_gone"

@@ -36,13 +36,13 @@ NO_KEY_NEEDED = frozenset({"/health", "/ready"})  # they reveal only whether the
 class ApiKeys:
     """The API keys of a file and of a setting. A tenant may have several.
 
-    The authentication middleware calls `identify` on the event loop, which reads the file again after a change, so that
-    keys can be added and revoked without a restart. If it cannot be read, the keys read before remain valid.
+    The authentication middleware calls `identify` on the event loop. `identify` reads the file again after a change, so
+    that keys can be added and revoked without a restart. If the file cannot be read, the previous keys remain valid.
     """
 
     def __init__(self, path: str, more: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         """Read the keys. `path` may be "" for no file; `more` has further lines, separated by commas. Raises
-        ConfigError, which names the invalid line."""
+        ConfigError, naming the line, if a line is invalid."""
         self._path = path
         self._more = more.replace(",", "\n")
         self._clock = clock

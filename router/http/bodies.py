@@ -1,4 +1,4 @@
-"""Request bodies of the REST API: strict JSON, then a model that states each field's type and limits once.
+"""Request bodies of the REST API. Each is parsed as strict JSON, and a model validates the type and limits of fields.
 
 The OpenAPI document is generated from these models. Names, defaults and limits are OpenAI's and vLLM's. An unknown
 field is rejected by name, `null` means "not given", and fields that do not affect the tokens (`IGNORED`) are dropped.
@@ -21,11 +21,11 @@ MAX_NAME = 64
 # OpenAI's fields that do not affect the tokens.
 IGNORED = frozenset(("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"))
 IGNORED |= {"safety_identifier", "service_tier", "store", "user"}
-# Known fields that are not supported, and the values with which they have no effect.
+# Known fields that are not supported. Each is accepted only with the listed values, which have no effect.
 UNSUPPORTED: dict[str, tuple[object, ...]] = dict.fromkeys(["audio", "prediction", "suffix", "web_search_options"], ())
 UNSUPPORTED |= {"functions": ([],), "tools": ([],), "function_call": ("none",), "tool_choice": ("none",)}
 UNSUPPORTED |= {"modalities": (["text"],), "response_format": ({"type": "text"},)}
-# What a field must be if one of its parts is invalid. Pydantic explains only one of several forms.
+# Error messages of fields that accept several forms. Pydantic's own message would explain only one of the forms.
 EXPECTED = {
     "prompt": f"must be a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these; none empty",
     "stop": f"must be a string or a list of at most {MAX_STOPS}, each of 1 to {MAX_STOP_CHARACTERS} characters",
@@ -112,7 +112,7 @@ class ChatMessage(BaseModel):
         return fields
 
     def plain(self) -> Message:
-        """Return what the template gets, with text parts joined by newlines as vLLM does."""
+        """Return the message for the chat template. Text parts are joined by newlines, as in vLLM."""
         text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name is not None else {})
 
@@ -279,7 +279,7 @@ BodyType = TypeVar("BodyType", bound=Body)
 
 
 def parse_body(kind: type[BodyType], raw: bytes, model_name: str) -> BodyType:
-    """Parse and validate a body. Raises RequestError, which names the parameter and quotes little of its value."""
+    """Parse and validate a body. Raises RequestError, naming the parameter, if it is invalid."""
     fields = {key: value for key, value in parse_json(raw).items() if value is not None}
     name = fields.get("model", model_name)
     if name != model_name:

@@ -3,7 +3,7 @@
 This module subclasses `HttpToolsProtocol`, which is not a documented interface of uvicorn. No public options of uvicorn
 0.54, Hypercorn 0.18 or Granian 2.8 enforce the limits that tests/router/test_bad_input.py checks: a timeout for a
 request's head, bounds on headers and chunk framing, a limit on connections that idle clients cannot exhaust, and a
-drain that answers requests on their way. docs/decisions.md has the measurements.
+drain that still answers requests in transit. docs/decisions.md has the measurements.
 
 If a client exceeds a limit, the class sends an error in the API's format and closes the connection. It omits the error
 if the client could take it for the response to another request.
@@ -52,8 +52,8 @@ class ConnectionLimits:
 
 @dataclass(slots=True)
 class IdleConnections:
-    """The connections of one server that wait for a request, oldest first. If there are too many connections, these are
-    closed to admit new ones. Those that never sent a request go first."""
+    """The connections of one server that wait for a request, oldest first. If there are too many connections, the
+    server closes idle ones to admit new ones. It closes those that never sent a request first."""
 
     is_draining: bool = False  # each connection closes after its next response
     silent: dict["HttpConnection", None] = field(default_factory=dict)
@@ -314,7 +314,7 @@ class HttpConnection(HttpToolsProtocol):
         if list(self._under_way) == broken and not any(cycle.response_started for cycle in broken):
             self.transport.write(b"".join([STATUS_LINE[response.status_code], *lines, b"\r\n", response.body]))
         self._abort()
-        self._in_head = self._in_head or not self._in_body  # after invalid HTTP, more may arrive
+        self._in_head = self._in_head or not self._in_body  # more invalid bytes may arrive
         self.close()
 
     def _abort(self) -> None:

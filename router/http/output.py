@@ -193,7 +193,7 @@ class RequestOutput:
                 if delta.finish is not None:
                     self._ended(choice, delta.finish)
                     if not self._open:
-                        await asyncio.sleep(0)  # send the last token before the rest of the work
+                        await asyncio.sleep(0)  # let the event loop send the last token first
         finally:
             for each in (outputs, *texts):
                 await each.aclose()

@@ -62,7 +62,7 @@ class ResponseFormatter:
 
     def events(self, choice: OutputProcessor, delta: TextDelta) -> bytes:
         """Return the events for a text delta. The result is empty if the text is held back and the client requested no
-        details about each token."""
+        details of each token."""
         parts: list[str] = []
         text = self._echoed(choice) + delta.text if delta.is_first else delta.text
         prompt_ids = ""

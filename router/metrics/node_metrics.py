@@ -1,4 +1,4 @@
-"""Metrics of nodes for Prometheus, from their last reported stats, and of the dispatcher.
+"""Prometheus metrics of the dispatcher, and of the nodes as last reported by them.
 
 The series of a node that left are dropped. Label values are node ids, roles and members of fixed sets.
 """
@@ -22,8 +22,8 @@ def _usage(stats: NodeStats) -> float:
     return used / stats.blocks_total if stats.blocks_total else 0.0
 
 
-# From the nodes' stats, under vLLM's names if vLLM has them, so that its dashboards work. A value is an attribute or a
-# function of the stats.
+# Metrics of the nodes' stats: name, value and help. They have vLLM's names where vLLM has such a metric, so that its
+# dashboards work. A value is an attribute or a function of the stats.
 STATS: tuple[tuple[str, str | Callable[[NodeStats], float], str], ...] = (
     ("vllm:num_requests_running", "running", "Requests in the running batch."),
     ("vllm:num_requests_waiting", "waiting", "Requests waiting for blocks or a slot."),

@@ -17,27 +17,27 @@ from shared.rpc.methods import ATTACH, PEER_FAILURES, STREAM_ENDED
 log = logging.getLogger("baton.fleet")
 MAX_COMMAND_BYTES = 4 << 20
 REDIAL_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-LIVENESS_INTERVALS = 8  # the timeout is divided into these; a node is lost after as many without a message
-SLOW_START_S = 10.0  # until a node that joins busy ones gets its full share of requests
+LIVENESS_INTERVALS = 8  # the timeout is divided into this many intervals; see `_liveness_timeout`
+SLOW_START_S = 10.0  # how long a node that joins busy nodes gets less than its share of requests
 
 
 class DeltaListener(Protocol):
     """An object that receives the deltas of one request from a node."""
 
     def on_delta(self, connection: "NodeConnection", delta: TokenDelta) -> None:
-        """Process a delta. Raises ValueError if it is malformed; the stream to the node then ends."""
+        """Process a delta. Raises ValueError, which ends the stream to the node, if the delta is malformed."""
 
     def on_node_lost(self, connection: "NodeConnection") -> None:
-        """Handle that the node was lost or has dropped all its requests. Called once; no deltas follow."""
+        """Handle the loss of the node, or of all its requests. Called once; no deltas follow."""
 
 
 class NodeConnection:
     """The stream to one incarnation of a node. It reconnects whenever the stream ends.
 
-    The pool creates it, and runs `run` as a task of the router's event loop, on which everything here happens. Attempts
-    send requests with `submit`, stop them with `abort`, and receive deltas as a `DeltaListener` until they `forget` the
-    request. The node is alive while messages arrive. When they stop, `on_change` is called first, and then every
-    listener is notified once. `load` is the node's load as placement reads it.
+    The pool creates it, and runs `run` as a task. All methods run on the router's event loop. Attempts send requests
+    with `submit`, stop them with `abort`, and receive deltas as a `DeltaListener` until they `forget` the request. The
+    node is alive while messages arrive. When they stop, `on_change` is called first, and then every listener is
+    notified once. `load` is the node's load as placement reads it.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class NodeConnection:
         self.is_alive = False
         self.alive_since = 0.0
         self.ramp_until = 0.0  # until then the node gets less than its share of requests
-        self.has_crashed = False  # its stream broke although it was neither silent nor leaving
+        self.has_crashed = False  # its stream broke while it was neither silent nor leaving
         self.is_listed = True  # in the registry
         self.router_is_closing = False
         self.listeners: dict[str, DeltaListener] = {}  # by attempt id
@@ -110,7 +110,7 @@ class NodeConnection:
         self.load.count_placement()
 
     def forget(self, identity: str) -> None:
-        """Stop listening: the request is over on this node."""
+        """Stop listening to a request that has ended on this node."""
         self.listeners.pop(identity, None)
 
     def abort(self, identity: str) -> None:
@@ -175,7 +175,7 @@ class NodeConnection:
     async def _liveness_timeout(self) -> AsyncIterator[None]:
         """Raise TimeoutError if no message arrives within the node's timeout.
 
-        Count intervals instead of time, so that a stall of this process counts as a single interval. Messages that
+        The timeout is a number of intervals, so that a stall of this process counts as a single interval. Messages that
         arrived during the stall are processed before the next interval ends.
         """
         loop = asyncio.get_running_loop()
@@ -218,7 +218,7 @@ class NodeConnection:
             listener = self.listeners.get(delta.id)
             if listener is not None:
                 listener.on_delta(self, delta)
-            elif delta.tokens and not delta.finish:  # the request ended here before the node started it
+            elif delta.tokens and not delta.finish:  # the router ended the request before the node started it
                 self._command.aborts.append(delta.id)
                 self._wake.set()
 
@@ -234,7 +234,7 @@ class NodeConnection:
             self._on_change(self)
 
     def stream_ended(self, *, is_silent: bool = False) -> None:
-        """Mark the node as lost, and notify the listeners. `is_silent` says that the node stopped answering."""
+        """Mark the node as lost, and notify the listeners. `is_silent` is true if the node stopped answering."""
         was_alive, self.is_alive = self.is_alive, False
         self.has_crashed = was_alive and not is_silent and not self.is_leaving
         if was_alive:  # a failed reconnect changes nothing, and notifying the pool would make it scan all nodes

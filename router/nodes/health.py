@@ -1,4 +1,4 @@
-"""Outlier ejection: a node that fails gets no requests for some time. Pure: the time is an argument.
+"""Outlier ejection: a node that fails gets no requests for some time. No clock is read: the time is an argument.
 
 It works as in Envoy, except that the time doubles with each ejection instead of growing by a constant.
 """
@@ -14,7 +14,7 @@ MAX_DETECTORS = 1024
 
 @dataclass(slots=True)
 class OutlierDetector:
-    """The failures of one node by its name, over all its incarnations."""
+    """The failures of one node name, over all its incarnations."""
 
     ejected_until: float = 0.0
     times: int = 0  # the number of recent ejections
@@ -29,7 +29,7 @@ class OutlierDetector:
         self.failures.clear()
 
     def failed(self, now: float) -> bool:
-        """Count a failure that involved the node. Return whether the node is ejected for it."""
+        """Count a failure that involved the node. Return whether this failure ejects the node."""
         self.failures.append(now)
         while now - self.failures[0] > WINDOW_S:
             self.failures.popleft()

@@ -8,7 +8,7 @@ from shared.rpc.messages import NodeInfo, NodeStats
 
 STALE_S = 30.0  # after this time without a step, a node's step-time model is not trusted
 LEARNT_PROMPT_TOKENS = 4096  # a node must compute this many before its step-time model is trusted for prompts
-BACKLOG_STEPS = 16  # a node should have prompt tokens for this many steps queued: a second or two
+BACKLOG_STEPS = 16  # a node should have a queue of prompts for this many steps, which take a second or two
 
 
 class NodeLoad:
@@ -22,7 +22,7 @@ class NodeLoad:
         self.outstanding_tokens = 0  # prompt tokens sent to the node that are not computed yet
         self.outstanding_pairs = 0  # their query-key pairs
         self.kv_tokens = 0  # tokens whose KV is, or will be, on the node
-        self.prefilling = 0  # requests that will generate on the node, and whose prompt is not computed yet
+        self.prefilling = 0  # requests whose prompt is not computed yet, and that will generate on the node
         self.num_placed = 0  # all attempts that were placed on the node
         self._cost: CostModel | None = None
         self._push_s = self._byte_s = 0.0
@@ -58,7 +58,7 @@ class NodeLoad:
 
     @property
     def backlog_tokens(self) -> int:
-        """Prompt tokens that the node should have queued so that it never runs out of work."""
+        """The number of prompt tokens to keep queued on the node, so that it never runs out of work."""
         return BACKLOG_STEPS * self._max_step_tokens
 
     def view(self, info: NodeInfo, stats: NodeStats, num_requests: int) -> NodeView:
@@ -90,8 +90,8 @@ class NodeLoad:
 
 
 class LoadCharge:
-    """The load that one attempt adds to its nodes, until `release`. `computes` is the node that computes the prompt,
-    and `generates` the one that holds the KV. They may be the same."""
+    """The load that one attempt adds to its nodes until `release`. `computes` is the load of the node that computes the
+    prompt, and `generates` that of the node that generates. They may be the same."""
 
     def __init__(
         self, computes: NodeLoad, generates: NodeLoad, num_tokens: int, cached_tokens: int, max_new_tokens: int

@@ -21,9 +21,9 @@ from shared.registry import Registry
 from shared.rpc.messages import NodeInfo, NodeStats
 
 log = logging.getLogger("baton.fleet")
-PROMPTS_PER_NODE = 2  # prompts that a node should have queued, even if they are long
-SPARE_REQUESTS = 8  # a node gets one extra request for this many that it runs at once, so that it is never idle
-TIMER_S = 0.01  # margin for timers that fire early, while the node is still ejected
+PROMPTS_PER_NODE = 2  # number of prompts to keep queued on a node, even if they are long
+SPARE_REQUESTS = 8  # a node gets one extra request for each SPARE_REQUESTS that it can run, so that it is never idle
+TIMER_S = 0.01  # added to timers, because a timer that fires early would find the node still ejected
 
 
 class PoolCapacity(NamedTuple):
@@ -32,11 +32,11 @@ class PoolCapacity(NamedTuple):
     requests: int = 0
     kv_tokens: int = 0
     prompt_tokens: int = 0  # of prompts that are not computed yet
-    prompts: int = 0  # that many uncomputed prompts are admitted even if they are longer
+    prompts: int = 0  # this many uncomputed prompts are admitted, whatever their length
 
 
 class PlacementCandidate(NamedTuple):
-    """A placement of a token sequence, the hashes of its blocks, and its prefix hit on the computing node."""
+    """The placement of a token sequence, the hashes of its blocks, and the cached tokens on the node that computes."""
 
     placement: Placement
     hashes: list[bytes]
@@ -47,8 +47,8 @@ class NodePool:
     """The nodes that the router knows. It owns one `NodeConnection` for each.
 
     It follows the registry, ejects nodes that fail (`OutlierDetector`), ramps up those that join, and chooses the nodes
-    of each attempt. The dispatcher calls it on the router's event loop. It computes the list of routable nodes only
-    when a node changes, and looks at a few nodes for each decision, so that large pools cost little.
+    of each attempt. The dispatcher calls it on the router's event loop. To be fast with many nodes, it computes the
+    list of routable nodes only when a node changes, and looks at a few nodes for each decision.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class NodePool:
     # ---- outliers -----------------------------------------------------------------------------------------------
 
     def failed(self, *connections: NodeConnection) -> None:
-        """Count a failure of these nodes. It is unknown which of them was at fault."""
+        """Count a failure for each of these nodes, since it is unknown which one was at fault."""
         now = time.monotonic()
         for connection in connections:
             if self.outliers.of(connection.info.id, now).failed(now):
@@ -230,7 +230,7 @@ class NodePool:
         return kept or connections
 
     def capacity(self) -> PoolCapacity:
-        """Return the capacity of the routable nodes, with queued prompts for a second or two."""
+        """Return the capacity of the routable nodes, including a queue of prompts for a second or two."""
         prefill, decode = self.routable()
         if self._capacity is None:
             generating = decode or prefill

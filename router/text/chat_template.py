@@ -1,4 +1,4 @@
-"""A model's chat template, rendered in a process of its own. Clients cannot supply a template.
+"""A model's chat template, rendered in a child process. Clients cannot supply a template.
 
 A template is a program that comes with the model. Jinja's sandbox denies it access to the file system, but does not
 limit its time or memory, and Python cannot stop a thread. Therefore this module also runs as a child process (`python
@@ -69,9 +69,9 @@ def _source(directory: Path, config: dict[str, Any]) -> str | None:
 class ChatTemplate:
     """A compiled template.
 
-    The router's tokenizer owns one. It owns the child process that renders the template, and restarts the process after
+    The router's tokenizer owns it. It owns the child process that renders the template, and restarts the process after
     it was killed. `render` blocks, so callers run it on a worker thread. It is thread-safe: conversations are rendered
-    one at a time, each within RENDER_S. The child ends when this object is collected.
+    one at a time, each within RENDER_S. The child process ends when this object is garbage-collected.
     """
 
     def __init__(self, source: str, tokens: dict[str, str], special: Sequence[str]) -> None:
@@ -95,7 +95,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool, continue_final_message: bool
     ) -> tuple[str, list[int]]:
-        """Return the prompt, and the offsets at which a message spells a special token.
+        """Return the prompt, and the offsets at which a message contains the text of a special token.
 
         Raises RequestError when the template refuses the conversation, fails, or exceeds its time or memory.
         """
@@ -135,7 +135,7 @@ class ChatTemplate:
             raise ConfigError(f"the model's chat template does not compile: {next(iter(reasons.values()))}")
 
     def _ask(self, question: object) -> dict[str, str]:
-        """Return the child's answer. A child without an answer has exceeded its time or memory, and was killed."""
+        """Return the child's answer. A child that gives no answer exceeded its time or memory, and was killed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:

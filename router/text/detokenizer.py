@@ -1,12 +1,12 @@
 """Detokenization as tokens arrive, and stop strings.
 
-A detokenizer turns one row of tokens into text, which it returns as soon as no later token can change it. It processes
-the bytes of each new token once, so that its cost does not grow with the length of the row. The pieces concatenate to
-the tokenizer's own decoding of the whole row.
+A detokenizer converts one row of tokens to text. It returns text as soon as no later token can change it. It processes
+the bytes of each new token once, so that the cost of a token does not grow with the length of the row. The returned
+pieces concatenate to the tokenizer's own decoding of the whole row.
 
 `tokenizers.decoders.DecodeStream` does not guarantee this. While its text ends with U+FFFD, it holds the text back and
-decodes all of it again for each token: a row of 4,000 bytes 0xFF returns no text and takes 740 us for each token. It
-also raises "Invalid prefix" if an invalid byte changes a run of byte-fallback tokens that was returned in part.
+decodes all of it again for each token: for 4,000 bytes 0xFF, it returns no text and takes 740 us for each token. It
+also raises "Invalid prefix" if an invalid byte changes a partly returned run of byte-fallback tokens.
 """
 
 import codecs
@@ -74,7 +74,7 @@ class TokenVocabulary:
                 raise ConfigError(f"tokenizer.json: decoder step {step} is not supported")
 
     def _read_piece(self, token: int) -> str | int | None:
-        """Return a token's text, the byte of a byte-fallback token, or None for an unknown id."""
+        """Return the text of a token, or the byte of a byte-fallback token. Return None for an unknown id."""
         text: str | None = self._tokenizer.id_to_token(token)
         if text is None or self.byte_level:
             return text
@@ -84,7 +84,7 @@ class TokenVocabulary:
         return int(byte[1], 16) if byte else text
 
     def _read_bytes(self, token: int) -> bytes:
-        """Return the token's share of the text's UTF-8, which may be part of a character."""
+        """Return the bytes that the token adds to the UTF-8 text. They may be part of a character."""
         piece = self.piece(token)
         if piece is None or isinstance(piece, int):
             return b"" if piece is None else bytes([piece])
@@ -96,8 +96,8 @@ class TokenVocabulary:
 def _most_bytes(written: dict[str, Any]) -> int:
     """Return the maximum number of bytes of text that one token can stand for, or 0 if there is no bound.
 
-    There is no bound if the tokenizer drops or rewrites text before it splits it, or if a token absorbs adjacent
-    spaces. `written` is the content of tokenizer.json.
+    There is no bound if the tokenizer drops or rewrites text before splitting, or if a token absorbs adjacent spaces.
+    `written` is the content of tokenizer.json.
     """
     cutter, model, added = written["pre_tokenizer"] or {}, written["model"], written["added_tokens"]
     # NFC turns at most 7 bytes into 2: U+1FBE U+0308 U+0301.
@@ -141,7 +141,7 @@ class ByteFallbackDetokenizer:
         self._skipped = skipped
         self._strip = vocabulary.strip_start if at_start else 0
         self._run = bytearray()
-        self._spoilt = False  # this run has already returned a replacement
+        self._spoilt = False  # this run has already returned a U+FFFD
 
     def push(self, tokens: Iterable[int]) -> str:
         out: list[str] = []
@@ -193,8 +193,8 @@ Detokenizer = ByteLevelDetokenizer | ByteFallbackDetokenizer
 class StopStrings:
     """Searches a text that arrives in pieces for stop strings.
 
-    The match is the first position at which one of `stops` ends; the longest that ends there is cut off. The result
-    does not depend on how the text is split into pieces. The tail that could still become a stop string is held back.
+    The match is the stop string that ends first; if several end at the same position, it is the longest of them. The
+    result does not depend on how the text is split into pieces. A tail that could become a stop string is held back.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -204,7 +204,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Return the text that is final. After a match, which sets `matched`, nothing more may be pushed."""
+        """Return the text that is final. A match sets `matched`; after that, no more text may be pushed."""
         assert self.matched is None, "text after the stop string"
         if not self._stops:
             return text
@@ -221,6 +221,6 @@ class StopStrings:
         return text[:cut]
 
     def finish(self) -> str:
-        """Return what was held back, at the end of the text."""
+        """End the text, and return the part that was held back."""
         held, self._held = self._held, ""
         return held

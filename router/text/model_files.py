@@ -45,7 +45,7 @@ def _count(config: dict[str, Any], key: str, directory: Path) -> int:
 
 
 def read_object(file: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Return the file's JSON object. Raises ConfigError, in one line that names the file, for anything else."""
+    """Return the file's JSON object. Raises ConfigError, naming the file, if it cannot be read or is anything else."""
     try:
         if file.stat().st_size > limit:
             raise ConfigError(f"{file} is over {limit} bytes: not a model's configuration")

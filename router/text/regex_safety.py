@@ -1,7 +1,7 @@
 """Rejects regular expressions in a tokenizer.json that can take exponential time.
 
 The tokenizer's regex engine backtracks, in native code that cannot be interrupted: `(a+)+` takes hours for 40 letters.
-A dangerous pattern has a group that repeats without bound and contains alternatives or another unbounded repeat.
+A pattern is rejected if it repeats a group without bound that contains alternatives or another unbounded repeat.
 """
 
 import json
@@ -10,15 +10,15 @@ from typing import Any
 
 import tokenizers
 
-# An escape with its braces, an unbounded quantifier, a bounded one, or any single character. The alternatives do not
-# overlap, so that this pattern does not backtrack itself.
+# An escape with its braces, an unbounded quantifier, a bounded quantifier, or any single character. The alternatives do
+# not overlap, so that this pattern itself does not backtrack.
 PIECE = re.compile(
     r"\\[pPxuo]\{[^}]{0,64}\}|\\.|(?P<endless>[*+]|\{\d+,\})[?+]?|\{(?:\d+,)?\d+\}[?+]?|\{,\d+\}[?+]?|.", re.DOTALL
 )
 
 
 def check_patterns(tokenizer: tokenizers.Tokenizer) -> None:
-    """Raise ValueError, which names the pattern, if one may take exponential time."""
+    """Raise ValueError, naming the pattern, if a pattern may take exponential time."""
 
     def check(value: dict[str, Any]) -> None:
         pattern = value.get("Regex")
@@ -35,8 +35,8 @@ def check_patterns(tokenizer: tokenizers.Tokenizer) -> None:
 
 def may_backtrack_exponentially(pattern: str) -> bool:
     """Return whether a group that repeats without bound contains alternatives or another unbounded repeat."""
-    open_groups = [False]  # whether each contains one so far
-    closed: bool | None = None  # the same for the group that ended just before
+    open_groups = [False]  # whether each contains alternatives or an unbounded repeat so far
+    closed: bool | None = None  # the same for a group that has just ended
     class_depth = 0
     for piece in PIECE.finditer(pattern):
         text, ended, closed = piece[0], closed, None

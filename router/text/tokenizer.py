@@ -19,7 +19,7 @@ MAX_TOKENIZER_BYTES, MAX_CONFIG_BYTES = 128 << 20, 16 << 20  # some models have 
 class Tokenizer:
     """A model's own tokenizer and chat template.
 
-    It is immutable after its construction, so that the event loop and worker threads share it. `encode` and
+    It is immutable after its construction, so the event loop and worker threads can share it. `encode` and
     `encode_chat` are slow for long texts, so callers run them on a worker thread. Each row has its own detokenizer.
     """
 
@@ -37,8 +37,8 @@ class Tokenizer:
     def load(cls, directory: Path, vocab_size: int = 0) -> "Tokenizer":
         """Read tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
-        `vocab_size` is the model's, or 0 if it is unknown. Raises ConfigError, which names the file, if a file is
-        invalid or if the model has no embedding for some of the tokens.
+        `vocab_size` is the size of the model's vocabulary, or 0 if it is unknown. Raises ConfigError, naming the file,
+        if a file is invalid or if the model has no embedding for some of the tokens.
         """
         file = directory / "tokenizer.json"
         if not file.is_file():
@@ -70,8 +70,8 @@ class Tokenizer:
         return len(text.encode(errors="replace")) // most if most else 0
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`. As in other servers, the names of special tokens in it become those tokens. Takes
-        about a second per megabyte, during which other threads run."""
+        """Return the ids of `text`. As in other servers, the names of special tokens in it become those tokens. The
+        call takes about a second per megabyte; other threads can run during this time."""
         # Only the batch call releases the interpreter lock; without offsets it is faster.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if not add_special_tokens:
@@ -135,7 +135,7 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def token_name(self, token: int) -> str:
-        """Return a token as the vocabulary spells it."""
+        """Return the spelling of a token in the vocabulary."""
         return self._tokenizer.id_to_token(token) or ""
 
 

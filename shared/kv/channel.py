@@ -15,7 +15,7 @@ class ChannelError(Exception):
 
 
 class DescriptorError(ChannelError):
-    """The descriptor is malformed, or is of a pool that this channel cannot write to: another machine or row size."""
+    """The descriptor is malformed, or this channel cannot write to its pool (another machine, another row size)."""
 
 
 class ReservationRefusedError(ChannelError):
@@ -23,28 +23,28 @@ class ReservationRefusedError(ChannelError):
 
 
 class PeerLostError(ChannelError):
-    """The peer has ended, hung up, or was silent for too long. The next push connects again."""
+    """The peer has ended or disconnected, or was silent for too long. The next push connects again."""
 
 
 class KVChannel(Protocol):
-    """Both directions of one process: peers write into our pool, and we write into theirs.
+    """The KV transfers of one process in both directions: peers write into our pool, and we write into theirs.
 
     A KV block is one row of a 2-D byte matrix. If `fenced`, the receiver drops rows that arrive for a revoked
     reservation. If not, writes are one-sided: the rows of a revoked reservation may be reused only after the writer
-    reported that it stopped, or `on_writer_lost` (given at the start) reported that the writer is gone.
+    reported that it stopped, or `on_writer_lost` (a callback of the constructor) reported that the writer is gone.
     """
 
     name: str
     fenced: bool
 
     def descriptor(self) -> bytes:
-        """Receiver: return how a peer can write into our pool. Only the peer's channel of the same name reads it."""
+        """Receiver: return a description of our pool, which the peer's channel of the same name can parse."""
         ...
 
     def grant(self, reservation_id: bytes, rows: Sequence[int]) -> None:
         """Receiver: allow writes to these rows under `reservation_id` (16 bytes, hard to guess, never used again).
 
-        Raises ValueError for an id of another length or already open, or a row outside our pool.
+        Raises ValueError if the id has another length or is already open, or if a row is outside our pool.
         """
         ...
 
@@ -53,14 +53,14 @@ class KVChannel(Protocol):
         ...
 
     def fence_writer(self, incarnation_id: str) -> bool:
-        """Receiver: refuse the process with this incarnation id from now on, because it is treated as dead.
+        """Receiver: refuse the process with this incarnation id from now on, because it is considered dead.
 
-        Return False, and refuse nothing, if it is connected: then it can write until its loss is reported.
+        If it is connected, refuse nothing and return False: it can then write until its loss is reported.
         """
         ...
 
     def reachable(self, descriptor: bytes) -> bool:
-        """Writer: return whether a push to the owner of `descriptor` could work from here. Raises DescriptorError."""
+        """Writer: return whether a push to the owner of `descriptor` could succeed. Raises DescriptorError."""
         ...
 
     async def push(
@@ -68,7 +68,7 @@ class KVChannel(Protocol):
     ) -> None:
         """Writer: copy our rows `source` to the peer's rows `target`, and wait until they can be read there.
 
-        Raises ChannelError. Once the call has ended, even by cancellation, nothing more is written.
+        Raises ChannelError. After the call has ended, even by cancellation, nothing more is written.
         """
         ...
 
@@ -79,7 +79,7 @@ class KVChannel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerDescriptor:
-    """Where a peer's pool is. Each channel defines `host` and `endpoint`; `incarnation_id` changes at each restart."""
+    """The address of a peer's pool. Each channel defines `host` and `endpoint`. A restart changes `incarnation_id`."""
 
     channel: str
     host: str

@@ -1,7 +1,7 @@
-"""The connections of a channel over sockets: a listener for the writers into our pool, and the peers that we write to.
+"""The connections of a channel over sockets: a listener for writers into our pool, and the peers to which we write.
 
-A greeting names a reservation: 16 random bytes, which the writer received in the reply of an RPC over TLS. Over tcp,
-only a writer that names an open reservation is admitted. A unix socket is protected by its permissions.
+A greeting contains the id of a reservation: 16 random bytes, which the writer received in an RPC reply over TLS. Over
+tcp, a writer is admitted only if its reservation is open. A unix socket is protected by its permissions.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ from shared.kv.memory import KVMemory
 
 MAGIC = b"BTKV"
 VERSION = 3
-# Magic, version, row bytes, the writer's incarnation id, that of the process that it wants to reach, a reservation id.
+# Magic, version, row bytes, the incarnation ids of the writer and of the process that it wants to reach, reservation.
 HELLO = struct.Struct("<4sHxxI32s32s16s")
 ANSWER = struct.Struct("<4sHH")  # magic, version, HandshakeVerdict
-MAX_CONNECTIONS_PER_ADDRESS = 64  # enough for all nodes of a host, and still few threads
-MAX_CONNECTIONS_PER_WRITER = 4  # it uses one; a lost one may remain until its end is noticed
+MAX_CONNECTIONS_PER_ADDRESS = 64  # enough for all nodes of a host; each connection has a thread
+MAX_CONNECTIONS_PER_WRITER = 4  # a writer uses one, but lost ones may remain until their end is noticed
 
 Memory = TypeVar("Memory", bound=KVMemory)
 
@@ -69,7 +69,7 @@ class MalformedError(Exception):
 
 
 class Greeting(NamedTuple):
-    """What a writer says about itself first. `owner`: the incarnation id of the process that it wants to reach."""
+    """The first message of a writer. `owner` is the incarnation id of the process that it wants to reach."""
 
     row_bytes: int
     writer: str
@@ -114,7 +114,7 @@ def set_timeout(connection: socket.socket, seconds: float) -> None:
 
 
 def receive_exactly(connection: socket.socket, size: int) -> bytes:
-    """Receive `size` bytes. Raises EOFError if they do not come within the timeout, or the connection ends."""
+    """Receive `size` bytes. Raises EOFError if they do not arrive within the timeout, or if the connection ends."""
     try:
         data = connection.recv(size, socket.MSG_WAITALL)
     except BlockingIOError as error:
@@ -135,12 +135,12 @@ def hung_up(connection: socket.socket) -> bool:
 
 
 class ChannelListener:
-    """Accepts writers on `server` (bound and listening) until `close`; must be created on the event loop.
+    """Accepts writers on `server` (bound and listening) until `close`. Must be created on the event loop.
 
-    `serve(connection)` runs in the connection's thread once a writer is admitted: it sends WELCOME, and returns when
+    When a writer is admitted, `serve(connection)` runs in the connection's thread: it sends WELCOME, and returns when
     the writer ends. `on_writer_lost(incarnation_id)` is called on the loop when the last connection of that writer has
     ended for any reason but our own `close`. `timeout_s` limits each call on a connection. `is_open(reservation_id)`
-    decides whether a writer that names this reservation is admitted.
+    decides whether to admit a writer with this reservation.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class ChannelListener:
         self._thread.start()
 
     def close(self) -> None:
-        """Close all connections and wait for their threads, which only have to wake up. Idempotent."""
+        """Close all connections and wait until their threads end, which they do at once. Idempotent."""
         with self._lock:
             self._closing = True
             threads = dict(self._threads)
@@ -191,7 +191,7 @@ class ChannelListener:
         while not self._closing:
             try:
                 connection, address = self._server.accept()
-            except OSError:  # closed by us, or a connection was aborted, or no file descriptor is left
+            except OSError:  # we closed the socket, a connection was aborted, or no file descriptor is left
                 time.sleep(0 if self._closing else 0.05)
                 continue
             self._start(connection, str(address[0]) if address else "local")
@@ -201,7 +201,7 @@ class ChannelListener:
         with self._lock:
             if not self._closing and self._take(address, MAX_CONNECTIONS_PER_ADDRESS):
                 try:
-                    thread.start()  # it removes itself under this lock, so not before it is added
+                    thread.start()  # it removes itself under this lock, so it is added first
                     self._threads[connection] = thread
                     return
                 except RuntimeError:  # no more threads can be started
@@ -220,7 +220,7 @@ class ChannelListener:
             else:
                 connection.sendall(ANSWER.pack(MAGIC, VERSION, verdict))
         except (MalformedError, OSError, EOFError):
-            pass  # below, the connection ends, and the loss of the writer is reported
+            pass  # the connection ends below, where the loss of the writer is reported
         finally:
             connection.close()
             with self._lock:
@@ -232,7 +232,7 @@ class ChannelListener:
                     self._loop.call_soon_threadsafe(self._on_writer_lost, writer)
 
     def _verdict(self, greeting: Greeting) -> HandshakeVerdict:
-        """Return the answer to a greeting. If it is a welcome, the connection counts as one of the writer."""
+        """Return the answer to a greeting. If the answer is a welcome, count the connection as one of the writer."""
         with self._lock:
             if greeting.owner != self._descriptor.incarnation_id:
                 return HandshakeVerdict.OTHER_INCARNATION
@@ -266,21 +266,21 @@ class ChannelLink(Protocol):
     def push(
         self, reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
     ) -> None:
-        """Move rows. When `stopped()`, return early, at a point from which the next push can continue.
+        """Copy rows to the peer. When `stopped()`, return early, in a state that allows another push.
 
         Raises ReservationRefusedError if the link remains usable, and OSError, EOFError or PeerLostError if not.
         """
         ...
 
     def interrupt(self) -> None:
-        """Make a blocked push fail soon, unless it ends soon by itself. May be called on any thread."""
+        """Make a push that is blocked fail soon. May be called on any thread."""
         ...
 
     def close(self) -> None: ...
 
 
 class _Peer:
-    """One peer, for the life of one connection. When it is `lost`, the next push creates another one."""
+    """One peer during one connection. If it is `lost`, the next push creates a new object with a new connection."""
 
     def __init__(self, descriptor: PeerDescriptor, connect: Callable[[PeerDescriptor, bytes], ChannelLink]) -> None:
         self._descriptor = descriptor
@@ -293,7 +293,7 @@ class _Peer:
         return self.lost or (self._link is not None and hung_up(self._link.socket))
 
     async def push(self, reservation_id: bytes, source: Sequence[int], target: Sequence[int]) -> None:
-        """Push when earlier pushes have ended. If cancelled, still wait until nothing more is being written."""
+        """Push the rows after earlier pushes have ended. If cancelled, still wait until nothing is being written."""
         stop = threading.Event()
         call = self._thread.submit(self._run, reservation_id, source, target, stop)
         moving = asyncio.wrap_future(call)
@@ -350,8 +350,8 @@ class _Peer:
 class SocketChannel(Generic[Memory]):
     """The base of the channels over sockets (see KVChannel). Must be created on the event loop.
 
-    Each connection has a thread: on a writer's, `_serve` receives; on that of a peer, `_link` connects, and the link
-    pushes, one push at a time. This class defines `grant` and `revoke` for one-sided writes: they change nothing.
+    Each connection has a thread. The thread of a writer runs `_serve`, which receives rows. The thread of a peer
+    connects with `_link`, and then pushes rows, one push at a time. `grant` and `revoke` do nothing here.
     """
 
     name: str
@@ -366,22 +366,22 @@ class SocketChannel(Generic[Memory]):
         address: tuple[str, str],
         patience_s: float,
     ) -> None:
-        """`address`: the host and the endpoint for the descriptor."""
+        """`address` has the host and the endpoint for the descriptor."""
         self._memory = memory
         self._own = PeerDescriptor(self.name, *address, incarnation_id, memory.row_bytes, memory.num_rows)
         self._patience_s = patience_s
         self._closed = False
         self._peers: dict[str, _Peer] = {}  # by incarnation id
         self._leaving: set[asyncio.Task[None]] = set()
-        # The loop waits on this epoll, and so notices every peer that hangs up, even while no push is in progress, and
-        # releases the memory of a dead peer at once. It reads nothing from the sockets, which belong to the threads.
+        # The loop waits on this epoll to notice disconnected peers even while no push is in progress, so that the
+        # memory of a dead peer is released at once. It reads nothing from the sockets, which belong to the threads.
         self._hangups = select.epoll()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._hangups.fileno(), self._on_hangup)
         self._listener = ChannelListener(server, self._own, self._serve, self._is_open, on_writer_lost, patience_s)
 
     def _is_open(self, _reservation_id: bytes) -> bool:
-        """Return whether a writer that names this reservation is admitted."""
+        """Return whether to admit a writer with this reservation."""
         return True
 
     def _serve(self, connection: socket.socket) -> None:
@@ -416,7 +416,7 @@ class SocketChannel(Generic[Memory]):
             raise ChannelError("the channel is closed")
         other = PeerDescriptor.unpack(descriptor, self.name)
         other.check_row_bytes(self._own.row_bytes)
-        try:  # a one-sided write outside the peer's pool would not fail
+        try:  # check here, since a one-sided write outside the peer's pool would not fail
             check_open(reservation_id, source, self._own.num_rows)
             check_open(reservation_id, target, other.num_rows)
         except ValueError as error:
@@ -445,14 +445,14 @@ class SocketChannel(Generic[Memory]):
     def _connect(self, descriptor: PeerDescriptor, reservation_id: bytes) -> ChannelLink:
         try:
             link = self._link(descriptor, reservation_id)
-        except (ValueError, OverflowError) as error:  # an address that no system call takes
+        except (ValueError, OverflowError) as error:  # the address is not valid for a system call
             raise DescriptorError(f"not an address: {error}") from error
         with contextlib.suppress(ValueError):  # the socket was closed in the meantime
             self._hangups.register(link.socket, select.EPOLLRDHUP | select.EPOLLET)
         return link
 
     def _on_hangup(self) -> None:
-        self._hangups.poll(0)  # clears the edge-triggered events; each peer is then asked
+        self._hangups.poll(0)  # clears the edge-triggered events; each peer is checked below
         self._retire_lost()
 
     def _retire_lost(self) -> None:

@@ -12,8 +12,8 @@ class KVLayout:
     """The layout of a pool: block-major, heads before layers (vLLM's BHLNC with K and V packed; see its PR #33339).
 
     A block with all its layers is one contiguous row, so that a handoff moves few large pieces. A range of heads of a
-    block is contiguous too, for peers that split heads differently. Raises ValueError for a size below one, or an
-    unsupported dtype.
+    block is contiguous too, for peers that split heads differently. Raises ValueError if a size is below one or the
+    dtype is not supported.
     """
 
     num_blocks: int
@@ -21,7 +21,7 @@ class KVLayout:
     layers: int
     block_tokens: int
     head_dim: int
-    dtype: str  # as torch names it
+    dtype: str  # the name of a torch dtype
 
     def __post_init__(self) -> None:
         if self.dtype not in BYTES_OF:
@@ -36,7 +36,7 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """The size of one block with all its layers, which is one row of the pool."""
+        """The size of one row of the pool: a block with all its layers."""
         return prod(self.shape[1:]) * BYTES_OF[self.dtype]
 
     @property
@@ -45,7 +45,7 @@ class KVLayout:
         return self.block_bytes // (self.kv_heads * self.layers)
 
     def describe(self) -> str:
-        """Describe what two peers must have in common to exchange blocks: everything but the number of blocks."""
+        """Return a text that is equal for two pools if they can exchange blocks. It omits the number of blocks."""
         return (
             f"kv=BHLNC heads={self.kv_heads} layers={self.layers} block_tokens={self.block_tokens} "
             f"head_dim={self.head_dim} dtype={self.dtype}"

@@ -1,4 +1,4 @@
-"""The base of the channels within one host: a private unix socket, over which a writer receives our memory.
+"""The base of the channels within one host. Writers receive access to our memory over a private unix socket.
 
 After that, the socket carries no data; its end of file shows each side that the other is gone. Writes are one-sided, so
 the channels are not `fenced`.
@@ -22,8 +22,8 @@ SWEEP_AGE_S = 60.0  # a younger socket may be bound but not listening yet
 
 
 class LocalChannel(SocketChannel[Memory]):
-    """See KVChannel. A subclass defines what a writer receives (`_offer`), how it uses it (`_link`), where it can write
-    (`_reaches`), and where our memory is (`_place`).
+    """See KVChannel. A subclass defines the message that gives a writer access (`_offer`), the link of a writer
+    (`_link`), the location of our memory (`_place`), and the locations to which we can write (`_reaches`).
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class LocalChannel(SocketChannel[Memory]):
         return cls(memory, incarnation_id, on_writer_lost, _listening(Path(directory)), patience_s)
 
     def _place(self) -> str:
-        """Return where our memory is, for the descriptor."""
+        """Return the location of our memory, for the descriptor."""
         raise NotImplementedError
 
     def _reaches(self, place: str) -> bool:
-        """Return whether we can write to memory there."""
+        """Return whether we can write to memory at this location."""
         raise NotImplementedError
 
     def _offer(self) -> tuple[bytes, list[int]]:
-        """Return what is sent to a writer after the welcome: bytes, and file descriptors."""
+        """Return the bytes and file descriptors that a writer gets after the welcome."""
         raise NotImplementedError
 
     def reachable(self, descriptor: bytes) -> bool:
@@ -78,7 +78,7 @@ class LocalChannel(SocketChannel[Memory]):
     def _serve(self, connection: socket.socket) -> None:
         data, descriptors = self._offer()
         socket.send_fds(connection, [WELCOME + data], descriptors)
-        # Read until the writer ends, and ignore the bytes: a writer that we disconnect could still write to the memory.
+        # Ignore unexpected bytes until the writer ends. If we disconnected it, it could still write to the memory.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bytes(16))
         while connection.recv(4096):
             pass
@@ -100,7 +100,7 @@ def _answers(path: str) -> bool:
 def _listening(directory: Path) -> socket.socket:
     """Return a listening unix socket that only our user can reach, with a random name.
 
-    Before, remove the sockets of killed processes: those that are old and have no listener.
+    First remove the sockets of killed processes. They are old and have no listener.
     """
     for old in directory.iterdir() if directory.is_dir() else ():
         with contextlib.suppress(OSError):
@@ -120,7 +120,7 @@ def _listening(directory: Path) -> socket.socket:
 
 
 def private(directory: str | Path) -> Path:
-    """Return the directory, created if needed. Raises OSError if other users can create files there.
+    """Create the directory if needed, and return it. Raises OSError if other users can create files in it.
 
     They could create sockets and descriptors, to which writers would send their prompts. A directory that belongs to
     root, such as a mounted volume, is trusted.
@@ -134,5 +134,5 @@ def private(directory: str | Path) -> Path:
 
 
 def host_id() -> str:
-    """Return the id of the running kernel, which all its processes and containers share."""
+    """Return the boot id of the kernel, which is the same in all containers of a machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,4 +1,4 @@
-"""The memory of a KV pool: what channels need of it, the checksums of its rows, and host memory that peers can map."""
+"""The memory of a KV pool: its interface for channels, the checksums of rows, and host memory that peers can map."""
 
 import errno
 import fcntl
@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 Rows = NDArray[np.uint8]
 
 CHECKSUM_BYTES = 8
-# A sealed size is what makes it safe to map the memory of another process: a truncated file under a mapping is a
-# SIGBUS, which no Python code can catch. F_SEAL_SEAL keeps a peer from adding seals that would stop our own writes.
+# It is safe to map the memory of another process only if its size is sealed: access to a mapping of a truncated file
+# raises SIGBUS, which Python code cannot catch. F_SEAL_SEAL keeps a peer from adding a seal that prevents our writes.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Staging(Protocol):
-    """Host buffers for rows, for channels that use sockets. What a call returns is valid until the next call."""
+    """Host buffers for rows, for channels that use sockets. Returned buffers are valid until the next call."""
 
     def read(self, rows: Sequence[int]) -> list[memoryview]:
         """Return the bytes of these rows."""
@@ -32,7 +32,7 @@ class Staging(Protocol):
         ...
 
     def write(self, rows: Sequence[int]) -> None:
-        """Copy what was put into `room(rows)` to the rows, and wait until it is there."""
+        """Copy the content of `room(rows)` to the rows, and wait until the copy is complete."""
         ...
 
     def close(self) -> None: ...
@@ -57,7 +57,7 @@ class KVMemory(Protocol):
         ...
 
     def staging(self) -> Staging:
-        """Return a new staging. The thread that uses it must create and close it."""
+        """Return a new staging. The same thread must create, use and close it."""
         ...
 
 
@@ -91,8 +91,8 @@ class HostMemory:
     """`num_rows` rows of `row_bytes` zero bytes in a memfd, which the kernel frees when the last process unmaps it.
 
     `rows` is uint8 [num_rows, row_bytes]. The constructor touches every page, because the first touch of a page takes
-    20 times as long as a copy into it. Raises ValueError for a size below one, and OSError (ENOMEM) if the machine or
-    the control group has too little memory: later, the kernel would kill the process without a message.
+    20 times as long as a later copy. Raises ValueError if a size is below one. Raises OSError (ENOMEM) if the machine
+    or the control group has too little memory, since the kernel would later kill the process without a message.
     """
 
     sums: ClassVar[str] = "xxh3"
@@ -110,7 +110,7 @@ class HostMemory:
         self.num_rows, self.row_bytes = num_rows, row_bytes
         self._fd: int | None = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(self._fd, 0, size)  # fails here if memory is short; a later touch would be a SIGBUS
+            os.posix_fallocate(self._fd, 0, size)  # fails if memory is short; touching the page would raise SIGBUS
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
             flat = np.frombuffer(mmap.mmap(self._fd, size), np.uint8)  # the array owns the mapping
         except OSError as error:

@@ -1,7 +1,6 @@
 """The KV channel within one host: the writer maps the receiver's memfd and copies rows directly into its pool.
 
-The receiver sends the memfd once, over the socket of `shared.kv.local`. Writes are one-sided, so the channel is not
-`fenced`.
+The receiver sends the memfd over the socket of `shared.kv.local`. Writes are one-sided, so the channel is not `fenced`.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ from shared.kv.connections import ANSWER, check_answer, hung_up, pack_greeting
 from shared.kv.local import LocalChannel, host_id
 from shared.kv.memory import HostMemory, Rows
 
-PIECE_BYTES = 8 << 20  # copied between two checks for a stop: a few milliseconds
+PIECE_BYTES = 8 << 20  # copied between two checks for a stop, in a few milliseconds
 
 
 class ShmChannel(LocalChannel[HostMemory]):
@@ -40,7 +39,7 @@ class ShmChannel(LocalChannel[HostMemory]):
 
 
 class _Mapping:
-    """A peer's pool, which is mapped into this process while the peer is alive."""
+    """The mapping of a peer's pool into this process. It lasts while the peer is alive."""
 
     def __init__(self, ours: Rows, connection: socket.socket, theirs: Rows) -> None:
         self._ours = ours
@@ -50,7 +49,7 @@ class _Mapping:
     def push(
         self, _reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
     ) -> None:
-        """Copy adjacent rows together. numpy releases the interpreter lock, so other threads run in the meantime."""
+        """Copy adjacent rows in one call. numpy releases the interpreter lock, so other threads run in the meantime."""
         row_bytes = self._ours.shape[1]
         copied = PIECE_BYTES  # bytes since the last check
         for start, end in runs(source, target, max(1, PIECE_BYTES // row_bytes)):
@@ -61,20 +60,20 @@ class _Mapping:
             count = end - start
             copied += count * row_bytes
             from_rows, to_rows = (slice(first, first + count) for first in (source[start], target[start]))
-            self._theirs[to_rows] = self._ours[from_rows]  # without a local name, which a traceback would keep mapped
+            self._theirs[to_rows] = self._ours[from_rows]  # no local variable: a traceback would keep it mapped
         if hung_up(self.socket):
             raise PeerLostError("it has ended")
 
     def interrupt(self) -> None:
-        """Do nothing: a push checks `stopped` after each piece, and the connection must stay open until it ends."""
+        """Do nothing: a push checks `stopped` after each piece, and needs the open connection until it ends."""
 
     def close(self) -> None:
         self._theirs = np.empty((0, 0), np.uint8)  # unmaps
-        self.socket.close()  # last, since its end shows the peer that we write no more
+        self.socket.close()  # last, because it shows the peer that we write no more
 
 
 def attach(descriptor: PeerDescriptor, incarnation_id: str, patience_s: float) -> tuple[socket.socket, Rows]:
-    """Map the memory of the owner. Return the connection and the mapping, which must be released first.
+    """Map the memory of the owner. Return the connection and the mapping. Release the mapping before the connection.
 
     Raises DescriptorError, PeerLostError, or OSError.
     """
@@ -99,8 +98,8 @@ def attach(descriptor: PeerDescriptor, incarnation_id: str, patience_s: float) -
 def _mapped(fds: list[int], descriptor: PeerDescriptor) -> Rows:
     """Map the peer's memfd as uint8 [num_rows, row_bytes], and touch its pages.
 
-    Raises PeerLostError unless its size is sealed and equals that in the descriptor: an access to a mapping beyond the
-    end of its file is a SIGBUS.
+    Raises PeerLostError unless its size is sealed and equals the size in the descriptor, because an access beyond the
+    end of the file would raise SIGBUS.
     """
     size = descriptor.num_rows * descriptor.row_bytes
     sealed = 0

@@ -1,7 +1,7 @@
 """The KV channel between hosts: frames over TCP, sent directly from the pool and received directly into it.
 
-Blocking sockets in threads take a quarter of the CPU time of an event loop. The receiver looks up the reservation and
-the rows of a frame before it decides where to write the bytes, so a stale writer does no harm: the channel is `fenced`.
+Blocking sockets in threads take a quarter of the CPU time of an event loop. The receiver checks the reservation and the
+rows of a frame before it writes the bytes, so a late writer cannot damage other rows: the channel is `fenced`.
 """
 
 import contextlib
@@ -31,21 +31,21 @@ from shared.kv.memory import KVMemory, Staging
 
 # A push consists of frames with rows and a last frame without rows, which the receiver answers with an ACK.
 # A frame has a header, then the row numbers as u32, then the bytes of the rows, whose checksums are in the commit. The
-# header has magic, version, number of rows, reservation id, bytes per row, and a CRC-32 of these: with a corrupted
-# number of rows, the receiver would wait for rows that never arrive.
+# header has magic, version, number of rows, reservation id, bytes per row, and a CRC-32 of these. Without the CRC, a
+# corrupted number of rows would make the receiver wait for rows that never arrive.
 FRAME, FRAME_CHECK = struct.Struct("<4sHH16sI"), struct.Struct("<I")
 ACK = struct.Struct("<4sHxxII")  # magic, version, rows accepted, rows refused
 PATIENCE_S = 2.0
-LEAST_BYTES_PER_S = 256 << 10  # within a frame, since a slow writer occupies blocks and a thread
+LEAST_BYTES_PER_S = 256 << 10  # minimum speed within a frame, since a slow writer occupies blocks and a thread
 MAX_FRAME_ROWS = 512  # well below the kernel's limit of 1,024 buffers per call
-FRAME_BYTES = 4 << 20  # large frames need few calls and few interpreter locks; a cancelled push ends after a frame
+FRAME_BYTES = 4 << 20  # large, to make few calls; but a cancelled push ends only after a whole frame
 
 
 class _OpenRows:
     """The rows of one reservation, which may be written until `shut`.
 
-    The lock is held during every receive into the rows, and never while waiting for bytes. So `shut` waits for at
-    most one copy out of the socket's buffer. After it, no byte is written to the rows: the rest goes to scratch.
+    A thread holds the lock while it copies bytes from the socket's buffer into the rows, but not while it waits for
+    bytes. `shut` therefore waits for at most one copy. After `shut`, further bytes go to the scratch buffer.
     """
 
     def __init__(self, rows: Sequence[int]) -> None:
@@ -59,7 +59,7 @@ class _OpenRows:
 
 
 class TcpChannel(SocketChannel[KVMemory]):
-    """See KVChannel. `patience_s` limits the time without any byte in the middle of a push."""
+    """See KVChannel. `patience_s` limits the time without any byte during a push."""
 
     name = "tcp"
     fenced = True
@@ -89,7 +89,7 @@ class TcpChannel(SocketChannel[KVMemory]):
         advertised: str | None = None,
         patience_s: float = PATIENCE_S,
     ) -> Self:
-        """Listen on `host`, and advertise `advertised`, by default the same, to peers. Raises OSError."""
+        """Listen on `host`. The descriptor contains `advertised` or, by default, `host`. Raises OSError."""
         if advertised is None and host in ("", "0.0.0.0", "::"):
             raise ValueError(f"listening on every address ({host!r}): give the one at which peers reach this node")
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -120,7 +120,7 @@ class TcpChannel(SocketChannel[KVMemory]):
             self.receive(connection, staging)
 
     def receive(self, connection: socket.socket, staging: Staging) -> None:
-        """Receive pushes until the writer ends, is silent in the middle of one, or violates the protocol.
+        """Receive pushes until the writer ends, is silent during a push, or violates the protocol.
 
         Raises EOFError, OSError or MalformedError. `connection` is blocking, with a timeout.
         """
@@ -142,7 +142,7 @@ class TcpChannel(SocketChannel[KVMemory]):
                 num_received = self._receive_rows(connection, poll, staging, granted, rows)
                 accepted, refused = accepted + num_received, refused + count - num_received
             else:
-                # Without waiting: a peer that fills the buffer with unread answers violates the protocol.
+                # Do not wait: a peer that fills the buffer with unread answers violates the protocol.
                 connection.send(ACK.pack(MAGIC, VERSION, accepted, refused), socket.MSG_DONTWAIT)
                 accepted = refused = 0
             pushing = count > 0
@@ -150,7 +150,7 @@ class TcpChannel(SocketChannel[KVMemory]):
     def _receive_rows(
         self, connection: socket.socket, poll: select.poll, staging: Staging, granted: _OpenRows, rows: Sequence[int]
     ) -> int:
-        """Receive the rows of a frame, each into the pool or into scratch. Return how many are complete in the pool."""
+        """Receive the rows of a frame into the pool or into scratch. Return how many rows in the pool are complete."""
         row_bytes = self._own.row_bytes
         num_complete = len(rows)
         wanted = [row for row in rows if row in granted.rows]
@@ -202,7 +202,7 @@ class _Connection:
     def push(
         self, reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
     ) -> None:
-        """Send the rows and wait for the answer. If stopped, send fewer rows, but only complete frames."""
+        """Send the rows and wait for the answer. When `stopped()`, send fewer rows, but only complete frames."""
         row_bytes = self._row_bytes
         per_frame = min(MAX_FRAME_ROWS, max(1, FRAME_BYTES // row_bytes))
         sent = 0

@@ -1,7 +1,7 @@
-"""Tests the API against our OpenAPI document and OpenAI's. `make schemathesis CASES=50000` uses a live cluster.
+"""Test the API against our OpenAPI document and OpenAI's. `make schemathesis CASES=50000` tests a live cluster.
 
-Every answer must have no status of 500 or above, and the content type and schema that the document states. Cases are
-valid or deliberately invalid, and may have NUL characters.
+Every answer must have a status below 500, and the content type and schema that the document states. Some requests are
+valid and some are deliberately invalid; they may contain NUL characters.
 """
 
 import argparse
@@ -32,8 +32,8 @@ Document = dict[str, Any]
 
 
 def openai_document() -> Document:
-    """Return OpenAI's document, reduced to the API that we serve. It is corrected in one place: the first token of an
-    echoed prompt has no logprob."""
+    """Return OpenAI's document, reduced to the API that we serve. Logprobs may be null here, because the first token of
+    an echoed prompt has none."""
     document: Document = json.loads(OPENAI.read_text())
     choices = document["components"]["schemas"]["CreateCompletionResponse"]["properties"]["choices"]
     logprobs = choices["items"]["properties"]["logprobs"]["anyOf"][0]["properties"]
@@ -43,7 +43,7 @@ def openai_document() -> Document:
 
 
 def asking_for(model: str, document: Document) -> Document:
-    """Set the model in the document's requests. Otherwise nearly all requests would name an unknown model."""
+    """Set the model in the requests of the document, because otherwise most requests would name an unknown model."""
     for name, schema in document["components"]["schemas"].items():
         for part in (schema, *schema.get("allOf", ())):
             if name.endswith(("Body", "Request")) and "model" in part.get("properties", {}):
@@ -52,7 +52,7 @@ def asking_for(model: str, document: Document) -> Document:
 
 
 def hold(app: Any, document: Document, cases: int, base: str = "http://router") -> Counter[int]:
-    """Send `cases` requests of each operation and mode to an ASGI app. Return the statuses. Raises the first failure."""
+    """Send `cases` requests of each operation and mode to an ASGI app. Return the number of answers by status."""
     schema = schemathesis.openapi.from_dict(document)
     schema.app = app
     statuses: Counter[int] = Counter()
@@ -77,14 +77,14 @@ def hold(app: Any, document: Document, cases: int, base: str = "http://router") 
 
 
 def main() -> int:
-    """Run schemathesis' command line in all its phases. Return its exit status."""
+    """Run the command line of schemathesis for each document. Return the highest exit status."""
     options = argparse.ArgumentParser(description=str(__doc__).split("\n\n", maxsplit=1)[0])
     options.add_argument("--cases", type=int, default=1000, help="of all operations of a document together")
     options.add_argument("--seed", type=int, default=1, help="another one makes other cases")
     chosen = options.parse_args()
     documents = {"ours": openapi(Dashboard.queries)} | ({"OpenAI's": openai_document()} if OPENAI.is_file() else {})
     worst = 0
-    # Hash nodes know no logprobs. Answers are short: some cases ask for as many tokens as there is room for.
+    # The hash model gives no logprobs. The context is short, because some cases request all tokens that fit into it.
     settings: dict[str, object] = {"runner": "torch", "max_model_len": 64}
     with cluster(prefill=1, decode=1, **settings) as running, tempfile.TemporaryDirectory() as directory:
         for name, document in documents.items():
@@ -109,5 +109,5 @@ def _command(file: Path, base: str, cases: int, number: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the cluster's processes end with us
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the cluster's processes also end
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Control messages that no Baton process sends are rejected at once, by field, before anything is built from them."""
+"""Control messages that no Baton process sends are rejected before they are used, and the error names the field."""
 
 import math
 import time
@@ -65,8 +65,8 @@ def test_a_bomb_is_rejected_before_it_is_built(data: bytes, kind: type) -> None:
 
 
 def test_the_most_expensive_valid_message_is_cheap() -> None:
-    """As many deltas as one message may have, each of the fewest bytes."""
-    count, delta = MAX_ITEMS // 32, encode(TokenDelta(""))  # of 32 items each: the delta, and its two lists
+    """The message has the maximum number of deltas, and each delta has the minimum size."""
+    count, delta = MAX_ITEMS // 32, encode(TokenDelta(""))  # 32 items per delta, with its two lists
     data = b"\x94" + array(count) + delta * count + b"\xc0\x90\x90"
     began = time.thread_time()
     assert len(decode(data, NodeUpdate).deltas) == count
@@ -96,7 +96,7 @@ def test_a_value_of_another_type_is_rejected_by_field(value: object, kind: type,
 
 
 def with_channels(pairs: bytes) -> bytes:
-    """Return an encoded NodeStats whose map of channels is these bytes."""
+    """Return an encoded NodeStats in which `pairs` replaces the bytes of the map `channels`."""
     whole = encode(NodeStats(channels={"d": "shm"}))
     assert whole.count(b"\x81\xa1d\xa3shm") == 1
     return whole.replace(b"\x81\xa1d\xa3shm", pairs)

@@ -1,6 +1,6 @@
-"""Broken, truncated and hostile model directories: routers and nodes exit with one line and status 2.
+"""Routers and nodes exit with one line and status 2 if a model directory is broken, truncated or hostile.
 
-The tests of single tensors and of keys of config.json are in tests/engine/test_weights.py.
+The tests of single tensors and of the keys of config.json are in tests/engine/test_weights.py.
 """
 
 import gc
@@ -33,7 +33,7 @@ Breaking = Callable[[Path], object]
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A copy of the demo model for each case to break."""
+    """A copy of the demo model. Each case damages its own copy."""
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS):
         shutil.copyfile(DEMO / name, tmp_path / name)
     return tmp_path
@@ -116,7 +116,7 @@ FOR_ROUTERS: dict[str, tuple[Breaking, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(300)  # a router that starts serves until then
+@pytest.mark.timeout(300)  # a router that starts by mistake would serve until this timeout
 @pytest.mark.parametrize(("breaking", "complaint"), FOR_ROUTERS.values(), ids=FOR_ROUTERS)
 def test_a_router_exits_with_one_line(
     breaking: Breaking, complaint: str, directory: Path, capsys: pytest.CaptureFixture[str]
@@ -157,7 +157,7 @@ def pickled(directory: Path) -> None:
 
 
 def crowded(directory: Path) -> None:
-    """200,000 empty tensors."""
+    """Write a file with 200,000 empty tensors."""
     entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     header = json.dumps({f"t{number}": entry for number in range(200_000)}).encode()
     (directory / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
@@ -226,7 +226,7 @@ def test_patterns_that_may_backtrack_exponentially_are_refused(pattern: str) -> 
 def test_checking_a_pattern_takes_linear_time(number: str) -> None:
     began_s = time.thread_time()
     assert not may_backtrack_exponentially("a{" + number)
-    assert time.thread_time() - began_s < 2  # by trying all ways to part the digits it takes ten
+    assert time.thread_time() - began_s < 2  # a check that backtracks over the digits takes ten seconds
 
 
 # ---- templates ---------------------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def test_the_child_process_ends_with_its_template() -> None:
     before = set(psutil.Process().children())
     template = ChatTemplate("x", {}, [])
     (process,) = set(psutil.Process().children()) - before
-    process.send_signal(signal.SIGINT)  # ctrl-C in a terminal means the router
+    process.send_signal(signal.SIGINT)  # Ctrl-C in a terminal also reaches the child, but it is meant for the router
     assert rendered(template) == "x"
     assert process.is_running()
     del template

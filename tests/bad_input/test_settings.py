@@ -1,4 +1,4 @@
-"""Invalid settings end a process with status 2, and one line with the flag or file, the value and the fix."""
+"""Invalid settings end a process with status 2 and one line that names the flag or file, the value and the fix."""
 
 import json
 import logging
@@ -55,7 +55,7 @@ NODES: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(300)  # a node that starts serves until then
+@pytest.mark.timeout(300)  # a node that starts by mistake would serve until this timeout
 @pytest.mark.parametrize(("changes", "complaint"), NODES.values(), ids=NODES)
 def test_a_node_exits_with_one_line(
     changes: dict[str, Any], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -98,7 +98,7 @@ def test_a_port_in_use_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
         assert router_main(RouterSettings(model=str(DEMO), port=port, registry_port=0)) == 2
         one_line(capsys, f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port")
         flags = ["--model", str(DEMO), "--port", "0", "--registry-port", str(port)]
-        command = [sys.executable, "-m", "router", *flags]  # it has started when it finds out
+        command = [sys.executable, "-m", "router", *flags]  # this error occurs after the start
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 2
     assert f"cannot listen on registry port {port}" in ended.stderr

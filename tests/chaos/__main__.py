@@ -1,8 +1,8 @@
 """Run the fault matrix on loopback. The commands cancels, soak, wire, routers and figures have their own --help.
 
-Each row starts its own cluster: a router, two prefill and two decode nodes with the hash model, and 8 clients. Prints
-the table and writes benchmarks/results/chaos.json, from which `python -m benchmarks document` generates the tables in
-docs/. Exits with status 1 if a request was lost, a token was wrong or a block was not returned.
+Each row starts its own cluster: a router, two prefill and two decode nodes with the hash model, and 8 clients. The
+command prints the table and writes benchmarks/results/chaos.json, from which `python -m benchmarks document` generates
+the tables in docs/. The exit status is 1 if a request was lost, a token was wrong or a block was not returned.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def cells(report: Report) -> list[Cell]:
 
 
 def other_clusters(requests: int) -> list[list[Cell]]:
-    """Run the faults that need another cluster: two routers on one Redis, and a network between hosts if permitted."""
+    """Run the faults that need other clusters: two routers that share a Redis and, if permitted, a faulty network."""
     halves = two_routers.kill_one(requests)
     what = f"one of two routers killed: its {halves.broken_of_killed} streams cut; this row counts requests through the other router"
     rows: list[list[Cell]] = [

@@ -1,6 +1,6 @@
 """Disconnect clients at random moments during random faults, and check that nothing leaks.
 
-Once the cluster is idle, no block, descriptor, thread, shared memory or socket may be left in the router or in a node.
+Once the cluster is idle, blocks, descriptors, threads, shared memory and sockets must all have been released.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from tests.chaos.traffic import ask, check, run
 from tests.cluster.harness import Cluster, cluster, wait_for
 
 IDLE_S = 1.0  # connections to dead nodes are closed within this time
-MOST_S = 0.5  # until a client disconnects; most do much earlier
+MOST_S = 0.5  # the longest time until a client disconnects; most clients disconnect much earlier
 WARM = 96
 FAULT_EVERY_S = 5.0
 FAULTS = {
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
 
 
 class Left:
-    """Counts of what happened, and what leaked."""
+    """The number of requests by outcome, the number of faults by kind, and the leaks."""
 
     def __init__(self, counts: Counter[str], leaks: list[str]) -> None:
         self.counts = counts
@@ -64,10 +64,10 @@ class Left:
 
 
 def cancels(running: Cluster, count: int, fault_every_s: float, seed: int = 1) -> Left:
-    """Run `count` cancelled requests; `fault_every_s` 0: no faults. Raises AssertionError if a node does not come back."""
+    """Cancel `count` requests while faults are injected. Raises AssertionError if a node does not come back."""
     with Supervisor(running, {}, thaw_s=60.0) as supervisor:
         hang_up_all(running, WARM, seed=seed + 1)
-        _whole(running, range(3 * CLIENTS))  # opens every connection between nodes
+        _whole(running, range(3 * CLIENTS))  # this opens every connection between nodes
         at_rest(running)
         time.sleep(IDLE_S)
         before, about_before = count_all(running), left_about(running)
@@ -84,7 +84,7 @@ def cancels(running: Cluster, count: int, fault_every_s: float, seed: int = 1) -
     restarts = supervisor.restarts
     about["unix sockets"] -= len(
         restarts
-    )  # the socket of a killed node is removed a minute later, when a process starts
+    )  # a starting process removes the sockets of killed nodes, but only those older than a minute
     found = held + lost + leaks(before, after) + [f"{num} {what} more" for what, num in about.items() if num > 0]
     if len(restarts) > (num_ended := sum(num for what, num in counts_of_faults.items() if "SIG" in what)):
         found.append(f"{len(restarts) - num_ended} nodes exited without a fault: {restarts}")
@@ -92,7 +92,7 @@ def cancels(running: Cluster, count: int, fault_every_s: float, seed: int = 1) -
 
 
 def hang_up_all(running: Cluster, count: int, seed: int) -> Counter[str]:
-    """Send `count` requests, each cancelled at a random moment. Return how many reached which phase."""
+    """Send `count` requests and cancel each at a random moment. Return the number of requests by the phase reached."""
     counts: Counter[str] = Counter()
     lock = threading.Lock()
 
@@ -112,7 +112,7 @@ def hang_up_all(running: Cluster, count: int, seed: int) -> Counter[str]:
 
 
 def hang_up(running: Cluster, index: int, rng: random.Random) -> str:
-    """Send a request and close the socket after a random time, often a short one, as the phases before the first token are."""
+    """Send a request and close the socket after a random time, often within the short phases before the first token."""
     place = urlsplit(running.url)
     body = json.dumps(ask(index).body(running.model)).encode()
     path = "/v1/chat/completions" if ask(index).is_chat else "/v1/completions"
@@ -123,7 +123,7 @@ def hang_up(running: Cluster, index: int, rng: random.Random) -> str:
         with socket.create_connection((place.hostname or "", place.port or 0), 10) as connection:
             whole = head.encode() + body
             if rng.random() < 0.02:
-                connection.sendall(whole[: rng.randrange(len(whole))])  # an incomplete request
+                connection.sendall(whole[: rng.randrange(len(whole))])
                 return "disconnected in the request"
             connection.sendall(whole)
             until = time.monotonic() + wait_s
@@ -142,7 +142,7 @@ def hang_up(running: Cluster, index: int, rng: random.Random) -> str:
 
 
 def _whole(running: Cluster, indexes: range) -> list[str]:
-    """Send concurrent requests that are not cancelled, and return those that failed."""
+    """Send concurrent requests without cancelling them. Return one line for each request that failed."""
     outcomes = []
     threads = [
         threading.Thread(target=lambda index=index: outcomes.append(run(running.url, running.model, ask(index))))
@@ -158,7 +158,7 @@ def _whole(running: Cluster, indexes: range) -> list[str]:
 
 
 class _Faults:
-    """Injects a random fault into a random node every `every_s` seconds, on a thread."""
+    """A thread that injects a random fault into a random node every `every_s` seconds; 0 disables it."""
 
     def __init__(self, running: Cluster, every_s: float, rng: random.Random) -> None:
         self._running, self._every_s, self._rng = running, every_s, rng
@@ -177,7 +177,7 @@ class _Faults:
     def _harm(self) -> None:
         while not self._over.wait(self._every_s):
             if not all_back(self._running):
-                continue  # one fault at a time: with all nodes down nothing is tested
+                continue  # inject one fault at a time, because a cluster without nodes tests nothing
             name = self._rng.choice(sorted(set(self._running.processes) - set(self._running.urls)))
             what = self._rng.choice(sorted(FAULTS))
             self._counts[f"{name.partition('-')[0]} nodes: {what}"] += 1

@@ -1,4 +1,4 @@
-"""Count what a process may leak: memory, descriptors by kind, threads, sockets and shared memory."""
+"""Count the resources that a process may leak: memory, descriptors, threads, sockets and shared memory."""
 
 import os
 import stat
@@ -12,13 +12,13 @@ import psutil
 from tests.cluster.harness import Cluster
 
 MIB = 1 << 20
-# Threads that a process may still start: the pool of asyncio and the threads that push KV.
+# The number of threads that a process may start later: the asyncio pool and the threads that push KV.
 POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
 
 
 @dataclass(slots=True)
 class Count:
-    """Resources of one process. `descriptors` counts them by kind: socket, memfd, file, and so on."""
+    """The resources of one process. `descriptors` has the number of descriptors by kind, such as socket or file."""
 
     pid: int
     rss_mib: float
@@ -43,7 +43,7 @@ def count_all(running: Cluster) -> dict[str, Count]:
 
 
 def left_about(running: Cluster) -> Counter[str]:
-    """Count sockets in the KV directory and mapped files in /dev/shm, which would outlive their process."""
+    """Count the sockets in the KV directory and the mapped files in /dev/shm; both kinds can outlive a process."""
     directory = Path(str(running.settings["kv_directory"]))
     sockets = sum(stat.S_ISSOCK(path.stat().st_mode) for path in directory.iterdir())
     alive = [process.pid for process in running.processes.values() if process.poll() is None]
@@ -52,7 +52,7 @@ def left_about(running: Cluster) -> Counter[str]:
 
 
 def leaks(before: Mapping[str, Count], after: Mapping[str, Count]) -> list[str]:
-    """Return what each process has more of than before. Thread pools may have grown to their size."""
+    """Return the resources that have grown in each process. Thread pools may grow up to their maximum size."""
     found = []
     for name, now in after.items():
         then = before[name]
@@ -69,7 +69,7 @@ def _kinds(directory: Path) -> list[str]:
     for entry in directory.iterdir():
         try:
             target = os.readlink(entry)
-        except OSError:  # closed just now
+        except OSError:  # it was closed after the directory was listed
             continue
         kinds.append("memfd" if "memfd:" in target else target.partition(":")[0] if ":" in target else "file")
     return kinds

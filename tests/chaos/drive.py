@@ -1,6 +1,6 @@
-"""Run one row of the matrix: a cluster of real processes, clients, faults at given phases, and a supervisor.
+"""Run one row of the matrix: a cluster of real processes with clients, faults and a supervisor.
 
-The supervisor restarts processes that exit. Afterwards, check what the clients received and what the nodes still hold.
+The supervisor restarts processes that exit. At the end, the run checks the answers, and that no node holds a block.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from tests.cluster.harness import Cluster, cluster, free_port, wait_for
 
 CLIENTS = 8
 LOOK_S = 0.02
-FAULTS_S = 120.0  # until every fault of a row has happened
-PROXY_HOST = "127.0.0.9"  # what a node behind relays advertises
+FAULTS_S = 120.0  # the time limit for all faults of a row to happen
+PROXY_HOST = "127.0.0.9"  # the address that a node behind relays advertises
 ALLOWED: dict[str, object] = {"allow_failpoints": "true"}
 
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """Signals to a process, `at_s` after the load began, each after a pause."""
+    """Signals to one process, starting `at_s` seconds after the load began. Each signal follows a pause."""
 
     name: str
     at_s: float
@@ -38,7 +38,7 @@ class Signals:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A fault on a node's link for `for_s` seconds."""
+    """A fault on the link to one node. It starts `at_s` seconds after the load began and lasts `for_s` seconds."""
 
     name: str
     kind: str  # "kv" or "rpc"
@@ -49,17 +49,17 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kind of fault. `lives` has the failpoints of a process's first start, its second, and so on; later starts have none."""
+    """One kind of fault. `lives` maps a process to the failpoints of its first start, its second start, and so on."""
 
     name: str
     what: str
     lives: Mapping[str, Sequence[str]] = field(default_factory=dict)
     script: Sequence[Signals | Link] = ()
-    thaw_s: float = 1.0  # until a process that stopped itself is continued
+    thaw_s: float = 1.0  # the supervisor continues a stopped process after this time
     channel: str = "shm"
     prefill: int = 2
     decode: int = 2
-    may_lose: int = 0  # requests that may fail: their router died, or they are the cause of the fault
+    may_lose: int = 0  # number of requests that may fail because their router died or because they cause the fault
     settings: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -70,7 +70,7 @@ class Report:
     row: Row
     outcomes: list[Outcome]
     faults: list[Fault]
-    restarts: list[tuple[str, int]]  # name and exit status, in order
+    restarts: list[tuple[str, int]]  # name and exit status, in order of time
     status: dict[str, Any]
     detected_s: float | None
     gap: Gap | None
@@ -92,7 +92,7 @@ class Report:
 
     @property
     def died_alone(self) -> list[str]:
-        """Processes that exited although no fault was injected into them."""
+        """Return the processes that exited although no fault was injected into them."""
         harmed = {fault.name for fault in self.faults}
         return [f"{name} ended with status {status}" for name, status in self.restarts if name not in harmed]
 
@@ -104,7 +104,7 @@ class Report:
 
 
 class Supervisor:
-    """Restart every node that exits, as `baton up` does, and continue those that stopped themselves."""
+    """A thread that restarts processes that exit, as `baton up` does, and continues stopped processes."""
 
     def __init__(self, running: Cluster, lives: Mapping[str, Iterator[str]], thaw_s: float) -> None:
         self.restarts: list[tuple[str, int]] = []
@@ -168,7 +168,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def drive(row: Row, requests: int, channel: str = "") -> Report:
-    """Run the row. Raises AssertionError if one of its faults did not happen or the cluster does not become idle."""
+    """Run the row. Raises AssertionError if a fault does not happen or a node does not come back."""
     lives = {name: iter(failpoints) for name, failpoints in row.lives.items()}
     own = {name: armed(next(life)) for name, life in lives.items()}
     with Relays() as relays, contextlib.ExitStack() as cleanup:
@@ -210,7 +210,7 @@ def _is_link(act: Signals | Link) -> bool:
 
 
 def _proxied(relays: Relays, own: dict[str, dict[str, object]], name: str) -> dict[str, Proxy]:
-    """Put a node behind relays: it advertises another address."""
+    """Create the relays of a node and make the node advertise the address of the relays."""
     (rpc_port, rpc), (kv_port, kv) = _relay(relays), _relay(relays)
     own[name] = own.get(name, {}) | {"port": rpc_port, "kv_port": kv_port, "advertise": PROXY_HOST}
     return {"rpc": rpc, "kv": kv}
@@ -227,7 +227,7 @@ def _relay(relays: Relays) -> tuple[int, Proxy]:
 def _play(
     script: Sequence[Signals | Link], running: Cluster, proxies: Mapping[str, Mapping[str, Proxy]]
 ) -> list[Fault]:
-    """Run the script at its times and restore the links."""
+    """Inject the faults of the script at the given times and return them."""
     faults: list[Fault] = []
     began = time.monotonic()
     for act in sorted(script, key=lambda act: act.at_s):
@@ -241,7 +241,7 @@ def _play(
 
 
 def _disturb(proxy: Proxy, link: Link) -> None:
-    """Disturb a link for its time, and until it had each kind of damage."""
+    """Disturb a link for `link.for_s` seconds, or longer until each kind of damage has happened."""
     proxy.harm = link.harm
     time.sleep(link.for_s)
     wait_for(lambda: proxy.harms.keys() >= link.harm.damage, f"damage by {link}", FAULTS_S)
@@ -251,4 +251,4 @@ def _disturb(proxy: Proxy, link: Link) -> None:
 def _send(process: "subprocess.Popen[bytes]", act: Signals) -> None:
     for pause_s, number in act.signals:
         time.sleep(pause_s)
-        process.send_signal(number)  # no effect on a process that has exited
+        process.send_signal(number)  # this has no effect on a process that has exited

@@ -26,7 +26,7 @@ class Fault:
 
 @dataclass(slots=True)
 class Gap:
-    """The longest time without a token of one request, in seconds, and its parts."""
+    """The longest time, in seconds, that one request waited for a token, and the parts of this time."""
 
     whole_s: float
     parts_s: dict[str, float]
@@ -36,7 +36,7 @@ class Gap:
 
 
 def at_rest(running: Cluster, timeout_s: float = 60.0) -> tuple[dict[str, Any], list[str]]:
-    """Wait until the cluster is idle. Return its status and what is still held."""
+    """Wait until the cluster is idle or the time is over. Return its status and the nodes that still hold blocks."""
     with contextlib.suppress(AssertionError):
         wait_for(lambda: not _held(running.status()), "all blocks given back", timeout_s)
     time.sleep(0.6)  # another heartbeat
@@ -80,7 +80,7 @@ def fired(running: Cluster) -> list[Fault]:
 
 
 def detection_s(running: Cluster, faults: Sequence[Fault]) -> float | None:
-    """Return the longest time until the router dropped a node after its fault, from the logs of both; None if it dropped none."""
+    """Return the longest time between a node's fault and its removal by the router; None if no node was removed."""
     news = [(_unix_ns(line), str(line["message"])) for line in lines(running, "router") if "time" in line]
     found = []
     for fault in faults:
@@ -97,7 +97,7 @@ def _unix_ns(line: Mapping[str, Any]) -> int:
 
 
 def gap_of(running: Cluster, outcome: Outcome, faults: Sequence[Fault]) -> Gap:
-    """Split the gap: until the fault, until the request was queued on another node, and its phases there."""
+    """Split the gap into the times until the fault, until another node queued the request, and of the phases there."""
     begin, end = (at / 1e6 for at in outcome.gap_ns)
     try:
         spans = running.get(f"/v1/requests/{outcome.id}/timeline")["spans"]
@@ -120,7 +120,7 @@ def gap_of(running: Cluster, outcome: Outcome, faults: Sequence[Fault]) -> Gap:
 
 
 def _overlap(spans: Sequence[Mapping[str, Any]], kind: str, begin: float, end: float) -> float:
-    """Return the milliseconds of [begin, end] that spans of this kind cover."""
+    """Return the number of milliseconds between `begin` and `end` that spans of this kind cover."""
     found, until = 0.0, begin
     for span in sorted((span for span in spans if span["kind"] == kind), key=lambda span: span["start_ms"]):
         first, last = max(until, span["start_ms"]), min(end, span["end_ms"] if span["end_ms"] is not None else end)

@@ -1,8 +1,7 @@
-"""Measure promises that the matrix does not cover: restarts, Redis, slow readers, cancels, bad input, checksums,
-tenants, start. Writes benchmarks/results/figures.json.
+"""Measure promises that the matrix does not cover, and write benchmarks/results/figures.json.
 
-Where tokens are timed, nodes are emulated with steps of at least 8 ms, so that the result does not depend on the speed
-of this machine. The others run the hash model or, for tenants and start, the demo model.
+Restarts, Redis outages, slow readers and cancels run on emulated nodes with steps of at least 8 ms, so their results do
+not depend on the speed of this machine. Bad input runs on the hash model; tenants and start run the demo model.
 """
 
 import argparse
@@ -94,7 +93,7 @@ def _compared(what: str, calm: StreamTimings, disturbed: StreamTimings, goal: fl
 
 
 def slow_clients(seconds: float) -> list[Row]:
-    """Request long answers and read a byte a second; measured once the router has removed them from the nodes."""
+    """Measure how clients that read one byte per second affect others, once the nodes no longer run their requests."""
     with emulated(1, 1) as running:
         router = psutil.Process(running.processes["router"].pid)
         calm = timings_during(running, lambda: time.sleep(seconds))
@@ -110,7 +109,7 @@ def slow_clients(seconds: float) -> list[Row]:
 
 
 def _slow(running: Cluster) -> socket.socket:
-    """Return a socket with a small receive buffer that has sent a request."""
+    """Send a request on a new socket with a small receive buffer and return the socket."""
     body = json.dumps(completion(running.model, [5] * 20, SLOW_TOKENS, stream=True))
     asked = socket.socket()
     asked.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -137,7 +136,7 @@ def _read_slowly(sockets: Sequence[socket.socket], seconds: float) -> None:
 
 
 def cancels(count: int) -> list[Row]:
-    """Measure the time from a client's disconnect until the router sees that both nodes hold nothing of it."""
+    """Measure the time from a client's disconnect until the router sees that no node holds a block for the request."""
     rng, took_s = random.Random(1), []
     with emulated(1, 1, heartbeat_s=0.05) as running:
         for _ in range(count):
@@ -173,8 +172,8 @@ def bad_inputs() -> list[Row]:
 
 
 def tenants(count: int) -> list[Row]:
-    """Measure how well the time to the first token reveals which prompts were sent before, by another tenant and by
-    the same one, as the area under the curve: 0.5 is a guess, 1 is certainty."""
+    """Measure whether the time to the first token reveals that this or another tenant has sent the prompt before.
+    The measure is the area under the ROC curve: 0.5 means a guess, 1 means certainty."""
     rng = random.Random(1)
     keys = {"one": "sk-one-" + "1" * 20, "other": "sk-other-" + "2" * 20}
     with _with_keys({key: name for name, key in keys.items()}, runner="torch", num_blocks=20_000) as running:
@@ -194,7 +193,7 @@ def tenants(count: int) -> list[Row]:
 
 
 def _area(samples: Sequence[tuple[bool, float]]) -> float:
-    """Return the share of pairs of a known and an unknown prompt in which the known one is faster."""
+    """Return the share of pairs of a known and an unknown prompt in which the known prompt is faster."""
     known, others = ([took_s for is_known, took_s in samples if is_known is wanted] for wanted in (True, False))
     return float(np.mean(np.array(known)[:, None] < np.array(others)[None, :]))
 
@@ -210,7 +209,7 @@ def _first_token_s(running: Cluster, key: str, prompt: list[int]) -> float:
 
 @contextlib.contextmanager
 def _with_keys(tenants_of: dict[str, str], **settings: object) -> Iterator[Cluster]:
-    """One co-located node behind a router that requires one of these keys or the admin key."""
+    """Run one co-located node behind a router that requires one of these keys or the admin key."""
     lines = [f"{name}:{sha256(key.encode()).hexdigest()}" for key, name in tenants_of.items()]
     with tempfile.NamedTemporaryFile("w") as file:
         file.write("\n".join([*lines, f"ops:{sha256(bad.ADMIN.encode()).hexdigest()}:admin"]))
@@ -221,7 +220,7 @@ def _with_keys(tenants_of: dict[str, str], **settings: object) -> Iterator[Clust
 
 
 def start(count: int) -> list[Row]:
-    """Measure `baton up` with the demo model and cached kernels until the first token."""
+    """Measure the time from the start of `baton up` to the first token, with the demo model and cached kernels."""
     took_s = [_started_s() for _ in range(count + 1)][1:]
     return [["`baton up`, a prefill and a decode node: until the first token", f"{median(took_s):.1f} s", "≤ 5 s", median(took_s) <= 5]]  # fmt: skip
 
@@ -246,7 +245,7 @@ def _started_s() -> float:
 
 
 def checks(count: int) -> list[Row]:
-    """Flip bits in rows of KV, and measure the cost of checksums."""
+    """Count the flipped bits that checksums of KV rows detect, and measure the speed of these checksums."""
     rng = np.random.default_rng(1)
     rows = rng.integers(0, 256, (64, 64 << 10), dtype=np.uint8)
     sums = [checksums(rows, [index]) for index in range(len(rows))]

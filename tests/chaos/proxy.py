@@ -1,7 +1,7 @@
-"""A TCP relay with faults: it refuses, falls silent, resets at a byte, flips bits, duplicates chunks or slows down.
+"""A TCP relay that injects faults: it resets connections, stops or delays data, flips bits, or repeats chunks.
 
-A node listens on 127.0.0.1 and advertises another loopback address, where a relay listens on the same port, so all RPC
-and KV traffic to the node passes the relay. Modelled on Toxiproxy.
+A node listens on 127.0.0.1 and advertises another loopback address. A relay listens on the same port there, so all RPC
+and KV traffic to the node passes through the relay. The design follows Toxiproxy.
 """
 
 import asyncio
@@ -16,24 +16,24 @@ from dataclasses import dataclass
 
 CHUNK_BYTES = 65_536
 LOOK_S = 0.02  # poll interval of a silent direction
-INTRODUCTION_BYTES = 512  # at a connection's start, never damaged, because a connection that cannot start tests little
+INTRODUCTION_BYTES = 512  # never damaged, at the start of a connection: a connection that cannot start tests little
 
 
 @dataclass(frozen=True, slots=True)
 class Harm:
-    """The faults of a link. `up` is towards the node behind the relay. Shares are of chunks."""
+    """The faults of a link. `up` is the direction to the node behind the relay."""
 
-    refuse: bool = False  # connections are reset at once, including existing ones
-    silent: frozenset[str] = frozenset()  # directions ("up", "down") in which no byte moves; nothing is lost
-    delay_s: float = 0.0  # each chunk waits
-    bytes_per_s: float = 0.0  # upwards; 0: as fast as it goes
-    cut_at: int = 0  # a connection is reset after so many bytes upwards, each one byte later than the one before
-    corrupt: float = 0.0  # a bit of these is flipped, upwards
-    double: float = 0.0  # these are sent twice, upwards
+    refuse: bool = False  # reset new and existing connections
+    silent: frozenset[str] = frozenset()  # hold data back in these directions ("up", "down") without losing any
+    delay_s: float = 0.0  # delay of each chunk
+    bytes_per_s: float = 0.0  # rate limit up; 0: no limit
+    cut_at: int = 0  # reset a connection after this number of bytes up, plus one byte for each earlier reset
+    corrupt: float = 0.0  # share of the chunks up in which one bit is flipped
+    double: float = 0.0  # share of the chunks up that are sent twice
 
     @property
     def damage(self) -> set[str]:
-        """The kinds of damage that this must do to some connection or chunk."""
+        """Return the kinds of damage that must happen to at least one connection or chunk."""
         kinds = {"cut": self.cut_at, "corrupted": self.corrupt, "doubled": self.double}
         return {kind for kind, amount in kinds.items() if amount}
 
@@ -43,7 +43,7 @@ PARTITION = Harm(silent=frozenset({"up", "down"}))
 
 
 class Proxy:
-    """Relays `host`:`port` to 127.0.0.1:`port`. `harm` may be set at any time, from any thread."""
+    """A relay from `host`:`port` to 127.0.0.1:`port`. Any thread may set `harm` at any time."""
 
     def __init__(self, relays: "Relays", host: str, port: int, seed: int = 0) -> None:
         self.harms = Counter[str]()  # by kind: cut, corrupted, doubled
@@ -51,7 +51,7 @@ class Proxy:
         self._relays = relays
         self._port = port
         self._random = random.Random(seed)
-        self._tasks: set[asyncio.Task[None]] = set()  # one a connection
+        self._tasks: set[asyncio.Task[None]] = set()  # one for each connection
         self._server = socket.create_server((host, port), backlog=128)
         self._server.setblocking(False)
 
@@ -104,11 +104,11 @@ class Proxy:
             _reset(far)
 
     async def _pump(self, source: socket.socket, target: socket.socket, direction: str) -> None:
-        """Relay one direction. Raises OSError when either end closes or this connection is to be reset."""
+        """Relay one direction. Raises OSError if either end closes or a fault resets this connection."""
         loop = asyncio.get_running_loop()
         passed = 0
         while data := await loop.sock_recv(source, self._most(direction)):
-            while direction in self._harm.silent:  # noqa: ASYNC110 - set from another thread, which wakes nobody
+            while direction in self._harm.silent:  # noqa: ASYNC110 - another thread sets it without waking a task
                 await asyncio.sleep(LOOK_S)
             await asyncio.sleep(self._harm.delay_s)
             if direction == "up":
@@ -118,7 +118,7 @@ class Proxy:
         raise ConnectionResetError("the other end hung up")
 
     def _most(self, direction: str) -> int:
-        """Bytes of one chunk: what a slow link moves in a twentieth of a second."""
+        """Return the maximum size of a chunk: on a slow link, the bytes of a twentieth of a second."""
         rate = self._harm.bytes_per_s if direction == "up" else 0.0
         return min(CHUNK_BYTES, max(1, int(rate / 20))) if rate else CHUNK_BYTES
 
@@ -143,7 +143,7 @@ class Proxy:
 
 
 class Relays:
-    """The thread and event loop on which relays run. Use as a context manager."""
+    """The thread and event loop that run relays, as a context manager."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -166,7 +166,7 @@ class Relays:
         self._loop.close()
 
     def between(self, host: str, port: int, seed: int = 0) -> Proxy:
-        """A new relay from `host`:`port` to 127.0.0.1:`port`. Raises OSError when the port is taken there."""
+        """Start a relay from `host`:`port` to 127.0.0.1:`port`. Raises OSError if `host`:`port` is in use."""
         proxy = Proxy(self, host, port, seed)
 
         async def start() -> None:

@@ -1,11 +1,11 @@
-"""`python -m tests.chaos soak --minutes 30`: half load, one fault a minute, and whether anything grows.
+"""Check that no process grows under half load with one fault per minute: `python -m tests.chaos soak --minutes 30`.
 
-Memory, descriptors and threads of every process, each ten seconds. Before it, a warm-up of ten minutes with a fault
-each 15 seconds: the most that is in use at once, which allocators keep, is a record of the worst pile-ups, and records
-come quickly at first. Slopes are least squares over what comes after the warm-up, of all lives of a process together,
-each with its own height; with the standard error of the fit. A process that lived all the time grows if a slope, less
-twice its error, is over a hundredth of its memory in an hour, or a tenth of what is counted. The router's history is
-short (`tests.chaos.small_memory`), or that would be all that is seen.
+The soak samples the memory, descriptors and threads of every process every ten seconds. It starts with a warm-up of ten
+minutes with a fault every 15 seconds, because allocators keep the memory of the largest peak, and most new peaks come
+early. A least-squares fit to the later samples gives one slope per process and resource, and its standard error. Each
+start of a process has its own intercept. A process that never restarted grows if a slope minus twice its error exceeds
+1 % of its memory per hour, or 10 % of its descriptors or threads per hour. The router keeps a short history
+(`tests.chaos.small_memory`), because the growth of a long history would hide a leak.
 """
 
 import argparse
@@ -27,11 +27,11 @@ from tests.cluster.harness import Cluster, cluster, wait_for
 
 SAMPLE_S = 10.0
 WARM_FAULT_S = 15.0
-LIFE_WARM_S = 60.0  # of a restarted process: its memory grows until every code path has run once
-SHARE = 0.5  # of the time that a client asks
-SHARE_AN_HOUR = {"memory": 0.01, "descriptors": 0.1, "threads": 0.1}  # of what a process has: less is flat
+LIFE_WARM_S = 60.0  # the warm-up of a restarted process: its memory grows until every code path has run once
+SHARE = 0.5  # share of the time in which a client has a request in progress
+SHARE_AN_HOUR = {"memory": 0.01, "descriptors": 0.1, "threads": 0.1}  # growth per hour that is accepted
 KILL, TERM = ((0.0, signal.SIGKILL),), ((0.0, signal.SIGTERM),)
-# The first node of each role is only frozen, so that one life of it is as long as the run.
+# The first node of each role is only frozen, so one process runs from the start to the end.
 FAULTS = (
     ("decode-1", "SIGKILL", KILL),
     ("prefill-0", "frozen 1 s", ((0.0, signal.SIGSTOP), (1.0, signal.SIGCONT))),
@@ -46,11 +46,11 @@ FAULTS = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One process at one time."""
+    """The resources of one process at one time."""
 
     name: str
     at_s: float
-    age_s: float  # of its life
+    age_s: float  # time since the process was first seen
     count: Count
 
 
@@ -108,7 +108,7 @@ class Soak:
         self._born: dict[int, float] = {}  # process id -> when it was first seen
 
     def run(self) -> list[str]:
-        """What is not as it should be at the end."""
+        """Run the soak and return the problems found at its end."""
         about_before = left_about(self._running)
         with Supervisor(self._running, {}, thaw_s=60.0) as supervisor:
             self._load.start()
@@ -152,7 +152,7 @@ class Soak:
 
 
 def slopes(samples: Sequence[Sample], warm_up_s: float) -> list[list[Cell]]:
-    """A row for each process, as the table has it; the last cell says what of it grows."""
+    """Return a table row for each process. The last cell names the resources that grow."""
     rows: list[list[Cell]] = []
     for name in sorted({sample.name for sample in samples}):
         kept = [s for s in samples if s.name == name and s.at_s >= warm_up_s and s.age_s >= LIFE_WARM_S]
@@ -178,8 +178,8 @@ def slopes(samples: Sequence[Sample], warm_up_s: float) -> list[list[Cell]]:
 
 
 def _fit(points: list[tuple[int, float, float]]) -> tuple[float | None, float | None]:
-    """Slope and its standard error of (life, x, y), each life with a height of its own; None with too few points. What
-    is over or under the line mostly is so for a while: such samples carry less information than independent ones."""
+    """Fit a line to points (life, x, y) with an intercept per life. Return the slope and its standard error, or None
+    twice if there are too few points. The error allows for the correlation between successive samples."""
     by_life: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for life, x, y in points:
         by_life[life].append((x, y))
@@ -191,6 +191,6 @@ def _fit(points: list[tuple[int, float, float]]) -> tuple[float | None, float | 
     slope = float(x @ y) / spread
     freedom = len(x) - len(lives) - 1
     rest = y - slope * x
-    alike = float(rest[1:] @ rest[:-1] / (rest @ rest)) if rest.any() else 0.0  # from one sample to the next
+    alike = float(rest[1:] @ rest[:-1] / (rest @ rest)) if rest.any() else 0.0  # correlation of successive samples
     alike = min(0.99, max(0.0, alike))
     return slope, float(np.sqrt(rest @ rest / max(1, freedom) / spread * (1 + alike) / (1 - alike)))

@@ -1,4 +1,4 @@
-"""Clients that stream one answer after another and time every token while something is done to the cluster."""
+"""Clients that stream one answer after another and time every token while a test disturbs the cluster."""
 
 import asyncio
 import random
@@ -15,7 +15,7 @@ PROMPT_TOKENS, ANSWER_TOKENS = 200, 64
 
 @dataclass(slots=True)
 class StreamTimings:
-    """Results of all clients together."""
+    """The results of all clients together."""
 
     gaps_s: list[float] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -27,7 +27,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def timings_during(running: Cluster, work: Callable[[], object], clients: int = 8) -> StreamTimings:
-    """Run `work` on a thread and return the timings of the streams until the last one ends after it."""
+    """Stream answers while `work` runs on a thread. Return the timings once `work` and the last stream have ended."""
     timings = StreamTimings()
     asyncio.run(_listen(running, work, clients, timings))
     return timings

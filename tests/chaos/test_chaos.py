@@ -1,4 +1,4 @@
-"""A short form of `make chaos`: the same kinds of faults, cancels and routers with fewer requests."""
+"""A short form of `make chaos`: the same kinds of faults with fewer requests."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from tests.cluster.harness import cluster
 
 REQUESTS = 30
 
-# The faults are far enough apart that no request meets two dead nodes: it would be considered the cause.
+# The faults are far apart, because the router considers a request that was on two dead nodes to be the cause.
 DEATHS = Row(
     "deaths",
     "a prefill node killed in a middle chunk, another frozen in a push, a decode node killed at a last token",
@@ -24,7 +24,7 @@ LINKS = Row(
     "links",
     "a KV link that is cut, flips bits and doubles data; an RPC link that is refused and falls silent",
     script=[
-        # Cut first and briefly: a node that fails repeatedly is avoided for a while, and then gets no traffic to damage.
+        # The cut comes first and is brief, because the router soon sends no traffic to a node that fails repeatedly.
         Link(D, "kv", 0.0, Harm(cut_at=2000), 0.7),
         Link(D, "kv", 0.7, Harm(corrupt=0.3, double=0.1), 1.0),
         Link(D, "rpc", 1.7, Harm(refuse=True), 0.3),
@@ -77,7 +77,7 @@ def test_a_killed_router_breaks_its_own_streams_and_no_others() -> None:
 
 
 def test_a_soak_distinguishes_growth_from_fluctuation() -> None:
-    """A sawtooth of 12 MiB, as of histories that fill up and are thrown away, with and without 40 MiB per hour."""
+    """Memory that rises by 12 MiB and falls again, as histories do, is not a leak; growth by 40 MiB per hour is one."""
     samples = [
         Sample(name, at_s, at_s, Count(pid, 100 + 12 * (at_s % 240) / 240 + leak * at_s / 3600, 5))
         for at_s in range(0, 3600, 10)

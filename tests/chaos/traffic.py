@@ -1,7 +1,7 @@
-"""The requests of a chaos run, and a client that proves every token of their answers and times every gap.
+"""The requests of a chaos run, and a client that checks every token of the answers and times every gap.
 
-Request number i is the same in every run: prompts of 20 to 6,000 tokens, some of two samples, sampled with a seed, or
-chats. The hash model's answer follows from the prompt alone, so no run without faults is needed to know it.
+Request number i is the same in every run. Prompts have 20 to 6,000 tokens; some requests have two samples, some have a
+temperature, and some are chats. The hash model's answer depends on the prompt alone, so the client can compute it.
 """
 
 import http.client
@@ -17,14 +17,14 @@ from urllib.parse import urlsplit
 from shared.clock import now_ns
 from tests.cluster.harness import DEMO_VOCABULARY, expected
 
-TIMEOUT_S = 90.0  # of silence
-LONG_EVERY, TALKATIVE_EVERY = 20, 20  # requests whose prompt has many chunks; whose answer has many tokens
+TIMEOUT_S = 90.0  # longest wait for data
+LONG_EVERY, TALKATIVE_EVERY = 20, 20  # one request in 20 has a long prompt, and one in 20 has a long answer
 LONG_TOKENS, TALKATIVE_TOKENS = 6000, 200
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. `prompt` is what a chat says too, as text."""
+    """One request. A chat sends the numbers of `prompt` as the text of its message."""
 
     index: int
     prompt: tuple[int, ...]
@@ -44,7 +44,7 @@ class Ask:
 
 @lru_cache(maxsize=4096)
 def ask(index: int) -> Ask:
-    """The same at every call: the index is the seed."""
+    """Return request number `index`. The index is the seed, so every call returns the same request."""
     rng = random.Random(index)
     length = rng.choices((rng.randint(20, 200), rng.randint(200, 1500), rng.randint(1500, 4000)), (65, 25, 10))[0]
     max_tokens = rng.randint(5, 60)
@@ -73,7 +73,7 @@ def answer(prompt: tuple[int, ...], count: int) -> list[int]:
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of a request. `lost`: the error that its client saw, such as a truncated stream."""
+    """The result of a request. `lost` is the error that the client received, such as a truncated stream."""
 
     ask: Ask
     id: str = ""
@@ -81,9 +81,9 @@ class Outcome:
     is_unequal: bool = False
     began_ns: int = 0
     ended_ns: int = 0
-    gap_ns: tuple[int, int] = (0, 0)  # the longest time without a token, as Unix times; before the first one too
+    gap_ns: tuple[int, int] = (0, 0)  # begin and end of the longest wait for a token, as Unix times
     tokens: dict[int, list[int]] = field(default_factory=dict)  # by sample
-    prompt: tuple[int, ...] = ()  # that the server says it was asked
+    prompt: tuple[int, ...] = ()  # the prompt that the answer reports
 
     @property
     def gap_s(self) -> float:
@@ -91,7 +91,7 @@ class Outcome:
 
 
 def run(url: str, model: str, asked: Ask) -> Outcome:
-    """Send a request and read its stream to the end. Never raises: errors are in the outcome."""
+    """Send a request and read its stream to the end. An error of the request goes into the outcome."""
     outcome = Outcome(asked)
     run_into(outcome, url, model)
     return outcome
@@ -148,7 +148,7 @@ def _read(stream: http.client.HTTPResponse, outcome: Outcome) -> None:
 
 
 def check(outcome: Outcome) -> None:
-    """Compares every token with the hash model's own answer."""
+    """Compare every token with the answer that the hash model gives."""
     asked = outcome.ask
     right = answer(outcome.prompt, asked.max_tokens)
     received = [outcome.tokens.get(index) for index in range(asked.n)]
@@ -156,14 +156,14 @@ def check(outcome: Outcome) -> None:
 
 
 class Load:
-    """Clients that ask one request after the other, in order, until at least `count` were and `enough` says so."""
+    """Clients that take requests in order of their numbers and send them one at a time until `finish` is called."""
 
     def __init__(self, url: str, model: str, clients: int, share: float = 1.0) -> None:
-        """`share`: of the time in which a client asks; between requests it rests for the remainder."""
+        """`share` is the share of the time in which a client has a request in progress; it pauses for the rest."""
         self.outcomes: list[Outcome] = []
         self._url, self._model, self._share = url, model, share
         self._next = 0
-        self._last: int | None = None  # None: no end is known yet
+        self._last: int | None = None  # set by `finish`
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._client, name=f"client-{n}") for n in range(clients)]
 
@@ -172,12 +172,12 @@ class Load:
             thread.start()
 
     def finish(self, count: int) -> list[Outcome]:
-        """No request beyond `count` begins, nor beyond those that have; returns when all have ended."""
+        """Send requests until at least `count` have been sent, wait until all have ended, and check the answers."""
         with self._lock:
             self._last = count
         for thread in self._threads:
             thread.join()
-        for outcome in self.outcomes:  # not while streams are timed
+        for outcome in self.outcomes:  # checked only now, because checks would disturb the timing of streams
             if not outcome.lost:
                 check(outcome)
         return self.outcomes
@@ -190,8 +190,8 @@ class Load:
                 index, self._next = self._next, self._next + 1
             outcome = run(self._url, self._model, ask(index))
             while outcome.lost.startswith("ConnectionRefusedError") and self._last is None:
-                time.sleep(0.05)  # the router is restarting: retry as any client would
+                time.sleep(0.05)  # the router is restarting
                 outcome = run(self._url, self._model, ask(index))
-            self.outcomes.append(outcome)  # of a list, this is atomic
+            self.outcomes.append(outcome)  # list.append is atomic
             if self._share < 1.0:
                 time.sleep((outcome.ended_ns - outcome.began_ns) / 1e9 * (1 / self._share - 1))

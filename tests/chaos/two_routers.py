@@ -1,4 +1,4 @@
-"""Kill one of two routers on one Redis: only the streams through it break."""
+"""Kill one of two routers that share a Redis, and check that only the streams through the killed router break."""
 
 import argparse
 import signal
@@ -12,7 +12,7 @@ from tests.chaos.evidence import at_rest
 from tests.chaos.traffic import Ask, Load, Outcome, run_into
 from tests.cluster.harness import cluster, redis_server, wait_for
 
-TALK = Ask(0, (5, 6, 7), 4000)  # in progress at the kill, independent of the other requests
+TALK = Ask(0, (5, 6, 7), 4000)  # long enough to be in progress at the kill
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
 
 
 def kill_one(requests: int, nodes: int = 2) -> Halves:
-    """Run half of the clients at each router. Raises AssertionError if the cluster does not start."""
+    """Send half of the load to each router and kill one router. Raises AssertionError if a step takes too long."""
     with tempfile.TemporaryDirectory() as directory, redis_server(Path(directory)) as (url, start):
         start()
         with cluster(nodes, nodes, registry=url, routers=2, heartbeat_s=0.5, log_format="json") as running:

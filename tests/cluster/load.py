@@ -1,4 +1,4 @@
-"""Clients that stream and check every token while something is done to the cluster."""
+"""Clients that stream answers and check every token while a test disturbs the cluster."""
 
 import http.client
 import json
@@ -15,7 +15,7 @@ REFUSED = (ConnectionRefusedError, ConnectionResetError, http.client.RemoteDisco
 
 
 def streamed(url: str, body: dict[str, object]) -> list[int]:
-    """The tokens of one stream. Raises AssertionError at an error event."""
+    """Return the tokens of one stream. Raises AssertionError if the stream has an error event."""
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), headers)
     tokens: list[int] = []
@@ -29,9 +29,9 @@ def streamed(url: str, body: dict[str, object]) -> list[int]:
 
 
 class Load:
-    """`clients` threads, each asking the routers in turn within the block; it raises AssertionError when one request
-    has failed, or none was made. One that is refused a connection asks the next
-    router (`retries`); an answer that has begun, or an error, is never asked for again."""
+    """A context manager that runs `clients` threads, each of which sends requests to the routers in rotation. With
+    `retries`, a request whose connection is refused is sent to the next router; other errors are not retried. The exit
+    raises AssertionError if a request has failed or if no request was answered."""
 
     def __init__(self, running: Cluster, clients: int = 2, max_tokens: int = 5, *, retries: bool = False) -> None:
         self.failures: list[str] = []

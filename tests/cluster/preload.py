@@ -1,4 +1,4 @@
-"""Imported by the fork server: everything that routers and nodes import."""
+"""Import all modules of routers and nodes in the fork server."""
 
 import gc
 
@@ -7,4 +7,4 @@ import prefill_node.__main__
 import router.__main__
 
 MODULES = (decode_node.__main__, prefill_node.__main__, router.__main__)
-gc.freeze()  # a collection in a child would copy every page
+gc.freeze()  # otherwise a garbage collection in a child would copy every page

@@ -1,4 +1,4 @@
-"""`baton compare` with whole clusters: what its report claims is held against what the arms were."""
+"""Run `baton compare` with whole clusters, and check its report against the arms that ran."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 
 from tests.cluster.harness import ROOT, cluster, wait_for
 
-# Other tests share the machine: what is late here is no figure of anybody's.
+# The limits are long, because other tests share the machine and these tests do not measure its speed.
 QUICK = ["--preset", "chat", "--scale-tokens", "0.04", "--rate", "8", "--slo-ttft-ms", "60000", "--slo-tbt-ms", "60000"]
 SMALL = ["--set", "runner=hash", "--set", "num_blocks=512"]
 
@@ -27,7 +27,7 @@ def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def until(process: subprocess.Popen[str], sign: str) -> str:
-    """What the command says, up to the line with the sign."""
+    """Return the output of the command up to the first line that contains `sign`."""
     assert process.stdout is not None
     said = ""
     for line in process.stdout:
@@ -44,7 +44,7 @@ def report_in(directory: Path) -> dict[str, Any]:
 
 
 def pids(directory: Path) -> list[int]:
-    """Of all processes of all arms."""
+    """Return the ids of all processes of all arms."""
     logs = [log.read_text() for log in (directory / "report" / "logs").iterdir()]
     return [int(pid) for log in logs for pid in re.findall(r"started, process (\d+)", log)]
 
@@ -63,13 +63,13 @@ def test_two_arms_and_a_control_are_measured_alike(tmp_path: Path):
     said, _ = process.communicate(timeout=600)
     report = report_in(tmp_path)
     assert process.returncode == (0 if report["valid"] else 1), said
-    # By chance the control may differ; on a busy machine periods may be invalid.
+    # The control may differ by chance, and periods may be invalid on a busy machine.
     assert not report["problems"] or re.search("control|invalid", report["problems"][0]), said
     assert report["verdict"]["sentence"] in said
     assert [arm["name"] for arm in report["arms"]] == [*arms, "colocated:2 (control)"]
     assert report["parity"]["equal"]
 
-    order = [(run["seed"], run["arm"]) for run in report["runs"]]  # on a busy machine a spare seed may follow
+    order = [(run["seed"], run["arm"]) for run in report["runs"]]  # on a busy machine, a spare seed may follow
     assert order[:3] == [(1, name) for name in [*arms, "colocated:2 (control)"]]
     assert order[3:6] == [(2, name) for name in reversed([*arms, "colocated:2 (control)"])]
     runs = [run for run in report["runs"] if run["valid"]]

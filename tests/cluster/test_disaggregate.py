@@ -32,7 +32,7 @@ def placements(running: Cluster) -> dict[str, int]:
 
 
 def learn(running: Cluster, growth: int = 150) -> None:
-    """Until each node's steps have a model: short and long prompts, and decodes of several at once."""
+    """Send short and long prompts, several at once, until each node has a cost model of its steps."""
     prompts = [prompt_of(index, 40 + growth * index) for index in range(12)]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda one: running.complete(one, 40), prompts)) == [right(one, 40) for one in prompts]
@@ -82,7 +82,7 @@ def test_a_first_token_that_would_be_late_is_refused_and_the_client_told_when_to
     with cluster(prefill=1, decode=1, ttft_slo_ms=2500, emulate=tmp_path / "slow.json") as running:
         learn(running, growth=40)
         with pytest.raises(urllib.error.HTTPError) as caught:
-            running.complete(prompt_of(1, 8000), 4)  # 4 s of computing
+            running.complete(prompt_of(1, 8000), 4)  # takes 4 s to compute
         with caught.value as answer:
             assert answer.code == 429
             assert int(answer.headers["retry-after"]) >= 1

@@ -1,4 +1,4 @@
-"""A real checkpoint answers with its golden tokens through REST: in both modes, with two budgets, over both channels."""
+"""A real checkpoint gives its golden tokens through the API: in both modes, with two budgets, over both channels."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ def golden_cases() -> list[dict[str, Any]]:
 
 
 def ask(running: Cluster, case: dict[str, Any]) -> tuple[list[int], str, str]:
-    """Token ids, text and finish reason; the prompt as text where it has any, else as ids."""
+    """Return token ids, text and finish reason. The prompt is sent as text if the case has text, else as token ids."""
     prompt: object = case["prompt"] or case["prompt_token_ids"]
     body = {"model": "stories260K", "prompt": prompt, "max_tokens": 160, "temperature": 0, "return_token_ids": True}
     answer = running.post("/v1/completions", body)
@@ -38,7 +38,7 @@ def test_the_golden_outputs_come_out_exactly(prefill: int, channel: str, budget:
 
 
 def test_the_demo_model_answers_the_same_in_both_modes() -> None:
-    """A prompt of several chunks, greedy and sampled, also when it is asked again and comes from the prefix cache."""
+    """The prompt has several chunks. It is sent greedily and sampled, and again when it is in the prefix cache."""
     prompt = "And the LORD said unto Moses, Speak unto the children of Israel. " * 20
     ways: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.9, "seed": 7, "top_p": 0.95}]
     answers: list[list[list[int]]] = []

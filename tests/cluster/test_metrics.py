@@ -33,7 +33,7 @@ def scrape(running: Cluster) -> str:
 
 
 def sums(running: Cluster) -> dict[str, float]:
-    """Samples by name, added up over their labels."""
+    """Return the sum of each metric over its labels, by name."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(scrape(running)):
         for sample in family.samples:
@@ -123,7 +123,7 @@ def test_promtool_objects_to_nothing_but_names_that_are_vllms(running):
     objections = checked.stderr.splitlines()
     assert objections, "promtool dislikes colons in names; nothing said means nothing checked"
     assert [line for line in objections if not line.startswith("vllm:")] == []
-    # Colons, and the suffix of vllm:iteration_tokens_total, which is a histogram.
+    # The accepted objections: colons in names, and the suffix of the histogram vllm:iteration_tokens_total.
     assert [line for line in objections if "':'" not in line and "iteration_tokens_total" not in line] == []
 
 
@@ -145,7 +145,7 @@ def test_prometheus_takes_all_of_it_and_answers_every_query_of_the_board(running
                 return list(json.load(answer)["data"]["result"])
         except urllib.error.HTTPError as error:
             with error:
-                if error.code != 503:  # of one that starts
+                if error.code != 503:  # Prometheus answers 503 while it starts
                     raise AssertionError(f"{query}: {error.read()!r}") from None
                 return []
         except OSError:

@@ -1,5 +1,5 @@
-"""What an operator does to a cluster under load: every process is restarted, the power is cut; and what it then has
-open: which ports, which sockets, connections to whom."""
+"""Operation of a cluster: restarts under load, a power cut, `baton doctor`, and the ports, sockets and connections
+that processes open."""
 
 import os
 import re
@@ -24,13 +24,13 @@ SOCKET_NAME = re.compile(r"[0-9a-f]{32}")
 
 @pytest.fixture(scope="module")
 def connections(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of all connections."""
+    """The file to which the guard appends every connection."""
     return tmp_path_factory.mktemp("guard") / "connections"
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory, connections: Path) -> Iterator[Cluster]:
-    """Two routers on one Redis, one prefill and two decode nodes; each writes down to whom it connects."""
+    """Two routers that share a Redis, one prefill and two decode nodes. The guard logs the connections of each."""
     directory = tmp_path_factory.mktemp("operations")
     with ExitStack() as stack:
         url, start = stack.enter_context(redis_server(directory))
@@ -51,11 +51,11 @@ def directory_of(running: Cluster) -> Path:
     return Path(str(running.settings["kv_directory"]))
 
 
-# ---- what it has open ----------------------------------------------------------------------------------------------
+# ---- ports, sockets and connections --------------------------------------------------------------------------------
 
 
 def listened(process: "subprocess.Popen[bytes]") -> tuple[set[tuple[str, int]], set[str]]:
-    """Addresses of TCP (and any of UDP) that the process and its children listen on, and paths of unix sockets."""
+    """Return the TCP and UDP addresses that the process and its children listen on, and the paths of unix sockets."""
     here = psutil.Process(process.pid)
     addresses: set[tuple[str, int]] = set()
     paths: set[str] = set()
@@ -68,7 +68,7 @@ def listened(process: "subprocess.Popen[bytes]") -> tuple[set[tuple[str, int]], 
 
 
 def test_every_process_listens_where_it_says_and_nowhere_else(running: Cluster) -> None:
-    """Detects a library that opens a port by itself."""
+    """This detects a library that opens a port by itself."""
     for name, url in running.urls.items():
         port = int(url.rpartition(":")[2])
         assert listened(running.processes[name]) == ({("127.0.0.1", port)}, set()), name
@@ -83,7 +83,7 @@ def test_every_process_listens_where_it_says_and_nowhere_else(running: Cluster) 
 
 
 def test_what_lies_in_the_kv_directory_is_for_its_user_and_its_names_cannot_be_guessed(running: Cluster) -> None:
-    """Shared memory has no name; its descriptor is passed over the socket."""
+    """Shared memory has no name in the file system; a process passes its descriptor over the socket."""
     directory = directory_of(running)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     sockets = [path for path in directory.iterdir() if path.is_socket()]
@@ -99,7 +99,7 @@ def test_what_lies_in_the_kv_directory_is_for_its_user_and_its_names_cannot_be_g
 
 
 def test_no_process_connects_to_anybody_but_its_peers(running: Cluster, connections: Path) -> None:
-    """Covers the whole run so far, including requests, by the processes' own lists of connections."""
+    """The log of the guard covers the whole run so far, including requests."""
     prompt = [5] * 700
     assert running.complete(prompt, 4) == expected(prompt, 4)
     peers = {redis_port(running)}
@@ -117,7 +117,7 @@ def test_no_process_connects_to_anybody_but_its_peers(running: Cluster, connecti
 
 
 def test_the_guard_sees_a_connection_that_should_not_be(tmp_path: Path) -> None:
-    """Both ways: by Python's sockets and by uvloop."""
+    """The guard detects connections of Python's sockets and of uvloop."""
     program = (
         "import asyncio, contextlib, socket, uvloop\n"
         "with contextlib.suppress(OSError): socket.create_connection(('127.0.0.2', 9), 0.1)\n"
@@ -136,7 +136,7 @@ def test_the_guard_sees_a_connection_that_should_not_be(tmp_path: Path) -> None:
 
 
 def test_every_process_is_restarted_under_load_and_no_request_fails(running: Cluster) -> None:
-    """One process at a time: each is drained and back before the next; the routers come last."""
+    """Each process drains and comes back before the next one is restarted. The routers come last."""
     before = {name: node["address"] for name, node in running.nodes().items()}
     with Load(running, max_tokens=60, retries=True) as load:
         for name in ("prefill-0", "decode-0", "decode-1", "router", "router-1"):
@@ -150,7 +150,7 @@ def test_every_process_is_restarted_under_load_and_no_request_fails(running: Clu
 
 
 def test_after_a_power_cut_everything_starts_as_if_nothing_had_been(running: Cluster) -> None:
-    """Files of killed processes (sockets, a descriptor file, a partial file) do no harm and are removed."""
+    """Sockets and a partial file that killed processes left behind do no harm. Old sockets are removed."""
     directory = directory_of(running)
     for process in running.processes.values():
         process.kill()
@@ -193,6 +193,6 @@ def test_doctor_starts_a_cluster_and_finds_the_same_tokens_in_both_modes() -> No
 
 
 def doctor(*flags: str) -> "subprocess.CompletedProcess[str]":
-    with tempfile.TemporaryDirectory() as directory:  # paths of sockets are short
+    with tempfile.TemporaryDirectory() as directory:  # the path of a socket must be short
         command = [sys.executable, "-m", "cluster", "doctor", *flags, "--kv-directory", directory]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500)

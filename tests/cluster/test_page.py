@@ -1,4 +1,4 @@
-"""The dashboard in a real browser: over a made-up feed, and over a running cluster."""
+"""The dashboard in a real browser, with an artificial feed and with a running cluster."""
 
 import os
 import re
@@ -18,7 +18,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="the page's tests
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"no browser here (looked for {', '.join(NAMES)})")
-MISSED = "Failed to load resource"  # the browser's own line for an answer that is an error
+MISSED = "Failed to load resource"  # the browser logs this line for an error status
 ACCESS = """() => [...document.querySelectorAll('button, a, select, canvas[tabindex], [role=img], [role=region]')]
     .filter(each => !(each.getAttribute('aria-label') || each.textContent.trim() || each.closest('label')
         || each.classList.contains('phases'))).map(each => each.outerHTML)"""
@@ -35,14 +35,14 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Feed], str]]:
-    """Serves a feed until the pages are closed: one that outlives its router says that it misses it."""
+    """Serve a feed until the pages are closed, because a page without its router logs errors."""
     with ExitStack() as served:
         yield lambda made: served.enter_context(serving(made))
 
 
 @pytest.fixture
 def opened(browser: Any, serve: Callable[[Feed], str]) -> Iterator[Any]:
-    """Opens a page; in the end nothing may have been logged as an error."""
+    """Open pages. At the end, no page may have logged an error or a warning."""
     contexts, problems = [], []
 
     def open_page(url: str, width: int = 1400, scheme: str = "light") -> Any:
@@ -69,14 +69,14 @@ def feed(serve: Callable[[Feed], str]) -> tuple[Feed, str]:
 
 
 def passes_of(page: Any, node: str) -> int:
-    """In view, as the label of the lane says."""
+    """Return the number of passes in view, from the label of the lane."""
     labels = page.locator("#lanes .lane span").all_inner_texts()
     found = [re.fullmatch(rf"{node} · ([\d,]+)", label) for label in labels]
     return next((int(match[1].replace(",", "")) for match in found if match), 0)
 
 
 def colours_in(page: Any, lane: int) -> set[str]:
-    """Of the pixels of a lane, those that the strip draws with."""
+    """Return the kinds of passes whose colours are visible in a lane."""
     script = """canvas => {
         const copy = document.createElement('canvas'), seen = new Set();  // one that may be read again and again
         [copy.width, copy.height] = [canvas.width, canvas.height];
@@ -119,7 +119,7 @@ def test_the_strip_moves_and_colours_passes_by_what_they_were(opened: Any, feed:
 def test_a_page_that_is_opened_late_shows_what_was_before(opened: Any, serve: Callable[[Feed], str]) -> None:
     made = Feed()
     for name in made.ends:
-        made.numbers[name], made.ends[name] = 1, made.began_ms + 1e9  # nothing new comes
+        made.numbers[name], made.ends[name] = 1, made.began_ms + 1e9  # no new steps follow
     page = opened(serve(made))
     wait_for(lambda: passes_of(page, "decode-0") > 50, "passes of before")
     assert passes_of(page, "decode-0") <= 101
@@ -263,7 +263,7 @@ def contrast(one: str, other: str) -> float:
 def test_memory_is_bounded_when_passes_are_many(opened: Any, serve: Callable[[Feed], str]) -> None:
     made = Feed(steps_per_s=1000.0)
     for name in made.ends:
-        made.ends[name] -= 40_000.0  # as after a long silence: 40,000 passes at once
+        made.ends[name] -= 40_000.0  # 40,000 passes arrive at once, as after a long interruption
     page = opened(serve(made))
     page.select_option("#window", "60000")
     wait_for(lambda: passes_of(page, "decode-0") > 10_000, "passes in view")
@@ -288,7 +288,7 @@ def test_the_page_of_a_running_cluster_is_live(opened: Any, running: Cluster) ->
 
     def send() -> None:
         while not is_enough.is_set():
-            prompt = [3 + len(answers) % 1000, *range(3, 603)]  # each its own, so that each is computed and moved
+            prompt = [3 + len(answers) % 1000, *range(3, 603)]  # differs each time, so that its KV is not cached
             answers.append(running.complete(prompt, 200))
 
     work = threading.Thread(target=send)

@@ -1,4 +1,4 @@
-"""A prefill node that computes in the pool of its decode node: whole clusters of processes on loopback."""
+"""Clusters in which a prefill node computes in the KV pool of its decode node."""
 
 import random
 import signal
@@ -42,7 +42,7 @@ def test_a_prompt_is_computed_in_the_decode_nodes_pool_and_nothing_moves(shared:
 def test_blocks_that_the_decode_node_holds_are_not_computed_again(shared: Cluster) -> None:
     (prompt,), (other,) = prompts_of(2, 1, 640), prompts_of(3, 1, 100)
     all_right(shared, [prompt], 5)
-    # Blocks have 16 tokens. The last token is always computed, for its logits: with its block, if that is full.
+    # The last token is always computed, for its logits. If its block is full, the whole block of 16 tokens is computed.
     for again, count in ((prompt, 16), (prompt + other, len(other))):
         before = shared.settled()["nodes"]
         all_right(shared, [again], 5)

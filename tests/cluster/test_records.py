@@ -1,4 +1,4 @@
-"""What a whole cluster tells of itself: every request's time adds up, and every byte and step is in the records."""
+"""The records of a whole cluster: the phases of each request add up, and every byte and step is recorded."""
 
 import json
 import random
@@ -17,7 +17,7 @@ from tests.cluster.harness import Cluster, cluster, wait_for
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Cluster]:
-    # "always": each prompt goes through both nodes, however short.
+    # With "always", even a short prompt goes through both nodes.
     with cluster(max_num_batched_tokens=64, disaggregate="always") as running:
         yield running
 
@@ -28,7 +28,7 @@ def prompts(count: int, length: int, seed: int) -> list[list[int]]:
 
 
 def recorded(running: Cluster, count: int) -> list[dict[str, Any]]:
-    """The latest requests, when their nodes have told everything."""
+    """Return the latest `count` requests once their nodes have reported all phases."""
 
     def latest() -> list[dict[str, Any]]:
         return list(running.get(f"/v1/requests?limit={count}")["requests"])

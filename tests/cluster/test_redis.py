@@ -1,4 +1,4 @@
-"""Redis absent, frozen, killed, emptied, full, read-only, locked, slow and lying: only the registry is affected."""
+"""Only the registry is affected if Redis is absent, frozen, killed, emptied, full, read-only, locked, slow or wrong."""
 
 import asyncio
 import signal
@@ -30,7 +30,7 @@ PATIENCE_S = 20.0
 
 
 class Relay(socketserver.ThreadingTCPServer):
-    """Between Baton and a Redis. `reply`: what every command gets instead of the server's own answer; b"" hangs up."""
+    """A relay between Baton and Redis. `reply` replaces the answer to every command; b"" closes the connection."""
 
     allow_reuse_address = True
     daemon_threads = True
@@ -44,7 +44,7 @@ class Relay(socketserver.ThreadingTCPServer):
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Not to stderr: connections end in every way here."""
+        """Do not print errors to stderr, because these tests break connections on purpose."""
 
 
 class _Connection(socketserver.BaseRequestHandler):
@@ -76,7 +76,7 @@ def relay_to(upstream: int) -> Iterator[Relay]:
         relay.shutdown()
 
 
-# ---- what it may answer --------------------------------------------------------------------------------------------
+# ---- invalid answers -----------------------------------------------------------------------------------------------
 
 LIES = {
     "OOM": b"-OOM command not allowed when used memory > 'maxmemory'.\r\n",
@@ -105,12 +105,12 @@ LIES = {
     "bytes": bytes(range(256)),
     "the end": b"",
 }
-# A Redis could say that, and mean that no node is there: after a lease they leave the list, though not the router.
+# These can be valid answers that mean that there are no nodes. After a lease, nodes leave the list but stay connected.
 PLAUSIBLE = {"null", "a negative length", "a null array", "a longer list than was asked for", "a map"}
 
 
 async def survives(name: str, lie: bytes, port: int) -> None:
-    """One node and one router's registry, lied to for longer than both wait for an answer, and then no more."""
+    """Check that one node and one router's registry recover from wrong answers that last longer than their timeouts."""
     with relay_to(port) as relay:
         registry = RedisRegistry(relay.url, name, 0.1)
         node = RedisAnnouncer(relay.url, name, 0.05)
@@ -140,7 +140,7 @@ async def test_malformed_answers_of_redis_leave_the_list_and_nodes_rejoin_after_
 
 
 async def test_a_late_answer_is_never_used_for_the_next_query(tmp_path: Path) -> None:
-    """Each reply arrives after its query timed out, so the next query must use another connection."""
+    """A reply may arrive after its query timed out, so the next query must use another connection."""
     with redis_server(tmp_path) as (url, start):
         start()
         port = int(url.rpartition(":")[2])
@@ -163,7 +163,7 @@ async def test_a_late_answer_is_never_used_for_the_next_query(tmp_path: Path) ->
 
 
 async def test_names_are_resolved_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resolver that does not answer blocks only the lookup."""
+    """A slow resolver must block only the lookup."""
     threads: list[bool] = []
 
     def slow(*_: object, **__: object) -> object:
@@ -182,7 +182,7 @@ async def test_names_are_resolved_outside_the_event_loop(monkeypatch: pytest.Mon
     assert not any(threads)
 
 
-# ---- a cluster on it -----------------------------------------------------------------------------------------------
+# ---- a cluster with Redis ------------------------------------------------------------------------------------------
 
 
 def ask(running: Cluster, router: str, prompt: list[int]) -> list[int]:
@@ -215,7 +215,7 @@ def redis_here(directory: Path) -> Iterator[tuple[int, "Server"]]:
 
 
 class Server:
-    """A Redis, and what may be done to it."""
+    """A Redis server and the faults that tests inject into it."""
 
     def __init__(self, port: int, start: Callable[[], "subprocess.Popen[bytes]"]) -> None:
         self._start = start
@@ -248,14 +248,14 @@ class Server:
             client.execute_command("CONFIG", "SET", "requirepass", "")
 
     def num_nodes(self) -> int:
-        """Whose leases have not ended."""
+        """Return the number of nodes whose leases have not expired."""
         return len([*redis.Redis(port=self._port).scan_iter("baton:default:node:*")])
 
 
 def test_no_request_fails_during_any_fault_of_redis(tmp_path: Path) -> None:
-    """Each fault lasts until it is detected, with load on two routers; after it, both have all nodes again."""
+    """Each fault lasts until it is detected, while two routers serve load. After it, both routers list all nodes."""
     with redis_here(tmp_path) as (port, server), relay_to(port) as ours, relay_to(port) as theirs:
-        threading.Timer(1.0, server.start).start()  # processes start before it, and wait
+        threading.Timer(1.0, server.start).start()  # the processes of the cluster start earlier and wait for it
         with cluster(registry=ours.url, own={"router-1": {"registry": theirs.url}}, routers=2) as running:
 
             def state() -> set[str]:
@@ -304,7 +304,7 @@ def test_no_request_fails_during_any_fault_of_redis(tmp_path: Path) -> None:
 
 
 def an_entry_at_the_address_of_another_node_is_not_used(running: Cluster, port: int) -> None:
-    """The entry was left behind by a dead node, or written by another process."""
+    """A dead node may have left such an entry behind, or another process may have written it."""
     client = redis.Redis(port=port)
     address = running.nodes()["decode-0"]["address"]
     entry = decode(bytes(client.get("baton:default:node:decode-0")), NodeInfo)
@@ -319,7 +319,7 @@ def an_entry_at_the_address_of_another_node_is_not_used(running: Cluster, port: 
 
 
 def a_router_that_sees_no_node_says_so_and_the_other_serves(running: Cluster, theirs: Relay) -> None:
-    """One of two routers is cut off from Redis."""
+    """This cuts one of two routers off from Redis."""
     theirs.reply = b""
     prompt = [7] * 30
     wait_for(lambda: running.status("router-1")["registry"]["state"] == "down", "the cut is felt")

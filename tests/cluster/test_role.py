@@ -1,4 +1,4 @@
-"""Roles that change while a cluster serves: no request fails, and nodes do their new work with what they have."""
+"""Nodes change their roles while a cluster serves: no request fails, and each node does the work of its new role."""
 
 import json
 import random
@@ -54,7 +54,7 @@ def test_a_node_flipped_each_way_under_load_fails_no_request_and_does_its_new_wo
         ]
         assert running.status()["requests"]["failed"] == 0
         requests = running.status()["requests"]
-        # One whose client reads too slowly is off its node already when the drain ends.
+        # A request whose client reads too slowly counts as paused: it leaves its node before the drain ends.
         assert requests["moved"] + requests["paused"] > 0, "streams that outlived the drain went on elsewhere"
         wait_for(lambda: roles(running) == {
             "prefill-0": "prefill", "prefill-1": "decode", "decode-0": "decode", "decode-1": "prefill"

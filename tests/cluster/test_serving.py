@@ -1,5 +1,5 @@
-"""One prefill and one decode process behind a router, as a client sees them. The hash model makes any misplaced,
-stale or torn block change the answer."""
+"""A client's view of one prefill and one decode process behind a router. With the hash model, any misplaced, stale or
+incomplete block changes the answer."""
 
 import random
 import socket
@@ -154,7 +154,7 @@ def test_a_draining_node_finishes_what_it_has_and_takes_nothing_new() -> None:
         assert {tuple(answer.result()) for answer in answers} == {tuple(expected(prompt, 1500))}
         assert running.processes["decode-0"].wait(40) == 0
         assert running.processes["prefill-0"].wait(40) == 0
-        # Only what was sent in the moment before the router knew may have been refused, and gone on elsewhere.
+        # A request that was sent just before the router noticed the drain may have moved to another node.
         assert running.status()["requests"]["moved"] <= len(more)
 
 

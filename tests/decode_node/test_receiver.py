@@ -1,4 +1,4 @@
-"""A decode node under writers that reserve, lie, stop and vanish: no block is lost, and no wrong token is generated."""
+"""A decode node loses no block and generates no wrong token, whether writers send false data, stop or disappear."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -53,7 +53,7 @@ NOT_OPEN = "the reservation is not open"
 
 @dataclass
 class Bench:
-    """A decode node with a router attached, and a writer's pool that holds the prompt's KV in blocks 1 to 5."""
+    """A decode node with an attached router, and a writer whose pool holds the prompt's KV in blocks 1 to 5."""
 
     here: HashNode
     receiver: HandoffReceiver
@@ -228,7 +228,7 @@ async def test_a_renewal_names_what_is_in_quarantine_until_the_writer_has_stoppe
 
 
 async def test_a_reservation_that_arrives_after_its_cancellation_is_refused(tmp_path: Path) -> None:
-    """As over a connection that stalled and was given up: its writer would never learn of it, nor stop it."""
+    """A stalled connection may deliver a request that its writer has given up and would never stop."""
     async with bench("shm", tmp_path) as here:
         await here.receiver.stop(StopRequest(b"", "no answer", "r"))
         assert (await here.reserve()).error == "the prefill node has cancelled this request"
@@ -260,7 +260,7 @@ async def test_a_frozen_writer_that_wakes_up_after_its_lease_cannot_write_any_mo
 async def test_a_writer_that_missed_the_grant_gives_the_blocks_back_by_the_requests_id(tmp_path: Path) -> None:
     async with bench("shm", tmp_path, num_blocks=8) as here:
         reserved = await here.reserve()
-        await here.push(reserved)  # so that it is connected: its lease's end alone would not free the blocks
+        await here.push(reserved)  # connects the writer, so that the end of the lease would not free the blocks
         waits = asyncio.ensure_future(here.reserve("waits"))
         assert await wait_until(lambda: "waits" in here.node.requests, 5.0)
         await here.receiver.stop(StopRequest(b"", "no answer", "waits"))
@@ -284,7 +284,7 @@ async def test_a_commit_that_is_cancelled_frees_its_blocks(tmp_path: Path) -> No
 
 
 async def test_malformed_messages_of_a_peer_change_nothing(tmp_path: Path) -> None:
-    """Ids that are unknown, another writer's, sent twice, or far too long."""
+    """The ids in the messages are unknown, belong to another writer, are sent twice, or are far too long."""
     async with bench("tcp", tmp_path) as here:
         reserved = await here.reserve()
         before = here.scheduler.ledger()

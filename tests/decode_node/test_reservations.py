@@ -1,4 +1,4 @@
-"""The reservation table: when blocks may be reused."""
+"""The reservation table frees blocks only when no writer can write to them."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,7 +11,7 @@ WRITERS = ["writer-a", "writer-b"]
 
 
 class Reservations(RuleBasedStateMachine):
-    """Writers write until they commit, stop or die; the table must not free their blocks before that."""
+    """Writers write until they commit, stop or die. Without fencing, the table may free no block before that."""
 
     ids = Bundle("ids")
 
@@ -21,9 +21,9 @@ class Reservations(RuleBasedStateMachine):
         self.table = ReservationTable(fenced)
         self.now = 0.0
         self.count = 0
-        self.writing: dict[bytes, str] = {}  # by id, the writer that may still write
+        self.writing: dict[bytes, str] = {}  # the writers that may still write, by reservation id
         self.reusable: set[bytes] = set()
-        self.again: set[bytes] = set()  # ids whose damaged rows were written again
+        self.again: set[bytes] = set()  # ids that were reopened after damaged rows
         self.reservations: dict[bytes, Reservation] = {}
 
     def _ended(self, ending: Reservation | None) -> None:
@@ -52,7 +52,7 @@ class Reservations(RuleBasedStateMachine):
         reservation = self.table.commit(reservation_id)
         del self.writing[reservation_id]
         if reservation is None:
-            self._ended(self.table.stop(reservation_id))  # the commit is refused, and the writer stops
+            self._ended(self.table.stop(reservation_id))  # the table refuses the commit, and the writer stops
         elif rows == "right":
             self.table.accept(reservation)
         elif rows == "damaged" and self.table.reopen(reservation):

@@ -1,4 +1,4 @@
-"""Builds requests, steps and pools by hand, so that a runner is driven without a scheduler."""
+"""Requests, steps and pools for tests that drive a runner without a scheduler."""
 
 import importlib.util
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,9 +25,9 @@ CPU = torch.device("cpu")
 
 
 def thinned(cases: Iterable[Any], every: int) -> list[Any]:
-    """Return parameters of which only every n-th runs in `make test`, and all the others in `make nightly`.
+    """Return the cases as parameters. `make test` runs every n-th case, and `make nightly` runs the others.
 
-    If `every` has no factor in common with the sizes of a product's axes, each value of each axis still runs.
+    If `every` shares no factor with the sizes of a product's axes, `make test` still runs each value of each axis.
     """
     rest = pytest.mark.exhaustive
     return [
@@ -41,7 +41,7 @@ BACKEND: ContextVar[str] = ContextVar("backend", default="torch")
 
 @pytest.fixture(autouse=True, params=["torch", "numba"])
 def every_backend(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A file that imports this runs all its tests with each set of attention and kernels."""
+    """Run all tests of a file that imports this with the attention and kernels of each backend."""
     if request.param == "numba" and importlib.util.find_spec("numba") is None:
         pytest.skip("numba is not installed")
     chosen = BACKEND.set(request.param)
@@ -50,14 +50,14 @@ def every_backend(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def device_code(model: Decoder, pool: KVPool) -> tuple[AttentionBackend, Kernels]:
-    """Attention and kernels of the backend that the running test is for."""
+    """Return the attention and the kernels of the running test's backend."""
     name = BACKEND.get()
     kernels = TorchKernels(model.config, pool) if name == "torch" else kernels_on_cpu(model.config, pool)
     return attention_on_cpu(name, pool), kernels
 
 
 class Blocks:
-    """Hands out blocks in a random order, so that no test passes because blocks happen to be neighbours."""
+    """An allocator that returns blocks in random order, so that no test passes only because its blocks are adjacent."""
 
     def __init__(self, num_blocks: int, block_tokens: int, seed: int = 0) -> None:
         self.block_tokens = block_tokens
@@ -67,7 +67,7 @@ class Blocks:
     def request(
         self, tokens: Sequence[int], sampling: SamplingParams = GREEDY, max_tokens: int = 64, **more: object
     ) -> Request:
-        """A request with blocks for all that it may become."""
+        """Return a request with blocks for its prompt and `max_tokens` more tokens."""
         request = Request(f"r{len(self._free)}", list(tokens), len(tokens), max_tokens, sampling=sampling, **more)
         num_blocks = -(-(len(tokens) + max_tokens) // self.block_tokens)
         request.blocks = [self._free.pop() for _ in range(num_blocks)]
@@ -80,7 +80,7 @@ def layout_of(model: Decoder, num_blocks: int, block_tokens: int) -> KVLayout:
 
 
 def torch_runner(model: Decoder, num_blocks: int = 64, block_tokens: int = 4) -> tuple[TorchRunner, KVPool, Blocks]:
-    """Over a pool that is NaN wherever nothing was written: one wrong read spoils the answer."""
+    """Return a runner, its pool and its blocks. Unwritten memory is NaN, so that a wrong read makes the result NaN."""
     layout = layout_of(model, num_blocks, block_tokens)
     pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
     pool.tensor.fill_(torch.nan)
@@ -92,7 +92,7 @@ def torch_runner(model: Decoder, num_blocks: int = 64, block_tokens: int = 4) ->
 
 
 def piece(request: Request, size: int | None = None) -> Slice:
-    """The next `size` tokens of a request, or all that are left."""
+    """Return a slice of the request's next `size` tokens, or of all its remaining tokens."""
     start = request.num_computed
     end = len(request.tokens) if size is None else min(start + size, len(request.tokens))
     return Slice(request, start, end - start, end == len(request.tokens), request.epoch)
@@ -102,7 +102,7 @@ STEP_NUMBERS = count()
 
 
 def run_step(runner: Runner, slices: Sequence[Slice]) -> list[SliceOutput]:
-    """Runs the slices as one step, moves the cursors and appends the tokens."""
+    """Run the slices as one step. Advance `num_computed` of their requests and append the sampled tokens."""
     step = Step(next(STEP_NUMBERS), list(slices), [])
     for one in slices:
         if one.is_decode:
@@ -118,7 +118,7 @@ def run_step(runner: Runner, slices: Sequence[Slice]) -> list[SliceOutput]:
 
 
 def generate(runner: Runner, requests: Sequence[Request], budget: int) -> list[list[int]]:
-    """Runs requests to their end, decodes first, at most `budget` tokens a step. Returns what each generated."""
+    """Run requests to their end, decodes first, with at most `budget` tokens per step. Return the generated tokens."""
     while running := [request for request in requests if request.finish is None]:
         running.sort(key=lambda request: len(request.tokens) - request.num_computed > 1)
         slices, left = [], budget

@@ -66,7 +66,7 @@ def requests_of(blocks: Blocks, seed: int, samplings: Sequence[SamplingParams] =
 def drive(runner: Runner, requests: Sequence[Request], seed: int, ahead: bool) -> list[list[SliceOutput]]:
     """Run steps of random slices in random order and return each request's outputs.
 
-    With `ahead`, each step is launched before the previous one is waited for.
+    With `ahead`, each step is launched before the previous one has ended.
     """
     random = Random(seed)
     told: dict[str, list[SliceOutput]] = {request.id: [] for request in requests}
@@ -105,7 +105,7 @@ def drive(runner: Runner, requests: Sequence[Request], seed: int, ahead: bool) -
     raise AssertionError("requests that never end")
 
 
-Answer = tuple[list[list[int]], list[list[float]]]  # of each request: its tokens, its logprobs
+Answer = tuple[list[list[int]], list[list[float]]]  # the tokens and the logprobs of each request
 
 
 def answer(requests: Sequence[Request], outputs: list[list[SliceOutput]]) -> Answer:

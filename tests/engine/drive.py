@@ -1,4 +1,4 @@
-"""An engine that is fed by its own steps, over a small torch model, with a step in flight or without."""
+"""An engine over a small torch model that posts its own commands at given steps, with or without overlapped steps."""
 
 import threading
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ SAMPLINGS = [
     GREEDY,
     SamplingParams(seed=1),
     SamplingParams(seed=2, temperature=0.7, top_p=0.9, logprobs=2),
-    SamplingParams(seed=3, top_k=8, frequency_penalty=0.6),  # its draws read its tokens
+    SamplingParams(seed=3, top_k=8, frequency_penalty=0.6),  # the penalty depends on earlier tokens
     SamplingParams(temperature=0.0, logit_bias={7: 4.0}),
 ]
 
@@ -42,15 +42,15 @@ def model_fixture(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 class Ahead(TorchRunner):
-    """Counts the steps launched behind a pending one; fails where the test says so."""
+    """A runner that counts the steps launched while another is pending, and fails in passes that the test chooses."""
 
     def __init__(self, *given: object) -> None:
         super().__init__(*given)
         self.ahead = True
         self.carried = self.behind = self.passes = 0
-        self.fails_at: set[int] = set()  # passes over several slices that fail once
-        self.dies_after = 10**9  # passes
-        self.poison = ""  # a request that fails every pass
+        self.fails_at: set[int] = set()  # numbers of the passes that fail if they have several slices
+        self.dies_after = 10**9  # all passes after this number fail
+        self.poison = ""  # id of a request whose passes all fail
 
     def launch(self, step: Step, before: Step | None = None) -> PendingStep:
         self.behind += before is not None
@@ -62,7 +62,7 @@ class Ahead(TorchRunner):
         once = self.passes in self.fails_at and len(step.slices) > 1
         poisoned = any(piece.request.id == self.poison for piece in step.slices)
         if once or poisoned or self.passes > self.dies_after:
-            self._carry(batch)  # a pass that fails has begun
+            self._carry(batch)  # fail after the pass has begun
             raise RuntimeError("the device failed")
         return super()._pass(step, batch)
 
@@ -89,7 +89,7 @@ class Drive(EngineListener):
         assert not self.engine.is_running
 
     def _feed(self) -> None:
-        """Post what is due at this step, or, if no request is active, what comes next."""
+        """Post the commands that are due at this step. If no request is active, post the next commands."""
         idle = not self.scheduler.requests
         while self.todo and (idle or next(iter(self.todo)) <= self.steps):
             idle = False
@@ -154,7 +154,7 @@ def workload(seed: int) -> list[Request]:
 
 
 def driven(model: Decoder, rows: list[Request], seed: int, num_blocks: int, *, ahead: bool, aborts: bool) -> Drive:
-    """Run the requests, with arrivals and aborts at steps that the seed determines."""
+    """Run the requests. The seed determines the steps at which they arrive and are aborted."""
     rng = Random(seed)
     todo: dict[int, list[tuple[str, Request]]] = {}
     for row in rows:

@@ -1,8 +1,8 @@
-"""The flash-attn packages' functions with their documented semantics, in plain torch: what an adapter is tested on.
+"""Fakes of the flash-attn packages' functions in plain torch, for tests of the adapters.
 
-They refuse what the real ones refuse: dtypes of index tensors, pages that are no multiple of 256 (2), an unpadded
-table, inner strides. Written from the docstrings of FlashAttention 2.8, of its `hopper/` folder (3) and of
-`flash_attn.cute` (4).
+They follow the docstrings of FlashAttention 2.8, of its `hopper/` folder (version 3) and of `flash_attn.cute`
+(version 4). They reject the same arguments: index tensors of a wrong dtype, page sizes that are not a multiple of 256
+(version 2), an unpadded table, and tensors that are not contiguous in the last dimension.
 """
 
 from pathlib import Path
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FAILURES = ["ImportError", "OSError", "AttributeError", "RuntimeError"]  # of packages that do not suit their torch
+FAILURES = ["ImportError", "OSError", "AttributeError", "RuntimeError"]  # raised by packages built for another torch
 
 
 def broken_package(root: Path, name: str, failure: str) -> None:
-    """A package below `root` that raises `failure` when it is imported, and leaves the file `imported` in `root`."""
+    """Write a package below `root` whose import creates the file `imported` in `root` and then raises `failure`."""
     (root / name).mkdir()
     (root / name / "__init__.py").write_text(
         f"open({str(root / 'imported')!r}, 'w').close()\nraise {failure}('undefined symbol\\nadvice in more lines')\n"
@@ -24,13 +24,13 @@ def broken_package(root: Path, name: str, failure: str) -> None:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, left: int | None) -> Tensor:
-    """q [queries, heads, D] over k, v [context, kv_heads, D]: causal, aligned to the bottom right."""
+    """Return the causal attention of q [queries, heads, D] at the end of the context k, v [context, kv_heads, D]."""
     group = q.shape[1] // k.shape[1]
     k, v = (half.repeat_interleave(group, dim=1).double() for half in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * q.shape[-1] ** -0.5
     at = torch.arange(len(k))[None] - (torch.arange(len(q))[:, None] + len(k) - len(q))
     seen = (at <= 0) if left is None else (at <= 0) & (at >= -left)
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1).nan_to_num()  # a row that sees nothing is zero
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1).nan_to_num()  # a row without visible keys is zero
     return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
 
 

@@ -1,9 +1,9 @@
-"""A CUDA graph's double that runs on a CPU, harsher than the original: what a captured pass gets wrong shows.
+"""A fake CUDA graph that runs on a CPU and is stricter than a real one, to expose errors in a captured pass.
 
-Operations are recorded with their arguments as they are, tensors by address and numbers by value, and repeated into
-the same outputs. Before a replay everything that captured work ever made is poisoned. So a tensor that was made
-outside and not updated, a number that the host read, a result that is used too late, and padding that leaks into a
-sum all change the answer, and what waits for the device is refused, as CUDA refuses it.
+Operations are recorded with their arguments, tensors by address and numbers by value. A replay writes to the same
+outputs. Before a replay, all tensors that captured operations created are poisoned. The result is therefore wrong if a
+tensor from outside is not updated, the host read a number, a result is used too late, or padding leaks into a sum. As
+with CUDA, an operation that waits for the device raises an error.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
-# Each makes the host wait for the device, or copies from host memory that is not pinned.
+# Each operation makes the host wait for the device, or copies from host memory that is not pinned.
 REFUSED = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "lift_fresh"}
 
 

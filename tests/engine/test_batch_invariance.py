@@ -1,4 +1,4 @@
-"""The tokens of a request do not depend on chunks, company, block size, preemption, handoff, or others' faults."""
+"""A request's tokens do not depend on chunks, block size, preemption, handoff, or other requests and their faults."""
 
 from dataclasses import replace
 from itertools import product
@@ -35,7 +35,7 @@ SAMPLINGS = [
     SamplingParams(seed=1),
     SamplingParams(seed=2, temperature=0.7, top_p=0.9),
     SamplingParams(seed=3, top_k=8, min_p=0.01, presence_penalty=0.4, frequency_penalty=0.2),
-    SamplingParams(seed=1),  # as the second: same prompt, same seed, same answer
+    SamplingParams(seed=1),  # the same prompt and seed as the second request, so the same tokens
     replace(GREEDY, repetition_penalty=1.2, logit_bias={5: 3.0}),
 ]
 
@@ -66,7 +66,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def alone(model: Decoder) -> list[list[int]]:
-    """Each request by itself, its prompt in one step."""
+    """Return the tokens of each request when it runs alone, with its prompt in one step."""
     answers = []
     for prompt, sampling in zip(prompts(), SAMPLINGS, strict=True):
         runner, _, blocks = torch_runner(model)
@@ -93,14 +93,14 @@ def test_a_preempted_and_a_handed_over_request_go_on_as_before(model: Decoder, a
         request = blocks.request(prompt, sampling, NUM_TOKENS)
         for _ in range(5):
             run_step(runner, [piece(request)])
-        # Preempted: its blocks are lost, and all of its tokens are computed again, elsewhere and in chunks.
+        # Preempt it: its blocks are lost, and all its tokens are computed again in chunks, in other blocks.
         request.blocks = blocks.request(prompt, sampling, NUM_TOKENS).blocks
         request.num_computed = 0
         pool.tensor[blocks.request(prompt).blocks] = torch.nan
         while request.num_computed < len(request.tokens) - 3:
             run_step(runner, [piece(request, 3)])
         run_step(runner, [piece(request)])
-        # Handed over: its rows are copied into another pool, to other blocks.
+        # Hand it over: its rows are copied to other blocks of another pool.
         other, target, others = torch_runner(model)
         landed = others.request(prompt, sampling, NUM_TOKENS)
         landed.blocks.reverse()
@@ -129,7 +129,7 @@ def test_prompt_logprobs_describe_each_next_prompt_token(model: Decoder, sizes: 
     prompt = [(7 * at) % VOCABULARY for at in range(20)]
     found = scored(model, prompt, sizes)
     assert [entry.token for entry in found] == prompt[1:]
-    for at, entry in enumerate(found):  # against the model's next-token logprobs after that much of the prompt
+    for at, entry in enumerate(found):  # compare with the next-token logprobs after prompt[: at + 1]
         runner, _, blocks = torch_runner(model)
         request = blocks.request(prompt[: at + 1], replace(GREEDY, logprobs=VOCABULARY))
         drawn = run_step(runner, [piece(request)])[0].logprobs

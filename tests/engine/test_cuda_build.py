@@ -1,4 +1,4 @@
-"""What a node on a GPU is built of: its dtype, the room for KV, what it refuses; with a host in the GPU's place."""
+"""The build of a node on a fake GPU: its dtype, its room for KV, and the settings that it rejects."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ OPTIONS = BuildOptions(
 
 
 class HostGpu:
-    """A GPU of `total` bytes, of which `free` are; torch holds `held` of them."""
+    """A fake GPU with `total` bytes of memory, of which `free` are free. A step needs at most `held` bytes."""
 
     name = "a host"
     device = torch.device("cpu")
@@ -89,7 +89,7 @@ def test_it_answers_as_the_cpu_does() -> None:
 
 def test_kv_gets_what_the_share_leaves() -> None:
     gpu = HostGpu(total=8 * GIB, held=GIB)
-    with pytest.raises(ValueError, match="rows x bytes"):  # more than this test has room for
+    with pytest.raises(ValueError, match="rows x bytes"):  # the fake allocates fewer rows
         build_on_cuda(replace(OPTIONS, gpu_memory_utilization=0.5), config(), MODEL, gpu)
     assert gpu.worked
     rows, row_bytes = gpu.rows
@@ -137,14 +137,14 @@ def test_a_driver_library_that_triton_does_not_find_is_named_with_the_variable_t
 
 
 aten = torch.ops.aten
-# safetensors swallows what these raise while it makes tensors on the host, and raises something else.
+# safetensors calls these to create tensors on the host, and replaces their errors with others.
 UNNOTICED = {
     aten.empty.memory_format, aten.set_.source_Storage, aten.select.int, aten._local_scalar_dense.default,
 }  # fmt: skip
 
 
 class FailAt(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises `error` in place of one operation of torch on this thread, of number `at`, and of all that follow."""
+    """Raise `error` in torch operation number `at` of this thread, and in all later operations."""
 
     def __init__(self, at: int, error: Exception) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
-"""KV of GPUs over a fake driver: memory, what only `cuda_ipc` does, and shared pools.
+"""The KV memory of GPUs over a fake driver, the `cuda_ipc` channel, and shared pools.
 
-tests/shared/test_kv_channels.py has what all channels have in common.
+tests/shared/test_kv_channels.py tests the behaviour that all channels have in common.
 """
 
 import asyncio
@@ -330,7 +330,7 @@ async def test_a_device_has_one_shared_pool_and_a_killed_owner_is_replaced(row_b
     with pytest.raises(OSError, match="another decode node shares its pool there"):
         await share(tmp_path)
     assert path.read_bytes() == owner.descriptor()
-    await inner.close()  # like a killed owner, it leaves its file
+    await inner.close()  # leaves the descriptor file, as a killed owner does
     for left in (path.read_bytes(), b"half a de"):
         path.write_bytes(left)
         next_memory, next_inner, next_owner = await share(tmp_path)

@@ -1,5 +1,5 @@
-"""The CUDA runner on a CPU, over a double of CUDA graphs that poisons whatever a replay does not write again: the same
-tokens as the reference runner, whatever is captured, padded, carried over or in flight."""
+"""The CUDA runner on a CPU, over fake CUDA graphs that poison all memory that a replay does not write again. It gives
+the tokens of the reference runner, whatever is captured, padded, carried over or in flight."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,7 +43,7 @@ CAPTURES = ["nothing", "pieces", "decodes whole"]
 
 
 class StaticAttention:
-    """Of decodes, as a graph may hold it: reads nothing but the batch's tensors, and all of its table's width."""
+    """Attention whose decodes a graph can capture: it reads only the batch's tensors, and the whole block table."""
 
     name = "static"
 
@@ -94,7 +94,7 @@ def cuda_runner(model: Decoder, captures: str) -> tuple[CudaRunner, Blocks, KVPo
 
 @pytest.fixture(scope="module")
 def expected(model: Decoder) -> dict[int, Answer]:
-    """By seed, from the reference runner, in other steps."""
+    """Return the answers of the reference runner by seed, computed in other steps."""
     answers = {}
     for seed in SEEDS:
         reference, _, blocks = torch_runner(model, NUM_BLOCKS, BLOCK_TOKENS)
@@ -154,13 +154,13 @@ def test_each_number_of_decodes_replays_the_next_larger_size(model: Decoder, siz
         outputs = run_step(each, [piece(request) for request in requests])
         tokens_of.tokens = [output.token for output in outputs]
     assert blocks.tokens == their_blocks.tokens
-    # Padding stored nothing, but in the dummy block; all else is as the reference left it.
+    # Padding is stored only in the dummy block. All other blocks equal those of the reference.
     torch.testing.assert_close(pool.tensor[1:], other.tensor[1:], equal_nan=True)
 
 
 @pytest.mark.parametrize("num_tokens", [CAPACITY.tokens + 8, 3])
 def test_a_step_beyond_the_buffers_gets_its_own(model: Decoder, num_tokens: int) -> None:
-    """Too many tokens at once, or (with few of them) more blocks than a request should have."""
+    """The step has too many tokens for the buffers or, in the case of 3 tokens, its request has too many blocks."""
     runner, blocks, pool = cuda_runner(model, "decodes whole")
     if num_tokens < CAPACITY.tokens:
         narrow = replace(CAPACITY, blocks=1)
@@ -186,7 +186,7 @@ def test_broken_logits_end_their_request_alone(model: Decoder, captures: str) ->
     first = runner.launch(step)
     broken.num_computed, whole.num_computed = slices[0].end, slices[1].end
     behind = [Slice(request, request.num_computed, 1, True, 0) for request in (broken, whole)]
-    second = runner.launch(Step(2, behind, []), step)  # carries on from a draw that failed
+    second = runner.launch(Step(2, behind, []), step)  # its input is a draw that failed
     assert [output.error for output in first.wait()] == ["numerical", ""]
     assert [output.error for output in second.wait()] == ["numerical", ""]
     assert runner.run(Step(3, [piece(banned)], []))[0].error == "no_token"
@@ -224,7 +224,7 @@ def test_sizes_cover_all_that_fits(model: Decoder) -> None:
     assert passes.choose(_built([long]))[0] == StepShape(32, 1, 9)
     assert (
         passes.num_graphs == 5 + 3 * 3
-    )  # decodes of 1, 2, 4, 8 and 9; each mixed size of 16, 32 and 40 in three pieces
+    )  # 1, 2, 4, 8 and 9 decodes, and three pieces for each mixed size of 16, 32 and 40
 
 
 def _built(slices: list[Slice]) -> Batch:
@@ -233,7 +233,7 @@ def _built(slices: list[Slice]) -> Batch:
     return build(slices, BLOCK_TOKENS, CPU)
 
 
-# ---- the double itself ---------------------------------------------------------------------------------------------
+# ---- the fake graphs -----------------------------------------------------------------------------------------------
 
 
 def recorded(work: Callable[[GraphRecording], Tensor]) -> tuple[GraphRecording, Tensor]:
@@ -274,7 +274,7 @@ def test_a_warm_up_touches_the_dummy_block_only(model: Decoder, captures: str) -
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 7])
 def test_tensors_on_the_device_begin_at_16_bytes_whatever_the_shape(tokens: int) -> None:
-    """Triton would compile its kernels again for a pointer that does not."""
+    """Triton compiles its kernels again for a pointer without this alignment."""
     buffers = StepBuffers(CAPACITY, CPU)
     batch = buffers.clear(StepShape(tokens, tokens, tokens))
     names = ("tokens", "positions", "slots", "logit_rows", "cu_q", "kv_len", "block_table")

@@ -1,4 +1,4 @@
-"""The emulated device: its tokens prove where the KV is, its passes last what the model says, its link has a queue."""
+"""The emulated device: its tokens depend on the KV, its passes take the modelled time, and its link has a queue."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ FREE = Emulation("free", CostModel(), 131_072, 1024, LinkSpeed(0.001, 1e9))
 
 
 def pool() -> "np.ndarray[Any, np.dtype[np.uint8]]":
-    """Random bytes: whatever lies there must not matter."""
+    """Return rows of random bytes. The initial content must not affect the tokens."""
     return np.random.default_rng(3).integers(0, 256, (NUM_BLOCKS, BLOCK_TOKENS * LANES * 8), np.uint8)
 
 
@@ -67,7 +67,7 @@ def test_one_wrong_byte_of_the_last_position_or_anothers_block_changes_the_answe
 
 
 class Device:
-    """A clock that moves when somebody sleeps or works."""
+    """An emulated runner with a simulated clock, which advances when the runner sleeps."""
 
     def __init__(self, cost: CostModel) -> None:
         self.now = 100.0
@@ -99,7 +99,7 @@ def test_what_lies_between_passes_comes_off_the_next_and_idle_time_does_not() ->
     device.oversleep = 0.0005
     for _ in range(20):
         device.run()
-        device.now += 0.001  # the loop's own work
+        device.now += 0.001  # the work of the engine loop
     assert device.now == pytest.approx(100.0 + 20 * 0.01, abs=0.002)
     assert device.runner.overruns == 0
     device.now += 5.0
@@ -109,7 +109,7 @@ def test_what_lies_between_passes_comes_off_the_next_and_idle_time_does_not() ->
 
 
 class Silent(KVChannel):
-    """Moves nothing, at once; keeps in which order it was asked."""
+    """A channel whose pushes return at once without copying. It records the order of the pushes."""
 
     name, fenced = "shm", True
 
@@ -122,7 +122,7 @@ class Silent(KVChannel):
 
 async def test_pushes_of_one_node_share_its_link_in_their_order() -> None:
     inner, loop = Silent(), asyncio.get_running_loop()
-    link = EmulatedLink(inner, FREE, block_tokens=16)  # 2.1 ms a block, and 1 ms a push
+    link = EmulatedLink(inner, FREE, block_tokens=16)  # 2.1 ms per block, and 1 ms per push
     ended: list[tuple[int, float]] = []
     start = loop.time()
 

@@ -1,4 +1,4 @@
-"""An engine under its own faults: slow steps, and requests whose code raises or whose logits are not numbers."""
+"""Faults inside an engine: slow steps, and requests whose code raises or whose logits are NaN."""
 
 import time
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def test_an_idle_engine_makes_progress_more_often_than_its_deadline() -> None:
     idle.stop()
 
 
-# ---- one request's own ---------------------------------------------------------------------------------------------
+# ---- faults of one request -----------------------------------------------------------------------------------------
 
 VICTIM = "r4"
 
@@ -75,7 +75,7 @@ def raising_for(function: Callable[..., Any], is_victims: Callable[..., bool]) -
 
 
 def marked(sampling: SamplingParams) -> SamplingParams:
-    """Return sampling parameters of the victim, whose draws run every branch."""
+    """Return sampling parameters for the victim that make a draw run every branch."""
     return SamplingParams(
         seed=77,
         temperature=0.9,
@@ -133,7 +133,7 @@ def expected_once(model: Decoder) -> list[tuple[list[int], str | None]]:
 
 
 class Broken(Ahead):
-    """Makes the victim's logits NaN."""
+    """A runner that makes the victim's logits NaN."""
 
     def _pass(self, step: Step, batch: Any) -> list[SliceOutput]:
         places = [at for at, index in enumerate(batch.sampled) if step.slices[index].request.id == VICTIM]

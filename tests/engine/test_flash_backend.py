@@ -1,4 +1,4 @@
-"""The flash-attn adapters against fakes with the packages' documented semantics: arguments, limits, same answer."""
+"""The flash-attn adapters over fakes of the packages: arguments, limits and results."""
 
 import sys
 from itertools import product
@@ -33,7 +33,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pool_of(block_tokens: int, dtype: str = "float16", head_dim: int = 32) -> KVPool:
-    """Filled where a context can be, NaN in the dummy block."""
+    """Return a pool of random values, with NaN in the dummy block."""
     layout = KVLayout(24, 2, 2, block_tokens, head_dim, dtype)
     pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
     pool.tensor.normal_(generator=torch.Generator().manual_seed(1))
@@ -42,7 +42,7 @@ def pool_of(block_tokens: int, dtype: str = "float16", head_dim: int = 32) -> KV
 
 
 def slices_of(block_tokens: int, shapes: list[tuple[int, int]]) -> list[Slice]:
-    """(context before, tokens) of each slice."""
+    """Return one slice for each (context before, tokens) in `shapes`."""
     blocks = Blocks(24, block_tokens, seed=3)
     random, slices = Random(2), []
     for before, count in shapes:

@@ -11,7 +11,7 @@ LAYERS, VOCABULARY, BLOCK_TOKENS, NUM_BLOCKS = 3, 211, 4, 80
 
 
 def pool() -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    """Random bytes, and rows longer than the KV: whatever lies there must not matter."""
+    """Return rows of random bytes that are longer than the KV. The initial content must not affect the tokens."""
     return np.random.default_rng(3).integers(0, 256, (NUM_BLOCKS, BLOCK_TOKENS * LAYERS * KV_BYTES + 5), np.uint8)
 
 
@@ -57,14 +57,14 @@ def test_one_wrong_byte_of_one_block_changes_the_answer(byte: int) -> None:
 
 def test_blocks_in_the_wrong_order_change_the_answer() -> None:
     rows, blocks = pool(), Blocks(NUM_BLOCKS, BLOCK_TOKENS)
-    request = blocks.request([5] * 12, max_tokens=8)  # the same tokens in each block: only the place differs
+    request = blocks.request([5] * 12, max_tokens=8)  # the blocks differ only in their positions
     run_step(runner(rows), [piece(request)])
     request.blocks[0], request.blocks[1] = request.blocks[1], request.blocks[0]
     assert [run_step(runner(rows), [piece(request)])[0].token for _ in range(7)] != expected([5] * 12, 8)[1:]
 
 
 def test_rows_carried_to_another_pool_go_on_there() -> None:
-    """What a handoff does; the second runner has never seen the request."""
+    """As in a handoff, the rows are copied to a pool whose runner has never seen the request."""
     source, target, blocks = pool(), pool()[::-1].copy(), Blocks(NUM_BLOCKS, BLOCK_TOKENS)
     request = blocks.request(list(range(30)), max_tokens=20)
     run_step(runner(source), [piece(request)])

@@ -1,4 +1,4 @@
-"""What a long step makes and frees again and again finds its own holes in the heap."""
+"""A tensor that each layer of a long step allocates and frees reuses the same heap memory."""
 
 import platform
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-# A tensor is made and freed in each layer, and something small that stays is put behind it.
+# Each layer allocates a tensor, then a small object that stays, and frees the tensor.
 LAYERS = """
 import torch
 from engine.cpu.malloc import empty, keep_large_blocks

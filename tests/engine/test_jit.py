@@ -1,4 +1,4 @@
-"""How compiled kernels are kept, by whom they are trusted, on which threads they run, and what serves without them."""
+"""Compiled kernels: their cache, which cache directories are trusted, their threads, and the fallback without them."""
 
 import importlib.util
 import os
@@ -21,7 +21,7 @@ x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs all 
 
 
 def test_the_threads_are_those_that_torch_has() -> None:
-    """A second OpenMP's threads would spin against the first one's."""
+    """The threads of a second OpenMP runtime would spin and slow down those of the first."""
     code = """
 import torch
 torch.set_num_threads(2)
@@ -58,7 +58,7 @@ def test_code_is_not_loaded_from_where_others_may_write(tmp_path: Path) -> None:
 
 
 def test_a_directory_of_ours_in_one_of_others_is_not_trusted(tmp_path: Path) -> None:
-    """Whoever owns the outer one can put another inner one in its place."""
+    """The owner of the outer directory can replace the inner one."""
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     places = [Path("relative"), tmp_path / "open", tmp_path / "ours"]
@@ -95,7 +95,7 @@ assert out.item() == 7
 
 
 def probed(where: Path) -> str:
-    """What compiling a kernel writes to stderr, in a copy of the sources of its own."""
+    """Run the probe in the copy of the sources at `where`. Return its stderr."""
     command = [sys.executable, str(where / "probe.py")]
     run = subprocess.run(command, cwd=where, capture_output=True, text=True, check=False, timeout=600)
     assert run.returncode == 0, run.stderr
@@ -108,7 +108,7 @@ def test_kernels_are_compiled_once_and_again_when_what_was_kept_is_damaged(tmp_p
     (tmp_path / "probe.py").write_text(PROBE)
     assert "compiling kernels for this CPU" in probed(tmp_path)
     assert probed(tmp_path) == ""
-    for kept in (tmp_path / "engine" / "cpu" / "__pycache__").rglob("*.nb[ic]"):  # as after a loss of power
+    for kept in (tmp_path / "engine" / "cpu" / "__pycache__").rglob("*.nb[ic]"):  # as a power loss can leave them
         kept.write_bytes(b"")
     assert "cannot be used, compiling them again" in probed(tmp_path)
     probed(tmp_path)

@@ -18,7 +18,7 @@ def test_the_pool_is_a_view_of_its_memory_and_layers_are_views_of_the_pool() -> 
     row = memory.rows[3].view(np.float32).reshape(LAYOUT.shape[1:])
     assert (row[1, 1, 2, :, 4] == [7.0, 8.0]).all()
     assert np.count_nonzero(memory.rows.view(np.float32)) == 2
-    memory.rows[2] = 255  # a peer writes
+    memory.rows[2] = 255  # as if a peer wrote NaN
     assert pool.tensor[2].isnan().all()
     assert not pool.tensor[3].isnan().any()
 

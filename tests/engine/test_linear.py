@@ -1,4 +1,4 @@
-"""Every weight format multiplies exactly the weights that it holds, each row by itself, and says what it cannot."""
+"""Every weight format multiplies with exactly the weights that it stores, row by row, and rejects other weights."""
 
 import math
 from pathlib import Path
@@ -42,12 +42,12 @@ def matrix(out: int, width: int, seed: int = 0, size: float = 0.05) -> Tensor:
 
 
 def held(linear: LinearFormat, weight: Tensor) -> Tensor:
-    """The weights as a format says that it holds them, float64."""
+    """Return the weights in float64, rounded to the dtype in which the format stores them."""
     return weight.to(DTYPES[linear.name.split()[0]]).double()
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    """The largest error of a row, relative to the row's norm."""
+    """Return the largest error of a row, relative to the norm of the row."""
     return float(((found - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-30)).max())
 
 
@@ -76,7 +76,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(linear: LinearFormat) -> No
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("linear", [*PANELS, *EIGHT_BITS[1:]], ids=lambda linear: linear.name)
 def test_in_panels_not_a_bit_of_a_row_depends_on_the_rows_beside_it(linear: LinearFormat, threads: int) -> None:
-    """Nor on the number of threads: all sums are taken in the order of the depth."""
+    """The result does not depend on the number of threads either, because all sums run in the order of the depth."""
     made, rows = linear.make(matrix(3 * PANEL + 5, 1100), matrix(1, 3 * PANEL + 5, 3)[0]), matrix(400, 1100, 2, 1.0)
     torch.set_num_threads(1)
     alone = torch.cat([made(row[None]) for row in rows])
@@ -134,7 +134,7 @@ def test_weights_that_float16_cannot_hold_are_refused(bad: float) -> None:
 @pytest.mark.parametrize("linear", EIGHT_BITS, ids=lambda linear: type(linear).__name__)
 @pytest.mark.parametrize(("out", "width"), thinned(SHAPES, 4))
 def test_int8_is_within_a_rounding_of_both_sides(out: int, width: int, linear: LinearFormat, levels: int) -> None:
-    """Of a product of K terms: half a level of weights and of activations, by the triangle inequality."""
+    """The bound assumes an error of half a level in each weight and activation, by the triangle inequality."""
     if isinstance(linear, Int8):
         if levels > Int8().levels:
             pytest.skip("this CPU multiplies bytes in 16 bits")
@@ -162,7 +162,7 @@ def test_int8_keeps_the_precision_of_a_row_beside_a_huge_one(linear: LinearForma
 
 @pytest.mark.parametrize("linear", EIGHT_BITS, ids=lambda linear: type(linear).__name__)
 def test_int8_does_not_saturate_on_the_largest_values(linear: LinearFormat) -> None:
-    """The instructions of CPUs before VNNI would, with 8 bits on both sides."""
+    """With 8 bits on both sides, the instructions of CPUs before VNNI would saturate."""
     found = linear.make(torch.full((32, 256), 0.5), None)(torch.full((150, 256), 3.0))
     torch.testing.assert_close(found, torch.full((150, 32), 384.0))
 

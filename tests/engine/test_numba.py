@@ -1,4 +1,4 @@
-"""Attention and kernels on a CPU, numba's and the torch reference, against float64."""
+"""The attention and kernels of numba and of the torch reference on a CPU, compared with float64."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def spans(rng: Random) -> list[tuple[int, int]]:
-    """Decodes, first chunks and later ones, in any order."""
+    """Return spans of decodes, first chunks and later chunks, in random order."""
     found = [(end - 1, end) for end in rng.sample(range(1, 200), 3)]
     found += [(0, rng.randrange(1, 90))]
     found += [(start, start + rng.randrange(1, 70)) for start in rng.sample(range(1, 150), 2)]
@@ -67,7 +67,7 @@ def test_attention_equals_its_definition(name: str, dtype: torch.dtype, head_dim
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("group", [28, 150])
 def test_many_heads_may_share_a_key(name: str, group: int) -> None:
-    """More than are computed at once, and, with 28, so many that a row of scores is a power of 2 of bytes."""
+    """The groups are larger than the number of heads computed at once. With 28, a row of scores has 2**n bytes."""
     batch, pool = batch_of([(0, 130), (200, 201), (77, 80)], 16, 40, CPU), pool_of(2, 16, 16, torch.float32, 40, CPU)
     check_attention(attention_on_cpu(name, pool), pool, batch, 2 * group, torch.float32, 50)
 
@@ -114,7 +114,7 @@ def test_rotation_stores_what_it_should_and_nothing_else(
 ) -> None:
     for block_tokens in (1, 4, 64):
         batch = batch_of([(0, 1), (0, 9), (0, 30)], block_tokens, 60, CPU)
-        if name == "numba":  # torch's padding goes into the dummy block
+        if name == "numba":  # the torch kernels store padding in the dummy block
             batch = padded(batch, 3)
         pool = pool_of(2, head_dim, block_tokens, dtype, 60, CPU)
         config = config_of(64, 6, 2, head_dim)
@@ -151,7 +151,7 @@ def test_the_exponential_is_exact_to_its_last_bits_and_lets_nan_through() -> Non
     assert edges[:3].tolist() == [0.0, 0.0, 0.0]
     assert edges[3].isnan()
     assert edges[4] == 1.0
-    # Of memory filled with ones, say: a NaN's other bits must not make a number of it.
+    # NaN stays NaN whatever its other bits are, such as those of memory filled with ones.
     assert (
         computed(torch.tensor([-1, 0x7FC00001, 0x7FFFFFFF, 0x7F800001], dtype=torch.int32).view(torch.float32))
         .isnan()

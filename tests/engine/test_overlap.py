@@ -1,5 +1,5 @@
-"""A step is decided and launched while the one before runs: tokens do not change, no block is lost, and a failing
-step still takes down only its culprit."""
+"""Steps that are scheduled and launched while the previous step runs: tokens do not change, no block is lost, and a
+failing step fails only the request that caused it."""
 
 import threading
 
@@ -30,7 +30,7 @@ from tests.engine.drive import (
 @settings(max_examples=8)
 @given(seed=st.integers(0, 10_000), tight=st.booleans(), aborts=st.booleans())
 def test_tokens_are_the_same_with_and_without_overlap(model: Decoder, seed: int, tight: bool, aborts: bool) -> None:
-    """A tight pool holds one request and a half, so that running ones are preempted with a step in flight."""
+    """A tight pool has room for one and a half requests, so that requests are preempted while a step is in flight."""
     expected = expected_of(model, seed)
     for ahead in (False, True):
         rows = workload(seed)

@@ -1,4 +1,4 @@
-"""A pass in one call computes, to the bit, what the decoder computes kernel by kernel, and stores the same KV."""
+"""A fused decode pass gives the same bits as the decoder that calls kernel by kernel, and stores the same KV."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -51,14 +51,14 @@ def decoder(config: ModelConfig, asked: tuple[str, str]) -> Decoder:
 
 
 def contexts(count: int) -> list[tuple[int, int]]:
-    """Decodes; one context is long enough to be cut among threads, which changes as the others come and go."""
+    """Return decodes. One context is so long that threads share it, and the other contexts determine how."""
     rng = Random(count)
     ends = [900, *(rng.randrange(1, 120) for _ in range(count - 1))]
     return [(end - 1, end) for end in rng.sample(ends, count)]
 
 
 def drawing(spans: list[tuple[int, int]]) -> Batch:
-    """A batch whose slices all draw."""
+    """Return a batch whose slices all draw."""
     batch = batch_of(spans, 16, 700, CPU)
     return replace(batch, sampled=list(range(len(spans))), logit_rows=batch.cu_q[1:].long() - 1)
 
@@ -73,7 +73,7 @@ def test_not_a_bit_differs(shape: str, asked: tuple[str, str]) -> None:
     if asked == BYTES and not HAS_INT8:
         pytest.skip("this CPU has no instruction for products of 8 bits")
     assert program is not None
-    for count in (5, 1, 17):  # one program, whatever a step before has left in it
+    for count in (5, 1, 17):  # the program's buffers keep values of earlier steps
         batch = drawing(contexts(count))
         for layer in range(config.num_layers):
             fill(pool, batch, layer)
@@ -101,7 +101,7 @@ def test_only_decodes_that_draw_are_taken() -> None:
     assert not program.takes(drawing([(4, 5)] * (MAX_ROWS + 1)))
     assert not program.takes(drawing([*contexts(3), (0, 7)]))
     assert not program.takes(replace(decodes, sampled=[0, 2], logit_rows=decodes.logit_rows[[0, 2]]))
-    assert not program.takes(replace(decodes, sampled=[0, 2]))  # one of them is scored instead
+    assert not program.takes(replace(decodes, sampled=[0, 2]))  # slice 1 has logits but does not draw
 
 
 @pytest.mark.parametrize("change", [{"hidden_size": 2 * PANEL + 4}, {"intermediate_size": PANEL + 2}])

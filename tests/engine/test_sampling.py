@@ -32,7 +32,7 @@ def drawn(logits: torch.Tensor, rows: list[SamplingRow]) -> list[int | None]:
 
 
 def allowed(logits: NDArray[np.float64], sampling: SamplingParams) -> list[int]:
-    """The definition, token by token: min_p, then top_k, then the shortest head of them that holds top_p."""
+    """Return the tokens that the filters keep by definition: min_p, then top_k, then the fewest that reach top_p."""
     scores = logits / sampling.temperature
     likely = np.exp(scores - scores.max())
     left = [int(token) for token in np.argsort(-scores, kind="stable") if likely[token] >= sampling.min_p]
@@ -82,7 +82,7 @@ def test_tokens_as_likely_as_the_last_one_kept_are_kept() -> None:
 
 @pytest.mark.parametrize("sampling", FILTERS)
 def test_draws_follow_the_distribution(sampling: SamplingParams) -> None:
-    """Chi-square over 4,000 positions; the noise is fixed by the seed, so this passes always or never."""
+    """This is a chi-square test over 4,000 positions. The seed fixes the noise, so the result is always the same."""
     logits = random_logits(1, 12, seed=3, scale=1.5)[0]
     kept = allowed(logits.double().numpy(), sampling)
     weights = np.exp(logits.double().numpy()[kept] / sampling.temperature)
@@ -99,7 +99,7 @@ def test_draws_follow_the_distribution(sampling: SamplingParams) -> None:
 
 
 def test_seeds_positions_and_tokens_draw_independently() -> None:
-    """Neighbouring seeds and positions are what real traffic has: their noise must not be alike."""
+    """Real traffic has neighbouring seeds and positions, so their noise must be independent."""
     logits = torch.zeros(4096, 4)
     rows = [row(replace(DRAW, seed=seed), position) for seed in range(64) for position in range(64)]
     tokens = np.array(drawn(logits, rows)).reshape(64, 64)
@@ -110,7 +110,7 @@ def test_seeds_positions_and_tokens_draw_independently() -> None:
 
 
 def test_noise_is_splitmix64_over_seed_position_and_token() -> None:
-    """Two nodes draw the same token only while this stays as it is: another noise is another protocol."""
+    """Two nodes draw the same token only if they compute the same noise, so the noise is part of the protocol."""
 
     def mix(value: int) -> int:
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -157,7 +157,7 @@ def test_tiny_temperatures_are_greedy(temperature: float) -> None:
 
 
 def test_penalties_and_bias_are_those_of_vllm() -> None:
-    tokens, num_prompt = [2, 3, 3, 5, 5, 5, 7, 9], 3  # one more than is there when the token at 7 is drawn
+    tokens, num_prompt = [2, 3, 3, 5, 5, 5, 7, 9], 3  # the last one is drawn at position 7 and must not count
     sampling = SamplingParams(
         repetition_penalty=1.7, presence_penalty=0.4, frequency_penalty=-0.3, logit_bias={1: 2.5, 5: -1.0, 999: 1.0}
     )
@@ -231,7 +231,7 @@ def test_no_rows_are_no_draws() -> None:
 
 
 def test_a_large_vocabulary_draws_inside_its_filters() -> None:
-    """Flat enough that top_p reaches beyond the candidates that are sorted first."""
+    """The logits are so flat that top_p keeps more tokens than the candidates that are sorted first."""
     random = Random(5)
     logits = random_logits(24, 8 * CANDIDATES, scale=0.3)
     rows = [
@@ -263,14 +263,14 @@ def test_the_compiled_draw_is_the_defined_one(vocab: int, scale: float) -> None:
             assert compiled(raw, adjusted, parameters) == draw(raw, adjusted, rows), sampling
 
 
-@pytest.mark.timeout(60, method="thread")  # compiled code answers no signal
+@pytest.mark.timeout(60, method="thread")  # compiled code handles no signals
 @pytest.mark.parametrize("low", [2.0, math.inf])
 def test_scores_that_overflow_are_drawn_as_defined_and_in_no_endless_loop(low: float) -> None:
-    """A repetition penalty near 0, which a client may ask for, makes a score infinite; then nothing can be weighed."""
+    """A repetition penalty near 0, which a client may send, makes scores infinite, so that their weights are NaN."""
     compiled = compiled_draw()
     if compiled is None:
         pytest.skip("needs numba")
-    logits = random_logits(1, 9000)  # enough that other threads run meanwhile
+    logits = random_logits(1, 9000)  # so many that the kernel uses several threads
     logits[0, 5] = 3.0
     for sampling in (
         SamplingParams(min_p=1e-300),
@@ -297,7 +297,7 @@ def test_threads_share_the_rows_of_a_compiled_draw() -> None:
 
 def test_top_p_counts_within_top_k_however_many_that_are() -> None:
     logits = torch.zeros(1, 2 * CANDIDATES + 100)
-    logits[0] -= torch.arange(logits.shape[1]) * 1e-4  # nearly flat, all different
+    logits[0] -= torch.arange(logits.shape[1]) * 1e-4  # nearly flat, but all different
     sampling = SamplingParams(top_k=2 * CANDIDATES, top_p=0.5)
     left = restrict(logits, [sampling]).isfinite()[0].sum().item()
     assert left == len(allowed(logits[0].double().numpy(), sampling))

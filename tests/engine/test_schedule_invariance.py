@@ -1,5 +1,5 @@
-"""The tokens of a request under the real scheduler, whatever it decides: budget, block size, policy, company, cache,
-preemption, and whether the prompt was computed here or landed from another pool."""
+"""The tokens of a request do not depend on the real scheduler's decisions: budget, block size, policy, other requests,
+cache hits, preemption, and whether the prompt's KV was computed here or in another pool."""
 
 from collections.abc import Sequence
 from random import Random
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 class Node:
-    """A scheduler, a runner and a pool poisoned with NaN."""
+    """A scheduler, a runner, and a pool whose unwritten memory is NaN."""
 
     def __init__(self, model: Decoder, limits: StepLimits, num_blocks: int, block_tokens: int, policy: Policy) -> None:
         self.scheduler = Scheduler(limits, num_blocks, block_tokens, policy)
@@ -81,7 +81,7 @@ def run_alone(model: Decoder, rows: Sequence[Request]) -> list[list[int]]:
 
 
 def run_together(rows: Sequence[Request], here: Node, there: Node | None) -> list[list[int]]:
-    """All at once on `here`; with `there`, prompts are computed there and their rows copied over, as a channel does."""
+    """Run all requests on `here`. If `there` is given, compute the prompts there and copy their rows to `here`."""
     landings: list[tuple[Request, Request]] = []
     for row in rows:
         if there is None:
@@ -131,7 +131,7 @@ def test_tokens_do_not_depend_on_what_the_scheduler_decides(
     policy: Policy,
     seed: int,
 ) -> None:
-    # A tight pool holds one request and a half, so that running ones are preempted.
+    # A tight pool has room for one and a half requests, so that running requests are preempted.
     num_blocks = 2 + -(-LONGEST // block_tokens) * (3 if tight else 10) // 2
     limits = StepLimits(max_num_batched_tokens=budget, max_num_partial_prefills=2)
     here, there = (Node(model, limits, num_blocks, block_tokens, policy) for _ in range(2))

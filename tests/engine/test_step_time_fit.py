@@ -1,4 +1,4 @@
-"""The step-time model learned from steps: right, soon right again when the device changes, unmoved by stalls."""
+"""The fitted model of step times is accurate, soon follows a change of the device, and ignores stalls."""
 
 import math
 import random
@@ -31,7 +31,7 @@ def watch(fit: CostFit, rng: random.Random, steps: int, speed: float = 1.0, stal
 
 
 def error(model: CostModel, rng: random.Random, speed: float = 1.0) -> float:
-    """The 95th percentile of relative errors on steps never seen."""
+    """Return the 95th percentile of the model's relative errors on new steps."""
     works = [some_work(rng) for _ in range(200)]
     return sorted(abs(model.seconds(work) / (speed * TRUE.seconds(work)) - 1) for work in works)[190]
 
@@ -68,8 +68,8 @@ def test_it_follows_a_device_that_changes_its_speed_within_a_hundred_steps(speed
 
 
 def test_on_a_busy_machine_what_is_remembered_stays_within_bounds() -> None:
-    """Its speed changes all the time. What was measured long ago was multiplied by each change, until the engine died
-    of the numbers."""
+    """The speed of a busy machine changes all the time, and each change rescales old measurements. Without a bound, the
+    product of these factors would diverge."""
     rng = random.Random(12)
     fit, slowness = CostFit(), 0.0
     watch(fit, rng, 400)

@@ -1,4 +1,4 @@
-"""Fuzz targets: settings, and files with models, keys, traces, cost models and reports."""
+"""Fuzz targets: settings, model files, key files, traces, cost models and event streams."""
 
 import logging
 from contextlib import suppress
@@ -35,7 +35,7 @@ def _setting(name: str, value: bytes) -> bytes:
     bytes_per_byte=2000,
 )  # fmt: skip
 def setting_values(data: bytes) -> None:
-    """Give the text after the first byte to the setting that the first byte selects."""
+    """Resolve a setting. The first byte selects the setting, and the remaining bytes are its value."""
     if not data:
         return
     kind, name = FIELDS[data[0] % len(FIELDS)]

@@ -1,4 +1,4 @@
-"""Fuzz targets: bytes, headers and bodies that clients send to the router."""
+"""Fuzz targets: connections, headers and bodies that clients send to the router."""
 
 import asyncio
 import json
@@ -69,7 +69,7 @@ def completion_bodies(data: bytes) -> None:
         )
         check_submit(
             decode(encode(submit), SubmitRequest), 64, model.vocab_size
-        )  # nodes accept what the router accepts
+        )  # a node accepts every request that the router accepts
 
 
 @target(as_json(CHAT), as_json({"messages": [{"role": "system", "content": "x", "name": "y"}]}), bytes_per_byte=4000)
@@ -93,7 +93,7 @@ def header_values(data: bytes) -> None:
 
 
 class FakeTransport(asyncio.Transport):
-    """Accepts all writes while it is open."""
+    """A transport that counts the bytes written to it."""
 
     def __init__(self) -> None:
         super().__init__()

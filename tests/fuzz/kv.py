@@ -1,4 +1,4 @@
-"""The receiving end of a TCP channel, which reads a connection whose bytes are all available at once."""
+"""A receiver of a TCP channel for tests: all bytes of a connection are available at once."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ INCARNATION = "0" * 32
 
 
 def with_checksums(data: bytes, row_bytes: int) -> bytes:
-    """Insert the checksum of each header, without which nearly every drawn input would end at its first header."""
+    """Insert the checksum of each header, because without it nearly every input would fail at its first header."""
     frames, at = [], 0
     while len(data) - at >= FRAME.size:
         head = data[at : at + FRAME.size]
@@ -23,7 +23,7 @@ def with_checksums(data: bytes, row_bytes: int) -> bytes:
 
 
 class FakeReceiver:
-    """A pool and its channel; `receive` does what the channel's thread does with one connection."""
+    """A pool and its channel. `receive` reads one connection, as a thread of the channel does."""
 
     def __init__(self, num_rows: int, row_bytes: int) -> None:
         self.loop = asyncio.new_event_loop()
@@ -32,7 +32,7 @@ class FakeReceiver:
         self.channel = self.loop.run_until_complete(start)
 
     def receive(self, data: bytes) -> list[bytes]:
-        """Return the channel's answers to frames, whose headers have no checksums here.
+        """Return the channel's answers to the frames in `data`, which have no header checksums.
 
         Raises MalformedError if `data` is not a sequence of pushes.
         """

@@ -1,7 +1,7 @@
-"""A small mutational fuzzer: it mutates, cuts and splices seeds at random.
+"""A small fuzzer without coverage: it mutates, cuts and splices seeds at random.
 
-Exceptions, slow inputs and excessive memory are findings. It needs no coverage; `tests.fuzz.run` gives the same targets
-to atheris (libFuzzer).
+An exception, a slow input and excessive memory are findings. `tests.fuzz.run` can run the same targets under atheris
+(libFuzzer).
 """
 
 import random
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from tests.fuzz.targets import TARGETS, Target
 
-SLOW_S = 0.1  # of this thread's CPU
-WEIGHED_EVERY = 50  # executions; tracing allocations makes one several times slower
-SPARE_BYTES = 2 << 20  # caches and buffers that do not depend on the input
+SLOW_S = 0.1  # limit of this thread's CPU time for one input
+WEIGHED_EVERY = 50  # one in this number of runs traces allocations, which makes the run several times slower
+SPARE_BYTES = 2 << 20  # allowance for caches and buffers that do not depend on the input
 INTERESTING = (
     b"\x00", b"\xff", b"\x7f\xff\xff\xff", b"\x80\x00\x00\x00", b"\xdd\xff\xff\xff\xff", b"\xdf\x00\x10\x00\x00", b"\xc0",
     b"\xc1", b"0", b"-1", b"1e999", b"NaN", b"null", b"true", b"9" * 400, b"9" * 5000, b"[" * 3000, b'{"a":' * 3000, b'"',
@@ -25,7 +25,7 @@ INTERESTING = (
 
 
 class Finding(AssertionError):
-    """An input that broke a target. The input is saved to a file so that it can be run again."""
+    """An input that broke a target. The constructor saves the input to a file so that it can be run again."""
 
     def __init__(self, name: str, data: bytes, what: str) -> None:
         file = Path(tempfile.gettempdir()) / f"baton-{name}-{blake2b(data, digest_size=4).hexdigest()}.input"
@@ -66,7 +66,7 @@ def _mutate(data: bytearray, target: Target, draw: random.Random) -> None:
 
 
 def run_one(name: str, data: bytes, *, weigh: bool) -> None:
-    """Run one input. Raises Finding."""
+    """Run one input. Raises Finding if the input breaks the target."""
     target = TARGETS[name]
     peak = 0
     began = time.thread_time()
@@ -79,7 +79,7 @@ def run_one(name: str, data: bytes, *, weigh: bool) -> None:
         raise Finding(name, data, f"{type(error).__name__}: {error}"[:300]) from error
     took_s = time.thread_time() - began
     allowed = SPARE_BYTES + target.bytes_per_byte * len(data)
-    # The first run may also fill a cache or import a module.
+    # Measure twice, because the first run may fill a cache or import a module.
     if peak > allowed and (again := _weighed(target, data)) > allowed:
         raise Finding(name, data, f"{again} bytes for {len(data)}")
     if took_s > SLOW_S and not weigh and _is_slow(target, data):
@@ -97,7 +97,7 @@ def _weighed(target: Target, data: bytes) -> int:
 
 
 def _is_slow(target: Target, data: bytes) -> bool:
-    """Return whether it is slow every time, and not only due to a cold cache or a garbage collection."""
+    """Return whether the input is slow every time, and not only because of a cold cache or a garbage collection."""
     times = []
     for _ in range(3):
         began = time.thread_time()
@@ -107,8 +107,8 @@ def _is_slow(target: Target, data: bytes) -> bool:
 
 
 def fuzz(name: str, runs: int, seed: int) -> None:
-    """Run a target `runs` times. Raises Finding."""
+    """Run a target with `runs` inputs. Raises Finding if an input breaks the target."""
     target = TARGETS[name]
-    target.fuzzed(target.seeds[0])  # imports what it needs
+    target.fuzzed(target.seeds[0])  # imports the modules that the target needs
     for number, data in zip(range(runs), inputs(target, seed), strict=False):
         run_one(name, data, weigh=number % WEIGHED_EVERY == 0)

@@ -19,7 +19,7 @@ KINDS = [type(message) for message, _ in EXAMPLES]
 
 @target(*(bytes([number]) + bytes.fromhex(wire) for number, (_, wire) in enumerate(EXAMPLES)))
 def control_messages(data: bytes) -> None:
-    """Decode the rest as the kind of message that the first byte selects."""
+    """Decode a message. The first byte selects its type, and the remaining bytes are the message."""
     if not data:
         return
     kind = KINDS[data[0] % len(KINDS)]

@@ -1,7 +1,7 @@
 """Run every fuzz target `--runs` times, under atheris if it is installed.
 
 atheris (Google) is libFuzzer for Python: it keeps the inputs that reach new branches. Each target runs in its own
-process, `--jobs` of them at a time.
+process; `--jobs` processes run in parallel.
 """
 
 import argparse
@@ -18,7 +18,7 @@ PACKAGES = ["compare", "engine", "router", "scheduler", "shared"]
 
 
 def main() -> int:
-    """Return 1 if there was a finding, else 0. Findings are printed with the input that causes them."""
+    """Run the targets and print each finding with the input that causes it. Return 1 if there was a finding, else 0."""
     options = argparse.ArgumentParser(description=str(__doc__).split("\n\n", maxsplit=1)[0])
     options.add_argument("--runs", type=int, default=10_000, help="executions per target")
     options.add_argument("--target", help="run only this target")
@@ -71,18 +71,18 @@ def _under_atheris(name: str, runs: int, seed: int) -> int:
     corpus = Path(tempfile.mkdtemp(prefix="baton-corpus-"))
     for number, data in enumerate(TARGETS[name].seeds):
         (corpus / str(number)).write_bytes(data)
-    TARGETS[name].fuzzed(TARGETS[name].seeds[0])  # imports what it needs
+    TARGETS[name].fuzzed(TARGETS[name].seeds[0])  # imports the modules that the target needs
     number = 0
 
     def one(data: bytes) -> None:
         nonlocal number
         number += 1
         run_one(name, data, weigh=number % WEIGHED_EVERY == 0)
-        if number >= runs:  # libFuzzer exits without running our cleanup
+        if number >= runs:  # clean up here, because libFuzzer exits without running exit handlers
             shutil.rmtree(corpus, ignore_errors=True)
             shutil.rmtree(scratch(), ignore_errors=True)
 
-    # Without reload=0 it rescans the corpus directory every second, and fails once that is deleted.
+    # Without -reload=0, libFuzzer rescans the corpus directory every second and fails when the directory is deleted.
     flags = [f"-runs={runs}", f"-seed={seed}", "-max_len=65536", "-verbosity=0", "-reload=0"]
     atheris.Setup([sys.argv[0], *flags, str(corpus)], one)
     atheris.Fuzz()

@@ -1,4 +1,4 @@
-"""Fuzz targets: parsers of untrusted bytes that raise only for a finding."""
+"""Fuzz targets: functions that parse untrusted bytes. An exception that a target raises is a finding."""
 
 import atexit
 import json
@@ -14,8 +14,8 @@ Fuzzed = Callable[[bytes], None]
 
 @dataclass(frozen=True)
 class Target:
-    """`seeds` are inputs to mutate. `bytes_per_byte` limits the peak memory per byte of input: a byte of JSON may become
-    a Python object, and the size of the text is bounded elsewhere."""
+    """A function to fuzz. `seeds` are inputs to mutate. `bytes_per_byte` limits the peak memory per byte of input. It
+    is large for JSON, where one byte may become a Python object."""
 
     fuzzed: Fuzzed
     seeds: tuple[bytes, ...]
@@ -35,7 +35,7 @@ def target(*seeds: bytes, bytes_per_byte: int = 64) -> Callable[[Fuzzed], Fuzzed
 
 @cache
 def scratch() -> Path:
-    """Return a temporary directory of this process, in memory if possible."""
+    """Return the temporary directory of this process, which is in memory if possible."""
     shm = Path("/dev/shm")
     path = Path(tempfile.mkdtemp(prefix="baton-fuzz-", dir=shm if shm.is_dir() else None))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
@@ -43,7 +43,7 @@ def scratch() -> Path:
 
 
 def one_line(error: Exception, secret: str = "\n") -> None:
-    """Check that an error for operators is one short line without the secret."""
+    """Check that an error for operators is one short line that does not contain `secret`."""
     text = str(error)
     assert secret not in text, text
     assert "\n" not in text, text

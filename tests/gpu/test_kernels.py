@@ -1,4 +1,4 @@
-"""The Triton kernels on a device: the contract that the interpreter runs on tiny shapes, at real ones, bfloat16 included."""
+"""The contract of the Triton kernels on a GPU, with shapes of real models and with bfloat16."""
 
 from itertools import product
 
@@ -11,7 +11,7 @@ from tests.gpu_less.draws import FILTERS, expected, logits_of, parameters_of, ro
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.timeout(600),  # every configuration is compiled
+    pytest.mark.timeout(600),  # the tests compile every configuration
 ]
 DEVICE = torch.device("cuda")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -33,7 +33,7 @@ def test_mixed_batches_in_any_order(dtype: torch.dtype, window: int, page: int, 
 
 
 def test_long_chunks_of_many_heads_in_the_largest_tile() -> None:
-    """A prompt's main kernel, which is chosen where there is work for all processors."""
+    """The largest tile is the main one for prompts. It is chosen if it leaves work for all processors of the GPU."""
     from engine.cuda.attention import TritonAttention
 
     pool = pool_of(8, 128, 64, torch.bfloat16, NUM_BLOCKS, DEVICE)
@@ -66,7 +66,7 @@ def test_a_captured_graph_follows_its_batch() -> None:
     backend = TritonAttention(pool)
     static = batch_of([(4095, 4096)] * 4, 64, NUM_BLOCKS, DEVICE)
     plan, q, graph = backend.plan(static), torch.randn(4, 32, 128, device=DEVICE).bfloat16(), torch.cuda.CUDAGraph()
-    check_attention(backend, pool, static, 32, torch.bfloat16)  # compiles what is captured
+    check_attention(backend, pool, static, 32, torch.bfloat16)  # compiles the kernels before the capture
     with torch.cuda.graph(graph):
         out = plan.attend(1, q, 0)
     for spans in ([(10, 11), (3000, 3001), (-1, 0), (70, 71)], [(0, 1), (-1, 0), (-1, 0), (-1, 0)]):

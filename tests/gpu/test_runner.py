@@ -1,4 +1,4 @@
-"""The CUDA runner on a GPU, with real graphs: the tokens of the reference runner, in float32 on the same device."""
+"""The CUDA runner with real CUDA graphs generates the tokens of the reference runner, in float32 on the same GPU."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -110,11 +110,11 @@ def test_each_number_of_decodes_replays_a_graph(gpu: CudaAccelerator, model: Dec
 
 
 def test_a_launch_does_not_wait_for_the_device(gpu: CudaAccelerator, model: Decoder) -> None:
-    """While the device is busy, a step of decodes is launched; its event comes later."""
+    """`launch` returns while the device is still busy with earlier work."""
     runner, blocks = cuda_runner(gpu, model, "triton", capture=True)
     request = requests_of(blocks, 1, [GREEDY])[0]
     run_step(runner, [piece(request)])
-    torch.cuda._sleep(200_000_000)  # clocks: about a tenth of a second
+    torch.cuda._sleep(200_000_000)  # clock cycles, about a tenth of a second
     step = Step(1, [piece(request)], [])
     pending = runner.launch(step)
     assert not torch.cuda.current_stream(gpu.device).query()

@@ -1,5 +1,5 @@
-"""Compiles every kernel configuration for an H200 (sm_90) without one, by launching the host's code on tensors without
-memory; prints what the assembler says of each as a line of JSON. A process of its own: it replaces Triton's driver."""
+"""Compile every kernel configuration for an H200 (sm_90) on a machine without a GPU, by launching kernels on meta
+tensors. Print each kernel's resource usage as a line of JSON. It replaces Triton's driver, so it runs as a process."""
 
 import json
 import re
@@ -69,7 +69,7 @@ def report(label: str, kernel_name: str, launched: dict[str, object], compiled: 
 
 
 class Compiler:
-    """Stands in for launching: compiles, reports, runs nothing."""
+    """A replacement for Triton's launch of a kernel, which compiles and reports the kernel but does not run it."""
 
     label = ""
 
@@ -132,7 +132,7 @@ def sampling() -> None:
 
 
 def too_large() -> None:
-    """What must not pass: shows that the report sees spills."""
+    """Compile a kernel that must spill registers, to check that the report shows spills."""
     pool, batch = pool_of(8, 128, 64, torch.float32), without_memory(batch_of([(0, 64)], 64, NUM_BLOCKS, CPU))
     plan = TritonPlan(TritonAttention(pool), batch)
     q, work = empty(64, 32, 128, dtype=torch.float32), empty(8, 2, dtype=torch.int32)
@@ -142,7 +142,7 @@ def too_large() -> None:
 def configurations() -> dict[str, Callable[[], None]]:
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     few = ((1000, 1001), (0, 60))
-    several = ((1000, 1005), (1000, 1001))  # slices of several tokens that the split kernel takes
+    several = ((1000, 1005), (1000, 1001))  # includes a slice of several tokens that the split kernel takes
     found: dict[str, Callable[[], None]] = {
         SPILLS: too_large,
         "attention fp16 pool under fp32": lambda: attention(fp32, 128, held=fp16),

@@ -1,5 +1,5 @@
-"""What the Triton kernels must compute, against float64: run under the interpreter (slowly, so shapes are tiny) and on a
-device alike. Pools are NaN wherever nothing was stored, so that one wrong read spoils the answer."""
+"""Checks of the Triton kernels against float64, run on a device and, with tiny shapes, under Triton's slow interpreter.
+Unwritten memory of a pool is NaN, so that a wrong read makes the result NaN."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,7 +35,7 @@ def pool_of(
 
 
 def batch_of(spans: Sequence[tuple[int, int]], page: int, num_blocks: int, device: torch.device) -> Batch:
-    """Slices from start to end, their blocks in random order; a span of (-1, 0) is a padded decode."""
+    """Return a batch of slices (start, end) with blocks in random order. A span of (-1, 0) is a padded decode."""
     free = list(range(1, num_blocks))
     Random(0).shuffle(free)
     rows = [[free.pop() for _ in range(-(-end // page))] for _, end in spans]
@@ -73,7 +73,7 @@ def random(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed:
 
 
 def fill(pool: KVPool, batch: Batch, layer: int) -> list[Tensor]:
-    """Stores random K and V for the whole context of every slice: float64 [context, kv_heads, 2, head_dim] each."""
+    """Store random K and V for each slice's context. Return them as float64 [context, kv_heads, 2, head_dim]."""
     layout, contexts = pool.layout, []
     for index, end in enumerate(batch.kv_lens):
         both = random((end, layout.kv_heads, 2, layout.head_dim), pool.tensor.dtype, pool.tensor.device, index)
@@ -85,7 +85,7 @@ def fill(pool: KVPool, batch: Batch, layer: int) -> list[Tensor]:
 
 
 def attended(q: Tensor, context: Tensor, start: int, window: int) -> Tensor:
-    """By the definition, float64: q [n, heads, head_dim] at positions from `start`."""
+    """Return attention by its definition in float64. The queries q [n, heads, head_dim] begin at position `start`."""
     group = q.shape[1] // context.shape[1]
     keys, values = (context[:, :, which].repeat_interleave(group, dim=1) for which in (0, 1))
     scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * q.shape[2] ** -0.5
@@ -98,7 +98,7 @@ def attended(q: Tensor, context: Tensor, start: int, window: int) -> Tensor:
 def check_attention(
     backend: AttentionBackend, pool: KVPool, batch: Batch, heads: int, dtype: torch.dtype, window: int = 0, pad: int = 0
 ) -> None:
-    """`pad` rows of NaN follow the last slice: what comes out of them must be zeros."""
+    """Check attention over a batch. `pad` rows of NaN follow the last slice, and their output must be zero."""
     contexts = fill(pool, batch, layer=1)
     rows = len(batch.tokens)
     q = random((rows + pad, heads, pool.layout.head_dim), dtype, pool.tensor.device, 99)
@@ -156,7 +156,7 @@ def check_norms(kernels: Kernels, batch: Batch, width: int, dtype: torch.dtype, 
 def check_rotation(
     kernels: Kernels, config: ModelConfig, pool: KVPool, batch: Batch, dtype: torch.dtype, norms: bool
 ) -> None:
-    """Every slice is stored whole, so that all its KV is of this step; padded slots are stored nowhere."""
+    """Check the rotated queries and the stored KV of every slice. Padded tokens must not be stored."""
     device, layer, dim = pool.tensor.device, 1, config.head_dim
     heads, kv_heads = config.num_heads, config.num_kv_heads
     qkv = random((len(batch.tokens), (heads + 2 * kv_heads) * dim), dtype, device, 5)
@@ -181,7 +181,7 @@ def check_rotation(
 
 
 def padded(batch: Batch, rows: int) -> Batch:
-    """With `rows` more tokens that store nothing."""
+    """Return the batch with `rows` more tokens, which are not stored."""
     return replace(
         batch,
         tokens=torch.cat((batch.tokens, batch.tokens.new_zeros(rows))),

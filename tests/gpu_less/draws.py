@@ -1,4 +1,4 @@
-"""Rows to draw from, and what `engine.sampling.draw` on a CPU draws from them."""
+"""Rows to draw tokens from, and the tokens that `engine.sampling.draw` draws from them on a CPU."""
 
 from collections.abc import Sequence
 

@@ -1,5 +1,5 @@
-"""What the assembler makes of every kernel for an H200, on a machine without one: tensor cores where they belong, nothing
-spilled, and no more registers and shared memory than a processor has."""
+"""The machine code of every kernel for an H200, compiled without a GPU: it uses tensor cores where it should, spills no
+registers, and needs no more registers and shared memory than a processor has."""
 
 import json
 import os
@@ -14,9 +14,9 @@ from tests.engine.build import thinned
 
 ROOT = Path(__file__).parent.parent.parent
 PROCESSES = 2
-SHARED_BYTES = 227 * 1024  # that one program may have on sm_90
-SPILLS = "attention fp32 in a tile too large"  # put there to see that spills are seen
-# Of sine and cosine beyond 105,615 radians: a table that Triton's libdevice keeps there until 3.7, and no spill.
+SHARED_BYTES = 227 * 1024  # the limit of a program on sm_90
+SPILLS = "attention fp32 in a tile too large"  # a kernel that spills, to check that the test detects it
+# Sine and cosine of angles over 105,615 radians use a table on the stack in Triton before 3.7. This is not a spill.
 ANGLES_STACK = 32
 
 pytestmark = [
@@ -71,7 +71,7 @@ def test_16_bits_run_on_tensor_cores_with_wide_asynchronous_copies(kernels: list
     found = [kernel for kernel in kernels if kernel["kernel"] == "attend" and "fp32" not in kernel["label"]]
     assert {kernel["rows"] for kernel in found} >= {16, 128}
     for kernel in found:
-        whole_warp_groups = kernel["rows"] >= 64  # what wgmma multiplies at least
+        whole_warp_groups = kernel["rows"] >= 64  # the minimum for wgmma
         assert (kernel["wgmma"] > 0) == whole_warp_groups, kernel
         assert (kernel["mma"] > 0) != whole_warp_groups, kernel
         assert kernel["copies"] > 0, kernel

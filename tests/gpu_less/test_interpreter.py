@@ -1,5 +1,5 @@
-"""Runs the kernels' contract under Triton's interpreter, which decides when a kernel is defined: so, in a process of
-its own. What the interpreter does not show (races, shared memory, registers) is test_compile.py's and a device's."""
+"""The kernels' contract under Triton's interpreter, in a separate process, as Triton chooses the interpreter when it
+defines a kernel. test_compile.py and the GPU tests cover races, shared memory and registers."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A machine without triton (or CUDA) must serve: nothing that a node imports on its way up may ask for it."""
+"""A node must start on a machine without Triton or CUDA, so the modules that it imports at its start need neither."""
 
 import subprocess
 import sys

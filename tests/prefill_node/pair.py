@@ -1,4 +1,4 @@
-"""A prefill and a decode node in one process, joined by real RPCs and a real KV channel, with a router in memory."""
+"""A prefill node and a decode node in one process, with real RPCs, a real KV channel and an in-memory router."""
 
 import secrets
 import time
@@ -37,7 +37,7 @@ from tests.node.harness import (
 
 
 class ForwardingChannel:
-    """A channel that passes everything on; tests override `push`."""
+    """A channel that forwards all calls to another channel. Tests override `push`."""
 
     def __init__(self, inner: KVChannel) -> None:
         self.inner = inner
@@ -54,7 +54,7 @@ class ForwardingChannel:
 
 @dataclass
 class Sent:
-    """A request, and what the nodes sent about it."""
+    """A request, and the tokens and errors that the nodes sent for it."""
 
     prompt: list[int]
     max_tokens: int
@@ -67,7 +67,7 @@ class Sent:
         return bool(self.finish or self.errors)
 
     def row(self) -> list[int]:
-        """Return the tokens up to the first gap. Raises AssertionError if one is wrong."""
+        """Return the tokens, all of which must be right."""
         row = [self.tokens[at] for at in range(len(self.tokens)) if at in self.tokens]
         assert row == expected(self.prompt, self.max_tokens)[: len(row)]
         return row
@@ -85,14 +85,14 @@ class Pair:
         sent = self.sent[delta.id]
         for at, token in enumerate(unpack_ids(delta.tokens), delta.position):
             if sent.tokens.setdefault(at, token) != token:
-                sent.tokens[at] = -1  # sent twice, and differently: `row` finds it
+                sent.tokens[at] = -1  # sent twice with different values: `row` fails on the -1
         sent.finish = sent.finish or delta.finish
         if delta.error:
             sent.errors.append(delta)
             self.abort(delta.id)  # on both nodes, as a router does
 
     def submit(self, name: str, prompt: list[int], max_tokens: int, local: bool = False) -> Sent:
-        """Submit to the prefill node, for the decode node; or, if `local`, to the decode node alone."""
+        """Submit a request to the prefill node, which hands it off; if `local`, submit it to the decode node alone."""
         self.sent[name] = Sent(prompt, max_tokens)
         self.lines[local].submit(submission(name, prompt, max_tokens, decode_node="" if local else self.address))
         return self.sent[name]
@@ -105,7 +105,7 @@ class Pair:
         return self.prefill.is_empty() and self.decode.is_empty()
 
     async def empty(self) -> None:
-        """Wait until nothing is left of any request, and audit every block."""
+        """Wait until both nodes have released all requests, and audit every block."""
         await self.prefill.empty()
         await self.decode.empty()
 
@@ -115,7 +115,7 @@ class Pair:
 
 
 class SlowRunner(HashRunner):
-    """Makes each step take `step_s` longer, so that there is time between chunks."""
+    """A runner whose steps take `step_s` longer, so that there is time between chunks."""
 
     step_s = 0.0
 
@@ -147,7 +147,7 @@ async def pair(
     timing: HandoffTiming | None = None,
     wrap: Callable[[KVChannel, HostMemory], Any] = lambda channel, _: channel,
 ) -> AsyncIterator[Pair]:
-    """`wrap(channel, decode_memory)` stands between the prefill node and its channel."""
+    """Start a pair of nodes. The prefill node uses the channel that `wrap(channel, decode_memory)` returns."""
     memories = [HostMemory(prefill_blocks, ROW_BYTES), HostMemory(decode_blocks, ROW_BYTES)]
     names = [secrets.token_hex(16) for _ in range(2)]
     receivers: list[HandoffReceiver] = []

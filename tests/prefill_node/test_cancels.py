@@ -1,4 +1,4 @@
-"""Requests that are cancelled at any moment leave nothing behind, on either node."""
+"""Both nodes release all resources of a request that is cancelled at any moment."""
 
 import asyncio
 import random
@@ -10,12 +10,12 @@ import pytest
 from shared.lifecycle import wait_until
 from tests.prefill_node.pair import Pair, pair
 
-NUM_CANCELS = 1000  # of each kind of channel
+NUM_CANCELS = 1000  # for each kind of channel
 AT_ONCE = 16
 
 
 async def client(here: Pair, rng: random.Random, names: list[str]) -> None:
-    """Send requests one after the other, and abort each at a random moment; sometimes twice, or too late."""
+    """Send requests one after the other. Abort each at a random moment, sometimes twice or after its end."""
     while names:
         name = names.pop()
         prompt = [rng.randrange(3, 97) for _ in range(rng.randrange(1, 25))]
@@ -40,14 +40,14 @@ async def test_a_thousand_cancels_leave_no_block_reservation_or_task(kind: str, 
             sent.row()
         assert here.prefill.node.stats().handoffs > 20, "some finish"
         assert any(not sent.tokens for sent in here.sent.values()), "some are aborted before their first token"
-        # Tasks of open connections, and the last stops, end by themselves.
+        # Open connections keep their tasks, and the last StopRequests may still be on their way.
         assert await wait_until(lambda: len(asyncio.all_tasks()) <= idle + 4, 10.0), asyncio.all_tasks()
         here.assert_alive()
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 async def test_a_cancel_frees_both_nodes_soon(kind: str, tmp_path: Path) -> None:
-    """Within a step and 100 ms on a quiet machine; the limit here is ten times that."""
+    """On a quiet machine this takes at most a step and 100 ms. The limit here is 1 s, to allow for a busy machine."""
     rng = random.Random(7)
     slowest = 0.0
     async with pair(kind, tmp_path, prefill_blocks=200, decode_blocks=200) as here:

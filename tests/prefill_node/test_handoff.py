@@ -1,4 +1,4 @@
-"""The state machine of a handoff, under every order of events."""
+"""The state machine of a handoff under events in random order."""
 
 import random
 

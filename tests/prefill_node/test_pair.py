@@ -1,4 +1,4 @@
-"""Handoffs between two real nodes while code of one request raises, rows are damaged and pools are too small."""
+"""Handoffs between two real nodes: exceptions in one request's code, damaged rows, small pools, and lost peers."""
 
 import asyncio
 import random
@@ -32,7 +32,7 @@ def unwatched() -> Iterator[None]:
 
 
 async def only_the_victim_fails(here: Pair, what: str) -> None:
-    """Run requests before and after the victim in every queue, and check that both nodes are empty afterwards."""
+    """Run other requests before and after the victim. Check their tokens, and that both nodes are empty at the end."""
     victim_name = f"{VICTIM}-{what}"
     names = [f"mate-0-{what}", victim_name, f"mate-1-{what}", f"mate-2-{what}"]
     rows = [[3 + (7 * index + at) % 90 for at in range(10 + index)] for index in range(4)]
@@ -44,7 +44,7 @@ async def only_the_victim_fails(here: Pair, what: str) -> None:
         assert (mate.row(), mate.errors) == (expected(mate.prompt, 5), []), what
     victim = here.sent[victim_name]
     victim.row()
-    if what != "decode.received":  # there only the answer to the prefill node is lost
+    if what != "decode.received":  # this exception loses only the reply to the prefill node
         assert await wait_until(lambda: victim.is_over, 20.0), f"{what}: no node reported how it ended"
         assert all(delta.retry or delta.error == "internal" for delta in victim.errors), what
     here.abort(victim_name)
@@ -71,12 +71,12 @@ async def test_an_exception_at_any_failpoint_fails_its_request_alone(tmp_path: P
 
 
 class Damaging(ForwardingChannel):
-    """Flips a bit of row `at` of a prompt at the decode node, `times` times."""
+    """A channel that flips a bit of the prompt's row `at` in the decode node after each of its first `times` pushes."""
 
     def __init__(self, inner: KVChannel, memory: HostMemory, times: int, at: int) -> None:
         super().__init__(inner)
         self._memory, self._left, self._at = memory, times, at
-        self._seen: dict[int, None] = {}  # target rows, in order
+        self._seen: dict[int, None] = {}  # target rows in the order of the pushes
 
     async def push(
         self, descriptor: bytes, reservation_id: bytes, source: Sequence[int], target: Sequence[int]
@@ -93,7 +93,7 @@ class Damaging(ForwardingChannel):
 @pytest.mark.parametrize("at", [0, 3, 4])
 @pytest.mark.parametrize("times", [1, 2])
 async def test_damaged_rows_are_pushed_once_more_and_never_read(kind: str, at: int, times: int, tmp_path: Path) -> None:
-    """Row 4 is the last one: its checksum comes with the commit."""
+    """Row 4 is the last one, and its checksum is sent with the commit."""
     prompt = list(range(3, 21))
     async with pair(kind, tmp_path, wrap=lambda channel, memory: Damaging(channel, memory, times, at)) as here:
         sent = here.submit("r", prompt, 6)
@@ -109,7 +109,7 @@ async def test_damaged_rows_are_pushed_once_more_and_never_read(kind: str, at: i
 
 
 class Refusing(ForwardingChannel):
-    """Fails every push while `refuses` is set."""
+    """A channel that fails every push while `refuses` is set."""
 
     refuses, tries = True, 0
 
@@ -151,7 +151,7 @@ async def test_a_peer_that_fails_repeatedly_is_not_called_for_a_moment(tmp_path:
 
 
 async def test_a_decode_node_that_does_not_answer_fails_all_handoffs_that_wait_for_it(tmp_path: Path) -> None:
-    """It accepts every call and answers none, as behind a partition: no handoff waits for the whole timeout."""
+    """The decode node receives calls but never replies, as in a network partition. No handoff waits for `reserve_s`."""
     asked: list[ReserveRequest] = []
 
     async def mute(stream: Any) -> None:
@@ -176,10 +176,10 @@ async def test_a_decode_node_that_does_not_answer_fails_all_handoffs_that_wait_f
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 async def test_pools_of_two_prompts_serve_a_burst_without_deadlock(kind: str, tmp_path: Path) -> None:
-    """The prefill node's blocks are full of prompts that wait for blocks of the decode node, which is full as well.
+    """Prompts that wait for blocks of the decode node fill the prefill node's pool, and the decode node is full too.
 
-    A prompt is admitted only where all of it fits next to what the others still need, and the decode node reserves
-    all of its blocks before a row moves: a handoff with a reservation can always finish.
+    A prompt is admitted only if all of it fits in addition to the blocks that the other prompts still need. The decode
+    node reserves all blocks of a prompt before any row is pushed. So a handoff with a reservation can always finish.
     """
     rng = random.Random(4)
     async with pair(kind, tmp_path, prefill_blocks=12, decode_blocks=12) as here:

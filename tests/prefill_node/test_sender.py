@@ -1,4 +1,4 @@
-"""The sender of a real prefill node, with a decode node that answers as the test says, over a real channel."""
+"""The handoff sender of a real prefill node, over a real channel to a decode node whose replies the test sets."""
 
 import asyncio
 import secrets
@@ -57,17 +57,17 @@ Rows = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Decoder:
-    """A decode node that grants TARGETS to every reservation, unless set otherwise, and records its calls."""
+    """A simulated decode node. It records all messages, and by default grants TARGETS to every reservation."""
 
     def __init__(self, memory: HostMemory, channel: KVChannel) -> None:
         self.rows, self.channel = memory.rows, channel
         self.descriptors = {channel.name: channel.descriptor()}
         self.received: list[Any] = []
         self.held, self.targets = 0, TARGETS
-        self.errors: dict[type, str] = {}  # its answers, by type of message
-        self.quarantined: dict[bytes, None] = {}  # reservations that it gave up, and that were not stopped
-        self.next_id = b""  # of the reservation that it grants next; by default a random one
-        self.waits: dict[type, asyncio.Event] = {}  # what it waits for before it answers
+        self.errors: dict[type, str] = {}  # the error of its reply, by type of message
+        self.quarantined: dict[bytes, None] = {}  # reservations that it gave up and whose writer has not stopped
+        self.next_id = b""  # id of the next reservation; b"": a random id
+        self.waits: dict[type, asyncio.Event] = {}  # events that it awaits before it replies, by type of message
         self.server: RpcServer
         self.address = ""
 
@@ -94,14 +94,14 @@ class Decoder:
         return self.all(kind)[count - 1]
 
     def checksums(self) -> bytes:
-        """Return all checksums received, in order."""
+        """Return all received checksums in order."""
         return b"".join(
             message.checksums for message in self.received if isinstance(message, PushedNotice | CommitRequest)
         )
 
 
 class StepwiseRunner(HashRunner):
-    """Computes a step when the test releases it."""
+    """A runner that computes a step when the test releases it."""
 
     steps: threading.Semaphore
 
@@ -111,7 +111,7 @@ class StepwiseRunner(HashRunner):
 
 
 class BrokenChannel:
-    """Reaches every peer, and fails every push."""
+    """A channel that claims to reach every peer and fails every push."""
 
     name = "shm"
     fenced = False
@@ -147,7 +147,7 @@ class Bench:
         assert await wait_until(lambda: name not in self.here.node.requests, 5.0)
 
     async def failure(self) -> TokenDelta:
-        """Wait until the router is sent an error. Return it, the only one."""
+        """Wait until the node sends an error to the router. Return it, and check that it is the only one."""
         assert await wait_until(lambda: bool(self.line.errors()), 5.0)
         (failure,) = [delta for delta in self.deltas if delta.error]
         return failure
@@ -160,7 +160,7 @@ class Bench:
 async def bench(
     steps: int = 1000, first: BrokenChannel | None = None, reserve_s: float = 5.0, **timing: float
 ) -> AsyncIterator[Bench]:
-    """`steps` steps are released from the start. `first` is a channel that is preferred to tcp."""
+    """Start a prefill node whose first `steps` steps are released. It prefers the channel `first` to tcp."""
     ours, theirs, name = HostMemory(20, ROW_BYTES), HostMemory(20, ROW_BYTES), secrets.token_hex(16)
     async with AsyncExitStack() as cleanup:
         writer = await TcpChannel.start(ours, name, lambda _: None, "127.0.0.1")
@@ -187,7 +187,7 @@ async def bench(
 
 
 def prompt_rows() -> Rows:
-    """Return what the prompt's five blocks must hold."""
+    """Return the rows that the prompt's five blocks must hold."""
     rows = np.zeros((6, ROW_BYTES), np.uint8)
     request = Request("reference", list(PROMPT), len(PROMPT), 1, blocks=[1, 2, 3, 4, 5])
     HashRunner(rows, BLOCK_TOKENS, LAYERS, VOCABULARY).run(Step(0, [Slice(request, 0, len(PROMPT), True, 0)], []))
@@ -340,7 +340,7 @@ async def test_leases_of_all_reservations_are_renewed_together_until_they_end() 
 
 
 async def test_what_a_decode_node_keeps_for_no_handoff_is_stopped() -> None:
-    """Whatever became of the first stop: the prefill node asks once more when it is idle."""
+    """The first StopRequest may have been lost, so an idle prefill node asks the decode node again."""
     async with bench(renew_s=0.03) as here:
         lost = [bytes([number]) * 16 for number in (1, 2)]
         here.decoder.quarantined = dict.fromkeys(lost)
@@ -353,7 +353,7 @@ async def test_what_a_decode_node_keeps_for_no_handoff_is_stopped() -> None:
 
 
 async def test_a_handoff_whose_reservation_is_given_up_is_cancelled() -> None:
-    """It is cancelled before its next chunk, and stopped once its push has ended."""
+    """The handoff is cancelled before its next chunk. StopRequest is sent after its current push has ended."""
     async with bench(steps=1, renew_s=0.03) as here:
         here.submit()
         reservation_id = (await here.decoder.receives(PushedNotice)).reservation_id
@@ -411,7 +411,7 @@ async def test_a_grant_of_the_wrong_size_is_given_back() -> None:
 
 
 async def test_a_decode_node_that_is_gone_fails_its_handoffs_and_is_forgotten() -> None:
-    """After a restart it has another address: its former ones must not be kept for ever."""
+    """A restarted decode node has a new address, so the sender must forget addresses that no longer answer."""
     async with bench(renew_s=0.05, forget_s=0.3) as here:
         here.submit()
         await here.decoder.receives(CommitRequest)

@@ -1,4 +1,4 @@
-"""The model of transfer times: latency and bandwidth from pushes of different sizes, in spite of slow outliers."""
+"""The model of transfer times estimates latency and bandwidth from pushes of different sizes, despite slow outliers."""
 
 import random
 

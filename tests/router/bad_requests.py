@@ -12,7 +12,7 @@ ACME, OTHER, ADMIN = "key-of-acme", "key-of-other", "key-of-admin"
 MAX_CONNECTIONS = 200
 CONTEXT = 8192
 BODY_LIMIT = (256 << 10) + 16 * CONTEXT
-SECRET = "the quick brown fox of Mrs Quimby"  # in prompts, and in no answer but a good one
+SECRET = "the quick brown fox of Mrs Quimby"  # a prompt text that no error response may contain
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Answer:
 
 
 class Client:
-    """One connection, byte by byte."""
+    """A connection to the router that sends and reads raw bytes."""
 
     def __init__(self, port: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=30)
@@ -37,7 +37,7 @@ class Client:
         self.socket.close()
 
     def send(self, data: bytes) -> None:
-        """Send as much as the router reads; it need not read all of a request that it rejects."""
+        """Send the data. The router may close the connection before it has read all of a request that it rejects."""
         with suppress(OSError):
             self.socket.sendall(data)
 

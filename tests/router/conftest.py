@@ -53,7 +53,7 @@ def byte_fallback_tokenizer() -> tokenizers.Tokenizer:
 
 @pytest.fixture(scope="session")
 def byte_level() -> Tokenizer:
-    """Byte-level BPE with a ChatML template and no beginning token."""
+    """Byte-level BPE with a ChatML template and no beginning-of-text token."""
     library = byte_level_tokenizer()
     special = [token.content for token in library.get_added_tokens_decoder().values()]
     return Tokenizer(library, {}, ChatTemplate(CHATML, {}, special))
@@ -61,7 +61,7 @@ def byte_level() -> Tokenizer:
 
 @pytest.fixture(scope="session", params=["byte_level", "byte_fallback", "stories260K"])
 def library(request: pytest.FixtureRequest) -> tokenizers.Tokenizer:
-    """The library's own tokenizer, with which ours is compared."""
+    """The original tokenizer of the `tokenizers` library, with which ours is compared."""
     if request.param == "byte_level":
         return byte_level_tokenizer()
     if request.param == "byte_fallback":
@@ -71,5 +71,5 @@ def library(request: pytest.FixtureRequest) -> tokenizers.Tokenizer:
 
 @pytest.fixture(scope="session")
 def fallback() -> Tokenizer:
-    """Byte-fallback BPE that begins every text with <s>, because its config says so."""
+    """Byte-fallback BPE whose config makes every text begin with <s>."""
     return Tokenizer(byte_fallback_tokenizer(), {"bos_token": "<s>", "add_bos_token": True})

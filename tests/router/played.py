@@ -1,4 +1,4 @@
-"""A dispatcher over nodes that the test plays: the pool is the real one, its connections have no streams."""
+"""A dispatcher and a real node pool, whose nodes are simulated by the test and have no network streams."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
@@ -33,7 +33,7 @@ ANSWER = list(range(50, 57))
 
 
 class AttemptLog(RouterObserver):
-    """An observer that keeps what the dispatcher reports about attempts."""
+    """An observer that records the placements and moves that the dispatcher reports."""
 
     def __init__(self) -> None:
         self.placements: list[tuple[str, str | None, str, str, float, float]] = []
@@ -49,7 +49,7 @@ class AttemptLog(RouterObserver):
 
 
 class Played(NodeConnection):
-    """A node whose reports are the test's; it keeps what it was sent."""
+    """A simulated node. It records the router's commands, and the test makes its reports."""
 
     def __init__(self, pool: NodePool, name: str, observer: RouterObserver) -> None:
         role = "prefill" if name.startswith("p") else "decode"
@@ -88,7 +88,7 @@ class Played(NodeConnection):
 
 @dataclass
 class Piece:
-    """A delta of one sample, with its tokens as ids."""
+    """A delta of one sample, with its tokens decoded to ids."""
 
     index: int
     delta: TokenDelta
@@ -103,7 +103,7 @@ class Piece:
 
 
 class Reader:
-    """A client of one request. It reads as fast as it can or, `slowly`, one piece and then as many as `anext` asks for."""
+    """A client of one request. It reads as fast as it can. If `slowly`, it reads one piece ahead of `anext`."""
 
     def __init__(self, dispatcher: Dispatcher, request: GenerationRequest, *, slowly: bool = False) -> None:
         self.pieces: list[Piece] = []
@@ -119,7 +119,7 @@ class Reader:
         self.task.add_done_callback(lambda _: self._over())
 
     async def admitted(self) -> None:
-        """Return once the request is admitted. Raises what refused it."""
+        """Wait until the request is admitted. If it is refused, raise the error that refused it."""
         await self._admitted.wait()
         if self.task.done():
             self.task.result()
@@ -129,7 +129,6 @@ class Reader:
         self._enough.add(index)
 
     async def close(self) -> None:
-        """Disconnect."""
         self.task.cancel()
         await asyncio.wait([self.task])
 
@@ -146,7 +145,7 @@ class Reader:
         return self.pieces[self._num_given - 1]
 
     async def rest(self) -> list[Piece]:
-        """Return everything that `anext` has not returned yet. Raises what ended the request."""
+        """Return all pieces that `anext` has not returned yet. If the request failed, raise its error."""
         self._slowly = False
         self._wanted.release()
         async with asyncio.timeout(5):
@@ -219,7 +218,7 @@ class Stage:
         return [(name, submit) for name, node in self.nodes.items() for submit in node.submits]
 
     def attempt(self, number: int, sample: int = 0) -> tuple[Played, Played, SubmitRequest]:
-        """Return the node that computes the prompt of this attempt, the one that generates, and what was sent."""
+        """Return the node that computes the attempt's prompt, the node that generates, and the submitted message."""
         identity = f"r.{sample}.{number}"
         ((name, submit),) = [(name, submit) for name, submit in self.sent() if submit.id == identity]
         where = submit.decode_node.partition(":")[0] or name
@@ -229,7 +228,7 @@ class Stage:
         return dict(self.dispatch.status()["requests"])
 
     def check_over(self) -> None:
-        """Check that nothing of any request is left in the router, and that the counts add up."""
+        """Check that the router keeps no state of any request, and that its counts add up."""
         for name, node in self.nodes.items():
             load = node.load
             ledger = (load.outstanding_tokens, load.outstanding_pairs, load.kv_tokens, load.prefilling)
@@ -287,6 +286,6 @@ def no_pauses() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatcher_module, "RETRY_PAUSE_S", 0.0)
         patch.setattr(dispatcher_module, "NEWS_S", 0.0)
-        patch.setattr(health, "EJECT_S", 1e6)  # longer than any test: a node that died is back when a test says so
+        patch.setattr(health, "EJECT_S", 1e6)  # longer than any test, so that only the test brings a node back
         patch.setattr(health, "MAX_EJECT_S", 1e6)
         yield

@@ -19,7 +19,7 @@ def scored(token: int) -> Logprobs:
 
 
 class ScriptedAnswers:
-    """One request: yields every sample's script, and ends samples as a node would."""
+    """The answers to one request. Each sample's stream yields its script and ends as a node would end it."""
 
     def __init__(self, owner: "ScriptedDispatcher", request: GenerationRequest) -> None:
         self.owner = owner
@@ -71,11 +71,11 @@ class ScriptedDispatcher:
         self.script = script
         self.fails_after: int | None = None
         self.hangs_after: int | None = None
-        self.hanging = asyncio.Semaphore(0)  # released by each stream that waits for ever
+        self.hanging = asyncio.Semaphore(0)  # released by each stream that waits forever
         self.refuses: Exception | None = None
         self.tokens_per_piece = 1
         self.cached_tokens = 0
-        self.num_prompt_logprobs: int | None = None  # that are sent; None: all
+        self.num_prompt_logprobs: int | None = None  # None sends all of them
         self.is_ready = True
         self.answers: list[ScriptedAnswers] = []
 

@@ -22,7 +22,7 @@ from tests.router.scripted import EOS, MODEL, ScriptedDispatcher
 
 @pytest.fixture
 def dispatcher(byte_level) -> ScriptedDispatcher:
-    """Answers every prompt with the same text, then ends it; the text of sample i>0 begins with its number."""
+    """Answer every prompt with the same text. The text of sample i > 0 begins with i."""
     text = byte_level.encode("Once upon 🦊 time there was")
     return ScriptedDispatcher(lambda _, i: [*(byte_level.encode(str(i)) if i else []), *text, EOS])
 
@@ -39,7 +39,7 @@ async def client(dispatcher, byte_level) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def events_of(response: httpx.Response) -> list[dict]:
-    """The stream's events; it must end with [DONE], and every byte of it must be UTF-8."""
+    """Return the stream's events. Check that it ends with [DONE] and is valid UTF-8."""
     assert response.headers["content-type"].startswith("text/event-stream")
     lines = response.content.decode("utf-8", "strict").split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
@@ -320,7 +320,7 @@ async def test_requests_beyond_the_limit_are_rejected_with_a_retry_time(client, 
 
 @contextlib.asynccontextmanager
 async def served(dispatcher, tokenizer) -> AsyncIterator[str]:
-    """The app under uvicorn on loopback."""
+    """Serve the app with uvicorn on loopback."""
     app = build_app(dispatcher, tokenizer, MODEL)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", ws="none"))
     listener = socket.create_server(("127.0.0.1", 0))
@@ -365,7 +365,7 @@ doomed: ContextVar[bool] = ContextVar("doomed", default=False)
 
 
 class Failing:
-    """Passes all calls on, but raises in one method, from its `at`-th call for a doomed request on."""
+    """A proxy whose `method` raises at call number `at`, and at all later calls, if the request is doomed."""
 
     def __init__(self, inner: object, method: str, at: int) -> None:
         self.inner, self.method, self.at, self.num_calls = inner, method, at, 0
@@ -389,7 +389,7 @@ def choices_of(response: httpx.Response) -> list[str]:
 @pytest.mark.parametrize("at", [1, 2, 4])
 @pytest.mark.parametrize("method", ["accepted", "output", "ended", "detokenizer", "token_text", "admit"])
 async def test_a_bug_fails_its_own_request_alone(dispatcher, byte_level, method, at, stream):
-    """Other requests get the same answer, and all work of both requests is ended."""
+    """Other requests get their usual answer, and every stream of both requests is closed."""
     parts = [Failing(part, method, at) for part in (dispatcher, byte_level, RouterObserver())]
     app = build_app(parts[0], parts[1], MODEL, observer=parts[2], max_concurrent_requests=2)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
@@ -436,14 +436,14 @@ async def test_a_disconnect_ends_the_work(dispatcher, byte_level, stream, hangs_
 
 
 async def test_a_request_is_recorded_from_its_first_byte_to_its_last(dispatcher, byte_level):
-    """Reading the body and writing the answer are the router's time: what it records leaves neither out."""
+    """The recorded time includes reading the request body and writing the response."""
     records = RequestHistory()
     app = build_app(dispatcher, byte_level, MODEL, observer=records)
     at: dict[str, float] = {"arrived": now_ns() / 1e6}
 
     async def receive() -> dict[str, Any]:
         if "asked" in at:
-            await asyncio.sleep(3600)  # connected
+            await asyncio.sleep(3600)  # the client stays connected
         await asyncio.sleep(0.02)
         at["asked"] = now_ns() / 1e6
         return {"type": "http.request", "body": json.dumps({"prompt": "x", "stream": True}).encode()}

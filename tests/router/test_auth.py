@@ -1,4 +1,4 @@
-"""API keys: the file, which requests are rejected, what each key opens, and the isolation of tenants."""
+"""API keys: the key file, rejected requests, the routes that each key may use, and the isolation of tenants."""
 
 import base64
 import hmac
@@ -45,7 +45,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-# ---- the file ----------------------------------------------------------------------------------------------------------
+# ---- the key file ------------------------------------------------------------------------------------------------------
 
 
 def test_a_key_identifies_its_tenant(file: Path) -> None:
@@ -109,7 +109,7 @@ def test_reading_the_file_is_retried_after_an_error(file: Path, caplog: Any) -> 
     keys = ApiKeys(str(file), clock=lambda: now[0])
     file.write_text(line("new", "n") + "\n")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))  # no descriptor is left to open the file
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))  # so that opening the file fails
     try:
         for _ in range(3):
             now[0] += 1
@@ -122,7 +122,7 @@ def test_reading_the_file_is_retried_after_an_error(file: Path, caplog: Any) -> 
 
 
 def test_every_key_is_compared_with_all_of_them(file: Path, monkeypatch: Any) -> None:
-    """What takes as long for each needs no clock to be tested."""
+    """Every key needs the same number of comparisons, so that the time they take reveals nothing."""
     keys, compared = ApiKeys(str(file)), []
     compare = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda one, other: compared.append(len(other)) or compare(one, other))
@@ -174,7 +174,7 @@ NO_KEYS: list[dict[str, Any]] = [
     {"authorization": "Bearer clé".encode()},
     {"authorization": b"Bearer \xff\xfe"},
     {"authorization": "Bearer " + "k" * 2**20},
-    {"authorization": f"Basic {base64.b64encode(f'x:{ACME}'.encode()).decode()}"},  # of a form that another page sent
+    {"authorization": f"Basic {base64.b64encode(f'x:{ACME}'.encode()).decode()}"},  # another site's form may send it
     {"authorization": "Basic %%%"},
     {"x-api-key": ACME},
     {"cookie": f"key={ACME}"},
@@ -201,7 +201,7 @@ async def test_a_repeated_header_is_rejected(client: httpx.AsyncClient) -> None:
 
 
 def paths_of(app: Starlette) -> list[str]:
-    """One of every route."""
+    """Return one path for every route."""
     paths = [route.path if isinstance(route, Route) else f"{route.path}/page.js" for route in app.routes]
     return [re.sub(r"\{[^}]*\}", "tiny", path) for path in paths]
 
@@ -278,7 +278,7 @@ names = st.text("ab\0", max_size=3)
 
 @given(st.tuples(names, st.none() | names), st.tuples(names, st.none() | names))
 def test_no_two_tenants_or_salts_share_a_cache(one: tuple[str, str | None], other: tuple[str, str | None]) -> None:
-    empty = {("", None), ("", "")}  # an empty salt is no salt, and refused
+    empty = {("", None), ("", "")}  # an empty salt counts as none, and requests with it are refused
     assert (cache_namespace(*one) == cache_namespace(*other)) is (one == other or {one, other} <= empty)
 
 

@@ -1,7 +1,7 @@
-"""Bad inputs over raw sockets to a router process with hash nodes behind it.
+"""Bad inputs over raw sockets to a router process with hash nodes.
 
-Each gets its status in OpenAI's form, no process restarts, and the next request is served, on the same connection if
-that stays open.
+Each bad request gets the expected status and an error in OpenAI's form. No process restarts. The next request is
+served, on the same connection if that stays open.
 """
 
 import asyncio
@@ -199,7 +199,7 @@ def test_long_texts_do_not_delay_other_requests(live: Cluster) -> None:
 
 
 def cached(live: Cluster, key: str, prompt: list[int], **more: Any) -> int:
-    """Return the number of cached prompt tokens. The answer proves that all KV was of this tenant and salt."""
+    """Return the number of cached prompt tokens. Check the tokens, which are wrong if any KV has another salt."""
     salt = cache_namespace({ACME: "acme", OTHER: "other"}[key], more.get("cache_salt"))
     body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **more}
     with Client(live.port) as client:
@@ -211,7 +211,7 @@ def cached(live: Cluster, key: str, prompt: list[int], **more: Any) -> int:
 
 @pytest.mark.parametrize("salt", [None, "pepper"])
 def test_a_tenant_finds_only_its_own_prompts_in_the_cache(live: Cluster, salt: str | None) -> None:
-    """Each miss is paired with a hit of the same prompt, so that a disabled cache fails the test."""
+    """Each miss is followed by a hit of the same prompt, so that the test fails if the cache is disabled."""
     for number in range(3):
         prompt = [(7 * number + i * (3 if salt else 5)) % 2000 + 5 for i in range(160)]
         more = {"cache_salt": salt} if salt else {}
@@ -240,7 +240,7 @@ def test_baton_commands_send_the_key(live: Cluster, capsys: Any, monkeypatch: An
     assert "the key of an admin" in capsys.readouterr().err
 
 
-# ---- time, in a server with short timeouts ----------------------------------------------------------------------------------
+# ---- timeouts ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -253,7 +253,7 @@ class Served:
     idle: IdleConnections
 
     def drain(self) -> None:
-        """Drain as the router's process does."""
+        """Start to drain, as the router's process does at its end."""
         self.idle.is_draining = self.server.should_exit = True
 
 
@@ -279,7 +279,7 @@ RESET = b"<reset>"
 
 
 async def ended(port: int, *pieces: bytes, gap_s: float = 0.02) -> bytes:
-    """Send the pieces slowly, then nothing, and return what the router sends until it closes the connection."""
+    """Send the pieces with pauses. Return all bytes that the router sends until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     said = bytearray()
 
@@ -341,7 +341,7 @@ async def test_a_connection_with_a_request_is_not_closed_for_another(byte_level:
         _, late = await asyncio.open_connection("127.0.0.1", served.port)
         late.write(asked + GOOD)
         await served.dispatcher.hanging.acquire()
-        await idle.read()  # to its end
+        await idle.read()  # until the router closes it
         assert (await ended(served.port)).startswith(b"HTTP/1.1 503 "), "all others are at work"
         assert len(served.server.server_state.connections) == 2
         for writer in (at_work, at_rest, late):
@@ -349,7 +349,7 @@ async def test_a_connection_with_a_request_is_not_closed_for_another(byte_level:
 
 
 async def test_every_request_on_a_lost_connection_is_cancelled(byte_level: Any) -> None:
-    """This includes the request in progress while another one waits behind it."""
+    """The request in progress is cancelled even if a pipelined request waits behind it."""
     async with impatient(byte_level) as served:
         served.dispatcher.hangs_after = 1
         raw = b'{"prompt":"x","stream":true}'
@@ -366,7 +366,7 @@ async def test_every_request_on_a_lost_connection_is_cancelled(byte_level: Any) 
 
 
 async def test_a_client_that_is_rejected_while_it_sends_can_read_the_error(byte_level: Any) -> None:
-    """Closing a socket with unread bytes would reset the connection, and lose the response."""
+    """Closing a socket with unread bytes resets the connection, and the client may lose the response."""
     async with impatient(byte_level, rest_s=20) as served:
         answer = await ended(served.port, OPEN_HEAD.replace(b"5000", b"50000000"), *[b" " * 2**16] * 100, gap_s=0)
         assert answer.startswith(b"HTTP/1.1 413 ")
@@ -383,12 +383,12 @@ async def test_an_error_is_not_sent_in_place_of_another_response(byte_level: Any
 
 @pytest.mark.parametrize("hangs", [False, True])
 async def test_pipelined_requests_are_bounded(byte_level: Any, hangs: bool) -> None:
-    """Of many pipelined requests, some are parsed, some are kept as bytes, and the rest is not read."""
+    """The router parses a few pipelined requests, buffers a few more as bytes, and does not read the rest."""
     async with impatient(byte_level) as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         if hangs:
             served.dispatcher.hangs_after = 0
-            writer.write(ASKED * (1 + MAX_PIPELINED))  # all that are parsed ahead, and no more
+            writer.write(ASKED * (1 + MAX_PIPELINED))  # as many as the router parses ahead
             await served.dispatcher.hanging.acquire()
         writer.write(ASKED * 200_000)
         for _ in range(0 if hangs else 50):
@@ -396,14 +396,14 @@ async def test_pipelined_requests_are_bounded(byte_level: Any, hangs: bool) -> N
         await asyncio.sleep(0.2)
         assert writer.transport.get_write_buffer_size() > 2**20, "the router reads on"
         writer.transport.abort()
-        for connection in list(served.server.server_state.connections):  # it does not read, so it sees no reset
+        for connection in list(served.server.server_state.connections):  # the server does not read the reset
             connection.transport.abort()
 
 
 async def test_a_draining_server_answers_connected_clients(byte_level: Any) -> None:
     async with impatient(byte_level, head_s=20.0, idle_s=20.0, drain_s=20.0) as served:
         (idle, begun, new) = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(3)]
-        begun[1].write(ASKED[:30])  # it is read before the answer to the next request arrives
+        begun[1].write(ASKED[:30])  # the router reads this before it answers the next request
         idle[1].write(ASKED)
         await asyncio.wait_for(idle[0].readuntil(b'"cached_tokens":0}}}'), 20)
         served.drain()

@@ -48,7 +48,7 @@ def test_no_bytes_do_more_than_reject(raw):
 
 USER = {"role": "user", "content": "x"}
 TEXT_PART = {"type": "text", "text": "x"}
-# Values of parameters of both completions and chat completions that are rejected with the parameter's name.
+# Invalid values of parameters that completions and chat completions share. The error names the parameter.
 BAD_VALUES = {
     "max_tokens": (0, -1, 2**31, 2**63, 1.5, "16", True),
     "n": (0, -1, 9, 10**9, "2", True),

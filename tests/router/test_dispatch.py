@@ -1,6 +1,6 @@
-"""Dispatch over nodes that say what the test says: whatever fails, a client gets each token once, and all is given back.
+"""The dispatcher over simulated nodes. Whatever fails, a client gets each token once, and all resources are released.
 
-The fleet is the real one; only its nodes are played, without streams.
+The node pool is real; only its nodes are simulated, without streams.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from tests.router.played import (
     turns,
 )
 
-__all__ = ["no_pauses"]  # a fixture: of every test here
+__all__ = ["no_pauses"]  # a fixture that every test here uses
 
 
 # ---- one attempt ------------------------------------------------------------------------------------------------
@@ -94,16 +94,16 @@ PROGRESS = ("", "token", "land", "token land", "land token", "land token token",
 
 @dataclass
 class Play:
-    """One request over three nodes of each kind, and what the test knows of its attempt under way."""
+    """One request over three prefill and three decode nodes, and the expected state of its current attempt."""
 
     here: Stage = field(default_factory=lambda: stage("p0 p1 p2 d0 d1 d2", max_attempts=30))
     number: int = 0
-    base: int = 0  # tokens that were told before this attempt
+    base: int = 0  # tokens that the client received before this attempt
     told: int = 0
     landed: bool = False
-    failed: set[str] = field(default_factory=set)  # nodes, in any attempt so far
+    failed: set[str] = field(default_factory=set)  # nodes that failed in any attempt so far
     handed: set[str] = field(default_factory=set)  # prefill nodes whose handoff failed
-    out: set[str] = field(default_factory=set)  # nodes that died: they are back, and others are preferred
+    out: set[str] = field(default_factory=set)  # nodes that died and came back: placement prefers others
     gone: list[Played] = field(default_factory=list)  # nodes that died during this attempt
 
     def usable(self, role: str) -> set[str]:
@@ -121,7 +121,7 @@ class Play:
         assert d.info.id in (self.usable("d") - self.failed or self.usable("d"))
 
     def advance(self, act: str) -> None:
-        """The next token, or the landing, where it can come now."""
+        """Report the next token or the end of the handoff, if that can happen now."""
         p, d, submit = self.here.attempt(self.number)
         is_first = self.told == self.base
         if act == "land" and not self.landed:
@@ -136,14 +136,14 @@ class Play:
         who, how = (p if act.startswith("p") else d), act.partition("_")[2]
         if how == "lost":
             who.die()
-            who.revive()  # at once
+            who.revive()
             self.gone.append(who)
             self.out.add(who.info.id)
         else:
             who.say(TokenDelta(submit.id, error="handoff: no" if how == "handoff" else "no", retry=True))
         await turns()
         if who is not d and self.landed and (self.told > self.base or how != "lost"):
-            return  # it is not needed any more
+            return  # the attempt no longer needs this node
         for node in (p, d):
             is_told = submit.id in node.aborts
             assert is_told is (node not in self.gone), "whoever may still work on it is told to stop"
@@ -181,7 +181,7 @@ def test_whatever_fails_and_when_each_token_is_told_once_and_all_is_given_back(s
         it.here.check_over()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(standing, "MAX_FAILURES", 100)  # else a node in whom handoffs fail is left out too
+        patch.setattr(standing, "MAX_FAILURES", 100)  # so that failed handoffs eject no node
         asyncio.run(play())
 
 
@@ -199,7 +199,7 @@ async def test_a_request_is_given_up_after_its_last_attempt() -> None:
 
 
 async def test_a_first_token_that_was_lost_with_the_prefill_node_is_generated_anew() -> None:
-    """The prefill node committed, and died before its stream to the router gave the first token."""
+    """The prefill node committed the handoff, and died before the router received its first token."""
     here = stage("p0 p1 d0 d1")
     run = await here.submit()
     p, d, submit = here.attempt(0)
@@ -308,7 +308,7 @@ async def test_prompt_logprobs_are_told_once_whole_though_an_attempt_failed_midw
     p, _, submit = here.attempt(2)
     assert submit.sampling.prompt_logprobs is None, "they were told with the first token"
     p.say(token(submit.id, 1))
-    here.d0.say(TokenDelta(submit.id, prompt_logprobs=chunks[0]))  # it was preempted, and computes the prompt anew
+    here.d0.say(TokenDelta(submit.id, prompt_logprobs=chunks[0]))  # it was preempted, and computes the prompt again
     here.d0.say(*generated(submit.id, 2))
     pieces = await collect(run)
     assert tokens_of(pieces) == ANSWER
@@ -396,13 +396,13 @@ async def test_closing_ends_every_sample_on_every_node_that_was_named(landed: bo
     await run.close()
     await run.close()
     assert (here.p0.aborts, sorted(here.d0.aborts)) == (["r.0.0"], ["r.0.0", "r.1.0"] if landed else ["r.0.0"])
-    here.d0.say(*generated("r.0.0", 1))  # late: changes nothing
+    here.d0.say(*generated("r.0.0", 1))  # late, so it changes nothing
     assert all(piece.index == 0 for piece in await collect(run))
     here.check_over()
 
 
 async def test_a_sample_that_its_home_refuses_is_tried_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The home began to drain; the router's view of it is a heartbeat old."""
+    """The node of the first sample began to drain, but the router does not know that before the next heartbeat."""
     monkeypatch.setattr("router.dispatch.dispatcher.RETRY_PAUSE_S", 0.0)
     here = stage("d0 d1")
     run = await here.submit(n=2)
@@ -427,15 +427,15 @@ async def test_what_is_cancelled_before_it_began_ends_too() -> None:
     here.check_over()
 
 
-# ---- where a prompt is computed, and who is refused -------------------------------------------------------------
+# ---- where a prompt is computed, and which requests are refused -------------------------------------------------
 
-SLOW = CostModel(overhead=1.0)  # a second a step
+SLOW = CostModel(overhead=1.0)  # 1 s per step
 QUICK = CostModel(overhead=0.001, per_token=1e-5)
 
 
 def learn(here: Stage, **costs: CostModel) -> None:
     for name, cost in costs.items():
-        # Enough prompt tokens to know what they cost.
+        # With this number of prompt tokens, the router trusts the cost model.
         here.nodes[name].report(NodeStats(cost=cost.packed(), prompt_tokens=100_000))
 
 
@@ -491,7 +491,7 @@ async def test_a_request_whose_first_token_would_be_late_is_refused_and_one_unde
 
 
 async def test_a_node_taken_for_too_slow_is_measured_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_module, "STALE_S", 1e9)  # longer than this machine may stall
+    monkeypatch.setattr(load_module, "STALE_S", 1e9)  # longer than any stall of the test machine
     here = stage("p0 d0", disaggregate="auto", ttft_slo_s=1.5)
     learn(here, p0=CostModel(overhead=90.0), d0=CostModel(overhead=80.0))
     with pytest.raises(UnavailableError, match="predicted in 80000 ms"):

@@ -1,4 +1,4 @@
-"""Going on elsewhere: who is blamed, what is computed again, how many retries and nodes one request may cost."""
+"""Failover: which node is blamed, which work is repeated, and how many retries and node deaths a request may cause."""
 
 import asyncio
 import signal
@@ -21,7 +21,7 @@ from tests.router.played import ANSWER, Stage, collect, generated, no_pauses, st
 
 __all__ = ["no_pauses"]
 
-# ---- who is at fault, and who still holds what was computed ----------------------------------------------------------
+# ---- which node is at fault, and which node still holds the prompt's KV ----------------------------------------------
 
 
 async def test_when_the_decode_node_dies_the_prompt_goes_back_to_the_node_that_holds_it() -> None:
@@ -29,7 +29,7 @@ async def test_when_the_decode_node_dies_the_prompt_goes_back_to_the_node_that_h
     run = await here.submit()
     p, d, submit = here.attempt(0)
     other = here.p1 if p is here.p0 else here.p0
-    p.load.outstanding_tokens += 5000  # so that placement alone would take the other one
+    p.load.outstanding_tokens += 5000  # so that placement by load would choose the other node
     p.say(token(submit.id, 0))
     d.say(TokenDelta(submit.id, 1, handed_off=True), token(submit.id, 1))
     d.die()
@@ -47,7 +47,7 @@ async def test_when_the_decode_node_dies_the_prompt_goes_back_to_the_node_that_h
 async def test_the_news_of_who_died_may_come_after_the_failed_handoff(
     victim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other end tells first that a handoff failed; its word alone would put the blame on whoever is spoken of."""
+    """The surviving node reports first that the handoff failed. That report alone does not show which node died."""
     monkeypatch.setattr(dispatch_module, "NEWS_S", 30.0)
     here = stage("p0 p1 d0 d1")
     run = await here.submit()
@@ -110,11 +110,11 @@ async def test_when_every_node_is_lost_the_first_that_is_back_takes_the_request(
     here.check_over()
 
 
-# ---- a request that kills ---------------------------------------------------------------------------------------------
+# ---- a request that kills nodes --------------------------------------------------------------------------------------
 
 
 async def killed(here: Stage, said: list[int], dies: Any) -> Any:
-    """One request on decode nodes alone; each in turn says so many tokens of it and dies."""
+    """Submit one request to decode nodes alone. The node of attempt i generates `said[i]` tokens, then dies."""
     run = await here.submit()
     position = 0
     for number, count in enumerate(said):
@@ -222,7 +222,7 @@ def test_a_budget_that_is_spent_makes_retries_wait_and_comes_back() -> None:
 def test_a_node_that_flaps_is_left_out_for_longer_and_longer_and_forgiven_in_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.nodes.health.EJECT_S", EJECT_S)  # not as in the tests of placement
+    monkeypatch.setattr("router.nodes.health.EJECT_S", EJECT_S)  # undo the fixture's change
     monkeypatch.setattr("router.nodes.health.MAX_EJECT_S", MAX_EJECT_S)
     standing, now, times = OutlierDetector(), 0.0, []
     for _ in range(9):
@@ -281,7 +281,7 @@ async def test_a_node_that_comes_back_is_given_little_at_first(monkeypatch: pyte
     here.fleet.connection_changed(d1)
     runs = []
     for number in range(6):
-        here.d0.load.kv_tokens = 3000  # so that placement alone would take the one that has returned
+        here.d0.load.kv_tokens = 3000  # so that placement by load would choose the returned node
         runs.append(await here.submit(name=f"r{number}"))
     assert len(d1.submits) == 1
     now[0] += 5.0
@@ -302,7 +302,7 @@ async def test_a_node_that_comes_back_is_given_little_at_first(monkeypatch: pyte
 
 
 def test_a_decode_node_that_dies_or_freezes_is_noticed_in_time_and_its_prompt_is_not_computed_again() -> None:
-    """Print the longest gaps that clients see; the limits on them are those that a fully loaded machine can meet."""
+    """Print the longest gaps that clients see. The limits on them allow for a fully loaded test machine."""
     own: dict[str, dict[str, object]] = {
         "decode-0": {"failpoint": "decode.token:20=kill", "allow_failpoints": True},
         "decode-1": {"failpoint": "decode.token:20=stop", "allow_failpoints": True},
@@ -310,7 +310,7 @@ def test_a_decode_node_that_dies_or_freezes_is_noticed_in_time_and_its_prompt_is
     with cluster(prefill=1, decode=3, own=own, heartbeat_s=0.5, num_blocks=2048) as running:
         gaps: dict[str, float] = {}
         num_streams = 0
-        while len(gaps) < 2:  # each goes to the decode node that had the fewest
+        while len(gaps) < 2:  # each stream goes to the decode node that has had the fewest
             assert num_streams < 9
             prompt = [7 + (num_streams + place) % 2000 for place in range(2000)]
             times: list[float] = []

@@ -1,4 +1,4 @@
-"""The fleet over real streams to nodes that do what the test says: who is used, who is lost and when, who comes back."""
+"""The node pool over real streams to simulated nodes: which nodes are used, when one is lost, and when it returns."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ PATIENCE_S = 0.4
 
 
 class Listing:
-    """A registry whose list is the test's."""
+    """A registry whose list of nodes is set by the test."""
 
     kind = "embedded"
     state = "ok"
@@ -54,7 +54,7 @@ class Listing:
         self.changed = changed
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
     def put(self, info: NodeInfo) -> None:
         self.nodes[info.id] = info
@@ -66,7 +66,7 @@ class Listing:
 
 
 class Played:
-    """A node that reports its load every 20 ms, until it is made silent or its stream is ended."""
+    """A node that reports its load every 20 ms, unless the test makes it silent or ends its stream."""
 
     def __init__(self) -> None:
         self.stats = NodeStats()
@@ -108,7 +108,7 @@ class Played:
 
 
 class Kept(RouterObserver):
-    """Records that keep who reported."""
+    """An observer that records each node's reports."""
 
     def __init__(self) -> None:
         self.reports: list[tuple[str, NodeUpdate]] = []
@@ -119,7 +119,7 @@ class Kept(RouterObserver):
 
 @dataclass
 class Heard:
-    """A listener that keeps what it is told."""
+    """A listener that records the deltas and losses that it receives."""
 
     deltas: list[TokenDelta] = field(default_factory=list)
     losses: list[NodeConnection] = field(default_factory=list)
@@ -153,7 +153,7 @@ class Stage:
 async def stage(
     names: str, mode: str = "disaggregated", timeout_s: float = 30.0, **prints: str
 ) -> AsyncIterator[Stage]:
-    """Nodes by name, p… and d…, each with its fingerprint. At the default timeout nobody is lost for silence."""
+    """Start nodes named p… (prefill) or d… (decode). With the default timeout, no test loses a silent node."""
     records = Kept()
     listing, nodes, servers = Listing(), {name: Played() for name in names.split()}, []
     fleet = NodePool("router", listing, mode, timeout_s, records)
@@ -192,10 +192,10 @@ async def test_a_silent_node_is_lost_after_the_timeout_and_comes_back_when_it_sp
 
 
 async def test_a_node_that_answers_no_ping_fell_silent_and_did_not_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ping may find out sooner than the link's own patience; who was cut off is to blame for nothing."""
+    """The RPC ping may time out before the link's own limit. A node that is cut off is silent, not crashed."""
     monkeypatch.setattr(grpc_connection, "PING_S", 0.05)
     monkeypatch.setattr(link_of_router, "ANSWER_S", 0.15)
-    monkeypatch.setattr(link_of_router, "PING_S", 30.0)  # so that answers are awaited for no longer
+    monkeypatch.setattr(link_of_router, "PING_S", 30.0)  # so that the link's own pings detect nothing
     with Relays() as relays:
         async with stage("p0 d0") as here:
             port = int(here.fleet.connections["d0"].info.address.split(":")[1])
@@ -394,7 +394,7 @@ async def test_a_fleet_that_closes_leaves_every_node() -> None:
 
 
 async def test_a_node_that_says_tokens_that_are_none_is_lost_and_dialled_again() -> None:
-    """Token bytes that are no ids: the node is lost, like one that says anything else malformed, and dialled again."""
+    """Token bytes that are not a whole number of ids are a malformed message: the router reconnects to the node."""
     async with stage("d0 d1") as here:
         dispatcher = Dispatcher(here.fleet, AdmissionQueue(30.0), "m", DispatchRules(3), here.records)
         run = Reader(dispatcher, GenerationRequest("r", [1, 2, 3], 4, SamplingParams()))
@@ -449,7 +449,7 @@ async def test_a_load_of_nonsense_leaves_a_node_usable_and_its_status_json() -> 
 
 
 async def post(admin: Admin, node: str, role: str) -> int:
-    """The status that a change of role is answered with."""
+    """Return the HTTP status of a change of role."""
     scope = {
         "type": "http", "method": "POST", "path": "/", "path_params": {"node": node}, "query_string": b"",
         "headers": [(b"content-type", b"application/json")],
@@ -468,7 +468,7 @@ async def post(admin: Admin, node: str, role: str) -> int:
 async def test_two_operators_at_once_leave_a_decode_node_and_change_no_node_twice() -> None:
     async with stage("d0 d1", mode="colocated") as here:
         admin = Admin(here.fleet, 0.1)
-        # These nodes know no change of role, and say so: 503.
+        # These nodes do not implement a change of role, so it fails with 503.
         assert list(await asyncio.gather(post(admin, "d0", "prefill"), post(admin, "d1", "prefill"))) == [503, 409]
         assert list(await asyncio.gather(post(admin, "d0", "prefill"), post(admin, "d0", "decode"))) == [503, 409]
         assert await post(admin, "d1", "prefill") == 503, "what failed is forgotten"

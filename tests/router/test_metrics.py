@@ -26,7 +26,7 @@ def info(name: str, role: str, **attributes: str) -> NodeInfo:
 
 
 def samples_of(registry: CollectorRegistry) -> dict[tuple, float]:
-    """(name, sorted labels) -> value, as a scrape reads it."""
+    """Return the value of each (name, sorted labels) of a scrape."""
     families = text_string_to_metric_families(generate_latest(Snapshot(registry)).decode())
     return {
         (sample.name, *sorted(f"{key}={value}" for key, value in sample.labels.items())): sample.value
@@ -77,7 +77,7 @@ def test_percentiles_are_right_to_three_percent_and_expire(values):
 
 
 def asked(slo: SloTargets, gaps: list[float], reason: str = "length", arrived: float = 0.0) -> RequestMetrics:
-    """One sample: its first token after gaps[0], the others each after theirs."""
+    """Record one sample whose token i comes gaps[i] seconds after the previous one."""
     metrics = RequestMetrics("tiny", lambda: slo, Clock())
     pace, now = metrics.pace(arrived), arrived
     metrics.accepted(7, 99)
@@ -117,7 +117,7 @@ def test_one_token_has_no_time_per_output_token_and_no_second():
     seen = shown(asked(SloTargets(), [0.5]))
     assert seen["vllm:request_time_per_output_token_seconds_count", "model_name=tiny"] == 0
     assert seen["baton_second_token_latency_seconds_count", "model_name=tiny"] == 0
-    assert ("baton_slo_attainment_ratio", "model_name=tiny") not in seen  # no SLO, no share of it
+    assert ("baton_slo_attainment_ratio", "model_name=tiny") not in seen  # undefined without an SLO
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_one_token_has_no_time_per_output_token_and_no_second():
         ([0.5, *[0.01] * 197, 0.2, 0.2, 0.2], "length", 0.0),
         ([0.5, 0.2], "stop", 0.0),
         ([0.5, 0.01], "error", 0.0),
-        ([0.5, 0.01], "abort", None),  # it left while all was well: says nothing
-        ([0.5, 0.2], "abort", 0.0),  # it left after a stall
+        ([0.5, 0.01], "abort", None),  # the client left while the SLO was met: not counted
+        ([0.5, 0.2], "abort", 0.0),  # the client left after a stall
     ],
 )
 def test_a_sample_is_good_when_its_first_token_and_the_99th_percentile_of_its_gaps_keep_the_slo(

@@ -1,5 +1,5 @@
-"""Overload: which requests run, wait, or are rejected, deadlines, and slow clients. Every request is counted once, and
-releases what it held."""
+"""Overload: which requests run, wait or are rejected; deadlines; slow clients. Each request is counted once, and its
+resources are released."""
 
 import asyncio
 import heapq
@@ -45,11 +45,11 @@ def ticket(tenant: str = "", priority: int = 0, prompt: int = 5, answer: int = 5
     return QueueEntry(tenant, priority, prompt, answer, count, expires=1e9)
 
 
-# ---- admission, alone ------------------------------------------------------------------------------------------------
+# ---- the admission queue ---------------------------------------------------------------------------------------------
 
 
 class Model:
-    """An admission, and a simple model of its content."""
+    """An admission queue, and a simple model of its content."""
 
     def __init__(self) -> None:
         self.admission = AdmissionQueue(max_queued_tokens=10_000)
@@ -77,7 +77,7 @@ class Model:
             assert it.held_tokens <= it.capacity.kv_tokens or self.is_smaller
         assert self.held or not self.waiting, "requests wait, and none runs"
 
-    is_smaller = False  # capacity shrank: running requests stay
+    is_smaller = False  # True after the capacity shrank, when running requests may exceed it
 
 
 ACTS = st.one_of(
@@ -130,7 +130,7 @@ def test_held_and_waiting_requests_add_up_and_all_are_served(acts: list[tuple[An
 @settings(max_examples=25)
 @given(sizes=st.lists(st.integers(1, 60), min_size=30, max_size=60))
 def test_tenants_share_tokens_equally_whatever_the_size_of_their_requests(sizes: list[int]) -> None:
-    """S2: one asks for ten times as much, in requests of any size, and gets half."""
+    """A tenant that asks for ten times as many tokens as another tenant gets only half of the capacity."""
     it = AdmissionQueue(max_queued_tokens=10**9)
     it.resize(SMALL, 0.0)
     held: list[QueueEntry] = []
@@ -142,7 +142,7 @@ def test_tenants_share_tokens_equally_whatever_the_size_of_their_requests(sizes:
     counted = False
     while "modest" in it.queued_tenants:
         one = held.pop(0)
-        counted = counted or one.tenant == "modest"  # not before both wait
+        counted = counted or one.tenant == "modest"  # count once both tenants wait
         served[one.tenant] += one.cost if counted else 0
         held += it.release(one, one.sample_tokens, 0.0)
     assert abs(served["greedy"] - served["modest"]) <= 2 * 100 + 65
@@ -168,7 +168,7 @@ def test_a_request_is_rejected_if_its_predicted_wait_is_too_long() -> None:
     it = AdmissionQueue(max_queued_tokens=10**6)
     it.resize(PoolCapacity(1, 10**6, 10**6, 10), 0.0)
     (held,) = it.offer(ticket(prompt=90, answer=10), 0.0)
-    for number in range(1, 11):  # 100 tokens a second, while requests wait
+    for number in range(1, 11):  # 100 tokens per second, while requests wait
         it.offer(ticket(prompt=90, answer=10), float(number - 1))
         (held,) = it.release(held, 10, float(number))
     for _ in range(20):
@@ -188,9 +188,9 @@ def test_a_request_that_cannot_meet_its_deadline_is_rejected() -> None:
     (held,) = it.offer(ticket(prompt=90, answer=10), 0.0)
     it.pause(held, 1.0)
     it.resume(held)
-    it.release(held, 10, 100.0)  # its client did not read: that says nothing of the nodes
+    it.release(held, 10, 100.0)  # its client did not read, so this is no measurement of the nodes
     (held,) = it.offer(ticket(prompt=90, answer=10), 100.0)
-    it.release(held, 10, 102.0)  # 0.2 s a token
+    it.release(held, 10, 102.0)  # 0.2 s per token
     it.offer(ticket(prompt=90, answer=10), 102.0)
     with pytest.raises(AdmissionRefusedError):
         it.offer(replace(ticket(prompt=90, answer=10), deadline=105.0), 102.0)
@@ -201,8 +201,8 @@ SLOTS, STAY_S, PATIENCE_S, LAST_S = 16, 1.4, 4.0, 15.0
 
 
 def served_and_late(loads: list[tuple[float, float]]) -> tuple[float, int]:
-    """Nodes that run SLOTS requests at once, about STAY_S each, meet loads: times the peak, and seconds. Returns what
-    share of the peak they served during the last, and how many were let in and waited too long."""
+    """Simulate nodes that run SLOTS requests at once, about STAY_S each, under loads (multiple of the peak, seconds).
+    Return the share of the peak served during the last load, and the number of admitted requests that expired."""
     it, chance, number = AdmissionQueue(), random.Random(1), itertools.count()
     it.resize(PoolCapacity(SLOTS, 10**6, 10**6, 100), 0.0)
     due: list[tuple[float, int, str, QueueEntry]] = []
@@ -272,7 +272,7 @@ def test_a_cached_prompt_is_not_counted_twice() -> None:
 
 
 def crowded(**rules: Any) -> Stage:
-    """One node that should hold three requests."""
+    """Return a stage with one node that has room for three requests."""
     here = stage("d0", **rules)
     here.d0.info = replace(here.d0.info, max_num_seqs=1)
     here.fleet.notify()
@@ -335,10 +335,10 @@ async def test_after_a_failed_sample_the_others_are_not_sent() -> None:
 
 
 async def test_an_aborted_request_that_was_not_sent_never_reaches_its_node() -> None:
-    """Of one command a node takes the aborts first."""
+    """A node processes the aborts of a command before its submits, so both cannot be sent in one command."""
     here = stage("d0")
     sent = await here.submit(name="sent")
-    here.d0.take_command()  # as when it is written
+    here.d0.take_command()  # as if it had been sent
     unsent = await here.submit(name="unsent")
     await unsent.close()
     await sent.close()
@@ -475,7 +475,7 @@ async def test_a_request_fails_if_its_client_does_not_read_for_long(monkeypatch:
 
 
 def test_the_kernel_closes_connections_of_vanished_clients() -> None:
-    """Accepted connections inherit the option from the listening socket."""
+    """Accepted connections inherit these options from the listening socket."""
     with listen("127.0.0.1", 0, "--port") as listener, socket.create_connection(listener.getsockname()):
         connection, _ = listener.accept()
         with connection:
@@ -544,7 +544,7 @@ async def end(here: Stage, how: str, name: str, run: Any) -> None:
 
 
 async def test_an_exception_fails_only_its_own_request() -> None:
-    """An exception while one request's tokens are delivered fails it with a 500; others on that node continue."""
+    """An exception in the delivery of one request's tokens fails only that request."""
     here = stage("d0")
     runs = [await here.submit(name=name) for name in ("good", "bad")]
     failpoints.configure("router.received:2@bad.0.0=raise", allowed=True)

@@ -26,7 +26,7 @@ def chunks(row: list[int] | str, cuts: list[int]) -> list:
 
 
 def rows(library: tokenizers.Tokenizer) -> st.SearchStrategy[list[int]]:
-    """Any ids, ids of one emoji among them, and ids of real text: runs of bytes stay below the held limit."""
+    """Return a strategy for fewer than HELD_BYTES ids: random ids, including those of an emoji, or ids of text."""
     emoji = library.encode("👩‍👧 数é", add_special_tokens=False).ids
     anything = st.integers(0, library.get_vocab_size() + 3)
     return st.lists(st.one_of(anything, st.sampled_from(emoji)), max_size=HELD_BYTES - 1) | st.text(max_size=12).map(
@@ -192,14 +192,14 @@ def test_the_lower_bound_allows_for_composition():
 
 
 def test_there_is_no_lower_bound_if_a_token_has_no_longest_text(fallback):
-    assert fallback.least_tokens("a" * 100_000) == 0  # its spaces are rewritten before they are cut
+    assert fallback.least_tokens("a" * 100_000) == 0  # the tokenizer rewrites spaces before it splits the text
     greedy, drops, shrinks, unknown = (byte_level_tokenizer() for _ in range(4))
     greedy.add_special_tokens([tokenizers.AddedToken("<|pad|>", rstrip=True)])
     drops.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [tokenizers.pre_tokenizers.Split(" ", "removed"), tokenizers.pre_tokenizers.ByteLevel()]
     )
     shrinks.normalizer = tokenizers.normalizers.Strip()
-    unknown.pre_tokenizer = tokenizers.pre_tokenizers.Split(" ", "isolated")  # characters, not bytes: some are dropped
+    unknown.pre_tokenizer = tokenizers.pre_tokenizers.Split(" ", "isolated")  # drops unknown characters
     bounds = [Tokenizer(library, {}).least_tokens(" " * 100_000) for library in (greedy, drops, shrinks, unknown)]
     assert bounds == [0, 0, 0, 0]
 

@@ -1,6 +1,6 @@
-"""Drives a scheduler without a device: KV is a dictionary of slots, the next token a hash of what is read there.
+"""Drive a scheduler without a device. KV is a dictionary of slots, and the next token is a hash of the slots read.
 
-Any stale, foreign or missing slot changes the tokens, so a right answer proves the block accounting.
+A slot that is missing, outdated or another request's changes the tokens, so right tokens prove the block accounting.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ def expected(prompt: list[int], max_tokens: int, salt: bytes = b"") -> list[int]
 
 
 class Device:
-    """Slot (block, offset) -> (salt, token) of the position that was computed there last."""
+    """A device that keeps, for each slot (block, offset), the (salt, token) that was computed there last."""
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
@@ -54,8 +54,8 @@ class Device:
 
 
 class Driver:
-    """`depth` steps are decided before the first of them is told: 1 is a plain loop, 2 an overlapped device. Whoever
-    lands does so `LANDING_TURNS` turns after its room was found, who leaves is gone `LEAVING_TURNS` after its token."""
+    """A loop with up to `depth` scheduled steps in flight: 1 is a plain loop, 2 overlaps steps. A request's KV arrives
+    LANDING_TURNS turns after its blocks were allocated. Sent KV is released LEAVING_TURNS turns after its token."""
 
     def __init__(self, scheduler: Scheduler, depth: int = 1) -> None:
         self.scheduler = scheduler
@@ -69,7 +69,7 @@ class Driver:
         self.idle = 0
 
     def turn(self) -> list[StepOutput]:
-        """Decides one step and tells those beyond the depth."""
+        """Schedule one step. Complete the oldest step if `depth` steps are in flight or no step was scheduled."""
         self.turns += 1
         while self.landings and self.landings[0][0] <= self.turns:
             self.land(self.landings.popleft()[1])
@@ -91,7 +91,7 @@ class Driver:
         return events
 
     def land(self, landing: Request) -> None:
-        """Its peer has written the KV, and sampled the first token."""
+        """Write the KV and the first token that the request's peer computed."""
         if landing.state is not RequestState.RECEIVING_KV:
             return
         for position in range(landing.num_computed, len(landing.tokens)):
@@ -101,7 +101,7 @@ class Driver:
 
     def tell(self) -> list[StepOutput]:
         step, tables = self.in_flight.popleft()
-        # As on a device, the rows a step reads include what the steps before it sampled.
+        # As on a device, the rows that a step reads include the tokens that earlier steps sampled.
         tokens = self.device.run(step, tables, [piece.request.tokens for piece in step.slices])
         return self.scheduler.update(step, tokens)
 
@@ -123,7 +123,7 @@ class Driver:
         assert step.work.decode_context == sum(piece.end for piece in decodes)
 
     def recount(self) -> None:
-        """The ledger against a full count of who holds what (only valid with nothing in flight)."""
+        """Check the ledger against a count of all requests' blocks. No step may be in flight."""
         held: dict[int, int] = {}
         reserved = 0
         for request in self.scheduler.requests.values():
@@ -152,8 +152,8 @@ def request(name: str, prompt: list[int], max_tokens: int, **fields: object) -> 
 
 @st.composite
 def traffic(draw: st.DrawFn) -> tuple[Scheduler, list[tuple[int, Request]], int]:
-    """A scheduler, requests with the turns at which they arrive, and the driver's depth. Of the requests some land or
-    leave, some are resumed and some want the logits of their prompt."""
+    """Draw a scheduler, requests with the turns at which they arrive, and the driver's depth. Some requests receive or
+    send KV, some are resumed, and some need the logprobs of their prompt."""
     block_tokens = draw(st.sampled_from([1, 2, 4, 16]))
     limits = StepLimits(
         max_num_batched_tokens=draw(st.integers(1, 40)),

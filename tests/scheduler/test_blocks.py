@@ -1,4 +1,4 @@
-"""The block pool against a model of it that is too simple to be wrong: sets of blocks, and names that were given."""
+"""The block pool against a simple model: lists of blocks, and the names of those whose content is known."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ TOTAL = 12
 
 
 class Pool(RuleBasedStateMachine):
-    """Owners hold rows of blocks; a peer writes reserved ones; of given-up ones nobody knows yet who still writes."""
+    """Requests own blocks, and peers write to reserved blocks. A peer may still write to a quarantined block."""
 
     @initialize()
     def begin(self) -> None:
@@ -18,11 +18,11 @@ class Pool(RuleBasedStateMachine):
         self.owned: list[list[int]] = []
         self.reserved: list[list[int]] = []
         self.quarantined: list[list[int]] = []
-        self.names: dict[int, bytes] = {}  # of blocks whose content is known
+        self.names: dict[int, bytes] = {}  # names of the blocks whose content is known
         self.number = 0
 
     def _fresh(self, blocks: list[int]) -> None:
-        """They were given out to be written, so nobody else may have them, and their content is gone."""
+        """Check that the newly allocated blocks have no other owner, and forget their names."""
         held = {block for rows in (self.owned, self.reserved, self.quarantined) for row in rows for block in row}
         assert not held & set(blocks)
         assert len(set(blocks)) == len(blocks)
@@ -62,7 +62,7 @@ class Pool(RuleBasedStateMachine):
     @precondition(lambda self: self.names)
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
-        """A prefix hit: blocks that are cached, or another request's."""
+        """Share blocks that are cached or that another request owns, as after a prefix hit."""
         blocks = data.draw(st.lists(st.sampled_from(sorted(self.names)), min_size=1, unique=True))
         assert self.pool.match([self.names[block] for block in blocks]) == blocks
         held = {block for row in self.owned for block in row}

@@ -1,4 +1,4 @@
-"""The budget from an SLO, against a device whose cost function changes under it."""
+"""The token budget that is computed from an SLO, on a device whose cost function changes."""
 
 import random
 from collections.abc import Callable
@@ -20,13 +20,13 @@ FAST = CostModel(overhead=4e-3, per_token=5e-5, knee_tokens=32, per_pair=1e-8, p
 SLOW = CostModel(*(2 * value for value in FAST.packed()[:2]), 32, *(2 * value for value in FAST.packed()[3:]))
 ATTENDING = CostModel(4e-3, 5e-5, 32, per_pair=8e-8, per_context=4e-7, per_decode=5e-5)
 WIDE = CostModel(1e-3, 2e-5, 300, per_pair=1e-10, per_context=1e-8, per_decode=1e-6)
-Device = Callable[[int], CostModel]  # by the number of the step
+Device = Callable[[int], CostModel]  # from the number of a step to its cost model
 
 
 @dataclass
 class Served:
     seconds: float  # until all work was done
-    watched: list[tuple[int, float]]  # (number, seconds) of the steps that somebody waited for
+    watched: list[tuple[int, float]]  # (number, seconds) of the steps that had decodes
     steps: list[Step]
 
     def p99(self, first: int = 0, last: int = 10**9) -> float:
@@ -38,7 +38,7 @@ class Served:
 
 
 def serve(budget: Budget, device: Device, num_requests: int = 70, gap_s: float = 0.22) -> Served:
-    """Open-loop traffic with a third of long prompts, on a virtual clock with noise and rare stalls."""
+    """Serve open-loop traffic, a third of it long prompts, on a virtual clock with noise and rare stalls."""
     rng = random.Random(3)
     scheduler = Scheduler(StepLimits(), 9000, 16, budget=budget)
     fit = CostFit()

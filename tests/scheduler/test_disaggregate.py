@@ -1,4 +1,4 @@
-"""Where a prompt is computed: a table of situations with the choice that is right in each, and what must never flip it."""
+"""Where a prompt is computed: a table of situations with the right choice, and changes that must not flip a choice."""
 
 from dataclasses import replace
 from math import ceil
@@ -12,7 +12,7 @@ from scheduler.cost import CostModel, StepWork
 from scheduler.disaggregate import LatencyEstimate, NodeView, choose, local_estimate, remote_estimate
 from scheduler.placement import Placement, place
 
-# 4.6 ms to read the weights, then 20 us a token: about Llama-3.1-8B on an H200.
+# 4.6 ms to read the weights, then 20 us per token: about Llama-3.1-8B on an H200.
 H200 = CostModel(0.0, 2e-5, 230.0, 9e-10, 3e-8, 8e-6)
 LINK = {"push_s": 5e-4, "byte_s": 1 / 11e9, "token_bytes": 131_072}
 
@@ -33,7 +33,7 @@ def placed(prompt: int, p: NodeView, d: NodeView, cached: dict[str, int] | None 
 
 
 SITUATIONS = [
-    # what, prompt tokens, prefill node, decode node, cached tokens, reason
+    # situation, prompt tokens, fields of the prefill node, fields of the decode node, cached tokens, reason
     ("a short prompt, nobody decodes", 100, {}, {}, {}, "local_sooner"),
     ("a long prompt, nobody decodes", 8000, {}, {}, {}, "local_sooner"),
     ("a long prompt, everybody decodes", 8000, {}, {"decodes": 128}, {}, "remote_sooner"),
@@ -104,7 +104,7 @@ def test_a_link_slower_than_the_prefill_is_seen_whole() -> None:
 
 
 def test_a_decode_node_that_has_computed_no_prompt_is_judged_by_what_prompts_cost_elsewhere() -> None:
-    ignorant = CostModel(4.6e-3, 0.0, 0.0, 0.0, 3e-8, 8e-6)  # fitted to decodes alone: prompts look free
+    ignorant = CostModel(4.6e-3, 0.0, 0.0, 0.0, 3e-8, 8e-6)  # fitted to decodes alone, so that prompts seem free
     for decodes in (0, 64):
         view = decode_node(decodes, cost=ignorant, cost_is_learnt=False)
         taught, knowing = local_estimate(view, H200, 4000, 0), local_estimate(decode_node(decodes), H200, 4000, 0)
@@ -151,7 +151,7 @@ def test_a_slower_link_never_brings_a_prompt_to_it(prompt: int, factor: float, d
 
 @given(prompts, st.integers(0, 200), st.floats(0.005, 0.05))
 def test_a_local_prompt_is_predicted_to_keep_the_slo(prompt: int, decodes: int, slo_s: float) -> None:
-    """The prediction that lets a prompt in takes no step that the SLO forbids: it fits the mean step of it."""
+    """If a prompt is predicted to keep the SLO, the mean of its predicted steps keeps it."""
     view = decode_node(decodes, tbt_slo_s=slo_s)
     estimate = local_estimate(view, H200, prompt, 0)
     assert estimate is not None

@@ -1,4 +1,4 @@
-"""Prompts that one node computes in the blocks of another: two schedulers, one device, no block moved."""
+"""Prompts that one node computes in another node's blocks: two schedulers share a device, and no block is copied."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +18,7 @@ def run(scheduler: Scheduler, device: Device, step: Step) -> list[int | None]:
 
 
 def hand_over(borrower: Scheduler, lender: Scheduler, landing: Request) -> Request:
-    """What the two nodes do between the grant and the first chunk."""
+    """Do what the two nodes do between the grant and the first chunk: add the request with its blocks to `borrower`."""
     guest = Request(
         landing.id, list(landing.tokens), landing.num_prompt, landing.max_tokens, send_kv=True, shared_pool=True
     )

@@ -1,4 +1,4 @@
-"""The block ledger is counted against who holds what: it agrees in all traffic, and shows every planted bug."""
+"""Audits of the block ledger find injected bugs in the block accounting."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ PLANTED: dict[str, Callable[..., object]] = {
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_is_a_breach_and_ends_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that run, land and leave, so that every way a block can go is gone."""
+    """Some requests receive or send KV and others do neither, so that all transitions of a block occur."""
     scheduler = Scheduler(StepLimits(max_num_batched_tokens=16), 40, 4)
     planted = PLANTED[name]
     monkeypatch.setattr(scheduler.pool, name, lambda *given: planted(scheduler.pool, *given))
@@ -32,7 +32,7 @@ def test_a_planted_bug_is_a_breach_and_ends_nothing(name: str, monkeypatch: pyte
 
 
 def test_leaks_show_while_requests_run_without_a_walk_over_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An idle moment may never come; sums over requests are compared every few steps."""
+    """A scheduler may never be idle, so sums over its requests are compared every AUDIT_STEPS steps."""
     scheduler = Scheduler(StepLimits(max_num_batched_tokens=16), 200, 4)
     driver = Driver(scheduler)
     scheduler.add(request("long", [5, 6, 7], 3 * AUDIT_STEPS))

@@ -1,4 +1,4 @@
-"""Placement: load and prefix overlap decide, and the cost of a decision does not grow with the cluster."""
+"""Placement decides by load and prefix overlap, at a cost that does not grow with the cluster."""
 
 from array import array
 

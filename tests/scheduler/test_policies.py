@@ -1,4 +1,4 @@
-"""The property that defines each policy, over random traffic with room enough that nothing but the policy decides."""
+"""The defining property of each policy, over random traffic with enough blocks that only the policy decides."""
 
 import random
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ seeds = given(st.integers(0, 2**32))
 
 @dataclass
 class Seen:
-    """A step, and what there was before it was decided."""
+    """A step, and the state of the requests before it was scheduled."""
 
     step: Step
-    decoding: set[str]  # requests that lacked one token
-    behind: dict[str, int]  # tokens that each request but those landing lacked
-    here: set[str]  # requests that ran or landed
+    decoding: set[str]  # running requests with one token left to compute
+    behind: dict[str, int]  # tokens left to compute, by request, without those that receive KV
+    here: set[str]  # requests that were running or receiving KV
 
     @property
     def members(self) -> set[str]:
@@ -37,7 +37,7 @@ class Seen:
 
 
 def watch(name: str, seed: int, receive_kv: float = 0.0) -> Iterator[Seen]:
-    """Serves random requests, no two of which share a prefix, and yields every step."""
+    """Serve random requests without common prefixes. Yield every step."""
     rng = random.Random(seed)
     limits = StepLimits(BUDGET, max_num_seqs=20, long_prefill_token_threshold=rng.choice([0, 10]), tile_tokens=4)
     driver = Driver(scheduler := Scheduler(limits, 1000, 4, POLICIES[name]))

@@ -17,7 +17,7 @@ MODELS = (None, CostModel(overhead=1.0), CostModel(1.0, 1.0, 4.0, 0.1, 0.01, 0.1
 
 
 def expected_of(done: Request) -> list[int]:
-    """What it should have generated, so many tokens as it has."""
+    """Return the tokens that the request should have generated so far."""
     return expected(done.tokens[: done.num_prompt], done.num_generated, done.salt)
 
 
@@ -83,7 +83,7 @@ def test_decodes_never_wait_for_a_prompt(name: str, case: tuple[Scheduler, list[
         for when, arrival in arrivals:
             if when == turn:
                 scheduler.add(arrival)
-        # The last token of a prompt that leaves is no decode: it may wait for a block.
+        # The last token of a prompt whose KV is sent is no decode, so it may wait for a block.
         decoding = {r.id for r in scheduler.running if r.num_tokens - r.num_scheduled == 1 and not r.send_kv}
         before = scheduler.counters.preemptions
         driver.turn()

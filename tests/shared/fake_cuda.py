@@ -1,6 +1,6 @@
-"""A fake of `cuda.bindings.driver`: memory of a GPU is host memory in memfds, which other processes map alike.
+"""A fake of `cuda.bindings.driver`. Its GPU memory is host memory in memfds, which other processes can map.
 
-Copies are done when their stream is synchronized, so that a missing wait shows. A test compares its names with NVIDIA's.
+Copies run when their stream is synchronized, so that tests detect a missing wait.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from engine.cuda.kv.driver import CudaDevice, CudaRegion, Driver, PinnedStaging
 from shared.kv.memory import Staging, checksums
 
 NUM_GPUS = 3
-UNIT = 1 << 16  # memory is allocated in multiples of it
+UNIT = 1 << 16  # the granularity of allocations
 MOST = 1 << 30
 NONE, ALL = 0, mmap.PROT_READ | mmap.PROT_WRITE
 FIXED, HIDDEN = 0x10, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -44,7 +44,7 @@ def check(fine: object, code: int = 1) -> None:
 
 
 class FakeCuda:
-    """GPU n has the UUID of n bytes n, and GPUs 0 and 1 are peers. `calls` has the names of the calls so far."""
+    """A driver with NUM_GPUS GPUs. GPUs 0 and 1 are peers. `calls` has the names of the calls so far."""
 
     CUmemAllocationHandleType = IntEnum("CUmemAllocationHandleType", {"CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR": 1})
     CUmemLocationType = IntEnum("CUmemLocationType", {"CU_MEM_LOCATION_TYPE_DEVICE": 1})
@@ -57,9 +57,9 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.num_failing = 0  # how many of the next copies fail
-        self.memories: dict[int, int] = {}  # handles -> their memfds
-        self.sizes: dict[int, int] = {}  # reserved addresses
+        self.num_failing = 0  # this number of the next copies fail
+        self.memories: dict[int, int] = {}  # memfds, by handle
+        self.sizes: dict[int, int] = {}  # sizes of the reserved addresses
         self.streams: dict[int, list[tuple[int, int, int]]] = {}
         self.pinned: dict[int, Any] = {}
         self._last = 100
@@ -209,7 +209,7 @@ def gpu(ordinal: int = 0) -> CudaDevice:
 
 
 class FakeDeviceMemory:
-    """A pool on a GPU of the fake. `rows` has its bytes as the GPU sees them, uint8 [num_rows, row_bytes]."""
+    """A KV pool in the memory of a fake GPU. `rows` is a view of its bytes, uint8 [num_rows, row_bytes]."""
 
     sums: ClassVar[str] = "xxh3"
 

@@ -1,4 +1,4 @@
-"""One process with one KV channel, which takes commands in lines of JSON: the other end of the channel tests."""
+"""A process with one KV channel, for tests of channels between processes. It reads commands as lines of JSON."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ ALL_ROWS = range(NUM_ROWS)
 
 
 class Peer:
-    """A pool whose row i is filled with byte i + 1, its channel, and the incarnation ids of the writers it lost."""
+    """A pool whose row i is filled with byte i + 1, and its channel. `lost` has the ids of the writers that it lost."""
 
     def __init__(self, memory: HostMemory | FakeDeviceMemory) -> None:
         self.memory = memory
@@ -32,7 +32,7 @@ class Peer:
 
     @classmethod
     async def start(cls, kind: str, directory: str, row_bytes: int = ROW_BYTES, **options: Any) -> "Peer":
-        """`kind`: the name of a channel, and `:gpu` if the memory is that of a GPU."""
+        """Start a peer. `kind` is the name of a channel, followed by `:gpu` if the memory is on a GPU."""
         name, _, place = kind.partition(":")
         peer = cls((FakeDeviceMemory if place == "gpu" or name == "cuda_ipc" else HostMemory)(NUM_ROWS, row_bytes))
         common = peer.incarnation, peer.lost.append
@@ -49,11 +49,11 @@ class Peer:
         self.memory.close()
 
     def described(self, **changes: Any) -> PeerDescriptor:
-        """Return the descriptor of its channel with some fields changed."""
+        """Return the descriptor of the channel with the changed fields."""
         return replace(PeerDescriptor.unpack(self.channel.descriptor(), self.channel.name), **changes)
 
     def granted(self, rows: Sequence[int] = ALL_ROWS) -> bytes:
-        """Grant a new reservation."""
+        """Grant a new reservation of the rows. Return its id."""
         reservation_id = secrets.token_bytes(16)
         self.channel.grant(reservation_id, rows)
         return reservation_id
@@ -61,12 +61,12 @@ class Peer:
     async def push(
         self, receiver: "Peer", source: Sequence[int], target: Sequence[int], reservation_id: bytes = b""
     ) -> None:
-        """Push to another peer, by default under a new reservation of all its rows."""
+        """Push rows to another peer, by default into a new reservation of all its rows."""
         reservation_id = reservation_id or receiver.granted()
         await self.channel.push(receiver.channel.descriptor(), reservation_id, source, target)
 
     def contents(self) -> list[list[int]]:
-        """Return the different bytes in each row."""
+        """Return the distinct bytes of each row."""
         return [sorted(set(row.tobytes())) for row in self.memory.rows]
 
 

@@ -1,4 +1,4 @@
-"""One example of every control message with its bytes on the wire."""
+"""An example of every control message, with its encoded bytes."""
 
 from shared.rpc.messages import (
     Ack,

@@ -1,4 +1,4 @@
-"""The wire: the bytes of every message are pinned, and invalid input is refused with the name of the field."""
+"""The wire format: every message has fixed bytes, and the error for invalid input names the field."""
 
 import dataclasses
 
@@ -80,5 +80,5 @@ def test_token_ids_travel_as_int32() -> None:
     assert unpack_ids(pack_ids([0, 1, 2**31 - 1])) == [0, 1, 2**31 - 1]
     with pytest.raises(ValueError, match="negative"):
         unpack_ids(b"\xff\xff\xff\xff")
-    with pytest.raises(ValueError):  # noqa: PT011 - the array module's own words
+    with pytest.raises(ValueError):  # noqa: PT011 - the message is the array module's
         unpack_ids(b"\x00\x00\x00")

@@ -149,7 +149,7 @@ def test_a_bad_flag_is_one_line_with_what_is_allowed_and_status_2(
 
 
 def test_a_bad_variable_is_named_as_such(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BATON_PORT", "tcp://10.0.0.1:80")  # as a container platform sets it for a service "baton"
+    monkeypatch.setenv("BATON_PORT", "tcp://10.0.0.1:80")  # Kubernetes sets this for a service "baton"
     with pytest.raises(SystemExit) as ended:
         settings_from_command_line(RouterSettings, ["--model", "m"], "prog")
     assert ended.value.code == 2

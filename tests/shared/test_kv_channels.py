@@ -1,4 +1,4 @@
-"""One contract for every KV channel, within a process and between two; and what each must survive from strangers."""
+"""The contract that every KV channel keeps, within a process and between processes, also against malformed peers."""
 
 import asyncio
 import contextlib
@@ -31,9 +31,9 @@ from shared.kv.tcp import ACK, FRAME, MAX_FRAME_ROWS, TcpChannel, checked
 from tests.shared.kv_peer import ALL_ROWS, NUM_ROWS, ROW_BYTES, Peer
 
 ROOT = Path(__file__).parents[2]
-LONG = 8_000  # times the whole pool: a push that lasts for seconds, whatever the channel
-PATIENCE_S = 20.0  # of the tests, for things that take milliseconds
-# The last two run over a fake of the CUDA driver.
+LONG = 8_000  # multiples of the pool, so that a push lasts for seconds on every channel
+PATIENCE_S = 20.0  # timeout for events that take milliseconds
+# The last two kinds use a fake CUDA driver.
 KINDS = ["shm", "tcp", "cuda_ipc", "tcp:gpu"]
 AT_START = [[row + 1] for row in ALL_ROWS]
 STRANGER = "f" * 32
@@ -64,7 +64,7 @@ class Process:
 
 @pytest.fixture
 def collected() -> None:
-    """Nothing of earlier tests is left to the garbage collector, so that descriptors and mappings can be counted."""
+    """Collect the garbage of earlier tests, so that the test can count file descriptors and mappings."""
     gc.collect()
 
 
@@ -76,7 +76,7 @@ def directory() -> Iterator[str]:
 
 @pytest.fixture
 async def start(directory: str) -> AsyncIterator[Start]:
-    """Start a peer, which is closed after the test."""
+    """Return a function that starts a peer. The peer is closed after the test."""
     async with contextlib.AsyncExitStack() as cleanup:
 
         async def start(kind: str, **options: Any) -> Peer:
@@ -89,7 +89,7 @@ async def start(directory: str) -> AsyncIterator[Start]:
 
 @pytest.fixture
 def process(directory: str) -> Iterator[Callable[[str], Process]]:
-    """Start a peer in another process, which is killed after the test."""
+    """Return a function that starts a peer in another process. The process is killed after the test."""
     with contextlib.ExitStack() as cleanup:
 
         def start(kind: str) -> Process:
@@ -102,7 +102,7 @@ def process(directory: str) -> Iterator[Callable[[str], Process]]:
 
 @contextlib.asynccontextmanager
 async def peers(kind: str, number: int = 2) -> AsyncIterator[list[Peer]]:
-    """Start peers within a test of hypothesis, which fixtures do not start again for each example."""
+    """Start peers for one example of a hypothesis test. A fixture would serve all examples."""
     with tempfile.TemporaryDirectory(prefix="kv") as path:
         all_peers = [await Peer.start(kind, path) for _ in range(number)]
         try:
@@ -129,7 +129,7 @@ async def until(what: Callable[[], object]) -> None:
 
 
 async def works(writer: Peer, receiver: Peer) -> None:
-    """A push of row 3 to row 4 arrives."""
+    """Check that a push of row 3 to row 4 arrives."""
     receiver.memory.rows[4] = 0
     await writer.push(receiver, [3], [4], receiver.granted([4]))
     assert (receiver.memory.rows[4] == writer.memory.rows[3]).all()
@@ -164,7 +164,7 @@ async def test_any_list_of_rows_is_copied_as_numpy_would(kind: str, moves: list[
         expected = receiver.memory.rows.copy()
         expected[target] = writer.memory.rows[source]
         reservation_id = receiver.granted(target)
-        for _ in range(2):  # the same rows twice are harmless
+        for _ in range(2):  # pushing the same rows again is harmless
             await writer.push(receiver, source, target, reservation_id)
             assert (receiver.memory.rows == expected).all()
 
@@ -253,7 +253,7 @@ async def test_an_address_that_leads_nowhere_is_a_channel_error(pair: tuple[Peer
     await works(writer, receiver)
 
 
-# Ends
+# Ends of peers and pushes
 
 
 @pytest.mark.usefixtures("collected")
@@ -275,7 +275,7 @@ async def test_a_receiver_killed_in_mid_push_fails_the_push_and_all_after_it(
     for push in pushes:
         with pytest.raises(PeerLostError):
             await asyncio.wait_for(push, PATIENCE_S)
-    await until(lambda: num_mappings() == before)  # though nothing is pushed any more
+    await until(lambda: num_mappings() == before)  # although no push follows
     with pytest.raises(PeerLostError):
         await writer.channel.push(*arguments, [0], [0])
     await until(lambda: num_threads() == threads_before)
@@ -293,7 +293,7 @@ async def test_a_writer_killed_in_mid_push_is_reported_once(
     assert receiver.lost == []
     writer.kill()
     await until(lambda: receiver.lost)
-    receiver.memory.rows[:] = 0  # its writes are over, so this stays
+    receiver.memory.rows[:] = 0  # the writer must write nothing after this
     await asyncio.sleep(0.02)
     assert receiver.lost == [incarnation]
     assert not receiver.memory.rows.any()
@@ -337,7 +337,7 @@ async def test_a_push_ends_with_an_error_when_its_channel_closes(pair: tuple[Pee
     for push in pushes:
         with pytest.raises(PeerLostError):
             await push
-    await until(lambda: receiver.lost == [writer.incarnation])  # after the last byte
+    await until(lambda: receiver.lost == [writer.incarnation])  # after the last byte was written
     await was_stopped_for_good(receiver)
     await writer.channel.close()
     with pytest.raises(ChannelError, match="closed"):
@@ -347,22 +347,22 @@ async def test_a_push_ends_with_an_error_when_its_channel_closes(pair: tuple[Pee
 async def test_a_cancelled_push_writes_nothing_more_and_the_next_one_is_well(pair: tuple[Peer, Peer]) -> None:
     writer, receiver = pair
     moving, waiting = await long_pushes(writer, receiver)
-    waiting.cancel()  # its turn has not come: nothing to wait for
+    waiting.cancel()  # this push has not begun, so its cancellation is immediate
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert not moving.done()
-    for _ in range(2):  # impatience does not help
+    for _ in range(2):  # a second cancellation changes nothing
         moving.cancel()
         await asyncio.sleep(0)
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(moving, PATIENCE_S)
     await was_stopped_for_good(receiver)
     await works(writer, receiver)
-    assert receiver.lost == []  # on the same connection
+    assert receiver.lost == []  # the connection was kept
 
 
 async def long_pushes(writer: Peer, receiver: Peer, reservation_id: bytes = b"") -> list[asyncio.Task[None]]:
-    """One push under way that would last for seconds and then fill the last row, and one behind it."""
+    """Start a push that takes seconds and fills the last row at its end, and a second push that waits for the first."""
     rows = [*range(NUM_ROWS - 1)] * LONG + [NUM_ROWS - 1]
     receiver.memory.rows[:] = 0
     reservation_id = reservation_id or receiver.granted()
@@ -393,7 +393,7 @@ async def test_nothing_is_left_after_close(kind: str, directory: str) -> None:
                 await asyncio.wait_for(push, PATIENCE_S)
         await writer.close()
         del push, pushes
-        gc.collect()  # the errors, with the frames in their tracebacks, and the views of rows in those
+        gc.collect()  # free the errors, whose tracebacks hold views of rows
         return num_files(), num_threads(), num_mappings(), os.listdir(directory)
 
     before = num_files(), num_threads(), num_mappings(), list[str]()
@@ -406,7 +406,7 @@ def num_files() -> int:
 
 
 def num_mappings() -> int:
-    """How many KV memories are mapped here."""
+    """Return the number of KV memories that this process maps."""
     return Path("/proc/self/maps").read_text().count("/memfd:baton-kv")
 
 
@@ -420,7 +420,7 @@ def num_threads() -> int:
 async def test_a_closed_an_unknown_or_a_foreign_reservation_moves_no_byte(start: Start) -> None:
     writer, receiver = await start("tcp"), await start("tcp")
     with pytest.raises(ReservationRefusedError, match="does not know the reservation, or has closed it"):
-        await writer.push(receiver, [0], [0], secrets.token_bytes(16))  # at the greeting
+        await writer.push(receiver, [0], [0], secrets.token_bytes(16))  # refused at the greeting
     shut, partly = receiver.granted(), receiver.granted([0, 2, 4])
     receiver.channel.revoke(shut)
     await works(writer, receiver)
@@ -446,7 +446,7 @@ async def test_no_byte_is_written_after_a_revocation_even_in_the_middle_of_a_row
         assert (rows[1, :1000] == 0xAA).all()
         assert (rows[1, 1000:] == 2).all()
         assert (rows[2] == 3).all()
-        again = tcp_receiver.granted([1])  # the rows are reused at once; the frames of the old reservation come late
+        again = tcp_receiver.granted([1])  # row 1 is reused before late frames of the old reservation
         raw.sendall(frame_head(reservation_id, [1]) + b"\xcc" * ROW_BYTES + end_of_push(reservation_id))
         assert receive_ack(raw) == (0, 1)
         assert 0xCC not in rows[1]
@@ -468,7 +468,7 @@ async def test_a_revocation_holds_against_a_writer_at_full_speed(start: Start) -
     assert receiver.lost == []
 
 
-# Strangers
+# Malformed and hostile writers
 
 
 def raw_connection(receiver: Peer) -> socket.socket:
@@ -513,12 +513,12 @@ def receive_ack(raw: socket.socket) -> tuple[int, int]:
 
 
 def is_hung_up_on(raw: socket.socket) -> bool:
-    """Wait for the end that the receiver makes, whatever it sends before."""
+    """Read until the receiver closes the connection."""
     try:
         while raw.recv(65_536):
             pass
     except ConnectionResetError:
-        pass  # it closed with bytes of ours unread
+        pass  # the receiver closed with unread bytes
     return True
 
 
@@ -588,7 +588,7 @@ async def test_no_bytes_at_all_harm_a_receiver(kind: str, words: list[bytes], in
     async with peers(kind) as (writer, receiver):
         receiver.granted()
         with raw_writer(receiver) if introduced else raw_connection(receiver) as raw:
-            with contextlib.suppress(OSError):  # it may have hung up already
+            with contextlib.suppress(OSError):  # the receiver may have closed already
                 for some in words:
                     raw.sendall(some)
                 raw.shutdown(socket.SHUT_WR)
@@ -626,7 +626,7 @@ async def test_a_writer_that_falls_silent_in_its_greeting_is_given_up(kind: str,
 
 
 async def test_a_writer_that_sends_single_bytes_slowly_is_disconnected(tcp_receiver: Peer) -> None:
-    """It is never silent for long, but the frame takes longer than a frame of that size may take."""
+    """No pause is too long, but the whole frame takes longer than a frame of its size may take."""
     with raw_writer(tcp_receiver) as raw:
         raw.sendall(frame_head(tcp_receiver.granted([0]), [0]))
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
@@ -701,7 +701,7 @@ async def test_a_tcp_writer_that_names_no_open_reservation_is_turned_away(tcp_re
 async def test_after_cancels_at_any_moment_every_push_is_answered_for_itself(
     kind: str, pushes: list[tuple[int, float]]
 ) -> None:
-    """A push of many rows is cancelled; what follows on the connection must never take its answer for its own."""
+    """After a long push is cancelled, a later push on the connection must not take its reply for its own."""
     async with peers(kind) as (writer, receiver):
         rows = [*ALL_ROWS]
         for refused, after_s in pushes:
@@ -719,7 +719,7 @@ async def test_after_cancels_at_any_moment_every_push_is_answered_for_itself(
         assert receiver.lost == [], "the connection lasted"
 
 
-# Receivers that are not what they seem
+# Malformed receivers
 
 
 @contextlib.contextmanager
@@ -905,7 +905,7 @@ def test_memory_is_zero_writable_sealed_and_gone_when_closed() -> None:
     view = memory.rows[4]
     for _ in range(2):
         memory.close()
-    assert (view == 7).all()  # a view keeps the mapping
+    assert (view == 7).all()  # the view keeps the memory mapped
     with pytest.raises(ValueError, match="closed"):
         _ = memory.fd
 

@@ -21,7 +21,7 @@ class Lines:
         configure("info", log_format, "decode-0")
 
     def read(self) -> list[str]:
-        """What was logged since the last reading."""
+        """Return the lines that were logged since the last call."""
         return self._capsys.readouterr().err.splitlines()
 
     def objects(self) -> list[dict]:
@@ -30,7 +30,7 @@ class Lines:
 
 @pytest.fixture
 def lines(capsys):
-    """The process's lines; the root logger is put back afterwards."""
+    """Return the lines that this process logs. Restore the root logger after the test."""
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
     yield Lines(capsys)

@@ -1,4 +1,4 @@
-"""Membership under streams that end late, routers that restart, and a Redis that fails, freezes or forgets."""
+"""Membership when streams end late, a router restarts, or Redis fails, freezes or loses its data."""
 
 import asyncio
 import socket
@@ -27,7 +27,7 @@ from shared.rpc.methods import JOIN
 
 INFO = NodeInfo("d0", "boot-1", "decode", "127.0.0.1:1", "m", "print", 4, 64, 100, 512, 8)
 BEAT_S = 0.03
-LEASE_S = 1.0  # and more: three heartbeats are enough
+LEASE_S = 1.0  # longer than the lease of three heartbeats
 
 
 # ---- embedded -----------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def _encoded(text: str | bytes) -> bytes:
 
 
 class PlayedRedis:
-    """The commands that the registry uses, on a dict; while `error` is set, every one of them fails with it."""
+    """A fake Redis with the commands that the registry uses. While `error` is set, every command raises it."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -159,7 +159,7 @@ class PlayedRedis:
         self.leases_ms: list[int] = []
         self.error: Exception | None = None
         self.num_reads = 0
-        self.now = 100.0  # the registry's clock, which only the test moves
+        self.now = 100.0  # the registry's clock, which only the test advances
         self.is_closed = False
         self.removed: Callable[[set[bytes]], None] = lambda _: None  # called before names leave the index
 
@@ -226,7 +226,7 @@ async def watching(changes: list[list[str]] | None = None) -> AsyncIterator[Redi
 
 
 async def reads(redis: PlayedRedis, count: int) -> None:
-    """Wait until the registry has read `count` more times. It may still be processing the last answer."""
+    """Wait until the registry has read `count` more times. It may not have processed the last reply yet."""
     goal = redis.num_reads + count
     assert await wait_until(lambda: redis.num_reads >= goal, 10.0)
 

@@ -40,7 +40,7 @@ WAIT_S = 20.0
 
 
 class Served:
-    """A server, the requests that it received, and how many connections it holds."""
+    """A server that records its requests."""
 
     def __init__(self, identity: ClusterIdentity | None = None, answer_s: float = SERVER_ANSWER_S) -> None:
         self.received: list[StopRequest] = []
@@ -82,7 +82,7 @@ async def serving(identity: ClusterIdentity | None = None, answer_s: float = SER
 
 
 class Raw(asyncio.Protocol):
-    """A client that sends any bytes, and keeps the answers."""
+    """A client that can send any bytes and records the responses."""
 
     transport: asyncio.Transport
 
@@ -90,7 +90,7 @@ class Raw(asyncio.Protocol):
         config = h2.config.H2Configuration(header_encoding="utf-8", validate_outbound_headers=False)
         self.http = h2.connection.H2Connection(config)
         self.speaks_http = False
-        self.received = b""  # before it speaks HTTP/2
+        self.received = b""  # bytes received before HTTP/2 began
         self.answers: dict[int, dict[str, str]] = {}
         self.is_closed = False
 
@@ -123,7 +123,7 @@ class Raw(asyncio.Protocol):
         self.transport.write(self.http.data_to_send())
 
     async def status(self, stream: int = 1) -> Status | None:
-        """Return the status of a call; None if the connection was closed instead."""
+        """Return the status of a call, or None if the connection was closed instead."""
         assert await wait_until(lambda: self.is_closed or "grpc-status" in self.answers.get(stream, {}), WAIT_S)
         answer = self.answers.get(stream, {})
         return Status(int(answer["grpc-status"])) if "grpc-status" in answer else None
@@ -201,7 +201,7 @@ REFUSED = "refused without a certificate of this cluster"
         (message(b"\xc1"), Status.INVALID_ARGUMENT),
         (message(b"\x92\xc4\x01t\xc3"), Status.INVALID_ARGUMENT),
         (GOOD, Status.OK),
-        (GOOD + GOOD, Status.OK),  # a call has one message; a second is not looked at
+        (GOOD + GOOD, Status.OK),  # a call has one message, and the server ignores a second one
     ],
     ids=[
         "4 GiB",
@@ -248,8 +248,8 @@ async def test_cancelled_calls_are_released_even_if_they_never_started() -> None
                 client.transport.write(client.http.data_to_send())
                 assert await wait_until(lambda: begun > ended, WAIT_S)
             client.http.reset_stream(stream)
-            client.transport.write(client.http.data_to_send())  # else both arrive at once
-        for stream in range(101, 301, 2):  # as many as may be open, so none of the others is still counted
+            client.transport.write(client.http.data_to_send())  # most streams send headers and reset together
+        for stream in range(101, 301, 2):  # the most that may be open, so the cancelled calls do not count
             client.call(stream, GOOD[:-1], end=False)
         assert await wait_until(lambda: begun - ended == 100, WAIT_S)
     await server.close()
@@ -335,7 +335,7 @@ async def test_a_client_with_another_certificate_is_refused_and_logged_once(
 async def test_a_client_that_trusts_the_server_but_is_not_trusted_gets_nothing(
     ours: ClusterIdentity, theirs: ClusterIdentity, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With TLS 1.3 it believes itself connected, and may have sent its call, before the server refuses it."""
+    """With TLS 1.3, the client completes its handshake and may send a call before the server refuses it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     careless = replace(theirs, client_context=context)

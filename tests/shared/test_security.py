@@ -1,4 +1,4 @@
-"""The cluster's secret: which files hold one, which peers accept each other, and the check for listening beyond loopback."""
+"""The cluster's secret: valid files, which peers accept each other, and the check for listening beyond loopback."""
 
 import logging
 import os
@@ -84,7 +84,7 @@ def test_a_directory_in_the_layout_of_cert_manager_is_an_identity(tmp_path: Path
 
 
 def met(client: ClusterIdentity, server: ClusterIdentity) -> bool:
-    """Do a TLS handshake in memory. Return whether both sides accepted the other."""
+    """Do a TLS handshake in memory. Return whether both sides accepted it."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = [
         client.client_context.wrap_bio(to_client, to_server),
@@ -163,7 +163,7 @@ def test_beyond_loopback_a_secret_is_needed(tmp_path: Path, own: None, host: str
 
 @pytest.fixture
 def own() -> Iterator[None]:
-    """Remove the identity that the test gives this process."""
+    """Remove, after the test, the identity that the test gave this process."""
     yield
     tls.configure("", {})
 

@@ -1,4 +1,4 @@
-"""RPCs between peers that send too much, are lost or do not answer."""
+"""RPCs between peers that send too much, disappear or do not reply."""
 
 import asyncio
 import time
@@ -48,7 +48,7 @@ async def connected(address: str, answer_s: float = ANSWER_S) -> AsyncIterator[R
 
 
 class Recorder:
-    """Keeps every message, and answers with the name of its class."""
+    """A handler that records every message and replies with the name of its class."""
 
     def __init__(self) -> None:
         self.received: list[Any] = []
@@ -63,7 +63,7 @@ class Recorder:
 
 @asynccontextmanager
 async def over_a_relay() -> AsyncIterator[tuple[Proxy, RpcChannel]]:
-    """To a server of STOP that was called once."""
+    """Yield a relay, and a channel through it on which one STOP call has succeeded."""
     with Relays() as relays:
         async with serving(Recorder().handlers(STOP)) as address:
             relay = relays.between("127.0.0.2", int(address.split(":")[1]))
@@ -75,7 +75,7 @@ async def over_a_relay() -> AsyncIterator[tuple[Proxy, RpcChannel]]:
 async def test_a_message_of_the_limit_is_accepted_and_one_more_byte_is_an_error_for_its_sender() -> None:
     recorder = Recorder()
     async with serving(recorder.handlers(STOP)) as address, connected(address) as channel:
-        overhead = len(b"\x93\xc6....\xa0\xa0")  # array of three, bytes with a 32-bit length, two empty texts
+        overhead = len(b"\x93\xc6....\xa0\xa0")  # an array of three: bytes with a 32-bit length, two empty strings
         largest = MAX_MESSAGE_BYTES - overhead
         assert (await STOP.call(channel, StopRequest(bytes(largest)), 30.0)).error == "StopRequest"
         with pytest.raises(PeerError):
@@ -130,7 +130,7 @@ async def test_a_peer_whose_connection_ends_in_the_middle_of_a_call_is_a_peer_er
 
 
 async def test_the_end_of_a_stream_does_not_disturb_a_later_timeout_of_the_same_task() -> None:
-    """grpclib wakes a task by cancelling it and never takes that back, which Python before 3.11.3 mishandles."""
+    """grpclib wakes a task by cancelling it, without `uncancel`. Before Python 3.11.3 this breaks a later timeout."""
 
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"reservation")
@@ -165,19 +165,19 @@ async def test_a_call_that_is_cancelled_counts_as_cancelled() -> None:
 async def test_an_unreachable_peer_is_disconnected_but_a_pause_of_this_process_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its own messages still arrive; only its answers to pings show that ours do."""
+    """The peer's messages still arrive. Only missing replies to pings show that it does not receive ours."""
     monkeypatch.setattr(grpc_connection, "PING_S", 0.05)
     async with over_a_relay() as (relay, channel):
         relay.harm = Harm(silent=frozenset({"up"}))
         await asyncio.sleep(0.07)
-        time.sleep(0.5)  # noqa: ASYNC251 - a ping is on its way while this process pauses
+        time.sleep(0.5)  # noqa: ASYNC251 - this process pauses while a ping has no reply
         relay.harm = NONE
         await asyncio.sleep(0.3)
         assert channel.is_connected
         assert not channel.fell_silent
         relay.harm = Harm(silent=frozenset({"up"}))
         with pytest.raises(PeerError):
-            async with asyncio.timeout(2.0):  # before the other side finds out
+            async with asyncio.timeout(2.0):  # before the peer notices
                 await STOP.call(channel, StopRequest(b"", ""), 20.0)
         assert not channel.is_connected
         assert channel.fell_silent
@@ -189,7 +189,7 @@ async def test_a_process_that_pauses_often_still_detects_a_silent_peer(monkeypat
         relay.harm = Harm(silent=frozenset({"up"}))
         for _ in range(40):
             await asyncio.sleep(0.06)
-            time.sleep(0.12)  # noqa: ASYNC251 - over twice the time between two checks
+            time.sleep(0.12)  # noqa: ASYNC251 - more than twice the interval between checks
             if channel.fell_silent:
                 return
         pytest.fail("the silent peer was not detected in 40 pauses")

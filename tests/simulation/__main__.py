@@ -1,4 +1,4 @@
-"""Simulate clusters: many seeds on all cores, or one with its log. Prints which faults and states were reached."""
+"""Simulate clusters: many seeds on all cores, or one seed with its log. Print which faults and states were reached."""
 
 import argparse
 import gc
@@ -30,7 +30,7 @@ def main() -> int:
     if options.seed is not None:
         return _replay(options.seed, options.mutate, options.log)
     seeds = range(options.first, options.first + options.seeds)
-    # Freeze the objects of imported libraries, which every seed's garbage collections would visit.
+    # Freeze the objects of imported libraries, so that the garbage collections of each seed do not visit them.
     with ProcessPoolExecutor(options.jobs, initializer=gc.freeze) as pool:
         if options.mutate:
             return _mutate(pool, list(MUTATIONS) if options.mutate == "all" else [options.mutate], seeds)

@@ -1,9 +1,8 @@
-"""KV channels between simulated processes, of both kinds that `shared.kv.channel` defines, with faults.
+"""Simulated KV channels with faults, of both kinds that `shared.kv.channel` defines.
 
-`fenced` (like tcp): the receiver's process accepts each row if the reservation allows it; rows may arrive late, after a
-partition or a freeze. One-sided (like shm): the writer's process writes into the peer's memory regardless of the
-reservation while its connection is open, so a frozen writer continues where it stopped. `KVFaults` draws a fault for each
-push.
+Fenced (like tcp): the receiver's process checks the reservation of each row. Rows may arrive late, after a partition or
+a freeze. One-sided (like shm): while its connection is open, the writer's process writes into the peer's memory without
+a check of the reservation, so a frozen writer continues where it stopped.
 """
 
 import asyncio
@@ -25,7 +24,7 @@ FAULTS = ("stall", "drop", "flip", "swap", "duplicate", "refuse")
 
 
 class SimMemory:
-    """See KVMemory. Rows start with a pattern, so that reading unwritten rows gives wrong tokens."""
+    """An implementation of KVMemory. Rows start with a pattern, so a read of an unwritten row gives wrong tokens."""
 
     sums = "xxh3"
 
@@ -42,7 +41,7 @@ class SimMemory:
 
 @dataclass(slots=True)
 class KVFaults:
-    """Draws faults: at most `faults` pushes have one each."""
+    """Draws at most one fault per push, and at most `faults` faults in total."""
 
     random: Random
     faults: int
@@ -58,7 +57,7 @@ class KVFaults:
 
 
 class Exchange:
-    """All channels by descriptor."""
+    """All channels of a simulation."""
 
     def __init__(self, network: Network, kv_faults: KVFaults) -> None:
         self.network = network
@@ -66,7 +65,7 @@ class Exchange:
         self.channels: dict[tuple[str, str], SimChannel] = {}  # (name, incarnation_id)
 
     def died(self, process: Process, *, silent: bool) -> None:
-        """End its connections. If its host vanished, only one-sided peers, which are on the same host, notice."""
+        """End a process's connections. If its host vanished (`silent`), only peers of one-sided channels notice."""
         for channel in list(self.channels.values()):
             if channel.process is process:
                 channel.leave(silent and channel.fenced)
@@ -81,7 +80,7 @@ class Line:
 
 
 class SimChannel:
-    """See KVChannel."""
+    """An implementation of KVChannel."""
 
     def __init__(
         self,
@@ -92,7 +91,7 @@ class SimChannel:
         on_writer_lost: Callable[[str], None],
         is_promised: Callable[[int], bool],
     ) -> None:
-        """`is_promised`: whether a block is reserved for a writer or in quarantine."""
+        """`is_promised` returns whether a block is reserved for a writer or in quarantine."""
         self.name = name
         self.fenced = name == "tcp"
         self.process = CURRENT.get()
@@ -134,7 +133,7 @@ class SimChannel:
         return True
 
     def admit(self, incarnation_id: str, wanted: str) -> None:
-        """Raises PeerLostError when the writer is turned away."""
+        """Accept a writer's connection. Raises PeerLostError if this process has restarted or has fenced the writer."""
         if self._is_closed or wanted != self._incarnation_id:
             raise PeerLostError("it was restarted")
         if incarnation_id in self.barred:
@@ -143,7 +142,7 @@ class SimChannel:
         self._writers[incarnation_id] += 1
 
     def part(self, incarnation_id: str) -> None:
-        """A writer's connection has ended; the process learns of it after a latency."""
+        """Handle the end of a writer's connection. This process notices it after the network latency."""
         if self._is_closed:
             return
         context = WORLD_CONTEXT.copy()
@@ -156,7 +155,7 @@ class SimChannel:
             self._on_writer_lost(incarnation_id)
 
     def land(self, reservation_id: bytes, row: int, data: NDArray[np.uint8]) -> bool:
-        """Accept one row in the receiver's process if it is reserved."""
+        """Write one row if the reservation includes it. Return whether it does."""
         if row not in self._granted.get(reservation_id, frozenset()):
             self._exchange.kv_faults.reached("channel: a row without a reservation is dropped")
             return False
@@ -164,7 +163,7 @@ class SimChannel:
         return True
 
     def fill(self, row: int, data: NDArray[np.uint8]) -> None:
-        """Write a row. Outside reserved blocks this would corrupt the KV of another request."""
+        """Write a row. A write outside reserved blocks is a violation: it could corrupt the KV of another request."""
         if not self._is_promised(row):
             self._exchange.kv_faults.violate(f"{self.process}: a writer filled block {row}, which is not reserved")
         self._memory.rows[row] = data
@@ -252,7 +251,7 @@ class SimChannel:
         return peer.land(reservation_id, row, data)
 
     async def _patient(self, peer: "SimChannel") -> None:
-        """Wait until the peer can receive. Raises PeerLostError after the channel's timeout."""
+        """Wait until the peer can receive. Raises PeerLostError if the channel's timeout passes."""
         network, until = self._exchange.network, self._loop.time() + TIMEOUT_S
         while (
             peer.process.thaws_at > self._loop.time()
@@ -269,7 +268,7 @@ class SimChannel:
             await asyncio.sleep(0.05)
 
     def _late(self, peer: "SimChannel", reservation_id: bytes, row: int, data: NDArray[np.uint8]) -> None:
-        """The writer gave up; data in the network still arrives."""
+        """Deliver a row after its writer gave up, because data in the network still arrives."""
         if self.fenced:
             self._exchange.kv_faults.reached("channel: a row arrives after its writer gave up")
             later = 3.0 * self._exchange.kv_faults.random.random()
@@ -292,7 +291,7 @@ class SimChannel:
             peer.part(self._incarnation_id)
 
     def leave(self, silent: bool) -> None:
-        """The process has ended or closes the channel. `silent`: its peers are not notified."""
+        """Close the channel. Its peers are notified unless `silent` is set."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -305,7 +304,7 @@ class SimChannel:
                     channel.lost(self._incarnation_id)
 
     def lost(self, incarnation_id: str) -> None:
-        """A receiver that this process writes to is gone: the next push reconnects."""
+        """Mark the connection to a lost receiver as closed. The next push reconnects."""
         if (line := self._lines.get(incarnation_id)) is not None:
             line.is_open = False
 

@@ -1,10 +1,10 @@
-"""Checks for an idle cluster: nothing is held or left behind, and all counts add up."""
+"""Checks of an idle cluster: it holds no resources of requests, and all counts add up."""
 
 from typing import Any
 
 
 def unbalanced(world: Any) -> list[str]:
-    """What is still held for requests, although all of them have their answer."""
+    """Return the resources that are still held although all requests have been answered."""
     found: list[str] = []
     for host in world.nodes:
         scheduler, node = host.scheduler, host.node
@@ -30,7 +30,7 @@ def unbalanced(world: Any) -> list[str]:
 
 
 def at_the_end(world: Any) -> list[str]:
-    """Of the router that is up: every sample counted once, and as what its client saw."""
+    """Return the errors in the running router's counts. Each sample must be counted once, by its outcome."""
     dispatch = world.router.dispatch
     if dispatch is None or not world.router.is_up:
         return ["the router is not up"]
@@ -47,7 +47,7 @@ def at_the_end(world: Any) -> list[str]:
 
 
 def left_behind(world: Any) -> list[str]:
-    """What a process that ended in good order did not end."""
+    """Return the tasks and connections that processes left open after an orderly exit."""
     found = [f"{host.name} left {task}" for host in world.hosts for task in host.left]
     found += [f"{end.process} left a connection" for end in world.network._ends.values() if end.process.alive]
     return found

@@ -1,4 +1,4 @@
-"""A client of the simulated router: it reads its stream, perhaps slowly or only in part, and checks every token."""
+"""A client of the simulated router. It checks every token of its stream, and it may read slowly or disconnect early."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ async def _pieces(index: int, stream: TokenStream) -> AsyncGenerator[Piece, None
 
 
 class Client:
-    """`outcome`: "" until it is over, then "finished", "cancelled", "failed" or "lost" (with its router)."""
+    """One client. `outcome` is "" at first, then "finished", "cancelled", "failed", or "lost" if its router died."""
 
     def __init__(self, world: Any, plan: RequestPlan) -> None:
         self.world = world
@@ -56,7 +56,7 @@ class Client:
         self.host.run(self._ask())
 
     async def _ask(self) -> None:
-        """In the router's process."""
+        """Run the request. This task belongs to the router's process."""
         plan = self.plan
         deadline = None if plan.deadline_s is None else time.monotonic() + plan.deadline_s
         generation = GenerationRequest(
@@ -121,7 +121,7 @@ class Client:
         scenario = self.world.scenario
         if error.status not in TYPED:
             self.world.violate(f"{self.plan.id}: status {error.status}: {error.message}")
-        elif error.status in {429, 504} and self.plan.deadline_s is not None:  # or it would not be done by then
+        elif error.status in {429, 504} and self.plan.deadline_s is not None:  # its deadline has passed or would pass
             self.world.reached("client: deadline")
         elif scenario.is_outage and not self._is_accepted:
             self.world.reached("client: turned away in an outage")

@@ -1,7 +1,7 @@
 """The engine without its thread: each iteration of its loop is a callback on virtual time, followed by an audit.
 
-All but the waiting is the real `Engine`. The audit counts blocks by the requests that hold them, and compares the counts
-with those of the pool.
+Only the waiting is simulated; the rest is the real `Engine`. The audit counts the requests that hold each block and
+compares these counts with the reference counts of the pool.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from tests.simulation.loop import CURRENT
 log = logging.getLogger("baton.engine")
 IDLE_S = 1.0
 MAX_LAST_TURNS = 100
-TOKENS_A_TURN = 10  # that take as long as an iteration itself
+TOKENS_A_TURN = 10  # number of tokens that take as long as an iteration without tokens
 
 
 class Idle(BaseException):
@@ -30,20 +30,20 @@ class Idle(BaseException):
 
 
 class Inbox:
-    """A queue whose reader never blocks: Idle ends its iteration, which runs again later."""
+    """A queue whose reader never blocks. Instead, `get` raises Idle, which ends the iteration of the engine."""
 
     def __init__(self, engine: "SimEngine") -> None:
         self._engine = engine
         self._commands: deque[Command | None] = deque()
-        self._is_reported = False  # the reader knows that it is empty
-        self.is_last = False  # the iteration ends with this wait
+        self._is_reported = False  # the last blocking call raised queue.Empty
+        self.is_last = False  # the engine waits for room: a blocking call on an empty queue raises Idle at once
 
     def put(self, command: Command | None) -> None:
         self._commands.append(command)
         self._engine.wake()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Command | None:
-        """Raises queue.Empty, as after a timeout, and Idle at the next call."""
+        """Raises queue.Empty if there is no command, as after a timeout; raises Idle if the next call finds none."""
         if self._commands:
             self._is_reported = False
             return self._commands.popleft()
@@ -63,9 +63,9 @@ class Inbox:
 
 
 class SimEngine(Engine):
-    """Reports itself and its audits to `world`. `hangs_until` delays its next iteration."""
+    """An engine that registers with `world` and reports its audits there. `hangs_until` delays its next iteration."""
 
-    world: Any = None  # the simulation's, for as long as one runs
+    world: Any = None  # set while a simulation runs
 
     def __init__(self, scheduler: Scheduler, runner: Runner, tell: EngineListener, *given: Any, **more: Any) -> None:
         super().__init__(scheduler, runner, tell, *given, **more)
@@ -137,7 +137,7 @@ class SimEngine(Engine):
                 self.world.violate(f"{self.process}: block {block} is free, and a step under way uses it")
 
     def _flying(self) -> list[int]:
-        """Return the blocks of the step in flight."""
+        """Return the blocks that the step in flight uses."""
         pending = self._flight.pending if self._flight is not None else None
         return [block for row in pending.blocks for block in row] if isinstance(pending, Launched) else []
 
@@ -147,7 +147,7 @@ class SimEngine(Engine):
 
 
 class SimWatchdog(Watchdog):
-    """Runs as a callback of its process, so it is late when the process is frozen, as its thread would be."""
+    """A watchdog that runs as a callback of its process. If the process is frozen, it runs late, as a thread would."""
 
     _timer: Any = None
 
@@ -165,7 +165,7 @@ class SimWatchdog(Watchdog):
 
 
 class SimRunner(HashRunner):
-    """The hash model. If it runs ahead, a step is computed in `wait`, in the blocks it was launched with."""
+    """The hash model. If `ahead` is set, `wait` computes a step, in the blocks that were current at its launch."""
 
     can_run_ahead = True
 
@@ -183,7 +183,7 @@ class SimRunner(HashRunner):
         return [self._run_slice(self._shadow(slice_, mine)) for slice_, mine in zip(step.slices, blocks, strict=True)]
 
     def _shadow(self, slice_: Slice, blocks: list[int]) -> Slice:
-        """Return the slice with the blocks of its launch and the present tokens."""
+        """Return a copy of the slice with the blocks of its launch and the current tokens of its request."""
         request = slice_.request
         shadow = self._shadows.get(request.id)
         if shadow is None or shadow.tokens is not request.tokens:
@@ -205,7 +205,7 @@ class Launched:
 
 
 def ledger_error(scheduler: Scheduler) -> str:
-    """Return how the pool's counts differ from the blocks that requests hold; "" if they agree."""
+    """Return the first difference between the pool's counts and the blocks that requests hold; "" if there is none."""
     pool = scheduler.pool
     holders: Counter[int] = Counter()
     for request in scheduler.requests.values():

@@ -16,7 +16,7 @@ AT_SITE = {"kill at site", "vanish at site", "freeze at site", "raise"}
 
 
 class Faults:
-    """`run` injects the timed faults; `at_site`, the failpoints' watcher, injects those at a failpoint."""
+    """Injects timed faults in `run`, and faults at failpoints in `at_site`, which is the watcher of the failpoints."""
 
     def __init__(self, world: Any) -> None:
         self.world = world
@@ -33,7 +33,7 @@ class Faults:
         await asyncio.sleep(max(0.0, began + last_s - self.world.loop.now))
 
     def heal(self) -> None:
-        """End all faults and restart what is down."""
+        """End all faults and restart the hosts that are down."""
         world = self.world
         self._at_sites.clear()
         world.network.heal()
@@ -44,7 +44,7 @@ class Faults:
             if not host.is_up:
                 host.start()
 
-    # ---- at a moment ---------------------------------------------------------------------------------------------
+    # ---- timed faults --------------------------------------------------------------------------------------------
 
     def _do(self, fault: Fault) -> None:
         world, random, now = self.world, self.world.random, self.world.loop.now
@@ -104,7 +104,7 @@ class Faults:
             self.world.network.cut(other.name, one.name, fault.for_s)
 
     def _reset(self, host: NodeHost) -> None:
-        """Reset one of its connections after some more bytes."""
+        """Reset one of the host's connections after a random number of further bytes."""
         ends = self.world.network.ends_of(host.process)
         if ends:
             self.world.random.choice(ends).breaks_after = self.world.random.randrange(400)
@@ -137,10 +137,10 @@ class Faults:
             case _:
                 store.flush()
 
-    # ---- at a place ------------------------------------------------------------------------------------------------
+    # ---- faults at failpoints --------------------------------------------------------------------------------------
 
     def at_site(self, site: str, detail: str) -> None:
-        """Raises Died or FailpointError where the scenario wants it."""
+        """Inject the scenario's faults for this site. Raises Died if one kills; raises FailpointError if one raises."""
         process = CURRENT.get()
         self.world.reached(f"site {site}")
         if not process.alive:
@@ -174,6 +174,6 @@ async def _set_role(address: str, role: str, drain_s: float) -> None:
     try:
         await SET_ROLE.call(channel, SetRoleRequest(role, drain_s), 20.0)
     except PeerError:
-        pass  # it died or is unreachable
+        pass  # the node died or is unreachable
     finally:
         channel.close()

@@ -1,7 +1,7 @@
 """The hosts of a simulated cluster and their processes: the real node and router without sockets and HTTP.
 
-A node is `node.process.NodeProcess` with memory, runner and channels of the simulation. A router is `NodePool` and `Dispatcher`
-over the real registry; its clients run inside it, as its HTTP handlers would.
+A node is a `node.process.NodeProcess` with the simulation's memory, runner and channels. A router is a `NodePool` and a
+`Dispatcher` with the real registry. Clients run in the router's process, in place of its HTTP handlers.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ MAX_MODEL_LEN = 1024
 
 
 class SimLifetime:
-    """See `shared.lifecycle.ProcessLifetime`: the signal is an event."""
+    """A replacement for `shared.lifecycle.ProcessLifetime` without signals: the simulation sets `draining`."""
 
     def __init__(self) -> None:
         self.draining = asyncio.Event()
@@ -53,7 +53,7 @@ class Host:
         self.lifetime = SimLifetime()
         self.task: asyncio.Task[Any] | None = None
         self.starts = 0
-        self.is_silent = False  # the host vanished with its process
+        self.is_silent = False  # the host vanished together with its process
         self.left: list[str] = []  # tasks still running after an orderly exit
 
     @property
@@ -61,7 +61,7 @@ class Host:
         return self.process.alive
 
     def start(self) -> None:
-        """Start a new process. Peers of a process that vanished with its host now learn that it is gone."""
+        """Start a new process. If the host had vanished, the peers of the old process now see its connections reset."""
         if self.is_silent:
             self.is_silent = False
             self.world.network.returned(self.process)
@@ -70,7 +70,7 @@ class Host:
         self.process = Process(self.name)
         self.process.clock_offset_s = random.random() * 1e6
         self.process.wall_offset_s = random.choice((0.0, 0.0, -3600.0, 3600.0))
-        self.lifetime = SimLifetime()  # now: an early signal must not reach the old process
+        self.lifetime = SimLifetime()  # replaced here, so that an early signal does not reach the old process
         self.world.note(f"{self.name} starts")
         self.task = self.run(self._life())
 
@@ -91,7 +91,7 @@ class Host:
 
 
 class SimNodeProcess(NodeProcess):
-    """Gives its node to the simulation."""
+    """A node process that gives the simulation access to its node."""
 
     host: "NodeHost"
 
@@ -101,7 +101,7 @@ class SimNodeProcess(NodeProcess):
 
 
 class NodeHost(Host):
-    adapters: list[Any]  # of its roles, in the order in which it had them
+    adapters: list[Any]  # one for each role that the node has had, in order of time
     incarnation_id = ""
     node: Node | None = None
     engine: SimEngine | None = None
@@ -158,7 +158,7 @@ class NodeHost(Host):
     async def channels(
         self, settings: Any, computer: EngineComponents, incarnation_id: str, on_writer_lost: Any
     ) -> list[Any]:
-        """Open simulated channels, in place of `node.process.open_channels`."""
+        """Open simulated channels. This replaces `node.process.open_channels`."""
         memory: Any = computer.memory
         lost = {"tcp": lambda _: None, "shm": on_writer_lost}
         names = self.world.scenario.channels

@@ -1,9 +1,9 @@
-"""An asyncio event loop for a whole cluster: time is virtual, and the order in which processes run is drawn by seed.
+"""An asyncio event loop for a whole cluster, with virtual time. A seed determines the order in which processes run.
 
-Time jumps to the next timer when no process can run. Each process has its own queue of callbacks, which run in order, as
-asyncio promises; the next process is drawn at random. Callbacks of a frozen or slow process run late, those of a dead one
-never. No real clock is read, and no iteration order depends on memory addresses, so a seed determines every event.
-Modelled on FoundationDB's simulator (Zhou et al., SIGMOD 2021).
+If no process can run, time jumps to the next timer. Each process has its own queue of callbacks, which run in order, as
+asyncio promises. The loop chooses the next process at random. Callbacks of a frozen or slow process run late; callbacks
+of a dead process never run. The loop reads no real clock, and no iteration order depends on memory addresses, so a seed
+determines every event. The design follows FoundationDB's simulator (Zhou et al., SIGMOD 2021).
 """
 
 import asyncio
@@ -15,23 +15,23 @@ from itertools import count
 from random import Random
 from typing import Any
 
-EPOCH_S = 1_000_000.0  # what the virtual monotonic clock shows at the start
+EPOCH_S = 1_000_000.0  # the virtual monotonic time at the start
 
 
 class Died(BaseException):
-    """Ends the callback during which its process was killed."""
+    """Raised to end the current callback when its process is killed."""
 
 
 class Process:
-    """One simulated process. It waits `lag_s` between two callbacks."""
+    """One simulated process. It runs no callback before the time `thaws_at`, and pauses `lag_s` between callbacks."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.alive = True
         self.thaws_at = 0.0
         self.lag_s = 0.0
-        self.clock_offset_s = 0.0  # of its monotonic clock: every host has its own
-        self.wall_offset_s = 0.0  # of its Unix time, which may jump
+        self.clock_offset_s = 0.0  # offset of this process's monotonic clock
+        self.wall_offset_s = 0.0  # offset of its Unix time, which may jump
         self.ready: deque[SimHandle] = deque()
         self.is_queued = False
 
@@ -39,12 +39,12 @@ class Process:
         return self.name
 
 
-WORLD = Process("world")  # the simulation itself: never frozen, never killed
+WORLD = Process("world")  # the simulation itself, which is never frozen or killed
 CURRENT: ContextVar[Process] = ContextVar("process", default=WORLD)
 
 
 class SimHandle:
-    """The public interface of asyncio's `Handle` and `TimerHandle`."""
+    """A callback with the public interface of asyncio's `Handle` and `TimerHandle`."""
 
     __slots__ = ("_when", "args", "callback", "context", "is_cancelled", "process")
 
@@ -68,7 +68,7 @@ class SimHandle:
 
 
 class SimTask(asyncio.Task[Any]):
-    """A task whose place in a set depends on its serial number, not on its address."""
+    """A task whose hash, and so its position in a set, depends on its serial number and not on its address."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], loop: "SimLoop", context: Context | None) -> None:
         self.serial = next(loop.serials)
@@ -80,7 +80,7 @@ class SimTask(asyncio.Task[Any]):
 
 
 class SimFuture(asyncio.Future[Any]):
-    """See SimTask."""
+    """A future whose hash is its serial number, as in SimTask."""
 
     def __init__(self, loop: "SimLoop") -> None:
         self.serial = next(loop.serials)
@@ -91,7 +91,7 @@ class SimFuture(asyncio.Future[Any]):
 
 
 class SimLoop(asyncio.AbstractEventLoop):
-    """`on_error(process, text, exception)` receives uncaught exceptions. `network` makes connections and servers."""
+    """The event loop. `on_error(process, text, exception)` receives uncaught exceptions."""
 
     def __init__(self, random: Random, on_error: Callable[[Process, str, BaseException | None], None]) -> None:
         self.now = EPOCH_S
@@ -99,13 +99,13 @@ class SimLoop(asyncio.AbstractEventLoop):
         self.network: Any = None
         self.serials = count(1)
         self.turns = 0
-        self.fingerprint = 0  # of all callbacks so far
+        self.fingerprint = 0  # a hash of all callbacks so far
         self._on_error = on_error
         self._timers: list[tuple[float, int, SimHandle | Process]] = []
         self._runnable: list[Process] = []
         self._closed = False
 
-    # ---- what asyncio asks of a loop ------------------------------------------------------------------------------
+    # ---- the interface of AbstractEventLoop -----------------------------------------------------------------------
 
     def time(self) -> float:
         return self.now
@@ -132,7 +132,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         return SimTask(coro, self, context)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
-        """Run `func` now or after a short random time, as a thread may."""
+        """Run `func` at once or after a short random time. The result always arrives after that time."""
         future = self.create_future()
         early = self.random.random() < 0.5
         outcome = _outcome(func, args) if early else None
@@ -176,10 +176,10 @@ class SimLoop(asyncio.AbstractEventLoop):
             process.ready.clear()
         self._runnable.clear()
 
-    # ---- turns -----------------------------------------------------------------------------------------------------
+    # ---- running callbacks -----------------------------------------------------------------------------------------
 
     def run(self, main: Coroutine[Any, Any, Any], max_turns: int) -> Any:
-        """Run `main` outside all processes until it ends. Raises RuntimeError after `max_turns` turns."""
+        """Run `main` outside all processes until it ends. Raises RuntimeError after `max_turns` callbacks."""
         asyncio._set_running_loop(self)
         try:
             task = self.create_task(main)
@@ -228,7 +228,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             self._sleep(process, max(process.thaws_at, self.now + process.lag_s))
 
     def _leave(self, index: int, until: float) -> None:
-        """Remove a process from the runnable ones until then, or until it has callbacks."""
+        """Remove a process from the runnable processes until the time `until`, or until it has a callback to run."""
         process = self._runnable.pop(index)
         process.is_queued = bool(process.ready)
         if process.ready:

@@ -1,6 +1,6 @@
-"""Mutations: each breaks the system in one place. A simulation that does not detect one has a gap.
+"""Mutations, each of which breaks the system in one place. If the simulation misses a mutation, it has a gap.
 
-`MUTATIONS[name]()` is a context manager that applies the mutation.
+`MUTATIONS[name]()` returns a context manager that applies the mutation.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ def _in_place_of(owner: Any, name: str, stand_in: Any) -> Broken:
 
 
 def _around(owner: Any, name: str, wrapper: Callable[..., Any]) -> Broken:
-    """`wrapper(original, *arguments)` instead of `original(*arguments)`."""
+    """Replace a method: calls become `wrapper(original, *arguments)` instead of `original(*arguments)`."""
     original = getattr(owner, name)
 
     def broken(*given: Any, **more: Any) -> Any:
@@ -90,7 +90,7 @@ def _some_lost(original: Any, self: RouterSessions, router: str, *deltas: Any) -
 
 def _orphans_kept(self: ActiveRequests, router: str) -> None:
     for request_id in [key for key, entry in self._entries.items() if entry.router == router]:
-        self.finish(request_id, "forgotten")  # the scheduler never knows
+        self.finish(request_id, "forgotten")  # the scheduler is not notified
 
 
 def _block_too_far(original: Any, self: Scheduler, request: Request, held: list[int]) -> None:

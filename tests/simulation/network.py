@@ -1,9 +1,9 @@
-"""TCP between simulated processes: bytes come in order on each connection, late, in pieces, or not at all.
+"""TCP between simulated processes. The bytes of a connection arrive in order, but they may be late, split or missing.
 
-A cut link loses no byte: what is under way comes when the link is whole again, as retransmissions would bring it. A
-connection can stall while others to the same process work, as one does that lost segments: what was sent over it, its
-end included, then arrives after what was sent later over another connection. A process that dies resets its
-connections; one whose host vanished does not, and its peers are not notified.
+A cut link loses no byte: data in flight arrives after the cut ends, as retransmissions would. A single connection can
+stall, as after lost segments. Data that was sent over it then arrives after data that was sent later over another
+connection to the same process. The end of the connection is delayed in the same way. If a process dies, its connections
+are reset; if its host vanishes, they are not, and its peers are not notified.
 """
 
 import asyncio
@@ -14,10 +14,10 @@ from typing import Any
 
 from tests.simulation.loop import CURRENT, WORLD, Process, SimLoop
 
-HIGH_BYTES, LOW_BYTES = 64 << 10, 16 << 10  # unread bytes at which a writer is paused, and resumed
-DELAYS_S = (0.0, 0.0, 0.002, 0.05)  # per connection, added to the latency of each segment
-RESEND_S = 0.2  # at most, between two segments of a connection that stalled
-CONNECT_S = 20.0  # until an unanswered connection attempt fails
+HIGH_BYTES, LOW_BYTES = 64 << 10, 16 << 10  # unread bytes at which a writer pauses and resumes
+DELAYS_S = (0.0, 0.0, 0.002, 0.05)  # one is drawn per connection and added to the latency of each segment
+RESEND_S = 0.2  # maximum time between two segments of a connection after a stall
+CONNECT_S = 20.0  # an unanswered connection attempt fails after this time
 WORLD_CONTEXT = Context()
 WORLD_CONTEXT.run(CURRENT.set, WORLD)
 
@@ -28,12 +28,12 @@ class Network:
         self._listeners: dict[int, Listener] = {}
         self._ports = 20_000
         self._ends: dict[int, End] = {}
-        self._cuts: dict[tuple[str, str], float] = {}  # (from, to) -> until when
+        self._cuts: dict[tuple[str, str], float] = {}  # (from, to) -> end of the cut
 
     # ---- sockets ---------------------------------------------------------------------------------------------------
 
     def listen(self, factory: Callable[[], Any], host: str, port: int) -> "Listener":
-        """Raises OSError when the port is taken."""
+        """Listen on a port; 0 chooses a free one. Raises OSError if the port is in use."""
         if not port:
             self._ports += 1
             port = self._ports
@@ -79,7 +79,7 @@ class Network:
         self.loop.call_later(for_s + 0.001, self._resume, context=WORLD_CONTEXT)
 
     def stall(self, one: Process, other: Process, for_s: float) -> None:
-        """Stall the present connections between two processes; later ones work."""
+        """Stall the existing connections between two processes. Connections opened later are not affected."""
         for end in self.ends_of(one) + self.ends_of(other):
             if {end.process, end.peer.process} == {one, other}:
                 end.stall(for_s)
@@ -89,7 +89,7 @@ class Network:
         self._resume()
 
     def died(self, process: Process, *, silent: bool) -> None:
-        """Free its ports and reset its connections, unless its host vanished with it."""
+        """End a process: free its ports and reset its connections, unless its host vanished too (`silent`)."""
         for port, listener in list(self._listeners.items()):
             if listener.process is process and not silent:
                 del self._listeners[port]
@@ -99,7 +99,7 @@ class Network:
                 end.peer.reset_soon()
 
     def returned(self, process: Process) -> None:
-        """Reset the connections of a process that vanished, as its restarted host does."""
+        """Reset the connections of a process whose host had vanished, because the host has restarted."""
         self.died(process, silent=False)
 
     def ends_of(self, process: Process) -> list["End"]:
@@ -142,7 +142,7 @@ class Listener(asyncio.AbstractServer):
 
 
 class End(asyncio.Transport):
-    """One end of a connection. `breaks_after`: the number of sent bytes after which it is reset."""
+    """One end of a connection. The connection is reset after this end has sent `breaks_after` bytes, if set."""
 
     def __init__(self, network: Network, process: Process, context: Context, name: tuple[str, int]) -> None:
         super().__init__({"peername": name, "sockname": ("127.0.0.1", 1)})
@@ -156,7 +156,7 @@ class End(asyncio.Transport):
         self._network = network
         self._loop = network.loop
         self._closing = False
-        self._wire: deque[bytes | None] = deque()  # None: the end
+        self._wire: deque[bytes | None] = deque()  # None marks the end of the stream
         self._unread = 0
         self._paused = False
         self._last_arrival = 0.0
@@ -173,7 +173,7 @@ class End(asyncio.Transport):
             self.breaks_after -= len(data)
         size = len(data)
         random = self._loop.random
-        if size > 1 and random.random() < 0.1:  # a segment's border may be anywhere
+        if size > 1 and random.random() < 0.1:  # a segment may be split at any byte
             at = 1 + int(random.random() * (size - 1))
             self._send(data[:at])
             self._send(data[at:])
@@ -234,7 +234,7 @@ class End(asyncio.Transport):
             self._arrive()
 
     def stall(self, for_s: float) -> None:
-        """Hold back all sent segments until then; after that they arrive one at a time."""
+        """Hold back all sent segments for `for_s` seconds. After that, they arrive one at a time."""
         self._is_stalled = True
         self._loop.call_later(for_s, self._resend, context=WORLD_CONTEXT)
 

@@ -1,4 +1,4 @@
-"""Patches during a simulation: virtual clocks, seeded randomness, and no access outside the process."""
+"""Patches for the time of a simulation: virtual clocks, seeded randomness, and no access outside the process."""
 
 import contextlib
 import gc
@@ -66,7 +66,7 @@ def simulated(world: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _logs_to(receive: Callable[[logging.LogRecord], None]) -> Iterator[None]:
-    """All warnings and errors of the system go to `receive` only."""
+    """Send all warnings and errors of the system to `receive` only."""
 
     class Receiver(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -88,7 +88,7 @@ def _logs_to(receive: Callable[[logging.LogRecord], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Disable garbage collection, whose moments depend on earlier runs in this process."""
+    """Disable garbage collection, because its times depend on earlier runs in this process."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -100,7 +100,7 @@ def _without_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_teardown_errors() -> Iterator[None]:
-    """Silence the errors of coroutines of dead processes, which are destroyed while they are suspended."""
+    """Silence the errors that occur when suspended coroutines of dead processes are destroyed."""
     before = sys.unraisablehook
     sys.unraisablehook = lambda _: None
     try:
@@ -108,7 +108,7 @@ def without_teardown_errors() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
             logging.disable()
-            gc.collect()  # the first collection runs their finally blocks
+            gc.collect()  # this collection runs the finally blocks of the coroutines
             gc.collect()
     finally:
         logging.disable(logging.NOTSET)

@@ -1,4 +1,4 @@
-"""Faults and states that a set of seeds must reach at least once, because a fault that never occurs proves nothing."""
+"""The faults and states that a set of seeds must reach, because a fault that never occurs proves nothing."""
 
 from collections import Counter
 
@@ -38,7 +38,7 @@ WANTED = (
 
 
 def table(reached: Counter[str]) -> tuple[str, list[str]]:
-    """Return a table of how often each was reached, the unlisted ones last, and the names that were never reached."""
+    """Return a table of the counts, with names outside WANTED last, and the names in WANTED that were never reached."""
     others = [what for what in sorted(reached) if what not in WANTED]
     lines = [f"{reached[what]:9}  {what}" for what in (*WANTED, *others)]
     return "\n".join(lines), [what for what in WANTED if not reached[what]]

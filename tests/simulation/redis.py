@@ -1,11 +1,11 @@
-"""An in-memory Redis: sets and keys with a time to live. It may be down, slow, empty or return garbage."""
+"""An in-memory Redis with sets and with keys that expire. It may be down, slow or empty, or return invalid values."""
 
 import asyncio
 from typing import Any
 
 
 class FakeRedis:
-    """The client methods that `shared.registry` uses, over a store that all clients of a simulation share."""
+    """A Redis client with the methods that `shared.registry` uses. All clients of a simulation share one store."""
 
     def __init__(self, store: "Store") -> None:
         self._store = store
@@ -50,7 +50,8 @@ def _encoded(text: str | bytes) -> bytes:
 
 
 class Store:
-    """`down_until`: refuses connections; `hangs_until`: times out; `lies_until`: returns truncated values."""
+    """The data. Connections are refused before `down_until`, calls time out before `hangs_until`, and values are
+    truncated before `lies_until`."""
 
     def __init__(self) -> None:
         self.keys: dict[str, tuple[bytes, float]] = {}
@@ -58,7 +59,7 @@ class Store:
         self.down_until = self.hangs_until = self.lies_until = 0.0
 
     async def answer(self) -> None:
-        """Wait for the answer. Raises OSError if there is none."""
+        """Wait as long as an answer takes. Raises OSError if there is no answer."""
         now = asyncio.get_running_loop().time()
         await asyncio.sleep(0.0005)
         if now < self.down_until:

@@ -1,4 +1,4 @@
-"""What a seed determines: a cluster, its requests and its faults, all drawn before the run."""
+"""Scenarios: the cluster, the requests and the faults of a seed, all drawn before the run."""
 
 from dataclasses import dataclass, field
 from random import Random
@@ -28,16 +28,16 @@ NODE_FAULTS = (
     "raise",
 )
 FLEET_FAULTS = ("registry down", "registry hangs", "registry flushed", "registry lies", "clock jumps", "reset")
-OUTAGE = {"prefill": "freeze all prefill nodes", "decode": "freeze all decode nodes"}  # both at once
-OUTAGE_EVERY = 10  # seeds: one of them has an outage and no other fault
-STALL = "stall"  # of the connections between a prefill and a decode node; later ones work
-STALL_EVERY = 10  # seeds: one of them has stalls and no other fault
+OUTAGE = {"prefill": "freeze all prefill nodes", "decode": "freeze all decode nodes"}  # an outage has both faults
+OUTAGE_EVERY = 10  # one in this number of seeds has an outage and no other fault
+STALL = "stall"  # stalls the existing connections between a prefill node and a decode node
+STALL_EVERY = 10  # one in this number of seeds has stalls and no other fault
 HARMLESS = {"slow", "clock jumps", "registry down", "registry hangs", "registry flushed", "registry lies"}
 
 
 @dataclass(slots=True)
 class RequestPlan:
-    """One client's request, and how the client behaves."""
+    """The request of one client and the behaviour of the client."""
 
     id: str
     prompt: list[int]
@@ -48,7 +48,7 @@ class RequestPlan:
     salt: bytes = b""
     priority: int = 0
     stop_tokens: frozenset[int] = frozenset()
-    cancels_at: int | None = None  # deltas that it receives before it disconnects
+    cancels_at: int | None = None  # number of deltas after which the client disconnects
     cancels_after_s: float | None = None
     reads_slowly_s: float = 0.0
     deadline_s: float | None = None
@@ -89,8 +89,8 @@ class Scenario:
 
     @property
     def is_lossless(self) -> bool:
-        """Return whether every request can succeed: at most one node is disturbed while others are left, or all nodes are
-        frozen and some come back before the router stops waiting."""
+        """Return whether every request can succeed: at most one node is disturbed and others are left, or all nodes
+        freeze and some of them continue before the router stops waiting."""
         if self.is_outage:
             return True
         harm = [fault for fault in self.faults if fault.kind not in HARMLESS]
@@ -143,8 +143,8 @@ def draw(seed: int) -> Scenario:
 
 
 def _stall(scenario: Scenario) -> None:
-    """Handoffs by shared memory, where blocks that a prefill node may still write into stay in quarantine. Drawn separately, so that
-    other seeds do not change."""
+    """Stall connections during handoffs by shared memory, which keep blocks that may still be written in quarantine.
+    The separate random generator keeps other seeds unchanged."""
     random = Random(f"stall {scenario.seed}")
     scenario.num_prefill, scenario.num_decode, scenario.kv_faults = *random.choices((1, 2), k=2), 0
     scenario.channels, scenario.disaggregate = ("shm",), "always"
@@ -153,9 +153,9 @@ def _stall(scenario: Scenario) -> None:
 
 
 def _freeze_all(scenario: Scenario) -> None:
-    """The nodes of one role are back long before the router gives up waiting, those of the other soon after them or
-    only when it would have given up. Drawn separately, so that other seeds do not change. Each pool holds every request
-    twice, as blocks that a frozen node may still write into stay in quarantine until it is back."""
+    """Freeze all nodes. The nodes of one role continue long before the router stops waiting; those of the other role
+    continue soon after that or too late. Each pool has room for every request twice, because blocks that a frozen node
+    may still write into stay in quarantine. The separate random generator keeps other seeds unchanged."""
     random = Random(f"outage {scenario.seed}")
     scenario.num_prefill, scenario.num_decode, scenario.kv_faults = *random.choices((1, 2), (3, 1), k=2), 0
     blocks = sum(plan.n * -(-(len(plan.prompt) + plan.max_tokens) // scenario.block_tokens) for plan in scenario.plans)
@@ -206,7 +206,7 @@ def _behave(random: Random, plan: RequestPlan) -> None:
 
 
 def _faults(random: Random) -> list[Fault]:
-    """Draw no fault in some seeds, one in most, and several in a few."""
+    """Draw the faults: none in some seeds, one in most seeds, and several in a few."""
     count = random.choice((0, 1, 1, 1, 1, 2, 2, 3, 5))
     faults = []
     for _ in range(count):

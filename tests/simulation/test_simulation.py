@@ -1,4 +1,4 @@
-"""The simulation as `make test` runs it: a few seeds, exact replay, and each mutation with a seed that detects it."""
+"""The simulation in `make test`: a few seeds, an exact replay, and each mutation with a seed that detects it."""
 
 import gc
 import os
@@ -16,12 +16,12 @@ from tests.simulation.reached import WANTED, table
 from tests.simulation.world import simulate
 
 SEEDS = range(40)
-# Seeds beyond these that found a defect.
+# Other seeds that have found a defect.
 FOUND = {
     143: "a Reserve call whose connection was lost swallowed its cancellation",
     9047: "the simulation signalled a node that had just started, and its previous process received the signal",
 }
-# `make mutations` looks for a seed when a change to the simulation made one of these miss its mutation.
+# If a seed no longer detects its mutation after a change to the simulation, `make mutations` finds another seed.
 DETECTED_BY = {
     "reservations are not revoked": 7,
     "a release is forgotten": 0,
@@ -72,7 +72,7 @@ def test_no_seed_violates_an_invariant() -> None:
 
 
 def test_a_seed_replays_bit_for_bit() -> None:
-    """Also in another process with another string hash seed."""
+    """The replay is also exact in another process with another seed for string hashes."""
     here = simulate(4, keeps_log=True)
     assert len(here.lines) > 40
     assert simulate(5).fingerprint != here.fingerprint

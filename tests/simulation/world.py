@@ -1,6 +1,6 @@
-"""One simulated cluster from its start to its end, its faults, and what must hold all the time and at the end.
+"""One run of a simulated cluster with its faults, and the invariants that hold during the run and at its end.
 
-`simulate(seed)` is one run. The same seed gives the same run, bit for bit: `Result.fingerprint` covers each callback,
+`simulate(seed)` does one run. The same seed gives the same run, bit for bit: `Result.fingerprint` covers each callback
 and each line of the log.
 """
 
@@ -35,10 +35,10 @@ from tests.simulation.scenario import Scenario, draw
 MAX_TURNS = 600_000
 MAX_VIOLATIONS = 20
 START_S = 10.0
-ANSWER_S = 100.0  # after the last fault: by then each request has its answer
-REST_S = 100.0  # after the last answer: by then nothing is held for a request
+ANSWER_S = 100.0  # time limit from the last fault until each request has an answer
+REST_S = 100.0  # time limit from the last answer until no resource is held for a request
 END_S = 30.0
-OPERATORS = {"_set_role"}  # run by operators, not by the router
+OPERATORS = {"_set_role"}  # tasks that belong to an operator, not to the router
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class World:
         self.nodes = [NodeHost(self, f"prefill-{index}", "prefill") for index in range(scenario.num_prefill)]
         self.nodes += [NodeHost(self, f"decode-{index}", "decode") for index in range(scenario.num_decode)]
         self.hosts: list[Host] = [self.router, *self.nodes]
-        self.dead_tasks: list[Any] = []  # kept: destroying a task would run its finally blocks
+        self.dead_tasks: list[Any] = []  # kept alive, because the destruction of a task runs its finally blocks
         self.clients = [Client(self, plan) for plan in scenario.plans]
         self.is_ending = self.is_over = False
         self.hangs = any(fault.kind == "hang" for fault in scenario.faults)
@@ -92,12 +92,12 @@ class World:
         self.note("all faults end")
         await asyncio.gather(*running)
         await self._within(ANSWER_S, lambda: [c.plan.id for c in self.clients if not c.outcome], "has no answer")
-        await asyncio.sleep(0.1)  # clients that cancel disconnect by then
+        await asyncio.sleep(0.1)  # time for clients that cancel to disconnect
         await self._within(REST_S, lambda: unbalanced(self), "is still held")
         await self._within(START_S, self._missing, "is not connected again")
         for text in at_the_end(self):
             self.violate(text)
-        gc.collect()  # reports exceptions that were never retrieved
+        gc.collect()  # makes asyncio report exceptions that were never retrieved
         if self.violations:
             return
         self.is_ending = True
@@ -109,7 +109,7 @@ class World:
             self.violate(text)
 
     def _missing(self) -> list[str]:
-        """Return the nodes whose present process the router does not know."""
+        """Return the nodes whose current process the router does not know."""
         fleet = self.router.fleet
         seen = {info.incarnation_id for info, _, alive in fleet.nodes() if alive} if fleet is not None else set()
         return [host.name for host in self.nodes if host.incarnation_id not in seen]
@@ -140,7 +140,7 @@ class World:
         self.counts[what] += 1
 
     def log(self, record: logging.LogRecord) -> None:
-        """A warning or an error of the system."""
+        """Handle a warning or an error of the system."""
         process = CURRENT.get()
         if not process.alive:
             return
@@ -175,7 +175,7 @@ class World:
         host.engine, host.scheduler = engine, scheduler
 
     def audit(self, process: Process, scheduler: Scheduler) -> None:
-        """Check the blocks after each step of an engine."""
+        """Check the blocks after an iteration of an engine."""
         if process.alive and (wrong := ledger_error(scheduler)):
             self.violate(f"{process}: {wrong}")
         ledger, node = scheduler.ledger(), self.host_of(process).node if process.alive else None
@@ -213,7 +213,7 @@ class World:
                 self.reached("client: lost")
 
     def exited(self, process: Process, status: int) -> None:
-        """Handle `os._exit`, which follows a failure of the engine."""
+        """Handle a call of `os._exit`, which a process makes after its engine fails."""
         self.note(f"{process} exits with {status}")
         self.reached(f"exit {status}")
         if not self.faults.fired_raise and not self.hangs:
@@ -237,7 +237,7 @@ class World:
 
 
 def simulate(seed: int, mutation: str = "", *, keeps_log: bool = False) -> Result:
-    """Run one seed, with a mutation if one is named."""
+    """Run one seed, with the named mutation if there is one."""
     with MUTATIONS[mutation]() if mutation else nullcontext(), without_teardown_errors():
         return _run(draw(seed), keeps_log=keeps_log)
 

@@ -1,6 +1,6 @@
-"""Loaded at the start of every Python process that has this directory on its path: writes down what it connects to.
+"""Log the connections of every Python process that has this directory on its path, from its start.
 
-The audit hook sees all that goes through Python's own sockets; uvloop's connections do not, so its methods are wrapped.
+An audit hook logs connections of Python's own sockets. uvloop does not use them, so its methods are wrapped.
 """
 
 import os

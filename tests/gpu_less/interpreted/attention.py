@@ -11,7 +11,7 @@ from tests.gpu_less.contract import batch_of, check_attention, pool_of
 CPU = torch.device("cpu")
 NUM_BLOCKS = 400
 MIXED = [(39, 40), (0, 37), (15, 16), (28, 33), (-1, 0), (13, 77), (0, 1)]
-# block size, GQA group, head_dim, window: of each something odd
+# (block size, GQA group, head_dim, window), with unusual values of each
 SPANS = [[(99, 100), (-1, 0), (0, 1), (64, 65)], [(199, 202), (60, 68)]]
 SHAPES = [(16, 1, 64, 0), (64, 3, 20, 0), (1, 4, 16, 0), (4, 2, 32, 13), (128, 7, 16, 30), (20, 1, 80, 1)]
 
@@ -48,7 +48,7 @@ def test_a_group_wider_than_a_tile_of_float32() -> None:
 
 
 def test_a_replay_reads_what_the_batch_holds_then() -> None:
-    """As a CUDA graph has it: planned once for a bucket, with bounds in place of the host's copies."""
+    """As for a CUDA graph, the plan is made once for a bucket, from upper bounds instead of the actual lengths."""
     pool = pool_of(2, 16, 16, torch.float32, NUM_BLOCKS, CPU)
     backend, batch = TritonAttention(pool, split_tokens=32), batch_of([(9, 10), (79, 80)], 16, NUM_BLOCKS, CPU)
     plan = backend.plan(replace(batch, starts=[99, 99], kv_lens=[100, 100]))

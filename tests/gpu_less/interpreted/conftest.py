@@ -1,4 +1,4 @@
-"""Mends Triton's interpreter. The files here are run by test_interpreter.py, in a process where it is switched on."""
+"""A fix of Triton's interpreter. test_interpreter.py runs the files here in a process with the interpreter enabled."""
 
 import os
 
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def _numbers_for_dot() -> None:
-    """The interpreter holds bfloat16 as uint16 and would multiply the bits."""
+    """Make `dot` convert bfloat16, which the interpreter holds as uint16 and would multiply as integers."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 

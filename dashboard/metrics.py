@@ -15,7 +15,6 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from dashboard.history import RequestHistory
-from dashboard.step_ring import interference_ns
 from router.metrics.node_metrics import LABELS, NodeRow
 from router.metrics.request_metrics import E2E_S, ITL_S, metric_family
 from shared.rpc.messages import NodeInfo, RequestEvent, StepRecord
@@ -152,11 +151,9 @@ class RecordMetrics(Collector):
         measured_us = record.duration_us + record.host_us
         if record.predicted_us and measured_us:
             self._observe(info, "error", abs(record.predicted_us - measured_us) / measured_us)
-        if record.prefill_tokens and record.num_decodes and (ring := self._history.ring(info.id)) is not None:
-            row = ring.latest()
-            if row is not None:
-                added_s = interference_ns(row, ring.model) * record.num_decodes / 1e9
-                self._seen["interference"].labels(*self._labels(info)).inc(added_s)
+        if (ring := self._history.ring(info.id)) is not None and (row := ring.latest()) is not None:
+            added_s = row.interference_ns * row.num_decodes / 1e9
+            self._seen["interference"].labels(*self._labels(info)).inc(added_s)
 
     def event(self, info: NodeInfo, event: RequestEvent) -> None:
         self._queues.event(info, event)
@@ -222,9 +219,9 @@ class RecordMetrics(Collector):
 
     def _busy(self, infos: list[NodeInfo]) -> Iterable[Metric]:
         activities = [(info, self._history.activity(info.id)) for info in infos]
-        busy = [(info, activity.busy if activity is not None else 0.0) for info, activity in activities]
+        busy = [(info, activity["busy"]) for info, activity in activities]
         yield self._of_nodes("baton_node_busy_ratio", "Share of the last 10 s in which a pass ran.", busy)
-        budgets = [(info, activity.last.budget if activity is not None else 0) for info, activity in activities]
+        budgets = [(info, activity["budget"]) for info, activity in activities]
         yield self._of_nodes("baton_step_budget_tokens", "Token budget of the last step.", budgets)
         shares = {role: [share for info, share in busy if info.role == role] for role in {info.role for info in infos}}
         means = [((role, self._model_name), sum(each) / len(each)) for role, each in shares.items()]

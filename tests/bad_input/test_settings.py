@@ -98,7 +98,7 @@ def test_a_port_in_use_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
         assert router_main(RouterSettings(model=str(DEMO), port=port, registry_port=0)) == 2
         one_line(capsys, f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port")
         flags = ["--model", str(DEMO), "--port", "0", "--registry-port", str(port)]
-        command = [sys.executable, "-m", "router", *flags]  # this error occurs after the start
+        command = [sys.executable, "-m", "router", *flags]  # the router detects this error after its start
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 2
     assert f"cannot listen on registry port {port}" in ended.stderr

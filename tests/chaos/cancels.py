@@ -1,6 +1,6 @@
 """Disconnect clients at random moments during random faults, and check that nothing leaks.
 
-Once the cluster is idle, blocks, descriptors, threads, shared memory and sockets must all have been released.
+Once the cluster is idle, it must have released all blocks, descriptors, threads, shared memory and sockets.
 """
 
 import argparse

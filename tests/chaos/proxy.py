@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 CHUNK_BYTES = 65_536
 LOOK_S = 0.02  # poll interval of a silent direction
-INTRODUCTION_BYTES = 512  # never damaged, at the start of a connection: a connection that cannot start tests little
+INTRODUCTION_BYTES = 512  # not damaged at the start of a connection, because otherwise few connections would start
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Proxy:
         raise ConnectionResetError("the other end hung up")
 
     def _most(self, direction: str) -> int:
-        """Return the maximum size of a chunk: on a slow link, the bytes of a twentieth of a second."""
+        """Return the maximum size of a chunk. A link with a rate limit moves this amount in 50 ms."""
         rate = self._harm.bytes_per_s if direction == "up" else 0.0
         return min(CHUNK_BYTES, max(1, int(rate / 20))) if rate else CHUNK_BYTES
 

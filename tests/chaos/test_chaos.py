@@ -77,7 +77,7 @@ def test_a_killed_router_breaks_its_own_streams_and_no_others() -> None:
 
 
 def test_a_soak_distinguishes_growth_from_fluctuation() -> None:
-    """Memory that rises by 12 MiB and falls again, as histories do, is not a leak; growth by 40 MiB per hour is one."""
+    """Memory that repeatedly rises by 12 MiB and falls is not a leak. Growth by 40 MiB per hour is a leak."""
     samples = [
         Sample(name, at_s, at_s, Count(pid, 100 + 12 * (at_s % 240) / 240 + leak * at_s / 3600, 5))
         for at_s in range(0, 3600, 10)

@@ -23,7 +23,7 @@ class Halves:
     lost: list[str]
     longest_gap_s: float
     asked_of_killed: int
-    broken_of_killed: int  # streams in progress at the kill
+    broken_of_killed: int  # streams that the kill interrupted
     held: list[str]
 
 

@@ -30,7 +30,7 @@ DATA = ROOT / "tests" / "data"
 START_S = 300.0  # many times the usual duration, for busy machines
 
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the fork server: a forked child has no threads of its parent
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the fork server: threads do not survive a fork
 FORK_SERVER = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(["tests.cluster.preload"])
 
@@ -95,7 +95,7 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = START_S
 class Cluster:
     """One router and its nodes; several routers need a Redis. `settings` are the BATON_ variables of all processes, in
     lower case without the prefix. `own` has variables of single processes by name, such as prefill-0 or router-1.
-    `prefixes` has commands, by name of a process, that its command line starts with."""
+    `prefixes` maps the name of a process to the words that its command line starts with."""
 
     def __init__(
         self,

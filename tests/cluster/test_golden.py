@@ -38,7 +38,7 @@ def test_the_golden_outputs_come_out_exactly(prefill: int, channel: str, budget:
 
 
 def test_the_demo_model_answers_the_same_in_both_modes() -> None:
-    """The prompt has several chunks. It is sent greedily and sampled, and again when it is in the prefix cache."""
+    """The prompt has several chunks. The second round of answers uses the prefix cache."""
     prompt = "And the LORD said unto Moses, Speak unto the children of Israel. " * 20
     ways: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.9, "seed": 7, "top_p": 0.95}]
     answers: list[list[list[int]]] = []

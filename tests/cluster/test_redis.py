@@ -105,7 +105,7 @@ LIES = {
     "bytes": bytes(range(256)),
     "the end": b"",
 }
-# These can be valid answers that mean that there are no nodes. After a lease, nodes leave the list but stay connected.
+# Redis may give these answers if there are no nodes. After a lease, the nodes leave the list but stay connected.
 PLAUSIBLE = {"null", "a negative length", "a null array", "a longer list than was asked for", "a map"}
 
 

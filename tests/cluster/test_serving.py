@@ -168,7 +168,7 @@ def test_a_node_with_another_secret_is_refused_and_nothing_is_placed_on_it(serve
         wait_for(lambda: "its certificate is of another cluster" in served.log("decode-9"), "the node says why")
         prompt = prompt_of(9, 40)
         assert served.complete(prompt, 4) == expected(prompt, 4)
-        time.sleep(1.0)  # several tries
+        time.sleep(1.0)  # time for several connection attempts
         assert set(served.nodes()) == {"prefill-0", "decode-0"}
         assert served.log("decode-9").count("not connected: its certificate") == 1, "a try is not a line"
     finally:

@@ -158,6 +158,26 @@ def test_a_prompt_computed_where_it_is_generated_stands_in_no_queue_and_a_lost_n
     assert queues.num_open == 0
 
 
+def test_a_node_that_has_changed_its_role_still_ends_what_it_had():
+    queues = HandoffQueues()
+    queues.event(P, RequestEvent("a", "queued", 0))
+    queues.event(P, RequestEvent("a", "admitted", 0))
+    queues.event(info("p0", "decode"), RequestEvent("a", "ended", 0))
+    assert queues.counts() == {}
+    assert queues.num_open == 0
+
+
+def test_gauges_of_a_lost_node_are_not_shown_and_its_counters_are():
+    rows = [(P, NodeStats(running=5, steps=7), False)]
+    metrics = CollectorRegistry()
+    status = {"placements": {}, "requests": {}}
+    metrics.register(NodeMetrics(lambda: rows, "tiny", lambda: status))
+    text = generate_latest(metrics).decode()
+    assert 'vllm:num_requests_running{engine="p0"' not in text
+    assert 'baton_steps_total{engine="p0",model_name="tiny",role="prefill"} 7.0' in text
+    assert 'baton_node_alive{engine="p0",model_name="tiny",role="prefill"} 0.0' in text
+
+
 def test_the_status_shows_what_nodes_did_and_what_clients_had():
     nodes = Nodes()
     start = now_ns() - 500_000_000

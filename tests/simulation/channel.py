@@ -237,7 +237,7 @@ class SimChannel:
     async def _write(
         self, line: Line, peer: "SimChannel", reservation_id: bytes, row: int, data: NDArray[np.uint8]
     ) -> bool:
-        """Return False if the receiver refused the row."""
+        """Write one row to the peer. Return False if the receiver refused the row."""
         if not line.is_open or peer._is_closed or not self.process.alive:
             raise PeerLostError("the connection has ended")
         if not self.fenced:

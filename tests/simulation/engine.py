@@ -26,7 +26,7 @@ TOKENS_A_TURN = 10  # number of tokens that take as long as an iteration without
 
 
 class Idle(BaseException):
-    """Raised while the engine waits for a command."""
+    """Raised to end an iteration of the engine that would wait for a command."""
 
 
 class Inbox:

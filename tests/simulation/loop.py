@@ -228,7 +228,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             self._sleep(process, max(process.thaws_at, self.now + process.lag_s))
 
     def _leave(self, index: int, until: float) -> None:
-        """Remove a process from the runnable processes until the time `until`, or until it has a callback to run."""
+        """Make a process wait until the time `until`, or, if its queue is empty, until it gets a callback."""
         process = self._runnable.pop(index)
         process.is_queued = bool(process.ready)
         if process.ready:

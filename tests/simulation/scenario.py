@@ -143,8 +143,8 @@ def draw(seed: int) -> Scenario:
 
 
 def _stall(scenario: Scenario) -> None:
-    """Stall connections during handoffs by shared memory, which keep blocks that may still be written in quarantine.
-    The separate random generator keeps other seeds unchanged."""
+    """Stall connections during handoffs by shared memory. Blocks that a prefill node may still write into stay in
+    quarantine. The separate random generator keeps other seeds unchanged."""
     random = Random(f"stall {scenario.seed}")
     scenario.num_prefill, scenario.num_decode, scenario.kv_faults = *random.choices((1, 2), k=2), 0
     scenario.channels, scenario.disaggregate = ("shm",), "always"
@@ -153,9 +153,9 @@ def _stall(scenario: Scenario) -> None:
 
 
 def _freeze_all(scenario: Scenario) -> None:
-    """Freeze all nodes. The nodes of one role continue long before the router stops waiting; those of the other role
-    continue soon after that or too late. Each pool has room for every request twice, because blocks that a frozen node
-    may still write into stay in quarantine. The separate random generator keeps other seeds unchanged."""
+    """Freeze all nodes. One role continues long before the router stops waiting. The other role continues soon after
+    that, or only after the router has stopped. Each pool has room for every request twice, because blocks that a
+    frozen node may still write into stay in quarantine. The separate random generator keeps other seeds unchanged."""
     random = Random(f"outage {scenario.seed}")
     scenario.num_prefill, scenario.num_decode, scenario.kv_faults = *random.choices((1, 2), (3, 1), k=2), 0
     blocks = sum(plan.n * -(-(len(plan.prompt) + plan.max_tokens) // scenario.block_tokens) for plan in scenario.plans)

@@ -1,4 +1,4 @@
-"""Log the connections of every Python process that has this directory on its path, from its start.
+"""Log the connections of every Python process that has this directory on its path.
 
 An audit hook logs connections of Python's own sockets. uvloop does not use them, so its methods are wrapped.
 """

@@ -255,7 +255,7 @@ class RequestHistory(RouterObserver):
         trace = self._traces.get(id) or self._traces.get(f"{id}-0")
         return None if trace is None else trace.summary(self.ring) | {"spans": trace.spans(self.ring)}
 
-    def summary(self, id: str) -> dict[str, object] | None:
+    def summary(self, id: str) -> dict[str, Any] | None:
         trace = self._traces.get(id)
         return None if trace is None else trace.summary(self.ring)
 

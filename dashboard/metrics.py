@@ -44,6 +44,10 @@ PHASES = {
     "hidden": ("baton_kv_transfer_hidden_seconds", "Transfer time that overlapped the prefill.", ITL_S),
     "exposed": ("baton_kv_transfer_exposed_seconds", "Time from the end of the prefill to the last block.", ITL_S),
 }
+ACTIVITY = {
+    "busy": ("baton_node_busy_ratio", "Share of the last 10 s in which a step ran."),
+    "budget": ("baton_step_budget_tokens", "Token budget of the last step."),
+}
 AFTER_FIRST = ("transfer_exposed", "decode_queue", "decode", "interference")  # a request's phases after its first token
 # The queues of handoffs, with SGLang's names and meanings. The role is the one of the nodes that have the queue.
 BOOTSTRAP, INFLIGHT = "num_prefill_bootstrap_queue_reqs", "num_prefill_inflight_queue_reqs"
@@ -107,10 +111,6 @@ class HandoffQueues:
         """Return the length of each queue, by node and queue."""
         return Counter(place for attempt in self._open.values() for place in attempt.places())
 
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
-
     def _left(self, identity: str, attempt: OpenHandoff, node: str) -> None:
         attempt.prefill = "" if attempt.prefill == node else attempt.prefill
         attempt.decode = "" if attempt.decode == node else attempt.decode
@@ -173,11 +173,10 @@ class RecordMetrics(Collector):
 
     def _settled(self, id: str) -> None:
         if (summary := self._history.summary(id)) is not None:
-            self.observe_phases(summary)
+            self.observe_phases(summary["phases_ms"], summary["transfer"])
 
-    def observe_phases(self, summary: Mapping[str, Any]) -> None:
+    def observe_phases(self, phases: Mapping[str, float] | None, transfer: Mapping[str, Any] | None) -> None:
         """Record the phase timings of a finished request, once all of its nodes have reported."""
-        phases, transfer = summary["phases_ms"], summary["transfer"]
         if phases:
             prefill_s = phases["prefill"] / 1000
             decode_s = sum(phases[name] for name in AFTER_FIRST) / 1000
@@ -218,12 +217,12 @@ class RecordMetrics(Collector):
         return metric_family(name, text, LABELS, ((self._labels(info), value) for info, value in values))
 
     def _busy(self, infos: list[NodeInfo]) -> Iterable[Metric]:
-        activities = [(info, self._history.activity(info.id)) for info in infos]
-        busy = [(info, activity["busy"]) for info, activity in activities]
-        yield self._of_nodes("baton_node_busy_ratio", "Share of the last 10 s in which a pass ran.", busy)
-        budgets = [(info, activity["budget"]) for info, activity in activities]
-        yield self._of_nodes("baton_step_budget_tokens", "Token budget of the last step.", budgets)
-        shares = {role: [share for info, share in busy if info.role == role] for role in {info.role for info in infos}}
+        found = [(info, self._history.activity(info.id)) for info in infos]
+        for key, (name, text) in ACTIVITY.items():
+            yield self._of_nodes(name, text, [(info, activity[key]) for info, activity in found])
+        shares: dict[str, list[float]] = {}
+        for info, activity in found:
+            shares.setdefault(info.role, []).append(activity["busy"])
         means = [((role, self._model_name), sum(each) / len(each)) for role, each in shares.items()]
         text = "Mean busy ratio of the nodes of a role."
         yield metric_family("baton_pool_busy_ratio", text, ["role", "model_name"], means)

@@ -272,7 +272,7 @@ class RequestTrace:
             return "prefill"
         return "transfer" if attempt.at("admitted", attempt.decode) is None else "decode"
 
-    def summary(self, rings: Rings) -> dict[str, object]:
+    def summary(self, rings: Rings) -> dict[str, Any]:
         """Return what `/v1/requests` shows; times are Unix milliseconds."""
         attempt = self.last_attempt
         admitted = attempt and attempt.find("admitted", attempt.computes)

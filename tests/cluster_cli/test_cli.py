@@ -139,7 +139,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["up", "--fly"], "baton up: "),
         (["up", "--port", "x"], "baton up: --port 'x': must be a whole number"),
         (["up", "--mode", "x"], "baton up: --mode 'x': must be disaggregated or colocated"),
-        (["up", "--model", "/nowhere"], "baton up: --model /nowhere: is not a directory"),
+        (["up", "--model", "/nowhere"], "baton up: --model: model '/nowhere' is neither a directory nor a hub id"),
         (["up", "--prefill", "-1"], "baton up: --prefill '-1': must be a whole number from 0"),
         (["router"], "baton router: --model (or BATON_MODEL) is required"),
         (["prefill", "--kv-channel", "x"], "baton prefill: --kv-channel 'x': must be auto, pool, cuda_ipc, shm or tcp"),

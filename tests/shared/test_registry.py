@@ -21,8 +21,9 @@ from shared.logs import peer_log
 from shared.registry import EmbeddedRegistry, RedisAnnouncer, RedisRegistry, StreamAnnouncer, announcer
 from shared.rpc import tls
 from shared.rpc.codec import encode
+from shared.rpc.connection import RpcChannel
 from shared.rpc.messages import Ack, NodeInfo
-from shared.rpc.methods import JOIN, connect
+from shared.rpc.methods import JOIN
 
 INFO = NodeInfo("d0", "boot-1", "decode", "127.0.0.1:1", "m", "print", 4, 64, 100, 512, 8)
 BEAT_S = 0.03
@@ -44,7 +45,7 @@ async def embedded(changes: list[dict[str, NodeInfo]]) -> AsyncIterator[Embedded
 
 @asynccontextmanager
 async def joined(registry: EmbeddedRegistry, info: NodeInfo) -> AsyncIterator[Any]:
-    channel = connect(f"127.0.0.1:{registry.port}")
+    channel = RpcChannel(f"127.0.0.1:{registry.port}")
     try:
         async with JOIN.open(channel) as stream:
             await stream.send_message(info)

@@ -16,7 +16,7 @@ TIMEOUT = "timeout"  # the error of a request that timed out
 TBT_OF = ("p99", "max", "mean")
 SCHEMA = "baton.outcomes/1"
 HEAD = ("started_unix_ns",)
-TAIL = ("counted", "loop_lag_p99_s", "cpu_s", "problems")
+TAIL = ("counted", "problems")
 COUNTS = ("ids", "logprobs", "usage", "events")  # how tokens are counted, most reliable first
 MAX_LINE = 16 << 20  # bytes of one event: large enough for an echoed prompt, small enough to bound memory
 WORDS = ("of", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")  # a token each
@@ -76,8 +76,6 @@ class LoadRecording:
     started_unix_ns: int = 0  # Unix time of the run's second 0, to match the router's records
     outcomes: list[Outcome] = field(default_factory=list)
     counted: str = "ids"  # how tokens were counted: "ids", "logprobs", "usage" or "events"
-    loop_lag_p99_s: float = 0.0  # of the client's event loop
-    cpu_s: float = 0.0  # CPU time of the client
     problems: list[str] = field(default_factory=list)
 
 

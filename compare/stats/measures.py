@@ -181,7 +181,6 @@ class RunMetrics:
     arrived: int
     finished: int
     failed: int
-    good: int
     metrics: dict[str, float | None]
 
 
@@ -215,7 +214,7 @@ def measure(
     if not overloaded:
         metrics |= latencies(population) | from_summaries(population, summaries)
     finished = sum(outcome.finished for outcome in population)
-    return RunMetrics(window_s, overloaded, len(population), finished, len(population) - finished, good, metrics)
+    return RunMetrics(window_s, overloaded, len(population), finished, len(population) - finished, metrics)
 
 
 def latencies(population: Sequence[Outcome]) -> dict[str, float | None]:

@@ -159,6 +159,10 @@ WRONG_SUBMITS: list[tuple[SubmitRequest, str]] = [
     (replace(SUBMIT, id=""), "length of id is 0"),
     (replace(SUBMIT, id="r" * 300), "length of id is 300"),
     (replace(SUBMIT, salt=bytes(300)), "length of salt is 300"),
+    (replace(SUBMIT, traceparent="t" * 300), "length of traceparent is 300"),
+    (replace(SUBMIT, decode_node="file:///etc/passwd"), "decode_node is 'file"),
+    (replace(SUBMIT, decode_node="host"), "decode_node is 'host'"),
+    (replace(SUBMIT, stop_tokens=b"\xff" * 4), "negative"),
 ]  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor
 CACHE = Path.home() / ".cache" / "baton-bench"
 TOKENIZER = Path(__file__).resolve().parents[1] / "demo" / "model"
 MAX_POSITIONS = 16_384
-STANDARD_DEVIATION = 0.02  # of weights, as at the start of training
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 10_000.0, "rms_norm_eps": 1e-5}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 
@@ -57,7 +55,7 @@ def checkpoint(shape: str, dtype: str = "float32", directory: Path | None = None
     config = SHAPES[shape]
     home.mkdir(parents=True, exist_ok=True)
     making = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=home))  # renamed when complete
-    save_file(dict(_tensors(config, getattr(torch, dtype))), making / "model.safetensors", {"format": "pt"})
+    save_file(_weights(config, getattr(torch, dtype)), making / "model.safetensors", {"format": "pt"})
     (making / "config.json").write_text(json.dumps(config | {"torch_dtype": dtype}, indent=1) + "\n")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / name, making / name)
@@ -68,35 +66,12 @@ def checkpoint(shape: str, dtype: str = "float32", directory: Path | None = None
     return path
 
 
-def _tensors(config: dict[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    source = torch.Generator().manual_seed(0)
+def _weights(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return weights by their names in Hugging Face's files, as transformers initializes them."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds
 
-    def normal(*shape: int) -> Tensor:
-        return torch.empty(shape).normal_(0, STANDARD_DEVIATION, generator=source).to(dtype)
-
-    for name, shape in tensor_shapes(config).items():
-        yield name, normal(*shape) + (1 if name.endswith("norm.weight") else 0)
-
-
-def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a checkpoint, by its name in Hugging Face's files."""
-    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    queries = config["num_attention_heads"] * config["head_dim"]
-    keys = config["num_key_value_heads"] * config["head_dim"]
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
-    for index in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{index}"
-        shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
-        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
-        for name, out in (("q", queries), ("k", keys), ("v", keys)):
-            shapes[f"{layer}.self_attn.{name}_proj.weight"] = (out, hidden)
-            if config["model_type"] == "qwen2":
-                shapes[f"{layer}.self_attn.{name}_proj.bias"] = (out,)
-        shapes[f"{layer}.self_attn.o_proj.weight"] = (hidden, queries)
-        for name in ("gate", "up"):
-            shapes[f"{layer}.mlp.{name}_proj.weight"] = (inner, hidden)
-        shapes[f"{layer}.mlp.down_proj.weight"] = (hidden, inner)
-    shapes["model.norm.weight"] = (hidden,)
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (vocab, hidden)
-    return shapes
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))  # type: ignore[no-untyped-call]
+    weights: dict[str, Tensor] = model.state_dict()
+    tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
+    return {name: weight.to(dtype).contiguous() for name, weight in weights.items() if name not in tied}

@@ -7,21 +7,17 @@ KV channel. With --url it checks the registry and the nodes of that cluster, and
 import asyncio
 import inspect
 import os
-import re
-import resource
 import secrets
-import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from cluster.clients import size_text
-from cluster.plan import DoctorSettings, checked
+from cluster.plan import DoctorSettings
 from compare.arms import Arm
 from compare.endpoint import Document, Endpoint, EndpointError
 from compare.run.deployments import PROCESS_BYTES, LaunchOptions, LocalStack, fit_together, memory_available, num_gpus
@@ -35,15 +31,12 @@ from router.text.model_files import read_model
 from router.text.tokenizer import Tokenizer
 from shared.config.settings import ComputingSettings, flag_of, format_value
 from shared.kv.layout import HOST_KV_BYTES
-from shared.kv.local import private
 from shared.kv.memory import HostMemory
 from shared.lifecycle import wait_until
 from shared.model_files import DEMO_MODEL, resolve
 from shared.registry import RedisRegistry
 from shared.rpc import tls
 
-FLOOR = re.compile(r"([\w.-]+)>=([\d.]+)")  # name and minimum version in a requirement without extras
-OTHER_FILES = 256  # open files of a process in addition to its clients: nodes, libraries, logs
 REDIS_S = 3.0
 PROMPT_TOKENS = (1, 16, 33, 130, 700)  # at, near and beyond the boundaries of blocks and chunks
 IDS = 250  # token ids below this are in every vocabulary
@@ -73,7 +66,7 @@ def run_doctor(settings: DoctorSettings) -> int:
 async def _run(settings: DoctorSettings) -> int:
     failed = set[str]()
     for stage in (_installation, _running if settings.url else _replays_here):
-        if failed - {"ports"} and not settings.url:
+        if failed and not settings.url:
             break  # its clusters could not start
         async for finding in stage(settings):
             print(f"{finding.level:9}{finding.name:14}{finding.text}", flush=True)
@@ -103,7 +96,7 @@ async def _installation(settings: DoctorSettings) -> AsyncIterator[Finding]:
     """Yield the findings about this machine. With --url, the machine is not the cluster's, and most do not matter."""
     checks: tuple[Callable[[DoctorSettings], str | Awaitable[str]], ...] = (libraries, registry)
     if not settings.url:
-        checks = (libraries, computing, model, memory, kv_directory, open_files, secret_files, registry, ports)
+        checks = (libraries, computing, model, memory, secret_files, registry)
     for check in checks:
         yield await examine(check.__name__.replace("_", " "), partial(check, settings))
 
@@ -111,25 +104,7 @@ async def _installation(settings: DoctorSettings) -> AsyncIterator[Finding]:
 def libraries(_: DoctorSettings) -> str:
     if sys.platform != "linux":
         raise ValueError(f"{sys.platform}: Baton needs Linux; elsewhere, use its containers")
-    with suppress(PackageNotFoundError):  # raised in a checkout that is not installed
-        if old := "; ".join(outdated(requires("baton-serve") or [])):
-            raise ValueError(f"{old}: install again, with `make serve` or `pip install -e .`")
     return f"Python {sys.version.split()[0]}, torch {version('torch')}"
-
-
-def outdated(requirements: Iterable[str]) -> Iterator[str]:
-    """Yield a text for each required library that is missing or too old. Extras are ignored."""
-    for name, floor in (match.groups() for text in requirements if (match := FLOOR.fullmatch(text))):
-        try:
-            found = version(name)
-        except PackageNotFoundError:
-            found = "missing"
-        if _release(found) < _release(floor):
-            yield f"{name} {found}, needs {floor}"
-
-
-def _release(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", text.partition("+")[0])[:3])
 
 
 def computing(settings: DoctorSettings) -> str:
@@ -172,28 +147,6 @@ def memory(settings: DoctorSettings) -> str:
     return f"shared memory works; {text}"
 
 
-def kv_directory(settings: DoctorSettings) -> str:
-    path = private(settings.kv_directory).absolute() / secrets.token_hex(16)
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.bind(str(path))
-        except OSError as error:
-            raise OSError(f"--kv-directory {path.parent}: no socket can be made in it: {error}") from None
-        finally:
-            path.unlink(missing_ok=True)
-    return str(path.parent)
-
-
-def open_files(settings: DoctorSettings) -> str:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = settings.max_concurrent_requests + OTHER_FILES
-    if limit < wanted:
-        raise CheckWarning(
-            f"{limit} are allowed, and {settings.max_concurrent_requests} clients need {wanted}: raise `ulimit -n`"
-        )
-    return f"{limit} are allowed"
-
-
 def secret_files(settings: DoctorSettings) -> str:
     """Check the given secret files. From then on, this process uses the cluster's secret."""
     tls.configure(settings.cluster_secret_file, {"--registry-host": settings.registry_host})
@@ -216,10 +169,6 @@ async def registry(settings: DoctorSettings) -> str:
         return f"Redis answers, and knows {len(redis.nodes)} nodes of cluster {settings.cluster}"
     finally:
         await redis.close()
-
-
-def ports(settings: DoctorSettings) -> str:
-    return f"{settings.host}:{checked(settings).port} is free"
 
 
 # ---- a running cluster ---------------------------------------------------------------------------------------------

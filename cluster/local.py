@@ -63,9 +63,8 @@ async def _up(settings: LocalSettings, children: Sequence[Child], say: Say, key:
     url = url_of(settings.host, settings.port)
     admin_url = url_of(settings.admin_host, settings.admin_port) if settings.admin_port else url
     status_is = partial(until_answers, f"{admin_url}/v1/status", key=key)
+    all_ready = partial(status_is, lambda status: num_ready(status) >= sum(settings.num_nodes()))
     reporting = asyncio.create_task(_report_ready(url, settings, say, status_is))
-    count = sum(settings.num_nodes())
-    all_ready = partial(status_is, lambda status: num_ready(status) >= count)
     try:
         return await LocalCluster(children, say, settings.drain_timeout_s, all_ready).run()
     finally:
@@ -75,17 +74,19 @@ async def _up(settings: LocalSettings, children: Sequence[Child], say: Say, key:
 async def _report_ready(
     url: str, settings: LocalSettings, say: Say, status_is: Callable[[Callable[[Any], bool]], Awaitable[None]]
 ) -> None:
+    late = asyncio.get_running_loop().call_later(
+        STARTING_S, say, "baton", f"no node takes requests after {STARTING_S:g} s; still waiting"
+    )
+    try:
+        await until_answers(f"{url}/ready", lambda _: True)
+    finally:
+        late.cancel()
+    say("baton", f"serving at {url}")
     model = settings.served_model_name or Path(settings.model).name
     body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 40})
+    key = " -H 'Authorization: Bearer KEY'" if settings.api_keys_file or settings.api_keys else ""
+    say("baton", f"try: curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d '{body}'")
     num_prefill, num_decode = settings.num_nodes()
-    ready = asyncio.ensure_future(until_answers(f"{url}/ready", lambda _: True))
-    if not (await asyncio.wait({ready}, timeout=STARTING_S))[0]:
-        say("baton", f"no node takes requests after {STARTING_S:g} s; still waiting")
-    await ready
-    say("baton", f"serving at {url}")
-    needs_key = settings.api_keys_file or settings.api_keys
-    headers = "-H 'Content-Type: application/json'" + (" -H 'Authorization: Bearer KEY'" if needs_key else "")
-    say("baton", f"try: curl {url}/v1/completions {headers} -d '{body}'")
     await status_is(lambda status: len(status["nodes"]) >= num_prefill + num_decode)
     say("baton", f"complete: {settings.mode}, {num_prefill} prefill and {num_decode} decode")
 
@@ -138,6 +139,7 @@ class LocalCluster:
         self, children: Sequence[Child], say: Say, drain_timeout_s: float, all_ready: Callable[[], Awaitable[None]]
     ) -> None:
         self._children = children
+        self._nodes = [child.name for child in children if child.name != ROUTER]
         self._say = say
         self._drain_timeout_s = drain_timeout_s
         self._processes: dict[str, Process] = {}
@@ -167,10 +169,10 @@ class LocalCluster:
                 self._rolling.cancel()
             # End the router first, because it needs the nodes to finish its requests.
             await self._end([ROUTER])
-            await self._end([child.name for child in self._children if child.name != ROUTER])
+            await self._end(self._nodes)
             await asyncio.gather(*self._keepers.values())
         finally:
-            self._kill(list(self._processes))
+            self._send(signal.SIGKILL, list(self._processes))
             for number in (*numbers, signal.SIGUSR1):
                 loop.remove_signal_handler(number)
         return self._status
@@ -182,7 +184,7 @@ class LocalCluster:
             self._ending.set()
         else:
             self._status = 128 + number
-            self._kill(list(self._processes))
+            self._send(signal.SIGKILL, list(self._processes))
 
     def _on_restart(self) -> None:
         if self._rolling is None or self._rolling.done():
@@ -191,34 +193,28 @@ class LocalCluster:
     async def _restart_all(self) -> None:
         """Restart the nodes one after the other. Each one takes requests again before the next one drains."""
         await self._all_ready()
-        for name in [child.name for child in self._children if child.name != ROUTER]:
+        for name in self._nodes:
             if (process := self._processes.get(name)) is None:
                 continue  # it is already being restarted
             self._say(name, "is restarted: draining")
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
+            self._send(signal.SIGTERM, [name])
             await process.wait()
             await self._all_ready()
         self._say("baton", "every node was restarted")
 
-    def _kill(self, names: Iterable[str]) -> None:
-        for name in names:
+    def _send(self, number: signal.Signals, names: Iterable[str]) -> None:
+        for process in [self._processes[name] for name in names if name in self._processes]:
             with contextlib.suppress(ProcessLookupError):
-                self._processes[name].kill()
+                process.send_signal(number)
 
     async def _end(self, names: Sequence[str]) -> None:
         """Send SIGTERM, wait until the processes have drained, and kill those that have not."""
-        running = [name for name in names if name in self._processes]
-        for name in running:
-            with contextlib.suppress(ProcessLookupError):
-                self._processes[name].terminate()
-        keepers = [self._keepers[name] for name in running]
-        if keepers:
-            await asyncio.wait(keepers, timeout=self._drain_timeout_s + GRACE_S)
-        late = [name for name in running if name in self._processes]
-        for name in late:
+        self._send(signal.SIGTERM, names)
+        if names:
+            await asyncio.wait([self._keepers[name] for name in names], timeout=self._drain_timeout_s + GRACE_S)
+        for name in [name for name in names if name in self._processes]:
             self._say(name, "has not ended in time and is killed")
-        self._kill(late)
+        self._send(signal.SIGKILL, names)
 
     async def _keep(self, child: Child) -> None:
         restarts: list[float] = []
@@ -226,11 +222,11 @@ class LocalCluster:
             status = await self._run(child)
             if self._ending.is_set():
                 return
-            is_restart = child.name != ROUTER and status == 0  # by `_restart_all`
-            self._say(child.name, "has drained and ended" if is_restart else f"ended unexpectedly, {described(status)}")
+            drained = child.name != ROUTER and status == 0  # by `_restart_all`
+            how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+            self._say(child.name, "has drained and ended" if drained else f"ended unexpectedly, {how}")
             if child.name == ROUTER or status == BAD_SETTINGS:
-                if child.name == ROUTER and status != BAD_SETTINGS:
-                    self._say("baton", "the cluster ends, because its router has ended")
+                self._say("baton", f"the cluster ends, because {child.name} has ended")
                 self._status = status if status > 0 else 1
                 self._ending.set()
                 return
@@ -293,7 +289,3 @@ def restart_delay_s(restarts: Sequence[float], now: float) -> float:
     if len(recent) >= RESTARTS_PER_MINUTE:
         return recent[-RESTARTS_PER_MINUTE] + 60 - now
     return FIRST_DELAY_S * float(2 ** len(recent))
-
-
-def described(status: int) -> str:
-    return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"

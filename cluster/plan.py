@@ -154,7 +154,10 @@ def checked(settings: LocalSettings) -> LocalSettings:
 
     Raises ConfigError for settings with which no process could run.
     """
-    directory = _local(settings.model) if settings.model else DEMO_MODEL
+    try:
+        directory = resolve(settings.model) if settings.model else DEMO_MODEL
+    except ValueError as error:
+        raise ConfigError(f"--model: {error}") from None
     for pattern in MODEL_FILES:
         if not any(directory.glob(pattern)):
             raise ConfigError(f"--model {settings.model or directory}: has no {pattern} in it")
@@ -194,20 +197,6 @@ def inherited(environment: Mapping[str, str]) -> dict[str, str]:
     if "OMP_WAIT_POLICY" not in kept:
         kept.setdefault("GOMP_SPINCOUNT", SPIN)
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH", ""))))}
-
-
-def _local(model: str) -> Path:
-    """Return the model's directory. If `model` is a hub id, download the model first."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise ConfigError(f"--model {model}: is not a directory")
-
-    try:
-        return resolve(model)
-    except ValueError as error:
-        raise ConfigError(f"--model: {error}") from None
 
 
 def _free_port(name: str, host: str, port: int) -> int:

@@ -1,44 +1,61 @@
-"""Runs `baton compare`, from its options to its report."""
+"""Runs `baton compare`, from its options to its report. Every option is checked before anything starts."""
 
+import json
 import os
 import re
 import shlex
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
+from compare.arms import Arm, copy_of, cores_of, parse_arms
 from compare.endpoint import Document, EndpointError
-from compare.options import CompareOptions
-from compare.planning import PreparedSession, prepare
+from compare.load.outcome import LatencySlo
+from compare.load.traces import TraceRow, read_trace
+from compare.load.traffic import PRESET_NAMES, PromptVocabulary, Traffic, TrafficPlan, draw_traffic
+from compare.options import DEFAULT_EMULATED, CompareOptions
 from compare.report.document import report_of
 from compare.report.page import write_report
 from compare.report.terminal import TerminalReporter, show
-from compare.run.deployments import Deployments, LaunchOptions, LocalStack
+from compare.run.deployments import Deployments, LaunchOptions, LocalStack, fit_together, num_gpus
+from compare.run.experiment import Experiment
 from compare.run.session import run_session
 from shared.errors import ConfigError
+from shared.model_files import DEMO_MODEL, resolve
 
 NO_VERDICT = 1
 BUSY = 0.5  # load per core, from other processes, that distorts the figures
+DEFAULT_ARMS = ("colocated:2", "disaggregated:1p1d")
+PRESET_RATE = 4.0  # requests per second that keep two cores busy with the demo model, but not overloaded
+PRESET_SCALE = 0.5  # of a preset's lengths, which are those of larger models
+TOO_LONG = ("error", "cut", "drop")
+ON = ("live", "emulated")
+PREFLIGHT_TOKENS = (1, 16, 40, 100, 250)  # shorter than a block, one block, several, and a chunk or more
+WORDS_ONLY = 4096  # ids if the model is not local: they become words, see `compare.load.outcome.body_of`
 
 
 async def run_compare(options: CompareOptions) -> int:
     """Return the exit status: 0 with a verdict, 1 without. Raises ConfigError for what cannot be run."""
-    session = prepare(options)
-    out = session.experiment.out
+    experiment, deployments, plan = prepare(options)
+    out = experiment.out
     try:
         (out / "logs").mkdir(parents=True, exist_ok=True)
         (out / "requests.jsonl").write_text("")  # remove those of an earlier session
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}") from None
     reporter = TerminalReporter()
-    reporter.say(f"{session.plan}; report in {out}")
+    reporter.say(f"{plan}; report in {out}")
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > BUSY * cores:
         reporter.say(f"the machine is busy (load {load:.1f} on {cores} cores): figures will be noisy, periods invalid")
     began = time.monotonic()
     try:
-        findings = await run_session(session.experiment, _deployments(session), reporter)
+        findings = await run_session(experiment, deployments, reporter)
     except EndpointError as error:
         if options.url:
             raise ConfigError(f"--url: {error}") from None
@@ -49,7 +66,7 @@ async def run_compare(options: CompareOptions) -> int:
     finally:
         reporter.close()
     reporter.say(f"measured in {(time.monotonic() - began) / 60:.1f} min")
-    report = report_of(session.experiment, findings, session.on, command_line(sys.argv[1:]))
+    report = report_of(experiment, findings, "url" if options.url else options.on, command_line(sys.argv[1:]))
     show(report)
     return save_report(report, out)
 
@@ -67,17 +84,150 @@ def save_report(report: Document, out: Path) -> int:
     return 0 if report["valid"] else NO_VERDICT
 
 
-def _deployments(session: PreparedSession) -> Deployments:
-    everyone, logs = session.experiment.everyone, session.experiment.out / "logs"
-    launches = [session.launches.get(arm.name, LaunchOptions("")) for arm in everyone]
-    stacks = [
-        LocalStack(arm, launch, logs / f"arm-{number}.log", session.api_key)
-        for number, (arm, launch) in enumerate(zip(everyone, launches, strict=True), 1)
-    ]
-    return Deployments(stacks, keeps_all=session.plan.keeps_all)
-
-
 def command_line(arguments: Sequence[str]) -> str:
     """Return the command that repeats the session, without its API key, because reports are shared."""
     kept = re.sub(r"(^|\0)--api-key(=|\0)[^\0]*", r"\1--api-key\2...", "\0".join(arguments))
     return shlex.join(["baton", *(kept.split("\0") if kept else [])])
+
+
+# ---- from the options to the experiment ----------------------------------------------------------------------------
+
+
+def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
+    """Return the experiment of these options, its arms, and the plan to announce.
+
+    Raises ConfigError: one line with the flag and the remedy.
+    """
+    _check_choices(options)
+    model = _model_of(options)
+    arms = _arms_of(options)
+    control = copy_of(arms[0]) if options.control else None
+    everyone = [*arms, *([control] if control else [])]
+    launches = {} if options.url else _launches(options, everyone, str(model))
+    tokenizer = _tokenizer(model) if model else None
+    vocabulary, limit = vocabulary_of(model, tokenizer) if model and tokenizer else (PromptVocabulary(WORDS_ONLY), 0)
+    seeds = tuple(range(1, options.seeds + 1))
+    encode = None if tokenizer is None else lambda text: list(tokenizer.encode(text).ids)
+    trace = read_trace(options.trace, options.trace_format, encode) if options.trace else []
+    traffic = lru_cache(partial(traffic_of, options.duration, traffic_plan(options, limit), vocabulary, trace))
+    for seed in seeds:
+        traffic(seed)  # so that traffic that cannot be drawn is reported now
+    experiment = Experiment(
+        arms=tuple(arms),
+        control=control,
+        traffic=traffic,
+        seeds=seeds,
+        slo=LatencySlo(options.slo_ttft_ms, options.slo_tbt_ms),
+        attainment=options.attainment,
+        first_rate=float(traffic(1).notes["rate"]) if options.find_capacity else None,
+        prompts=tuple(tuple(vocabulary.draw(0, f"preflight {count}", count)) for count in PREFLIGHT_TOKENS),
+        treatment=(*options.treatment, *(["devices"] if options.unequal else [])),
+        send="ids" if model else "text",
+        timeout_s=options.timeout,
+        out=options.out or Path(time.strftime("baton-compare-%Y%m%d-%H%M%S")),
+    )
+    logs, blank = experiment.out / "logs", LaunchOptions("")
+    stacks = [
+        LocalStack(arm, launches.get(arm.name, blank), logs / f"arm-{number}.log", options.api_key)
+        for number, arm in enumerate(everyone, 1)
+    ]
+    keeps_all = bool(options.url) or fit_together(everyone, str(model))
+    return experiment, Deployments(stacks, keeps_all=keeps_all), experiment.plan(options.duration, keeps_all=keeps_all)
+
+
+def _check_choices(options: CompareOptions) -> None:
+    for flag, value, known in (
+        ("--preset", options.preset or PRESET_NAMES[0], PRESET_NAMES),
+        ("--on", options.on, ON),
+        ("--too-long", options.too_long, TOO_LONG),
+    ):
+        if value not in known:
+            raise ConfigError(f"{flag} {value}: must be {', '.join(known[:-1])} or {known[-1]}")
+    for one, other, both in (
+        ("--trace", "--preset", options.trace and options.preset),
+        ("--rate", "--find-capacity", options.rate is not None and options.find_capacity),
+        ("--url", "--arms", options.url and (options.arms or options.more_arms)),
+    ):
+        if both:
+            raise ConfigError(f"{one} and {other}: give one of them")
+    if options.emulate and options.on != "emulated":
+        raise ConfigError("--emulate: is for --on emulated")
+
+
+def _model_of(options: CompareOptions) -> Path | None:
+    """Return the model's directory; None for running stacks whose model is not local."""
+    if not options.model:
+        return None if options.url else DEMO_MODEL
+    try:
+        return resolve(options.model)
+    except ValueError as error:
+        raise ConfigError(f"--model: {error}") from None
+
+
+def _arms_of(options: CompareOptions) -> list[Arm]:
+    if not options.url:
+        given = [*options.arms, *options.more_arms] or list(DEFAULT_ARMS)
+        return parse_arms(given, options.set, unequal=options.unequal)
+    if len(options.url) < 2 and not options.control:
+        raise ConfigError("--url: a comparison needs two; to compare a stack with itself, add --control")
+    if len(set(options.url)) < len(options.url):
+        raise ConfigError("--url: is given twice with the same value; to compare a stack with itself, use --control")
+    return [Arm(url, 0, 0, {}, url) for url in options.url]
+
+
+def _launches(options: CompareOptions, arms: list[Arm], model: str) -> dict[str, LaunchOptions]:
+    if options.on == "emulated":  # nodes that sleep need no core of their own
+        return {arm.name: LaunchOptions(model, emulate=options.emulate or DEFAULT_EMULATED) for arm in arms}
+    cores = cores_of(arms, sorted(os.sched_getaffinity(0)))
+    gpus = num_gpus()
+    return {arm.name: LaunchOptions(model, cores[arm.name], gpus=gpus) for arm in arms}
+
+
+def traffic_plan(options: CompareOptions, max_model_len: int) -> TrafficPlan:
+    """Return the plan. Without a rate a trace has its own times, and a preset the usual rate."""
+    is_preset = options.trace is None
+    return TrafficPlan(
+        source=(options.preset or PRESET_NAMES[0]) if is_preset else str(options.trace),
+        duration_s=options.duration,
+        rate=PRESET_RATE if options.rate is None and is_preset else options.rate,
+        burstiness=options.burstiness,
+        start_s=options.start,
+        scale_tokens=options.scale_tokens or (PRESET_SCALE if is_preset else 1.0),
+        too_long=options.too_long,
+        max_model_len=max_model_len,
+    )
+
+
+def traffic_of(
+    duration_s: float,
+    plan: TrafficPlan,
+    vocabulary: PromptVocabulary,
+    trace: Sequence[TraceRow],
+    seed: int,
+    rate: float | None = None,
+) -> Traffic:
+    """Return a seed's traffic. If the trace's own times are used, each seed has the next part of the trace."""
+    if rate is not None:
+        plan = replace(plan, rate=rate)
+    elif plan.rate is None:
+        plan = replace(plan, start_s=plan.start_s + (seed - 1) * duration_s)
+    return draw_traffic(plan, seed, vocabulary, trace)
+
+
+def _tokenizer(model: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(model / "tokenizer.json"))
+    except Exception as error:  # noqa: BLE001 - tokenizers raises Exception itself
+        raise ConfigError(f"--model {model}: {error}") from None
+
+
+def vocabulary_of(model: Path, tokenizer: Tokenizer) -> tuple[PromptVocabulary, int]:
+    """Return the ids that prompts may contain, and the longest context (0: unknown). Raises ConfigError."""
+    try:
+        config = json.loads((model / "config.json").read_text())
+        limit = int(config.get("max_position_embeddings", 0))
+        size = min(tokenizer.get_vocab_size(), int(config.get("vocab_size", tokenizer.get_vocab_size())))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--model {model}: {error}") from None
+    special = [number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special]
+    return PromptVocabulary(size, special), limit

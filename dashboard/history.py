@@ -8,10 +8,10 @@ the fastest heartbeat, a fraction of a millisecond on a local network. Offsets o
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
-from dashboard.step_ring import StepRing, StepRow, members_of
-from dashboard.trace import AttemptSpan, PrefillChunk, RequestTrace, TraceEvent
+from dashboard.step_ring import StepRing, members_of
+from dashboard.trace import AttemptSpan, PrefillChunk, RequestTrace, TraceEvent, Transfer
 from router.observer import RouterObserver
 from scheduler.cost import CostModel
 from shared.clock import now_ns
@@ -24,6 +24,7 @@ MAX_TEXT = 200  # characters of a name that a node sends
 HEARTBEATS = 128  # the latest ones, from which a clock's offset is estimated
 OFFSET_NS = 1_000_000  # a smaller offset is ignored
 MAX_NS = 2**62
+WINDOW_NS = 10 * 10**9  # for which a node's activity is shown
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,30 +47,6 @@ class RecordObserver(Protocol):
     def event(self, info: NodeInfo, event: RequestEvent) -> None: ...
     def lost(self, node: str) -> None: ...
     def finished(self, id: str) -> None: ...
-
-
-class Transfer(NamedTuple):
-    """One push of KV blocks."""
-
-    request: str  # the id that the client knows
-    attempt: AttemptSpan
-    event: TraceEvent
-
-    @property
-    def exposed_ns(self) -> int:
-        """The part of the push after the prompt was computed, which delays the second token."""
-        end = self.attempt.prefilled_ns
-        return 0 if end is None else max(0, self.event.at_ns - max(end, self.event.start_ns))
-
-
-class NodeActivity(NamedTuple):
-    """A node's activity in the last seconds."""
-
-    steps_per_s: float
-    tokens_per_s: float
-    busy: float  # share of the time during which a step ran
-    last: StepRow
-    reason: str  # of the last step's budget
 
 
 @dataclass(slots=True)
@@ -224,8 +201,7 @@ class RequestHistory(RouterObserver):
         trace = self._traces.get(id)
         if trace is not None and num_tokens:
             trace.output(sample, num_tokens, self._now())
-            if self._watched:  # without `_change`, as this runs for every token
-                self._changed[id] = None
+            self._change(id)
 
     def ended(self, id: str, sample: int, how: str) -> None:
         trace = self._traces.get(id)
@@ -244,11 +220,6 @@ class RequestHistory(RouterObserver):
             trace.attempts[attempt] = AttemptSpan(attempt, prefill, decode, reason, self._now(), local_s, remote_s)
             self._change(trace.id)
 
-    def migrated(self, attempt: str, why: str) -> None:
-        span = self._attempt(attempt)
-        if span is not None:
-            span.migrated = why
-
     # ---- reading ------------------------------------------------------------------------------------------------
 
     def rings(self) -> dict[str, StepRing]:
@@ -259,29 +230,32 @@ class RequestHistory(RouterObserver):
         memory = self._nodes.get(node)
         return None if memory is None else memory.steps
 
-    def activity(self, node: str, window_s: float = 10.0) -> NodeActivity | None:
-        """Return what the node did in the last seconds, or None before its first step."""
-        ring = self.ring(node)
-        last = ring.latest() if ring is not None else None
-        if ring is None or last is None:
-            return None
-        now = self._now()
-        steps, busy_ns, tokens, _ = ring.sums(now - round(window_s * 1e9), now)
-        return NodeActivity(
-            steps / window_s, tokens / window_s, min(1.0, busy_ns / window_s / 1e9), last, ring.reason(last)
-        )
+    def activity(self, node: str) -> dict[str, Any]:
+        """Return what `/v1/status` shows of a node's last seconds, which is 0 before its first step.
 
-    def offset_ms(self, node: str) -> float:
-        """Return the milliseconds to add to the node's clock, or 0 if the offset is less than one."""
-        memory = self._nodes.get(node)
-        return 0.0 if memory is None else round(memory.offset_ns / 1e6, 3)
+        `clock_offset_ms` is what is added to the node's clock, or 0 if the offset is less than one.
+        """
+        history, now = self._nodes.get(node), self._now()
+        ring = StepRing(1) if history is None else history.steps
+        last = ring.latest()
+        steps, busy_ns, tokens, _ = ring.sums(now - WINDOW_NS, now)
+        prefills, prompts, decodes = (last.num_prefills, last.prefill_tokens, last.num_decodes) if last else (0, 0, 0)
+        return {
+            "clock_offset_ms": 0.0 if history is None else round(history.offset_ns / 1e6, 3),
+            "steps_per_s": round(steps * 1e9 / WINDOW_NS, 1),
+            "tokens_per_s": round(tokens * 1e9 / WINDOW_NS, 1),
+            "busy": min(1.0, round(busy_ns / WINDOW_NS, 6)),
+            "batch": {"tokens": prompts + decodes, "prefills": prefills, "decodes": decodes},
+            "budget": last.budget if last else 0,
+            "budget_reason": ring.reason(last) if last else "",
+        }
 
     def request(self, id: str) -> dict[str, object] | None:
         """Return a request's summary and spans, or None if it is not among the latest."""
         trace = self._traces.get(id) or self._traces.get(f"{id}-0")
-        return None if trace is None else trace.timeline(self.ring)
+        return None if trace is None else trace.summary(self.ring) | {"spans": trace.spans(self.ring)}
 
-    def summary(self, id: str) -> dict[str, object] | None:
+    def summary(self, id: str) -> dict[str, Any] | None:
         trace = self._traces.get(id)
         return None if trace is None else trace.summary(self.ring)
 

@@ -15,7 +15,6 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from dashboard.history import RequestHistory
-from dashboard.step_ring import interference_ns
 from router.metrics.node_metrics import LABELS, NodeRow
 from router.metrics.request_metrics import E2E_S, ITL_S, metric_family
 from shared.rpc.messages import NodeInfo, RequestEvent, StepRecord
@@ -44,6 +43,10 @@ PHASES = {
     "busy": ("baton_kv_transfer_busy_seconds", "Time in which blocks of a handoff moved.", ITL_S),
     "hidden": ("baton_kv_transfer_hidden_seconds", "Transfer time that overlapped the prefill.", ITL_S),
     "exposed": ("baton_kv_transfer_exposed_seconds", "Time from the end of the prefill to the last block.", ITL_S),
+}
+ACTIVITY = {
+    "busy": ("baton_node_busy_ratio", "Share of the last 10 s in which a step ran."),
+    "budget": ("baton_step_budget_tokens", "Token budget of the last step."),
 }
 AFTER_FIRST = ("transfer_exposed", "decode_queue", "decode", "interference")  # a request's phases after its first token
 # The queues of handoffs, with SGLang's names and meanings. The role is the one of the nodes that have the queue.
@@ -108,10 +111,6 @@ class HandoffQueues:
         """Return the length of each queue, by node and queue."""
         return Counter(place for attempt in self._open.values() for place in attempt.places())
 
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
-
     def _left(self, identity: str, attempt: OpenHandoff, node: str) -> None:
         attempt.prefill = "" if attempt.prefill == node else attempt.prefill
         attempt.decode = "" if attempt.decode == node else attempt.decode
@@ -152,11 +151,9 @@ class RecordMetrics(Collector):
         measured_us = record.duration_us + record.host_us
         if record.predicted_us and measured_us:
             self._observe(info, "error", abs(record.predicted_us - measured_us) / measured_us)
-        if record.prefill_tokens and record.num_decodes and (ring := self._history.ring(info.id)) is not None:
-            row = ring.latest()
-            if row is not None:
-                added_s = interference_ns(row, ring.model) * record.num_decodes / 1e9
-                self._seen["interference"].labels(*self._labels(info)).inc(added_s)
+        if (ring := self._history.ring(info.id)) is not None and (row := ring.latest()) is not None:
+            added_s = row.interference_ns * row.num_decodes / 1e9
+            self._seen["interference"].labels(*self._labels(info)).inc(added_s)
 
     def event(self, info: NodeInfo, event: RequestEvent) -> None:
         self._queues.event(info, event)
@@ -176,11 +173,10 @@ class RecordMetrics(Collector):
 
     def _settled(self, id: str) -> None:
         if (summary := self._history.summary(id)) is not None:
-            self.observe_phases(summary)
+            self.observe_phases(summary["phases_ms"], summary["transfer"])
 
-    def observe_phases(self, summary: Mapping[str, Any]) -> None:
+    def observe_phases(self, phases: Mapping[str, float] | None, transfer: Mapping[str, Any] | None) -> None:
         """Record the phase timings of a finished request, once all of its nodes have reported."""
-        phases, transfer = summary["phases_ms"], summary["transfer"]
         if phases:
             prefill_s = phases["prefill"] / 1000
             decode_s = sum(phases[name] for name in AFTER_FIRST) / 1000
@@ -221,12 +217,12 @@ class RecordMetrics(Collector):
         return metric_family(name, text, LABELS, ((self._labels(info), value) for info, value in values))
 
     def _busy(self, infos: list[NodeInfo]) -> Iterable[Metric]:
-        activities = [(info, self._history.activity(info.id)) for info in infos]
-        busy = [(info, activity.busy if activity is not None else 0.0) for info, activity in activities]
-        yield self._of_nodes("baton_node_busy_ratio", "Share of the last 10 s in which a pass ran.", busy)
-        budgets = [(info, activity.last.budget if activity is not None else 0) for info, activity in activities]
-        yield self._of_nodes("baton_step_budget_tokens", "Token budget of the last step.", budgets)
-        shares = {role: [share for info, share in busy if info.role == role] for role in {info.role for info in infos}}
+        found = [(info, self._history.activity(info.id)) for info in infos]
+        for key, (name, text) in ACTIVITY.items():
+            yield self._of_nodes(name, text, [(info, activity[key]) for info, activity in found])
+        shares: dict[str, list[float]] = {}
+        for info, activity in found:
+            shares.setdefault(info.role, []).append(activity["busy"])
         means = [((role, self._model_name), sum(each) / len(each)) for role, each in shares.items()]
         text = "Mean busy ratio of the nodes of a role."
         yield metric_family("baton_pool_busy_ratio", text, ["role", "model_name"], means)

@@ -1,6 +1,8 @@
 """The routes of the history: requests and their timelines, steps, events, the Chrome trace, and the page."""
 
+import asyncio
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -10,22 +12,32 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import Scope
+from starlette.types import Receive, Scope, Send
 
 from dashboard.bottleneck import bottleneck
 from dashboard.chrome_trace import trace_events
-from dashboard.events import EventStream
-from dashboard.history import MAX_REQUESTS, NodeActivity, RequestHistory
+from dashboard.history import MAX_REQUESTS, RequestHistory
 from dashboard.step_ring import CAPACITY, FIELDS, StepRing
+from router.http.asgi import ResponseWriter, while_connected
 from router.http.responses import dump
 from shared.clock import now_ns
-from shared.errors import RequestError
+from shared.errors import BatonError, RequestError, UnavailableError
+from shared.lifecycle import TaskGroup
 
 ROWS_AT_ONCE = 200  # rows to format at a time
 JSON = "application/json; charset=utf-8"
 MAX_LAST_S = 3600.0
 DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(ms|s|m)?")
 SECONDS = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0}
+
+# of /events
+MAX_SUBSCRIBERS = 64
+MAX_WAITING_BYTES = 1 << 20  # of one subscriber
+TICK_S = 0.1
+REQUEST_TICKS, STATUS_TICKS = 2, 10
+MAX_CHANGED = 200  # requests per event; the others are in the next one
+SILENT_S = 5.0  # a subscriber that does not read for this time is disconnected
+MISSED_NS, TWICE_NS = 30 * 10**9, 10**9
 
 FOLDER = Path(__file__).parent / "page"
 # uPlot sets styles through the DOM, which `style-src 'self'` allows; nothing needs 'unsafe-inline'.
@@ -52,70 +64,197 @@ QUERIES: dict[str, dict[str, Any]] = {  # the query parameters of each route wit
 }
 
 
-class Dashboard(RequestHistory):
-    """The history with its routes and its part of `/v1/status`: the observer of a router that has the dashboard on."""
+class Subscriber:
+    """The events that wait for one client. It gets the steps of `node`, or of all nodes if `node` is None."""
 
-    queries = QUERIES
+    def __init__(self, node: str | None) -> None:
+        self.node = node
+        self.wake = asyncio.Event()
+        self._waiting: deque[bytes] = deque()
+        self._num_bytes = 0
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._event_streams: list[EventStream] = []
+    def put(self, message: bytes) -> None:
+        self._waiting.append(message)
+        self._num_bytes += len(message)
+        while self._num_bytes > MAX_WAITING_BYTES and len(self._waiting) > 1:
+            self._num_bytes -= len(self._waiting.popleft())
+        self.wake.set()
 
-    def routes(self, status: Callable[[], dict[str, Any]]) -> list[BaseRoute]:
-        """Return all routes of the history and its page."""
-        stream = EventStream(self, status)
-        self._event_streams.append(stream)
-        return history_routes(self, stream)
+    def take(self) -> bytes:
+        data = b"".join(self._waiting)
+        self._waiting.clear()
+        self._num_bytes = 0
+        self.wake.clear()
+        return data
 
-    def extend_status(self, status: dict[str, Any]) -> dict[str, Any]:
-        """Add each node's activity in the last seconds, and a sentence about the cluster's bottleneck."""
-        nodes = [
-            node | {"clock_offset_ms": self.offset_ms(node["id"])} | _activity(self.activity(node["id"]))
-            for node in status["nodes"]
-        ]
-        whole = status | {"nodes": nodes}
-        return whole | {"summary": bottleneck(whole)}
+
+class EventStream:
+    """`/events`, an ASGI app: the cluster's activity as server-sent events, formatted once for all subscribers.
+
+    The types are "status" (the document of `/v1/status`, once a second), "steps" (of one node, up to ten times a
+    second), "requests" (summaries of changed requests, up to five times a second), and "transfers". Ids are Unix
+    milliseconds. A client that reconnects with `Last-Event-ID` gets the events that it missed in the last half minute;
+    up to a second of them may be repeated. A client that reads slowly loses the oldest waiting events, and one that
+    does not read is disconnected.
+
+    It reads the history on a timer while it has subscribers, and costs nothing otherwise. The server closes it when it
+    drains, because its streams do not end by themselves.
+    """
+
+    def __init__(
+        self,
+        history: RequestHistory,
+        status: Callable[[], dict[str, Any]],
+        *,
+        max_subscribers: int = MAX_SUBSCRIBERS,
+        tick_s: float = TICK_S,
+        silent_s: float = SILENT_S,
+    ) -> None:
+        self._max_subscribers = max_subscribers
+        self._tick_s = tick_s
+        self._silent_s = silent_s
+        self._history = history
+        self._status = status
+        self._subscribers: dict[Subscriber, None] = {}
+        self._tasks = TaskGroup()
+        self._ticks: asyncio.Task[None] | None = None
+        self._closed = False
+        self._seen: dict[str, tuple[StepRing, int]] = {}  # by node: its ring, and how many of its steps were sent
+        self._num_transfers = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply = ResponseWriter(scope, send)
+        try:
+            subscriber = self._subscribe(Request(scope))
+        except BatonError as error:
+            await reply.fail(error)
+            return
+        try:
+            await while_connected(receive, self._serve(subscriber, reply))
+        except TimeoutError:
+            return  # do not send an error to a client that does not read
+        finally:
+            del self._subscribers[subscriber]
+            if not self._subscribers and self._ticks is not None:
+                self._ticks.cancel()
+                self._ticks = None
+                self._seen.clear()
+                self._history.watch(False)
 
     def close(self) -> None:
-        for stream in self._event_streams:
-            stream.close()
+        """End all streams, and reject new ones, so that the server can drain."""
+        self._closed = True
+        for subscriber in self._subscribers:
+            subscriber.wake.set()
+
+    def _subscribe(self, request: Request) -> Subscriber:
+        node = request.query_params.get("node")
+        if node is not None:
+            _ring(self._history, node)
+        since_ns = _since(request.headers.get("last-event-id"))
+        if self._closed:
+            raise UnavailableError("Server is shutting down.")
+        if len(self._subscribers) >= self._max_subscribers:
+            raise UnavailableError(f"Too many subscribers: the limit is {self._max_subscribers}.", retry_after_s=5.0)
+        subscriber = Subscriber(node)
+        if self._ticks is None:
+            self._skip_to_now()
+            self._ticks = self._tasks.start(self._tick())
+        self._subscribers[subscriber] = None
+        subscriber.put(b"retry: 1000\n\n")
+        subscriber.put(_message("status", self._status()))
+        if since_ns is not None:
+            for _, message in self._missed(since_ns, node):
+                subscriber.put(message)
+        return subscriber
+
+    async def _serve(self, subscriber: Subscriber, reply: ResponseWriter) -> None:
+        while not self._closed:
+            data = subscriber.take()
+            if data:
+                async with asyncio.timeout(self._silent_s):
+                    await reply.events(data)
+            await subscriber.wake.wait()
+        await reply.end()
+
+    # ---- messages --------------------------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        tick = 0
+        while True:
+            await asyncio.sleep(self._tick_s)
+            tick += 1
+            for node, message in self._messages(tick):
+                for subscriber in self._subscribers:
+                    if node is None or subscriber.node in {None, node}:
+                        subscriber.put(message)
+
+    def _messages(self, tick: int) -> Iterator[tuple[str | None, bytes]]:
+        """Yield the messages since the last tick, each with its node if it belongs to one."""
+        before = self._seen
+        self._seen = {node: (ring, ring.num_ever) for node, ring in self._history.rings().items()}
+        for node, (ring, _) in self._seen.items():
+            known, num_seen = before.get(node, (ring, 0))
+            yield from _steps(node, ring, num_seen if known is ring else 0)
+        self._num_transfers, pushes = self._history.transfers_after(self._num_transfers)
+        yield from _rows("transfers", [push.shown() for push in pushes])
+        if tick % REQUEST_TICKS == 0:
+            yield from _rows("requests", self._history.changed(MAX_CHANGED))
+        if tick % STATUS_TICKS == 0:
+            yield None, _message("status", self._status())
+
+    def _skip_to_now(self) -> None:
+        """Skip what happened before the first subscriber."""
+        self._history.watch(True)
+        self._num_transfers, _ = self._history.transfers_after(self._num_transfers)
+        self._seen = {node: (ring, ring.num_ever) for node, ring in self._history.rings().items()}
+
+    def _missed(self, since_ns: int, only: str | None) -> Iterator[tuple[str | None, bytes]]:
+        for node, ring in self._history.rings().items():
+            if only in {None, node}:
+                yield from _steps(node, ring, ring.place(since_ns))
+        yield from _rows("transfers", [push.shown() for push in self._history.transfers(since_ns)])
+        yield from _rows("requests", list(self._history.latest_requests(MAX_CHANGED)))
 
 
-def _activity(activity: NodeActivity | None) -> dict[str, object]:
-    """Return a node's activity for `/v1/status`, which is 0 before its first step."""
-    last = None if activity is None else activity.last
-    prefills, prompts, decodes = (last.num_prefills, last.prefill_tokens, last.num_decodes) if last else (0, 0, 0)
-    steps_per_s, tokens_per_s, busy = activity[:3] if activity is not None else (0.0, 0.0, 0.0)
-    return {
-        "steps_per_s": round(steps_per_s, 1),
-        "tokens_per_s": round(tokens_per_s, 1),
-        "busy": round(busy, 6),
-        "batch": {"tokens": prompts + decodes, "prefills": prefills, "decodes": decodes},
-        "budget": last.budget if last else 0,
-        "budget_reason": activity.reason if activity is not None else "",
-    }
+def _steps(node: str, ring: StepRing, first: int) -> Iterator[tuple[str, bytes]]:
+    if rows := [ring.shown(row) for row in ring.rows(first)]:
+        yield node, _message("steps", {"node": node, "fields": FIELDS, "steps": rows})
 
 
-def history_routes(history: RequestHistory, events: EventStream, rows_at_once: int = ROWS_AT_ONCE) -> list[BaseRoute]:
-    """Return all routes of the history and its page."""
-    handlers = HistoryHandlers(history, rows_at_once)
-    return [
-        Route("/v1/requests", handlers.requests),
-        Route("/v1/requests/{id}/timeline", handlers.timeline),
-        Route("/v1/steps", handlers.steps),
-        Route("/v1/steps/{node}/{number}", handlers.step),
-        Route("/events", events, methods=["GET"]),
-        Route("/trace", handlers.trace),
-        *page_routes(),
-    ]
+def _rows(kind: str, rows: list[dict[str, object]]) -> Iterator[tuple[None, bytes]]:
+    if rows:
+        yield None, _message(kind, {kind: rows})
+
+
+def _since(last_event_id: str | None) -> int | None:
+    """Return the time from which a reconnected client continues, or None for a new client or another server's id."""
+    if last_event_id is None or not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) < 16):
+        return None
+    return max(int(last_event_id) * 10**6 - TWICE_NS, now_ns() - MISSED_NS)
+
+
+def _message(kind: str, value: object) -> bytes:
+    return f"id: {now_ns() // 10**6}\nevent: {kind}\ndata: {dump(value)}\n\n".encode()
 
 
 class HistoryHandlers:
     """The handlers of the routes that read the history. They run on the event loop."""
 
-    def __init__(self, history: RequestHistory, rows_at_once: int) -> None:
+    def __init__(self, history: RequestHistory, rows_at_once: int = ROWS_AT_ONCE) -> None:
         self._history = history
         self._rows_at_once = rows_at_once
+
+    def routes(self, events: EventStream) -> list[BaseRoute]:
+        return [
+            Route("/v1/requests", self.requests),
+            Route("/v1/requests/{id}/timeline", self.timeline),
+            Route("/v1/steps", self.steps),
+            Route("/v1/steps/{node}/{number}", self.step),
+            Route("/events", events, methods=["GET"]),
+            Route("/trace", self.trace),
+            *page_routes(),
+        ]
 
     async def requests(self, request: Request) -> Response:
         limit = _number(request, "limit", 100, MAX_REQUESTS)
@@ -135,7 +274,7 @@ class HistoryHandlers:
         node = request.query_params.get("node")
         if node is None:
             raise RequestError("`node` is missing; /v1/status lists the nodes.", "node")
-        ring, limit = self._ring(node), _number(request, "limit", 1000, CAPACITY)
+        ring, limit = _ring(self._history, node), _number(request, "limit", 1000, CAPACITY)
         if "since_ms" in request.query_params:
             first = ring.place(round(_float(request, "since_ms") * 1e6))
         else:
@@ -147,7 +286,7 @@ class HistoryHandlers:
     async def step(self, request: Request) -> Response:
         """Return one step and the requests in it."""
         node, text = request.path_params["node"], request.path_params["number"]
-        ring = self._ring(node)
+        ring = _ring(self._history, node)
         row = ring.numbered(int(text)) if text.isascii() and text.isdigit() and len(text) < 19 else None
         if row is None:
             raise RequestError(
@@ -178,20 +317,19 @@ class HistoryHandlers:
         answer.headers["content-disposition"] = 'attachment; filename="baton-trace.json"'
         return answer
 
-    def _ring(self, node: str) -> StepRing:
-        ring = self._history.ring(node)
-        if ring is None:
-            raise RequestError(
-                f"No node {node[:80]!r} has reported yet; see /v1/status.", "node", "node_not_found", 404
-            )
-        return ring
-
     def _listing(self, head: Mapping[str, object], name: str, rows: Iterable[object], size: int) -> Response:
         """Return `head` and, under `name`, the rows. More than `rows_at_once` rows are formatted in parts on another
         thread. Formatting all of them at once would hold the interpreter lock, and delay every client's stream."""
         if size <= self._rows_at_once:
             return _answer({**head, name: list(rows)})
         return StreamingResponse(_pieces(head, name, iter(rows), self._rows_at_once), media_type=JSON)
+
+
+def _ring(history: RequestHistory, node: str) -> StepRing:
+    ring = history.ring(node)
+    if ring is None:
+        raise RequestError(f"No node {node[:80]!r} has reported yet; see /v1/status.", "node", "node_not_found", 404)
+    return ring
 
 
 def _answer(value: object) -> Response:
@@ -241,3 +379,28 @@ class PageFiles(StaticFiles):
         response = await super().get_response(path, scope)
         response.headers.update(HEADERS)
         return response
+
+
+class Dashboard(RequestHistory):
+    """The history with its routes and its part of `/v1/status`: the observer of a router that has the dashboard on."""
+
+    queries = QUERIES
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._event_streams: list[EventStream] = []
+
+    def routes(self, status: Callable[[], dict[str, Any]]) -> list[BaseRoute]:
+        """Return all routes of the history and its page."""
+        stream = EventStream(self, status)
+        self._event_streams.append(stream)
+        return HistoryHandlers(self).routes(stream)
+
+    def extend_status(self, status: dict[str, Any]) -> dict[str, Any]:
+        """Add each node's activity in the last seconds, and a sentence about the cluster's bottleneck."""
+        whole = status | {"nodes": [node | self.activity(node["id"]) for node in status["nodes"]]}
+        return whole | {"summary": bottleneck(whole)}
+
+    def close(self) -> None:
+        for stream in self._event_streams:
+            stream.close()

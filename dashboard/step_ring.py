@@ -1,7 +1,4 @@
-"""The latest steps of one node in a ring. 65,536 steps take 12 MB, and one is found by its time in O(log n).
-
-Each row also has the sums over all earlier rows, so that the sums of an interval are the difference of two rows.
-"""
+"""The latest steps of one node in a ring. 65,536 steps take 10 MB, and one is found by its time in O(log n)."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -16,11 +13,11 @@ CAPACITY = 65_536
 MEMBERS_BYTES = 16 << 20  # for one node; the members of the oldest steps are dropped first
 MAX_REASONS = 256
 MAX_REASON = 64  # characters of one
-MOST = 2**40  # microseconds or tokens of a step; larger values are malformed, and would overflow the sums
+MOST = 2**32  # microseconds or tokens of a step; larger values are malformed, and would overflow sums
 
 
 class StepRow(NamedTuple):
-    """A step as `shared.rpc.messages.StepRecord` has it, on the router's clock, with the sums over earlier steps."""
+    """A step as `shared.rpc.messages.StepRecord` has it, on the router's clock."""
 
     number: int
     start_ns: int
@@ -41,16 +38,15 @@ class StepRow(NamedTuple):
     blocks_cached: int
     blocks_owned: int
     blocks_reserved: int
-    busy_before_us: int
-    tokens_before: int
-    interference_before_ns: int
+    interference_ns: int  # by how much the prompts in the step delayed the node's decodes
 
     @property
     def end_ns(self) -> int:
         return self.start_ns + self.duration_us * 1000
 
 
-COPIED = [name for name in StepRow._fields[:19] if name != "reason_code"]  # from a StepRecord
+COPIED = [name for name in StepRow._fields if name not in {"reason_code", "interference_ns"}]  # from a StepRecord
+SUMMED = [StepRow._fields.index(name) for name in ("duration_us", "prefill_tokens", "num_decodes", "interference_ns")]
 FIELDS = (
     *("number", "start_ms", "duration_ms", "host_ms", "predicted_ms", "budget", "reason"),
     *("num_prefills", "prefill_tokens", "num_decodes", "decode_context", "preempted", "running", "waiting"),
@@ -83,7 +79,6 @@ class StepRing:
         self._members_bytes = 0
         self._members_limit = members_bytes
         self._reasons: list[str] = []
-        self._sums = (0, 0, 0)  # microseconds, tokens, and nanoseconds of interference of all steps
 
     def __len__(self) -> int:
         return min(self.num_ever, self._capacity)
@@ -93,17 +88,14 @@ class StepRing:
         summed = (record.duration_us, record.host_us, record.prefill_tokens, record.num_decodes)
         if min(summed) < 0 or max(summed) > MOST or record.start_ns < 0:
             raise ValueError(f"step {record.number}: a number is out of range")
-        values = [getattr(record, name) for name in COPIED]
-        values.insert(StepRow._fields.index("reason_code"), self._code(record.reason[:MAX_REASON]))
-        row = StepRow._make((*values, *self._sums))
+        copied = {name: getattr(record, name) for name in COPIED}
+        code = self._code(record.reason[:MAX_REASON])
+        row = StepRow(**copied, reason_code=code, interference_ns=interference_ns(record, self.model))
         try:
             self._rows[self.num_ever % self._capacity] = row
         except OverflowError as error:
             raise ValueError(f"step {record.number}: {error}") from None
         self.num_ever += 1
-        added = (row.duration_us, row.prefill_tokens + row.num_decodes, interference_ns(row, self.model))
-        busy, tokens, interference = (total + part for total, part in zip(self._sums, added, strict=True))
-        self._sums = busy, tokens, interference
         self._keep_members(record)
         return row
 
@@ -149,9 +141,9 @@ class StepRing:
         """Return the number of the steps that began in [start_ns, end_ns), their nanoseconds, their tokens, and their
         nanoseconds of interference."""
         first, last = self.place(start_ns), self.place(end_ns)
-        before, after = (self._sums if at == self.num_ever else self.row(at)[-3:] for at in (first, last))
-        busy, tokens, interference = (b - a for a, b in zip(before, after, strict=True))
-        return last - first, busy * 1000, tokens, interference
+        rows = np.arange(first, last) % self._capacity
+        busy_us, prompts, decodes, interference = self._rows[rows[:, None], SUMMED].sum(axis=0).tolist()
+        return last - first, busy_us * 1000, prompts + decodes, interference
 
     def _bisect(self, field: int, value: int) -> int:
         """Return the first index whose `field` (0: number, 1: start_ns) is at least `value`; both only increase."""
@@ -174,18 +166,18 @@ class StepRing:
             self._members_bytes -= len(self._members.pop(next(iter(self._members))))
 
 
-def interference_ns(row: StepRow, model: CostModel | None) -> int:
+def interference_ns(step: StepRecord, model: CostModel | None) -> int:
     """Return by how much the prompts in a step delayed the requests that decode on the node.
 
     It is the duration of the step, including host time, minus the duration that the node's model predicts for its
     decodes alone. A step of prompts alone delays decodes by its whole duration. The result is 0 for a step without
     prompts, and for one with decodes while the node has no model.
     """
-    if row.prefill_tokens == 0 or (model is None and row.num_decodes):
+    if step.prefill_tokens == 0 or (model is None and step.num_decodes):
         return 0
-    alone = StepWork(num_decodes=row.num_decodes, decode_context=row.decode_context)
-    alone_s = min(model.seconds(alone), MOST) if model is not None and row.num_decodes else 0.0
-    return max(0, (row.duration_us + row.host_us) * 1000 - round(alone_s * 1e9))
+    alone = StepWork(num_decodes=step.num_decodes, decode_context=step.decode_context)
+    alone_s = min(model.seconds(alone), MOST) if model is not None and step.num_decodes else 0.0
+    return max(0, (step.duration_us + step.host_us) * 1000 - round(alone_s * 1e9))
 
 
 def members_of(data: bytes, num_chunks: int) -> list[StepMember]:

@@ -26,12 +26,14 @@ from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
 
-from dashboard.step_ring import StepRing, interference_ns
+from dashboard.step_ring import StepRing
 
 MAX_EVENTS = 4096  # of one attempt, which usually has a push per chunk and a few preemptions
 GAP_NS = 500_000  # shorter gaps are overhead of the engine's loop
 MAX_STALLS = 200  # of one timeline; later ones are left out
 PHASES = ("router", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference")
+PREFILL_MARKS = ("queued", "admitted", "first")
+STATES = {"stop": "finished", "length": "finished", "abort": "cancelled"}  # by how a request ended; otherwise "failed"
 
 Rings = Callable[[str], StepRing | None]  # the recorded steps of a node
 Span = dict[str, Any]
@@ -76,7 +78,6 @@ class AttemptSpan:
     placed_ns: int
     local_s: float = 0.0
     remote_s: float = 0.0
-    migrated: str = ""  # why it ended early
     _events: list[tuple[Any, ...]] = field(default_factory=list)
     _chunks: list[tuple[Any, ...]] = field(default_factory=list)
 
@@ -97,22 +98,9 @@ class AttemptSpan:
         return [TraceEvent._make(row) for row in list(self._events)]
 
     @property
-    def chunks(self) -> list[PrefillChunk]:
-        return [PrefillChunk._make(row) for row in list(self._chunks)]
-
-    @property
-    def pushes(self) -> list[TraceEvent]:
-        return [event for event in self.events if event.kind == "transfer"]
-
-    @property
     def computes(self) -> str:
         """The node that computes the prompt."""
         return self.decode if self.prefill is None else self.prefill
-
-    @property
-    def prefilled_ns(self) -> int | None:
-        """When the prompt was computed, which is when the first token was sampled."""
-        return self.at("first", self.computes)
 
     @property
     def predicted_ms(self) -> dict[str, float | None]:
@@ -125,10 +113,15 @@ class AttemptSpan:
         rows = (row for row in self._events if row[1] == kind and node in {None, row[0]})
         return next((TraceEvent._make(row) for row in rows), None)
 
-    def at(self, kind: str, node: str) -> int | None:
-        """Return the time of the first event of this kind on `node`."""
-        event = self.find(kind, node)
+    def at(self, kind: str, node: str | None = None) -> int | None:
+        """Return the time of the first event of this kind on `node`, by default the node that computes the prompt."""
+        event = self.find(kind, self.computes if node is None else node)
         return None if event is None else event.at_ns
+
+    def pushes(self) -> tuple[list[TraceEvent], list[tuple[int, int]]]:
+        """Return the pushes, and the union of their times."""
+        found = [event for event in self.events if event.kind == "transfer"]
+        return found, union([(push.start_ns, push.at_ns) for push in found])
 
     def transfer(self) -> dict[str, object] | None:
         """Return the bytes and times of all pushes, or None if there were none.
@@ -136,14 +129,13 @@ class AttemptSpan:
         `busy_ms` is the time of their union, `hidden_ms` its part within the prefill, and `exposed_ms` the time from
         the end of the prefill until everything had arrived.
         """
-        pushes = self.pushes
+        pushes, busy = self.pushes()
         if not pushes:
             return None
-        began, end, received = self.at("admitted", self.computes), self.prefilled_ns, self.at("received", self.decode)
-        busy = union([(push.start_ns, push.at_ns) for push in pushes])
+        began, end, received = self.at("admitted"), self.at("first"), self.at("received", self.decode)
         until = math.inf if end is None else end
         hidden = 0 if began is None else sum(max(0, int(min(b, until)) - max(a, began)) for a, b in busy)
-        arrived = received if received is not None else max(push.at_ns for push in pushes)
+        arrived = received if received is not None else busy[-1][1]
         return {
             "bytes": sum(push.bytes for push in pushes),
             "busy_ms": sum(b - a for a, b in busy) / 1e6,
@@ -153,48 +145,75 @@ class AttemptSpan:
         }
 
     def spans(self, rings: Rings, num_generated: int) -> Iterator[Span]:
-        queued = self.at("queued", self.computes)
+        queued, admitted = self.at("queued"), self.at("admitted")
         if queued is None:
             return
-        admitted, ended = self.at("admitted", self.computes), self.at("ended", self.computes)
-        yield _span("queued", self.computes, queued, ended if admitted is None else admitted, 0, "prefill queue")
+        yield _span(
+            "queued", self.computes, queued, self.at("ended") if admitted is None else admitted, "prefill queue"
+        )
         yield from self._chunk_spans()
         if self.prefill is not None:
             yield from self._handoff_spans()
         began = self.at("first" if self.prefill is None else "admitted", self.decode)
-        if began is not None:
-            end_ns = self.at("ended", self.decode)
-            yield _span("decode", self.decode, began, end_ns, max(0, num_generated - 1), "")
-            if (ring := rings(self.decode)) is not None:
-                yield from islice(_stalls(ring, self.decode, began, end_ns), MAX_STALLS)
+        if began is None:
+            return
+        end_ns = self.at("ended", self.decode)
+        yield _span("decode", self.decode, began, end_ns, "", max(0, num_generated - 1))
+        if (ring := rings(self.decode)) is not None:
+            last = ring.num_ever if end_ns is None else ring.place(end_ns)
+            stalls = (row for row in ring.rows(ring.place(began), last) if row.interference_ns > GAP_NS)
+            for row in islice(stalls, MAX_STALLS):  # steps that prompts made longer
+                cause = "behind a prompt chunk"
+                yield _span("wait", self.decode, row.start_ns, row.end_ns, cause, row.prefill_tokens)
 
     def _chunk_spans(self) -> Iterator[Span]:
-        chunks = self.chunks
+        chunks = [PrefillChunk._make(row) for row in self._chunks]
         preempted = [event.at_ns for event in self.events if event.kind == "preempted"]
         for before, chunk in zip([None, *chunks], chunks, strict=False):
             if before is not None and chunk.start_ns - before.end_ns > GAP_NS:
                 is_preempted = any(before.start_ns <= at_ns <= chunk.start_ns for at_ns in preempted)
                 cause = "preempted" if is_preempted else "behind other work"
-                yield _span("wait", chunk.node, before.end_ns, chunk.start_ns, 0, cause)
-            yield _span("chunk", chunk.node, chunk.start_ns, chunk.end_ns, chunk.tokens, f"step {chunk.number}")
+                yield _span("wait", chunk.node, before.end_ns, chunk.start_ns, cause)
+            yield _span("chunk", chunk.node, chunk.start_ns, chunk.end_ns, f"step {chunk.number}", chunk.tokens)
 
     def _handoff_spans(self) -> Iterator[Span]:
         """Yield the pushes, and the causes of the gaps between the first token and the first decode step."""
-        for push in self.pushes:
-            yield _span("transfer", push.node, push.start_ns, push.at_ns, 0, push.channel)
-        end, received, granted = self.prefilled_ns, self.at("received", self.decode), self.find("reserving")
+        pushes, moving = self.pushes()
+        for push in pushes:
+            yield _span("transfer", push.node, push.start_ns, push.at_ns, push.channel)
+        end, received, granted = self.at("first"), self.at("received", self.decode), self.find("reserving")
         if end is None or received is None:
             return
         room_ns = min(received, max(end, granted.at_ns if granted is not None else end))
-        moving = [(max(room_ns, a), b) for a, b in union([(push.start_ns, push.at_ns) for push in self.pushes])]
-        edges = [(room_ns, room_ns), *((a, b) for a, b in moving if b > room_ns), (received, received)]
-        admitted = self.at("admitted", self.decode)
+        later = [(max(room_ns, a), b) for a, b in moving if b > room_ns]
         waits = [
             (end, room_ns, "no room"),
-            *((done, begins, "transfer") for (_, done), (begins, _) in pairwise(edges)),
-            (received, admitted or received, "decode queue"),
+            *((a, b, "transfer") for (_, a), (b, _) in pairwise([(0, room_ns), *later, (received, 0)])),
+            (received, self.at("admitted", self.decode) or received, "decode queue"),
         ]
-        yield from (_span("wait", self.decode, a, b, 0, cause) for a, b, cause in waits if b > a)
+        yield from (_span("wait", self.decode, a, b, cause) for a, b, cause in waits if b > a)
+
+
+class Transfer(NamedTuple):
+    """One push of KV blocks."""
+
+    request: str  # the id that the client knows
+    attempt: AttemptSpan
+    event: TraceEvent
+
+    def shown(self) -> dict[str, object]:
+        """Return the push as `/events` shows it. The part after the prefill is exposed: it delays the second token."""
+        push, end = self.event, self.attempt.at("first")
+        return {
+            "request": self.request,
+            "from": push.node,
+            "to": self.attempt.decode,
+            "start_ms": _ms(push.start_ns),
+            "end_ms": _ms(push.at_ns),
+            "bytes": push.bytes,
+            "channel": push.channel,
+            "exposed_ms": 0.0 if end is None else max(0, push.at_ns - max(end, push.start_ns)) / 1e6,
+        }
 
 
 @dataclass(slots=True)
@@ -244,31 +263,29 @@ class RequestTrace:
 
     @property
     def state(self) -> str:
-        if self.ended_ns is not None:
-            return {"stop": "finished", "length": "finished", "abort": "cancelled"}.get(self.finish, "failed")
         attempt = self.last_attempt
+        if self.ended_ns is not None:
+            return STATES.get(self.finish, "failed")
         if attempt is None or attempt.find("admitted") is None:
             return "queued"
-        if attempt.prefilled_ns is None:
+        if attempt.at("first") is None:
             return "prefill"
-        if attempt.prefill is None or attempt.find("admitted", attempt.decode) is not None:
-            return "decode"
-        return "transfer"
+        return "transfer" if attempt.at("admitted", attempt.decode) is None else "decode"
 
-    def summary(self, rings: Rings) -> dict[str, object]:
+    def summary(self, rings: Rings) -> dict[str, Any]:
         """Return what `/v1/requests` shows; times are Unix milliseconds."""
         attempt = self.last_attempt
-        admitted = None if attempt is None else attempt.find("admitted", attempt.computes)
+        admitted = attempt and attempt.find("admitted", attempt.computes)
         return {
             "id": self.id,
             "state": self.state,
             "prompt_tokens": self.num_prompt,
             "generated_tokens": self.num_generated,
-            "cached_tokens": 0 if admitted is None else admitted.num,
+            "cached_tokens": admitted.num if admitted else 0,
             "prefill": attempt and attempt.prefill,
             "decode": attempt and attempt.decode,
-            "reason": "" if attempt is None else attempt.reason,
-            "predicted_ms": {"local": None, "remote": None} if attempt is None else attempt.predicted_ms,
+            "reason": attempt.reason if attempt else "",
+            "predicted_ms": attempt.predicted_ms if attempt else {"local": None, "remote": None},
             "accepted_ms": _ms(self.accepted_ns),
             "first_token_ms": _ms(self.first_ns),
             "second_token_ms": _ms(self.second_ns),
@@ -281,11 +298,10 @@ class RequestTrace:
             "traceparent": self.traceparent,
         }
 
-    def timeline(self, rings: Rings) -> dict[str, object]:
-        """Return the summary, and the spans ordered by their start. "wait" spans have the cause of each gap. A span
-        without an end is still open."""
-        spans = [span for attempt in self.attempts.values() for span in attempt.spans(rings, self.num_generated)]
-        return self.summary(rings) | {"spans": sorted(spans, key=lambda span: span["start_ms"])}
+    def spans(self, rings: Rings) -> list[Span]:
+        """Return the spans by their start. "wait" spans have the cause of each gap. One without an end is open."""
+        spans = (span for attempt in list(self.attempts.values()) for span in attempt.spans(rings, self.num_generated))
+        return sorted(spans, key=lambda span: span["start_ms"])
 
     def phases(self, rings: Rings) -> dict[str, float] | None:
         """Return the milliseconds of each phase, which sum to the duration.
@@ -295,11 +311,11 @@ class RequestTrace:
         cuts, attempt = self._cuts(), self.last_attempt
         if cuts is None or attempt is None:
             return None
-        before, queue, prefill, exposed, wait, decode, after = (b - a for a, b in pairwise(cuts))
+        before, *between, decode, after = (b - a for a, b in pairwise(cuts))
         ring = rings(attempt.decode)
         interference = min(decode, ring.sums(cuts[5], cuts[6])[3]) if ring is not None else 0
         retry = min(before, attempt.placed_ns - next(iter(self.attempts.values())).placed_ns)
-        parts = (before + after - retry, queue, prefill, exposed, wait, decode - interference, interference)
+        parts = (before + after - retry, *between, decode - interference, interference)
         named = {name: part / 1e6 for name, part in zip(PHASES, parts, strict=True)}
         return named | ({"retry": retry / 1e6} if len(self.attempts) > 1 else {})
 
@@ -311,7 +327,7 @@ class RequestTrace:
         attempt, end_ns = self.last_attempt, self.ended_ns
         if attempt is None or end_ns is None or self.num_samples != 1 or self.finish not in {"stop", "length"}:
             return None
-        times = [attempt.at(kind, attempt.computes) for kind in ("queued", "admitted", "first")]
+        times = [attempt.at(kind) for kind in PREFILL_MARKS]
         received = None if attempt.prefill is None else attempt.at("received", attempt.decode)
         last = attempt.find("ended", attempt.computes if received is None else attempt.decode)
         if received is not None:
@@ -337,15 +353,7 @@ def union(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _stalls(ring: StepRing, node: str, start_ns: int, end_ns: int | None) -> Iterator[Span]:
-    """Yield the steps that prompts made longer while the request decoded."""
-    last = ring.num_ever if end_ns is None else ring.place(end_ns)
-    for row in ring.rows(ring.place(start_ns), last):
-        if row.prefill_tokens and interference_ns(row, ring.model) > GAP_NS:
-            yield _span("wait", node, row.start_ns, row.end_ns, row.prefill_tokens, "behind a prompt chunk")
-
-
-def _span(kind: str, node: str, start_ns: int, end_ns: int | None, tokens: int, cause: str) -> Span:
+def _span(kind: str, node: str, start_ns: int, end_ns: int | None, cause: str, tokens: int = 0) -> Span:
     times = {"start_ms": _ms(start_ns), "end_ms": _ms(end_ns)}
     return {"kind": kind, "node": node, **times, "tokens": tokens, "cause": cause}
 

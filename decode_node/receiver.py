@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from decode_node.reservations import LEASE_S, Reservation, ReservationPhase, ReservationTable
-from node.node import NodeServices, RpcHandler
+from node.node import Node, RpcHandler
 from node.output_publisher import PrefillProgress
 from node.validation import MAX_ID
 from scheduler.request import Request
@@ -56,19 +56,19 @@ class HandoffReceiver:
 
     def __init__(
         self,
-        services: NodeServices,
+        node: Node,
         memory: KVMemory,
         channels: Sequence[KVChannel],
         reserve_timeout_s: float,
         lease_s: float = LEASE_S,
         check_leases_s: float = CHECK_LEASES_S,
     ) -> None:
-        self._info = services.state.info
-        self._vocab_size = services.rules.vocab_size
-        self._requests = services.requests
-        self._engine = services.engine
-        self._recorder = services.recorder
-        self._counters = services.counters
+        self._info = node.state.info
+        self._vocab_size = node.rules.vocab_size
+        self._requests = node.requests
+        self._engine = node.engine
+        self._recorder = node.recorder
+        self._counters = node.counters
         self._memory = memory
         self._channels = channels
         self._reserve_timeout_s = reserve_timeout_s

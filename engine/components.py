@@ -93,18 +93,18 @@ def _build_on_cpu(
     rows, size = layout.num_blocks, layout.block_bytes
     memory = HostMemory(rows, size) if borrowed is None else borrowed.fitting(size)
     name = _name(options, emulation)
-    facts = {"runner": name, "device": "cpu", "dtype": "float32", "kv_cache_dtype": layout.dtype}
+    attributes = {"runner": name, "device": "cpu", "dtype": "float32", "kv_cache_dtype": layout.dtype}
     runner: Runner
     if emulation is not None:
         runner = EmulatedRunner(memory.rows, layout.block_tokens, config.vocab_size, emulation)
     elif options.runner == "hash":
         runner = HashRunner(memory.rows, layout.block_tokens, HASH_LAYERS, config.vocab_size)
     else:
-        runner, its_facts = _torch_runner(options, config, path, KVPool(layout, memory))
-        facts |= its_facts
+        runner, more = _torch_runner(options, config, path, KVPool(layout, memory))
+        attributes |= more
     print_ = exchange_fingerprint(name, path, layout, memory.sums)
-    facts |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
-    return EngineComponents(runner, memory, layout, max_model_len, config.vocab_size, print_, facts, emulation)
+    attributes |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
+    return EngineComponents(runner, memory, layout, max_model_len, config.vocab_size, print_, attributes, emulation)
 
 
 def _torch_runner(

@@ -1,13 +1,16 @@
-"""A node: the engine, the standing streams to routers, and the adapter of its role.
+"""A node: the engine, the standing streams to routers, and the adapters of its roles.
 
-A router's submits go to the engine, and what its steps do goes back to the router. The role adapter sends the KV of
-prompts to decode nodes, or receives it from prefill nodes.
+A router's submits go to the engine, and what its steps do goes back to the router. The adapter of the current role
+sends the KV of prompts to decode nodes, or receives it from prefill nodes. A node that switches its role drains, takes
+the adapter of the other role, and keeps its weights, its KV pool and its prefix cache. The adapter of the former role
+remains, idle, and answers calls of peers about reservations that ended.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Protocol
 
 from engine.engine import INTERNAL, STUCK_S, Engine, EngineListener
@@ -15,67 +18,19 @@ from engine.runner import Runner
 from node.active_requests import ActiveRequests, OverloadedError, RequestRules
 from node.output_publisher import OutputPublisher, PrefillProgress
 from node.recorder import StepRecorder
-from node.router_sessions import FLUSH_S, RouterSessions
-from node.stats import HandoffCounters, NodeState
+from node.router_sessions import FLUSH_S, MAX_ROUTERS, MAX_UNREAD_DELTAS, RouterSessions
+from node.stats import NodeState
 from scheduler.request import Request, RequestState
-from scheduler.role import Role
+from scheduler.role import ROLES, Role
 from scheduler.scheduler import Scheduler
 from shared.lifecycle import TaskGroup, wait_until
-from shared.rpc.messages import NodeInfo, NodeStats, RouterCommand, SubmitRequest, TokenDelta
-from shared.rpc.methods import Rpc
+from shared.registry import Announcer
+from shared.rpc.messages import Ack, NodeInfo, NodeStats, RouterCommand, SetRoleRequest, SubmitRequest, TokenDelta
+from shared.rpc.methods import COMMIT, PUSHED, RENEW, RESERVE, STOP, Rpc, unary
 
 log = logging.getLogger("baton.node")
-
-
-class NodeServices:
-    """What a node and its role adapters share, wired together."""
-
-    def __init__(
-        self,
-        info: NodeInfo,
-        scheduler: Scheduler,
-        runner: Runner,
-        rules: RequestRules,
-        *,
-        stuck_s: float = STUCK_S,
-        recorder: StepRecorder | None = None,
-        sessions: RouterSessions | None = None,
-        make_engine: Callable[[Scheduler, Runner, EngineListener, float], Engine] = Engine,
-    ) -> None:
-        """`stuck_s` is the least time a step may take: see `engine.step_time_fit`."""
-        self.scheduler, self.runner, self.rules = scheduler, runner, rules
-        self.recorder = recorder or StepRecorder()
-        self.sessions = sessions or RouterSessions(self.recorder)
-        self.counters = HandoffCounters()
-        self.publisher = OutputPublisher(scheduler, self.recorder)
-        self.engine = make_engine(scheduler, runner, self.publisher, stuck_s)
-        self.state = NodeState(info, self.publisher)
-        self.requests = ActiveRequests(self.state, self.engine, self.sessions, self.recorder, rules)
-
-    def stats(self) -> NodeStats:
-        """Collect the node's statistics, on the event loop.
-
-        Reads only numbers of the scheduler and the runner, which belong to the engine's thread.
-        """
-        snapshot, cost = self.publisher.snapshot, self.scheduler.cost
-        requests = tuple(self.scheduler.requests.values())
-        waiting = (each for each in requests if each.state is RequestState.WAITING and not each.receive_kv)
-        return NodeStats(
-            state=self.state.name,
-            running=snapshot.running,
-            waiting=snapshot.waiting,
-            waiting_tokens=sum(len(request.tokens) for request in waiting),
-            **{f"blocks_{name}": count for name, count in snapshot.ledger._asdict().items()},
-            **asdict(self.scheduler.counters),
-            **asdict(self.counters),
-            cost=cost.packed() if cost is not None else [],
-            records_dropped=self.sessions.dropped_records + self.recorder.dropped,
-            overruns=self.runner.overruns,
-            ledger_error=self.publisher.ledger_error,
-            incarnation_id=self.state.info.incarnation_id,
-        )
-
-
+DECODE_CALLS: tuple[Rpc[Any, Any], ...] = (RESERVE, PUSHED, COMMIT, STOP, RENEW)
+MAX_DRAIN_S = 3600.0
 RpcHandler = Callable[[Any], Awaitable[None]]
 
 
@@ -108,54 +63,75 @@ class RoleAdapter(Protocol):
 
 
 class Node:
-    """The life of one node, and the flow between routers, engine and role adapter.
+    """The life of one node, and the flow between routers, engine and role adapters.
 
-    Created and used on the event loop of its process, which starts it, drains it and closes it. It owns the services,
-    which it starts and stops, and the current role adapter. `fatal_error` is set when the engine has failed or made
-    no progress for too long; the process then exits.
+    Created and used on the event loop of its process, which gives it its first role, starts it, drains it and closes
+    it. It owns the engine, the sessions with routers, the requests in progress, and the adapters of the roles that it
+    has had; each is made by its factory when the node first has that role. `fatal_error` is set when the engine has
+    failed or made no progress for too long; the process then exits.
     """
 
-    def __init__(self, role: RoleAdapter, services: NodeServices, heartbeat_s: float) -> None:
-        self.role = role
-        self.state = services.state
-        self.engine = services.engine
-        self.requests = services.requests
-        self.sessions = services.sessions
+    role: RoleAdapter  # the current one
+
+    def __init__(
+        self,
+        info: NodeInfo,
+        scheduler: Scheduler,
+        runner: Runner,
+        rules: RequestRules,
+        factories: "Mapping[str, Callable[[Node], RoleAdapter]]",
+        heartbeat_s: float,
+        *,
+        stuck_s: float = STUCK_S,
+        max_routers: int = MAX_ROUTERS,
+        max_unread: int = MAX_UNREAD_DELTAS,
+        make_engine: Callable[[Scheduler, Runner, EngineListener, float], Engine] = Engine,
+    ) -> None:
+        """`stuck_s` is the least time a step may take: see `engine.step_time_fit`."""
+        self.rules = rules
+        self.recorder = StepRecorder()
+        self.sessions = RouterSessions(self.recorder, max_routers, max_unread)
+        self.counters = NodeStats()  # of handoffs since the start, in both roles; its other fields are unused
+        self.publisher = OutputPublisher(scheduler, self.recorder)
+        self.engine = make_engine(scheduler, runner, self.publisher, stuck_s)
+        self.state = NodeState(info, self.publisher)
+        self.requests = ActiveRequests(self.state, self.engine, self.sessions, self.recorder, rules)
         self.tasks = TaskGroup()
         self.num_heartbeats = 0  # changes at each heartbeat of the event loop
-        self.fatal_error: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        self._services = services
-        self._heartbeat_s = heartbeat_s
         self._loop = asyncio.get_running_loop()
+        self.fatal_error: asyncio.Future[BaseException] = self._loop.create_future()
+        self._scheduler, self._runner = scheduler, runner
+        self._factories = factories
+        self._adapters: dict[str, RoleAdapter] = {}
+        self._heartbeat_s = heartbeat_s
 
     # ---- lifecycle ----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._services.publisher.subscribe(self)
+        self.publisher.subscribe(self.on_admitted, self.on_outputs, self.on_request_failed, self.on_engine_failed)
         self.engine.start()
         self.tasks.start(self._heartbeat())
         self.tasks.start(self.sessions.publish_records())
 
-    async def drain(self, timeout_s: float) -> None:
-        """Reject new requests, and wait until those in progress have ended."""
+    async def drain(self, timeout_s: float, reason: str) -> int:
+        """Reject new requests, and wait until those in progress have ended.
+
+        After `timeout_s`, hand the others back to their routers, to be retried on other nodes. Return their number.
+        """
         self.update_info(state="draining")
         # Sent together with the first rejections, so that routers see that the node drains and did not fail.
         self.sessions.publish_stats(self.stats())
         await wait_until(lambda: not self.requests, timeout_s)
+        return self.requests.fail_all(reason)
 
     async def close(self) -> None:
         await self.tasks.close()
         await self.sessions.close()
         await asyncio.to_thread(self.engine.stop)
 
-    def switch_role(self, adapter: RoleAdapter) -> None:
-        """Use another role adapter from now on. The node is drained, and has no requests."""
-        self.role = adapter
-        self.update_info(role=adapter.role.name, state="ready")
-
-    @property
-    def shared_pool(self) -> bool:
-        return self._services.rules.shared_pool
+    async def close_adapters(self) -> None:
+        for adapter in self._adapters.values():
+            await adapter.close()
 
     def update_info(self, **changes: Any) -> None:
         self.state.info = replace(self.state.info, **changes)
@@ -167,7 +143,29 @@ class Node:
             self.sessions.publish_stats(self.stats())
 
     def stats(self) -> NodeStats:
-        return self._services.stats()
+        """Collect the node's statistics, on the event loop.
+
+        Reads only numbers of the scheduler and the runner, which belong to the engine's thread.
+        """
+        snapshot, cost = self.publisher.snapshot, self._scheduler.cost
+        requests = tuple(self._scheduler.requests.values())
+        waiting = (each for each in requests if each.state is RequestState.WAITING and not each.receive_kv)
+        blocks: dict[str, Any] = {f"blocks_{name}": count for name, count in snapshot.ledger._asdict().items()}
+        return replace(
+            self.counters,
+            state=self.state.name,
+            running=snapshot.running,
+            waiting=snapshot.waiting,
+            waiting_tokens=sum(len(request.tokens) for request in waiting),
+            **blocks,
+            **asdict(self._scheduler.counters),
+            channels=dict(self.counters.channels),
+            cost=cost.packed() if cost is not None else [],
+            records_dropped=self.sessions.dropped_records + self.recorder.dropped,
+            overruns=self._runner.overruns,
+            ledger_error=self.publisher.ledger_error,
+            incarnation_id=self.state.info.incarnation_id,
+        )
 
     def report_stuck(self, reason: str) -> None:
         """Report to the routers that this node makes no progress, then fail. May be called on any thread."""
@@ -178,10 +176,66 @@ class Node:
         self.sessions.publish_stats(self.stats())
         self._loop.call_later(FLUSH_S, self.on_engine_failed, RuntimeError(reason))
 
+    # ---- role ---------------------------------------------------------------------------------------------------
+
+    def take_role(self, role: Role) -> None:
+        """Have this role from now on. The node is drained or not started, and has no requests."""
+        if role.name not in self._adapters:
+            self._adapters[role.name] = self._factories[role.name](self)
+            self._adapters[role.name].start()
+        self.role = self._adapters[role.name]
+        self.update_info(role=role.name, state="ready")
+
+    async def set_role(self, announcer: Announcer, ending: asyncio.Event, message: SetRoleRequest) -> Ack:
+        """Serve `SET_ROLE`: answer when the node has rejoined, which it does not do once `ending` is set.
+
+        Requests that still run after `drain_s` are retried on other nodes.
+        """
+        role = ROLES.get(message.role)
+        if role is None:
+            return Ack(f"unknown role {message.role!r:.40}: use {' or '.join(ROLES)}")
+        if self.state.info.state != "ready":
+            return Ack("the node is draining")
+        if role is self.role.role:
+            return Ack()
+        if self.rules.shared_pool:
+            return Ack("its KV pool is shared with a node of the other role: restart it in that role")
+        self.update_info(state="draining")  # before the first await, so that a concurrent call is refused
+        drain_s = min(max(message.drain_s, 0.0), MAX_DRAIN_S)
+        # Shielded: a caller that hangs up must not leave the node draining.
+        return await asyncio.shield(self.tasks.start(self._switch(role, drain_s, announcer, ending)))
+
+    async def _switch(self, role: Role, drain_s: float, announcer: Announcer, ending: asyncio.Event) -> Ack:
+        await announcer.update(self.state.info)
+        migrated = await self.drain(drain_s, f"node {self.state.info.id} becomes a {role.name} node")
+        if ending.is_set():
+            return Ack("the node ends")
+        self.take_role(role)
+        await announcer.update(self.state.info)
+        log.info("this is a %s node from now on; %d requests are retried on other nodes", role.name, migrated)
+        return Ack()
+
+    def on_writer_lost(self, writer: str) -> None:
+        for adapter in self._adapters.values():
+            adapter.on_writer_lost(writer)
+
+    def handlers(self) -> dict[Rpc[Any, Any], RpcHandler]:
+        """Return handlers of every RPC of any role, for a server that outlives role switches."""
+        return {rpc: partial(self._call, rpc) for rpc in DECODE_CALLS}
+
+    async def _call(self, rpc: Rpc[Any, Any], stream: Any) -> None:
+        """Call the adapter that serves this RPC. Only that of the current role makes new reservations."""
+        adapters = [each for each in self._adapters.values() if each is self.role or rpc is not RESERVE]
+        handler = next((each.handlers()[rpc] for each in adapters if rpc in each.handlers()), None)
+        await (handler or unary(partial(self._refuse, rpc)))(stream)
+
+    async def _refuse(self, rpc: Rpc[Any, Any], _request: Any) -> Any:
+        return rpc.reply(error=f"node {self.state.info.id} is a {self.role.role.name} node now")
+
     # ---- from routers -------------------------------------------------------------------------------------------
 
     async def attach(self, stream: Any) -> None:
-        await self.sessions.attach(stream, self)
+        await self.sessions.attach(stream, self.stats, self.on_command, self.requests.abort_router)
 
     def on_command(self, router: str, command: RouterCommand) -> None:
         for request_id in command.aborts:
@@ -189,9 +243,6 @@ class Node:
                 self.requests.abort(request_id)
         for submit in command.submits:
             self.submit(router, submit)
-
-    def on_router_lost(self, router: str) -> None:
-        self.requests.abort_router(router)
 
     def submit(self, router: str, submit: SubmitRequest) -> None:
         """Register a request of a router. A rejection is sent to the router."""

@@ -26,8 +26,7 @@ from engine.runner import set_ahead
 from engine.startup import stage
 from node.active_requests import RequestRules
 from node.emulated_link import EmulatedLink
-from node.node import Node, NodeServices, RoleAdapter
-from node.roles import Roles, RoleSwitch
+from node.node import Node, RoleAdapter
 from node.stats import advertised, describe
 from node.watchdog import Watchdog, Watched
 from scheduler.budget import Budget, budget_of
@@ -53,7 +52,7 @@ GRACE_S = 1.0  # for the event loop to end a stuck process
 NO_BLOCKS = 2  # the minimum of a scheduler, for a node without a pool of its own
 
 # Make the adapter of one role, over the KV pool and channels (best first), with a limit on the wait for blocks.
-RoleFactory = Callable[[NodeServices, KVMemory, Sequence[KVChannel], float], RoleAdapter]
+RoleFactory = Callable[[Node, KVMemory, Sequence[KVChannel], float], RoleAdapter]
 
 
 def main(settings: NodeSettings, role: Role, factories: Mapping[str, RoleFactory]) -> int:
@@ -78,6 +77,10 @@ def main(settings: NodeSettings, role: Role, factories: Mapping[str, RoleFactory
         return _start_failed(settings, role, error)
     process = NodeProcess(settings, role, factories, components, incarnation_id, pool)
     return run(process.serve, settings.log_level, settings.log_format, settings.id or role.name)
+
+
+def _adapter_maker(make: RoleFactory, given: tuple[Any, ...]) -> Callable[[Node], RoleAdapter]:
+    return lambda node: make(node, *given)
 
 
 def _start_failed(settings: NodeSettings, role: Role, error: Exception) -> int:
@@ -184,24 +187,22 @@ class NodeProcess:
 
         Raises ValueError or OSError if one of them cannot be opened; the message says how to fix it.
         """
-        settings, services = self.settings, self._services()
-        channels: list[KVChannel] = []
-        make = (services, self.components.memory, channels, settings.reserve_timeout_s)
-        roles = Roles({name: partial(factory, *make) for name, factory in self.factories.items()})
+        settings, channels = self.settings, list[KVChannel]()
+        node = self._node(channels)
         if self.pool is None:
-            channels += await self.open_channels(settings, self.components, self.incarnation_id, roles.on_writer_lost)
+            channels += await self.open_channels(settings, self.components, self.incarnation_id, node.on_writer_lost)
         else:
             channels.append(self.pool)
+            self.pool.watch(lambda: _on_pool_owner_lost(lifetime, node))
         for channel in channels:
             cleanup.push_async_callback(channel.close)
-        node = Node(roles.adapter(self.role), services, settings.heartbeat_s)
         if self.pool is not None:
-            self.pool.watch(lambda: _on_pool_owner_lost(lifetime, node))
             cleanup.callback(leave_shared_pool, node)
-        cleanup.push_async_callback(roles.close)
+        node.take_role(self.role)
+        cleanup.push_async_callback(node.close_adapters)
         registry = announcer(settings.registry, settings.cluster, settings.heartbeat_s)
-        switch = RoleSwitch(node, roles, registry, lifetime.draining)
-        server = RpcServer({ATTACH: node.attach, SET_ROLE: unary(switch.set_role), **roles.handlers(node)})
+        set_role = unary(partial(node.set_role, registry, lifetime.draining))
+        server = RpcServer({ATTACH: node.attach, SET_ROLE: set_role, **node.handlers()})
         try:
             port = await server.start(settings.host, settings.port)
         except OSError as error:
@@ -211,7 +212,7 @@ class NodeProcess:
         node.update_info(address=f"{settings.advertise}:{port}")
         return node, registry
 
-    def _services(self) -> NodeServices:
+    def _node(self, channels: list[KVChannel]) -> Node:
         settings, components, budget = self.settings, self.components, _budget(self.settings)
         limits = StepLimits(
             settings.max_num_batched_tokens,
@@ -220,13 +221,15 @@ class NodeProcess:
             settings.max_num_partial_prefills,
         )
         num_blocks = components.layout.num_blocks if self.pool is None else NO_BLOCKS
-        scheduler = Scheduler(limits, num_blocks, components.layout.block_tokens, POLICIES[settings.policy], budget)
         owner = self.pool.owner if self.pool is not None else ""
-        return NodeServices(
+        given = (components.memory, channels, settings.reserve_timeout_s)
+        return Node(
             describe(settings, self.role, components, budget, self.incarnation_id, owner),
-            scheduler,
+            Scheduler(limits, num_blocks, components.layout.block_tokens, POLICIES[settings.policy], budget),
             components.runner,
             RequestRules(components.vocab_size, settings.enable_prefix_caching, settings.kv_channel == POOL),
+            {name: _adapter_maker(factory, given) for name, factory in self.factories.items()},
+            settings.heartbeat_s,
             stuck_s=settings.stuck_s,
             make_engine=self.make_engine,
         )
@@ -277,8 +280,7 @@ class NodeProcess:
 
     async def _drain_requests(self, node: Node) -> None:
         timeout_s = self.settings.drain_timeout_s
-        await node.drain(timeout_s)
-        if migrated := node.requests.fail_all(f"node {node.state.info.id} ends"):
+        if migrated := await node.drain(timeout_s, f"node {node.state.info.id} ends"):
             log.warning("%d requests did not end within %g s: they are retried on other nodes", migrated, timeout_s)
             await node.sessions.flush_deltas()
 

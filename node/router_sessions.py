@@ -6,9 +6,10 @@ deltas pile up.
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from node.recorder import StepRecorder
 from shared.clock import now_ns
@@ -25,17 +26,6 @@ MAX_DELTAS = 1000  # in one message: with 20 logprobs each they stay far below t
 MAX_STEPS = 64  # in one message: with 4,096 members each they stay far below it
 MAX_EVENTS = 2000
 MAX_RECORDS = 8192  # unsent, of each kind
-
-
-class CommandHandler(Protocol):
-    """Executes the commands of attached routers. Called on the event loop."""
-
-    def on_command(self, router: str, command: RouterCommand) -> None: ...
-
-    def on_router_lost(self, router: str) -> None:
-        """Abort the requests of a router whose stream has ended or was replaced by a new one."""
-
-    def stats(self) -> NodeStats: ...
 
 
 @dataclass(slots=True)
@@ -95,8 +85,8 @@ class RouterSessions:
     """The standing streams, one for each attached router.
 
     Owned by the node and used on the event loop only. A router has one stream at a time: a new one replaces the old
-    one. When a stream ends or is replaced, the handler given to `attach` is called once, so that it can abort the
-    router's requests; when `send` drops a router, its caller does that.
+    one. When a stream ends or is replaced, `on_router_lost` is called once, to abort the router's requests; when `send`
+    drops a router, its caller does that.
     """
 
     def __init__(
@@ -115,29 +105,35 @@ class RouterSessions:
     def is_attached(self, router: str) -> bool:
         return router in self._streams
 
-    async def attach(self, stream: Any, handler: CommandHandler) -> None:
+    async def attach(
+        self,
+        stream: Any,
+        stats: Callable[[], NodeStats],
+        on_command: Callable[[str, RouterCommand], None],
+        on_router_lost: Callable[[str], None],
+    ) -> None:
         """Serve `ATTACH`: read commands and write updates until either side ends the stream."""
         hello: RouterCommand | None = await stream.recv_message()
         if hello is None or (len(self._streams) >= self._max_routers and hello.router not in self._streams):
             return
-        router, session = hello.router, RouterStream(stats=handler.stats())
+        router, session = hello.router, RouterStream(stats=stats())
         session.wake.set()
         if router in self._streams:
             self._end(router)
-            handler.on_router_lost(router)
+            on_router_lost(router)
         self._streams[router] = session
         writer = self._writers.start(session.write(stream))
         try:
             async with session.read_timeout:
                 async for command in stream:
-                    handler.on_command(router, command)
+                    on_command(router, command)
         except TimeoutError:
             return  # dropped by `_end`
         finally:
             writer.cancel()
             if self._streams.get(router) is session:
                 del self._streams[router]
-                handler.on_router_lost(router)
+                on_router_lost(router)
 
     def send(self, router: str, *deltas: TokenDelta) -> bool:
         """Queue deltas for a router; drop them if it is not attached.

@@ -1,9 +1,9 @@
-"""What a node reports about itself: whether it takes requests, its handoffs, and `NodeInfo` for the registry."""
+"""What a node reports about itself: whether it takes requests, and `NodeInfo` for the registry."""
 
 import os
 import platform
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from urllib.parse import urlsplit
 
@@ -12,8 +12,8 @@ from node.output_publisher import OutputPublisher
 from scheduler.budget import Budget
 from scheduler.role import Role
 from shared.config.settings import EVERY_ADDRESS, NodeSettings
+from shared.rpc.connection import host_and_port
 from shared.rpc.messages import NodeInfo
-from shared.rpc.methods import host_and_port
 
 ATTRIBUTES = (  # settings that `NodeInfo.attributes` contains
     "policy",
@@ -48,20 +48,6 @@ class NodeState:
             return "this node is stuck"
         error = self.publisher.ledger_error
         return error and f"this node's block ledger is broken: {error}"
-
-
-@dataclass(slots=True)
-class HandoffCounters:
-    """Counts of handoffs since the process started, in both roles; the fields are those of `NodeStats`."""
-
-    handoffs: int = 0
-    handoffs_failed: int = 0
-    blocks_moved: int = 0
-    bytes_moved: int = 0
-    channels: dict[str, str] = field(default_factory=dict)
-    channel_fallbacks: int = 0
-    transfer: list[float] = field(default_factory=list)
-    rows_corrupt: int = 0
 
 
 def describe(

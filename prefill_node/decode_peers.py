@@ -16,12 +16,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from node.stats import HandoffCounters
 from shared.kv.channel import RESERVATION_ID_BYTES, ChannelError, KVChannel
 from shared.lifecycle import TaskGroup
 from shared.rpc.connection import RpcChannel
-from shared.rpc.messages import RenewRequest, StopRequest
-from shared.rpc.methods import RENEW, STOP, PeerError, connect
+from shared.rpc.messages import NodeStats, RenewRequest, StopRequest
+from shared.rpc.methods import RENEW, STOP, PeerError
 
 log = logging.getLogger("baton.handoff")
 # Calls that wait for blocks share a connection with commits, and HTTP/2 allows 100 calls on a connection.
@@ -97,7 +96,7 @@ class DecodePeers:
     """
 
     def __init__(
-        self, incarnation_id: str, counters: HandoffCounters, channels: Sequence[KVChannel], timing: HandoffTiming
+        self, incarnation_id: str, counters: NodeStats, channels: Sequence[KVChannel], timing: HandoffTiming
     ) -> None:
         self._incarnation_id = incarnation_id
         self._counters = counters
@@ -122,7 +121,7 @@ class DecodePeers:
         """Return the peer at `address`, created if needed. Raises ValueError if `address` is not host:port."""
         peer = self._peers.get(address)
         if peer is None:
-            peer = self._peers[address] = DecodePeer(address, connect(address))
+            peer = self._peers[address] = DecodePeer(address, RpcChannel(address))
         peer.used_at = time.monotonic()
         peer.is_settled = False
         return peer

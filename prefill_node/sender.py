@@ -13,7 +13,7 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
-from node.node import NodeServices, RpcHandler
+from node.node import Node, RpcHandler
 from node.output_publisher import PrefillProgress
 from prefill_node.decode_peers import CorruptBlocksError, DecodePeer, DecodePeers, HandoffTiming, PeerRefusedError
 from prefill_node.handoff import Action, CommitAction, Handoff, HandoffPhase, PushAction, StopAction
@@ -96,21 +96,21 @@ class HandoffSender:
 
     def __init__(
         self,
-        services: NodeServices,
+        node: Node,
         memory: KVMemory,
         channels: Sequence[KVChannel],
         reserve_timeout_s: float,
         timing: HandoffTiming | None = None,
     ) -> None:
-        self._info = services.state.info
-        self._requests = services.requests
-        self._engine = services.engine
-        self._recorder = services.recorder
-        self._counters = services.counters
+        self._info = node.state.info
+        self._requests = node.requests
+        self._engine = node.engine
+        self._recorder = node.recorder
+        self._counters = node.counters
         self._memory = memory
         self._reserve_timeout_s = reserve_timeout_s
         self._timing = timing or HandoffTiming()
-        self.peers = DecodePeers(self._info.incarnation_id, services.counters, channels, self._timing)
+        self.peers = DecodePeers(self._info.incarnation_id, node.counters, channels, self._timing)
         self._outgoing: dict[str, OutgoingHandoff] = {}
         self._tasks = TaskGroup()
         self._transfer_time = TransferTimeModel()

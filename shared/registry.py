@@ -22,8 +22,9 @@ from shared.lifecycle import TaskGroup
 from shared.logs import peer_log
 from shared.rpc import tls
 from shared.rpc.codec import DecodeError, decode, encode
+from shared.rpc.connection import RpcChannel
 from shared.rpc.messages import Ack, NodeInfo
-from shared.rpc.methods import JOIN, PEER_FAILURES, RpcServer, connect
+from shared.rpc.methods import JOIN, PEER_FAILURES, RpcServer
 
 log = logging.getLogger("baton.registry")
 REDIS_TIMEOUT_S = 0.5
@@ -165,7 +166,7 @@ class StreamAnnouncer(Announcer):
     async def _run(self) -> None:
         failures = 0
         while True:
-            channel = connect(self._address)
+            channel = RpcChannel(self._address)
             try:
                 async with JOIN.open(channel) as stream:
                     while True:

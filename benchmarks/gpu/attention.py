@@ -1,4 +1,4 @@
-"""Benchmark attention over a paged pool on a GPU, for decodes and prompts, over tiles, splits, layouts and block sizes.
+"""Benchmark attention over a paged pool on a GPU, for decodes and prompts, in two layouts.
 
 Published: NVIDIA aiconfigurator's data of an H200 (vLLM, FlashAttention 3; 32 and 8 heads of 128, bfloat16). On a CPU,
 at toy size, everything runs under Triton's interpreter. Those times mean nothing; the tests check that the code runs.
@@ -7,6 +7,8 @@ at toy size, everything runs under Triton's interpreter. Those times mean nothin
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
 from random import Random
 from statistics import median
 
@@ -24,15 +26,10 @@ from scheduler.request import Request, Slice, cdiv
 from shared.kv.layout import KVLayout
 
 POINTS = [(batch, context) for context in (1024, 8192, 32768) for batch in (1, 8, 64, 256)]
-KEY_POINTS = [(1, 1024), (1, 8192), (8, 8192), (64, 1024), (256, 1024), (64, 8192)]
 FA3_DECODE_TBS = {(1, 1024): 0.31, (1, 8192): 1.8, (64, 1024): 3.3, (256, 1024): 3.9, (64, 8192): 4.4}
 FA3_PREFILL_TFS = {512: 99.0, 1024: 244.0, 2048: 393.0, 4096: 513.0, 8192: 586.0, 16384: 652.0}
 PREFILL_GOAL_TFS, PREFILL_GOAL_AT = 400, 8192
-DECODE_TILES = [(16, 32, 4, 3), (16, 64, 2, 3), (16, 64, 4, 2), (16, 64, 4, 4), (16, 64, 8, 3), (16, 128, 4, 3),
-                (16, 128, 8, 2)]  # fmt: skip
-CHUNK_TILES = [(128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 4), (128, 64, 4, 3),
-               (64, 128, 4, 3), (128, 128, 8, 3), (128, 32, 8, 4), (64, 64, 4, 4)]  # fmt: skip
-TOY_TILES = [(16, 16, 4, 2)]
+OURS, LAYER_MAJOR = "ours", "ours, LBNHC"  # the product's layout is BHLNC
 KV_SHARE = 0.6  # of free memory
 FILL_NUMBERS = 2**28  # random numbers generated at a time
 CALLS = 32  # per timing, each in another layer, so that no call reads cached data
@@ -154,43 +151,21 @@ class RandomKV:
         return (LayerMajorPool if layer_major else KVPool)(layout, RowMemory(rows))
 
 
-@dataclass(frozen=True, slots=True)
-class KernelVariant:
-    """A configuration of our kernels, or with `flash` the name of another; the defaults are the product's. `programs`
-    is per processor; `tile` is that of decodes or chunks, whichever is measured."""
+def backend_of(flat: RandomKV, arm: str) -> tuple[KVPool, AttentionBackend]:
+    """Return the pool and the kernels of OURS, LAYER_MAJOR, or a flash attention by its name."""
+    if arm not in {OURS, LAYER_MAJOR}:
+        pool = flat.pool(256 if arm == FLASH_2 else BLOCK_TOKENS)
+        return pool, FlashAttention(pool, arm)
+    from engine.cuda.attention import TritonAttention  # after TRITON_INTERPRET is set
 
-    block_tokens: int = BLOCK_TOKENS
-    layer_major: bool = False
-    programs: float = 2
-    split_tokens: int = 256
-    tile: tuple[int, int, int, int] | None = None
-    flash: str = ""
-
-    @property
-    def name(self) -> str:
-        changed = [f"tile {self.tile}"] if self.tile else []
-        changed += [f"{self.programs:g} programs"] if self.programs != 2 else []
-        changed += [f"splits of {self.split_tokens}"] if self.split_tokens != 256 else []
-        return self.flash or ", ".join([f"{'LBNHC' if self.layer_major else 'BHLNC'} of {self.block_tokens}", *changed])
-
-    def pool(self, flat: RandomKV) -> KVPool:
-        return flat.pool(256 if self.flash == FLASH_2 else self.block_tokens, self.layer_major)
-
-    def backend(self, pool: KVPool) -> AttentionBackend:
-        if self.flash:
-            return FlashAttention(pool, self.flash)
-        from engine.cuda.attention import PROGRAMS_A_PROCESSOR, Tile, TritonAttention
-
-        tile = Tile(*self.tile) if self.tile else None
-        backend = TritonAttention(pool, self.split_tokens, decode=tile, chunk=tile)
-        backend.processors = max(1, round(backend.processors * self.programs / PROGRAMS_A_PROCESSOR))
-        return backend
+    pool = flat.pool(BLOCK_TOKENS, arm == LAYER_MAJOR)
+    return pool, TritonAttention(pool)
 
 
-def attention_s(scene: GpuScene, flat: RandomKV, variant: KernelVariant, spans: Sequence[tuple[int, int]]) -> float:
+def attention_s(scene: GpuScene, flat: RandomKV, arm: str, spans: Sequence[tuple[int, int]]) -> float:
     """Return the seconds of one layer's attention, excluding the step's plan. `spans`: the tokens of each request from
     start to end, over blocks in random order. Raises ValueError if they do not fit."""
-    pool, config, slices = variant.pool(flat), scene.config, []
+    (pool, backend), config, slices = backend_of(flat, arm), scene.config, []
     size = pool.layout.block_tokens
     free = list(range(1, pool.layout.num_blocks))
     Random(0).shuffle(free)
@@ -202,38 +177,47 @@ def attention_s(scene: GpuScene, flat: RandomKV, variant: KernelVariant, spans: 
         slices.append(Slice(request, start, end - start, True, 0))
     batch = build(slices, size, scene.device)
     q = torch.randn(len(batch.tokens), config.num_heads, config.head_dim, device=scene.device).to(scene.dtype)
-    plan = variant.backend(pool).plan(batch)
+    plan = backend.plan(batch)
     return scene.seconds(lambda call: plan.attend(call % config.num_layers, q, 0))
 
 
-def decode(scene: GpuScene) -> GpuSection:
-    """Measure the terabytes of KV read per second: the product's variant at every point, the others at some."""
-    flat = RandomKV(scene, 1 << 20 if scene.toy else int(torch.cuda.mem_get_info(scene.device)[0] * KV_SHARE))
-    others = [KernelVariant(block_tokens=16), KernelVariant(block_tokens=128)]
-    others += [KernelVariant(programs=count) for count in (1, 4)]
-    others += [KernelVariant(split_tokens=count) for count in (128, 512)]
-    others += [KernelVariant(tile=tile) for tile in (TOY_TILES if scene.toy else DECODE_TILES)]
-    others += [KernelVariant(flash=name) for name in flash_attn_here(scene.device) if not scene.toy]
-    work = [(KernelVariant(layer_major=major), point) for major in (False, True) for point in POINTS]
-    work += [(variant, point) for variant in others for point in KEY_POINTS]
-    rates: dict[tuple[int, int], dict[str, float]] = {point: {} for point in POINTS}
+Point = tuple[int, int]  # sequences and context, or the tokens of a prompt from start to end
+Rates = dict[Point, dict[str, float]]  # by point and arm
 
-    def measure(variant: KernelVariant, point: tuple[int, int]) -> None:
+
+def rates_of(
+    scene: GpuScene,
+    arms: Sequence[str],
+    points: Sequence[tuple[int, int]],
+    rate: Callable[[str, tuple[int, int]], float],
+) -> Rates:
+    """Return the rate of every arm, and of each flash attention here, at every point; without those that failed."""
+    found: Rates = {point: {} for point in points}
+
+    def measure(arm: str, point: Point) -> None:
+        found[point][arm] = rate(arm, point)
+
+    flash = [] if scene.toy else flash_attn_here(scene.device)
+    for arm, point in product([*arms, *flash], points):
+        scene.attempt(f"{arm} at {point}", partial(measure, arm, point))
+    return {point: own for point, own in found.items() if own}
+
+
+def decode(scene: GpuScene) -> GpuSection:
+    """Measure the terabytes of KV read per second, in our layout, in that of other engines, and by other kernels."""
+    flat = RandomKV(scene, 1 << 20 if scene.toy else int(torch.cuda.mem_get_info(scene.device)[0] * KV_SHARE))
+
+    def terabytes_s(arm: str, point: Point) -> float:
         batch, context = (2 if scene.toy else point[0]), scene.tokens(point[1])
         read = batch * context * scene.token_bytes // scene.config.num_layers
-        spans = [(context - 1, context)] * batch
-        rates[point][variant.name] = read / attention_s(scene, flat, variant, spans) / 1e12
+        return read / attention_s(scene, flat, arm, [(context - 1, context)] * batch) / 1e12
 
-    for variant, point in work[:: 1 + len(work) // 12] if scene.toy else work:
-        scene.attempt(f"{variant.name} at {point}", lambda v=variant, p=point: measure(v, p))  # type: ignore[misc]
+    rates = rates_of(scene, [OURS, LAYER_MAJOR], POINTS[:: 3 if scene.toy else 1], terabytes_s)
     rows: list[list[Cell]] = []
     for point, found in rates.items():
-        if found:
-            ours, published = found.get(KernelVariant().name), FA3_DECODE_TBS.get(point)
-            best = max(found, key=found.__getitem__)
-            share = ours / published if ours and published else None
-            layer_major = found.get(KernelVariant(layer_major=True).name)
-            rows.append([*point, ours, published, share, layer_major, found[best], best])
+        published, best = FA3_DECODE_TBS.get(point), max(found, key=found.__getitem__)
+        share = found[OURS] / published if OURS in found and published else None
+        rows.append([*point, found.get(OURS), published, share, found.get(LAYER_MAJOR), found[best], best])
     columns = ["sequences", "context", "ours, TB/s", "FA3 published", "ours / FA3", "LBNHC", "best", "which"]
     runs = {f"{batch} x {context}": found for (batch, context), found in rates.items()}
     note = f"One layer; KV read over time.{scene.failures}"
@@ -243,28 +227,20 @@ def decode(scene: GpuScene) -> GpuSection:
 def prefill(scene: GpuScene) -> GpuSection:
     """Measure the TFLOP/s of whole prompts, and of a chunk of 2048 tokens after 30k."""
     flat = RandomKV(scene, (max(scene.tokens(32768), 64) + 1024) * scene.token_bytes)
-    arms = {"as chosen": KernelVariant()}
-    arms |= {str(tile): KernelVariant(tile=tile) for tile in (TOY_TILES if scene.toy else CHUNK_TILES)}
-    arms |= {name: KernelVariant(flash=name) for name in flash_attn_here(scene.device) if not scene.toy}
     spans = [(0, length) for length in list(FA3_PREFILL_TFS)[: 1 if scene.toy else None]] + [(30720, 32768)]
-    rates: dict[tuple[int, int], dict[str, float]] = {span: {} for span in spans}
 
-    def measure(name: str, span: tuple[int, int]) -> None:
+    def teraflops_s(arm: str, span: Point) -> float:
         start, end = map(scene.tokens, span) if span[0] else (0, scene.tokens(span[1]))
-        took_s = attention_s(scene, flat, arms[name], [(start, end)])
-        rates[span][name] = flops(scene.config, start, end) / took_s / 1e12
+        return flops(scene.config, start, end) / attention_s(scene, flat, arm, [(start, end)]) / 1e12
 
-    for name in arms:
-        for span in spans:
-            scene.attempt(f"{name} from {span[0]} to {span[1]}", lambda n=name, s=span: measure(n, s))  # type: ignore[misc]
+    rates = rates_of(scene, [OURS], spans, teraflops_s)
     rows: list[list[Cell]] = []
     for span, found in rates.items():
-        if found:
-            ours, published = found.get("as chosen"), None if span[0] else FA3_PREFILL_TFS[span[1]]
-            best = max(found, key=found.__getitem__)
-            share = ours / published if ours and published else None
-            goal = ours is not None and ours >= PREFILL_GOAL_TFS if span == (0, PREFILL_GOAL_AT) else None
-            rows.append([*span, ours, published, share, found[best], best, goal])
+        ours, published = found.get(OURS), None if span[0] else FA3_PREFILL_TFS[span[1]]
+        best = max(found, key=found.__getitem__)
+        share = ours / published if ours and published else None
+        goal = ours is not None and ours >= PREFILL_GOAL_TFS if span == (0, PREFILL_GOAL_AT) else None
+        rows.append([*span, ours, published, share, found[best], best, goal])
     columns = ["from", "to", "ours, TF/s", "FA3 published", "ours / FA3", "best", "which", "goal"]
     note = f"One layer, causal. The goal is {PREFILL_GOAL_TFS} TF/s at {PREFILL_GOAL_AT} tokens.{scene.failures}"
     runs = {f"{start} to {end}": found for (start, end), found in rates.items()}

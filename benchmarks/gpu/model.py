@@ -199,6 +199,6 @@ def _model(scene: GpuScene, bench: ModelBench) -> GpuSection:
 
     add(f"{MIXED[0]} decodes and {MIXED[1]} tokens of a prompt", None, both, steps)
     columns = ["step", "ms", "host, ms", "not ahead, ms", "eager, ms", "eager host, ms", "goal, ms", ""]
-    facts = bench.runner.facts()
+    facts = bench.runner.attributes()
     note = f"{facts}. Graphs: {capture_s:.1f} s, {graphs_gib:.2f} GiB; warm-up {warm_s:.1f} s.{scene.failures}"
     return GpuSection([Table("Llama-3.1-8B's shape, bfloat16, random weights", columns, rows, note)], {"rows": rows})

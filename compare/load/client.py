@@ -1,4 +1,4 @@
-"""The load generator, a process of its own: `python -m compare.load.client SPEC.json`.
+"""The load generator, a process of its own (`python -m compare.load.client SPEC.json`) that `drive` runs.
 
 Open loop: every request starts at its time regardless of the server, with no limit on concurrency and no retries. The
 time of a token is when this process read the bytes that carried it.
@@ -11,9 +11,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import BinaryIO
@@ -22,8 +22,21 @@ import aiohttp
 import numpy as np
 import uvloop
 
-from compare.load.outcome import HEAD, TAIL, TIMEOUT, LatencySlo, LoadRecording, Outcome, outcome_line, run_line
-from compare.load.stream import CompletionReader, body_of, worst_count
+from compare.load.outcome import (
+    HEAD,
+    TAIL,
+    TIMEOUT,
+    CompletionReader,
+    LatencySlo,
+    LoadRecording,
+    Outcome,
+    body_of,
+    load_recording,
+    outcome_line,
+    run_line,
+    worst_count,
+)
+from compare.load.traffic import Arrival
 
 LEAD_NS = 100_000_000  # from now to the run's second 0
 TICK_S = 0.01  # between two measurements of the event loop's lag
@@ -32,6 +45,10 @@ KEEP_ALIVE_S = 2.0  # less than servers' 5 s, so that no request is sent on a co
 PRIORITY = -10
 MAX_REFUSAL = 64 << 10  # bytes read of an answer that is not a stream
 LEAST_LAG_S, SLO_SHARE = 0.002, 0.02  # allowed lateness of requests at the 99th percentile
+ROOT = Path(__file__).resolve().parents[2]
+STOP_S = 5.0  # from SIGTERM to SIGKILL
+
+ProgressCallback = Callable[[int, int, int], None]  # sent, finished, failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +197,6 @@ async def generate(spec: LoadSpec, outcomes: list[Outcome], bodies: Sequence[byt
     tracing = aiohttp.TraceConfig()
     tracing.on_connection_create_start.append(_on_sent)
     tracing.on_connection_reuseconn.append(_on_sent)
-    cpu_s = time.process_time()
     async with aiohttp.ClientSession(
         connector=connector, headers=headers, timeout=timeout, trace_configs=[tracing]
     ) as session:
@@ -191,9 +207,7 @@ async def generate(spec: LoadSpec, outcomes: list[Outcome], bodies: Sequence[byt
         await _send_all(run)
         run.report_progress()
     recording.counted = worst_count(run.counted)
-    recording.loop_lag_p99_s = float(np.percentile(run.lags_s or [0.0], 99))
-    recording.cpu_s = time.process_time() - cpu_s
-    recording.problems = problems_of(outcomes, spec.slo, recording.loop_lag_p99_s)
+    recording.problems = problems_of(outcomes, spec.slo, float(np.percentile(run.lags_s or [0.0], 99)))
     file.write(run_line(recording, TAIL).encode())
 
 
@@ -254,6 +268,92 @@ def main(path: str) -> int:
         print(f"load generator: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+# ---- running it as a process ---------------------------------------------------------------------------------------
+
+
+async def drive(
+    spec: LoadSpec, arrivals: Sequence[Arrival], on_progress: ProgressCallback | None = None
+) -> LoadRecording:
+    """Make one run. The recording has an outcome for every arrival, even if the load generator died.
+
+    Writes the arrivals and the spec next to the outcomes. Raises OSError if that fails.
+    """
+    path = _write(spec, arrivals)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "compare.load.client", str(path)),
+        env=os.environ | {"PYTHONPATH": python_path(), "BATON_API_KEY": spec.api_key},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    errors = asyncio.create_task(process.stderr.read())
+    try:
+        async for line in process.stdout:
+            with suppress(ValueError):
+                counts = json.loads(line)
+                if on_progress is not None:
+                    on_progress(counts["sent"], counts["finished"], counts["failed"])
+        stderr, status = await errors, await process.wait()
+    finally:
+        errors.cancel()
+        await _stop(process)
+    lines = stderr.decode("utf-8", "replace").strip().splitlines()
+    last = lines[-1][:300] if lines else f"the load generator ended with status {status}"
+    return _complete(spec, arrivals, [last] if status else [])
+
+
+def _write(spec: LoadSpec, arrivals: Sequence[Arrival]) -> Path:
+    write_arrivals(Path(spec.arrivals), arrivals)
+    Path(spec.outcomes).unlink(missing_ok=True)  # of an earlier run
+    path = Path(spec.outcomes).with_suffix(".spec.json")
+    path.write_text(json.dumps(asdict(replace(spec, api_key=""))), encoding="utf-8")
+    return path
+
+
+def write_arrivals(path: Path, arrivals: Sequence[Arrival]) -> None:
+    """Write arrivals in the "own" trace format, so that a run's traffic can be sent again."""
+    with path.open("w", encoding="utf-8") as file:
+        for arrival in arrivals:
+            due = {"t": arrival.at_s, "prompt": arrival.prompt, "max_tokens": arrival.max_tokens}
+            due |= {"session": arrival.session} if arrival.session else {}
+            due |= {"slo": asdict(arrival.slo)} if arrival.slo else {}
+            file.write(json.dumps(due, separators=(",", ":")) + "\n")
+
+
+def _complete(spec: LoadSpec, arrivals: Sequence[Arrival], problems: list[str]) -> LoadRecording:
+    """Return the recording, with a failure added for every request that the load generator did not record."""
+    path = Path(spec.outcomes)
+    recording = load_recording(path) if path.exists() else LoadRecording()
+    recorded = {outcome.index for outcome in recording.outcomes}
+    missing = [(index, due) for index, due in enumerate(arrivals) if index not in recorded]
+    for index, due in missing:
+        lost = Outcome(index, "", due.at_s, error="lost with the load generator", max_tokens=due.max_tokens)
+        recording.outcomes.append(replace(lost, slo=due.slo))
+    recording.outcomes.sort(key=lambda outcome: outcome.index)
+    recording.problems += problems
+    if missing:
+        recording.problems.append(f"the load generator ended before {len(missing)} of {len(arrivals)} requests did")
+    return recording
+
+
+def python_path() -> str:
+    """Return the PYTHONPATH with which a process finds our modules first."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(STOP_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""The recording of one run of the load generator: an outcome for every request that was due, and facts of the run.
+"""The recording of one run of the load generator: an outcome for every request that was due, filled from its stream.
 
-Times are seconds since the run's start on the client's monotonic clock. Nothing is judged here.
+Tokens are counted, not events: by their ids, else by logprobs, else by the running usage, else one per event. Times
+are seconds since the run's start on the client's monotonic clock. Nothing is judged here.
 """
 
 import json
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,10 @@ TIMEOUT = "timeout"  # the error of a request that timed out
 TBT_OF = ("p99", "max", "mean")
 SCHEMA = "baton.outcomes/1"
 HEAD = ("started_unix_ns",)
-TAIL = ("counted", "loop_lag_p99_s", "cpu_s", "problems")
+TAIL = ("counted", "problems")
+COUNTS = ("ids", "logprobs", "usage", "events")  # how tokens are counted, most reliable first
+MAX_LINE = 16 << 20  # bytes of one event: large enough for an echoed prompt, small enough to bound memory
+WORDS = ("of", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")  # a token each
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +76,6 @@ class LoadRecording:
     started_unix_ns: int = 0  # Unix time of the run's second 0, to match the router's records
     outcomes: list[Outcome] = field(default_factory=list)
     counted: str = "ids"  # how tokens were counted: "ids", "logprobs", "usage" or "events"
-    loop_lag_p99_s: float = 0.0  # of the client's event loop
-    cpu_s: float = 0.0  # CPU time of the client
     problems: list[str] = field(default_factory=list)
 
 
@@ -110,3 +113,119 @@ def load_recording(path: Path) -> LoadRecording:
                     setattr(recording, name, line[name])
     recording.outcomes.sort(key=lambda outcome: outcome.index)
     return recording
+
+
+# ---- requests and their streams --------------------------------------------------------------------------------------
+
+
+def body_of(model: str, prompt: Sequence[int], max_tokens: int, send: str, salt: str) -> bytes:
+    """Return the body of a greedy request for exactly `max_tokens`.
+
+    As text, the prompt has a common word for each id, and the body only OpenAI's fields. `salt` then selects the word
+    of each id, so that no prefix cache holds prompts of another salt.
+    """
+    body: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    if send == "ids":
+        body |= {"prompt": list(prompt), "ignore_eos": True, "return_token_ids": True}
+        body |= {"cache_salt": salt} if salt else {}
+    else:
+        words = random.Random(salt).sample(WORDS, len(WORDS))
+        body["prompt"] = " ".join(words[token % len(words)] for token in prompt)
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def worst_count(counts: Iterable[str]) -> str:
+    """Return the least reliable of several ways in which tokens were counted."""
+    return max(counts, key=COUNTS.index, default="ids")
+
+
+class CompletionReader:
+    """Fills an outcome from the bytes of its stream. `exact`: the server was asked not to stop before `max_tokens`."""
+
+    def __init__(self, outcome: Outcome, *, exact: bool) -> None:
+        self.counted = "ids"
+        self.is_done = False  # the server sent [DONE]; it may keep the connection open
+        self._outcome = outcome
+        self._exact = exact
+        self._rest = bytearray()
+        self._num_reported: int | None = None  # completion tokens by the server's usage
+
+    def feed(self, piece: bytes, now_s: float) -> None:
+        """Process bytes that were read at `now_s`. Raises ValueError if they are not a stream of completions."""
+        if self._outcome.first_byte_s is None:
+            self._outcome.first_byte_s = now_s
+        self._rest += piece
+        if b"\n" in piece:
+            *lines, self._rest = self._rest.split(b"\n")
+            for line in lines:
+                data = line[5:].strip() if line.startswith(b"data:") else b""
+                if data == b"[DONE]":
+                    self.is_done = True
+                    self._outcome.ended_s = now_s
+                elif data:
+                    self._event(json.loads(data), now_s)
+        elif len(self._rest) > MAX_LINE:
+            raise ValueError(f"a line of over {MAX_LINE} bytes")
+
+    def _event(self, event: dict[str, Any], now_s: float) -> None:
+        outcome = self._outcome
+        if error := event.get("error"):
+            outcome.error = _message(error)
+            return
+        outcome.id = outcome.id or str(event.get("id") or "")
+        if usage := event.get("usage"):
+            self._num_reported = usage.get("completion_tokens")
+            outcome.prompt_tokens = usage.get("prompt_tokens") or outcome.prompt_tokens
+        for choice in event.get("choices") or ():
+            num_new = self._num_new(choice, running=bool(usage))
+            if len(outcome.token_s) + num_new > outcome.max_tokens:
+                raise ValueError(f"more than the {outcome.max_tokens} tokens asked for")
+            outcome.token_s += [now_s] * num_new
+            outcome.finish = choice.get("finish_reason") or outcome.finish
+
+    def _num_new(self, choice: dict[str, Any], *, running: bool) -> int:
+        """Count the tokens of a choice in the most reliable way available."""
+        logprobs = choice.get("logprobs") or {}
+        if isinstance(ids := choice.get("token_ids"), list):
+            self._outcome.tokens += ids
+            return len(ids)
+        if tokens := logprobs.get("tokens"):
+            self.counted = worst_count((self.counted, "logprobs"))
+            return len(tokens)
+        # Once events are counted, a later usage would hide that tokens were bundled.
+        if running and self._num_reported is not None and self.counted != "events":
+            self.counted = worst_count((self.counted, "usage"))
+            return max(0, self._num_reported - len(self._outcome.token_s))
+        if not choice.get("text"):
+            return 0
+        self.counted = "events"
+        return 1
+
+    def refuse(self, status: int, answer: bytes) -> None:
+        """Record an answer that is not a stream."""
+        try:
+            message = _message(json.loads(answer)["error"])
+        except (ValueError, KeyError, TypeError):
+            message = answer[:200].decode("utf-8", "replace")
+        self._outcome.error = f"HTTP {status}: {message}"
+
+    def close(self) -> None:
+        """Record the end of the stream, and an error if it was not complete."""
+        outcome = self._outcome
+        if outcome.error:
+            return
+        num_tokens, reported = len(outcome.token_s), self._num_reported
+        expected = outcome.max_tokens if self._exact else reported
+        if not outcome.finish:
+            outcome.error = f"the stream broke off after {num_tokens} tokens"
+        elif not num_tokens:
+            outcome.error = "an answer without a token"
+        elif self.counted == "events" and num_tokens < (reported or expected or 0):
+            outcome.error = f"bundled: {reported or expected} tokens in {num_tokens} events"
+        elif expected not in {None, num_tokens} or reported not in {None, num_tokens}:
+            outcome.error = f"{num_tokens} tokens came of {outcome.max_tokens} asked for"
+
+
+def _message(error: Any) -> str:
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:200]

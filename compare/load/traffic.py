@@ -82,7 +82,6 @@ class Arrival:
 class Traffic:
     """Arrivals in the order of their times. `notes` is the "traffic" part of a report."""
 
-    name: str
     arrivals: tuple[Arrival, ...]
     notes: dict[str, Any] = field(default_factory=dict)
 
@@ -158,7 +157,7 @@ def draw_traffic(plan: TrafficPlan, seed: int, vocabulary: PromptVocabulary, tra
         "refused": len(fitted) - len(arrivals),
         "laps": laps,
     }
-    return Traffic(plan.name, arrivals, notes)
+    return Traffic(arrivals, notes)
 
 
 def spread(lengths: Sequence[int]) -> dict[str, float]:

@@ -5,7 +5,6 @@ The page's data is thinned to what it can show, and says what was left out; repo
 
 import json
 import re
-from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -65,7 +64,7 @@ def thinned(report: Document) -> Document:
     different = report["tokens"]["different"]
     strips, period = _strips(report["strip"])
     return report | {
-        "worst": [_timeline(each, _origin([], [each])) for each in report["worst"]],
+        "worst": [_timeline(each, _start(each)) for each in report["worst"]],
         "tokens": report["tokens"] | {"different": different[:DIFFERENT], "num_different": len(different)},
         "strip": strips,
         "strip_period": period,
@@ -96,9 +95,7 @@ def _strips(strips: dict[str, Document]) -> tuple[dict[str, Document], dict[str,
 
 def _rebased(strip: Document) -> Document:
     """Convert to ms since the run's traffic began, so that arms that ran one after the other are aligned."""
-    origin = strip.get("origin_ms") or _origin(
-        (row for lane in strip["nodes"].values() for row in lane), strip["requests"]
-    )
+    origin = strip["origin_ms"]
     nodes = {
         node: [[round(row[0] - origin, 2), *(part and round(part, 3) for part in row[1:5])] for row in lane]
         for node, lane in strip["nodes"].items()
@@ -109,11 +106,10 @@ def _rebased(strip: Document) -> Document:
     return strip | {"nodes": nodes, "requests": requests}
 
 
-def _origin(rows: Iterable[list[Any]], requests: list[Document]) -> float:
-    """Return the earliest time in the data."""
-    spans = [span["start_ms"] for each in requests for span in each["spans"]]
-    accepted = [each["accepted_ms"] for each in requests if each.get("accepted_ms") is not None]
-    return min([row[0] for row in rows] + spans + accepted, default=0.0)
+def _start(timeline: Document) -> float:
+    """Return the earliest time of a request."""
+    times = [timeline.get("accepted_ms"), *(span["start_ms"] for span in timeline["spans"])]
+    return min((at_ms for at_ms in times if at_ms is not None), default=0.0)
 
 
 def _range(rows: list[tuple[float, list[Any]]], whole: float) -> tuple[float, float]:

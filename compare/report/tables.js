@@ -40,7 +40,8 @@ function facts() {
 }
 
 function arms() {
-  const measured = new Set(Object.values(report.summary).flatMap((of) => Object.keys(of)));
+  const known = (of) => Object.keys(of).filter((metric) => of[metric].mean !== null);
+  const measured = new Set(Object.values(report.summary).flatMap(known));
   const shown = ORDER.filter((metric) => measured.has(metric));
   const estimate = (name, metric) => {
     const own = get(get(report.summary, name), metric);

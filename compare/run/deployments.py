@@ -16,7 +16,7 @@ from pathlib import Path
 
 from compare.arms import Arm
 from compare.endpoint import Endpoint, EndpointError
-from compare.load.driver import python_path
+from compare.load.client import python_path
 from shared.config.settings import PREFIX, parse_size
 from shared.errors import ConfigError
 from shared.kv.layout import HOST_KV_BYTES

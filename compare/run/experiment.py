@@ -94,28 +94,13 @@ class Experiment:
         """Most trials of one arm. A search needs at most a dozen to bracket, then three rates for every seed."""
         return 12 + 3 * len(self.seeds) if self.finds_capacity else len(self.seeds)
 
-
-@dataclass(frozen=True, slots=True)
-class SessionPlan:
-    """The size of a session, as announced before it starts."""
-
-    num_arms: int
-    num_trials: int  # of each arm
-    duration_s: float
-    num_devices: int  # of one arm
-    keeps_all: bool  # whether all arms stay up, or each is started again for its trial
-
-    @property
-    def predicted_s(self) -> float:
-        trials = self.num_arms * self.num_trials
-        starts = self.num_arms * (1 if self.keeps_all else 1 + self.num_trials)
-        return trials * (self.duration_s + BETWEEN_S) + starts * (self.num_devices + 1) * START_S + REPORT_S
-
-    def __str__(self) -> str:
-        return (
-            f"plan: {self.num_arms} arms x {self.num_trials} periods x {self.duration_s:g} s of traffic, "
-            f"about {self.predicted_s / 60:.0f} min in total"
-        )
+    def plan(self, duration_s: float, *, keeps_all: bool) -> str:
+        """Announce the session's size. `keeps_all`: all arms stay up; otherwise each is started for its trial."""
+        num_arms, num_trials = len(self.everyone), self.max_trials
+        starts = num_arms * (1 if keeps_all else 1 + num_trials) * (1 + max(arm.devices for arm in self.everyone))
+        total_s = num_arms * num_trials * (duration_s + BETWEEN_S) + starts * START_S + REPORT_S
+        periods = f"{num_arms} arms x {num_trials} periods x {duration_s:g} s of traffic"
+        return f"plan: {periods}, about {total_s / 60:.0f} min in total"
 
 
 @dataclass(slots=True)

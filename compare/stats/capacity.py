@@ -6,14 +6,13 @@ Pure: the measurement is a callback.
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy import stats
 from scipy.optimize import isotonic_regression
 
-RESAMPLES = 200
-TAIL = 0.025  # share of the resamples that a 95 % interval leaves out at each end
+from compare.stats.statistics import student
+
 CLOSE_RATES = 1.1  # ratio of two rates that count as adjacent
 CLIFF_DROP = 0.25  # drop of attainment between adjacent rates that is a cliff
 ENOUGH = 0.03  # half of the interval, as a share of the capacity, at which the search ends
@@ -74,29 +73,16 @@ def crossing(rates: Sequence[float], shares: Sequence[float], alpha: float) -> C
     return CapacityEstimate(rates[left] + share * (rates[right] - rates[left]), None, None)
 
 
-def capacity_of(points: Sequence[CapacityPoint], alpha: float, seed: int = 0) -> CapacityEstimate:
-    """Return the crossing of the fit over all points, with its interval.
-
-    The interval is a bootstrap over seeds; its spread is widened by Student's t, because percentiles of few seeds are
-    too narrow.
-    """
+def capacity_of(points: Sequence[CapacityPoint], alpha: float) -> CapacityEstimate:
+    """Return the crossing of the fit over all points, with Student's interval of its `influences`."""
     found = crossing(*fit_attainment(points), alpha)
-    seeds = sorted({point.seed for point in points})
-    if len(seeds) < 2 or found.bounded != "yes":
+    values = [value for value in influences(points, alpha).values() if value is not None]
+    interval = student(values) if values else None
+    if interval is None or interval.low is None or interval.high is None:
         return found
-    of_seed = {each: [point for point in points if point.seed == each] for each in seeds}
-    random = np.random.default_rng(seed)
-    crossings = []
-    for _ in range(RESAMPLES):
-        drawn = [point for index in random.integers(len(seeds), size=len(seeds)) for point in of_seed[seeds[index]]]
-        crossings.append(crossing(*fit_attainment(drawn), alpha))
-    widening = math.sqrt(len(seeds) / (len(seeds) - 1)) * float(stats.t.ppf(0.975, len(seeds) - 1))
-    reach = float(np.std([each.rate for each in crossings])) * widening
-    # A resample that never crosses gives the last measured rate; many of those would make the interval too narrow.
-    beyond = {each for each in ("below", "above") if [one.bounded for one in crossings].count(each) > TAIL * RESAMPLES}
-    low = None if "below" in beyond else max(0.0, found.rate - reach)
-    high = None if "above" in beyond else found.rate + reach
-    return CapacityEstimate(found.rate, low, high, found.bounded, found.cliff)
+    rates = [point.rate for point in points]
+    low = interval.low if interval.low >= min(rates) else None
+    return replace(found, low=low, high=interval.high if interval.high <= max(rates) else None)
 
 
 def influences(points: Sequence[CapacityPoint], alpha: float) -> dict[int, float | None]:

@@ -181,7 +181,6 @@ class RunMetrics:
     arrived: int
     finished: int
     failed: int
-    good: int
     metrics: dict[str, float | None]
 
 
@@ -213,18 +212,17 @@ def measure(
         "client_lag_p99_ms": percentile(lags, 99),
     }
     if not overloaded:
-        metrics |= latencies(population, slo) | from_summaries(population, summaries)
+        metrics |= latencies(population) | from_summaries(population, summaries)
     finished = sum(outcome.finished for outcome in population)
-    return RunMetrics(window_s, overloaded, len(population), finished, len(population) - finished, good, metrics)
+    return RunMetrics(window_s, overloaded, len(population), finished, len(population) - finished, metrics)
 
 
-def latencies(population: Sequence[Outcome], slo: LatencySlo) -> dict[str, float | None]:
+def latencies(population: Sequence[Outcome]) -> dict[str, float | None]:
     """Return latencies at the client in milliseconds. TBT covers all tokens, also those of requests that failed."""
     values = values_ms(population)
-    stalls = sum(gap * 1000 > slo.tbt_ms for outcome in population for gap in gaps_s(outcome)) if slo.tbt_ms else None
     return {
         f"{name}_p{share}_ms": percentile(values[name], share, scale=1) for name in LATENCIES for share in (50, 99)
-    } | {"tbt_max_ms": percentile(values["tbt"], 100, scale=1), "stalls": stalls}
+    } | {"tbt_max_ms": percentile(values["tbt"], 100, scale=1)}
 
 
 def values_ms(population: Sequence[Outcome]) -> dict[str, list[float]]:
@@ -266,25 +264,14 @@ def ecdf(values: Sequence[float], points: int = 200) -> dict[str, list[float]]:
 
 
 def from_summaries(population: Sequence[Outcome], summaries: Summaries) -> dict[str, float | None]:
-    """Return figures of the router's summaries: TTFT from the router's accept, KV transfer (busy, hidden and exposed),
-    and the time that prompts cost decodes."""
+    """Return figures of the router's summaries: KV transfer (hidden and exposed), and the time that prompts cost
+    decodes."""
     known = [summaries[outcome.id] for outcome in population if outcome.id in summaries]
     if not known:
         return {}
-    firsts = [
-        math.inf if row["first_token_ms"] is None else row["first_token_ms"] - row["accepted_ms"] for row in known
-    ]
-    firsts += [math.inf for outcome in population if outcome.id not in summaries and not outcome.token_s]
-    figures = {f"ttft_server_p{share}_ms": percentile(firsts, share, scale=1) for share in (50, 99)}
     transfers = [row["transfer"] for row in known if row["transfer"]]
-    figures |= {
-        f"{part}_transfer_p{share}_ms": percentile([transfer[f"{part}_ms"] for transfer in transfers], share, scale=1)
-        for part in ("hidden", "exposed")
-        for share in (50, 99)
-    }
-    busy_ms = sum(transfer["busy_ms"] for transfer in transfers)
-    num_bytes = sum(transfer["bytes"] for transfer in transfers)
-    figures["transfer_gb_s"] = num_bytes / busy_ms / 1e6 if busy_ms else None
     phases = [row["phases_ms"] for row in known if row.get("phases_ms")]
-    figures["interference_s"] = sum(phase["interference"] for phase in phases) / 1000 if phases else None
-    return figures
+    return {
+        f"{part}_transfer_p50_ms": percentile([transfer[f"{part}_ms"] for transfer in transfers], 50, scale=1)
+        for part in ("hidden", "exposed")
+    } | {"interference_s": sum(phase["interference"] for phase in phases) / 1000 if phases else None}

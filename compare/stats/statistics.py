@@ -8,9 +8,7 @@ from itertools import combinations
 import numpy as np
 from scipy import stats
 
-HIGHER_IS_BETTER = frozenset(
-    {"attainment", "goodput_rps", "fluidity", "throughput_tps", "capacity_rps", "transfer_gb_s"}
-)
+HIGHER_IS_BETTER = frozenset({"attainment", "goodput_rps", "fluidity", "throughput_tps", "capacity_rps"})
 CONFIDENCE = 0.95
 LEAST_PERCENT = 3.0  # a smaller difference is too close to call, even if significant
 ROUNDING = 1e-9  # of a difference: the rounding error of equal ones

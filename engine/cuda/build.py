@@ -57,19 +57,19 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: A
     if not options.enforce_eager:
         with _stage(gpu, "capturing CUDA graphs", f"{LESS_KV}, or give --enforce-eager", "try --enforce-eager"):
             _capture(runner, gpu)
-    facts = {
+    attributes = {
         "runner": "torch",
         "device": str(gpu.device),
         "gpu": gpu.name,
         "dtype": linear.name,
         "weights": linear.name,
         "kv_cache_dtype": layout.dtype,
-        **runner.facts(),
+        **runner.attributes(),
         "cuda": str(torch.version.cuda),
         "torch": torch.__version__,
     }
     print_ = exchange_fingerprint("torch", path, layout, memory.sums)
-    return EngineComponents(runner, memory, layout, options.max_model_len, config.vocab_size, print_, facts)
+    return EngineComponents(runner, memory, layout, options.max_model_len, config.vocab_size, print_, attributes)
 
 
 def _dtype(options: BuildOptions, path: Path) -> torch.dtype:

@@ -100,7 +100,7 @@ class CudaRunner(TorchRunner):
             captures_attention = self._backend.name != TorchAttention.name
             self.passes.capture(pool, self._capacity.slices, self._capacity.tokens, captures_attention)
 
-    def facts(self) -> dict[str, str]:
+    def attributes(self) -> dict[str, str]:
         """Return the names of the runner's parts, for users."""
         return {
             "attention": self._backend.name,

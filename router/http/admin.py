@@ -13,8 +13,9 @@ from router.nodes.connection import NodeConnection
 from router.nodes.pool import NodePool
 from shared.errors import RequestError, UnavailableError
 from shared.lifecycle import wait_until
+from shared.rpc.connection import RpcChannel
 from shared.rpc.messages import Ack, SetRoleRequest
-from shared.rpc.methods import SET_ROLE, PeerError, connect
+from shared.rpc.methods import SET_ROLE, PeerError
 
 log = logging.getLogger("baton.router")
 MARGIN_S = 10.0  # how long the node may take to answer after its drain
@@ -49,7 +50,7 @@ class Admin:
             raise RequestError('role: must be "prefill" or "decode", as in {"role": "decode"}.', "role") from None
         connection = self._connection(request.path_params["node"])
         note = self._check(connection, role)
-        name, channel = connection.info.id, connect(connection.info.address)
+        name, channel = connection.info.id, RpcChannel(connection.info.address)
         self._becoming[name] = role
         try:
             answer: Ack = await SET_ROLE.call(channel, SetRoleRequest(role, self._drain_s), self._drain_s + MARGIN_S)

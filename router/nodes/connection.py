@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from router.nodes.load import NodeLoad, kv_capacity_tokens
 from router.observer import RouterObserver
 from scheduler.disaggregate import NodeView
-from shared.rpc.connection import ANSWER_S, PING_S
+from shared.rpc.connection import ANSWER_S, PING_S, RpcChannel
 from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate, RouterCommand, SubmitRequest, TokenDelta
-from shared.rpc.methods import ATTACH, PEER_FAILURES, STREAM_ENDED, connect
+from shared.rpc.methods import ATTACH, PEER_FAILURES, STREAM_ENDED
 
 log = logging.getLogger("baton.fleet")
 MAX_COMMAND_BYTES = 4 << 20
@@ -151,7 +151,7 @@ class NodeConnection:
 
     async def _serve_stream(self) -> bool:
         """Serve one stream until it ends. Return whether the node was alive on it."""
-        channel = connect(self.info.address, answer_s=max(ANSWER_S, self._timeout_s - PING_S))
+        channel = RpcChannel(self.info.address, answer_s=max(ANSWER_S, self._timeout_s - PING_S))
         self._command = RouterCommand(self._router)
         self._wake.clear()
         self._silent_intervals = 0

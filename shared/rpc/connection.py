@@ -19,7 +19,6 @@ import grpclib.server
 from grpclib.config import Configuration
 from grpclib.const import Handler as Method
 from grpclib.const import Status
-from grpclib.encoding.base import CodecBase
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 from grpclib.protocol import AbstractHandler, Connection, EventsProcessor, H2Protocol
 from grpclib.protocol import Stream as H2Stream
@@ -29,9 +28,10 @@ from h2.events import PingAckReceived
 from h2.settings import SettingCodes
 
 from shared.logs import peer_log
-from shared.rpc.codec import MAX_MESSAGE_BYTES, DecodeError
-from shared.rpc.tls import HANDSHAKE_S, AuthenticationError, ClusterIdentity
+from shared.rpc import tls
+from shared.rpc.codec import MAX_MESSAGE_BYTES, DecodeError, MessageCodec
 
+CODEC = MessageCodec()
 CONNECT_S = 5.0  # to reach a peer, including the TLS handshake
 # A peer that is frozen or cut off sends no reset. By default, a client detects it after 2.0 to 2.6 s.
 PING_S = 0.65
@@ -39,6 +39,12 @@ ANSWER_S = 1.9
 SERVER_ANSWER_S = 6.0  # longer than the clients' own; it frees what a lost or silent client holds
 FLUSH_S = 1.0  # to send the remaining bytes when a connection is closed
 WINDOW_BYTES = 4 << 20
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Split `host:port`. An IPv6 address may be in brackets, as in a URL."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 # ---- one connection --------------------------------------------------------------------------------------------------
@@ -203,17 +209,14 @@ class PeerProtocol(H2Protocol):
 class CallHandler(AbstractHandler):
     """The calls on one connection to a server, each in a task of its own."""
 
-    def __init__(self, methods: Mapping[str, Method], codec: CodecBase) -> None:
+    def __init__(self, methods: Mapping[str, Method]) -> None:
         self.tasks: dict[H2Stream, asyncio.Task[None]] = {}
         self._methods = dict(methods)
-        self._codec = codec
         self._dispatch = grpclib.server.Server([]).__dispatch__
 
     def accept(self, stream: H2Stream, headers: Any, release_stream: Callable[[], Any]) -> None:
         # The stream is released below. A task that is cancelled before it starts would not release it.
-        work = grpclib.server.request_handler(
-            self._methods, stream, headers, self._codec, None, self._dispatch, lambda: None
-        )
+        work = grpclib.server.request_handler(self._methods, stream, headers, CODEC, None, self._dispatch, lambda: None)
         task = self.tasks[stream] = asyncio.get_running_loop().create_task(work)
 
         def release(_: "asyncio.Task[None]") -> None:
@@ -231,53 +234,21 @@ class CallHandler(AbstractHandler):
             task.cancel()
 
 
-class RpcListener:
-    """Accepts connections on one port until `close`; over TLS if there is an identity."""
-
-    def __init__(
-        self, methods: Mapping[str, Method], codec: CodecBase, identity: ClusterIdentity | None, answer_s: float
-    ) -> None:
-        self.connections: dict[PeerProtocol, None] = {}  # those that have completed the TLS handshake
-        self._make = lambda: PeerProtocol(CallHandler(methods, codec), answer_s, self.connections)
-        self._identity = identity
-        self._server: asyncio.Server | None = None
-
-    async def start(self, host: str, port: int) -> int:
-        """Listen, and return the port in use. Raises OSError if it cannot be bound."""
-        tls: dict[str, Any] = {}
-        if self._identity is not None:
-            tls = {"ssl": self._identity.server_context, "ssl_handshake_timeout": HANDSHAKE_S}
-        self._server = await asyncio.get_running_loop().create_server(self._make, host, port, **tls)
-        return int(self._server.sockets[0].getsockname()[1])
-
-    async def close(self, timeout_s: float = 2.0) -> None:
-        """Stop listening, cancel the calls in progress, wait for them up to `timeout_s`, and close all connections."""
-        if self._server is not None:
-            self._server.close()
-        tasks = [task for each in self.connections for task in cast(CallHandler, each.handler).tasks.values()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=timeout_s)
-        for protocol in list(self.connections):
-            protocol.processor.close()
-
-
 # ---- client ----------------------------------------------------------------------------------------------------------
 
 
 class RpcChannel(grpclib.client.Channel):
-    """A channel to one peer. It connects at the first call, and again at the first call after a loss.
+    """A channel to `host:port`, which its owner closes. It connects at the first call, and again after a loss.
 
     It closes a connection when the peer's certificate is not accepted, or a ping is unanswered for `answer_s`.
+    `identity` defaults to that of this process, if any.
     """
 
-    def __init__(
-        self, host: str, port: int, identity: ClusterIdentity | None, codec: CodecBase, answer_s: float
-    ) -> None:
-        super().__init__(host, port, codec=codec, ssl=identity.client_context if identity else None)
+    def __init__(self, address: str, identity: tls.ClusterIdentity | None = None, answer_s: float = ANSWER_S) -> None:
+        identity = identity or tls.own()
+        super().__init__(*host_and_port(address), codec=CODEC, ssl=identity.client_context if identity else None)
         self._answer_s = answer_s
-        self._name = f"{host}:{port}"
+        self._name = address
         self._last: PeerProtocol | None = None
 
     @property
@@ -301,7 +272,7 @@ class RpcChannel(grpclib.client.Channel):
             other = isinstance(error, ssl.SSLCertVerificationError)
             problem = "its certificate is of another cluster" if other else f"no TLS ({error.reason}): it has no secret"
             peer_log.warn(self._name, f"not connected: {problem}")
-            raise AuthenticationError(f"{problem}; give all processes the same --cluster-secret-file") from error
+            raise tls.AuthenticationError(f"{problem}; give all processes the same --cluster-secret-file") from error
         if protocol.connection.is_closing():  # grpclib does not check it
             raise ConnectionResetError("the peer hung up at once")
         peer_log.reset(self._name)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import grpclib.client
 import grpclib.server
@@ -13,8 +13,8 @@ from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
 from h2.exceptions import StreamClosedError
 
 from shared.rpc import tls
-from shared.rpc.codec import DecodeError, MessageCodec
-from shared.rpc.connection import ANSWER_S, SERVER_ANSWER_S, RpcChannel, RpcListener
+from shared.rpc.codec import DecodeError
+from shared.rpc.connection import SERVER_ANSWER_S, CallHandler, PeerProtocol
 from shared.rpc.messages import (
     Ack,
     CommitRequest,
@@ -32,7 +32,6 @@ from shared.rpc.messages import (
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
-CODEC = MessageCodec()
 
 
 @dataclass(frozen=True)
@@ -106,8 +105,11 @@ def unary(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[
     return handler
 
 
-class RpcServer(RpcListener):
-    """Serves RPCs on one port until `close`, to members of the cluster. `identity` defaults to that of this process."""
+class RpcServer:
+    """Serves RPCs on one port until `close`. Over TLS, and only to members of the cluster, if there is an identity.
+
+    `identity` defaults to that of this process, if any.
+    """
 
     def __init__(
         self,
@@ -116,19 +118,27 @@ class RpcServer(RpcListener):
         answer_s: float = SERVER_ANSWER_S,
     ) -> None:
         methods = {rpc.path: rpc.serve(handle) for rpc, handle in handlers.items()}
-        super().__init__(methods, CODEC, identity or tls.own(), answer_s)
+        self.connections: dict[PeerProtocol, None] = {}  # those that have completed the TLS handshake
+        self._make = lambda: PeerProtocol(CallHandler(methods), answer_s, self.connections)
+        self._identity = identity or tls.own()
+        self._server: asyncio.Server | None = None
 
+    async def start(self, host: str, port: int) -> int:
+        """Listen, and return the port in use. Raises OSError if it cannot be bound."""
+        secure: dict[str, Any] = {}
+        if self._identity is not None:
+            secure = {"ssl": self._identity.server_context, "ssl_handshake_timeout": tls.HANDSHAKE_S}
+        self._server = await asyncio.get_running_loop().create_server(self._make, host, port, **secure)
+        return int(self._server.sockets[0].getsockname()[1])
 
-def connect(address: str, identity: tls.ClusterIdentity | None = None, answer_s: float = ANSWER_S) -> RpcChannel:
-    """Return a channel to `host:port`, which the caller closes. `identity` defaults to that of this process, if any.
-
-    The channel connects at the first call, and closes a connection when a ping is unanswered for `answer_s`.
-    """
-    host, port = host_and_port(address)
-    return RpcChannel(host, port, identity or tls.own(), CODEC, answer_s)
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    """Split `host:port`. An IPv6 address may be in brackets, as in a URL."""
-    host, _, port = address.rpartition(":")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    async def close(self, timeout_s: float = 2.0) -> None:
+        """Stop listening, cancel the calls in progress, wait for them up to `timeout_s`, and close all connections."""
+        if self._server is not None:
+            self._server.close()
+        tasks = [task for each in self.connections for task in cast(CallHandler, each.handler).tasks.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+        for protocol in list(self.connections):
+            protocol.processor.close()

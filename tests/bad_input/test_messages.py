@@ -65,14 +65,17 @@ def test_a_bomb_is_rejected_before_it_is_built(data: bytes, kind: type) -> None:
 
 
 def test_the_most_expensive_valid_message_is_cheap() -> None:
-    """The message has half of the maximum number of deltas, and each delta has the minimum size."""
-    count, delta = MAX_ITEMS // 32, encode(TokenDelta(""))  # half of the maximum: a delta counts as 16 items
+    """The message has the maximum number of deltas, and each delta has the minimum size."""
+    count, delta = (
+        MAX_ITEMS // 16 - 1,
+        encode(TokenDelta("")),
+    )  # a delta counts as 16 items; the other fields need some too
     data = b"\x94" + array(count) + delta * count + b"\xc0\x90\x90"
     began = time.thread_time()
     assert len(decode(data, NodeUpdate).deltas) == count
     assert time.thread_time() - began < 2.0
     with pytest.raises(DecodeError, match="too many"):
-        decode(b"\x94" + array(2 * count + 1) + delta * (2 * count + 1) + b"\xc0\x90\x90", NodeUpdate)
+        decode(b"\x94" + array(count + 2) + delta * (count + 2) + b"\xc0\x90\x90", NodeUpdate)
 
 
 STRANGE: dict[str, tuple[object, type, str]] = {
@@ -156,6 +159,10 @@ WRONG_SUBMITS: list[tuple[SubmitRequest, str]] = [
     (replace(SUBMIT, id=""), "length of id is 0"),
     (replace(SUBMIT, id="r" * 300), "length of id is 300"),
     (replace(SUBMIT, salt=bytes(300)), "length of salt is 300"),
+    (replace(SUBMIT, traceparent="t" * 300), "length of traceparent is 300"),
+    (replace(SUBMIT, decode_node="file:///etc/passwd"), "decode_node is 'file"),
+    (replace(SUBMIT, decode_node="host"), "decode_node is 'host'"),
+    (replace(SUBMIT, stop_tokens=b"\xff" * 4), "negative"),
 ]  # fmt: skip
 
 

@@ -14,38 +14,11 @@ import pytest
 from decode_node.__main__ import main as run_decode_node
 from prefill_node.__main__ import main as run_prefill_node
 from router.__main__ import main as router_main
-from shared.config.command_line import settings_from_command_line
-from shared.config.settings import NodeSettings, RouterSettings, Settings
+from shared.config.settings import NodeSettings, RouterSettings
 from tests.cluster.harness import DEMO, ROOT
 
 COST = {"cost": {"per_token": 1e-3}, "kv_bytes_per_token": 64, "kv_tokens": 4096, "link": "x"}
 LINKS = {"links": {"x": {"latency_s": 0.0, "bytes_per_s": 1e9}}}
-
-FLAGS: dict[str, tuple[type[Settings], list[str], str]] = {
-    "unset variable of a shell": (RouterSettings, ["--port", "${PORT}"], "--port '${PORT}': must be a whole number"),
-    "a yaml anchor": (NodeSettings, ["--block-size", "&a 16"], "--block-size '&a 16'"),
-    "port twice": (RouterSettings, ["--port", "1", "--port", "x"], "--port 'x'"),
-    "host with a port": (NodeSettings, ["--host", "[::1]:80"], "--host '[::1]:80': must be a host name or address"),
-    "a block of a million": (NodeSettings, ["--block-size", "1000000"], "a whole number from 0 to 1024"),
-    "no request at once": (NodeSettings, ["--max-num-seqs", "0"], "a whole number from 1 to"),
-    "no token a step": (NodeSettings, ["--max-num-batched-tokens", "0"], "a whole number from 1 to"),
-    "all of the GPU and half": (NodeSettings, ["--gpu-memory-utilization", "1.5"], "a number over 0 up to 1"),
-    "nothing of the GPU": (NodeSettings, ["--gpu-memory-utilization", "0"], "a number over 0 up to 1"),
-    "memory below zero": (NodeSettings, ["--kv-cache-memory", "-1GiB"], "512MiB"),
-    "memory of 40 digits": (NodeSettings, ["--kv-cache-memory", "9" * 40], "512MiB"),
-    "a number in other digits": (RouterSettings, ["--port", "\u0661"], "--port"),
-    "a lease without end": (NodeSettings, ["--heartbeat-s", "inf"], "a number from 0.05 to 60"),
-}
-
-
-@pytest.mark.parametrize(("kind", "argv", "complaint"), FLAGS.values(), ids=FLAGS)
-def test_an_error_names_the_flag_its_value_and_the_allowed_values(
-    kind: type[Settings], argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        settings_from_command_line(kind, ["--model", str(DEMO), *argv], "prog")
-    assert ended.value.code == 2
-    one_line(capsys, complaint)
 
 
 def one_line(capsys: pytest.CaptureFixture[str], complaint: str) -> None:

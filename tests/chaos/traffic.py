@@ -18,7 +18,6 @@ from shared.clock import now_ns
 from tests.cluster.harness import DEMO_VOCABULARY, expected
 
 TIMEOUT_S = 90.0  # longest wait for data
-LONG_EVERY, TALKATIVE_EVERY = 20, 20  # one request in 20 has a long prompt, and one in 20 has a long answer
 LONG_TOKENS, TALKATIVE_TOKENS = 6000, 200
 
 

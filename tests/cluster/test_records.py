@@ -61,7 +61,7 @@ def test_transfers_move_the_bytes_that_the_nodes_counted(served: Cluster) -> Non
     events = served.get("/trace?last=60s")["traceEvents"]
     kinds = {"queued", "admitted", "first", "reserving", "transfer", "committed", "received", "ended"}
     assert {event["name"] for event in events if event["ph"] == "n"} == kinds
-    pushes = [event for event in events if event.get("cat") == "transfer"]
+    pushes = [event for event in events if event.get("cat") == "transfer" and event["ph"] == "b"]
     assert sum(push["args"]["bytes"] for push in pushes) == served.status()["bytes_moved"]
 
 

@@ -20,8 +20,8 @@ from shared import registry as registry_module
 from shared.lifecycle import wait_until
 from shared.registry import RedisAnnouncer, RedisRegistry
 from shared.rpc.codec import decode, encode
+from shared.rpc.connection import RpcChannel
 from shared.rpc.messages import NodeInfo
-from shared.rpc.methods import connect
 from tests.cluster.harness import Cluster, cluster, completion, expected, redis_server, wait_for
 from tests.cluster.load import Load, streamed
 
@@ -173,7 +173,7 @@ async def test_names_are_resolved_outside_the_event_loop(monkeypatch: pytest.Mon
     monkeypatch.setattr(socket, "getaddrinfo", slow)
     registry = RedisRegistry("redis://redis.invalid:6379", "c", 0.05)
     await registry.start(lambda: None)
-    channel = connect("node.invalid:7000")
+    channel = RpcChannel("node.invalid:7000")
     with pytest.raises(OSError, match="name resolution"):
         await channel.__connect__()
     assert await wait_until(lambda: len(threads) > 1, PATIENCE_S)

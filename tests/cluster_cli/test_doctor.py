@@ -1,8 +1,5 @@
 """`baton doctor` on clusters and machines with problems: each check says what is wrong, and what to do."""
 
-import resource
-import socket
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +13,7 @@ from cluster.doctor import (
     Finding,
     examine,
     handed_off,
-    kv_directory,
     memory,
-    open_files,
-    outdated,
-    ports,
     same_tokens,
 )
 from cluster.plan import DoctorSettings
@@ -115,19 +108,9 @@ async def test_any_exception_of_a_check_is_a_line(error: Exception, level: str, 
         assert await examine("a", each) == Finding("a", level, text)
 
 
-async def test_problems_of_this_machine_are_named(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def text(check: Callable[[DoctorSettings], str], **given: Any) -> str:
-        return (await examine("a", lambda: check(DoctorSettings(**given)))).text
-
-    assert "no socket can be made" in await text(kv_directory, kv_directory=str(tmp_path / ("long" * 40)))
-    assert "MiB are available: lower" in await text(memory, kv_cache_memory="900TB")
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
-    assert "256 are allowed" in await text(open_files)
-    assert list(outdated(["torch>=99", "nothing-of-this-name>=1", "x>=1; extra == 'y'"]))[1:] == [
-        "nothing-of-this-name missing, needs 1"
-    ]
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert "cannot listen" in await text(ports, port=taken.getsockname()[1])
+def test_too_little_memory_for_the_nodes_is_a_warning() -> None:
+    with pytest.raises(CheckWarning, match="MiB are available: lower"):
+        memory(DoctorSettings(kv_cache_memory="900TB"))
 
 
 @pytest.mark.parametrize("routers", [1, 2])

@@ -1,4 +1,4 @@
-"""Watching processes: who is restarted, who ends all, and that nothing outlives the watcher. Children are one-liners."""
+"""The supervision of a local cluster's processes, which are small programs here."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.local import described, lines_of, num_ready, restart_delay_s, until_answers
+from cluster.local import lines_of, num_ready, restart_delay_s, until_answers
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 30.0
@@ -58,18 +58,19 @@ class Watcher:
             cwd=ROOT,
         )
 
-    def wait_for(self, *patterns: str) -> None:
-        """Reads until each pattern was in some line, in whatever order."""
-        missing = {pattern for pattern in patterns if not any(re.search(pattern, line) for line in self.lines)}
+    def read(self) -> None:
         assert self.process.stdout is not None
-        while missing:
-            line = self.process.stdout.readline()
-            assert line, f"ended without {missing}: {self.lines}"
-            self.lines.append(line.rstrip("\n"))
-            missing = {pattern for pattern in missing if not re.search(pattern, line)}
+        line = self.process.stdout.readline()
+        assert line, f"ended early: {self.lines}"
+        self.lines.append(line.rstrip("\n"))
+
+    def wait_for(self, *patterns: str) -> None:
+        """Read until each pattern was in some line, in any order."""
+        while not all(any(re.search(pattern, line) for line in self.lines) for pattern in patterns):
+            self.read()
 
     def pid(self, name: str) -> int:
-        """Of the latest life of a child."""
+        """Return the process id of a child's latest start."""
         found = [re.match(rf"{name} +\| started, process (\d+)", line) for line in self.lines]
         return int([match[1] for match in found if match][-1])
 
@@ -82,8 +83,11 @@ class Watcher:
         return next(number for number, line in enumerate(self.lines) if re.search(pattern, line))
 
 
+Watch = Callable[..., Watcher]
+
+
 @pytest.fixture
-def watch() -> Iterator[Callable[..., Watcher]]:
+def watch() -> Iterator[Watch]:
     watchers: list[Watcher] = []
 
     def start(**programs: str) -> Watcher:
@@ -111,100 +115,74 @@ def until_gone(*pids: int) -> None:
         time.sleep(0.02)
 
 
-def test_another_signal_restarts_the_nodes_one_after_the_other(watch: Callable[..., Watcher]) -> None:
+def test_a_signal_restarts_the_nodes_in_turn_and_another_ends_the_router_before_them(watch: Watch) -> None:
     polite = POLITE.format(delay_s=0)
-    watcher = watch(router=polite, prefill_0=polite, decode_0=polite)
+    watcher = watch(router=POLITE.format(delay_s=0.3), prefill_0=polite, decode_0=polite)
     watcher.wait_for(r"router +\| up", r"prefill-0 +\| up", r"decode-0 +\| up")
     watcher.process.send_signal(signal.SIGUSR1)
     watcher.wait_for(r"every node was restarted", r"decode-0 +\| starts again", r"prefill-0 +\| starts again")
     order = [watcher.index(rf"{name} +\| {what}") for name in ("prefill-0", "decode-0") for what in ("is rest", "bye")]
     assert order == sorted(order)
     assert sum("all ready" in line for line in watcher.lines) == 3, "before the first, and after each"
+    while sum(bool(re.search(r"-0 +\| up", line)) for line in watcher.lines) < 4:
+        watcher.read()
+    watcher.lines.clear()
     watcher.process.send_signal(signal.SIGTERM)
     assert watcher.ended() == 0
-    assert sum("started, process" in line for line in watcher.lines if line.startswith("router")) == 1
+    assert watcher.index(r"router +\| bye") < min(
+        watcher.index(r"prefill-0 +\| bye"), watcher.index(r"decode-0 +\| bye")
+    )
 
 
-def test_a_node_that_drains_or_is_lost_is_not_ready() -> None:
-    nodes = [
-        {"alive": True, "state": "ready"},
-        {"alive": True, "state": "draining"},
-        {"alive": False, "state": "ready"},
-    ]
-    assert num_ready({"nodes": nodes}) == 1
-
-
-def test_a_signal_ends_the_router_and_then_its_nodes(watch: Callable[..., Watcher]) -> None:
-    watcher = watch(router=POLITE.format(delay_s=0.3), decode_0=POLITE.format(delay_s=0))
-    watcher.wait_for(r"router +\| up", r"decode-0 +\| up")
-    pids = watcher.pid("router"), watcher.pid("decode-0")
-    watcher.process.send_signal(signal.SIGTERM)
-    assert watcher.ended() == 0
-    assert watcher.index(r"router +\| bye") < watcher.index(r"decode-0 +\| bye")
-    until_gone(*pids)
-
-
-def test_who_does_not_end_in_time_is_killed(watch: Callable[..., Watcher]) -> None:
-    watcher = watch(router=POLITE.format(delay_s=0), decode_0=STUBBORN)
-    watcher.wait_for(r"router +\| up", r"decode-0 +\| up")
-    watcher.process.send_signal(signal.SIGINT)
-    assert watcher.ended() == 0
-    assert any(re.match(r"decode-0 +\| has not ended in time and is killed", line) for line in watcher.lines)
-    until_gone(watcher.pid("decode-0"))
-
-
-def test_a_second_signal_ends_all_at_once(watch: Callable[..., Watcher]) -> None:
-    watcher = watch(router=STUBBORN, decode_0=STUBBORN)
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_process_that_ignores_sigterm_is_killed_in_time_or_by_a_second_signal(watch: Watch, signals: int) -> None:
+    watcher = watch(router=STUBBORN if signals == 2 else POLITE.format(delay_s=0), decode_0=STUBBORN)
     watcher.wait_for(r"router +\| up", r"decode-0 +\| up")
     watcher.process.send_signal(signal.SIGINT)
     watcher.wait_for("draining; a second signal")
-    watcher.process.send_signal(signal.SIGINT)
-    assert watcher.ended() == 130
-    assert not any("in time" in line for line in watcher.lines)
+    if signals == 2:
+        watcher.process.send_signal(signal.SIGINT)
+    assert watcher.ended() == (130 if signals == 2 else 0)
+    assert any("has not ended in time and is killed" in line for line in watcher.lines) == (signals == 1)
     until_gone(watcher.pid("router"), watcher.pid("decode-0"))
 
 
-def test_a_node_that_dies_is_started_again(watch: Callable[..., Watcher]) -> None:
-    watcher = watch(router=POLITE.format(delay_s=0), decode_0=POLITE.format(delay_s=0))
+def test_a_node_that_dies_is_started_again_and_a_killed_parent_leaves_no_process(watch: Watch) -> None:
+    watcher = watch(router=STUBBORN, decode_0=STUBBORN)
     watcher.wait_for(r"router +\| up", r"decode-0 +\| up")
     first = watcher.pid("decode-0")
     os.kill(first, signal.SIGKILL)
     watcher.wait_for(r"decode-0 +\| ended unexpectedly, by SIGKILL", r"decode-0 +\| starts again in 0.5 s")
-    seen = len(watcher.lines)
-    while watcher.pid("decode-0") == first or not any("up" in line for line in watcher.lines[seen:]):
-        watcher.lines.append(watcher.process.stdout.readline())
-    watcher.process.send_signal(signal.SIGTERM)
-    assert watcher.ended() == 0
-    until_gone(watcher.pid("decode-0"))
-
-
-def test_the_death_of_the_router_ends_all_with_its_status(watch: Callable[..., Watcher]) -> None:
-    watcher = watch(router="import time; time.sleep(0.5); raise SystemExit(3)", decode_0=POLITE.format(delay_s=0))
-    assert watcher.ended() == 3
-    assert any(re.match(r"router +\| ended unexpectedly, with status 3", line) for line in watcher.lines)
-    until_gone(watcher.pid("decode-0"))
-
-
-@pytest.mark.parametrize(("end", "status"), [("raise SystemExit(0)", 1), ("import os; os.kill(os.getpid(), 9)", 1)])
-def test_a_router_that_just_ends_is_a_failure(watch: Callable[..., Watcher], end: str, status: int) -> None:
-    assert watch(router=end).ended() == status
-
-
-def test_a_node_that_cannot_run_with_its_settings_ends_all(watch: Callable[..., Watcher]) -> None:
-    program = "import sys; print('node: bad --block-size', file=sys.stderr); sys.exit(2)"
-    watcher = watch(router=POLITE.format(delay_s=0), decode_0=program)
-    assert watcher.ended() == 2
-    assert any("node: bad --block-size" in line for line in watcher.lines)
-    assert not any("starts again" in line for line in watcher.lines)
-
-
-def test_no_child_survives_when_the_parent_is_killed(watch: Callable[..., Watcher]) -> None:
-    watcher = watch(router=STUBBORN, prefill_0=STUBBORN, decode_0=STUBBORN)
-    watcher.wait_for(r"router +\| up", r"prefill-0 +\| up", r"decode-0 +\| up")
-    pids = [watcher.pid(name) for name in ("router", "prefill-0", "decode-0")]
+    while watcher.pid("decode-0") == first:
+        watcher.read()
+    pids = watcher.pid("router"), watcher.pid("decode-0")
     assert all(map(is_alive, pids))
     watcher.process.kill()
     until_gone(*pids)
+
+
+@pytest.mark.parametrize(
+    ("router", "node", "status", "line"),
+    [
+        ("raise SystemExit(3)", "", 3, r"router +\| ended unexpectedly, with status 3"),
+        ("raise SystemExit(0)", "", 1, "router"),
+        ("import os; os.kill(os.getpid(), 9)", "", 1, r"router +\| ended unexpectedly, by SIGKILL"),
+        ("", "import sys; print('node: bad --block-size', file=sys.stderr); sys.exit(2)", 2, "node: bad --block-size"),
+    ],
+)
+def test_a_router_that_ends_or_a_node_with_invalid_settings_ends_all(
+    watch: Watch, router: str, node: str, status: int, line: str
+) -> None:
+    polite = POLITE.format(delay_s=0)
+    watcher = watch(router=router or polite, decode_0=node or polite)
+    assert watcher.ended() == status
+    assert any(re.search(line, each) for each in watcher.lines)
+    assert not any("starts again" in each for each in watcher.lines)
+
+
+def test_a_node_that_drains_or_is_lost_is_not_ready() -> None:
+    states = [(True, "ready"), (True, "draining"), (False, "ready")]
+    assert num_ready({"nodes": [{"alive": alive, "state": state} for alive, state in states]}) == 1
 
 
 @given(st.lists(st.floats(0.0, 30.0), max_size=40))
@@ -250,7 +228,3 @@ async def test_a_router_is_asked_until_its_answer_is_enough() -> None:
         port = server.sockets[0].getsockname()[1]
         await until_answers(f"http://127.0.0.1:{port}/", lambda number: number >= 2)
     assert answers == [(200, "3")]
-
-
-def test_how_a_process_ended_in_words() -> None:
-    assert (described(-9), described(70)) == ("by SIGKILL", "with status 70")

@@ -1,250 +1,158 @@
-"""Makes reports as a comparison writes them, from a small made-up cluster: what the tests of the page are fed with."""
+"""Synthetic sessions, and the reports that the comparison makes of them."""
 
-import copy
 import json
-import math
-import random
+from pathlib import Path
 from typing import Any
 
+from compare.arms import copy_of, parse_arms
+from compare.load.outcome import LatencySlo, LoadRecording, Outcome
+from compare.load.traffic import Arrival, Traffic
+from compare.report import document
+from compare.run.equivalence import ParityCheck, check_parity
+from compare.run.experiment import Experiment, Findings, Period, Trial, trials_of
+from compare.stats.capacity import CapacityPoint
+
 HOSTILE = "</script><img src=x onerror=\"document.title='broken'\">{{data}}"
-ARMS = {"colocated:2": (0, 2), "disaggregated:1p1d": (1, 1), "colocated:2@prefill_first": (0, 2)}
-UNIX_MS = 1_700_000_000_000.0
+ARMS = parse_arms(["colocated:2", "disaggregated:1p1d"])
+CONTROL = copy_of(ARMS[0])
+NUM, STARTED_NS = 40, 1_700_000_000_000_000_000
 
 
-def report_of(
-    seed: int = 7, *, arms: tuple[str, ...] = tuple(ARMS), seconds: float = 8.0, capacity: bool = False
-) -> dict[str, Any]:
-    """A whole valid report of `arms`, each a run of `seconds` a seed."""
-    rng = random.Random(seed)
-    strips = {name: _strip(rng, name, number, seconds) for number, name in enumerate(arms)}
-    runs = [
-        _run(rng, arm, each, position) for position, (each, arm) in enumerate((s, a) for s in range(6) for a in arms)
-    ]
+def experiment(*, num_seeds: int = 4, first_rate: float | None = None) -> Experiment:
+    arrivals = tuple(Arrival(0.1 * index, (1, 2, 3), 3) for index in range(NUM))
+    notes = {"name": "made", "rate": 10.0, "duration_s": 4.0, "scale_tokens": 1.0, "cut": 0, "refused": 0}
+    traffic = Traffic(arrivals, notes)
+    seeds = tuple(range(1, num_seeds + 1))
+    return Experiment(
+        tuple(ARMS), CONTROL, lambda seed, rate: traffic, seeds, LatencySlo(100, 40), 0.9, first_rate,
+        ((1,),), (), "ids", 5.0, Path(),
+    )  # fmt: skip
+
+
+def summary(name: str) -> dict[str, Any]:
+    phases = {"router": 1.0, "prefill_queue": 2.0, "prefill": 10.0, "transfer_exposed": 0.0, "decode_queue": 0.0}
+    phases |= {"decode": 20.0, "interference": 60.0}
     return {
-        "schema": "baton.compare/1",
-        "created": "2026-11-21T14:30:00Z",
-        "command": "baton compare",
-        "environment": {"host": "two cores", "python": "3.11.2", "torch": "2.13.0", "commit": "ccb94d0"},
-        "valid": True,
-        "problems": [],
-        "traffic": _traffic(seconds),
-        "slo": {"ttft_ms": 450.0, "tbt_ms": 40.0, "attainment": 0.9},
-        "on": "live",
-        "arms": [_arm(name) for name in arms],
-        "parity": {"equal": True, "facts": _facts(arms)},
-        "runs": runs,
-        "summary": {arm: _summary([run["metrics"] for run in runs if run["arm"] == arm]) for arm in arms},
-        "comparisons": [c for arm in arms[1:] for c in _comparisons(rng, arm, arms[0])],
-        "tokens": {"compared": 600, "different": [], "equal": True},
-        "control": {"comparisons": _comparisons(rng, arms[0], arms[0])[:2], "says": "no difference"},
-        "phases": {arm: _phases(rng) for arm in arms},
-        "miss_causes": {arm: {"TBT behind a prompt chunk": rng.randrange(40), "TTFT in the queue": 9} for arm in arms},
-        "curves": {
-            "ecdf": {
-                metric: {arm: _ecdf(rng, median) for arm in arms}
-                for metric, median in (("ttft_ms", 180), ("tbt_ms", 21), ("ttst_ms", 30))
-            },
-            "attainment": {arm: _attainment(rng) for arm in arms} if capacity else None,
-        },
-        "busy": {arm: _busy(rng, arm) for arm in arms},
-        "strip": strips,
-        "worst": [
-            {"arm": arm, **copy.deepcopy(each)} for arm, strip in strips.items() for each in strip["requests"][:4]
-        ][:10],
-        "verdict": {
-            "sentence": "At 2.4 req/s disaggregated:1p1d meets the SLO for 96.1 %, colocated:2 for 88.4 %: +7.7 points, 6 paired runs.",
-            "cause": "71 % of the misses of colocated:2 are TBT stalls behind prompt chunks.",
-            "flips": "colocated:2 wins if the TBT SLO is 90 ms or more.",
-            "interval": "+4.1 to +11.2 points (95 %)",
-        },
-        "repro": "baton compare --arms colocated:2 disaggregated:1p1d --preset chat --seeds 6 --control",
+        "id": name, "accepted_ms": 0.0, "first_token_ms": 13.0, "attempts": 1, "phases_ms": phases,
+        "transfer": {"bytes": 64, "busy_ms": 1.0, "hidden_ms": 0.5, "exposed_ms": 0.5, "channel": "shm"},
+    }  # fmt: skip
+
+
+def period(turn: Trial, gap_s: float, *, slow: int, problems: tuple[str, ...] = ()) -> Period:
+    """`slow` of its requests, all over it, have one gap of `gap_s`, the others 9 ms."""
+    outcomes, start = [], 1e-3 * turn.seed  # so that seeds differ
+    for index in range(NUM):
+        at = 0.1 * index
+        gap = gap_s if (index * 7 - 1) % NUM < slow else 0.009
+        times = [at + 0.02 + start, at + 0.029 + start, at + 0.029 + start + gap]
+        name = f"{turn.arm}.{turn.position}.{index}"
+        outcomes.append(Outcome(index, name, at, at, at, times, [7, 8, 9], "length", max_tokens=3, ended_s=times[-1]))
+    columns = {
+        "number": 1,
+        "start_ms": STARTED_NS / 1e6 + 1000,
+        "duration_ms": 500.0,
+        "predicted_ms": None,
+        "waiting": 0,
     }
+    work = {"num_prefills": 1, "prefill_tokens": 30, "num_decodes": 10, "decode_context": 100}
+    kept = Period(turn, LoadRecording(STARTED_NS, outcomes))
+    kept.summaries = {outcome.id: summary(outcome.id) for outcome in outcomes}
+    kept.steps = {"node-0": [columns | work]}
+    kept.costs = {"node-0": []}
+    kept.timelines = {outcomes[0].id: summary(outcomes[0].id) | {"spans": []}}
+    kept.counts = {"handoffs": 0, "blocks_moved": 0, "bytes_moved": 0}
+    kept.problems = list(problems)
+    return kept
+
+
+def findings(made: Experiment) -> Findings:
+    """The disaggregated arm misses nothing, the co-located ones a quarter and a little more."""
+    names = [arm.name for arm in made.everyone]
+    order = [turn for number, seed in enumerate(made.seeds) for turn in trials_of(names, seed, number)]
+    is_split = {arm.name: bool(arm.prefill) for arm in made.everyone}
+    periods = [period(turn, 0.09, slow=0 if is_split[turn.arm] else 10 + turn.seed % 2) for turn in order]
+    return Findings(list(made.everyone), ParityCheck(True, []), periods, {}, NUM * 4, [])
+
+
+def session(num_seeds: int = 4) -> tuple[Experiment, Findings]:
+    made = experiment(num_seeds=num_seeds)
+    return made, findings(made)
+
+
+def recording(*answers: list[int], error: str = "") -> LoadRecording:
+    rows = [
+        Outcome(index, f"r{index}", 0.0, tokens=answer, finish="length", error=error, token_s=[0.1] * len(answer))
+        for index, answer in enumerate(answers)
+    ]
+    return LoadRecording(outcomes=rows)
+
+
+# ---- reports for the page --------------------------------------------------------------------------------------------
+
+NODES = {False: ("decode-0", "decode-1"), True: ("prefill-0", "decode-0")}
+
+
+def page_report(seconds: float = 8.0, *, capacity: bool = False) -> dict[str, Any]:
+    """Return the report of a session whose periods have steps of `seconds` and the timelines of ten requests."""
+    made, found = session(num_seeds=3)
+    facts = {arm.name: {"dtype": "float32", "policy": "static" if arm.prefill else "mixed"} for arm in found.arms}
+    found.parity = check_parity(found.arms, facts, ["policy"])
+    for one in found.periods:
+        nodes = NODES[one.trial.arm == ARMS[1].name]
+        one.steps = {node: _steps(node, seconds) for node in nodes}
+        one.costs = {node: [] for node in nodes}
+        one.timelines = {outcome.id: _timeline(outcome, *nodes) for outcome in one.recording.outcomes[:10]}
+    if capacity:
+        shares = [(2.0, 1.0), (3.0, 0.95), (4.0, 0.4)]
+        found.points = {
+            arm.name: [CapacityPoint(rate, seed, share - seed / 100) for seed in range(3) for rate, share in shares]
+            for arm in found.arms
+        }
+    return json.loads(json.dumps(document.report_of(made, found, "live", "baton compare --control")))  # type: ignore[no-any-return]
 
 
 def hostile() -> dict[str, Any]:
-    """A report in which every text that others chose tries to be markup."""
-    text = json.dumps(report_of()).replace("colocated:2", json.dumps(HOSTILE)[1:-1])
+    """Return a report in which every text that others chose tries to be markup."""
+    text = json.dumps(page_report()).replace("colocated:2", json.dumps(HOSTILE)[1:-1])
     report: dict[str, Any] = json.loads(text)
     report["traffic"]["name"] = report["repro"] = report["verdict"]["sentence"] = HOSTILE
-    report["problems"] = report["runs"][0]["problems"] = [HOSTILE]
+    report["runs"][0]["problems"] = [HOSTILE]
     return report
 
 
 def bare() -> dict[str, Any]:
-    """A comparison that broke off before its first run was over: every part is there, and empty."""
-    report = report_of(arms=("colocated:2", "disaggregated:1p1d"))
-    report.update(
-        valid=False,
-        problems=["Interrupted."],
-        runs=[],
-        summary={},
-        comparisons=[],
-        control=None,
-        phases={},
-        miss_causes={},
+    """Return the report of a session that was interrupted before its first period."""
+    made = experiment()
+    report = document.report_of(made, Findings(list(made.everyone), problems=["interrupted"]), "live", "baton compare")
+    return report | {"environment": {}, "control": None}
+
+
+def _steps(node: str, seconds: float) -> list[dict[str, Any]]:
+    """Return steps of 10 ms, every 20th of them with a prompt and longer than the SLO."""
+    rows, start_ms = [], STARTED_NS / 1e6
+    while start_ms < STARTED_NS / 1e6 + seconds * 1000:
+        is_late = len(rows) % 20 == 5
+        work = {"num_prefills": int(is_late), "prefill_tokens": 256 * is_late, "num_decodes": 8, "decode_context": 900}
+        duration_ms = 55.0 if is_late else 10.0
+        row = {"start_ms": start_ms, "duration_ms": duration_ms, "predicted_ms": duration_ms * 0.98, "waiting": 0}
+        rows.append({"node": node, "number": len(rows)} | row | work)
+        start_ms += duration_ms + 1
+    return rows
+
+
+def _timeline(outcome: Outcome, first: str, last: str) -> dict[str, Any]:
+    accepted_ms = STARTED_NS / 1e6 + outcome.scheduled_s * 1000
+    parts = [("queued", first, 10, ""), ("chunk", first, 10, ""), ("transfer", last, 5, ""), ("decode", last, 4, "")]
+    parts += [("wait", last, 70, "behind a prompt chunk"), ("decode", last, 9, "")]
+    spans, at_ms = [], accepted_ms
+    for kind, node, length_ms, cause in parts:
+        span = {"kind": kind, "node": node, "start_ms": at_ms, "end_ms": at_ms + length_ms, "tokens": 1, "cause": cause}
+        spans.append(span)
+        at_ms += length_ms
+    ends = {"second_token_ms": accepted_ms + 29, "last_token_ms": at_ms, "ended_ms": at_ms, "finish": "length"}
+    sizes = {"prompt_tokens": 3, "generated_tokens": 3}
+    return (
+        {"id": outcome.id, "spans": spans, "accepted_ms": accepted_ms, "first_token_ms": accepted_ms + 20}
+        | sizes
+        | ends
     )
-    report.update(busy={}, strip={}, worst=[], tokens={"compared": 0, "different": [], "equal": True}, environment={})
-    report["curves"] = {"ecdf": {"ttft_ms": {}, "tbt_ms": {}, "ttst_ms": {}}, "attainment": None}
-    report["parity"] = {"equal": False, "facts": []}
-    report["verdict"] = {"sentence": "No verdict.", "cause": None, "flips": None, "interval": None}
-    return report
-
-
-def _traffic(seconds: float) -> dict[str, Any]:
-    lengths = {"mean": 312.4, "p50": 207.0, "p99": 1840.0}
-    return {
-        "name": "azure2023_conv", "num_requests": 100, "rate": 2.4, "duration_s": seconds, "scale_tokens": 0.05,
-        "prompt_tokens": lengths, "output_tokens": {"mean": 61.0, "p50": 40.0, "p99": 240.0}, "cut": 3, "refused": 0,
-    }  # fmt: skip
-
-
-def _nodes(name: str) -> list[str]:
-    prefill, decode = ARMS.get(name, (0, 2))
-    return [f"prefill-{n}" for n in range(prefill)] + [f"decode-{n}" for n in range(decode)]
-
-
-def _arm(name: str) -> dict[str, Any]:
-    prefill, decode = ARMS.get(name, (0, 2))
-    policy = "prefill_first" if "@" in name else "mixed"
-    numbers = {"devices": 2, "prefill": prefill, "decode": decode}
-    return {"name": name, **numbers, "policy": policy, "settings": {"max_num_seqs": 64}}
-
-
-def _facts(arms: tuple[str, ...]) -> list[dict[str, Any]]:
-    return [
-        {"fact": "dtype", "values": dict.fromkeys(arms, "float32"), "equal": True, "declared": False},
-        {"fact": "num_blocks", "values": dict.fromkeys(arms, 2048), "equal": True, "declared": False},
-        {"fact": "policy", "values": {arm: _arm(arm)["policy"] for arm in arms}, "equal": False, "declared": True},
-    ]
-
-
-def _run(rng: random.Random, arm: str, seed: int, position: int) -> dict[str, Any]:
-    blocks = 1200 + rng.randrange(90) if ARMS.get(arm, (0, 0))[0] else 0
-    metrics = {
-        "ttft_p50_ms": rng.gauss(180, 9), "ttft_p99_ms": rng.gauss(610, 40), "tbt_p50_ms": rng.gauss(21, 1), "tbt_p99_ms": rng.gauss(58, 5),
-        "tbt_max_ms": rng.gauss(190, 20), "tpot_p50_ms": rng.gauss(24, 1), "ttst_p50_ms": rng.gauss(30, 2), "ttst_p99_ms": rng.gauss(90, 9),
-        "e2e_p50_ms": rng.gauss(1600, 60), "attainment": rng.uniform(0.85, 0.98), "goodput_rps": rng.gauss(2.2, 0.1), "fluidity": 0.97,
-        "throughput_tps": rng.gauss(800, 12), "exposed_transfer_p50_ms": 3.2 if blocks else None, "hidden_transfer_p50_ms": 41.0 if blocks else None,
-        "interference_s": 0.4, "client_lag_p99_ms": rng.uniform(0.2, 1.1),
-    }  # fmt: skip
-    return {
-        "arm": arm, "seed": seed, "position": position, "valid": True, "overloaded": False, "problems": [], "window_s": [1.5, 8.0],
-        "arrived": 100, "finished": 100, "failed": 0, "metrics": metrics, "kv": {"handoffs": blocks // 12, "blocks": blocks, "bytes": blocks << 16},
-    }  # fmt: skip
-
-
-def _summary(runs: list[dict[str, float | None]]) -> dict[str, Any]:
-    return {metric: _estimate([run[metric] for run in runs]) for metric in runs[0]}
-
-
-def _estimate(values: list[float | None]) -> dict[str, Any]:
-    known = [value for value in values if value is not None]
-    if not known:
-        return {"mean": None, "low": None, "high": None, "per_seed": values}
-    mean = sum(known) / len(known)
-    half = 1.1 * math.sqrt(sum((value - mean) ** 2 for value in known) / len(known))
-    return {"mean": mean, "low": mean - half, "high": mean + half, "per_seed": values}
-
-
-def _comparisons(rng: random.Random, arm: str, against: str) -> list[dict[str, Any]]:
-    def one(metric: str, base: float, difference: float, says: str) -> dict[str, Any]:
-        reach = abs(base) * 0.04
-        return {
-            "arm": arm, "against": against, "metric": metric, "difference": difference, "percent": 100 * difference / base,
-            "low": difference - reach, "high": difference + reach, "p": rng.random() / 10, "says": says,
-        }  # fmt: skip
-
-    return [
-        one("attainment", 0.884, 0.077, "better"),
-        one("tbt_p99_ms", 58.0, -17.2, "better"),
-        one("ttft_p50_ms", 180.0, 25.0, "worse"),
-        one("throughput_tps", 800.0, 3.0, "too close to call"),
-    ]
-
-
-def _phases(rng: random.Random) -> dict[str, Any]:
-    names = ("router", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference")
-    typical = (2, 60, 140, 4, 3, 1300, 90)
-    return {
-        "mean": {name: value * rng.uniform(0.8, 1.2) for name, value in zip(names, typical, strict=True)},
-        "missed": {name: value * rng.uniform(1, 2.5) for name, value in zip(names, typical, strict=True)},
-        "residual_ms": {"median": 0.02, "p99": 0.4},
-    }
-
-
-def _ecdf(rng: random.Random, median: float, points: int = 300) -> dict[str, Any]:
-    xs = sorted(median * math.exp(rng.gauss(0, 0.5)) for _ in range(points))
-    return {"x": xs, "y": [(n + 1) / points for n in range(points)]}
-
-
-def _attainment(rng: random.Random) -> dict[str, Any]:
-    rates = [1.0, 1.6, 2.2, 2.8, 3.4, 4.0]
-    turn = rng.uniform(2.4, 3.2)
-    shares = [1 / (1 + math.exp(5 * (rate - turn))) for rate in rates]
-    return {
-        "rate": rates,
-        "share": shares,
-        "low": [s * 0.93 for s in shares],
-        "high": [min(1.0, s * 1.05) for s in shares],
-    }
-
-
-def _busy(rng: random.Random, arm: str) -> dict[str, Any]:
-    def one(node: str) -> dict[str, float]:
-        prefill = 0.6 if node.startswith("prefill") else 0.0 if ARMS.get(arm, (0, 0))[0] else 0.25
-        decode = 0.0 if node.startswith("prefill") else rng.uniform(0.3, 0.5)
-        blocked = rng.uniform(0, 0.1)
-        return {
-            "busy": prefill + decode,
-            "prefill": prefill,
-            "decode": decode,
-            "idle_blocked": blocked,
-            "idle_empty": 1 - prefill - decode - blocked,
-        }
-
-    return {node: one(node) for node in _nodes(arm)}
-
-
-def _strip(rng: random.Random, name: str, number: int, seconds: float) -> dict[str, Any]:
-    origin = UNIX_MS + 60_000 * number  # one run after another, as a real comparison makes them
-    nodes = {node: _passes(rng, node, origin, seconds) for node in _nodes(name)}
-    requests = [_timeline(rng, f"cmpl-{number}{n:06x}", nodes, origin + n * seconds * 20) for n in range(40)]
-    return {"seed": 0, "slo_ms": 40.0, "nodes": nodes, "requests": requests}
-
-
-def _passes(rng: random.Random, node: str, origin: float, seconds: float) -> list[list[float | None]]:
-    passes: list[list[float | None]] = []
-    time = origin
-    while time < origin + seconds * 1000:
-        prompt = 0 if node.startswith("decode") and rng.random() < 0.8 else rng.randrange(32, 512)
-        decodes = 0 if node.startswith("prefill") else rng.randrange(1, 24)
-        duration = 6 + 0.09 * prompt + 0.3 * decodes + rng.random()
-        passes.append([time, duration, prompt, decodes, duration * 0.98])
-        time += duration + (rng.random() * 40 if rng.random() < 0.1 else 0.4)
-    return passes
-
-
-def _timeline(rng: random.Random, identity: str, nodes: dict[str, Any], start: float) -> dict[str, Any]:
-    first, last = next(iter(nodes)), list(nodes)[-1]
-    spans, time = [], start
-
-    def then(kind: str, node: str | None, length: float, tokens: int | None = None, cause: str | None = None) -> None:
-        nonlocal time
-        spans.append(
-            {"kind": kind, "node": node, "start_ms": time, "end_ms": time + length, "tokens": tokens, "cause": cause}
-        )
-        time += length
-
-    then("queued", first, rng.uniform(5, 90))
-    for _ in range(rng.randrange(1, 5)):
-        then("chunk", first, rng.uniform(20, 60), 128)
-    first_token = time
-    then("transfer", last, rng.uniform(2, 9))
-    for _ in range(rng.randrange(3, 20)):
-        then("decode", last, rng.uniform(10, 25), 1)
-        if rng.random() < 0.3:
-            then("wait", last, rng.uniform(5, 60), None, rng.choice(["behind a prompt chunk", "no room", "transfer"]))
-    return {
-        "id": identity, "spans": spans, "prompt_tokens": 256, "generated_tokens": 30, "accepted_ms": start, "first_token_ms": first_token,
-        "second_token_ms": first_token + 30, "last_token_ms": time, "ended_ms": time, "finish": "length",
-    }  # fmt: skip

@@ -88,7 +88,7 @@ def test_the_interval_over_seeds_covers_the_capacity() -> None:
 
 
 def test_an_interval_is_open_where_seeds_cross_beyond_the_rates_that_were_measured() -> None:
-    """Seeds that are up to 36 % apart, measured within 8 %: most crossings are near only because no other rate was measured."""
+    """Seeds that are up to 36 % apart, measured within 8 %."""
     points = [
         CapacityPoint(rate, seed, attainment(rate, capacity))
         for seed, capacity in enumerate((8.2, 9.1, 10.0, 10.9, 11.8))

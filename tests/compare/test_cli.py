@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from cluster.cli import main
+from compare.main import prepare
 from compare.options import CompareOptions
-from compare.planning import PreparedSession, prepare
 from compare.report.terminal import row_of, show
+from compare.run.experiment import Experiment
 from shared.model_files import DEMO_MODEL
-from tests.compare.reports import report_of
+from tests.compare.reports import page_report
 
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n"
 
@@ -98,18 +99,19 @@ def test_the_table_has_a_row_for_each_arm():
     assert row_of(json.loads(json.dumps(report)), "absent")[1:] == ["-"] * 9 + ["-/-", "-"]
 
 
-def ready(out: Path) -> PreparedSession:
+def ready(out: Path) -> Experiment:
     lines = [json.dumps({"t": 0.5 * number, "prompt": "three little words", "max_tokens": 4}) for number in range(80)]
     Path("own.jsonl").write_text("\n".join(lines))
     for name in ("tokenizer.json", "config.json"):
         Path(name).write_bytes((DEMO_MODEL / name).read_bytes())
     urls = ["http://127.0.0.1:9", "http://127.0.0.1:11"]
-    return prepare(CompareOptions(url=urls, trace=Path("own.jsonl"), model=str(Path().resolve()), seeds=2, out=out))
+    options = CompareOptions(url=urls, trace=Path("own.jsonl"), model=str(Path().resolve()), seeds=2, out=out)
+    return prepare(options)[0]
 
 
 def test_trace_and_tokenizer_are_read_once(tmp_path: Path):
     """A search for the capacity draws traffic for dozens of rates and seeds."""
-    made = ready(tmp_path).experiment
+    made = ready(tmp_path)
     for name in ("own.jsonl", "tokenizer.json", "config.json"):
         Path(name).unlink()
     assert len(made.traffic(2, 5.0).arrivals[0].prompt) > 1
@@ -117,6 +119,6 @@ def test_trace_and_tokenizer_are_read_once(tmp_path: Path):
 
 
 def test_notes_are_printed_with_the_verdict(capsys: pytest.CaptureFixture[str]):
-    report = report_of() | {"notes": ["2 of 6 periods of colocated:2 are invalid and in no figure"]}
+    report = page_report() | {"notes": ["2 of 6 periods of colocated:2 are invalid and in no figure"]}
     show(report)
     assert "note: 2 of 6 periods of colocated:2 are invalid" in capsys.readouterr().out

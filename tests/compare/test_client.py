@@ -9,10 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from compare.load.client import LoadSpec, problems_of
-from compare.load.driver import ROOT, drive, write_arrivals
-from compare.load.outcome import LatencySlo, LoadRecording, Outcome, load_recording, outcome_line
-from compare.load.stream import CompletionReader, body_of
+from compare.load.client import ROOT, LoadSpec, drive, problems_of, write_arrivals
+from compare.load.outcome import (
+    CompletionReader,
+    LatencySlo,
+    LoadRecording,
+    Outcome,
+    body_of,
+    load_recording,
+    outcome_line,
+)
 from compare.load.traffic import Arrival
 from tests.compare.fake_server import serving
 

@@ -7,81 +7,14 @@ from typing import Any
 
 import pytest
 
-from compare.arms import copy_of, parse_arms
-from compare.load.outcome import LatencySlo, LoadRecording, Outcome
-from compare.load.traffic import Arrival, Traffic
+from compare.load.outcome import LatencySlo
 from compare.report.document import report_of
 from compare.report.figures import Figures
 from compare.report.terminal import row_of
 from compare.run.equivalence import ParityCheck
-from compare.run.experiment import Experiment, Findings, Trial, trials_of
-from compare.run.period import Period
+from compare.run.experiment import Experiment, Findings, Period, trials_of
 from compare.stats.capacity import CapacityPoint, capacity_of
-
-ARMS = parse_arms(["colocated:2", "disaggregated:1p1d"])
-CONTROL = copy_of(ARMS[0])
-NUM, STARTED_NS = 40, 1_700_000_000_000_000_000
-
-
-def experiment(*, num_seeds: int = 4, first_rate: float | None = None) -> Experiment:
-    arrivals = tuple(Arrival(0.1 * index, (1, 2, 3), 3) for index in range(NUM))
-    notes = {"name": "made", "rate": 10.0, "duration_s": 4.0, "scale_tokens": 1.0, "cut": 0, "refused": 0}
-    traffic = Traffic("made", arrivals, notes)
-    seeds = tuple(range(1, num_seeds + 1))
-    return Experiment(
-        tuple(ARMS), CONTROL, lambda seed, rate: traffic, seeds, LatencySlo(100, 40), 0.9, first_rate,
-        ((1,),), (), "ids", 5.0, Path(),
-    )  # fmt: skip
-
-
-def summary(name: str) -> dict[str, Any]:
-    phases = {"router": 1.0, "prefill_queue": 2.0, "prefill": 10.0, "transfer_exposed": 0.0, "decode_queue": 0.0}
-    phases |= {"decode": 20.0, "interference": 60.0}
-    return {
-        "id": name, "accepted_ms": 0.0, "first_token_ms": 13.0, "attempts": 1, "phases_ms": phases,
-        "transfer": {"bytes": 64, "busy_ms": 1.0, "hidden_ms": 0.5, "exposed_ms": 0.5, "channel": "shm"},
-    }  # fmt: skip
-
-
-def period(turn: Trial, gap_s: float, *, slow: int, problems: tuple[str, ...] = ()) -> Period:
-    """`slow` of its requests, all over it, have one gap of `gap_s`, the others 9 ms."""
-    outcomes, start = [], 1e-3 * turn.seed  # so that seeds differ
-    for index in range(NUM):
-        at = 0.1 * index
-        gap = gap_s if (index * 7 - 1) % NUM < slow else 0.009
-        times = [at + 0.02 + start, at + 0.029 + start, at + 0.029 + start + gap]
-        name = f"{turn.arm}.{turn.position}.{index}"
-        outcomes.append(Outcome(index, name, at, at, at, times, [7, 8, 9], "length", max_tokens=3, ended_s=times[-1]))
-    columns = {
-        "number": 1,
-        "start_ms": STARTED_NS / 1e6 + 1000,
-        "duration_ms": 500.0,
-        "predicted_ms": None,
-        "waiting": 0,
-    }
-    work = {"num_prefills": 1, "prefill_tokens": 30, "num_decodes": 10, "decode_context": 100}
-    kept = Period(turn, LoadRecording(STARTED_NS, outcomes))
-    kept.summaries = {outcome.id: summary(outcome.id) for outcome in outcomes}
-    kept.steps = {"node-0": [columns | work]}
-    kept.costs = {"node-0": []}
-    kept.timelines = {outcomes[0].id: summary(outcomes[0].id) | {"spans": []}}
-    kept.counts = {"handoffs": 0, "blocks_moved": 0, "bytes_moved": 0}
-    kept.problems = list(problems)
-    return kept
-
-
-def findings(made: Experiment) -> Findings:
-    """The disaggregated arm misses nothing, the co-located ones a quarter and a little more."""
-    names = [arm.name for arm in made.everyone]
-    order = [turn for number, seed in enumerate(made.seeds) for turn in trials_of(names, seed, number)]
-    is_split = {arm.name: bool(arm.prefill) for arm in made.everyone}
-    periods = [period(turn, 0.09, slow=0 if is_split[turn.arm] else 10 + turn.seed % 2) for turn in order]
-    return Findings(list(made.everyone), ParityCheck(True, []), periods, {}, NUM * 4, [])
-
-
-def session(num_seeds: int = 4) -> tuple[Experiment, Findings]:
-    made = experiment(num_seeds=num_seeds)
-    return made, findings(made)
+from tests.compare.reports import ARMS, CONTROL, NUM, experiment, findings, period, session
 
 
 def reported(made: Experiment, found: Findings) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from compare.arms import parse_arm, parse_arms
 from compare.endpoint import Endpoint, is_idle
 from compare.load.outcome import LoadRecording, Outcome
 from compare.run.equivalence import check_parity, different_answers, different_tokens, facts_of, work_differences
-from tests.compare.recordings import recording
+from tests.compare.reports import recording
 
 ARMS = parse_arms(["colocated:2", "disaggregated:1p1d"])
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from compare.load.driver import write_arrivals
+from compare.load.client import write_arrivals
 from compare.load.outcome import LatencySlo
 from compare.load.traces import Encode, detect_form, read_trace
 from compare.load.traffic import PRESET_NAMES, PromptVocabulary, Traffic, TrafficPlan, draw_traffic

@@ -132,7 +132,7 @@ def test_a_handoff_goes_through_sglangs_queues():
     for number, (node, kind, stands) in enumerate(STORY):
         queues.event(node, RequestEvent("cmpl-1-0.0.0", kind, number))
         assert set(queues.counts()) == set(stands), kind
-    assert queues.num_open == 0
+    assert queues.counts() == {}
 
 
 def test_events_of_the_two_nodes_come_in_any_order_and_leave_nothing():
@@ -155,7 +155,26 @@ def test_a_prompt_computed_where_it_is_generated_stands_in_no_queue_and_a_lost_n
     queues.lost("p0")
     assert queues.counts() == {("d0", PREALLOC): 1}
     queues.lost("d0")
-    assert queues.num_open == 0
+    assert queues.counts() == {}
+
+
+def test_a_node_that_has_changed_its_role_still_ends_what_it_had():
+    queues = HandoffQueues()
+    queues.event(P, RequestEvent("a", "queued", 0))
+    queues.event(P, RequestEvent("a", "admitted", 0))
+    queues.event(info("p0", "decode"), RequestEvent("a", "ended", 0))
+    assert queues.counts() == {}
+
+
+def test_gauges_of_a_lost_node_are_not_shown_and_its_counters_are():
+    rows = [(P, NodeStats(running=5, steps=7), False)]
+    metrics = CollectorRegistry()
+    status = {"placements": {}, "requests": {}}
+    metrics.register(NodeMetrics(lambda: rows, "tiny", lambda: status))
+    text = generate_latest(metrics).decode()
+    assert 'vllm:num_requests_running{engine="p0"' not in text
+    assert 'baton_steps_total{engine="p0",model_name="tiny",role="prefill"} 7.0' in text
+    assert 'baton_node_alive{engine="p0",model_name="tiny",role="prefill"} 0.0' in text
 
 
 def test_the_status_shows_what_nodes_did_and_what_clients_had():
@@ -181,12 +200,8 @@ def test_the_phases_of_a_request_become_vllms_times():
     nodes = Nodes()
     phases = {"router": 1, "prefill_queue": 20, "prefill": 300, "transfer_exposed": 4}
     phases |= {"decode_queue": 5, "decode": 600, "interference": 7}
-    nodes.record_metrics.observe_phases(
-        {"phases_ms": phases, "transfer": {"busy_ms": 30, "hidden_ms": 26, "exposed_ms": 4}}
-    )
-    nodes.record_metrics.observe_phases(
-        {"phases_ms": None, "transfer": None}
-    )  # several samples, computed where they are generated
+    nodes.record_metrics.observe_phases(phases, {"busy_ms": 30, "hidden_ms": 26, "exposed_ms": 4})
+    nodes.record_metrics.observe_phases(None, None)  # several samples, computed where they are generated
     seen = {
         name: value for (name, *labels), value in samples_of(nodes.registry).items() if name.endswith("_sum") and value
     }

@@ -106,119 +106,111 @@ def full(**fields: Any) -> dict[str, Any]:
     return {"blocks": {"free": 1, "cached": 0, "owned": 95, "reserved": 4, "quarantined": 0, "total": 100}} | fields
 
 
-def test_a_status_of_an_older_router_is_no_error() -> None:
+def test_missing_values_are_no_error() -> None:
     assert bottleneck({}) == "No node has joined: nothing can be served."
     assert "ready" in bottleneck({"nodes": [{"id": "d", "role": "decode", "state": "ready", "alive": True}]})
 
 
-def test_no_node_is_said() -> None:
-    assert sentence() == "No node has joined: nothing can be served."
-    assert sentence(node("decode", alive=False), node("decode", 1, state="draining")) == (
-        "No node is ready; 2 are listed."
-    )
+HALF = {"free": 40, "owned": 60, "total": 100}
+CACHED = {"free": 0, "cached": 90, "owned": 10, "reserved": 0, "quarantined": 0, "total": 100}
+MIXED = {"tokens": 520, "prefills": 1, "decodes": 8}
+LATE_SECOND = {"tbt_ms": took(10, 20), "ttst_ms": took(90, 200)}
+WELL, HANDED = node("decode", running=4, busy=0.4), node("prefill", handoffs=9)
+PREFILL_IS_FULL = node("prefill", waiting=14, busy=0.97)
 
 
-def test_idle_and_keeping_up() -> None:
-    assert sentence(node("prefill"), node("decode")) == "Idle: 2 nodes ready, no requests."
-    said = sentence(node("decode", running=3, busy=0.4), running=3, tbt_ms=took(10, 20))
-    assert said == "Keeping up and within the SLO: 3 requests on 1 node, 40% busy, none queued."
+@pytest.mark.parametrize(
+    ("nodes", "given", "expected"),
+    [
+        ([], {}, "No node has joined: nothing can be served."),
+        ([node("decode", alive=False), node("decode", 1, state="draining")], {}, "No node is ready; 2 are listed."),
+        ([node("prefill"), node("decode")], {}, "Idle: 2 nodes ready, no requests."),
+        (
+            [node("decode", running=3, busy=0.4)],
+            {"running": 3, "tbt_ms": took(10, 20)},
+            "Keeping up and within the SLO: 3 requests on 1 node, 40% busy, none queued.",
+        ),
+        (
+            [node("prefill", waiting=30, busy=0.6), node("decode", running=3, busy=0.4)],
+            {"running": 33},
+            "At work: 33 requests on 2 nodes, 50% busy, 30 queued.",
+        ),
+        (
+            [PREFILL_IS_FULL, node("decode", busy=0.5), node("decode", 1, busy=0.3)],
+            {},
+            "The prefill pool is the bottleneck: 14 queued and 97% busy, while the decode pool is 60% idle. "
+            "Move one node to prefill: `baton role decode-1 prefill`.",
+        ),
+        (
+            [node("prefill", waiting=9, busy=0.97), node("decode", busy=0.8), node("decode", 1, busy=0.9)],
+            {},
+            "The prefill pool is at its limit: 9 queued, 97% busy.",
+        ),
+        (
+            [node("prefill"), node("decode", **full(waiting=5, running=8, busy=0.9))],
+            {"running": 13},
+            "KV blocks are the bottleneck: requests hold 99% of those on decode-0, and 5 wait. "
+            "Give nodes more blocks, or add a node.",
+        ),
+        (
+            [node("prefill"), node("prefill", 1, busy=0.1), node("decode", waiting=6, busy=0.95)],
+            {},
+            "The decode pool is the bottleneck: 6 queued and 95% busy, while the prefill pool is 95% idle. "
+            "Move one node to decode: `baton role prefill-0 decode`.",
+        ),
+        (
+            [node("decode", waiting=6, busy=0.95)],
+            {},
+            "The nodes are at their limit: 6 queued and 95% busy. Add a node.",
+        ),
+        (
+            [node("decode", running=9, busy=0.9, batch=MIXED)],
+            {"running": 9, "tbt_ms": took(20, 80)},
+            "Tokens come late, TBT p99 80 ms (SLO 50), and decode-0 runs prompt chunks in the same steps as decodes. "
+            "Prefill nodes would keep them apart.",
+        ),
+        (
+            [HANDED, WELL],
+            {"running": 4} | LATE_SECOND,
+            "The handoff is slow: the second token comes after 90 ms (p50), later ones after 10 ms, "
+            "and no decode node has a queue. Look at the KV transfers.",
+        ),
+        (
+            [node("prefill", busy=0.2), node("decode", busy=0.1)],
+            {"running": 9, "ttft_ms": took(300, 900)},
+            "TTFT p99 900 ms (SLO 500), yet no node has a queue and none is more than 20% busy: "
+            "either such prompts take so long alone, or time is lost outside the nodes. "
+            "The timeline of a slow request shows which.",
+        ),
+        (
+            [node("prefill", busy=0.7), node("decode", busy=0.6)],
+            {"running": 9, "ttft_ms": took(300, 900)},
+            "Over the SLO: TTFT p99 900 ms (SLO 500). The load of the nodes does not show why.",
+        ),
+    ],
+)
+def test_the_sentence_names_the_bottleneck(nodes: list[dict[str, Any]], given: dict[str, Any], expected: str) -> None:
+    assert sentence(*nodes, **given) == expected
 
 
-def test_a_prefill_pool_that_cannot_keep_up_while_decode_nodes_idle() -> None:
-    prefill = node("prefill", waiting=14, busy=0.97)
-    said = sentence(prefill, node("decode", busy=0.5), node("decode", 1, busy=0.3))
-    assert said == (
-        "The prefill pool is the bottleneck: 14 queued and 97% busy, while the decode pool is 60% idle. "
-        "Move one node to prefill: `baton role decode-1 prefill`."
-    )
-
-
-def test_no_node_is_offered_when_its_pool_would_be_empty() -> None:
-    said = sentence(node("prefill", waiting=14, busy=0.97), node("decode", busy=0.1))
-    assert said.startswith("The prefill pool is the bottleneck")
-    assert "baton role" not in said
-
-
-def test_no_node_is_offered_from_a_busy_pool() -> None:
-    said = sentence(node("prefill", waiting=9, busy=0.97), node("decode", busy=0.8), node("decode", 1, busy=0.9))
-    assert said == "The prefill pool is at its limit: 9 queued, 97% busy."
-
-
-@pytest.mark.parametrize(("busy", "owned"), [(0.45, 0), (0.1, 60)])
-def test_no_node_is_offered_that_the_rest_of_its_pool_could_not_do_without(busy: float, owned: int) -> None:
-    load = {"busy": busy, "blocks": {"free": 100 - owned, "owned": owned, "total": 100}}
-    said = sentence(node("prefill", waiting=14, busy=0.97), node("decode", **load), node("decode", 1, **load))
-    assert said.startswith("The prefill pool is the bottleneck")
-    assert "baton role" not in said
-
-
-def test_a_cluster_with_a_queue_does_not_keep_up() -> None:
-    said = sentence(node("prefill", waiting=30, busy=0.6), node("decode", running=3, busy=0.4), running=33)
-    assert said == "At work: 33 requests on 2 nodes, 50% busy, 30 queued."
-
-
-def test_a_queue_before_a_prefill_pool_that_is_not_busy_is_not_blamed_on_it() -> None:
-    assert "prefill pool" not in sentence(node("prefill", waiting=2, busy=0.2), node("decode"), running=2)
-
-
-def test_blocks_that_are_short() -> None:
-    said = sentence(node("prefill"), node("decode", **full(waiting=5, running=8, busy=0.9)), running=13)
-    assert said.startswith("KV blocks are the bottleneck: requests hold 99% of those on decode-0, and 5 wait.")
-
-
-def test_cached_blocks_are_not_a_shortage() -> None:
-    blocks = {"free": 0, "cached": 90, "owned": 10, "reserved": 0, "quarantined": 0, "total": 100}
-    assert "KV blocks" not in sentence(node("decode", blocks=blocks, waiting=1, busy=0.5), running=1)
-
-
-def test_a_decode_pool_at_its_limit() -> None:
-    prefills = [node("prefill", number, busy=0.1 * number) for number in range(2)]
-    said = sentence(*prefills, node("decode", waiting=6, busy=0.95))
-    assert said == (
-        "The decode pool is the bottleneck: 6 queued and 95% busy, while the prefill pool is 95% idle. "
-        "Move one node to decode: `baton role prefill-0 decode`."
-    )
-    assert (
-        sentence(node("decode", waiting=6, busy=0.95))
-        == "The nodes are at their limit: 6 queued and 95% busy. Add a node."
-    )
-
-
-def test_prompt_chunks_between_the_tokens_of_others() -> None:
-    mixed = {"tokens": 520, "prefills": 1, "decodes": 8}
-    said = sentence(node("decode", running=9, busy=0.9, batch=mixed), running=9, tbt_ms=took(20, 80))
-    assert said == (
-        "Tokens come late, TBT p99 80 ms (SLO 50), and decode-0 runs prompt chunks in the same steps as decodes. "
-        "Prefill nodes would keep them apart."
-    )
-    assert "prompt chunks" not in sentence(node("decode", running=9, batch=mixed), running=9, tbt_ms=took(20, 40))
-
-
-def test_a_slow_handoff_shows_in_the_second_token() -> None:
-    nodes = (node("prefill", handoffs=9), node("decode", running=4, busy=0.4))
-    late = {"tbt_ms": took(10, 20), "ttst_ms": took(90, 200)}
-    said = sentence(*nodes, running=4, **late)
-    assert said.startswith("The handoff is slow: the second token comes after 90 ms (p50), later ones after 10 ms")
-    waits = node("decode", waiting=1, running=4, busy=0.4)
-    assert "handoff" not in sentence(nodes[0], waits, running=4, **late)
-    bundles = {"tbt_ms": took(0, 30), "ttst_ms": took(60, 90)}
-    assert "handoff" not in sentence(*nodes, running=4, **bundles)  # the wait of a single token is unknown
-    assert "handoff" not in sentence(*nodes, running=4, tbt_ms=took(15, 30), ttst_ms=took(45, 90))  # within the SLO
-    fast = {"tbt_ms": took(0.2, 1), "ttst_ms": took(8, 20), "slo": {"ttft_ms": 0.0, "tbt_ms": 0.0}}
-    assert "handoff" not in sentence(*nodes, running=4, **fast)  # many times the usual gap, and yet nothing
-    assert "handoff" not in sentence(nodes[1], running=4, **late)
-    assert "handoff" not in sentence(node("prefill", handoffs=0), nodes[1], running=4, **late)  # all computed locally
-
-
-def test_a_late_first_token_without_a_queue_is_not_blamed_on_anybody() -> None:
-    said = sentence(node("prefill", busy=0.2), node("decode", busy=0.1), running=9, ttft_ms=took(300, 900))
-    assert said == (
-        "TTFT p99 900 ms (SLO 500), yet no node has a queue and none is more than 20% busy: "
-        "either such prompts take so long alone, or time is lost outside the nodes. "
-        "The timeline of a slow request shows which."
-    )
-
-
-def test_an_slo_missed_without_a_cause_in_sight_names_none() -> None:
-    said = sentence(node("prefill", busy=0.7), node("decode", busy=0.6), running=9, ttft_ms=took(300, 900))
-    assert said == "Over the SLO: TTFT p99 900 ms (SLO 500). The load of the nodes does not show why."
+@pytest.mark.parametrize(
+    ("nodes", "given", "absent"),
+    [
+        ([PREFILL_IS_FULL, node("decode", busy=0.1)], {}, "baton role"),  # the pool would be empty
+        ([PREFILL_IS_FULL, *(node("decode", number, busy=0.45) for number in (0, 1))], {}, "baton role"),
+        ([PREFILL_IS_FULL, *(node("decode", number, busy=0.1, blocks=HALF) for number in (0, 1))], {}, "baton role"),
+        ([node("prefill", waiting=2, busy=0.2), node("decode")], {"running": 2}, "prefill pool"),
+        ([node("decode", blocks=CACHED, waiting=1, busy=0.5)], {"running": 1}, "KV blocks"),
+        ([node("decode", running=9, batch=MIXED)], {"running": 9, "tbt_ms": took(20, 40)}, "prompt chunks"),
+        ([HANDED, WELL | {"waiting": 1}], LATE_SECOND, "handoff"),
+        ([HANDED, WELL], {"tbt_ms": took(0, 30), "ttst_ms": took(60, 90)}, "handoff"),  # tokens arrive in groups
+        ([HANDED, WELL], {"tbt_ms": took(15, 30), "ttst_ms": took(45, 90)}, "handoff"),  # within the SLO
+        ([HANDED, WELL], {"tbt_ms": took(0.2, 1), "ttst_ms": took(8, 20), "slo": {}}, "handoff"),  # 8 ms is not late
+        ([WELL], LATE_SECOND, "handoff"),
+        ([node("prefill", handoffs=0), WELL], LATE_SECOND, "handoff"),  # all prompts were computed locally
+    ],
+)
+def test_the_sentence_does_not_blame_what_is_not_shown(
+    nodes: list[dict[str, Any]], given: dict[str, Any], absent: str
+) -> None:
+    assert absent not in sentence(*nodes, **given)

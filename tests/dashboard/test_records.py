@@ -1,15 +1,24 @@
-"""What the router makes of records: phases, transfer and interference of hand-made traces, and its bounds."""
+"""What the router makes of nodes' records: phases, transfers and interference, also of malformed and of many records."""
 
+import json
 from itertools import pairwise
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
 
+from dashboard.chrome_trace import trace_events
 from dashboard.history import HistoryLimits, RequestHistory
-from dashboard.step_ring import StepRing, members_of
+from dashboard.metrics import RecordMetrics
+from dashboard.routes import Dashboard
+from dashboard.step_ring import MEMBERS_BYTES, StepRing, members_of
 from dashboard.trace import union
+from router.nodes.status import node_status
 from scheduler.cost import CostModel
+from shared.clock import now_ns
+from shared.rpc.codec import decode, encode
 from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate, RequestEvent, StepRecord, pack_ids
 
 MS = 1_000_000
@@ -88,7 +97,7 @@ def end(world: World) -> None:
     world.at(66).ended("cmpl-a", 0, "length")
 
 
-def summary(world: World) -> dict[str, object]:
+def summary(world: World) -> dict[str, Any]:
     found = world.records.summary("cmpl-a")
     assert found is not None
     return found
@@ -127,7 +136,7 @@ def test_hidden_is_the_union_of_pushes_within_the_prefill_and_exposed_what_came_
         "channel": "shm",
     }
     first, second = world.records.transfers()
-    assert (first.exposed_ns, second.exposed_ns) == (0, 5 * MS)
+    assert (first.shown()["exposed_ms"], second.shown()["exposed_ms"]) == (0.0, 5.0)
 
 
 def test_pushes_that_end_before_the_prefill_are_hidden_whole_and_nothing_is_exposed_but_the_commit() -> None:
@@ -139,7 +148,6 @@ def test_pushes_that_end_before_the_prefill_are_hidden_whole_and_nothing_is_expo
     world.event("prefill-0", "first", 10)
     world.event("decode-0", "received", 10.5)
     transfer = summary(world)["transfer"]
-    assert isinstance(transfer, dict)
     assert (transfer["busy_ms"], transfer["hidden_ms"], transfer["exposed_ms"]) == (4.0, 4.0, 0.5)
 
 
@@ -153,7 +161,6 @@ def test_interference_is_what_mixed_steps_lasted_longer_than_their_decodes_alone
     world.step("decode-0", 4, 65, 9, prompt=16, decodes=1)  # after its last token
     end(world)
     phases = summary(world)["phases_ms"]
-    assert isinstance(phases, dict)
     assert phases["interference"] == pytest.approx(8 + 5)
     assert phases["decode"] == pytest.approx(30 - 13)
     assert sum(phases.values()) == pytest.approx(66)
@@ -164,7 +171,6 @@ def test_without_a_model_no_mixed_step_counts_as_interference() -> None:
     world.step("decode-0", 1, 34.5, 10, prompt=16, decodes=2)
     end(world)
     phases = summary(world)["phases_ms"]
-    assert isinstance(phases, dict)
     assert phases["interference"] == 0
 
 
@@ -182,14 +188,12 @@ def test_a_co_located_request_has_neither_transfer_nor_decode_queue() -> None:
 
 def test_a_request_that_moved_has_a_retry_phase_and_still_sums_up() -> None:
     world = disaggregated()
-    world.at(40).migrated("cmpl-a-0.0.0", "node decode-0 is gone")
     world.at(41).placed("cmpl-a-0.0.1", None, "decode-1", "prefill pool gone")
     for kind, ms in (("queued", 42), ("admitted", 43), ("first", 50), ("ended", 70)):
         world.event("decode-1", kind, ms, "cmpl-a-0.0.1")
     world.at(71).ended("cmpl-a", 0, "length")
     found = summary(world)
     phases = found["phases_ms"]
-    assert isinstance(phases, dict)
     assert phases["retry"] == pytest.approx(40)
     assert sum(phases.values()) == pytest.approx(71)
     assert (found["attempts"], found["decode"]) == (2, "decode-1")
@@ -210,7 +214,6 @@ def test_phases_sum_to_the_duration_and_are_not_negative_whatever_the_clocks_sai
     world.step("decode-0", 0, times[6], 30, prompt=5, decodes=1)
     world.at(end_ms).ended("cmpl-a", 0, "length")
     phases = summary(world)["phases_ms"]
-    assert isinstance(phases, dict)
     assert min(phases.values()) >= 0
     assert sum(phases.values()) == pytest.approx(end_ms, abs=1e-6)
 
@@ -249,7 +252,6 @@ def test_a_timeline_has_chunks_pushes_decode_and_the_cause_of_each_gap() -> None
     found = world.records.request("cmpl-a")
     assert found is not None
     spans = found["spans"]
-    assert isinstance(spans, list)
     found = [(s["kind"], s["start_ms"] - BASE / MS, s["end_ms"] - BASE / MS, s["tokens"], s["cause"]) for s in spans]
     assert found == [
         ("queued", 2, 5, 0, "prefill queue"),
@@ -355,3 +357,155 @@ def test_a_union_is_disjoint_and_covers_the_same_time(intervals: list[tuple[int,
     assert all(a < b for (_, a), (b, _) in pairwise(joined))
     covered = {at for start, stop in intervals for at in range(start, stop)}
     assert {at for start, stop in joined for at in range(start, stop)} == covered
+
+
+# ---- malformed records -----------------------------------------------------------------------------------------------
+
+whole = st.sampled_from([0, 1, -1, 7, 2**31, 2**40, 2**53, 2**63 - 1, -(2**63), 2**64 - 1]) | st.integers(0, 10**6)
+real = st.sampled_from([0.0, -0.0, 1e-9, 1.0, 1e300, -1.0, float("nan"), float("inf"), float("-inf")])
+attempts = st.sampled_from(["cmpl-a-0.0.0", "cmpl-a-0.0.1", "", "..", "x" * 5000, "cmpl-a", "\n\x00"])
+words = st.sampled_from(["", "fixed", "x" * 5000, "\u2028\n"])
+kinds = st.sampled_from(
+    ["queued", "reserving", "transfer", "committed", "received", "admitted", "first", "ended", "new"]
+)
+members = st.lists(st.integers(-2, 2**31 - 1), max_size=7).map(pack_ids) | st.binary(max_size=25)
+steps = st.builds(StepRecord, whole, whole, whole, whole, whole, whole, words, *([whole] * 12), members=members)
+events = st.builds(RequestEvent, attempts, kinds, whole, whole, whole, whole, whole, words, words, words)
+loads = st.builds(
+    NodeStats,
+    cost=st.lists(real, max_size=8),
+    transfer=st.lists(real, max_size=3),
+    sent_ns=whole,
+    running=whole,
+    blocks_total=whole,
+    blocks_owned=whole,
+    steps=whole,
+)
+reports = st.builds(
+    NodeUpdate, stats=st.none() | loads, steps=st.lists(steps, max_size=4), events=st.lists(events, max_size=4)
+)
+
+
+@settings(max_examples=100)
+@given(st.lists(reports, max_size=5))
+async def test_malformed_records_break_neither_the_history_nor_its_views(said: list[NodeUpdate]) -> None:
+    records = Dashboard()
+    node = info("decode-0")
+    status: dict[str, Any] = {"nodes": [node_status(node, NodeStats(), True)], "placements": {}, "requests": {}}
+    metrics = CollectorRegistry()
+    record_metrics = RecordMetrics(lambda: [(node, NodeStats(), True)], "m", records)
+    records.subscribe(record_metrics)
+    metrics.register(record_metrics)
+    records.accepted("cmpl-a", 4, 1)
+    records.placed("cmpl-a-0.0.0", None, "decode-0", "r")
+    for report in said:
+        records.node_updated(node, decode(encode(report), NodeUpdate))
+    start = now_ns()
+    records.node_updated(
+        node, NodeUpdate(steps=[StepRecord(5, start, 100, num_decodes=1, members=pack_ids([3, 0, 1]))])
+    )
+    ring = records.ring("decode-0")
+    assert ring is not None
+    row = ring.latest()
+    assert row is not None
+    assert (row.number, row.duration_us) == (5, 100), "later records of the node are kept"
+    records.ended("cmpl-a", 0, "stop")
+    for made in (
+        records.request("cmpl-a"),
+        list(records.latest_requests(10)),
+        [ring.shown(each) for each in ring.rows()],
+        [ring.members(each.number) for each in ring.rows()],
+        list(trace_events(records, start - 10**9)),
+        records.extend_status(status),
+    ):
+        json.dumps(made, allow_nan=False)
+    generate_latest(metrics)
+
+
+def test_what_is_no_record_is_left_out_and_counted() -> None:
+    records = RequestHistory()
+    records.node_updated(
+        info("d"), NodeUpdate(steps=[StepRecord(1, 2**70, 10), StepRecord(2, 10, 2**62), StepRecord(3, 20, 5)])
+    )
+    assert [row.number for row in records.rings()["d"].rows()] == [3]
+    assert records.num_malformed == 2
+
+
+# ---- many requests ---------------------------------------------------------------------------------------------------
+
+
+def serve(records: RequestHistory, number: int, num_chunks: int = 2) -> None:
+    """One handed-off request from its acceptance to its end."""
+    name, at = f"cmpl-{number}", number * 10 * MS + 10**15
+    attempt = f"{name}-0.0.0"
+    records.accepted(name, 32, 1)
+    records.placed(attempt, "prefill-0", "decode-0", "r")
+    marks = [("queued", 0), ("admitted", 1), *(("transfer", 2) for _ in range(num_chunks)), ("first", 3), ("ended", 5)]
+    events = [RequestEvent(attempt, kind, at + after * MS, serial=number) for kind, after in marks]
+    chunks = [
+        StepRecord(num_chunks * number + chunk, at + MS, 900, num_prefills=1, prefill_tokens=16,
+                   members=pack_ids([number, 16 * chunk, 16]))
+        for chunk in range(num_chunks)
+    ]  # fmt: skip
+    records.node_updated(info("prefill-0"), NodeUpdate(events=events, steps=chunks))
+    landed = [
+        RequestEvent(attempt, kind, at + 4 * MS, serial=number) for kind in ("queued", "received", "admitted", "ended")
+    ]
+    records.node_updated(info("decode-0"), NodeUpdate(events=landed))
+    records.output(name, 0, 3)
+    records.ended(name, 0, "stop")
+
+
+def test_requests_of_many_chunks_are_remembered_in_smaller_number() -> None:
+    records = RequestHistory(limits=HistoryLimits(rows=1000))
+    for number in range(200):
+        serve(records, number, num_chunks=20)
+    kept = [trace.id for trace in records.traces()]
+    assert 15 <= len(kept) <= 25, "about 45 rows each"
+    assert kept == [f"cmpl-{199 - index}" for index in range(len(kept))], "the latest"
+
+
+def test_changes_are_recorded_only_while_they_are_watched() -> None:
+    records = RequestHistory()
+    serve(records, 0)
+    assert records.changed(10) == []
+    records.watch(True)
+    serve(records, 1)
+    assert [each["id"] for each in records.changed(10)] == ["cmpl-1"]
+    records.watch(False)
+    serve(records, 2)
+    assert records.changed(10) == []
+
+
+def test_silent_nodes_are_dropped_when_others_join() -> None:
+    now = [10**15]
+    records = RequestHistory(lambda: now[0])
+    for number in range(5):
+        records.node_updated(info(f"decode-{number}"), NodeUpdate(stats=NodeStats()))
+        now[0] += 3600 * 10**9
+    assert list(records.rings()) == ["decode-4"]
+
+
+def test_the_summary_of_several_samples_is_of_the_first_ones_way() -> None:
+    records = RequestHistory()
+    records.accepted("cmpl-a", 4, 2)
+    records.placed("cmpl-a-0.0.0", "prefill-0", "decode-0", "disaggregated")
+    records.placed("cmpl-a-0.1.0", None, "decode-0", "sibling")
+    summary = records.summary("cmpl-a")
+    assert summary is not None
+    assert (summary["prefill"], summary["decode"]) == ("prefill-0", "decode-0")
+    records.placed("cmpl-a-0.0.1", None, "decode-1", "no_prefill_node")
+    summary = records.summary("cmpl-a")
+    assert summary is not None
+    assert (summary["prefill"], summary["decode"]) == (None, "decode-1")
+
+
+def test_steps_of_one_number_take_no_more_room_than_the_last_of_them() -> None:
+    records, node = RequestHistory(), info("d")
+    slices = pack_ids(list(range(3 * 4096)))
+    for _ in range(MEMBERS_BYTES // len(slices) + 2):
+        records.node_updated(node, NodeUpdate(steps=[StepRecord(1, 10, 5, num_decodes=4096, members=slices)]))
+    records.node_updated(node, NodeUpdate(steps=[StepRecord(2, 20, 5, num_decodes=1, members=slices[:12])]))
+    ring = records.ring("d")
+    assert ring is not None
+    assert [len(ring.members(number) or ()) for number in (1, 2)] == [4096, 1]

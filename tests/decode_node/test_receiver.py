@@ -13,7 +13,7 @@ import pytest
 from decode_node.receiver import HandoffReceiver
 from decode_node.reservations import LEASE_S
 from engine.hash_model import HashRunner
-from node.node import Node, NodeServices
+from node.node import Node
 from scheduler.request import Request, Slice, Step
 from scheduler.role import DECODE
 from scheduler.scheduler import Scheduler
@@ -125,11 +125,11 @@ async def bench(
         for end in (channel, writer):
             cleanup.push_async_callback(end.close)
 
-        def make_receiver(services: NodeServices, memory: HostMemory) -> HandoffReceiver:
-            receivers.append(HandoffReceiver(services, memory, [channel], timeout_s, lease_s, lease_s / 10))
+        def make_receiver(node: Node, memory: HostMemory) -> HandoffReceiver:
+            receivers.append(HandoffReceiver(node, memory, [channel], timeout_s, lease_s, lease_s / 10))
             return receivers[0]
 
-        here = hash_node(DECODE, make_receiver, memory=memory, incarnation_id=INCARNATION, heartbeat_s=0.1)
+        here = hash_node(DECODE, {"decode": make_receiver}, memory=memory, incarnation_id=INCARNATION, heartbeat_s=0.1)
         line = await cleanup.enter_async_context(attached(here))
         yield Bench(here, receivers[0], writer, writers_memory.rows, line)
 

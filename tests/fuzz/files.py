@@ -3,8 +3,7 @@
 import logging
 from contextlib import suppress
 
-from compare.load.outcome import Outcome
-from compare.load.stream import CompletionReader
+from compare.load.outcome import CompletionReader, Outcome
 from compare.load.traces import read_trace
 from engine.emulation import load_emulation
 from engine.models.config import ModelConfig

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +13,7 @@ import pytest
 from decode_node.receiver import HandoffReceiver
 from engine.hash_model import KV_BYTES, HashRunner, expected_tokens
 from node.active_requests import RequestRules
-from node.node import Node, NodeServices
-from node.recorder import StepRecorder
-from node.router_sessions import RouterSessions
+from node.node import Node
 from scheduler.role import Role
 from scheduler.scheduler import Scheduler, StepLimits
 from shared.kv.memory import HostMemory
@@ -133,7 +131,6 @@ class HashNode:
 
     node: Node
     adapter: Any
-    services: NodeServices
     scheduler: Scheduler
     memory: HostMemory
 
@@ -150,7 +147,7 @@ class HashNode:
 
 def hash_node(
     role: Role,
-    make_adapter: Callable[[NodeServices, HostMemory], Any] | None = None,
+    factories: Mapping[str, Callable[[Node, HostMemory], Any]] | None = None,
     *,
     num_blocks: int = 64,
     memory: HostMemory | None = None,
@@ -163,24 +160,26 @@ def hash_node(
     heartbeat_s: float = 0.05,
     max_model_len: int = 512,
 ) -> HashNode:
-    """Build a node that is not started. Without `make_adapter` its adapter serves no handoffs."""
+    """Build a node that is not started. Without `factories` its adapter serves no handoffs."""
     memory = memory or HostMemory(num_blocks, ROW_BYTES)
     scheduler = Scheduler(limits or StepLimits(max_num_batched_tokens=8), memory.num_rows, BLOCK_TOKENS)
     identity = incarnation_id or secrets.token_hex(16)
     sizes = (BLOCK_TOKENS, ROW_BYTES, memory.num_rows, max_model_len, 64)
     info = NodeInfo(f"{role.name}-0", identity, role.name, "h:1", "m", "print", *sizes)
     runner = runner or HashRunner(memory.rows, BLOCK_TOKENS, LAYERS, VOCABULARY)
-    recorder = StepRecorder()
-    services = NodeServices(
+    makers = factories or {role.name: lambda node, memory: HandoffReceiver(node, memory, [], 1.0)}
+    node = Node(
         info,
         scheduler,
         runner,
         rules or RequestRules(VOCABULARY),
-        recorder=recorder,
-        sessions=RouterSessions(recorder, max_routers, max_unread),
+        {name: lambda node, make=make: make(node, memory) for name, make in makers.items()},
+        heartbeat_s,
+        max_routers=max_routers,
+        max_unread=max_unread,
     )
-    adapter = make_adapter(services, memory) if make_adapter is not None else HandoffReceiver(services, memory, [], 1.0)
-    return HashNode(Node(adapter, services, heartbeat_s), adapter, services, scheduler, memory)
+    node.take_role(role)
+    return HashNode(node, node.role, scheduler, memory)
 
 
 @asynccontextmanager
@@ -188,14 +187,13 @@ async def attached(here: HashNode, line: RouterLine | None = None) -> AsyncItera
     """Run the node's engine with a router attached to it."""
     line = line or RouterLine()
     here.node.start()
-    here.adapter.start()
     session = here.node.tasks.start(here.node.attach(line))
     line.say_hello()
-    assert await wait_until(lambda: here.services.sessions.is_attached(line.name), 5.0)
+    assert await wait_until(lambda: here.node.sessions.is_attached(line.name), 5.0)
     try:
         yield line
     finally:
         line.hang_up()
         await session
-        await here.adapter.close()
+        await here.node.close_adapters()
         await here.node.close()

@@ -4,19 +4,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import pytest
 
 from decode_node.receiver import HandoffReceiver
-from node.node import Node, NodeServices, RoleAdapter
-from node.roles import Roles, RoleSwitch
+from node.node import Node
 from prefill_node.sender import HandoffSender
 from scheduler.role import PREFILL
-from shared.kv.memory import HostMemory
 from shared.lifecycle import wait_until
+from shared.rpc.connection import RpcChannel
 from shared.rpc.messages import Ack, NodeInfo, PushedNotice, ReserveReply, ReserveRequest, SetRoleRequest, StopRequest
-from shared.rpc.methods import PUSHED, RESERVE, STOP, RpcServer, connect
+from shared.rpc.methods import PUSHED, RESERVE, STOP, RpcServer
 from tests.node.harness import RouterLine, attached, hash_node, submission
 
 RESERVATION = ReserveRequest(submission(router="unknown"), "a" * 32, "print")
@@ -41,14 +39,12 @@ class RecordingAnnouncer:
 @dataclass
 class Stage:
     node: Node
-    roles: Roles
     line: RouterLine
     announcer: RecordingAnnouncer
     ending: asyncio.Event
-    switch: RoleSwitch
 
     async def set_role(self, role: str, drain_s: float = 1.0) -> Ack:
-        return await self.switch.set_role(SetRoleRequest(role, drain_s))
+        return await self.node.set_role(self.announcer, self.ending, SetRoleRequest(role, drain_s))
 
     async def submit_endless(self) -> None:
         """Submit a request that outlasts every drain here."""
@@ -58,19 +54,12 @@ class Stage:
 
 @asynccontextmanager
 async def stage() -> AsyncIterator[Stage]:
-    roles: list[Roles] = []
-
-    def first_adapter(services: NodeServices, memory: HostMemory) -> RoleAdapter:
-        make = (services, memory, [], 0.2)
-        roles.append(Roles({"prefill": partial(HandoffSender, *make), "decode": partial(HandoffReceiver, *make)}))
-        return roles[0].adapter(PREFILL)
-
-    here = hash_node(PREFILL, first_adapter, num_blocks=1 << 16, max_model_len=1 << 18)
-    announcer, ending = RecordingAnnouncer(), asyncio.Event()
+    factories = {
+        kind.role.name: lambda *made, kind=kind: kind(*made, [], 0.2) for kind in (HandoffSender, HandoffReceiver)
+    }
+    here = hash_node(PREFILL, factories, num_blocks=1 << 16, max_model_len=1 << 18)
     async with attached(here) as line:
-        switch = RoleSwitch(here.node, roles[0], announcer, ending)
-        yield Stage(here.node, roles[0], line, announcer, ending, switch)
-        await roles[0].close()
+        yield Stage(here.node, line, RecordingAnnouncer(), asyncio.Event())
 
 
 async def test_a_node_announces_that_it_drains_and_then_that_it_is_ready_in_its_new_role() -> None:
@@ -90,8 +79,8 @@ async def test_a_node_announces_that_it_drains_and_then_that_it_is_ready_in_its_
 
 async def test_handoffs_reach_the_decode_adapter_while_the_node_has_that_role() -> None:
     async with stage() as here:
-        server = RpcServer(here.roles.handlers(here.node))
-        channel = connect(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
+        server = RpcServer(here.node.handlers())
+        channel = RpcChannel(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
         try:
             refused = ReserveReply(error="node prefill-0 is a prefill node now")
             assert await RESERVE.call(channel, RESERVATION, 5.0) == refused

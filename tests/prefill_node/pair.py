@@ -11,7 +11,7 @@ from typing import Any
 from decode_node.receiver import HandoffReceiver
 from engine.hash_model import HashRunner
 from engine.runner import SliceOutput
-from node.node import NodeServices
+from node.node import Node
 from prefill_node.decode_peers import HandoffTiming
 from prefill_node.sender import HandoffSender
 from scheduler.request import Step
@@ -159,15 +159,22 @@ async def pair(
         for channel in channels:
             cleanup.push_async_callback(channel.close)
 
-        def make_sender(services: NodeServices, memory: HostMemory) -> HandoffSender:
-            return HandoffSender(services, memory, [wrap(channels[0], memories[1])], reserve_s, timing)
+        def make_sender(node: Node, memory: HostMemory) -> HandoffSender:
+            return HandoffSender(node, memory, [wrap(channels[0], memories[1])], reserve_s, timing)
 
-        def make_receiver(services: NodeServices, memory: HostMemory) -> HandoffReceiver:
-            receivers.append(HandoffReceiver(services, memory, channels[1:], reserve_s))
+        def make_receiver(node: Node, memory: HostMemory) -> HandoffReceiver:
+            receivers.append(HandoffReceiver(node, memory, channels[1:], reserve_s))
             return receivers[0]
 
         prefill, decode = (
-            hash_node(role, make, memory=memory, incarnation_id=name, runner=_runner(memory, step_s), heartbeat_s=0.2)
+            hash_node(
+                role,
+                {role.name: make},
+                memory=memory,
+                incarnation_id=name,
+                runner=_runner(memory, step_s),
+                heartbeat_s=0.2,
+            )
             for role, make, memory, name in zip(
                 (PREFILL, DECODE), (make_sender, make_receiver), memories, names, strict=True
             )

@@ -13,7 +13,7 @@ import pytest
 
 from engine.hash_model import HashRunner
 from engine.runner import SliceOutput
-from node.node import NodeServices
+from node.node import Node
 from prefill_node.decode_peers import HandoffTiming
 from prefill_node.sender import HandoffSender
 from scheduler.request import Request, Slice, Step
@@ -175,10 +175,12 @@ async def bench(
         runner = StepwiseRunner(ours.rows, BLOCK_TOKENS, LAYERS, VOCABULARY)
         runner.steps = threading.Semaphore(steps)
 
-        def make_sender(services: NodeServices, memory: HostMemory) -> HandoffSender:
-            return HandoffSender(services, memory, channels, reserve_s, HandoffTiming(**timing))
+        def make_sender(node: Node, memory: HostMemory) -> HandoffSender:
+            return HandoffSender(node, memory, channels, reserve_s, HandoffTiming(**timing))
 
-        here = hash_node(PREFILL, make_sender, memory=ours, incarnation_id=name, runner=runner, heartbeat_s=30.0)
+        here = hash_node(
+            PREFILL, {"prefill": make_sender}, memory=ours, incarnation_id=name, runner=runner, heartbeat_s=30.0
+        )
         line = await cleanup.enter_async_context(attached(here))
         cleanup.callback(runner.steps.release, 1000)
         yield Bench(here, decoder, runner.steps, line)

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +21,9 @@ from shared.logs import peer_log
 from shared.registry import EmbeddedRegistry, RedisAnnouncer, RedisRegistry, StreamAnnouncer, announcer
 from shared.rpc import tls
 from shared.rpc.codec import encode
+from shared.rpc.connection import RpcChannel
 from shared.rpc.messages import Ack, NodeInfo
-from shared.rpc.methods import JOIN, connect
+from shared.rpc.methods import JOIN
 
 INFO = NodeInfo("d0", "boot-1", "decode", "127.0.0.1:1", "m", "print", 4, 64, 100, 512, 8)
 BEAT_S = 0.03
@@ -44,7 +45,7 @@ async def embedded(changes: list[dict[str, NodeInfo]]) -> AsyncIterator[Embedded
 
 @asynccontextmanager
 async def joined(registry: EmbeddedRegistry, info: NodeInfo) -> AsyncIterator[Any]:
-    channel = connect(f"127.0.0.1:{registry.port}")
+    channel = RpcChannel(f"127.0.0.1:{registry.port}")
     try:
         async with JOIN.open(channel) as stream:
             await stream.send_message(info)
@@ -67,29 +68,19 @@ async def test_a_nodes_stream_is_its_membership() -> None:
     assert changes == [{"d0": INFO}, {"d0": draining}, {}], "a heartbeat that says nothing new is no change"
 
 
-async def test_the_late_end_of_an_old_stream_does_not_remove_the_restarted_node() -> None:
-    restarted, other = replace(INFO, incarnation_id="boot-2"), replace(INFO, id="p0")
+@pytest.mark.parametrize("incarnation_id", ["boot-1", "boot-2"], ids=["reconnected", "restarted"])
+async def test_the_late_end_of_an_old_stream_does_not_remove_the_node(incarnation_id: str) -> None:
+    again, other = replace(INFO, incarnation_id=incarnation_id), replace(INFO, id="p0")
     async with embedded([]) as registry, joined(registry, other):
-        async with joined(registry, INFO):
-            restarted_stream = joined(registry, restarted)
-            await restarted_stream.__aenter__()
-        await asyncio.sleep(0.1)
-        assert registry.nodes == {"d0": restarted, "p0": other}
-        await restarted_stream.__aexit__(None, None, None)
+        async with AsyncExitStack() as old:
+            await old.enter_async_context(joined(registry, INFO))
+            async with joined(registry, again) as stream:
+                await old.aclose()
+                await asyncio.sleep(0.1)
+                await stream.send_message(again)
+                assert await stream.recv_message() == Ack()
+                assert registry.nodes == {"d0": again, "p0": other}
         assert await wait_until(lambda: registry.nodes == {"p0": other}, 5.0)
-
-
-async def test_the_late_end_of_an_old_stream_does_not_remove_a_node_that_reconnected() -> None:
-    async with embedded([]) as registry:
-        async with joined(registry, INFO):
-            again = joined(registry, INFO)
-            stream = await again.__aenter__()
-        await asyncio.sleep(0.1)
-        await stream.send_message(INFO)
-        assert await stream.recv_message() == Ack()
-        assert registry.nodes == {"d0": INFO}
-        await again.__aexit__(None, None, None)
-        assert await wait_until(lambda: registry.nodes == {}, 5.0)
 
 
 async def test_a_stream_is_of_one_node_and_the_number_of_nodes_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:

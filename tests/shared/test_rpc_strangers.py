@@ -22,9 +22,9 @@ from shared.logs import peer_log
 from shared.rpc import connection as grpc_connection
 from shared.rpc import tls
 from shared.rpc.codec import encode
-from shared.rpc.connection import SERVER_ANSWER_S
+from shared.rpc.connection import SERVER_ANSWER_S, RpcChannel
 from shared.rpc.messages import Ack, NodeUpdate, RouterCommand, StopRequest
-from shared.rpc.methods import ATTACH, STOP, PeerError, RpcServer, connect, unary
+from shared.rpc.methods import ATTACH, STOP, PeerError, RpcServer, unary
 from shared.rpc.tls import ClusterIdentity
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -64,7 +64,7 @@ class Served:
         return len(self.server.connections)
 
     async def works(self, identity: ClusterIdentity | None = None) -> None:
-        channel = connect(self.address, identity)
+        channel = RpcChannel(self.address, identity)
         try:
             assert await STOP.call(channel, StopRequest(b"well"), WAIT_S) == Ack("received")
         finally:
@@ -276,7 +276,7 @@ async def test_a_client_that_sends_nothing_or_garbage_is_disconnected(
     words: bytes, is_open: bool, ours: ClusterIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert tls.HANDSHAKE_S <= 5
-    monkeypatch.setattr(grpc_connection, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(tls, "HANDSHAKE_S", 0.2)
     monkeypatch.setattr(grpc_connection, "PING_S", 0.1)
     identity = None if is_open else ours
     async with serving(identity, answer_s=0.2) as served:
@@ -296,14 +296,13 @@ async def test_unfinished_handshakes_are_bounded_and_do_not_hold_up_members(
 ) -> None:
     ours = identity_in(tmp_path)
     monkeypatch.setattr(tls, "MAX_HANDSHAKES", 10)
-    for module in (tls, grpc_connection):
-        monkeypatch.setattr(module, "HANDSHAKE_S", 60.0)
+    monkeypatch.setattr(tls, "HANDSHAKE_S", 60.0)
     async with serving(ours) as served, AsyncExitStack() as cleanup:
         strangers = []
         for number in range(9):
             strangers.append(await cleanup.enter_async_context(raw(served, http=False)))
             strangers[-1].transport.write(GARBAGE["half a TLS greeting"] if number % 2 else b"")
-        channel = connect(served.address, ours)
+        channel = RpcChannel(served.address, ours)
         cleanup.callback(channel.close)
         stream = await cleanup.enter_async_context(ATTACH.open(channel))
         for _ in range(3):
@@ -323,7 +322,7 @@ async def test_a_client_with_another_certificate_is_refused_and_logged_once(
     async with serving(ours) as served:
         peer_log.reset(served.address)
         for _ in range(5):
-            channel = connect(served.address, theirs)
+            channel = RpcChannel(served.address, theirs)
             with pytest.raises(PeerError, match="its certificate is of another cluster; give all"):
                 await STOP.call(channel, StopRequest(b"reservation"), WAIT_S)
             channel.close()
@@ -342,7 +341,7 @@ async def test_a_client_that_trusts_the_server_but_is_not_trusted_gets_nothing(
     careless = replace(theirs, client_context=context)
     async with serving(ours) as served:
         for _ in range(5):
-            channel = connect(served.address, careless)
+            channel = RpcChannel(served.address, careless)
             with pytest.raises(PeerError):
                 await STOP.call(channel, StopRequest(b"reservation"), WAIT_S)
             channel.close()
@@ -356,7 +355,7 @@ async def test_a_client_that_trusts_the_server_but_is_not_trusted_gets_nothing(
 
 async def test_a_client_without_a_certificate_is_disconnected(ours: ClusterIdentity) -> None:
     async with serving(ours) as served:
-        channel = connect(served.address)
+        channel = RpcChannel(served.address)
         with pytest.raises(PeerError):
             await STOP.call(channel, StopRequest(b"reservation"), WAIT_S)
         channel.close()
@@ -392,7 +391,7 @@ async def test_a_false_server_receives_no_request(
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
-        channel = connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", ours)
+        channel = RpcChannel(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", ours)
         with pytest.raises(PeerError, match=complaint or None):
             await STOP.call(channel, StopRequest(b"the prompt"), WAIT_S)
         channel.close()
@@ -407,7 +406,7 @@ async def test_a_server_with_another_certificate_receives_no_request(
 ) -> None:
     monkeypatch.setattr(theirs.server_context, "verify_mode", ssl.CERT_NONE)
     async with serving(theirs) as served:
-        channel = connect(served.address, ours)
+        channel = RpcChannel(served.address, ours)
         with pytest.raises(PeerError, match="its certificate is of another cluster"):
             await STOP.call(channel, StopRequest(b"the prompt"), WAIT_S)
         channel.close()
@@ -439,7 +438,7 @@ async def test_bytes_may_arrive_one_at_a_time(ours: ClusterIdentity) -> None:
 
         server = await asyncio.start_server(relay, "127.0.0.1", 0)
         async with server:
-            channel = connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", ours)
+            channel = RpcChannel(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", ours)
             assert await STOP.call(channel, StopRequest(b"reservation"), WAIT_S) == Ack("received")
             channel.close()
             async with asyncio.timeout(WAIT_S):

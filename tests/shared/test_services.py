@@ -22,7 +22,7 @@ from shared.rpc.messages import (
     RouterCommand,
     StopRequest,
 )
-from shared.rpc.methods import ATTACH, JOIN, STOP, STREAM_ENDED, PeerError, Rpc, RpcServer, connect, unary
+from shared.rpc.methods import ATTACH, JOIN, STOP, STREAM_ENDED, PeerError, Rpc, RpcServer, unary
 from tests.chaos.proxy import NONE, PARTITION, Harm, Proxy, Relays
 
 Handlers = dict[Rpc[Any, Any], Callable[[Any], Awaitable[None]]]
@@ -40,7 +40,7 @@ async def serving(handlers: Handlers) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def connected(address: str, answer_s: float = ANSWER_S) -> AsyncIterator[RpcChannel]:
-    channel = connect(address, answer_s=answer_s)
+    channel = RpcChannel(address, answer_s=answer_s)
     try:
         yield channel
     finally:

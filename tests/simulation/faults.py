@@ -4,8 +4,9 @@ import asyncio
 from typing import Any
 
 from shared.failpoints import FailpointError
+from shared.rpc.connection import RpcChannel
 from shared.rpc.messages import SetRoleRequest
-from shared.rpc.methods import SET_ROLE, PeerError, connect
+from shared.rpc.methods import SET_ROLE, PeerError
 from tests.simulation.hosts import Host, NodeHost
 from tests.simulation.loop import CURRENT, Died
 from tests.simulation.scenario import OUTAGE, Fault
@@ -169,7 +170,7 @@ async def _set(event: asyncio.Event) -> None:
 
 
 async def _set_role(address: str, role: str, drain_s: float) -> None:
-    channel = connect(address)
+    channel = RpcChannel(address)
     try:
         await SET_ROLE.call(channel, SetRoleRequest(role, drain_s), 20.0)
     except PeerError:

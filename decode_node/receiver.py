@@ -126,7 +126,7 @@ class HandoffReceiver:
             return ReserveReply(error=f"no free blocks within {self._reserve_timeout_s:g} s")
         finally:
             del self._waiting[request.id]
-        if request.id not in self._requests:  # aborted before this line ran: the blocks are gone
+        if request.id not in self._requests:  # it was aborted before this line ran, and its blocks are released
             return ReserveReply(error="the request was aborted")
         try:
             failpoints.reach("decode.reserved", request.id)

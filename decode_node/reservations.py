@@ -11,7 +11,7 @@ from enum import Enum
 
 from scheduler.request import Request
 
-LEASE_S = 9.0  # checked every second, so a dead writer holds blocks for at most 10 s
+LEASE_S = 9.0  # checked twice a second, so a dead writer holds blocks for less than 10 s
 
 
 class ReservationPhase(Enum):

@@ -142,7 +142,7 @@ def _name(options: BuildOptions, emulation: Emulation | None) -> str:
 
 def _layout(options: BuildOptions, config: ModelConfig, emulation: Emulation | None) -> KVLayout:
     kv_dtype = options.kv_cache_dtype
-    if kv_dtype == "auto":  # int8 weights already trade exactness for speed
+    if kv_dtype == "auto":  # users of int8 weights prefer speed to exactness
         kv_dtype = "float16" if options.quantization == "int8" else "float32"
 
     def layout(num_blocks: int) -> KVLayout:

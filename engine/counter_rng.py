@@ -6,7 +6,7 @@ The noise is stateless: Gumbel, by splitmix64 (Steele, Lea and Flood 2014) over 
 from torch import Tensor
 
 BROKEN, NOTHING_ALLOWED = -1, -2  # returned instead of a token: see `engine.sampling.draw`
-WORDS = 5  # of 8 bytes: a row as `engine.sampling.parameters_of` packs it
+WORDS = 5  # words of 8 bytes in a row that `engine.sampling.parameters_of` packs
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -29,7 +29,7 @@ def key_of(seed: int, position: int) -> int:
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    """Shift right logically; int64's own shift repeats the sign bit."""
+    """Shift right logically. The shift of int64 would repeat the sign bit."""
     return values.bitwise_right_shift(bits).bitwise_and(2 ** (64 - bits) - 1)
 
 

@@ -34,7 +34,7 @@ class PoolMemoryView:
     def __init__(self, threads: int, rows: int, head_dim: int) -> None:
         padded = -(-head_dim // LANES) * LANES
         stride = rows + 2 * LANES  # upper bound: the kernel rounds up to an odd number of vectors
-        # In floats. A row of zeros, which pads a decode's tile of keys, precedes the transposed queries.
+        # The sizes in floats. A row of zeros precedes the transposed queries, and pads a decode's tile of keys.
         sizes = [
             FEW_ROWS * padded,
             TILE * stride,

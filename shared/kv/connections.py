@@ -209,7 +209,7 @@ class ChannelListener:
         connection.close()
 
     def _run(self, connection: socket.socket, address: str) -> None:
-        writer = ""  # once it is admitted
+        writer = ""  # set when it is admitted
         try:
             set_timeout(connection, self._timeout_s)
             greeting = Greeting.unpack(receive_exactly(connection, HELLO.size))

@@ -1,4 +1,4 @@
-"""The shape of a KV pool: the order of heads, layers and tokens inside a block, which only this module defines."""
+"""The shape of a KV pool. Only this module defines the order of heads, layers and tokens inside a block."""
 
 from dataclasses import dataclass
 from math import prod

@@ -75,7 +75,7 @@ class HandoffReceiver:
         self._check_leases_s = check_leases_s
         self._table = ReservationTable(all(channel.fenced for channel in channels), lease_s)
         self._waiting: dict[str, asyncio.Future[Request]] = {}  # requests that wait for blocks, by id
-        self._cancelled: dict[str, None] = {}  # requests that were stopped before they reserved anything
+        self._cancelled: dict[str, None] = {}  # requests that were stopped before they reserved blocks
         self._tasks = TaskGroup()
 
     @property

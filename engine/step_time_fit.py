@@ -39,7 +39,7 @@ FIRST_S = 300.0  # deadline of the first step, in seconds
 
 
 class StepObservation(NamedTuple):
-    """The work of one step and its duration: as measured, and rescaled to the device's current speed (`seconds`)."""
+    """The work of one step, its measured duration, and the duration at the device's current speed (`seconds`)."""
 
     tokens: int
     pairs: int

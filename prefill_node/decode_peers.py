@@ -180,7 +180,7 @@ class DecodePeers:
             await asyncio.gather(*map(self._renew_at, due))
 
     async def _renew_at(self, peer: DecodePeer) -> None:
-        is_idle = peer.is_settled = peer.is_idle  # a handoff that begins meanwhile resets `is_settled`
+        is_idle = peer.is_settled = peer.is_idle  # a handoff that begins during the call resets `is_settled`
         if not peer.num_waiting:
             peer.void.clear()  # no reply that could grant one of them is outstanding
         renewal = RenewRequest(self._incarnation_id, b"".join(peer.reservations))
@@ -197,7 +197,7 @@ class DecodePeers:
         self._stop_quarantined(peer, reply.quarantined)
 
     def _stop_quarantined(self, peer: DecodePeer, reservation_ids: bytes) -> None:
-        """Stop the reservations that the peer gave up.
+        """Stop the reservations that the peer has in quarantine.
 
         If a handoff uses the reservation, cancel it; it sends the stop when its push has ended. Otherwise nothing is
         being written, so send the stop now, and allow no later writes.

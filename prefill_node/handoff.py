@@ -10,10 +10,10 @@ from scheduler.request import cdiv
 
 
 class HandoffPhase(Enum):
-    RESERVING = "reserving"  # the decode node was asked to reserve blocks
+    RESERVING = "reserving"  # the decode node reserves blocks
     PUSHING = "pushing"  # blocks are reserved; each is pushed once it is complete
     COMMITTING = "committing"  # all blocks are pushed; the decode node checks them, and may request the last ones again
-    STOPPING = "stopping"  # given up; the decode node must learn that nothing more is written
+    STOPPING = "stopping"  # the handoff failed; report to the decode node that this node writes no more
     DONE = "done"
 
 

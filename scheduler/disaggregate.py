@@ -134,7 +134,7 @@ def prompt_seconds(step_seconds: Callable[[int], float], tokens: int, room: int)
 def chunk_seconds(cost: CostModel, tokens: int, beside: int = 0) -> float:
     """Return the predicted seconds of a step of `tokens` tokens, excluding attention.
 
-    With `beside`, return the extra seconds over a step of `beside` tokens instead.
+    If `beside` is not 0, return the additional seconds relative to a step of `beside` tokens.
     """
     if not beside:
         return cost.overhead + cost.per_token * max(cost.knee_tokens, tokens)

@@ -30,7 +30,7 @@ POLICIES = {
         Policy("split_fuse", fills=True),
         # SGLang's default and mini-SGLang: separate steps for prompt chunks and decodes, chunks first.
         Policy("prefill_chunks_first", prompts_first=True, mixed=False),
-        # vLLM v0 (Kwon et al., SOSP 2023): whole prompts as soon as they arrive; decodes pause meanwhile.
+        # vLLM v0 (Kwon et al., SOSP 2023): whole prompts as soon as they arrive, while decodes pause.
         Policy("prefill_first", prompts_first=True, mixed=False, chunked=False),
         # Orca (Yu et al., OSDI 2022): whole prompts join the decodes of a step.
         Policy("whole_prompt_mixed", chunked=False),

@@ -18,7 +18,7 @@ from engine.kv_pool import KVPool
 # columns of a product, and their sums fit into the level 2 cache.
 MAX_ROWS = 128
 MIN_PART = 256  # shortest part of a context that is worth merging with other parts
-PARTS_PER_THREAD = 2  # if there are few contexts, parts per thread: with several, a delayed thread matters less
+PARTS_PER_THREAD = 2  # parts of contexts per thread, if contexts are few: several parts balance the threads
 
 IntArray = NDArray[np.int32]
 

@@ -55,7 +55,7 @@ for _name in ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier"):
     llvmlite.binding.add_symbol(f"baton_{_name}", ctypes.cast(getattr(_TORCH, _name), ctypes.c_void_p).value)
 thread_number: Callable[[], int] = types.ExternalFunction("baton_omp_get_thread_num", types.int32())
 num_threads: Callable[[], int] = types.ExternalFunction("baton_omp_get_num_threads", types.int32())
-# A barrier for all threads of the team; returns at once in a kernel that runs on one thread.
+# A barrier for all threads of the team. In a kernel that runs on one thread, it returns at once.
 wait_for_all: Callable[[], None] = types.ExternalFunction("baton_GOMP_barrier", types.void())
 _parallel = _TORCH.GOMP_parallel
 _parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
@@ -82,7 +82,7 @@ def cache_places() -> Iterator[Path]:
 
 
 def cache_directory(source: Path, places: Iterable[Path]) -> Path | None:
-    """Return a cache directory for the kernels of a file, in the first place that only this user can write to.
+    """Return a cache directory for the kernels of a file, in the first place to which only this user can write.
 
     Its name depends on all sources that kernels are compiled from; numba itself checks only the one file and the CPU.
     """

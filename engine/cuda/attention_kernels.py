@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: N803 (Triton writes what is constant when compiled in capitals)
-"""Triton kernels of paged attention: one for tiles of prompts and for decodes, and one that merges splits.
+"""Triton kernels of paged attention. One computes tiles of prompts and decodes, and the other merges splits.
 
 The queries of a tile and the heads that share a KV head (GQA) are the rows of one matrix, so keys and values are read
 once for all of them. Uses FlashAttention's running softmax (Dao 2022) and FlashDecoding's splits (Dao 2023).

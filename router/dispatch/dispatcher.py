@@ -43,7 +43,7 @@ NEWS_S = 0.2  # wait after a failed handoff, in which the router usually notices
 SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of two samples (the golden ratio, as in splitmix64)
 COUNTS = (
     *("running", "total", "finished", "cancelled", "failed"),
-    "refused",  # because they would have waited too long
+    "refused",  # requests that would have waited too long
     "moved",  # attempts that were retried
     "retried",  # attempts that were retried although no node was lost
     "paused",  # attempts that ended because their client did not read

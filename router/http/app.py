@@ -97,7 +97,7 @@ class ApiHandlers:
 
     `build_app` creates one for the app, and every handler runs on the router's event loop. It holds the model's card,
     the count of requests in progress, which `JsonEndpoint` limits, and the request metrics. Errors pass through: the
-    endpoint or the app's exception handler turns them into responses.
+    endpoint or the app's exception handler converts them to responses.
     """
 
     dispatcher: GenerationBackend

@@ -34,7 +34,7 @@ MEMORY_BYTES = 512 << 20  # address space of the child; an interpreter with Jinj
 MAX_CHARACTERS = 8 << 20  # of a rendered prompt; more than fit any model's context
 RENDER_S = 2  # time limit for one conversation, after which the child is killed
 
-# One turn of a conversation: `role`, `content` and, where given, `name`.
+# One message of a conversation: `role`, `content` and, if given, `name`.
 Message = dict[str, str]
 
 
@@ -114,7 +114,7 @@ class ChatTemplate:
         if "failed" in answer:
             raise RequestError("The chat template cannot render this conversation.", "messages")
         text = answer["text"]
-        if continue_final_message:  # drop what the template writes after the message
+        if continue_final_message:  # drop the text of the template after the message
             end = marked[-1]["content"].strip()
             at = text.rfind(end)
             if at < 0:

@@ -100,7 +100,7 @@ def _most_bytes(written: dict[str, Any]) -> int:
     `written` is the content of tokenizer.json.
     """
     cutter, model, added = written["pre_tokenizer"] or {}, written["model"], written["added_tokens"]
-    # NFC turns at most 7 bytes into 2: U+1FBE U+0308 U+0301.
+    # NFC shrinks text at most from 7 bytes to 2: U+1FBE U+0308 U+0301.
     shrinks = {None: 1, "NFC": 4}.get((written["normalizer"] or {"type": None})["type"])
     steps = cutter.get("pretokenizers", [cutter])
     keeps_all = all(

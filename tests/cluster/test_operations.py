@@ -180,7 +180,9 @@ def test_doctor_finds_a_running_cluster_well(running: Cluster) -> None:
     done = doctor("--url", running.url, "--model", str(DEMO))
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(
-        r"^ok +replays +5 prompts, at once, from the prefix cache and one by one", done.stdout, re.MULTILINE
+        r"^ok +replays +5 prompts, at once, from the prefix cache, one by one: the same tokens",
+        done.stdout,
+        re.MULTILINE,
     )
 
 

@@ -347,12 +347,12 @@ def test_a_failed_answer_is_one_line_and_leaves_the_conversation_as_it_was(
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(serve: Callable[[Answering], str]) -> None:
     """The connection closes, so that the router cancels the request, and the question is not kept."""
-    echo, begun = Echo(), threading.Event()
+    echo, begun, stopped = Echo(), threading.Event(), threading.Event()
 
     def answer(path: str, body: Any) -> tuple[int, bytes]:
         if body["messages"][-1]["content"] == "wait":
             begun.set()
-            threading.Event().wait(3.0)
+            stopped.wait(600)
         return echo(path, body)
 
     command = [sys.executable, "-m", "cluster", "chat", "--url", serve(answer)]
@@ -362,9 +362,10 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(serve: Callable[[Answering]
         assert process.stdin is not None
         process.stdin.write("wait\nagain\n")
         process.stdin.flush()
-        assert begun.wait(30)
+        assert begun.wait(300)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=600)
+    stopped.set()
     assert (process.returncode, out.strip()) == (1, "again")
     assert "[stopped]" in err
     assert [message["content"] for message in echo.bodies[-1]["messages"]] == ["again"]

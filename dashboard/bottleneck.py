@@ -1,4 +1,4 @@
-"""Names the bottleneck of a cluster in one sentence, from its status document alone.
+"""A description of a cluster's bottleneck in one sentence, derived from its status document alone.
 
 If the numbers do not show a cause, the sentence only states the symptom.
 """
@@ -9,14 +9,14 @@ from typing import Any
 Node = dict[str, Any]
 Status = dict[str, Any]
 
-BUSY = 0.85  # a node whose busy share of the last seconds is above this has no capacity left
-SLACK = 0.5  # a node whose busy share is below this has capacity left
-FULL = 0.97  # share of KV blocks held by requests
-SLOW_SECOND, SLOW_SECOND_MS = 3.0, 50.0  # a second token is late above this multiple of the usual gap and this time
+BUSY = 0.85  # a node that was busy for a larger share of the last seconds has no capacity left
+SLACK = 0.5  # a node that was busy for a smaller share of the last seconds has capacity left
+FULL = 0.97  # a node is full if requests hold at least this share of its KV blocks
+SLOW_SECOND, SLOW_SECOND_MS = 3.0, 50.0  # a second token is late if it takes 3 times the usual gap, and 50 ms
 
 
 def bottleneck(status: Status) -> str:
-    """Return the first finding that applies to a document of /v1/status, or that the cluster keeps up or is idle."""
+    """Return the first finding that applies to a /v1/status document. If none applies, describe the cluster's load."""
     listed = status.get("nodes") or []
     nodes = [node for node in listed if node.get("alive") and node.get("state") == "ready"]
     if not nodes and listed:
@@ -32,14 +32,14 @@ def bottleneck(status: Status) -> str:
 
 
 class Pool:
-    """What the findings read about the nodes of a role, or about all nodes."""
+    """The queue and the load of the nodes of one role, or of all nodes."""
 
     def __init__(self, nodes: list[Node]) -> None:
         self.nodes = nodes
         self.queue = sum(node.get("waiting") or 0 for node in nodes)
         shares = [node.get("busy") for node in nodes]
         known = [float(share) for share in shares if share is not None]
-        is_known = bool(known) and None not in shares  # a node may not have reported its share
+        is_known = bool(known) and None not in shares  # every node has reported its share
         self.busy: float | None = sum(known) / len(known) if is_known else None
         self.most: float | None = max(known) if is_known else None
 
@@ -48,7 +48,7 @@ class Pool:
         return self.busy is not None and self.busy < SLACK and not self.queue
 
     def advice(self, role: str) -> str:
-        """Return the advice to move the least busy node to `role`, or "" if the other nodes are too busy for it."""
+        """Return the advice to move the least busy node to `role`, or "" if the others cannot take over its load."""
         share = len(self.nodes) / max(1, len(self.nodes) - 1)
         if len(self.nodes) < 2 or share * (self.busy or 0.0) >= BUSY or share * max(map(_held, self.nodes)) >= FULL:
             return ""
@@ -57,7 +57,7 @@ class Pool:
 
 
 class Latency:
-    """The latencies of a status, and which of them are over their SLO."""
+    """The latencies in a status document, and those that exceed their SLO."""
 
     def __init__(self, latency: dict[str, Any]) -> None:
         def percentile(name: str, which: str) -> Any:

@@ -1,8 +1,8 @@
-"""Exports the history as a Chrome trace, for Perfetto and chrome://tracing.
+"""The export of the history as a Chrome trace, for Perfetto and chrome://tracing.
 
-Each node is shown as a process with a thread of its steps, an asynchronous row for each push of KV, because pushes may
-overlap, and counters of its blocks and its queue. Another process has an asynchronous row for each request with its
-spans. Times are microseconds since the trace began.
+Each node is shown as a process. It has a thread with its steps, counters of its blocks and its queue, and one
+asynchronous row for each push of KV, because pushes may overlap. Another process has one asynchronous row for each
+request, with its spans. Times are microseconds since the trace began.
 """
 
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from dashboard.step_ring import FIELDS, StepRing
 from dashboard.trace import RequestTrace, Rings
 
 Event = dict[str, Any]
-MAX_STEPS = 200_000  # of all nodes together; the earliest steps of a longer trace are left out
-COUNTER_NS = 10_000_000  # between two samples of a counter
-REQUESTS = 1  # process id; nodes follow
+MAX_STEPS = 200_000  # limit for all nodes together; the earliest steps are left out
+COUNTER_NS = 10_000_000  # minimum time between two samples of a counter
+REQUESTS = 1  # process id of the requests; the process ids of the nodes follow
 
 
 def trace_events(history: RequestHistory, since_ns: int) -> Iterator[Event]:
@@ -67,7 +67,7 @@ def _request(trace: RequestTrace, rings: Rings, since_ns: int) -> Iterator[Event
     at_ns: float = max(trace.accepted_ns, since_ns)
     for span in trace.spans(rings):
         if span["kind"] == "transfer" or span["end_ms"] is None or span["end_ms"] * 1e6 <= at_ns:
-            continue  # it overlaps another span, is open, or lies before the trace
+            continue  # the span overlaps others, is open, or ended before the trace began
         start_ns, until_ns = max(at_ns, span["start_ms"] * 1e6), span["end_ms"] * 1e6
         at_ns = until_ns if end_ns is None else min(until_ns, end_ns)
         if start_ns < at_ns:

@@ -1,4 +1,4 @@
-"""The router's bounded record of nodes' steps, of the latest requests, and of the latest transfers of KV.
+"""The router's bounded record of the nodes' steps, the latest requests and the latest KV transfers.
 
 Nodes stamp their records with the clock of their host. The offset of that clock is estimated as the smallest difference
 between the arrival and the sending times of the node's latest heartbeats. The estimate is too large by the latency of
@@ -20,21 +20,21 @@ from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate, RequestEvent, S
 MAX_REQUESTS = 4000
 MAX_NODES = 256
 GONE_NS = 900 * 10**9  # after this time without an update, a node is dropped when another one joins
-MAX_TEXT = 200  # characters of a name that a node sends
-HEARTBEATS = 128  # the latest ones, from which a clock's offset is estimated
+MAX_TEXT = 200  # maximum characters of a name that a node sends
+HEARTBEATS = 128  # number of latest heartbeats from which a clock's offset is estimated
 OFFSET_NS = 1_000_000  # a smaller offset is ignored
 MAX_NS = 2**62
-WINDOW_NS = 10 * 10**9  # for which a node's activity is shown
+WINDOW_NS = 10 * 10**9  # a node's activity is shown for this time before now
 
 
 @dataclass(slots=True, frozen=True)
 class HistoryLimits:
-    """How much a history keeps."""
+    """The maximum sizes of a history."""
 
     requests: int = MAX_REQUESTS
     transfers: int = 5000
     rows: int = 500_000  # events and chunks of all requests; they take 150 MB
-    serials: int = 16_384  # requests of one node whose numbers in step records are kept
+    serials: int = 16_384  # requests of one node for which the number in step records is kept
 
 
 class RecordObserver(Protocol):
@@ -55,7 +55,7 @@ class NodeHistory:
 
     incarnation_id: str
     steps: StepRing = field(default_factory=StepRing)
-    serials: dict[int, str] = field(default_factory=dict)  # attempts by their number in step records
+    serials: dict[int, str] = field(default_factory=dict)  # attempt ids by their number in step records
     delays_ns: deque[int] = field(default_factory=lambda: deque(maxlen=HEARTBEATS))
     offset_ns: int = 0
     updated_ns: int = 0
@@ -107,7 +107,7 @@ class RequestHistory(RouterObserver):
         node = self._node_history(info)
         if update.stats is not None:
             node.on_update(update.stats, self._now())
-        for event in update.events:  # before the steps, because they name the requests in them
+        for event in update.events:  # before the steps, which refer to the serials in these events
             if len(event.id) > MAX_TEXT or not 0 <= event.at_ns < MAX_NS:
                 self.num_malformed += 1
                 continue
@@ -171,7 +171,7 @@ class RequestHistory(RouterObserver):
         self._make_room()
 
     def _make_room(self) -> None:
-        """Drop the oldest requests while there are too many of them, or too many rows."""
+        """Drop the oldest requests until the number of requests and the number of rows are within the limits."""
         while len(self._traces) > self._limits.requests or (
             self._num_rows > self._limits.rows and len(self._traces) > 1
         ):
@@ -231,9 +231,9 @@ class RequestHistory(RouterObserver):
         return None if memory is None else memory.steps
 
     def activity(self, node: str) -> dict[str, Any]:
-        """Return what `/v1/status` shows of a node's last seconds, which is 0 before its first step.
+        """Return a node's activity in the last seconds, for `/v1/status`. Its numbers are 0 before the first step.
 
-        `clock_offset_ms` is what is added to the node's clock, or 0 if the offset is less than one.
+        `clock_offset_ms` is added to the times that the node reports. It is 0 if the offset is at most 1 ms.
         """
         history, now = self._nodes.get(node), self._now()
         ring = StepRing(1) if history is None else history.steps
@@ -251,7 +251,7 @@ class RequestHistory(RouterObserver):
         }
 
     def request(self, id: str) -> dict[str, object] | None:
-        """Return a request's summary and spans, or None if it is not among the latest."""
+        """Return a request's summary and spans, or None if the request is not recorded any more."""
         trace = self._traces.get(id) or self._traces.get(f"{id}-0")
         return None if trace is None else trace.summary(self.ring) | {"spans": trace.spans(self.ring)}
 
@@ -289,7 +289,7 @@ class RequestHistory(RouterObserver):
         self._changed.clear()
 
     def client_id(self, node: str, serial: int) -> str | None:
-        """Return the client's id of a request in a step record, or None if it is unknown."""
+        """Return the id that the client knows for a request in a step record, or None if it is unknown."""
         memory = self._nodes.get(node)
         attempt = memory.serials.get(serial) if memory is not None else None
         if attempt is None:

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus that are derived from nodes' records of steps and events, and from requests' phases.
+"""Prometheus metrics that are derived from the nodes' records and from the phases of requests.
 
 The series of a lost node are dropped. Label values are node ids, roles and members of fixed sets.
 """
@@ -24,7 +24,7 @@ MAX_OPEN = 65_536  # attempts; the oldest are dropped first
 STEP_TOKENS = tuple(2**power for power in range(15))
 ERRORS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 TRANSFER_S = (0.0001, 0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
-TRANSFER_BYTES = tuple(2**power for power in range(11, 35, 2))  # vLLM's, 2 KiB to 8 GiB
+TRANSFER_BYTES = tuple(2**power for power in range(11, 35, 2))  # the same buckets as vLLM's: 2 KiB to 8 GiB
 
 # From the nodes' records of steps and requests.
 NODE_HISTOGRAMS = {
@@ -49,7 +49,7 @@ ACTIVITY = {
     "budget": ("baton_step_budget_tokens", "Token budget of the last step."),
 }
 AFTER_FIRST = ("transfer_exposed", "decode_queue", "decode", "interference")  # a request's phases after its first token
-# The queues of handoffs, with SGLang's names and meanings. The role is the one of the nodes that have the queue.
+# The queues of handoffs, with SGLang's names and meanings. The nodes of the given role have the queue.
 BOOTSTRAP, INFLIGHT = "num_prefill_bootstrap_queue_reqs", "num_prefill_inflight_queue_reqs"
 PREALLOC, TRANSFER = "num_decode_prealloc_queue_reqs", "num_decode_transfer_queue_reqs"
 QUEUES = {
@@ -62,7 +62,7 @@ QUEUES = {
 
 @dataclass(slots=True)
 class OpenHandoff:
-    """An attempt that at least one node works on, and the kinds of its events. They arrive in any order."""
+    """An attempt in progress on at least one node, with the kinds of its events. Events arrive in any order."""
 
     prefill: str = ""  # the node, or "" before its first event and after its last one
     decode: str = ""
@@ -80,7 +80,7 @@ class OpenHandoff:
 
 
 class HandoffQueues:
-    """The progress of open handoffs, counted from nodes' events as the queues that SGLang shows for its two pools."""
+    """The lengths of the handoff queues that SGLang defines, derived from the nodes' events."""
 
     def __init__(self) -> None:
         self._open: dict[str, OpenHandoff] = {}
@@ -99,11 +99,11 @@ class HandoffQueues:
             attempt.prefill = info.id
         if event.kind == "ended":
             self._left(event.id, attempt, info.id)
-        elif event.kind == "received" or info.id == attempt.prefill:  # not by role, which may have changed
+        elif event.kind == "received" or info.id == attempt.prefill:  # the node's role may have changed
             attempt.seen.add(event.kind)
 
     def lost(self, node: str) -> None:
-        """Drop what was on a node whose stream ended."""
+        """Remove a node whose stream ended from all handoffs."""
         for identity, attempt in list(self._open.items()):
             self._left(identity, attempt, node)
 
@@ -119,13 +119,13 @@ class HandoffQueues:
 
 
 class RecordMetrics(Collector):
-    """A Prometheus collector, and a `RecordObserver` of the history that sums up nodes' records.
+    """A Prometheus collector that aggregates the nodes' records.
 
-    The composition root subscribes it to the history and registers it. Everything runs on the event loop.
+    The composition root subscribes it to the history, and registers it with Prometheus. It runs on the event loop.
     """
 
     def __init__(self, nodes: Callable[[], list[NodeRow]], model_name: str, history: RequestHistory) -> None:
-        """`nodes` lists the known nodes."""
+        """`nodes` returns the known nodes."""
         self._nodes = nodes
         self._model_name = model_name
         self._history = history
@@ -198,7 +198,7 @@ class RecordMetrics(Collector):
         alive = [info for info, _, is_alive in rows if is_alive]
         for info in alive:
             for metric in self._seen.values():
-                metric.labels(*self._labels(info))  # show it from the start, as 0
+                metric.labels(*self._labels(info))  # create the series, which starts at 0
         yield from self._registry.collect()
         yield from self._busy(alive)
         counts = self._queues.counts()

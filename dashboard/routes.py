@@ -24,15 +24,15 @@ from shared.clock import now_ns
 from shared.errors import BatonError, RequestError, UnavailableError
 from shared.lifecycle import TaskGroup
 
-ROWS_AT_ONCE = 200  # rows to format at a time
+ROWS_AT_ONCE = 200  # maximum rows that are formatted at a time
 JSON = "application/json; charset=utf-8"
 MAX_LAST_S = 3600.0
 DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(ms|s|m)?")
 SECONDS = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0}
 
-# of /events
+# Limits and intervals of /events.
 MAX_SUBSCRIBERS = 64
-MAX_WAITING_BYTES = 1 << 20  # of one subscriber
+MAX_WAITING_BYTES = 1 << 20  # unsent events of one subscriber
 TICK_S = 0.1
 REQUEST_TICKS, STATUS_TICKS = 2, 10
 MAX_CHANGED = 200  # requests per event; the others are in the next one
@@ -49,7 +49,7 @@ HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # browsers revalidate by ETag, so that an upgrade shows at once
+    "cache-control": "no-cache",  # browsers revalidate by ETag, so that an upgrade takes effect at once
 }
 QUERIES: dict[str, dict[str, Any]] = {  # the query parameters of each route with a JSON answer, for /openapi.json
     "/v1/requests": {"limit": {"type": "integer", "minimum": 1, "maximum": MAX_REQUESTS}},
@@ -65,7 +65,7 @@ QUERIES: dict[str, dict[str, Any]] = {  # the query parameters of each route wit
 
 
 class Subscriber:
-    """The events that wait for one client. It gets the steps of `node`, or of all nodes if `node` is None."""
+    """The unsent events for one client, with the steps of `node`, or of all nodes if `node` is None."""
 
     def __init__(self, node: str | None) -> None:
         self.node = node
@@ -93,9 +93,9 @@ class EventStream:
 
     The types are "status" (the document of `/v1/status`, once a second), "steps" (of one node, up to ten times a
     second), "requests" (summaries of changed requests, up to five times a second), and "transfers". Ids are Unix
-    milliseconds. A client that reconnects with `Last-Event-ID` gets the events that it missed in the last half minute;
-    up to a second of them may be repeated. A client that reads slowly loses the oldest waiting events, and one that
-    does not read is disconnected.
+    milliseconds. A client that reconnects with `Last-Event-ID` gets the events that it missed in the last half minute,
+    and may get up to one second of events twice. A client that reads slowly loses its oldest unsent events, and a
+    client that does not read is disconnected.
 
     It reads the history on a timer while it has subscribers, and costs nothing otherwise. The server closes it when it
     drains, because its streams do not end by themselves.
@@ -204,7 +204,7 @@ class EventStream:
             yield None, _message("status", self._status())
 
     def _skip_to_now(self) -> None:
-        """Skip what happened before the first subscriber."""
+        """Mark everything that happened before the first subscriber as sent."""
         self._history.watch(True)
         self._num_transfers, _ = self._history.transfers_after(self._num_transfers)
         self._seen = {node: (ring, ring.num_ever) for node, ring in self._history.rings().items()}
@@ -228,7 +228,7 @@ def _rows(kind: str, rows: list[dict[str, object]]) -> Iterator[tuple[None, byte
 
 
 def _since(last_event_id: str | None) -> int | None:
-    """Return the time from which a reconnected client continues, or None for a new client or another server's id."""
+    """Return the time from which a reconnected client continues, or None without a valid id of its last event."""
     if last_event_id is None or not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) < 16):
         return None
     return max(int(last_event_id) * 10**6 - TWICE_NS, now_ns() - MISSED_NS)
@@ -270,7 +270,7 @@ class HistoryHandlers:
         return _answer(found)
 
     async def steps(self, request: Request) -> Response:
-        """Return the oldest `limit` steps since `since_ms`, or the latest without it."""
+        """Return the first `limit` steps since `since_ms`; without `since_ms`, return the latest `limit` steps."""
         node = request.query_params.get("node")
         if node is None:
             raise RequestError("`node` is missing; /v1/status lists the nodes.", "node")
@@ -318,8 +318,8 @@ class HistoryHandlers:
         return answer
 
     def _listing(self, head: Mapping[str, object], name: str, rows: Iterable[object], size: int) -> Response:
-        """Return `head` and, under `name`, the rows. More than `rows_at_once` rows are formatted in parts on another
-        thread. Formatting all of them at once would hold the interpreter lock, and delay every client's stream."""
+        """Return `head` with the rows added under `name`. More than `rows_at_once` rows are formatted in parts on
+        another thread, because formatting them at once would hold the interpreter lock and delay all streams."""
         if size <= self._rows_at_once:
             return _answer({**head, name: list(rows)})
         return StreamingResponse(_pieces(head, name, iter(rows), self._rows_at_once), media_type=JSON)
@@ -373,7 +373,7 @@ def page_routes() -> list[BaseRoute]:
 
 
 class PageFiles(StaticFiles):
-    """The page's files, with headers that allow it nothing but its own scripts and this router's API."""
+    """The page's files, with headers that restrict the page to its own scripts and this router's API."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
@@ -382,7 +382,7 @@ class PageFiles(StaticFiles):
 
 
 class Dashboard(RequestHistory):
-    """The history with its routes and its part of `/v1/status`: the observer of a router that has the dashboard on."""
+    """The observer of a router whose dashboard is enabled: the history, its routes and its part of `/v1/status`."""
 
     queries = QUERIES
 

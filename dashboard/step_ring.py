@@ -1,4 +1,4 @@
-"""The latest steps of one node in a ring. 65,536 steps take 10 MB, and one is found by its time in O(log n)."""
+"""A ring of the latest steps of one node. 65,536 steps take 10 MB. A step is found by its time in O(log n)."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ from shared.rpc.messages import StepRecord, unpack_ids
 CAPACITY = 65_536
 MEMBERS_BYTES = 16 << 20  # for one node; the members of the oldest steps are dropped first
 MAX_REASONS = 256
-MAX_REASON = 64  # characters of one
+MAX_REASON = 64  # maximum characters of a reason
 MOST = 2**32  # microseconds or tokens of a step; larger values are malformed, and would overflow sums
 
 
 class StepRow(NamedTuple):
-    """A step as `shared.rpc.messages.StepRecord` has it, on the router's clock."""
+    """The contents of a `shared.rpc.messages.StepRecord`, with its time on the router's clock."""
 
     number: int
     start_ns: int
@@ -38,7 +38,7 @@ class StepRow(NamedTuple):
     blocks_cached: int
     blocks_owned: int
     blocks_reserved: int
-    interference_ns: int  # by how much the prompts in the step delayed the node's decodes
+    interference_ns: int  # the delay that the step's prompts caused for the node's decodes
 
     @property
     def end_ns(self) -> int:
@@ -66,8 +66,8 @@ class StepMember(NamedTuple):
 class StepRing:
     """A ring of StepRows, and the members of their steps. The history of a node owns it and fills it on the event loop.
 
-    Steps are numbered by the order in which they were added. Other threads may read the ring; a row that is overwritten
-    meanwhile is the newer step.
+    The index of a step counts all steps that were added before it. Other threads may read the ring. If a row is
+    overwritten meanwhile, they read the newer step.
     """
 
     def __init__(self, capacity: int = CAPACITY, members_bytes: int = MEMBERS_BYTES) -> None:
@@ -84,7 +84,7 @@ class StepRing:
         return min(self.num_ever, self._capacity)
 
     def add(self, record: StepRecord) -> StepRow:
-        """Append the node's next step. Raises ValueError for numbers out of range."""
+        """Append the node's next step. Raises ValueError if a number is out of range."""
         summed = (record.duration_us, record.host_us, record.prefill_tokens, record.num_decodes)
         if min(summed) < 0 or max(summed) > MOST or record.start_ns < 0:
             raise ValueError(f"step {record.number}: a number is out of range")
@@ -100,11 +100,11 @@ class StepRing:
         return row
 
     def row(self, index: int) -> StepRow:
-        """Return the step that was added as number `index`, which must still be in the ring."""
+        """Return the step with this index, which must still be in the ring."""
         return StepRow(*self._rows[index % self._capacity].tolist())
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[StepRow]:
-        """Yield the steps [first, last), counted from the first one ever added, that are still in the ring."""
+        """Yield the steps with indexes from `first` up to, but not including, `last` that are still in the ring."""
         for index in range(max(first, self.num_ever - len(self)), self.num_ever if last is None else last):
             yield self.row(index)
 
@@ -138,15 +138,15 @@ class StepRing:
             return None
 
     def sums(self, start_ns: int, end_ns: int) -> tuple[int, int, int, int]:
-        """Return the number of the steps that began in [start_ns, end_ns), their nanoseconds, their tokens, and their
-        nanoseconds of interference."""
+        """Return four totals of the steps that began in [start_ns, end_ns): number, duration in nanoseconds, tokens,
+        and interference in nanoseconds."""
         first, last = self.place(start_ns), self.place(end_ns)
         rows = np.arange(first, last) % self._capacity
         busy_us, prompts, decodes, interference = self._rows[rows[:, None], SUMMED].sum(axis=0).tolist()
         return last - first, busy_us * 1000, prompts + decodes, interference
 
     def _bisect(self, field: int, value: int) -> int:
-        """Return the first index whose `field` (0: number, 1: start_ns) is at least `value`; both only increase."""
+        """Return the first index whose `field` (0: number, 1: start_ns) is at least `value`. Both fields increase."""
         first = self.num_ever - len(self)
         column = self._rows[:, field]
         places = range(first, self.num_ever)
@@ -167,11 +167,11 @@ class StepRing:
 
 
 def interference_ns(step: StepRecord, model: CostModel | None) -> int:
-    """Return by how much the prompts in a step delayed the requests that decode on the node.
+    """Return the nanoseconds by which the prompts in a step delayed the requests that decode on the node.
 
-    It is the duration of the step, including host time, minus the duration that the node's model predicts for its
-    decodes alone. A step of prompts alone delays decodes by its whole duration. The result is 0 for a step without
-    prompts, and for one with decodes while the node has no model.
+    This is the duration of the step, including host time, minus the duration that the node's model predicts for the
+    step's decodes alone. A step without decodes delays the node's decodes by its whole duration. The result is 0 if the
+    step has no prompts, or if it has decodes and the node has no model.
     """
     if step.prefill_tokens == 0 or (model is None and step.num_decodes):
         return 0
@@ -181,7 +181,7 @@ def interference_ns(step: StepRecord, model: CostModel | None) -> int:
 
 
 def members_of(data: bytes, num_chunks: int) -> list[StepMember]:
-    """Unpack a step's slices. Raises ValueError for malformed bytes."""
+    """Unpack a step's slices. Raises ValueError if the bytes are malformed."""
     ids = unpack_ids(data)
     if len(ids) % 3:
         raise ValueError("a step's members are not triples")

@@ -1,4 +1,4 @@
-"""The trace of one request, and what is derived from it: its summary, its phases, its spans and gaps.
+"""The trace of one request, from which its summary, its phases and its spans are derived.
 
 The history records when a request was accepted and answered, where its attempts were placed, and what their nodes
 reported. All times are Unix nanoseconds on the router's clock. A request's duration is split into these phases:
@@ -6,11 +6,11 @@ reported. All times are Unix nanoseconds on the router's clock. A request's dura
 router             from acceptance to the queue of the computing node, and from the last token to the end at the router
 prefill_queue      until the first chunk began
 prefill            until the first token was sampled (chunks, and gaps between them)
-transfer_exposed   until the KV had arrived on the decode node; what was pushed before the first token is hidden
+transfer_exposed   until the KV had arrived on the decode node; pushes before the first token are hidden by the prefill
 decode_queue       until the decode node's first step with the request began
 decode             until the last token was sampled, without the interference
-interference       what prompts added to the decode node's steps in that time: `step_ring.interference_ns`
-retry              only of a migrated request: from its first placement to its last; the other phases are those of the
+interference       the delay that prompts caused during the decode: the sum of `step_ring.interference_ns`
+retry              for a migrated request only: from its first placement to its last; the other phases are those of the
                    last attempt
 
 The phases are differences between times that never decrease, so they sum to the duration even if clocks jump. A request
@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 
 from dashboard.step_ring import StepRing
 
-MAX_EVENTS = 4096  # of one attempt, which usually has a push per chunk and a few preemptions
+MAX_EVENTS = 4096  # limit for one attempt, which usually has one push per chunk and a few preemptions
 GAP_NS = 500_000  # shorter gaps are overhead of the engine's loop
-MAX_STALLS = 200  # of one timeline; later ones are left out
+MAX_STALLS = 200  # limit for one timeline; later stalls are left out
 PHASES = ("router", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference")
 PREFILL_MARKS = ("queued", "admitted", "first")
 STATES = {"stop": "finished", "length": "finished", "abort": "cancelled"}  # by how a request ended; otherwise "failed"
@@ -46,7 +46,7 @@ class TraceEvent(NamedTuple):
     kind: str
     at_ns: int
     duration_ns: int = 0
-    num: int = 0  # blocks of a push, or tokens of a row, as in RequestEvent
+    num: int = 0  # `RequestEvent.count`: blocks or tokens, depending on the kind
     bytes: int = 0
     peer: str = ""
     channel: str = ""
@@ -69,7 +69,7 @@ class PrefillChunk(NamedTuple):
 
 @dataclass(slots=True)
 class AttemptSpan:
-    """One attempt of a sample: where and why it was placed, what was predicted, and what its nodes reported."""
+    """One attempt of a sample: its placement and the reason for it, the predicted times, and the nodes' reports."""
 
     id: str
     prefill: str | None
@@ -82,7 +82,7 @@ class AttemptSpan:
     _chunks: list[tuple[Any, ...]] = field(default_factory=list)
 
     def add(self, row: TraceEvent | PrefillChunk) -> bool:
-        """Record an event or a chunk. Return False if the attempt has too many already."""
+        """Record an event or a chunk. Return False if the attempt has reached the limit."""
         rows = self._events if isinstance(row, TraceEvent) else self._chunks
         if len(rows) < MAX_EVENTS:
             rows.append(tuple(row))
@@ -109,7 +109,7 @@ class AttemptSpan:
         return {way: seconds * 1000 if seconds and math.isfinite(seconds) else None for way, seconds in ways.items()}
 
     def find(self, kind: str, node: str | None = None) -> TraceEvent | None:
-        """Return the first event of this kind, on `node` or on any."""
+        """Return the first event of this kind on `node`, or on any node if `node` is None."""
         rows = (row for row in self._events if row[1] == kind and node in {None, row[0]})
         return next((TraceEvent._make(row) for row in rows), None)
 
@@ -119,15 +119,15 @@ class AttemptSpan:
         return None if event is None else event.at_ns
 
     def pushes(self) -> tuple[list[TraceEvent], list[tuple[int, int]]]:
-        """Return the pushes, and the union of their times."""
+        """Return the pushes, and the union of their intervals."""
         found = [event for event in self.events if event.kind == "transfer"]
         return found, union([(push.start_ns, push.at_ns) for push in found])
 
     def transfer(self) -> dict[str, object] | None:
         """Return the bytes and times of all pushes, or None if there were none.
 
-        `busy_ms` is the time of their union, `hidden_ms` its part within the prefill, and `exposed_ms` the time from
-        the end of the prefill until everything had arrived.
+        `busy_ms` is the time in which at least one push ran, and `hidden_ms` the part of this time within the prefill.
+        `exposed_ms` is the time from the end of the prefill until all KV had arrived.
         """
         pushes, busy = self.pushes()
         if not pushes:
@@ -162,7 +162,7 @@ class AttemptSpan:
         if (ring := rings(self.decode)) is not None:
             last = ring.num_ever if end_ns is None else ring.place(end_ns)
             stalls = (row for row in ring.rows(ring.place(began), last) if row.interference_ns > GAP_NS)
-            for row in islice(stalls, MAX_STALLS):  # steps that prompts made longer
+            for row in islice(stalls, MAX_STALLS):  # steps that took longer because of prompts
                 cause = "behind a prompt chunk"
                 yield _span("wait", self.decode, row.start_ns, row.end_ns, cause, row.prefill_tokens)
 
@@ -229,7 +229,7 @@ class RequestTrace:
     num_samples: int = 0
     traceparent: str = ""
     num_generated: int = 0
-    num_first_sample: int = 0  # tokens sent of sample 0
+    num_first_sample: int = 0  # tokens of sample 0 that were sent
     first_ns: int | None = None
     second_ns: int | None = None
     last_ns: int | None = None
@@ -273,7 +273,7 @@ class RequestTrace:
         return "transfer" if attempt.at("admitted", attempt.decode) is None else "decode"
 
     def summary(self, rings: Rings) -> dict[str, Any]:
-        """Return what `/v1/requests` shows; times are Unix milliseconds."""
+        """Return the request as `/v1/requests` shows it. Times are Unix milliseconds."""
         attempt = self.last_attempt
         admitted = attempt and attempt.find("admitted", attempt.computes)
         return {
@@ -299,14 +299,15 @@ class RequestTrace:
         }
 
     def spans(self, rings: Rings) -> list[Span]:
-        """Return the spans by their start. "wait" spans have the cause of each gap. One without an end is open."""
+        """Return the spans, ordered by start. A "wait" span states the cause of a gap. An open span has no end."""
         spans = (span for attempt in list(self.attempts.values()) for span in attempt.spans(rings, self.num_generated))
         return sorted(spans, key=lambda span: span["start_ms"])
 
     def phases(self, rings: Rings) -> dict[str, float] | None:
         """Return the milliseconds of each phase, which sum to the duration.
 
-        None while the request runs, if it has several samples, and if records are missing.
+        Return None if the request still runs, failed or was cancelled, if it has several samples, or if records are
+        missing.
         """
         cuts, attempt = self._cuts(), self.last_attempt
         if cuts is None or attempt is None:
@@ -343,7 +344,7 @@ class RequestTrace:
 
 
 def union(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the same time as disjoint intervals, in order."""
+    """Return sorted, disjoint intervals that cover the same time."""
     joined: list[tuple[int, int]] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:

@@ -1,4 +1,4 @@
-"""The requests in progress on this node: registration within limits, commands to the engine, and every way to end."""
+"""The requests in progress on this node: their registration, their commands to the engine, and their end."""
 
 import asyncio
 import logging
@@ -19,8 +19,8 @@ from shared.rpc.messages import SubmitRequest, TokenDelta, unpack_ids
 
 log = logging.getLogger("baton.node")
 MAX_REQUESTS = 8192  # further requests wait at their routers
-MAX_TOKENS = 1 << 23  # of all requests when they were submitted; at 36 bytes each, 300 MB
-MAX_POOLS = 16  # the tokens of this number of KV pools of the node, if that is more
+MAX_TOKENS = 1 << 23  # of all requests together at their submission; 36 bytes per token make 300 MB
+MAX_POOLS = 16  # instead of MAX_TOKENS, the tokens that fit into this number of KV pools, if that is more
 
 
 class OverloadedError(ValueError):
@@ -33,7 +33,7 @@ AbortHandoff = Callable[[str], bool]
 
 @dataclass(frozen=True, slots=True)
 class RequestRules:
-    """What this node accepts, and how it computes it."""
+    """The limits of this node, and its options for computing requests."""
 
     vocab_size: int
     share_prefixes: bool = True
@@ -101,11 +101,11 @@ class ActiveRequests:
         send_kv: bool = False,
         receive_kv: bool = False,
     ) -> Request:
-        """Register a request and give it to the engine, or, if it borrows another node's blocks, leave that to
-        `enqueue`.
+        """Register a request, and give it to the engine. If it borrows another node's blocks, the role adapter gives it
+        to the engine later, by `enqueue`.
 
-        Raises ValueError when the request is malformed or its router is not attached, and OverloadedError when
-        another node may accept it.
+        Raises ValueError if the request is malformed or its router is not attached; raises OverloadedError if another
+        node may accept it.
         """
         log.debug("request received", extra=fields(request=submit.id, traceparent=submit.traceparent))
         if not self._sessions.is_attached(router):
@@ -193,7 +193,7 @@ class ActiveRequests:
             self.send_to(entry.router, delta)
 
     def send_to(self, router: str, delta: TokenDelta) -> None:
-        """Send a delta to a router. A router that has stopped reading loses its requests."""
+        """Send a delta to a router. If the router has stopped reading, abort its requests."""
         if not self._sessions.send(router, delta):
             self.abort_router(router)
 
@@ -210,13 +210,13 @@ class ActiveRequests:
     def fail(self, request_id: str, reason: str, retry: bool) -> None:
         """Report to the router that this node does not finish the request, and abort it.
 
-        With `retry`, another node may succeed.
+        If `retry` is set, another node may succeed.
         """
         self.send(TokenDelta(request_id, error=reason, retry=retry))
         self.abort(request_id, reason)
 
     def fail_all(self, reason: str) -> int:
-        """Hand every request back to its router, to be retried on another node. Return their number."""
+        """Fail every request, so that its router retries it on another node. Return the number of requests."""
         request_ids = list(self._entries)
         for request_id in request_ids:
             self.fail(request_id, reason, retry=True)
@@ -228,7 +228,7 @@ class ActiveRequests:
             self.abort(request_id)
 
     def abort(self, request_id: str, reason: str = "aborted") -> None:
-        """End a request in any state; does nothing if it is over."""
+        """Abort a request in any state. Do nothing if it has ended."""
         at_ns = now_ns()
         entry = self._pop(request_id)
         if entry is None:
@@ -246,13 +246,13 @@ class ActiveRequests:
 
         def end(scheduler: Scheduler) -> None:
             scheduler.abort(entry.request, writer_stopped=writer_stopped)
-            # Recorded on this thread, as "queued" is, so that it follows that event.
+            # Recorded on the engine's thread, like "queued", so that "ended" always follows it.
             self._recorder.event(request_id, "ended", at_ns, reason=reason)
 
         self._engine.post(end)
 
     def release(self, request: Request) -> "asyncio.Future[None]":
-        """Abort a request in the scheduler. The future is done when no launched step writes to its blocks any more."""
+        """Abort a request in the scheduler. The future is done once no launched step can write to its blocks."""
         done: asyncio.Future[None] = self._loop.create_future()
         publisher = self._state.publisher
         self._engine.post(lambda scheduler: publisher.release(scheduler, request, done))

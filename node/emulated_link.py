@@ -1,4 +1,4 @@
-"""A KV channel that takes as long as an emulated link. A real channel moves the (much smaller) rows."""
+"""A KV channel that takes as long as an emulated link. A real channel moves the rows, which are much smaller."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from shared.kv.channel import KVChannel
 
 
 class EmulatedLink:
-    """Serializes the pushes of one node, as its link would: each begins when the previous one ends."""
+    """A link that moves one push of its node at a time: each begins when the previous one ends."""
 
     def __init__(self, channel: KVChannel, emulation: Emulation, block_tokens: int) -> None:
         self._channel = channel

@@ -1,9 +1,9 @@
 """A node: the engine, the standing streams to routers, and the adapters of its roles.
 
-A router's submits go to the engine, and what its steps do goes back to the router. The adapter of the current role
-sends the KV of prompts to decode nodes, or receives it from prefill nodes. A node that switches its role drains, takes
-the adapter of the other role, and keeps its weights, its KV pool and its prefix cache. The adapter of the former role
-remains, idle, and answers calls of peers about reservations that ended.
+Requests from a router go to the engine, and the results of the engine's steps go back to the router. The adapter of the
+current role sends the KV of prompts to decode nodes, or receives it from prefill nodes. A node that switches its role
+drains, takes the adapter of the other role, and keeps its weights, its KV pool and its prefix cache. The adapter of the
+former role stays idle, but answers calls of peers about reservations that have ended.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ RpcHandler = Callable[[Any], Awaitable[None]]
 
 
 class RoleAdapter(Protocol):
-    """A node's end of its handoffs. Used on the event loop; an exception in an `on_...` fails that request alone."""
+    """A role's side of handoffs, used on the event loop. An exception in an `on_...` method fails only one request."""
 
     role: Role
 
@@ -50,7 +50,7 @@ class RoleAdapter(Protocol):
         """Handle a newly registered request whose KV is to be sent."""
 
     def on_admitted(self, request: Request) -> None:
-        """Handle the first step of a request that sends KV, or the blocks of one that receives KV."""
+        """Handle a request that sends KV at its first step, or a request that receives KV once it has blocks."""
 
     def on_progress(self, progress: PrefillProgress) -> None:
         """Handle a step that computed part of a request whose KV is sent."""
@@ -63,12 +63,12 @@ class RoleAdapter(Protocol):
 
 
 class Node:
-    """The life of one node, and the flow between routers, engine and role adapters.
+    """One node: its lifecycle, and the flow of requests between routers, engine and role adapters.
 
-    Created and used on the event loop of its process, which gives it its first role, starts it, drains it and closes
-    it. It owns the engine, the sessions with routers, the requests in progress, and the adapters of the roles that it
-    has had; each is made by its factory when the node first has that role. `fatal_error` is set when the engine has
-    failed or made no progress for too long; the process then exits.
+    `NodeProcess` creates it on the event loop, gives it its first role, starts it, drains it and closes it. It owns the
+    engine, the sessions with routers, the requests in progress and the role adapters. An adapter is created by its
+    factory when the node takes that role for the first time. `fatal_error` is set when the engine has failed or has
+    made no progress for too long; the process then exits.
     """
 
     role: RoleAdapter  # the current one
@@ -87,11 +87,11 @@ class Node:
         max_unread: int = MAX_UNREAD_DELTAS,
         make_engine: Callable[[Scheduler, Runner, EngineListener, float], Engine] = Engine,
     ) -> None:
-        """`stuck_s` is the least time a step may take: see `engine.step_time_fit`."""
+        """`stuck_s` is the minimum time that a step is allowed to take; see `engine.step_time_fit`."""
         self.rules = rules
         self.recorder = StepRecorder()
         self.sessions = RouterSessions(self.recorder, max_routers, max_unread)
-        self.counters = NodeStats()  # of handoffs since the start, in both roles; its other fields are unused
+        self.counters = NodeStats()  # counts handoffs since the start, in both roles; other fields are unused
         self.publisher = OutputPublisher(scheduler, self.recorder)
         self.engine = make_engine(scheduler, runner, self.publisher, stuck_s)
         self.state = NodeState(info, self.publisher)
@@ -116,10 +116,11 @@ class Node:
     async def drain(self, timeout_s: float, reason: str) -> int:
         """Reject new requests, and wait until those in progress have ended.
 
-        After `timeout_s`, hand the others back to their routers, to be retried on other nodes. Return their number.
+        After `timeout_s`, fail the remaining requests, so that their routers retry them on other nodes. Return their
+        number.
         """
         self.update_info(state="draining")
-        # Sent together with the first rejections, so that routers see that the node drains and did not fail.
+        # Published before any rejection, so that routers see that the node drains and has not failed.
         self.sessions.publish_stats(self.stats())
         await wait_until(lambda: not self.requests, timeout_s)
         return self.requests.fail_all(reason)
@@ -145,7 +146,7 @@ class Node:
     def stats(self) -> NodeStats:
         """Collect the node's statistics, on the event loop.
 
-        Reads only numbers of the scheduler and the runner, which belong to the engine's thread.
+        The scheduler and the runner belong to the engine's thread; this only reads them.
         """
         snapshot, cost = self.publisher.snapshot, self._scheduler.cost
         requests = tuple(self._scheduler.requests.values())
@@ -179,7 +180,7 @@ class Node:
     # ---- role ---------------------------------------------------------------------------------------------------
 
     def take_role(self, role: Role) -> None:
-        """Have this role from now on. The node is drained or not started, and has no requests."""
+        """Switch to this role. The node must have no requests: it is drained, or has not started."""
         if role.name not in self._adapters:
             self._adapters[role.name] = self._factories[role.name](self)
             self._adapters[role.name].start()
@@ -187,7 +188,7 @@ class Node:
         self.update_info(role=role.name, state="ready")
 
     async def set_role(self, announcer: Announcer, ending: asyncio.Event, message: SetRoleRequest) -> Ack:
-        """Serve `SET_ROLE`: answer when the node has rejoined, which it does not do once `ending` is set.
+        """Serve `SET_ROLE`: drain, switch the role, rejoin and reply. The node does not rejoin if `ending` is set.
 
         Requests that still run after `drain_s` are retried on other nodes.
         """
@@ -202,7 +203,7 @@ class Node:
             return Ack("its KV pool is shared with a node of the other role: restart it in that role")
         self.update_info(state="draining")  # before the first await, so that a concurrent call is refused
         drain_s = min(max(message.drain_s, 0.0), MAX_DRAIN_S)
-        # Shielded: a caller that hangs up must not leave the node draining.
+        # Shielded, because a caller that disconnects must not leave the node draining.
         return await asyncio.shield(self.tasks.start(self._switch(role, drain_s, announcer, ending)))
 
     async def _switch(self, role: Role, drain_s: float, announcer: Announcer, ending: asyncio.Event) -> Ack:
@@ -220,11 +221,11 @@ class Node:
             adapter.on_writer_lost(writer)
 
     def handlers(self) -> dict[Rpc[Any, Any], RpcHandler]:
-        """Return handlers of every RPC of any role, for a server that outlives role switches."""
+        """Return handlers for the RPCs of all roles, so that one server can be used across role switches."""
         return {rpc: partial(self._call, rpc) for rpc in DECODE_CALLS}
 
     async def _call(self, rpc: Rpc[Any, Any], stream: Any) -> None:
-        """Call the adapter that serves this RPC. Only that of the current role makes new reservations."""
+        """Call the adapter that serves this RPC. Only the adapter of the current role makes new reservations."""
         adapters = [each for each in self._adapters.values() if each is self.role or rpc is not RESERVE]
         handler = next((each.handlers()[rpc] for each in adapters if rpc in each.handlers()), None)
         await (handler or unary(partial(self._refuse, rpc)))(stream)
@@ -245,7 +246,7 @@ class Node:
             self.submit(router, submit)
 
     def submit(self, router: str, submit: SubmitRequest) -> None:
-        """Register a request of a router. A rejection is sent to the router."""
+        """Register a router's request, or send a rejection to the router."""
         sends_kv = self.role.role.ends_at == "first_token" and submit.decode_node != ""
         try:
             if self.state.info.shared_pool_owner and not sends_kv:

@@ -1,4 +1,4 @@
-"""Publishes the engine's results: builds messages on the engine's thread and passes them to the event loop.
+"""The path of the engine's results: messages are built on the engine's thread and passed to the event loop.
 
 An exception in code that serves one request fails that request alone.
 """
@@ -22,7 +22,7 @@ log = logging.getLogger("baton.node")
 
 @dataclass(slots=True)
 class PrefillProgress:
-    """A step of a request whose KV is sent: how many tokens have KV, and the first token once it is sampled."""
+    """The state of a request whose KV is sent, after a step: `num_computed` tokens have KV."""
 
     request: Request
     num_computed: int
@@ -33,9 +33,9 @@ class PrefillProgress:
 class OutputPublisher(EngineListener):
     """Turns the engine's steps into deltas, progress of handoffs, and records.
 
-    The engine calls it on its thread, to which all of its state belongs. Two attributes are replaced as a whole and
-    may be read on any thread: `snapshot` and `ledger_error`. The subscriber's functions are called on its event
-    loop, in the order of the engine's calls.
+    The engine calls it on the engine's thread, which owns its state. Other threads may read only `snapshot` and
+    `ledger_error`, which are replaced as a whole. The subscriber's functions are called on its event loop, in the order
+    of the engine's calls.
     """
 
     def __init__(self, scheduler: Scheduler, recorder: StepRecorder) -> None:
@@ -49,7 +49,7 @@ class OutputPublisher(EngineListener):
         self._on_request_failed: Callable[[str], None]
         self._on_engine_failed: Callable[[BaseException], None]
         self._releasing: list[tuple[Request, asyncio.Future[None]]] = []
-        self._scored: dict[str, tuple[Request, int]] = {}  # prompt positions whose logprobs were published
+        self._scored: dict[str, tuple[Request, int]] = {}  # number of prompt positions already published
 
     def subscribe(
         self,
@@ -60,14 +60,14 @@ class OutputPublisher(EngineListener):
     ) -> None:
         """Call these functions on the running loop. Call it once, before the engine starts.
 
-        `on_admitted`: the first step of a request that sends KV, or the blocks of one that receives KV.
+        `on_admitted` gets a request that sends KV at its first step, and one that receives KV once it has blocks.
         """
         self._on_admitted, self._on_outputs = on_admitted, on_outputs
         self._on_request_failed, self._on_engine_failed = on_request_failed, on_engine_failed
         self._post = asyncio.get_running_loop().call_soon_threadsafe
 
     def release(self, scheduler: Scheduler, request: Request, done: "asyncio.Future[None]") -> None:
-        """Abort a request; set `done` once no launched step computes it."""
+        """Abort a request, and set `done` once no launched step computes it."""
         scheduler.abort(request)
         self._releasing.append((request, done))
 
@@ -126,7 +126,7 @@ class OutputPublisher(EngineListener):
         self._post(self._on_engine_failed, error)
 
     def _drop_published(self, start: int, request: Request, output: SliceOutput) -> None:
-        """Publish each position's logprob once, although a preempted request computes its prompt again."""
+        """Drop logprobs that were published before. A preempted request computes its prompt again."""
         seen, published = self._scored.get(request.id, (request, 0))
         published = published if seen is request else 0
         self._scored[request.id] = (request, max(published, start + len(output.prompt_logprobs)))

@@ -48,20 +48,20 @@ from shared.rpc.methods import ATTACH, SET_ROLE, RpcServer, unary
 log = logging.getLogger("baton.node")
 EXIT_ENGINE_FAILED = 70
 POOL_OWNER_S = 300.0  # how long a prefill node waits for the owner of its shared pool
-GRACE_S = 1.0  # for the event loop to end a stuck process
-NO_BLOCKS = 2  # the minimum of a scheduler, for a node without a pool of its own
+GRACE_S = 1.0  # time for the event loop to report before a stuck process exits
+NO_BLOCKS = 2  # the minimum that a scheduler accepts; for a node without its own pool
 
-# Make the adapter of one role, over the KV pool and channels (best first), with a limit on the wait for blocks.
+# Make the adapter of one role from the node, its KV memory, its channels (best first) and the maximum wait for blocks.
 RoleFactory = Callable[[Node, KVMemory, Sequence[KVChannel], float], RoleAdapter]
 
 
 def main(settings: NodeSettings, role: Role, factories: Mapping[str, RoleFactory]) -> int:
-    """Run a node until SIGTERM. Return the exit status of the process: 2, after one line on stderr, if it cannot start.
+    """Run a node until SIGTERM, and return the exit status. If it cannot start, print one line and return 2.
 
-    `factories` make the adapters of both roles, by name; the node begins in `role`.
+    `factories` create the adapters of both roles, by name. The node begins in `role`.
     """
     if settings.cpus:
-        for thread in Path("/proc/self/task").iterdir():  # importing numpy has started some already
+        for thread in Path("/proc/self/task").iterdir():  # importing numpy has already started some
             os.sched_setaffinity(int(thread.name), settings.cpus)
     incarnation_id = secrets.token_hex(16)
     try:
@@ -84,7 +84,7 @@ def _adapter_maker(make: RoleFactory, given: tuple[Any, ...]) -> Callable[[Node]
 
 
 def _start_failed(settings: NodeSettings, role: Role, error: Exception) -> int:
-    """Print one line on stderr, after a traceback with --log-level debug. Return the exit status."""
+    """Print one line on stderr, and before it a traceback if the log level is debug. Return the exit status."""
     if settings.log_level == "debug":
         traceback.print_exception(error)
     print(f"{role.name}: {error}", file=sys.stderr)
@@ -102,7 +102,7 @@ def _budget(settings: NodeSettings) -> Budget:
 
 
 def _shared_pool(settings: NodeSettings, incarnation_id: str) -> PoolClient:
-    """Wait for the decode node on this device. Raises ValueError when there is none, OSError without a driver."""
+    """Wait for the decode node on this device. Raises ValueError if there is none; raises OSError without a driver."""
     gpu = None
     if on_gpu(settings.device, computes=settings.runner == "torch" and not settings.emulate):
         gpu = CudaDevice(int(settings.device.partition(":")[2] or 0))
@@ -112,7 +112,7 @@ def _shared_pool(settings: NodeSettings, incarnation_id: str) -> PoolClient:
 async def open_channels(
     settings: NodeSettings, components: EngineComponents, incarnation_id: str, on_writer_lost: Callable[[str], None]
 ) -> list[KVChannel]:
-    """Open the node's KV channels, best first. A lost TCP writer is ignored: the receiver itself fences it."""
+    """Open the node's KV channels, best first. A lost TCP writer is ignored, because the receiver fences it."""
     memory, timeout_s, wanted = components.memory, settings.push_timeout_s, settings.kv_channel
     local: type[LocalChannel[Any]] = CudaIpcChannel if isinstance(memory, DeviceMemory) else ShmChannel
     if wanted not in {"auto", "tcp", POOL, local.name}:
@@ -142,9 +142,9 @@ async def open_channels(
 class NodeProcess:
     """One node from its start to its exit.
 
-    `serve` runs on the process's event loop and returns the exit status. It opens what the node needs in the order of
-    dependence, and closes it in reverse. The engine's failure, or no progress for too long, exits the process at
-    once, so that its peers and its supervisor notice.
+    `serve` runs on the process's event loop and returns the exit status. It opens the parts of the node in the order of
+    their dependencies, and closes them in reverse. If the engine fails or makes no progress for too long, the process
+    exits at once, so that its peers and its supervisor notice.
     """
 
     settings: NodeSettings
@@ -235,9 +235,9 @@ class NodeProcess:
         )
 
     async def _warm_up(self, node: Node) -> None:
-        """Run the first steps, on the engine's thread, which owns some of their state.
+        """Run the first steps on the engine's thread, which owns part of their state.
 
-        Raises ValueError, with a message of one line, if they fail.
+        Raises ValueError with a message of one line if they fail.
         """
         loop = asyncio.get_running_loop()
         warm: asyncio.Future[Exception | None] = loop.create_future()
@@ -257,7 +257,7 @@ class NodeProcess:
                 raise failed
 
     def _watchdog(self, node: Node) -> Watchdog:
-        """Make the watchdog of the engine and of the event loop, without which no failure would be reported."""
+        """Make the watchdog of the engine and of the event loop, which could not report its own failure."""
 
         def exit_stuck(reason: str) -> None:
             log.error("stuck: %s", reason)
@@ -274,7 +274,7 @@ class NodeProcess:
         return self.make_watchdog(watched, exit_stuck)
 
     async def _drain(self, node: Node, registry: Announcer) -> BaseException | None:
-        """Leave the registry and drain. Return the engine's error if it fails meanwhile."""
+        """Announce that the node drains, and drain it. Return the engine's error if the engine fails meanwhile."""
         await registry.update(replace(node.state.info, state="draining"))
         return await _first(asyncio.ensure_future(self._drain_requests(node)), node.fatal_error)
 
@@ -295,7 +295,7 @@ async def _first(event: "asyncio.Future[Any]", fatal_error: "asyncio.Future[Base
 
 
 def _on_pool_owner_lost(lifetime: ProcessLifetime, node: Node) -> None:
-    """Fail, since the mapped memory is stale. The supervisor restarts this node, which then waits for a new owner."""
+    """Fail the node, because the mapped memory is stale. After its restart, the node waits for a new owner."""
     if not lifetime.draining.is_set():
         node.on_engine_failed(PeerLostError("the decode node that owns the shared KV pool has ended"))
 

@@ -1,7 +1,7 @@
-"""Records of a node's steps and requests, kept until they are sent to the routers. Bounded: the oldest are dropped.
+"""Records of a node's steps and requests. A bounded number is kept until they are sent to the routers.
 
-The engine's thread builds a record in about 2 µs, plus 0.1 µs for each request in the step. It does so at once: if the
-step were kept instead, its many small objects would cost the garbage collector more than that.
+The engine's thread builds a record in about 2 µs, plus 0.1 µs for each request in the step. Keeping the step and
+building the record later would cost more, because the garbage collector would visit the step's many small objects.
 """
 
 from array import array
@@ -16,12 +16,12 @@ from scheduler.scheduler import Scheduler, StepOutput
 from shared.clock import now_ns
 from shared.rpc.messages import RequestEvent, StepRecord
 
-MAX_STEPS = 8192  # unsent; a few seconds of the fastest engine
+MAX_STEPS = 8192  # unsent steps; a few seconds of the fastest engine
 MAX_EVENTS = 32_768
 
 
 class SchedulerSnapshot(NamedTuple):
-    """The scheduler at the end of a turn of the engine's loop."""
+    """The scheduler's numbers at the end of an iteration of the engine's loop."""
 
     ledger: Ledger
     running: int = 0
@@ -32,7 +32,7 @@ class StepRecorder:
     """Records steps, and events of requests from "queued" to "ended".
 
     The engine's thread calls `added`, `scheduled`, `stepped`, `ran` and `turned`; any thread may call `event`, and the
-    event loop takes the records. Both buffers are bounded; `dropped` counts the records that were lost.
+    event loop takes the records. A full buffer drops its oldest record; `dropped` counts them.
     """
 
     def __init__(self, max_steps: int = MAX_STEPS, max_events: int = MAX_EVENTS) -> None:
@@ -40,7 +40,7 @@ class StepRecorder:
         self._steps: deque[StepRecord] = deque(maxlen=max_steps)
         self._events: deque[RequestEvent] = deque(maxlen=max_events)
         self._timing: StepTiming | None = None
-        self._waiting: dict[str, Request] = {}  # queued, in no step so far
+        self._waiting: dict[str, Request] = {}  # queued, but in no step so far
         self._unsampled: dict[str, Request] = {}  # in steps, without a token so far
         self._prune_at = 64
         self._preemptions = 0
@@ -55,7 +55,7 @@ class StepRecorder:
         self._events.append(RequestEvent(request_id, kind, at_ns or now_ns(), **fields))
 
     def added(self, request: Request, at_ns: int) -> None:
-        """Record a request that the node received at `at_ns`, and the scheduler just now."""
+        """Record a request that the node received at `at_ns` and has just given to the scheduler."""
         self.event(request.id, "queued", at_ns, serial=request.arrival, count=len(request.tokens))
         if len(self._waiting) + len(self._unsampled) >= self._prune_at:  # some ended before their first token
             self._waiting, self._unsampled = _unfinished(self._waiting), _unfinished(self._unsampled)
@@ -63,7 +63,7 @@ class StepRecorder:
         self._waiting[request.id] = request
 
     def scheduled(self, step: Step, scheduler: Scheduler) -> list[Request]:
-        """Return the requests whose first step on this node this is."""
+        """Record and return the requests for which this is the first step on this node."""
         if scheduler.counters.preemptions != self._preemptions:
             self._find_preempted(scheduler)
         if not self._waiting:
@@ -95,7 +95,7 @@ class StepRecorder:
         self._timing = timing
 
     def turned(self, snapshot: SchedulerSnapshot) -> None:
-        """Record the step that ran in this turn, if any, with the state of the scheduler at the turn's end."""
+        """Record the step that ran in this iteration of the loop, if any, and the scheduler's state at its end."""
         if self._timing is not None:
             if len(self._steps) == self._steps.maxlen:
                 self.dropped += 1
@@ -103,7 +103,7 @@ class StepRecorder:
             self._timing = None
 
     def take(self) -> tuple[list[StepRecord], list[RequestEvent]]:
-        """Return the records since the last call. Events of the requests in these steps are among them, or earlier."""
+        """Return the records since the last call. These or earlier records include the events that the steps need."""
         steps = [self._steps.popleft() for _ in range(len(self._steps))]
         return steps, [self._events.popleft() for _ in range(len(self._events))]
 
@@ -139,7 +139,7 @@ def _record(timing: StepTiming, snapshot: SchedulerSnapshot) -> StepRecord:
 
 
 def _members(slices: Sequence[Slice], num_chunks: int) -> bytes:
-    """Pack the slices, chunks of prompts first, so that a reader that wants only those can stop early."""
+    """Pack the slices with prompt chunks first, so that a reader that needs only chunks can stop early."""
     if num_chunks:
         slices = sorted(slices, key=lambda slice_: slice_.is_decode)
     members: list[int] = []

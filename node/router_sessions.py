@@ -1,7 +1,7 @@
-"""Standing streams to the routers that are attached: commands come in; deltas, statistics and records go out.
+"""Standing streams to the attached routers. The node receives commands, and sends deltas, statistics and records.
 
-A router that reads nothing costs bounded memory: it loses records first, and is dropped with its requests when unread
-deltas pile up.
+A router that does not read uses bounded memory. It loses records first. If it has too many unread deltas, it is dropped
+with its requests.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ MAX_UNREAD_DELTAS = 100_000
 MAX_ROUTERS = 64
 RECORDS_S = 0.1  # between two messages of records
 FLUSH_S = 0.2  # how long an ending node waits until its last messages are sent
-MAX_DELTAS = 1000  # in one message: with 20 logprobs each they stay far below the size limit
-MAX_STEPS = 64  # in one message: with 4,096 members each they stay far below it
+MAX_DELTAS = 1000  # in one message, which stays far below the size limit with 20 logprobs for each delta
+MAX_STEPS = 64  # in one message, which stays far below the size limit with 4,096 members for each step
 MAX_EVENTS = 2000
-MAX_RECORDS = 8192  # unsent, of each kind
+MAX_RECORDS = 8192  # unsent records of each kind
 
 
 @dataclass(slots=True)
 class RouterStream:
-    """What is not yet sent to one router: deltas at once, statistics at each heartbeat, records now and then."""
+    """The unsent messages to one router, with one stream of deltas, statistics and records."""
 
     deltas: list[TokenDelta] = field(default_factory=list)
     stats: NodeStats | None = None
@@ -40,7 +40,7 @@ class RouterStream:
     read_timeout: asyncio.Timeout = field(default_factory=lambda: asyncio.Timeout(None))
 
     def record(self, steps: list[StepRecord], events: list[RequestEvent]) -> int:
-        """Queue records. Return how many of the oldest were dropped to make room."""
+        """Queue records. Return the number of old records that were dropped to make room."""
         self.steps += steps
         self.events += events
         dropped = 0
@@ -52,7 +52,7 @@ class RouterStream:
         return dropped
 
     async def write(self, stream: Any) -> None:
-        """Send what is queued, until cancelled or until the stream has ended."""
+        """Send queued messages until cancelled or until the stream has ended."""
         with suppress(*STREAM_ENDED):
             while True:
                 await self.wake.wait()
@@ -73,7 +73,7 @@ class RouterStream:
                 self.wake.set()
 
     def _next_records(self) -> NodeUpdate:
-        """Build one message, sent between two messages of deltas. Events precede the steps that refer to them."""
+        """Build the next message of records. Events precede the steps that refer to them."""
         if self.events:
             events, self.events = self.events[:MAX_EVENTS], self.events[MAX_EVENTS:]
             return NodeUpdate(events=events)
@@ -84,15 +84,15 @@ class RouterStream:
 class RouterSessions:
     """The standing streams, one for each attached router.
 
-    Owned by the node and used on the event loop only. A router has one stream at a time: a new one replaces the old
-    one. When a stream ends or is replaced, `on_router_lost` is called once, to abort the router's requests; when `send`
-    drops a router, its caller does that.
+    Owned by the node and used on the event loop only. A router has one stream at a time: a new stream replaces the old
+    one. When a stream ends or is replaced, `on_router_lost` is called once, to abort the router's requests. When `send`
+    drops a router, the caller of `send` aborts the requests.
     """
 
     def __init__(
         self, recorder: StepRecorder, max_routers: int = MAX_ROUTERS, max_unread: int = MAX_UNREAD_DELTAS
     ) -> None:
-        self.dropped_records = 0  # not sent to a router that was too slow, or to any router
+        self.dropped_records = 0  # records lost because a router was too slow, or because none was attached
         self._recorder = recorder
         self._max_routers = max_routers
         self._max_unread = max_unread
@@ -138,7 +138,7 @@ class RouterSessions:
     def send(self, router: str, *deltas: TokenDelta) -> bool:
         """Queue deltas for a router; drop them if it is not attached.
 
-        Return False when the router has too many unread deltas and is dropped: the caller aborts its requests.
+        Return False if the router has too many unread deltas and was dropped; the caller then aborts its requests.
         """
         session = self._streams.get(router)
         if session is None:
@@ -157,7 +157,7 @@ class RouterSessions:
             session.wake.set()
 
     async def flush_deltas(self) -> None:
-        """Wait a moment until the queued deltas are handed to the transport."""
+        """Wait until the queued deltas are handed to the transport, but no longer than FLUSH_S."""
         await wait_until(lambda: not any(session.deltas for session in self._streams.values()), FLUSH_S)
 
     async def publish_records(self) -> None:
@@ -173,6 +173,6 @@ class RouterSessions:
                 self.dropped_records += session.record(steps, events)
 
     def _end(self, router: str) -> None:
-        """Forget the router's stream and end its reader, which would otherwise wait for a peer that reads nothing."""
+        """Remove the router's stream and end its reader, which would otherwise wait for further commands."""
         session = self._streams.pop(router)
         session.read_timeout.reschedule(asyncio.get_running_loop().time())

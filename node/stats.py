@@ -1,4 +1,4 @@
-"""What a node reports about itself: whether it takes requests, and `NodeInfo` for the registry."""
+"""A node's description of itself: whether it accepts requests, and its `NodeInfo` for the registry."""
 
 import os
 import platform
@@ -26,7 +26,7 @@ ATTRIBUTES = (  # settings that `NodeInfo.attributes` contains
 
 @dataclass(slots=True)
 class NodeState:
-    """Whether the node takes requests, and why not. Belongs to the event loop."""
+    """Whether the node accepts requests, and the reason if it does not. Used on the event loop."""
 
     info: NodeInfo  # replaced when the node drains, changes its role or learns its address
     publisher: OutputPublisher
@@ -84,8 +84,8 @@ def describe(
 def advertised(settings: NodeSettings) -> str:
     """Return the host at which others reach this node.
 
-    A node that listens on every address advertises the one that routes to the registry, in the same address family.
-    Raises ValueError when there is none.
+    A node that listens on every address advertises the local address from which it reaches the registry, in the same
+    address family. Raises ValueError if there is no route to the registry.
     """
     if settings.advertise or settings.host not in EVERY_ADDRESS:
         return settings.advertise or settings.host
@@ -109,7 +109,7 @@ def advertised(settings: NodeSettings) -> str:
 
 
 def _attributes(settings: NodeSettings, components: EngineComponents, budget: Budget) -> dict[str, str]:
-    """Return the settings that must be equal for two nodes to be compared, and those that placement uses."""
+    """Return the settings that must be equal in a comparison of nodes, and those that placement uses."""
     return {
         **components.attributes,
         **{name: str(getattr(settings, name)) for name in ATTRIBUTES},

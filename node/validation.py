@@ -10,7 +10,7 @@ from shared.limits import INT32_MAX, MAX_LOGIT_BIASES, MAX_LOGPROBS
 from shared.rpc.messages import SamplingParams, SubmitRequest, unpack_ids
 
 MAX_ID, MAX_SALT_BYTES = 256, 256
-MAX_STOP_TOKENS = 4096  # a request's own and all of the model's
+MAX_STOP_TOKENS = 4096  # those of the request and those of the model together
 ADDRESS = re.compile(r"[\w.:%\[\]-]{1,255}:\d{1,5}", re.ASCII)
 TINY = 5e-324  # the smallest positive float
 RANGES: dict[str, tuple[float, float]] = {
@@ -28,7 +28,7 @@ RANGES: dict[str, tuple[float, float]] = {
 
 
 def check_submit(submit: SubmitRequest, max_model_len: int, vocab_size: int) -> list[int]:
-    """Return the tokens of the request. Raises ValueError with the name of the field that is out of range."""
+    """Check a request and return its tokens. Raises ValueError, which names the field, if a value is out of range."""
     tokens, stop_tokens = unpack_ids(submit.tokens), unpack_ids(submit.stop_tokens)
     if not 0 < submit.num_prompt <= len(tokens) <= max_model_len or submit.max_tokens <= 0:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Detects parts of a process that make no progress, such as an engine whose device or lock never returns.
+"""A watchdog for parts of a process that make no progress, such as an engine that waits for its device forever.
 
 The allowed time of a step is derived from earlier steps, so a slow machine does not count as stuck. Time in which the
 process did not run (stopped, suspended, starved of CPU) does not count, and time in which it reads pages from disk
@@ -17,7 +17,7 @@ PAGING_SLACK = 10.0  # the time of a tick with page faults from disk is divided 
 
 @dataclass(slots=True)
 class Watched:
-    """`progress` returns a number that changes with every progress; `allowed_s` the time that may pass without one."""
+    """A part of a process. `progress` returns a number, which must change at least once in `allowed_s()` seconds."""
 
     name: str
     progress: Callable[[], int]
@@ -35,7 +35,7 @@ class Watched:
 
 
 class Watchdog:
-    """Checks progress on a thread of its own, and calls `on_stuck(reason)` on that thread, once."""
+    """Checks progress on its own thread. It calls `on_stuck(reason)` there at the first stuck part, and then ends."""
 
     def __init__(self, watched: Sequence[Watched], on_stuck: Callable[[str], None]) -> None:
         self._watched = watched

@@ -2,5 +2,5 @@
 
 
 def bearer(api_key: str) -> dict[bytes, bytes]:
-    """Return the headers that carry an API key; none if it is empty."""
+    """Return the header for an API key, or no header if the key is empty."""
     return {b"authorization": b"Bearer " + api_key.encode()} if api_key else {}

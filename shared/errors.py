@@ -1,4 +1,4 @@
-"""Expected errors: wrong requests, a temporary lack of service, and wrong settings. Any other exception is a bug."""
+"""Expected errors: invalid requests, unavailable service and invalid settings. Any other exception is a bug."""
 
 
 class BatonError(Exception):
@@ -28,4 +28,4 @@ class UnavailableError(BatonError):
 
 
 class ConfigError(ValueError):
-    """A setting, or a file of the model, is unusable. The message names it and says how to fix it."""
+    """A setting or a file of the model is unusable. The message names it and says how to fix it."""

@@ -19,7 +19,7 @@ from shared.errors import ConfigError
 
 log = logging.getLogger("baton.failpoint")
 
-# The detail is the id of a request, or of an attempt in the router; `engine.step` has none.
+# The detail of a site is a request id, or an attempt id in the router. `engine.step` has no detail.
 POINTS = {
     "router": ("placed", "received"),
     "node": ("accepted",),
@@ -35,7 +35,7 @@ ENTRY = re.compile(
 FOR_EVER_S = 1e8
 
 _failpoints: list[re.Match[str]] = []
-_passed: Counter[tuple[re.Match[str], str]] = Counter()  # by failpoint, and by detail if DETAIL is `*`
+_passed: Counter[tuple[re.Match[str], str]] = Counter()  # times reached, by failpoint, and by detail if `*`
 watcher: Callable[[str, str], None] | None = None  # set by the simulation; called with site and detail, may raise
 
 

@@ -1,4 +1,4 @@
-"""The life of one process: its event loop, its signals, its background tasks."""
+"""The lifecycle of one process: its event loop, its signals and its background tasks."""
 
 import asyncio
 import ctypes
@@ -64,7 +64,7 @@ def set_parent_death_signal(parent: int) -> Callable[[], None]:
 
 
 def freeze_gc() -> None:
-    """Exclude all present objects from garbage collection. Call it after start-up: long collections delay tokens."""
+    """Exclude all present objects from garbage collection after start-up, because long collections delay tokens."""
     gc.collect()
     gc.freeze()
 

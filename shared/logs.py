@@ -1,4 +1,4 @@
-"""Log formats: plain text, or one JSON object per line, which includes the request that the line is about."""
+"""Log formats: plain text, or one JSON object per line. A JSON line includes the id of its request, if it has one."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from typing import Any
 
 TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 NOTHING: Mapping[str, str] = MappingProxyType({})
-MAX_PEERS = 1024  # that a RateLimitedLog remembers
+MAX_PEERS = 1024  # maximum peers that a RateLimitedLog remembers
 LINE_ENDS = {ord(end): repr(end)[1:-1] for end in "\n\r\v\f\x1b\x1c\x1d\x1e\x85\u2028\u2029"}
 _about: ContextVar[Mapping[str, str]] = ContextVar("about", default=NOTHING)
 
@@ -23,7 +23,7 @@ def about(request: str, traceparent: str) -> None:
 
 
 def fields(**values: object) -> dict[str, Any]:
-    """Return the `extra` of a log call: further fields of the JSON line. Prompts and keys must not be logged."""
+    """Return the `extra` argument that adds fields to a JSON log line. Prompts and keys must not be logged."""
     return {"fields": values}
 
 
@@ -71,7 +71,7 @@ class JsonLines(logging.Formatter):
 
 
 class RateLimitedLog:
-    """Logs the first problem with a peer, and its next one only after `reset`, so that retries do not fill the log."""
+    """Logs the first problem with a peer as a warning, and further ones at level debug until `reset`."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
@@ -87,7 +87,7 @@ class RateLimitedLog:
         self._logger.log(logging.WARNING if is_new else logging.DEBUG, "%s: %s", peer, text)
 
     def reset(self, peer: str) -> None:
-        """Log the next problem with this peer, because it works again."""
+        """Log the next problem with this peer as a warning again, because the peer works now."""
         with self._lock:
             self._peers.pop(peer, None)
 

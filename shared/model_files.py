@@ -1,4 +1,4 @@
-"""Finds the files of a model: in a local directory, or in a snapshot downloaded from the hub."""
+"""The files of a model, in a local directory or in a snapshot downloaded from the hub."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def resolve(model: str) -> Path:
-    """Return a local directory unchanged; download the snapshot of a hub id (`owner/name`). Raises ValueError."""
+    """Return the model's directory, and download it if `model` is a hub id (`owner/name`). Raises ValueError."""
     path = Path(model).expanduser()
     if model and path.is_dir():
         return path
@@ -23,6 +23,6 @@ def resolve(model: str) -> Path:
         ) from None
     try:
         return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.jinja"]))
-    except (OSError, ValueError, RuntimeError) as error:  # all that the hub and the network raise
+    except (OSError, ValueError, RuntimeError) as error:  # all errors of the hub and the network
         reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
         raise ValueError(f"model {model!r} is no local directory, and downloading it failed: {reason}") from None

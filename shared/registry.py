@@ -28,11 +28,11 @@ from shared.rpc.methods import JOIN, PEER_FAILURES, RpcServer
 
 log = logging.getLogger("baton.registry")
 REDIS_TIMEOUT_S = 0.5
-# What the client can raise for a failed Redis, or for a server that is not Redis: its parser does not convert its own
-# errors on malformed replies. All are caught, so that the tasks continue and notice when Redis is back.
+# The errors that the client raises if Redis has failed, or if the server is not Redis. On malformed replies, its parser
+# raises any of them. All are caught, so that the tasks continue and notice when Redis is back.
 REDIS_FAILURES = (RedisError, OSError, TimeoutError, ValueError, TypeError, AttributeError, LookupError, RecursionError)
 LEASE_HEARTBEATS = 3
-FAILURES_TO_LOG = 15  # the first ones occur while a router starts, or ends together with its nodes
+FAILURES_TO_LOG = 15  # fewer failures are normal while a router starts, or stops together with its nodes
 MAX_NODES = 4096
 MAX_TEXT, MAX_ATTRIBUTES = 1024, 64
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -40,9 +40,9 @@ ADDRESS = re.compile(r"[\w.:%-]{1,255}:(\d{1,5})", re.ASCII)
 
 
 def check_node(info: NodeInfo) -> None:
-    """Raise DecodeError, with the name of the field, unless every value is possible for a node.
+    """Check that every value is possible for a node. Raises DecodeError, which names the field, if one is not.
 
-    Whether the values are true shows only on the stream to the node itself.
+    Only the stream to the node itself shows whether the values are true.
     """
     address = ADDRESS.fullmatch(info.address)
     if not NAME.fullmatch(info.id) or not NAME.fullmatch(info.incarnation_id):
@@ -61,7 +61,7 @@ def check_node(info: NodeInfo) -> None:
 
 
 class Registry:
-    """The router's side: keeps `nodes`, by id, up to date, and calls `changed` after each change."""
+    """The router's side. It keeps `nodes` (by id) up to date, and calls `changed` after each change."""
 
     kind: str
     state = "ok"  # or "down"
@@ -77,7 +77,7 @@ class Registry:
 
 
 class Announcer:
-    """A node's side: keeps `info` in the registry, also after the registry restarts, until `close` removes it."""
+    """A node's side. It keeps `info` in the registry, even if the registry restarts, until `close` removes it."""
 
     info: NodeInfo
 
@@ -259,8 +259,8 @@ class RedisRegistry(Registry):
     """Reads all keys from Redis every half second.
 
     A node leaves the list only after its key was absent from every answer for a whole lease, so a Redis that restarts
-    empty does not empty the list. The names of crashed nodes are removed from the index in Redis after the same time;
-    otherwise `MAX_NODES` of them would hide all live nodes.
+    empty does not empty the list. The names of crashed nodes are removed from the index in Redis after the same time,
+    because only `MAX_NODES` names are read, and names of crashed nodes could hide all live nodes.
     """
 
     kind = "redis"
@@ -273,7 +273,7 @@ class RedisRegistry(Registry):
         self._identity = tls.own()
         self._prefix, self._index = _keys(cluster)
         self._interval_s = heartbeat_s
-        self._absent_since: dict[str, float] = {}  # names of listed nodes, or in the index, that have no key
+        self._absent_since: dict[str, float] = {}  # names in `nodes` or in the index that have no key
         self._tasks = TaskGroup()
 
     async def start(self, changed: Callable[[], None]) -> None:
@@ -299,12 +299,12 @@ class RedisRegistry(Registry):
                 if nodes != self.nodes:
                     self.nodes = nodes
                     changed()
-                with contextlib.suppress(*REDIS_FAILURES):  # a read-only account; the next read sees a lost Redis
+                with contextlib.suppress(*REDIS_FAILURES):  # read-only account; the next read notices a lost Redis
                     await self._remove_names([member for name, member in missing.items() if name in stale])
             await asyncio.sleep(self._interval_s)
 
     async def _read(self) -> tuple[dict[str, NodeInfo], dict[str, bytes]]:
-        """Return the nodes, and the names in the index that have no key, as text and as stored."""
+        """Return the nodes by name, and the names in the index that have no key, with their stored bytes."""
         members = sorted(await self._client.smembers(self._index))
         self.skipped += max(0, len(members) - MAX_NODES)
         names = {member.decode("utf-8", "replace"): member for member in members[:MAX_NODES]}
@@ -330,7 +330,7 @@ class RedisRegistry(Registry):
         return {name for name, since in self._absent_since.items() if now - since > LEASE_HEARTBEATS * self._interval_s}
 
     async def _remove_names(self, members: list[bytes]) -> None:
-        """Remove names from the index, and add those again whose nodes have set their keys in the meantime."""
+        """Remove names from the index. Restore a name if its node has set its key in the meantime."""
         if members:
             await self._client.srem(self._index, *members)
             values = await self._client.mget([self._prefix.encode() + member for member in members])

@@ -1,4 +1,4 @@
-"""W3C Trace Context: the trace of the client that a request belongs to (https://www.w3.org/TR/trace-context/).
+"""W3C Trace Context: the client's trace to which a request belongs (https://www.w3.org/TR/trace-context/).
 
 Baton reports no spans, so it forwards the client's header with the parent id unchanged, as the specification allows. If
 the client sends no valid header, the request starts a new trace.
@@ -12,17 +12,17 @@ FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.
 
 
 def traceparent_of(headers: Sequence[str]) -> str:
-    """Return the traceparent of a request, in version 00, from all its headers of that name.
+    """Return the traceparent of a request, in version 00. `headers` are all its headers of that name.
 
-    Return a new one if there is no header, more than one, or an invalid one: malformed, of version ff, or with an id of
-    zeros only.
+    Return a new traceparent if there is no header, more than one, or an invalid one. A header is invalid if it is
+    malformed, has version ff, or has an id of zeros only.
     """
     found = FORM.fullmatch(headers[0]) if len(headers) == 1 else None
     if found is not None:
         version, trace, parent, flags, rest = found.groups()
         is_known = version != "ff" and (version != "00" or rest is None)
         if is_known and int(trace, 16) and int(parent, 16):
-            # From a later version, only the fields of version 00 are forwarded, and only the flag "sampled".
+            # If the version is later, only the fields of version 00 and the flag "sampled" are forwarded.
             return f"00-{trace}-{parent}-{flags if version == '00' else f'{int(flags, 16) & 1:02x}'}"
     return f"00-{_id(16)}-{_id(8)}-01"
 

@@ -24,7 +24,7 @@ PREFIX = "BATON_"
 CLIENTS = ("url", "api_key")  # settings of the commands that call a router
 MAX_CPU = 4095
 SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,6})?) ?(?:([KMGT])(I?))?B?", re.IGNORECASE | re.ASCII)
-MAX_SIZE = 10**18  # 18 digits, which SIZE accepts: processes pass sizes to each other in bytes
+MAX_SIZE = 10**18  # processes pass sizes to each other in bytes, and SIZE accepts 18 digits
 SIZE_FORMS = "bytes, or a number with KiB, MiB, GiB, TiB, kB, MB, GB or TB, as in 512MiB"
 EVERY_ADDRESS = ("0.0.0.0", "::")
 
@@ -33,7 +33,7 @@ EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 def parse_size(value: int | str) -> int:
-    """Return the bytes in "512MiB" (1024s), "2GB" (1000s) or "4096". Raises ValueError for anything else."""
+    """Return the bytes of a size such as "512MiB", "2GB" or "4096". Raises ValueError if it is malformed."""
     match = SIZE.fullmatch(str(value).strip())
     # "2G" is rejected, since it is 2 GB in some programs and 2 GiB in others.
     if match is None or (match[2] and not match[0].upper().endswith("B")):
@@ -46,7 +46,7 @@ def parse_size(value: int | str) -> int:
 
 
 def parse_cpus(value: str | Iterable[int]) -> tuple[int, ...]:
-    """Return the CPU numbers in "0,2-3", sorted and without duplicates; "" is none. Raises ValueError."""
+    """Return the sorted CPU numbers of a list such as "0,2-3". Raises ValueError if it is malformed."""
     if not isinstance(value, str):
         return tuple(sorted(set(value)))
     cpus: set[int] = set()
@@ -73,7 +73,7 @@ def is_size(field: FieldInfo) -> bool:
 
 
 def private_directory() -> str:
-    """Return a directory for unix sockets that no other user can write to, with the short path that sockets need."""
+    """Return a directory for unix sockets. No other user can write to it, and its path is short enough for sockets."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and os.access(runtime, os.W_OK):
         return str(Path(runtime) / "baton")
@@ -149,7 +149,7 @@ def setting(default: Any, description: str) -> Any:
 
 
 class Settings(BaseModel):
-    """The base class of all settings: frozen; unknown keys are errors. The fields in `needed` must not be empty."""
+    """The base class of all settings. It is frozen and rejects unknown keys. Fields in `needed` must not be empty."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
     needed: ClassVar[tuple[str, ...]] = ("model",)
@@ -234,7 +234,7 @@ class ServingSettings(CommonSettings):
 
 
 class ComputingSettings(CommonSettings):
-    """The nodes; names are vLLM's where it has one"""
+    """The nodes; a setting that vLLM also has is named as in vLLM"""
 
     device: Device = setting("auto", "Device that the node computes on.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
@@ -336,8 +336,8 @@ def variable_of(name: str) -> str:
 def resolve(kind: type[S], flags: Mapping[str, object], environment: Mapping[str, str]) -> tuple[S, dict[str, str]]:
     """Return the settings and the source of each: "flag --port", "environment BATON_PORT" or "default".
 
-    `flags` maps fields to values from the command line, None for those not given. An empty variable counts as unset.
-    Raises ConfigError: one line that names the source, the value and the values allowed.
+    `flags` maps fields to values from the command line, or to None. An empty variable counts as unset. Raises
+    ConfigError if a value is invalid; its message is one line with the source, the value and the allowed values.
     """
     _refuse_misspelt(kind, environment)
     given = {name: (f"flag {flag_of(name)}", value) for name, value in flags.items() if value is not None}
@@ -354,7 +354,7 @@ def resolve(kind: type[S], flags: Mapping[str, object], environment: Mapping[str
 def _refuse_misspelt(kind: type[Settings], environment: Mapping[str, str]) -> None:
     """Raise ConfigError for a variable whose name is close to that of a setting.
 
-    Other variables may be meant for another process, or come from a container platform.
+    Other unknown variables are ignored: they may be for another process, or come from a container platform.
     """
     known = {*kind.model_fields, *RouterSettings.model_fields, *NodeSettings.model_fields, *CLIENTS}
     for variable in sorted(environment):
@@ -366,7 +366,7 @@ def _refuse_misspelt(kind: type[Settings], environment: Mapping[str, str]) -> No
 
 
 def _complaint(kind: type[Settings], error: ValidationError, sources: Mapping[str, str]) -> str:
-    """Describe the first error, and only that, in one line."""
+    """Describe the first error in one line."""
     first = error.errors(include_url=False)[0]
     own_words = str(first["ctx"]["error"]) if first["type"] == "value_error" else ""
     if not first["loc"]:

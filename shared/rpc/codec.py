@@ -1,8 +1,8 @@
 """The msgpack codec of the control plane: a dataclass is encoded as an array of its fields, in order.
 
 All processes of a cluster run the same version, so an array has exactly the fields of its dataclass. The decoder
-follows the types of the fields. It raises `DecodeError`, with the name of the field, at the first value that does not
-fit, and never builds a value for which the types have no place. Only this module imports msgpack.
+follows the types of the fields. At the first value of a wrong type it raises `DecodeError`, which names the field. It
+never builds a value that the types do not allow. Only this module imports msgpack.
 """
 
 import types
@@ -73,7 +73,7 @@ class _Source:
         self._items_left = MAX_ITEMS
 
     def count(self, header: Callable[[], int], cost: int, where: str, what: str) -> int:
-        """Read the header of a list or map, and return its length. Raises DecodeError for too many items in all."""
+        """Read the header of a list or map, and return its length. Raises DecodeError if there are too many items."""
         try:
             number = header()
         except BAD_BYTES:

@@ -5,7 +5,7 @@ for it are unsent. These classes replace it, using grpclib's public parts (Conne
 AbstractHandler, request_handler). The one override of private methods is `RpcChannel`; tests/shared/test_services.py
 fails if a release of grpclib stops calling them.
 
-Peers have proved with their certificate that they belong to the cluster, or are on this machine.
+A peer has proved with its certificate that it belongs to the cluster, or it runs on this machine.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ from shared.rpc import tls
 from shared.rpc.codec import MAX_MESSAGE_BYTES, DecodeError, MessageCodec
 
 CODEC = MessageCodec()
-CONNECT_S = 5.0  # to reach a peer, including the TLS handshake
+CONNECT_S = 5.0  # time limit for connecting to a peer, including the TLS handshake
 # A peer that is frozen or cut off sends no reset. By default, a client detects it after 2.0 to 2.6 s.
 PING_S = 0.65
 ANSWER_S = 1.9
-SERVER_ANSWER_S = 6.0  # longer than the clients' own; it frees what a lost or silent client holds
-FLUSH_S = 1.0  # to send the remaining bytes when a connection is closed
+SERVER_ANSWER_S = 6.0  # longer than the clients' limit; then the server frees the resources of a silent client
+FLUSH_S = 1.0  # time limit for sending the remaining bytes when a connection is closed
 WINDOW_BYTES = 4 << 20
 
 
@@ -53,8 +53,8 @@ def host_and_port(address: str) -> tuple[str, int]:
 class ClosingTransport:
     """A transport whose `write` raises StreamTerminatedError once closed, and whose `close` takes at most FLUSH_S.
 
-    Without it, a write after the end raises RuntimeError in uvloop and is ignored in asyncio, and both wait without
-    limit for a peer that does not read.
+    By default, a write to a closed transport raises RuntimeError in uvloop and is ignored in asyncio, and `close` waits
+    without limit for a peer that does not read.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -101,7 +101,7 @@ class BoundedStream(H2Stream):
 
 
 class RpcConnection(Connection):
-    """The state that grpclib keeps for a connection, with streams that are bounded."""
+    """The state that grpclib keeps for a connection. Its streams are bounded."""
 
     def __init__(self, http: H2Connection, transport: ClosingTransport, config: Configuration) -> None:
         super().__init__(http, cast(asyncio.Transport, transport), config=config)
@@ -116,7 +116,7 @@ class PeerProtocol(H2Protocol):
     """One HTTP/2 connection, on the client or the server, from `connection_made` to `connection_lost`.
 
     Runs on the event loop. It pings the peer, and closes the connection when the peer violates the protocol or leaves a
-    ping unanswered for `answer_s`. A server passes its `connections`, of which this is one while it is open.
+    ping unanswered for `answer_s`. A server passes its `connections`, which contain this one while it is open.
     """
 
     connection: RpcConnection

@@ -269,10 +269,10 @@ class RenewRequest:
 
 @dataclass(slots=True)
 class RenewReply:
-    """What the decode node still holds for the writer.
+    """The writer's reservations that the decode node still has.
 
     `has_reservations`: it has reservations of this writer, renewed or not. `quarantined`: the ids (16 bytes each,
-    concatenated) of reservations that it gave up; it does not reuse their blocks before the writer stops.
+    concatenated) of reservations in quarantine, whose blocks are not reused before the writer stops.
     """
 
     error: str = ""

@@ -1,4 +1,4 @@
-"""The RPCs of Baton. One line defines each; the handler of the server and the call of the client derive from it."""
+"""The RPCs of Baton. One line defines each RPC, both for the handler of the server and for the call of the client."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -106,7 +106,7 @@ def unary(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[
 
 
 class RpcServer:
-    """Serves RPCs on one port until `close`. Over TLS, and only to members of the cluster, if there is an identity.
+    """Serves RPCs on one port until `close`. With an identity, it uses TLS and rejects peers outside the cluster.
 
     `identity` defaults to that of this process, if any.
     """

@@ -23,7 +23,7 @@ from shared.errors import ConfigError
 from shared.logs import peer_log
 
 HANDSHAKE_S = 4.0
-MAX_HANDSHAKES = 512  # at once; a stranger may leave any number of them incomplete
+MAX_HANDSHAKES = 512  # at the same time; a stranger may leave any number of handshakes incomplete
 MAX_FILE_BYTES = 1 << 16
 PRIVATE_KEY = re.compile(rb"-----BEGIN ([A-Z ]*PRIVATE KEY)-----([A-Za-z0-9+/=\s]+)-----END \1-----")
 REGISTRY_PURPOSE = b"baton registry 1"
@@ -37,7 +37,7 @@ class ServerContext(ssl.SSLContext):
     """A server's side of TLS, with a bound on the connections that have not completed their handshake."""
 
     def __init__(self, _protocol: int) -> None:
-        self.handshakes: dict[ServerHandshake, float] = {}  # in progress, oldest first, since when
+        self.handshakes: dict[ServerHandshake, float] = {}  # in progress, oldest first: start times
         self.sslobject_class = ServerHandshake
 
 
@@ -48,7 +48,7 @@ class ServerHandshake(ssl.SSLObject):
         """Continue. Raises SSLError for an invalid client, or if too many other handshakes are in progress."""
         pending, now = cast(ServerContext, self.context).handshakes, time.monotonic()
         if self not in pending:
-            while pending and now - next(iter(pending.values())) > HANDSHAKE_S:  # those were closed
+            while pending and now - next(iter(pending.values())) > HANDSHAKE_S:  # asyncio closed these
                 del pending[next(iter(pending))]
             if len(pending) >= MAX_HANDSHAKES:
                 peer_log.warn("RPC clients", f"refused: {MAX_HANDSHAKES} TLS handshakes are in progress")
@@ -94,7 +94,7 @@ def _signature(key: bytes, name: str, data: bytes) -> bytes:
 def read_identity(path: str) -> ClusterIdentity:
     """Load a PEM file written by `baton secret`, or a directory with ca.crt, tls.crt and tls.key.
 
-    Raises ConfigError, which never quotes the contents.
+    Raises ConfigError if it cannot be used; the message never quotes the contents.
     """
     flag = f"--cluster-secret-file {path}"
     file = Path(path)

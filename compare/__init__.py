@@ -1,1 +1,1 @@
-"""Comparison of ways to serve the same traffic on the same devices: what was better, how sure that is, and why."""
+"""Comparison of ways to serve the same traffic on the same devices: which is better, with what confidence, and why."""

@@ -13,7 +13,7 @@ from shared.errors import ConfigError
 
 GRAMMAR = "colocated:N or disaggregated:XpYd, with @policy,setting=value after it"
 TOPOLOGY = re.compile(r"(colocated):(\d{1,3})|(disaggregated):(\d{1,3})p(\d{1,3})d", re.ASCII)
-# Set by the comparison itself, equally for all arms.
+# The comparison sets these settings itself, to the same values for all arms.
 OURS = frozenset(
     {"model", "mode", "host", "port", "registry", "registry_host", "registry_port", "cluster", "served_model_name"}
     | {"cpus", "emulate", "id", "log_level", "log_format", "drain_timeout_s"}
@@ -21,18 +21,18 @@ OURS = frozenset(
 
 
 class ArmSettings(ServingSettings, ComputingSettings):
-    """Settings of an arm: every setting of its router and its nodes."""
+    """All settings that an arm may set for its router and its nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One stack under comparison: its numbers of nodes, each on one device, and its settings."""
+    """One stack under comparison: how many nodes of each role it has, one per device, and its settings."""
 
     name: str
     prefill: int
     decode: int
-    settings: Mapping[str, str] = field(default_factory=dict)  # by field of shared.config, as text
-    url: str = ""  # of a stack that runs already; its numbers are 0 until it is connected
+    settings: Mapping[str, str] = field(default_factory=dict)  # values as text, by the names of fields of shared.config
+    url: str = ""  # of a running stack, whose `prefill` and `decode` are 0 until it is connected
 
     @property
     def devices(self) -> int:
@@ -47,7 +47,7 @@ class Arm:
         return self.settings.get("policy", ArmSettings.model_fields["policy"].default)
 
     def flags(self) -> list[str]:
-        """Return the flags of `baton up` for its topology and settings."""
+        """Return the flags of `baton up` for this arm's topology and settings."""
         flags = ["--mode", self.mode, "--decode", str(self.decode)]
         flags += ["--prefill", str(self.prefill)] if self.prefill else []
         for name, value in self.settings.items():
@@ -57,13 +57,13 @@ class Arm:
         return flags
 
     def document(self) -> dict[str, object]:
-        """Return its entry in report.json."""
+        """Return the arm's entry in report.json."""
         numbers = {"devices": self.devices, "prefill": self.prefill, "decode": self.decode}
         return {"name": self.name, **numbers, "policy": self.policy, "settings": dict(self.settings)}
 
 
 def parse_arm(text: str, common: Mapping[str, str] = {}) -> Arm:
-    """Parse one arm, whose own settings override `common`. Raises ConfigError with the wrong part."""
+    """Parse one arm. Its own settings override `common`. Raises ConfigError, which names the part that is wrong."""
     topology, _, tail = text.partition("@")
     match = TOPOLOGY.fullmatch(topology)
     if match is None:
@@ -71,13 +71,13 @@ def parse_arm(text: str, common: Mapping[str, str] = {}) -> Arm:
     prefill, decode = (int(match[4]), int(match[5])) if match[3] else (0, int(match[2]))
     if decode < 1 or (match[3] and prefill < 1):
         raise ConfigError(f"--arms {text}: an arm needs a device for each of its roles; write {GRAMMAR}")
-    # A disaggregated arm always disaggregates, unless its settings let the router choose per request.
+    # A disaggregated arm disaggregates every request, unless its settings let the router decide per request.
     split = {"disaggregate": "always"} if prefill else {}
     return Arm(text, prefill, decode, split | dict(common) | parse_settings(f"--arms {text}", tail))
 
 
 def parse_settings(source: str, text: str) -> dict[str, str]:
-    """Parse "policy,setting=value,...". Raises ConfigError with a line that begins with `source`."""
+    """Parse "policy,setting=value,...". Raises ConfigError, whose message begins with `source`."""
     settings: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = part.partition("=")
@@ -95,8 +95,8 @@ def parse_settings(source: str, text: str) -> dict[str, str]:
 
 
 def parse_arms(texts: Sequence[str], common: Sequence[str] = (), *, unequal: bool = False) -> list[Arm]:
-    """Parse two or more different arms, with equal numbers of devices unless `unequal`. `common` settings, as
-    SETTING=VALUE, apply to all of them. Raises ConfigError."""
+    """Parse the arms. `common` are settings of all arms, each as SETTING=VALUE. Raises ConfigError if there are fewer
+    than two arms, if two are equal, or if their numbers of devices differ and `unequal` is not set."""
     shared = parse_settings("--set", ",".join(common))
     if any("=" not in text for text in common):
         raise ConfigError("--set: write SETTING=VALUE, as in --set max_num_seqs=32")
@@ -116,14 +116,14 @@ def parse_arms(texts: Sequence[str], common: Sequence[str] = (), *, unequal: boo
 
 
 def copy_of(arm: Arm) -> Arm:
-    """Return the negative control: the same arm again, as a separate stack."""
+    """Return the negative control: a copy of the arm that runs as a separate stack."""
     return Arm(f"{arm.name} (control)", arm.prefill, arm.decode, arm.settings, arm.url)
 
 
 def cores_of(arms: Sequence[Arm], cores: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Return the cores of each arm. On a CPU a device is a set of cores, of the same size in every arm.
+    """Return the cores of each arm. On a CPU, a device is a set of cores, and all arms use sets of the same size.
 
-    Raises ConfigError if there are fewer cores than devices: nodes that share a core would measure the sharing.
+    Raises ConfigError if there are fewer cores than devices, because nodes that share a core slow each other down.
     """
     most = max(arm.devices for arm in arms)
     each = len(cores) // most

@@ -1,4 +1,4 @@
-"""The `baton compare` command. What it needs is imported when it runs, so that `baton --help` is quick."""
+"""The `baton compare` command. It imports its modules when it runs, so that `baton --help` is fast."""
 
 import asyncio
 import inspect
@@ -13,7 +13,7 @@ BAD_INPUT = 2
 
 
 def compare(**given: Any) -> int:
-    """Run the command. Return 0 with a verdict, 1 without; raise SystemExit(2) after one line for what cannot run."""
+    """Run the command. Return 0 if there is a verdict, else 1. On bad input, print one line and raise SystemExit(2)."""
     try:
         from compare.main import run_compare
     except ModuleNotFoundError as error:
@@ -38,6 +38,6 @@ def _parameters() -> list[inspect.Parameter]:
     ]
 
 
-# Typer reads a function's signature; the flags are declared once, in CompareOptions.
+# Typer reads the flags from the function's signature, which is generated from the fields of CompareOptions.
 compare.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
 compare.__annotations__ = {parameter.name: parameter.annotation for parameter in _parameters()}

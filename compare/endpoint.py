@@ -1,4 +1,4 @@
-"""A client of one stack: an OpenAI API at a URL and, if it is Baton's, the records of its router."""
+"""A client of one stack, which calls its OpenAI API and, if the stack is Baton, reads the records of its router."""
 
 import asyncio
 import contextlib
@@ -12,20 +12,20 @@ from shared.api_client import bearer
 
 REQUEST_TIMEOUT_S = 60.0
 IDLE_POLL_S = 0.2
-STILL_FOR = 3  # polls in a row without a new step: nodes report twice a second
-SUMMARIES = 4000  # the most that a router keeps
+STILL_FOR = 3  # consecutive polls without a new step; nodes report twice a second
+SUMMARIES = 4000  # the largest number that a router keeps
 
 Document = dict[str, Any]
 
 
 class EndpointError(Exception):
-    """The URL does not answer, or not as it should; the message is one line."""
+    """The URL gives no answer or an unexpected one. The message is one line."""
 
 
 class Endpoint:
-    """Client of one stack, used on one event loop. Every call raises EndpointError.
+    """Client of one stack, used on one event loop. Every method that sends a request may raise EndpointError.
 
-    `is_baton`, `model` and `max_model_len` (0: unknown) are known after `connect`.
+    `connect` sets `is_baton`, `model` and `max_model_len` (0: unknown).
     """
 
     def __init__(self, url: str, api_key: str = "") -> None:
@@ -34,11 +34,11 @@ class Endpoint:
         self.is_baton = False
         self.model = ""
         self.max_model_len = 0
-        # A proxy of the user's environment would add its own time.
+        # Ignore proxy settings, because a proxy would add its own delay.
         self._client = httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, trust_env=False, headers=bearer(api_key))
 
     async def connect(self) -> None:
-        """Find out which model it serves and whether it is Baton."""
+        """Determine which model the stack serves and whether it is Baton."""
         models = (await self._json("/v1/models")).get("data") or []
         if not models:
             raise EndpointError(f"{self.url}/v1/models lists no model; is it an OpenAI API?")
@@ -50,30 +50,30 @@ class Endpoint:
         return await self._json("/v1/status")
 
     async def requests(self) -> list[Document]:
-        """Return summaries of the latest requests, the newest first."""
+        """Return the summaries of the latest requests, newest first."""
         return list((await self._json(f"/v1/requests?limit={SUMMARIES}"))["requests"])
 
     async def timeline(self, identity: str) -> Document:
         return await self._json(f"/v1/requests/{identity}/timeline")
 
     async def steps(self, node: str, since_ms: float) -> list[Document]:
-        """Return the node's steps since a Unix time, oldest first, each by the names of its columns."""
+        """Return the node's steps since a Unix time, oldest first. Each step maps names of columns to values."""
         answer = await self._json(f"/v1/steps?node={node}&since_ms={since_ms:.3f}&limit=65536")
         return [dict(zip(answer["fields"], row, strict=True)) for row in answer["steps"]]
 
     async def trace(self, last_s: float) -> bytes:
-        """Return the last `last_s` seconds in Chrome's trace format."""
+        """Return a trace of the last `last_s` seconds in Chrome's format."""
         return (await self._send("GET", f"/trace?last={last_s:.0f}s")).content
 
     async def complete(self, prompt: Sequence[int], max_tokens: int, salt: str) -> list[int]:
-        """Return a greedy answer of exactly `max_tokens`, as token ids."""
+        """Request a greedy answer of exactly `max_tokens` tokens, and return its token ids."""
         body: Document = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "return_token_ids": True} | ({"cache_salt": salt} if self.is_baton else {})
         choice = (await self._send("POST", "/v1/completions", json=body)).json()["choices"][0]
         return list(choice.get("token_ids") or (choice.get("text") or "").encode())
 
     async def until_idle(self, timeout_s: float) -> bool:
-        """Wait until no request runs, every block is free and no node makes steps. Return False after the timeout."""
+        """Wait until no request runs, no block is in use and no node runs steps. Return False after the timeout."""
         deadline = time.monotonic() + timeout_s
         seen, still = -1, 0
         while time.monotonic() < deadline:
@@ -109,7 +109,7 @@ class Endpoint:
 
 
 def is_idle(status: Document) -> bool:
-    """Return whether no request runs and no block is in use; cached blocks are not in use."""
+    """Return whether no request runs and no block is in use. Cached blocks do not count as in use."""
     nodes = [node for node in status["nodes"] if node["alive"]]
     blocks = [node["blocks"] for node in nodes]
     return (

@@ -1,4 +1,4 @@
-"""Runs `baton compare`, from its options to its report. Every option is checked before anything starts."""
+"""Runs `baton compare`. It checks all options before it starts any process, and writes the report."""
 
 import json
 import os
@@ -29,23 +29,23 @@ from shared.errors import ConfigError
 from shared.model_files import DEMO_MODEL, resolve
 
 NO_VERDICT = 1
-BUSY = 0.5  # load per core, from other processes, that distorts the figures
+BUSY = 0.5  # if other processes cause a higher load per core, they distort the figures
 DEFAULT_ARMS = ("colocated:2", "disaggregated:1p1d")
-PRESET_RATE = 4.0  # requests per second that keep two cores busy with the demo model, but not overloaded
-PRESET_SCALE = 0.5  # of a preset's lengths, which are those of larger models
+PRESET_RATE = 4.0  # requests per second; with the demo model, they keep two cores busy without overloading them
+PRESET_SCALE = 0.5  # factor for a preset's lengths, because they come from traffic of larger models
 TOO_LONG = ("error", "cut", "drop")
 ON = ("live", "emulated")
-PREFLIGHT_TOKENS = (1, 16, 40, 100, 250)  # shorter than a block, one block, several, and a chunk or more
-WORDS_ONLY = 4096  # ids if the model is not local: they become words, see `compare.load.outcome.body_of`
+PREFLIGHT_TOKENS = (1, 16, 40, 100, 250)  # less than a block, one block, several blocks, and a chunk or more
+WORDS_ONLY = 4096  # number of ids if the model is not local; `compare.load.outcome.body_of` turns them into words
 
 
 async def run_compare(options: CompareOptions) -> int:
-    """Return the exit status: 0 with a verdict, 1 without. Raises ConfigError for what cannot be run."""
+    """Run the comparison. Return 0 if there is a verdict, else 1. Raises ConfigError if it cannot be run."""
     experiment, deployments, plan = prepare(options)
     out = experiment.out
     try:
         (out / "logs").mkdir(parents=True, exist_ok=True)
-        (out / "requests.jsonl").write_text("")  # remove those of an earlier session
+        (out / "requests.jsonl").write_text("")  # discard the requests of an earlier session
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}") from None
     reporter = TerminalReporter()
@@ -72,20 +72,20 @@ async def run_compare(options: CompareOptions) -> int:
 
 
 def save_report(report: Document, out: Path) -> int:
-    """Write the report, print where it is, and return the exit status. A failure is printed in one line."""
+    """Write the report, print its path, and return the exit status. If writing fails, print one line instead."""
     try:
         page = write_report(report, out)
     except (OSError, ValueError) as error:
         print(f"baton compare: cannot write the report: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
         return NO_VERDICT
-    for name in ("arrivals.jsonl", "outcomes.jsonl", "outcomes.spec.json"):  # of the last period only
+    for name in ("arrivals.jsonl", "outcomes.jsonl", "outcomes.spec.json"):  # these files describe only the last period
         (out / name).unlink(missing_ok=True)
     print(f"report: {page}")
     return 0 if report["valid"] else NO_VERDICT
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """Return the command that repeats the session, without its API key, because reports are shared."""
+    """Return the command that repeats the session. It lacks the API key, because reports are shared."""
     kept = re.sub(r"(^|\0)--api-key(=|\0)[^\0]*", r"\1--api-key\2...", "\0".join(arguments))
     return shlex.join(["baton", *(kept.split("\0") if kept else [])])
 
@@ -94,9 +94,9 @@ def command_line(arguments: Sequence[str]) -> str:
 
 
 def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
-    """Return the experiment of these options, its arms, and the plan to announce.
+    """Return the experiment for these options, the deployments of its arms, and the plan to print.
 
-    Raises ConfigError: one line with the flag and the remedy.
+    Raises ConfigError, whose one line names the flag and the remedy.
     """
     _check_choices(options)
     model = _model_of(options)
@@ -111,7 +111,7 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
     trace = read_trace(options.trace, options.trace_format, encode) if options.trace else []
     traffic = lru_cache(partial(traffic_of, options.duration, traffic_plan(options, limit), vocabulary, trace))
     for seed in seeds:
-        traffic(seed)  # so that traffic that cannot be drawn is reported now
+        traffic(seed)  # reports impossible traffic before anything starts
     experiment = Experiment(
         arms=tuple(arms),
         control=control,
@@ -155,7 +155,7 @@ def _check_choices(options: CompareOptions) -> None:
 
 
 def _model_of(options: CompareOptions) -> Path | None:
-    """Return the model's directory; None for running stacks whose model is not local."""
+    """Return the model's directory, or None if --url is given without --model."""
     if not options.model:
         return None if options.url else DEMO_MODEL
     try:
@@ -176,7 +176,7 @@ def _arms_of(options: CompareOptions) -> list[Arm]:
 
 
 def _launches(options: CompareOptions, arms: list[Arm], model: str) -> dict[str, LaunchOptions]:
-    if options.on == "emulated":  # nodes that sleep need no core of their own
+    if options.on == "emulated":  # emulated nodes sleep, so they need no cores of their own
         return {arm.name: LaunchOptions(model, emulate=options.emulate or DEFAULT_EMULATED) for arm in arms}
     cores = cores_of(arms, sorted(os.sched_getaffinity(0)))
     gpus = num_gpus()
@@ -184,7 +184,7 @@ def _launches(options: CompareOptions, arms: list[Arm], model: str) -> dict[str,
 
 
 def traffic_plan(options: CompareOptions, max_model_len: int) -> TrafficPlan:
-    """Return the plan. Without a rate a trace has its own times, and a preset the usual rate."""
+    """Return the plan of the traffic. Without --rate, a trace uses its own times, and a preset uses PRESET_RATE."""
     is_preset = options.trace is None
     return TrafficPlan(
         source=(options.preset or PRESET_NAMES[0]) if is_preset else str(options.trace),
@@ -206,7 +206,7 @@ def traffic_of(
     seed: int,
     rate: float | None = None,
 ) -> Traffic:
-    """Return a seed's traffic. If the trace's own times are used, each seed has the next part of the trace."""
+    """Return a seed's traffic. If the trace's own times are used, each seed gets the next part of the trace."""
     if rate is not None:
         plan = replace(plan, rate=rate)
     elif plan.rate is None:
@@ -222,7 +222,7 @@ def _tokenizer(model: Path) -> Tokenizer:
 
 
 def vocabulary_of(model: Path, tokenizer: Tokenizer) -> tuple[PromptVocabulary, int]:
-    """Return the ids that prompts may contain, and the longest context (0: unknown). Raises ConfigError."""
+    """Return the ids that prompts may contain, and the model's longest context (0: unknown). Raises ConfigError."""
     try:
         config = json.loads((model / "config.json").read_text())
         limit = int(config.get("max_position_embeddings", 0))

@@ -11,7 +11,7 @@ DEFAULT_EMULATED = "h200-llama-3.1-8b"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
-    """What the command line asked for: each field is a flag. `compare.main` decides the defaults that are None."""
+    """The options of the command line; each field is a flag. `compare.main` replaces the defaults that are None."""
 
     more_arms: Annotated[list[str], typer.Argument(metavar="[ARM]...", show_default=False, hidden=True)] = field(
         default_factory=list

@@ -1,7 +1,7 @@
-"""The load generator, a process of its own (`python -m compare.load.client SPEC.json`) that `drive` runs.
+"""The load generator. `drive` runs it as a separate process, `python -m compare.load.client SPEC.json`.
 
-Open loop: every request starts at its time regardless of the server, with no limit on concurrency and no retries. The
-time of a token is when this process read the bytes that carried it.
+It is an open loop: every request starts at its scheduled time, without a limit on concurrency and without retries. The
+time of a token is when this process read the bytes that contain it.
 """
 
 import asyncio
@@ -38,13 +38,13 @@ from compare.load.outcome import (
 )
 from compare.load.traffic import Arrival
 
-LEAD_NS = 100_000_000  # from now to the run's second 0
+LEAD_NS = 100_000_000  # from now to second 0 of the run
 TICK_S = 0.01  # between two measurements of the event loop's lag
 PROGRESS_TICKS = 50
-KEEP_ALIVE_S = 2.0  # less than servers' 5 s, so that no request is sent on a connection that is being closed
+KEEP_ALIVE_S = 2.0  # servers close idle connections after 5 s; a shorter time avoids a request on a closing one
 PRIORITY = -10
-MAX_REFUSAL = 64 << 10  # bytes read of an answer that is not a stream
-LEAST_LAG_S, SLO_SHARE = 0.002, 0.02  # allowed lateness of requests at the 99th percentile
+MAX_REFUSAL = 64 << 10  # bytes to read of an error response
+LEAST_LAG_S, SLO_SHARE = 0.002, 0.02  # allowed lateness at the 99th percentile: seconds, or a share of the TTFT SLO
 ROOT = Path(__file__).resolve().parents[2]
 STOP_S = 5.0  # from SIGTERM to SIGKILL
 
@@ -53,28 +53,28 @@ ProgressCallback = Callable[[int, int, int], None]  # sent, finished, failed
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """A run to make. `arrivals` and `outcomes` are paths; `send`: "ids", or "text" for servers that take no ids."""
+    """The input of a run. `arrivals` and `outcomes` are paths. `send` is "ids", or "text" if a server takes no ids."""
 
     url: str  # of the server, without /v1
     model: str
     arrivals: str
     outcomes: str
     slo: LatencySlo = field(default_factory=LatencySlo)
-    timeout_s: float = 120.0  # of a request, from when it is due
+    timeout_s: float = 120.0  # timeout of a request, from its scheduled time
     send: str = "ids"
-    salt: str = ""  # separates this run's prompts from those in prefix caches
-    api_key: str = ""  # passed in the environment, because the spec's file stays with the report
+    salt: str = ""  # prevents hits in prefix caches with prompts of earlier runs
+    api_key: str = ""  # passed in the environment, because the spec is written to a file
 
 
 @dataclass(slots=True)
 class LoadRun:
-    """The state of one run, shared by the tasks of its requests, on the event loop."""
+    """The state of one run. The tasks of its requests share it on the event loop."""
 
     spec: LoadSpec
     session: aiohttp.ClientSession
     file: BinaryIO
     recording: LoadRecording
-    start_ns: int  # of the monotonic clock: second 0
+    start_ns: int  # second 0 of the run on the monotonic clock
     bodies: Sequence[bytes]
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     counted: list[str] = field(default_factory=list)
@@ -84,7 +84,7 @@ class LoadRun:
     lags_s: list[float] = field(default_factory=list)
     all_started: asyncio.Event = field(default_factory=asyncio.Event)
     broken: asyncio.Event = field(default_factory=asyncio.Event)
-    failure: str = ""  # why the run cannot continue, once `broken`
+    failure: str = ""  # why the run cannot continue, if `broken` is set
 
     def now_s(self) -> float:
         return (time.monotonic_ns() - self.start_ns) / 1e9
@@ -111,7 +111,7 @@ class LoadRun:
         self.broken.set()
 
     def report_progress(self) -> None:
-        """Write the counts for the parent process."""
+        """Print the counts, which the parent process reads."""
         counts = {"sent": self.num_sent, "finished": self.num_finished, "failed": self.num_ended - self.num_finished}
         try:
             print(json.dumps(counts), flush=True)
@@ -120,7 +120,7 @@ class LoadRun:
 
 
 async def _request(run: LoadRun, outcome: Outcome, body: bytes) -> None:
-    """Send one request, read its answer to the end and write its outcome."""
+    """Send one request, read its answer to the end, and write its outcome."""
     reader = CompletionReader(outcome, exact=run.spec.send == "ids")
     try:
         async with asyncio.timeout(outcome.scheduled_s + run.spec.timeout_s - run.now_s()):
@@ -133,7 +133,7 @@ async def _request(run: LoadRun, outcome: Outcome, body: bytes) -> None:
                     reader.feed(piece, run.now_s())
             reader.close()
     except (aiohttp.ClientError, OSError) as error:  # OSError includes a timeout
-        if reader.is_done:  # the answer was complete; the server kept its connection open, or broke it
+        if reader.is_done:  # the answer was complete before the connection timed out or broke
             reader.close()
         else:
             outcome.error = TIMEOUT if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"[:200]
@@ -146,7 +146,7 @@ async def _request(run: LoadRun, outcome: Outcome, body: bytes) -> None:
 
 
 async def _on_sent(_: aiohttp.ClientSession, context: SimpleNamespace, __: object) -> None:
-    """Record when a connection is reused or begins to be made: connecting counts as the server's time."""
+    """Record the time before a connection is made or reused, so that connecting counts as the server's time."""
     run, outcome = context.trace_request_ctx
     if outcome.sent_s is None:
         outcome.sent_s = run.now_s()
@@ -154,7 +154,7 @@ async def _on_sent(_: aiohttp.ClientSession, context: SimpleNamespace, __: objec
 
 
 def _start_on_time(run: LoadRun, loop: asyncio.AbstractEventLoop, stopped: threading.Event) -> None:
-    """Start every request at its time. Runs in a thread, because event loops sleep in whole milliseconds."""
+    """Start every request at its scheduled time. Runs in a thread, because event loops sleep for whole milliseconds."""
     for outcome in run.recording.outcomes:
         if stopped.wait(max(0.0, outcome.scheduled_s - run.now_s())):
             return
@@ -172,7 +172,7 @@ async def _watch(run: LoadRun) -> None:
 
 
 async def _send_all(run: LoadRun) -> None:
-    """Run all requests from the first to the end of the last. Raises OSError if the run cannot continue."""
+    """Run all requests and wait until they have ended. Raises OSError if the run cannot continue."""
     stopped = threading.Event()
     clock = threading.Thread(target=_start_on_time, args=(run, asyncio.get_running_loop(), stopped), daemon=True)
     watching, ended, broken = map(asyncio.create_task, (_watch(run), run.wait_ended(), run.broken.wait()))
@@ -189,7 +189,7 @@ async def _send_all(run: LoadRun) -> None:
 
 
 async def generate(spec: LoadSpec, outcomes: list[Outcome], bodies: Sequence[bytes], file: BinaryIO) -> None:
-    """Send every request at its time, read each answer to its end and write the recording. Raises OSError."""
+    """Send every request at its scheduled time, read the answers, and write the recording. Raises OSError."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ttl_dns_cache=None)
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # compression would bundle tokens
     headers |= {"Authorization": f"Bearer {spec.api_key}"} if spec.api_key else {}
@@ -212,9 +212,9 @@ async def generate(spec: LoadSpec, outcomes: list[Outcome], bodies: Sequence[byt
 
 
 def problems_of(outcomes: Sequence[Outcome], slo: LatencySlo, loop_lag_s: float = 0.0) -> list[str]:
-    """Return the reasons not to use a recording: the client sent late, read late, or could not see single tokens.
+    """Return the reasons not to use a recording, such as that the client sent or read late, or saw no single tokens.
 
-    `loop_lag_s` is the event loop's lag at the 99th percentile, which would count as the server's time.
+    `loop_lag_s` is the event loop's lag at the 99th percentile. A lag would be counted as the server's time.
     """
     problems = []
     lags = [outcome.sent_s - outcome.scheduled_s for outcome in outcomes if outcome.sent_s is not None]
@@ -233,13 +233,13 @@ def problems_of(outcomes: Sequence[Outcome], slo: LatencySlo, loop_lag_s: float 
             "be measured there"
         )
     broken = ["Connect" in outcome.error or "Disconnected" in outcome.error for outcome in outcomes]
-    if broken and broken[-1]:  # the server did not come back; a connection broken in between is a miss like any other
+    if broken and broken[-1]:  # if the last request worked, the server has recovered, and the others are misses
         problems.append(f"the server was unreachable, or went away, in {sum(broken)} of {len(outcomes)} requests")
     return problems
 
 
 def _prepare(spec: LoadSpec) -> tuple[list[Outcome], list[bytes]]:
-    """Return the open outcomes and the requests' bodies, which are made in advance so that no request is delayed."""
+    """Return empty outcomes and the bodies of the requests. Building them in advance avoids delays during the run."""
     outcomes, bodies = [], []
     with Path(spec.arrivals).open(encoding="utf-8") as file:
         for index, line in enumerate(file):
@@ -251,13 +251,13 @@ def _prepare(spec: LoadSpec) -> tuple[list[Outcome], list[bytes]]:
 
 
 def main(path: str) -> int:
-    """Run the process. Return 0, or 1 after one line on stderr."""
+    """Run the load generator. Return 0, or print one line on stderr and return 1."""
     try:
         fields = json.loads(Path(path).read_text(encoding="utf-8"))
         api_key = os.environ.get("BATON_API_KEY", "")
         spec = LoadSpec(**fields | {"slo": LatencySlo(**fields.get("slo", {})), "api_key": api_key})
         outcomes, bodies = _prepare(spec)
-        with suppress(OSError):  # needs a privilege; a late client would count against the server
+        with suppress(OSError):  # needs a privilege; lowers the client's delays, which would count as the server's
             os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
         gc.collect()
         gc.freeze()
@@ -270,15 +270,15 @@ def main(path: str) -> int:
     return 0
 
 
-# ---- running it as a process ---------------------------------------------------------------------------------------
+# ---- running the load generator as a process -----------------------------------------------------------------------
 
 
 async def drive(
     spec: LoadSpec, arrivals: Sequence[Arrival], on_progress: ProgressCallback | None = None
 ) -> LoadRecording:
-    """Make one run. The recording has an outcome for every arrival, even if the load generator died.
+    """Make one run. The recording has an outcome for every arrival, even if the load generator crashed.
 
-    Writes the arrivals and the spec next to the outcomes. Raises OSError if that fails.
+    Writes the files of the arrivals and the spec for the load generator. Raises OSError if that fails.
     """
     path = _write(spec, arrivals)
     process = await asyncio.create_subprocess_exec(
@@ -307,14 +307,14 @@ async def drive(
 
 def _write(spec: LoadSpec, arrivals: Sequence[Arrival]) -> Path:
     write_arrivals(Path(spec.arrivals), arrivals)
-    Path(spec.outcomes).unlink(missing_ok=True)  # of an earlier run
+    Path(spec.outcomes).unlink(missing_ok=True)  # left by an earlier run
     path = Path(spec.outcomes).with_suffix(".spec.json")
     path.write_text(json.dumps(asdict(replace(spec, api_key=""))), encoding="utf-8")
     return path
 
 
 def write_arrivals(path: Path, arrivals: Sequence[Arrival]) -> None:
-    """Write arrivals in the "own" trace format, so that a run's traffic can be sent again."""
+    """Write the arrivals in the trace format "own", so that the traffic can be sent again."""
     with path.open("w", encoding="utf-8") as file:
         for arrival in arrivals:
             due = {"t": arrival.at_s, "prompt": arrival.prompt, "max_tokens": arrival.max_tokens}
@@ -340,7 +340,7 @@ def _complete(spec: LoadSpec, arrivals: Sequence[Arrival], problems: list[str]) 
 
 
 def python_path() -> str:
-    """Return the PYTHONPATH with which a process finds our modules first."""
+    """Return a PYTHONPATH that begins with this checkout."""
     return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
 
 

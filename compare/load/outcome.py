@@ -1,7 +1,7 @@
-"""The recording of one run of the load generator: an outcome for every request that was due, filled from its stream.
+"""The recording of one run of the load generator: an outcome for every scheduled request, filled from its stream.
 
-Tokens are counted, not events: by their ids, else by logprobs, else by the running usage, else one per event. Times
-are seconds since the run's start on the client's monotonic clock. Nothing is judged here.
+Tokens are counted by their ids if the server sends them, else by logprobs, else by the running usage, else as one per
+event. Times are seconds since the run's start on the client's monotonic clock.
 """
 
 import json
@@ -12,22 +12,22 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = "timeout"  # the error of a request that timed out
+TIMEOUT = "timeout"  # value of `Outcome.error` after a timeout
 TBT_OF = ("p99", "max", "mean")
 SCHEMA = "baton.outcomes/1"
 HEAD = ("started_unix_ns",)
 TAIL = ("counted", "problems")
 COUNTS = ("ids", "logprobs", "usage", "events")  # how tokens are counted, most reliable first
-MAX_LINE = 16 << 20  # bytes of one event: large enough for an echoed prompt, small enough to bound memory
+MAX_LINE = 16 << 20  # bytes of one event; an echoed prompt fits, and memory stays bounded
 WORDS = ("of", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")  # a token each
 
 
 @dataclass(frozen=True, slots=True)
 class LatencySlo:
-    """Latency limits of a good request, in milliseconds; 0 is no limit.
+    """Latency limits that a request must meet, in milliseconds; 0 means no limit.
 
-    `tbt_of` is the figure of one request's gaps between tokens that must keep `tbt_ms`: their 99th percentile ("p99"),
-    the longest ("max") or the mean ("mean", which is TPOT). Raises ValueError for an invalid limit.
+    `tbt_ms` limits a statistic of the gaps between one request's tokens, which `tbt_of` selects: the 99th percentile
+    ("p99"), the maximum ("max") or the mean ("mean", also called TPOT). Raises ValueError if a limit is invalid.
     """
 
     ttft_ms: float = 0.0
@@ -44,25 +44,25 @@ class LatencySlo:
 
 @dataclass(slots=True)
 class Outcome:
-    """One request as the client saw it. It finished if `finish` is set and `error` is empty; otherwise it is a miss.
+    """One request as observed by the client. It finished if `finish` is set and `error` is empty; otherwise it failed.
 
-    `token_s` has one time per token; tokens of one read share it. `tokens` are their ids, empty if the endpoint does
-    not return ids.
+    `token_s` has one time per token. Tokens that arrived in one read have the same time. `tokens` are the ids, and is
+    empty if the endpoint does not return ids.
     """
 
     index: int  # position among the run's arrivals
-    id: str  # the router's id of the request, "" before the first event
+    id: str  # the router's id of the request; "" until the first event
     scheduled_s: float
     sent_s: float | None = None
     first_byte_s: float | None = None
     token_s: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     finish: str = ""
-    error: str = ""  # TIMEOUT, or one line
+    error: str = ""  # TIMEOUT, or a message of one line
     prompt_tokens: int = 0
     max_tokens: int = 0
-    ended_s: float | None = None  # when the client received the end of the answer, or gave up
-    slo: LatencySlo | None = None  # the request's own, in place of the run's
+    ended_s: float | None = None  # when the answer ended, or when the client stopped waiting for it
+    slo: LatencySlo | None = None  # overrides the SLO of the run
 
     @property
     def finished(self) -> bool:
@@ -71,9 +71,9 @@ class Outcome:
 
 @dataclass(slots=True)
 class LoadRecording:
-    """A run as the client saw it. `problems` are the reasons not to use it; empty if it is valid."""
+    """A run as observed by the client. `problems` are the reasons not to use it; it is valid if there are none."""
 
-    started_unix_ns: int = 0  # Unix time of the run's second 0, to match the router's records
+    started_unix_ns: int = 0  # Unix time of second 0 of the run, to match the router's records
     outcomes: list[Outcome] = field(default_factory=list)
     counted: str = "ids"  # how tokens were counted: "ids", "logprobs", "usage" or "events"
     problems: list[str] = field(default_factory=list)
@@ -88,13 +88,13 @@ def outcome_line(outcome: Outcome) -> str:
 
 
 def run_line(recording: LoadRecording, names: Sequence[str]) -> str:
-    """Return the first line of an outcomes file, with the facts HEAD, or the last one, with TAIL."""
+    """Return the first line of an outcomes file (`names` is HEAD) or the last line (`names` is TAIL)."""
     facts = {name: getattr(recording, name) for name in names}
     return json.dumps(({"schema": SCHEMA} if names is HEAD else {}) | facts) + "\n"
 
 
 def load_recording(path: Path) -> LoadRecording:
-    """Read an outcomes file, which may be truncated. Raises ValueError if it is not one."""
+    """Read an outcomes file, which may be truncated. Raises ValueError if the file has another schema."""
     recording = LoadRecording()
     with path.open(encoding="utf-8") as file:
         for number, text in enumerate(file, 1):
@@ -119,10 +119,10 @@ def load_recording(path: Path) -> LoadRecording:
 
 
 def body_of(model: str, prompt: Sequence[int], max_tokens: int, send: str, salt: str) -> bytes:
-    """Return the body of a greedy request for exactly `max_tokens`.
+    """Return the body of a greedy request for exactly `max_tokens` tokens.
 
-    As text, the prompt has a common word for each id, and the body only OpenAI's fields. `salt` then selects the word
-    of each id, so that no prefix cache holds prompts of another salt.
+    If `send` is "text", each id becomes a common word, and the body has only OpenAI's fields. `salt` then decides
+    which word each id becomes, so that prompts with different salts share no prefix in a cache.
     """
     body: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": 0, "stream": True}
     body["stream_options"] = {"include_usage": True}
@@ -136,12 +136,12 @@ def body_of(model: str, prompt: Sequence[int], max_tokens: int, send: str, salt:
 
 
 def worst_count(counts: Iterable[str]) -> str:
-    """Return the least reliable of several ways in which tokens were counted."""
+    """Return the least reliable of the given ways to count tokens."""
     return max(counts, key=COUNTS.index, default="ids")
 
 
 class CompletionReader:
-    """Fills an outcome from the bytes of its stream. `exact`: the server was asked not to stop before `max_tokens`."""
+    """Fills an outcome from the bytes of its stream. `exact`: the request forbids the server to stop early."""
 
     def __init__(self, outcome: Outcome, *, exact: bool) -> None:
         self.counted = "ids"
@@ -149,10 +149,10 @@ class CompletionReader:
         self._outcome = outcome
         self._exact = exact
         self._rest = bytearray()
-        self._num_reported: int | None = None  # completion tokens by the server's usage
+        self._num_reported: int | None = None  # completion tokens according to the server's usage
 
     def feed(self, piece: bytes, now_s: float) -> None:
-        """Process bytes that were read at `now_s`. Raises ValueError if they are not a stream of completions."""
+        """Process bytes that were read at `now_s`. Raises ValueError if they are not from a stream of completions."""
         if self._outcome.first_byte_s is None:
             self._outcome.first_byte_s = now_s
         self._rest += piece
@@ -193,7 +193,7 @@ class CompletionReader:
         if tokens := logprobs.get("tokens"):
             self.counted = worst_count((self.counted, "logprobs"))
             return len(tokens)
-        # Once events are counted, a later usage would hide that tokens were bundled.
+        # If events were counted before, counting by a later usage would hide that one event had several tokens.
         if running and self._num_reported is not None and self.counted != "events":
             self.counted = worst_count((self.counted, "usage"))
             return max(0, self._num_reported - len(self._outcome.token_s))
@@ -203,7 +203,7 @@ class CompletionReader:
         return 1
 
     def refuse(self, status: int, answer: bytes) -> None:
-        """Record an answer that is not a stream."""
+        """Record an error response."""
         try:
             message = _message(json.loads(answer)["error"])
         except (ValueError, KeyError, TypeError):
@@ -211,7 +211,7 @@ class CompletionReader:
         self._outcome.error = f"HTTP {status}: {message}"
 
     def close(self) -> None:
-        """Record the end of the stream, and an error if it was not complete."""
+        """Record the end of the stream, and an error if tokens are missing."""
         outcome = self._outcome
         if outcome.error:
             return

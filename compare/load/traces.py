@@ -1,7 +1,7 @@
-"""Reads traces of public formats and our own into rows: what each request asks for, before any token is drawn.
+"""Reads traces of public formats and of our own. A row describes one request, before its tokens are drawn.
 
-A row's prompt is a chain of pieces. Pieces with the same key have the same tokens wherever they occur, so shared
-prefixes are really shared; a piece with an empty key belongs to its request alone.
+A row's prompt is a list of pieces. Pieces with the same key have the same tokens in all prompts, so prompts can share
+prefixes. A piece with an empty key has tokens of its own.
 """
 
 import csv
@@ -25,9 +25,9 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One request of a trace. `prompt` replaces the pieces if the trace gives the tokens."""
+    """One request of a trace. `prompt` is set instead of the pieces if the trace contains the tokens."""
 
-    pieces: tuple[tuple[str, int], ...]  # (key, tokens)
+    pieces: tuple[tuple[str, int], ...]  # (key, number of tokens)
     max_tokens: int
     at_s: float = 0.0
     session: str = ""
@@ -40,10 +40,10 @@ class TraceRow:
 
 
 def read_trace(path: Path, form: str = "auto", encode: Encode | None = None) -> list[TraceRow]:
-    """Return the rows in the order of their times, from 0 at the start of the trace.
+    """Return the rows in the order of their times, which are seconds since the start of the trace.
 
     Requests without a prompt or an answer (BurstGPT's failures) are left out. `encode` tokenizes prompts that are text.
-    Raises ConfigError with the file, the line and what is wrong with it.
+    Raises ConfigError, which names the file, the line and the problem.
     """
     rows: list[TraceRow] = []
     number = 1
@@ -68,12 +68,12 @@ def read_trace(path: Path, form: str = "auto", encode: Encode | None = None) -> 
     if not rows:
         raise ConfigError(f"{path}: contains no request")
     rows.sort(key=lambda row: row.at_s)
-    begin_s = rows[0].at_s if form in CSV else 0.0  # these give the time of day
+    begin_s = rows[0].at_s if form in CSV else 0.0  # CSV formats may start at any time
     return [replace(row, at_s=row.at_s - begin_s) for row in rows]
 
 
 def detect_form(path: Path) -> str:
-    """Return the format, by the first line. Raises ConfigError for an unknown one, OSError, UnicodeDecodeError."""
+    """Detect the format from the first line. Raises ConfigError if it is unknown, OSError, or UnicodeDecodeError."""
     with path.open(encoding="utf-8-sig") as file:
         first = file.readline(1 << 20)
     if form := next((form for sign, form in SIGNS.items() if sign in first), None):
@@ -89,20 +89,20 @@ def _object(line: str) -> Fields:
 
 
 def _azure(fields: Fields, _: Encode | None) -> TraceRow:
-    """Azure LLM inference traces 2023 and 2024 (Patel et al., Splitwise)."""
+    """Parse a row of the Azure LLM inference traces 2023 and 2024 (Patel et al., Splitwise)."""
     at = datetime.fromisoformat(fields["TIMESTAMP"])
     at_s = (at - datetime(1970, 1, 1, tzinfo=at.tzinfo)).total_seconds()
     return TraceRow((("", _count(fields["ContextTokens"])),), _count(fields["GeneratedTokens"]), at_s)
 
 
 def _burstgpt(fields: Fields, _: Encode | None) -> TraceRow:
-    """BurstGPT (Wang et al.): times in seconds, and no tokens where a request failed."""
+    """Parse a row of BurstGPT (Wang et al.). Times are seconds, and a failed request has 0 response tokens."""
     pieces = (("", _count(fields["Request tokens"])),)
     return TraceRow(pieces, _count(fields["Response tokens"]), _seconds(fields["Timestamp"]))
 
 
 def _mooncake(fields: Fields, _: Encode | None) -> TraceRow:
-    """Mooncake (Qin et al.): times in milliseconds, and a chain of hashes that identifies shared prefixes."""
+    """Parse a row of Mooncake (Qin et al.). Times are milliseconds, and equal hashes of blocks mean a shared prefix."""
     length, ids = _count(fields["input_length"]), fields["hash_ids"]
     if len(ids) != -(-length // MOONCAKE_BLOCK):
         raise ValueError(f"{len(ids)} hash_ids for {length} tokens; each is for {MOONCAKE_BLOCK}")
@@ -112,7 +112,7 @@ def _mooncake(fields: Fields, _: Encode | None) -> TraceRow:
 
 
 def _own(fields: Fields, encode: Encode | None) -> TraceRow:
-    """{t, prompt | prompt_len [, prefix_id, prefix_len], max_tokens [, session, slo]}; t in seconds."""
+    """Parse {t, prompt | prompt_len [, prefix_id, prefix_len], max_tokens [, session, slo]}, with t in seconds."""
     if unknown := sorted(set(fields) - OWN_FIELDS):
         raise ValueError(f"unknown field {unknown[0]!r}; known are {', '.join(sorted(OWN_FIELDS))}")
     limits = fields.get("slo")

@@ -1,7 +1,7 @@
-"""Traffic: requests with their times, prompts and lengths, drawn once per seed and the same for every arm.
+"""Traffic: requests with their times, prompts and lengths. It is drawn once per seed and is the same for every arm.
 
-Rows come from a trace, or from a preset: log-normal fits of the lengths of public traces. A trace's own times are used
-unchanged or not at all; they are never stretched to a rate.
+Requests come from a trace or from a preset. A preset has log-normal distributions that were fitted to the lengths of a
+public trace. With a rate, times are drawn at random; a trace's own times are never scaled to a rate.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from compare.load.traces import TraceRow
 from shared.errors import ConfigError
 
 TIMES, LENGTHS = 1, 2  # streams of random numbers
-OPEN_SESSIONS = 64  # that a request may continue; the oldest ends when there is another
+OPEN_SESSIONS = 64  # sessions that a request may continue; a new session beyond them ends the oldest
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class LengthDistribution:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Lengths of prompts and answers. The share `continues` of the requests continues a session: the prompt is the
-    session so far, which nodes may have cached, and `added` new tokens."""
+    """Distributions of the lengths of prompts and answers. A share `continues` of the requests continues a session. Its
+    prompt is the session so far, which nodes may have cached, followed by `added` new tokens."""
 
     prompt: LengthDistribution
     answer: LengthDistribution
@@ -69,18 +69,18 @@ PRESET_NAMES = (*PRESETS, "mix")
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request: when it is due, in seconds from the run's start, and what it asks for."""
+    """One request of the traffic. `at_s` is its scheduled time in seconds since the run's start."""
 
     at_s: float
     prompt: tuple[int, ...]
     max_tokens: int
     session: str = ""
-    slo: LatencySlo | None = None  # the request's own, in place of the run's
+    slo: LatencySlo | None = None  # overrides the SLO of the run
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Arrivals in the order of their times. `notes` is the "traffic" part of a report."""
+    """Arrivals in the order of their times. `notes` becomes the "traffic" part of a report."""
 
     arrivals: tuple[Arrival, ...]
     notes: dict[str, Any] = field(default_factory=dict)
@@ -88,17 +88,17 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class TrafficPlan:
-    """What to draw traffic from. Without a rate the trace's own times are used.
+    """The parameters of traffic. Without a rate, the trace's own times are used.
 
-    `burstiness` is the shape of gamma-distributed gaps: 1 is Poisson, less comes in bursts. `too_long` is what to do
-    with requests over `max_model_len` tokens (0: any length): "error", "cut" the prompt at its end, or "drop".
+    `burstiness` is the shape of the gamma distribution of gaps; 1 is Poisson, and less makes bursts. `too_long` decides
+    what happens to requests over `max_model_len` tokens (0: no limit): "error", "cut" the prompt's end, or "drop".
     """
 
     source: str  # a preset's name, or a trace's path
     duration_s: float
     rate: float | None = None  # requests per second
     burstiness: float = 1.0
-    start_s: float = 0.0  # of the trace's own times
+    start_s: float = 0.0  # second of the trace at which to begin
     scale_tokens: float = 1.0
     too_long: str = "error"
     max_model_len: int = 0
@@ -113,7 +113,7 @@ class TrafficPlan:
 
 
 class PromptVocabulary:
-    """The ids that prompts may contain: all below `size` except the excluded ones, the model's special tokens."""
+    """The ids that prompts may contain: all below `size` except `excluded`, which are the model's special tokens."""
 
     def __init__(self, size: int, excluded: Collection[int] = ()) -> None:
         ids = [token for token in range(size) if token not in frozenset(excluded)]
@@ -122,7 +122,7 @@ class PromptVocabulary:
         self._ids = np.array(ids, dtype=object)  # one Python object per id, shared by all prompts
 
     def draw(self, seed: int, key: str, count: int) -> list[int]:
-        """Return the first `count` tokens of the endless text identified by seed and key."""
+        """Return the first `count` tokens of the pseudo-random sequence for this seed and key."""
         digest = hashlib.blake2b(f"{seed}\0{key}".encode(), digest_size=16).digest()
         random = np.random.Generator(np.random.PCG64(int.from_bytes(digest)))
         drawn: list[int] = self._ids[(random.random(count) * len(self._ids)).astype(np.int64)].tolist()
@@ -130,9 +130,9 @@ class PromptVocabulary:
 
 
 def draw_traffic(plan: TrafficPlan, seed: int, vocabulary: PromptVocabulary, trace: Sequence[TraceRow] = ()) -> Traffic:
-    """Return the traffic of a seed, the same at every call. `trace`: the rows of the plan's source, unless a preset.
+    """Return the traffic of a seed, which is the same in every call. `trace` has the rows if the source is a trace.
 
-    Raises ConfigError with what is wrong and the flag to change.
+    Raises ConfigError, which names the problem and the flag to change.
     """
     for name, value in (("--rate", plan.rate), ("--burstiness", plan.burstiness), ("--duration", plan.duration_s)):
         if value is not None and not 0 < value < float("inf"):
@@ -175,7 +175,7 @@ def _source_of(plan: TrafficPlan) -> str:
 
 
 def _rows(plan: TrafficPlan, seed: int, trace: Sequence[TraceRow]) -> tuple[list[TraceRow], int]:
-    """Return rows with their times, and how often the trace was repeated to have enough of them."""
+    """Return the rows with their times, and how many passes over the trace they need."""
     random = np.random.default_rng([seed, LENGTHS])
     if plan.is_preset:
         at_s = _times(plan, seed)
@@ -185,15 +185,15 @@ def _rows(plan: TrafficPlan, seed: int, trace: Sequence[TraceRow]) -> tuple[list
         since, until = plan.start_s, plan.start_s + plan.duration_s
         return [replace(row, at_s=row.at_s - since) for row in trace if since <= row.at_s < until], 1
     at_s = _times(plan, seed)
-    first = int(random.integers(len(trace)))  # so that seeds differ in lengths too
+    first = int(random.integers(len(trace)))  # so that lengths also differ between seeds
     rows = [_lap(trace[(first + index) % len(trace)], index // len(trace), at) for index, at in enumerate(at_s)]
     return rows, -(-len(rows) // len(trace))
 
 
 def _preset_rows(name: str, count: int, random: np.random.Generator) -> list[TraceRow]:
-    """Return `count` rows without times. "mix" takes each from one of the presets in MIX."""
+    """Return `count` rows without times. For "mix", each row comes from one of the presets in MIX."""
     if name == "mix":
-        # From a separate stream of random numbers, so that traffic of every rate begins with the same requests.
+        # Use a separate stream of random numbers, so that traffic begins with the same requests at every rate.
         parts = random.spawn(1)[0].choice(list(MIX), size=count, p=list(MIX.values()))
         return [_preset_row(PRESETS[part], [], random, index) for index, part in enumerate(parts)]
     sessions: list[TraceRow] = []
@@ -210,7 +210,7 @@ def _preset_row(preset: Preset, sessions: list[TraceRow], random: np.random.Gene
     if before is None:
         row = TraceRow(((f"turn {index}", preset.prompt.draw(random)),), answer, session=f"session {index}")
     else:
-        answered = (f"answer {index}", before.max_tokens)  # drawn: a model's answer is not known in advance
+        answered = (f"answer {index}", before.max_tokens)  # not the model's answer, which is not known yet
         added = (f"turn {index}", preset.added.draw(random))
         row = TraceRow((*before.pieces, answered, added), answer, session=before.session)
     sessions.append(row)
@@ -219,13 +219,13 @@ def _preset_row(preset: Preset, sessions: list[TraceRow], random: np.random.Gene
 
 
 def _lap(row: TraceRow, lap: int, at_s: float) -> TraceRow:
-    """Return the row with other tokens than in the lap before, whose prompts may still be cached."""
+    """Return the row with other tokens in each lap, because prompts of the previous lap may still be cached."""
     pieces = tuple((key and f"lap {lap} {key}", length) for key, length in row.pieces)
     return replace(row, at_s=at_s, pieces=pieces)
 
 
 def _times(plan: TrafficPlan, seed: int) -> list[float]:
-    """Return seconds with gamma-distributed gaps. One seed's times at two rates differ only in the unit of time."""
+    """Return times with gamma-distributed gaps. For one seed, the times at two rates differ only by a factor."""
     assert plan.rate is not None
     random, shape = np.random.default_rng([seed, TIMES]), plan.burstiness
     gaps = iter(lambda: float(random.gamma(shape, 1 / shape)) / (plan.rate or 1.0), None)
@@ -236,7 +236,7 @@ def _times(plan: TrafficPlan, seed: int) -> list[float]:
 
 
 def _scaled(row: TraceRow, scale: float) -> TraceRow:
-    """Scale both lengths, to at least 1. The borders of pieces are scaled, so shared prefixes stay shared."""
+    """Scale both lengths, to at least 1. The ends of pieces are scaled, so that shared prefixes stay shared."""
     if not 0 < scale < float("inf"):
         raise ConfigError(f"--scale-tokens {scale}: must be over 0")
     if scale == 1:
@@ -254,7 +254,7 @@ def _scaled(row: TraceRow, scale: float) -> TraceRow:
 
 
 def _fitted(rows: Sequence[TraceRow], plan: TrafficPlan) -> tuple[list[TraceRow | None], int]:
-    """Return the rows within the context, None for a dropped one; and how many were cut."""
+    """Return the rows that fit the context, with None for each dropped row, and the number of rows that were cut."""
     limit = plan.max_model_len
     too_long = [bool(limit) and row.prompt_len + row.max_tokens > limit for row in rows]
     if not any(too_long):

@@ -1,1 +1,1 @@
-"""The report of a comparison: a checked report.json and one self-contained report.html. It judges nothing itself."""
+"""The report of a comparison: report.json and the self-contained page report.html."""

@@ -1,4 +1,4 @@
-/* Curves, drawn with uPlot in the page's colours, which are read at every redraw. */
+/* Charts of curves, drawn with uPlot. The page's colours are read at every redraw, because the theme may change. */
 
 const DASHES = [[], [7, 3], [2, 3]]; // as in the legend: solid, dashed, dotted
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
@@ -6,7 +6,7 @@ const lineOf = (index) =>
   ({ stroke: colour("arm-" + (index % 6)), width: 2, dash: DASHES[index % 3], points: { show: false } });
 const together = (curves, key) => [...new Set(curves.flatMap((curve) => curve[key]))].sort((a, b) => a - b);
 
-/* Draw `data` with the result of `options`: {height, scales, x, series, bands, draw, pointed(index or null, data)}. */
+/* Draw `data`. `options` returns {height, scales, x, series, bands, draw, pointed(index or null, data)}. */
 function plot(host, data, options) {
   let chart = null;
   const axis = (own) => {
@@ -48,7 +48,7 @@ function rule(chart, axis, value, label) {
   pen.restore();
 }
 
-/* Ticks of a logarithmic axis at 1, 2 and 5 times the powers of ten, or at the powers alone when there are many. */
+/* Return ticks of a logarithmic axis at 1, 2 and 5 times the powers of ten, or only at the powers if there are many. */
 function logTicks(low, high) {
   const ticks = [], steps = Math.log10(high / low) > 2.5 ? [1] : [1, 2, 5];
   for (let power = Math.floor(Math.log10(low)); 10 ** power <= high; power++)
@@ -56,7 +56,7 @@ function logTicks(low, high) {
   return ticks;
 }
 
-/* Return the height of a step curve at each of `xs`; it is 0 before its first point. Both are sorted. */
+/* Return the height of a step curve at each of `xs`, which is 0 before the first point. Points and `xs` are sorted. */
 function stepsAt(xs, curve) {
   let next = 0;
   return xs.map((x) => {
@@ -65,10 +65,10 @@ function stepsAt(xs, curve) {
   });
 }
 
-/* Empirical distributions over log x. curves = [{index, name, x, y}]; `sloMs` null: no line. */
+/* Draw empirical distributions over log x. curves = [{index, name, x, y}]; if `sloMs` is null, draw no SLO line. */
 function ecdf(host, curves, sloMs, pointed) {
   const xs = together(curves, "x"), last = xs[xs.length - 1];
-  const least = Math.min(0.1, last / 10); // tokens of one read are 0 ms apart, which a logarithmic axis cannot show
+  const least = Math.min(0.1, last / 10); // gaps of 0 ms, in one read, cannot be on a logarithmic axis
   const low = Math.max(least, Math.min(xs[0], sloMs ?? xs[0]) * 0.9), high = Math.max(last, sloMs ?? 0) * 1.15;
   const time = (ms) => (ms >= 1000 ? `${+(ms / 1000).toPrecision(3)} s` : `${+ms.toPrecision(3)} ms`);
   plot(host, [xs, ...curves.map((curve) => stepsAt(xs, curve))], () => ({
@@ -80,7 +80,7 @@ function ecdf(host, curves, sloMs, pointed) {
   }));
 }
 
-/* Attainment against rate, each with a band. curves = [{index, name, rate, share, low, high}]. */
+/* Draw attainment against rate, with a band per curve. curves = [{index, name, rate, share, low, high}]. */
 function against(host, curves, wanted, pointed) {
   const xs = together(curves, "rate"), last = xs[xs.length - 1];
   const at = (curve, key) => xs.map((x) => curve[key][curve.rate.indexOf(x)] ?? null);

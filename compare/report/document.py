@@ -1,4 +1,4 @@
-"""Makes report.json of a session's findings: figures by period, arm and pair, and the verdict that they allow."""
+"""Makes report.json from a session's findings: figures by period, arm and pair, and the verdict that they support."""
 
 import os
 import platform
@@ -23,7 +23,7 @@ from compare.stats.verdict import ATTAINMENT, CAPACITY, LATENCIES, Ranking, rank
 from scheduler.cost import CostModel
 
 SCHEMA = "baton.compare/1"
-# Metrics of the control: the tails of one short run vary too much for it.
+# Metrics for the control. It does not use the tails of short runs, because they vary too much.
 CONTROLLED = ("attainment", "goodput_rps", "ttft_p50_ms", "tbt_p50_ms", "tpot_p50_ms", "ttst_p50_ms", "e2e_p50_ms")
 TAILS = ("ttft_p99_ms", "tbt_p99_ms", "tbt_max_ms", "ttst_p99_ms", "fluidity", "throughput_tps")
 COMPARED = CONTROLLED + TAILS
@@ -33,7 +33,7 @@ ESTIMATE = ("mean", "low", "high")
 
 
 def report_of(experiment: Experiment, findings: Findings, on: str, command: str) -> Document:
-    """Return the whole of report.json."""
+    """Return the complete document of report.json."""
     figures = Figures(experiment, findings)
     leading = CAPACITY if experiment.finds_capacity else ATTAINMENT
     runs = figures.capacities if experiment.finds_capacity else figures.runs(leading.name)
@@ -90,21 +90,21 @@ def _run(period: Period, figures: Figures) -> Document:
 
 
 def _summary(figures: Figures, metrics: Sequence[str], given: Runs) -> Document:
-    """Return means over seeds with their intervals; `given` are the capacities, which periods do not have."""
+    """Return means over seeds with their intervals. `given` has the capacities, which are not metrics of periods."""
     shown: Document = {arm: {} for arm in figures.arms}
     for metric in metrics:
         for arm, row in (given if metric == CAPACITY.name else figures.runs(metric)).items():
             known = [value for value in row if value is not None]
             interval = asdict(student(known)) if known and len(known) == len(row) else dict.fromkeys(ESTIMATE)
             shown[arm][metric] = interval | {"per_seed": list(row)}
-    for arm, found in figures.findings.capacities.items():  # estimates over all points, with ends that may be open
+    for arm, found in figures.findings.capacities.items():  # from all points; bounds may be missing
         shown[arm][CAPACITY.name] |= {"mean": found.rate, "low": found.low, "high": found.high}
         shown[arm][CAPACITY.name] |= {"bounded": found.bounded, "cliff": found.cliff}
     return shown
 
 
 def _comparisons(figures: Figures, metrics: Sequence[str], leading: Runs) -> list[Comparison]:
-    """Compare every other arm with the first, without the control."""
+    """Compare the first arm with every other arm except the control."""
     found = []
     for number, metric in enumerate(metrics):
         runs = leading if number == 0 else figures.runs(metric)
@@ -140,7 +140,7 @@ def _ecdf(figures: Figures) -> Document:
 
 
 def _busy(periods: Sequence[Period], figures: Figures) -> Document:
-    """Return the busy shares of each node, as means over the periods."""
+    """Return the busy shares of each node, averaged over the periods."""
     rows: dict[str, list[dict[str, float]]] = defaultdict(list)
     for period in periods:
         begin_ms = period.recording.started_unix_ns / 1e6
@@ -169,7 +169,7 @@ def _strip(period: Period, experiment: Experiment) -> Document:
 
 
 def _worst(figures: Figures) -> list[Document]:
-    """Return the requests with timelines that exceed the SLO most, the worst first, without overloaded periods."""
+    """Return the requests that exceed the SLO most, worst first, from those with timelines in steady periods."""
     rows = []
     for period in figures.findings.periods:
         measured = figures.metrics.get(period.trial.position)
@@ -229,7 +229,7 @@ def conditions(figures: Figures) -> str:
 
 
 def environment() -> Document:
-    """Return the facts of the machine that matter to figures."""
+    """Return the facts of the machine that affect the figures."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return {
         "machine": platform.machine(),

@@ -1,4 +1,4 @@
-/* Sections of curves and bars. A section without data says why. */
+/* The sections with curves and bars. A section without data shows the reason. */
 
 const KINDS = [
   ["ttft_ms", "Time to first token"], ["ttst_ms", "Time from first to second token"], ["tbt_ms", "Time between tokens"],
@@ -49,7 +49,7 @@ function curves() {
   return [legend("line"), h("div", { class: "charts" }, KINDS.map(one))];
 }
 
-/* Class of colour, label, and name in the report. */
+/* CSS class of the colour, label, and name in the report. */
 const PHASES = [
   ["client", "client lag", "client"], ["router", "router", "router"], ["queue", "prefill queue", "prefill_queue"],
   ["prefill", "prefill", "prefill"], ["transfer", "transfer, exposed", "transfer_exposed"],

@@ -1,4 +1,4 @@
-"""The figures of a session: which periods count, in which window, figures of each arm and pair, and caveats."""
+"""The figures of a session: valid periods and their windows, metrics of each arm and pair, and caveats."""
 
 import math
 from collections import Counter, defaultdict
@@ -18,15 +18,15 @@ from compare.stats.measures import RunMetrics, gaps_s, inside, measure, measured
 from compare.stats.statistics import Runs
 from compare.stats.verdict import Ranking
 
-LEAST_PAIRS = 0.75  # of the seeds that must have a valid period in every arm
-LEAST_LOST = 2  # invalid periods of one arm and of no other that are more than bad luck
+LEAST_PAIRS = 0.75  # this share of the seeds must have a valid period in every arm
+LEAST_LOST = 2  # this many invalid periods of a single arm are not attributed to chance
 
 
 @dataclass
 class Figures:
-    """The figures of a session's periods, computed on first use. It reads the findings and changes nothing.
+    """The figures of a session's periods, computed on first use. It does not change the findings.
 
-    A seed counts if its period is valid in every arm: those periods are pairs.
+    A seed counts if its periods are valid in all arms. These periods form a pair.
     """
 
     experiment: Experiment
@@ -51,12 +51,12 @@ class Figures:
 
     @cached_property
     def _windows(self) -> list[tuple[tuple[float, float], bool] | None]:
-        """The window of every period, and whether it is overloaded; None without requests."""
+        """The window of every period and whether the period is overloaded, or None if it has no requests."""
         outcomes = [period.recording.outcomes for period in self.findings.periods]
         return [measured_window(row) if row else None for row in outcomes]
 
     def _measure(self, period: Period, own: tuple[tuple[float, float], bool]) -> RunMetrics:
-        """Measure in the window after the slowest arm's warm-up, so that all arms are compared on the same requests."""
+        """Measure the window after the longest warm-up of an arm, so that the same requests count in all arms."""
         (begin_s, end_s), overloaded = own
         for other, window in zip(self.findings.periods, self._windows, strict=True):
             if window and not other.problems and other.trial.traffic == period.trial.traffic:
@@ -66,7 +66,7 @@ class Figures:
 
     @cached_property
     def pairs(self) -> list[dict[str, Period]]:
-        """The periods by arm of every seed with a valid period in each arm; empty for a search for capacities."""
+        """The periods, by arm, of each seed that is valid in all arms. Empty if the session searches for capacities."""
         if self.experiment.finds_capacity:
             return []
         groups: dict[tuple[int, float | None], dict[str, Period]] = defaultdict(dict)
@@ -82,18 +82,18 @@ class Figures:
         return inside(period.recording.outcomes, self.metrics[period.trial.position].window_s)
 
     def runs(self, metric: str) -> Runs:
-        """Return the metric of every arm, seed by seed."""
+        """Return a metric of every arm, with one value per seed."""
         return {
             arm: [self.metrics[period.trial.position].metrics.get(metric) for period in self.periods_of(arm)]
             for arm in self.arms
         }
 
     def steady_periods(self, arm: str) -> list[Period]:
-        """Return the arm's periods that were not overloaded; the others have no meaningful times."""
+        """Return the arm's periods that were not overloaded. Latencies of the others have no meaning."""
         return [period for period in self.periods_of(arm) if not self.metrics[period.trial.position].overloaded]
 
     def pooled(self, periods: Sequence[Period]) -> tuple[list[Outcome], dict[str, Document]]:
-        """Return the requests of all these periods, and the router's summaries of them."""
+        """Return the requests of all given periods, and the router's summaries of these requests."""
         return (
             [outcome for period in periods for outcome in self.population(period)],
             {name: summary for period in periods for name, summary in period.summaries.items()},
@@ -101,7 +101,7 @@ class Figures:
 
     @cached_property
     def _kept_limits(self) -> dict[str, list[NDArray[np.float64]]]:
-        """The tightest limits (TTFT, TBT) that each request keeps, by arm and period."""
+        """The tightest limits (TTFT, TBT) that each request meets, by arm and period."""
         rows = {
             arm: [[self._kept_limit(outcome) for outcome in self.population(period)] for period in self.periods_of(arm)]
             for arm in self.compared
@@ -112,13 +112,13 @@ class Figures:
         slo = self.experiment.slo
         if not outcome.finished or (outcome.slo and misses(outcome, slo)):
             return math.inf, math.inf
-        if outcome.slo:  # its own SLO is not varied
+        if outcome.slo:  # the request has its own SLO, which is not varied
             return 0.0, 0.0
         gaps = gaps_s(outcome)
         return ttft_s(outcome) * 1000, tbt_figure(gaps, slo.tbt_of) * 1000 if gaps else 0.0
 
     def attainment_under(self, ttft_ms: float, tbt_ms: float) -> Runs:
-        """Return the attainment of the same outcomes under another SLO."""
+        """Return the attainment that the same outcomes have under another SLO."""
         return {
             arm: [float((row <= (ttft_ms, tbt_ms)).all(axis=1).mean()) for row in periods if len(row)]
             for arm, periods in self._kept_limits.items()
@@ -126,8 +126,8 @@ class Figures:
 
     @cached_property
     def capacities(self) -> Runs:
-        """The capacity's pseudo-values by arm, None where it is not bounded, of the seeds that every arm was measured
-        with at three rates."""
+        """The capacity's pseudo-values by arm, None if it is not bounded. They cover the seeds with which every arm was
+        measured at three or more rates."""
         by_arm = {arm: balanced(points) for arm, points in self.findings.points.items()}
         rates = [Counter(seed for seed, _ in {(one.seed, one.rate) for one in points}) for points in by_arm.values()]
         enough = [{seed for seed, count in counts.items() if count >= 3} for counts in rates]
@@ -137,12 +137,12 @@ class Figures:
 
     @property
     def invalid(self) -> Counter[str]:
-        """Numbers of invalid periods, by arm."""
+        """The number of invalid periods of each arm."""
         return Counter(period.trial.arm for period in self.findings.periods if period.problems)
 
 
 def traffic_notes(experiment: Experiment) -> Document:
-    """Return the notes over all seeds. The rate is the mean of what was sent, not what was asked for."""
+    """Return the notes for the traffic of all seeds. The rate is that of the drawn requests, not of the option."""
     drawn = [experiment.traffic(seed, None) for seed in experiment.seeds]
     first, arrivals = drawn[0].notes, [arrival for each in drawn for arrival in each.arrivals]
     duration_s = sum(each.notes["duration_s"] for each in drawn)
@@ -162,7 +162,7 @@ def traffic_notes(experiment: Experiment) -> Document:
 
 
 def verdict_problems(figures: Figures, control: Document | None, ranking: Ranking | None) -> list[str]:
-    """Return the reasons in the figures that forbid a verdict. `ranking`: that of the leading metric."""
+    """Return the reasons why the figures permit no verdict. `ranking` is the ranking by the leading metric."""
     problems = []
     if not figures.findings.problems:
         problems += _unbounded(figures) or _too_few(figures)
@@ -194,7 +194,7 @@ def _too_few(figures: Figures) -> list[str]:
 
 
 def _unbounded(figures: Figures) -> list[str]:
-    """Return the arms whose capacity is known only as a bound, so that it cannot decide."""
+    """Return a problem for each arm whose capacity is only a bound, because it cannot be compared."""
     problems = []
     for arm, found in figures.findings.capacities.items():
         if found.bounded == "above":
@@ -210,7 +210,7 @@ def _unbounded(figures: Figures) -> list[str]:
 
 
 def caveats(figures: Figures) -> list[str]:
-    """Return what the figures leave out."""
+    """Return notes on the data that the figures leave out."""
     notes = list(figures.findings.notes)
     for arm in figures.arms:
         own = [period for period in figures.findings.periods if period.trial.arm == arm]

@@ -1,6 +1,6 @@
-"""Writes a session's report.json and report.html, a self-contained page.
+"""Writes a session's report.json and its page, the self-contained report.html.
 
-The page's data is thinned to what it can show, and says what was left out; report.json keeps everything.
+The page contains only the data that it can show, and states how much is left out. report.json contains all data.
 """
 
 import json
@@ -10,19 +10,19 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-_SCRIPTS = ("parts", "charts", "steps", "tables", "figures", "report")  # one module: each may use those before it
+_SCRIPTS = ("parts", "charts", "steps", "tables", "figures", "report")  # one script; a file may use those before it
 _UPLOT = "page/vendor/uplot-1.6.32/"
 STEPS, REQUESTS, SPANS, DIFFERENT = 9000, 36, 120, 50
-BINS = 64  # candidates for the start of a strip
+BINS = 64  # number of candidates for the start of a strip
 
 Document = dict[str, Any]
-Steps = list[list[Any]]  # rows of start, duration, prompt tokens, decodes, and the predicted duration or None
+Steps = list[list[Any]]  # rows of start, duration, prompt tokens, decodes, predicted duration (or None)
 
 
 def write_report(report: Document, directory: Path) -> Path:
-    """Write both files into `directory`, created if needed, and return the page's path.
+    """Write both files into `directory`, which is created if needed, and return the page's path.
 
-    Raises ValueError for a number that JSON does not have. On an OSError (a full disk) earlier files stay unchanged.
+    Raises ValueError if a number is infinite or NaN; raises OSError if writing fails, and keeps the earlier files.
     """
     directory.mkdir(parents=True, exist_ok=True)
     _replace(directory / "report.json", json.dumps(report, allow_nan=False) + "\n")
@@ -30,7 +30,7 @@ def write_report(report: Document, directory: Path) -> Path:
 
 
 def page_of(report: Document) -> str:
-    """Return the report's page. Data is inlined as JSON and never interpreted as markup."""
+    """Return the HTML of the page. It contains the data as JSON, which browsers never interpret as markup."""
     ours, dashboard = files("compare.report"), files("dashboard")
     parts = {
         "title": escape(f"Baton comparison: {report['traffic']['name']}"),
@@ -39,7 +39,7 @@ def page_of(report: Document) -> str:
         "strip_js": dashboard.joinpath("page/strip.js").read_text("utf-8"),
         "uplot_js": dashboard.joinpath(_UPLOT + "uPlot.iife.min.js").read_text("utf-8"),
         "uplot_css": dashboard.joinpath(_UPLOT + "uPlot.min.css").read_text("utf-8"),
-        # Without `<`, no name or prompt can end the script element that contains it.
+        # Without `<`, no text in the data can end the script element that contains it.
         "data": json.dumps(thinned(report), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
     }
     template = ours.joinpath("template.html").read_text("utf-8")
@@ -60,7 +60,7 @@ def _replace(path: Path, text: str) -> Path:
 
 
 def thinned(report: Document) -> Document:
-    """Return a copy of bounded size. Strips are cut to one time range, in ms since each run's start."""
+    """Return a copy of bounded size. All strips have the same time range, in ms since the start of their run."""
     different = report["tokens"]["different"]
     strips, period = _strips(report["strip"])
     return report | {
@@ -72,7 +72,7 @@ def thinned(report: Document) -> Document:
 
 
 def _strips(strips: dict[str, Document]) -> tuple[dict[str, Document], dict[str, float]]:
-    """Cut all arms to the same time range, the one in which decodes waited longest for steps over the SLO."""
+    """Cut all strips to the time range in which decodes waited longest for steps that exceeded the SLO."""
     rebased = {arm: _rebased(strip) for arm, strip in strips.items()}
     rows = [(strip["slo_ms"], row) for strip in rebased.values() for lane in strip["nodes"].values() for row in lane]
     whole = max((row[0] + row[1] for _, row in rows), default=0.0)
@@ -94,7 +94,7 @@ def _strips(strips: dict[str, Document]) -> tuple[dict[str, Document], dict[str,
 
 
 def _rebased(strip: Document) -> Document:
-    """Convert to ms since the run's traffic began, so that arms that ran one after the other are aligned."""
+    """Convert times to ms since the run's traffic began, which aligns arms that ran one after the other."""
     origin = strip["origin_ms"]
     nodes = {
         node: [[round(row[0] - origin, 2), *(part and round(part, 3) for part in row[1:5])] for row in lane]
@@ -113,9 +113,9 @@ def _start(timeline: Document) -> float:
 
 
 def _range(rows: list[tuple[float, list[Any]]], whole: float) -> tuple[float, float]:
-    """Return (since, until) with at most STEPS steps, or the whole run if it has no more."""
+    """Return a range (since, until) of STEPS steps, or the whole run if it has at most STEPS."""
     ordered = sorted(rows, key=lambda each: float(each[1][0]))
-    late = [0.0]  # up to each step: the time that decodes waited for steps over the SLO
+    late = [0.0]  # for each step: how long decodes had waited until then for steps over the SLO
     for slo_ms, row in ordered:
         late.append(late[-1] + (row[1] if row[3] and row[1] > slo_ms else 0.0))
     if len(ordered) <= STEPS:
@@ -126,8 +126,8 @@ def _range(rows: list[tuple[float, list[Any]]], whole: float) -> tuple[float, fl
 
 
 def _timeline(timeline: Document, origin: float, keeps: tuple[str, ...] = ()) -> Document:
-    """Return a request with its longest spans, in order, in ms since `origin`. One without an end extends to the last
-    known time of the request. With `keeps`, drop all other keys."""
+    """Return a request with its longest spans in order of time, in ms since `origin`. A span without an end is extended
+    to the last known time of the request. If `keeps` is given, drop all other keys."""
     spans = timeline["spans"]
     known = [timeline.get("ended_ms"), *(span[edge] for span in spans for edge in ("start_ms", "end_ms"))]
     last = max((moment for moment in known if moment is not None), default=0.0)

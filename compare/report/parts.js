@@ -1,4 +1,4 @@
-/* Formats and small elements for all sections. Text becomes text nodes, never markup. */
+/* Number formats and small elements for all sections. Text is inserted as text nodes, never as markup. */
 
 const report = JSON.parse(document.getElementById("data").textContent);
 const names = report.arms.map((arm) => arm.name);
@@ -78,7 +78,7 @@ function armName(name, kind = "swatch") {
 }
 const legend = (kind) => h("p", { class: "legend" }, names.map((name) => armName(name, kind)));
 
-/* Return a table that scrolls if narrow. Heads that start with "#", or are {number}, are of columns of numbers. */
+/* Return a table that can scroll sideways. A head that starts with "#", or is {number}, marks a column of numbers. */
 function table(caption, heads, rows) {
   const columns = heads.map((head) => {
     const isNumber = typeof head === "string" ? head.startsWith("#") : true;
@@ -94,8 +94,8 @@ function table(caption, heads, rows) {
 const barName = (arm, label) =>
   h("span", { class: "bar-name" }, arm === null ? null : armName(arm), h("small", {}, label));
 
-/* Return a stacked bar. parts = [[class, label, value]]; `full` is the value of the full width. Wide plain parts show
-   their value; on hatching it would be unreadable. */
+/* Return a stacked bar. parts = [[class, label, value]]; `full` is the value of the full width. Wide parts without
+   hatching show their value. */
 function bar(parts, full, format) {
   const shown = parts.filter(([, , value]) => value > 0), words = ([, label, value]) => `${label} ${format(value)}`;
   const piece = (part) => {

@@ -1,4 +1,4 @@
-/* Adds the sections in their order, and handles the theme. */
+/* Adds the sections in order, and handles the theme. */
 
 const SECTIONS = [
   ["verdict", "Verdict", verdict], ["arms", "Arms", arms],
@@ -26,7 +26,7 @@ function build() {
   });
 }
 
-/* Follow the system's theme until the button is pressed; print in the light theme, with all figures unfolded. */
+/* Use the system's theme until the button is pressed. Print in the light theme, with all figures unfolded. */
 function keepTheme() {
   const root = document.documentElement, button = document.getElementById("theme");
   const system = matchMedia("(prefers-color-scheme: dark)");

@@ -1,4 +1,4 @@
-/* The strip: every step of each arm on one time axis, and below it the running requests. */
+/* The strip: the steps of each arm on one time axis, and the running requests below them. */
 
 const GANTT_ROWS = 12, NARROW_PX = 560, SHORTEST_MS = 20;
 const labelWidth = () => (innerWidth < NARROW_PX ? 64 : 112);
@@ -22,7 +22,7 @@ function gantt(spans) {
   return canvas;
 }
 
-/* The part of the period in view. Every change calls `moved` and then repaints what is in `painters`. */
+/* The visible part of the period. Every change calls `moved`, and then each function in `painters`. */
 function windowOf(since, until, moved) {
   const view = { from: since, to: until, painters: [] };
   const show = (from, wanted) => {
@@ -43,7 +43,7 @@ function windowOf(since, until, moved) {
   });
 }
 
-/* One node's steps. A click or the arrow keys select one: left and right the next, up and down the next over the SLO. */
+/* One node's steps. A click or an arrow key selects one: left and right any step, up and down one over the SLO. */
 function lane(node, steps, sloMs, view, most, onPick) {
   const label = `Steps of ${node}: ${steps.length}. Use the arrow keys to move between them.`;
   const canvas = h("canvas", { class: "lane", tabindex: "0", role: "img", "aria-label": label });

@@ -1,4 +1,4 @@
-/* Sections of text and tables. A section without data says why. */
+/* The sections with text and tables. A section without data shows the reason. */
 
 function verdict() {
   const { sentence, cause, flips, interval } = report.verdict, banners = [];
@@ -46,7 +46,7 @@ function arms() {
   const estimate = (name, metric) => {
     const own = get(get(report.summary, name), metric);
     if (!own || own.mean === null) return "–";
-    const beyond = { above: "≥ ", below: "< " }[own.bounded]; // of a capacity beyond the measured rates
+    const beyond = { above: "≥ ", below: "< " }[own.bounded]; // signs before a capacity beyond the measured rates
     if (beyond) return beyond + valueOf(metric, own.mean);
     if (own.low === null || own.high === null) return valueOf(metric, own.mean);
     const within = (value) => (SHARES.has(metric) ? Math.min(1, Math.max(0, value)) : value); // a share is 0 to 1
@@ -78,7 +78,7 @@ function nodesOf({ prefill, decode }) {
   return prefill ? `${prefill} prefill, ${decode} decode` : `${decode} co-located`;
 }
 
-/* Draw a difference as a dot in its interval, all in percent of the other arm, on a scale of ±`reach`. */
+/* Draw a difference as a dot within its interval, in percent of the other arm, on a scale of ±`reach`. */
 function interval(low, high, middle, reach) {
   const at = (value) => 50 + 50 * Math.max(-1, Math.min(1, value / reach));
   const place = (kind, left, width) => {
@@ -87,7 +87,7 @@ function interval(low, high, middle, reach) {
     if (width !== undefined) part.style.width = Math.max(0.5, width) + "%";
     return part;
   };
-  const shape = Math.abs(middle) > reach ? "beyond" : "within"; // hollow at the edge of the scale
+  const shape = Math.abs(middle) > reach ? "beyond" : "within"; // "beyond": a hollow dot at the edge of the scale
   const line = low === null || high === null ? null : place("reach", at(low), at(high) - at(low));
   const dot = place(`dot ${shape}`, at(middle));
   return h("span", { class: "forest", "aria-hidden": "true" }, place("zero", 50), line, dot);
@@ -190,7 +190,7 @@ function parity() {
 function command(title, line) {
   const code = h("code", {}, line), label = h("span", { role: "status" });
   const copy = async () => {
-    getSelection().selectAllChildren(code); // a browser without a clipboard for local files leaves this selection to Ctrl+C
+    getSelection().selectAllChildren(code); // without clipboard access (local files), the user can copy the selection
     const written = navigator.clipboard?.writeText(line) ?? Promise.reject(new Error("no clipboard"));
     const done = await written.then(() => true, () => document.execCommand("copy"));
     label.textContent = done ? "copied" : "selected: press Ctrl+C";

@@ -1,4 +1,4 @@
-"""Terminal output: progress, one row per arm, and the verdict. Plain lines if the output is not a terminal."""
+"""Output of `baton compare`: progress, one row per arm, and the verdict. Without a terminal, it is plain lines."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ COLUMNS: tuple[Column, ...] = (
     ("max", "tbt_max_ms", 1.0, 1),
     ("exposed transfer", "exposed_transfer_p50_ms", 1.0, 1),
 )
-BOUNDS = {"above": ">= ", "below": "< "}  # of a capacity beyond the measured rates
+BOUNDS = {"above": ">= ", "below": "< "}  # signs before a capacity beyond the measured rates
 
 
 def _console() -> Console:
@@ -63,7 +63,7 @@ class TerminalReporter:
 
 
 def show(report: Document) -> None:
-    """Print one row per arm, then problems, notes, the control, and the verdict."""
+    """Print one row per arm, then the problems, notes, control and verdict."""
     console, verdict = _console(), report["verdict"]
     known = {name for metrics in report["summary"].values() for name, one in metrics.items() if one["mean"] is not None}
     columns = [column for column in COLUMNS if column[1] in known]
@@ -89,7 +89,7 @@ def show(report: Document) -> None:
 
 
 def row_of(report: Document, arm: str, columns: Sequence[Column] = COLUMNS) -> list[str]:
-    """Return an arm's name, `columns`, busy shares and top miss cause. Times in milliseconds, "-" if unknown."""
+    """Return the row of an arm: name, `columns`, busy shares, top miss cause. Times are in ms; "-" means unknown."""
     summary = report["summary"].get(arm, {})
     cells = [arm]
     for _, metric, factor, digits in columns:

@@ -1,1 +1,1 @@
-"""Runs trials of an experiment against its arms and keeps what was measured."""
+"""Runs the trials of an experiment against its arms and keeps the measurements."""

@@ -1,6 +1,6 @@
-"""Deployments of the arms: local clusters, each a `baton up` process that is always ended, or running stacks.
+"""Deployments of the arms: local clusters or running stacks.
 
-A local cluster is started by its command line, so the comparison knows no more of it than any user.
+A local cluster is a `baton up` process, started by its command line like a user's. The comparison always ends it.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ from shared.lifecycle import set_parent_death_signal
 
 SERVING_AT = re.compile(r"serving at (http://\S+)")
 START_S = 180.0
-DRAIN_S = 3  # of an arm that ends: no client waits for its answers
+DRAIN_S = 3  # of an arm that is stopped; no client waits for its answers
 GRACE_S = 12.0
 BAD_SETTINGS = 2
-PROCESS_BYTES = 400 << 20  # of a node with its libraries, measured
-NICENESS = 5  # of the nodes: the load generator has to be on time even if they fill every core
+PROCESS_BYTES = 400 << 20  # memory of a node with its libraries, as measured
+NICENESS = 5  # of the nodes; the load generator must send on time even if they use all cores
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """What is the same for all arms: the model directory, the cores that the nodes share ((): all), and the number of
-    GPUs that they may use."""
+    """How to start the nodes of an arm: the model directory, the cores that they share ((): all cores), the step-time
+    model of emulated nodes, and the number of GPUs."""
 
     model: str
     cpus: tuple[int, ...] = ()
@@ -53,10 +53,10 @@ class LaunchOptions:
 
 
 class LocalStack:
-    """The cluster process of one arm, and its log; or, if the arm has a URL, a running stack, which is not ended.
+    """The stack of one arm: a cluster process with its log or, if the arm has a URL, a running stack.
 
-    `endpoint` is its router once `start` has returned. Runs on the caller's event loop. `end` always ends the process,
-    and with it its nodes.
+    After `start`, `endpoint` is the client of its router. Runs on the caller's event loop. `end` ends the process and
+    its nodes in all cases; it does not end a running stack.
     """
 
     def __init__(self, arm: Arm, launch: LaunchOptions, log: Path, api_key: str = "") -> None:
@@ -67,7 +67,7 @@ class LocalStack:
         self._process: Process | None = None
 
     async def start(self) -> None:
-        """Start it and wait until every node takes requests. Raises ConfigError or EndpointError with its last line."""
+        """Start the process and wait until every node is alive. Raises ConfigError or EndpointError."""
         if self.arm.url:
             await self.endpoint.connect()
             return
@@ -78,7 +78,7 @@ class LocalStack:
                 stdout=log,
                 stderr=STDOUT,
                 env=environment(),
-                start_new_session=True,  # so that a Ctrl-C at the terminal does not reach it directly
+                start_new_session=True,  # so that Ctrl-C at the terminal does not signal it directly
                 preexec_fn=_child_setup(os.getpid()),
             )
         deadline = time.monotonic() + START_S
@@ -109,7 +109,7 @@ class LocalStack:
         return kind(f"{self.arm.name} did not start (status {status}): {line}; the whole log is {self._log}")
 
     def terminate(self) -> None:
-        """Ask it to end; `end` waits for that."""
+        """Send SIGTERM to the process without waiting; `end` waits."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
@@ -121,13 +121,13 @@ class LocalStack:
             return
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), GRACE_S)
-        if self._process.returncode is None:  # its nodes end with it
+        if self._process.returncode is None:  # its nodes then end too
             self._process.kill()
             await self._process.wait()
 
 
 class Deployments:
-    """The stacks of all arms. Either all stay up, or one at a time runs, started for its trial."""
+    """The stacks of all arms. Either all of them stay up, or only one runs at a time and is started for its trial."""
 
     def __init__(self, stacks: Sequence[LocalStack], *, keeps_all: bool) -> None:
         self._keeps_all = keeps_all
@@ -135,7 +135,7 @@ class Deployments:
         self._up: dict[str, LocalStack] = {}
 
     async def up(self, name: str) -> Endpoint:
-        """Return the arm's endpoint once it serves. Raises ConfigError or EndpointError."""
+        """Start the arm if needed, and return its endpoint. Raises ConfigError or EndpointError."""
         if name not in self._up:
             if not self._keeps_all:
                 await self.end()
@@ -153,9 +153,9 @@ class Deployments:
 
 
 def fit_together(arms: Sequence[Arm], model: str) -> bool:
-    """Return whether the processes of all arms may stay up at once: idle ones take no time, and memory suffices.
+    """Return whether the processes of all arms may stay up at once, which requires enough memory.
 
-    On GPUs they may not: the arms are to have the same devices, one arm at a time.
+    Arms on GPUs may not stay up together, because each of them uses the same devices.
     """
     needs_gpu = any(arm.settings.get("device", "auto").startswith("cuda") for arm in arms)
     if needs_gpu or (Path("/dev/nvidia0").exists() and any("device" not in arm.settings for arm in arms)):
@@ -167,25 +167,25 @@ def fit_together(arms: Sequence[Arm], model: str) -> bool:
 
 
 def num_gpus() -> int:
-    """Return the number of GPUs that this process may use."""
+    """Return the number of GPUs that are visible to this process."""
     import torch  # takes seconds
 
     return torch.cuda.device_count()
 
 
 def memory_available() -> int:
-    """Return the bytes that processes may use before the machine swaps."""
+    """Return the bytes of memory that can be allocated without swapping."""
     return int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024
 
 
 def environment() -> dict[str, str]:
-    """Return our environment without BATON_ settings, so that other settings are at their defaults."""
+    """Return our environment without BATON_ variables, so that settings that no flag gives have their defaults."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
     return kept | {"PYTHONPATH": python_path()}
 
 
 def _child_setup(parent: int) -> Callable[[], None]:
-    """Return what the child runs before it executes its program."""
+    """Return the function that the child process calls before it executes its program."""
     die_with_parent = set_parent_death_signal(parent)
 
     def setup() -> None:

@@ -1,4 +1,4 @@
-"""Equivalence of the arms: equal facts and equal greedy answers before the session, equal work and tokens after it."""
+"""Checks that arms are equivalent: equal facts and greedy answers before the session, equal tokens and work after."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -9,9 +9,9 @@ from compare.endpoint import Document, Endpoint
 from compare.load.outcome import LoadRecording, Outcome
 
 ANSWER_TOKENS = 12
-LEAST_SHARE = 0.01  # of the tokens generated: the tolerated difference of answers that end by themselves
-UNKNOWN = "unknown"  # value of a fact that an arm does not publish
-# Settings that determine a fact of a node, where their names differ.
+LEAST_SHARE = 0.01  # tolerated difference, as a share of tokens, if the model decides where answers end
+UNKNOWN = "unknown"  # the value if an arm does not publish a fact
+# The settings that determine a fact of a node, for facts that are not named like their setting.
 SETTINGS_OF = {
     "prefix_caching": ("enable_prefix_caching",),
     "num_blocks": ("kv_cache_memory", "block_size"),
@@ -27,7 +27,7 @@ SETTINGS_OF = {
 
 @dataclass(frozen=True, slots=True)
 class ParityCheck:
-    """The facts of all arms side by side. `equal`: nothing differs except what was declared as the treatment."""
+    """The facts of all arms. `equal` is true if only facts that were declared as the treatment differ."""
 
     equal: bool
     facts: list[Document]
@@ -42,7 +42,7 @@ class ParityCheck:
 def check_parity(
     arms: Sequence[Arm], facts_by_arm: Mapping[str, Mapping[str, str]], treatment: Sequence[str] = ()
 ) -> ParityCheck:
-    """Compare the facts of the arms. Settings in which the arms differ, and `treatment`, are declared."""
+    """Compare the facts of the arms. The facts in `treatment`, and facts of settings that differ, are declared."""
     names = list(dict.fromkeys(name for facts in facts_by_arm.values() for name in facts))
     declared = set(treatment) | settings_that_differ(arms)
     rows = []
@@ -59,7 +59,7 @@ def settings_that_differ(arms: Sequence[Arm]) -> set[str]:
 
 
 def facts_of(endpoint: Endpoint, status: Document | None) -> dict[str, str]:
-    """Return what must be equal, from the router's status; differing nodes are listed as "one | other"."""
+    """Return the facts that must be equal, from the router's status. If nodes differ, a value is "one | other"."""
     facts = {"engine": "baton" if status else "not Baton: nothing else can be verified", "model": endpoint.model}
     facts["max_model_len"] = str(endpoint.max_model_len or UNKNOWN)
     if not status:
@@ -79,7 +79,7 @@ def facts_of(endpoint: Endpoint, status: Document | None) -> dict[str, str]:
 
 
 async def greedy_answers(endpoint: Endpoint, prompts: Sequence[Sequence[int]], salt: str) -> list[list[int]]:
-    """Return the answers to all prompts that fit, sent at once, which also warms the arm up. Raises EndpointError."""
+    """Send all prompts that fit at once, and return their answers. This also warms the arm up. Raises EndpointError."""
     fitting = [prompt for prompt in prompts if not endpoint.max_model_len or fits(prompt, endpoint.max_model_len)]
     return list(await asyncio.gather(*(endpoint.complete(prompt, ANSWER_TOKENS, salt) for prompt in fitting)))
 
@@ -89,7 +89,7 @@ def fits(prompt: Sequence[int], max_model_len: int) -> bool:
 
 
 def different_answers(answers: Mapping[str, Sequence[Sequence[int]]]) -> list[str]:
-    """Return one line for each prompt whose answer differs from the first arm's; `answers` by arm."""
+    """Return a line for each answer that differs from the first arm's. `answers` has the answers of each arm."""
     first = next(iter(answers))
     return [
         f"{name} answers greedy prompt {number} with {list(answer)[:8]}..., {first} with {list(expected)[:8]}..."
@@ -99,11 +99,11 @@ def different_answers(answers: Mapping[str, Sequence[Sequence[int]]]) -> list[st
     ]
 
 
-# ---- after: tokens and work; `recordings` are those of one traffic, by arm -----------------------------------------
+# ---- after: tokens and work; `recordings` has each arm's, under equal traffic --------------------------------------
 
 
 def different_tokens(recordings: Mapping[str, LoadRecording]) -> tuple[int, list[Document]]:
-    """Return how many requests could be compared between arms, and which of them have different tokens."""
+    """Return how many requests were compared between arms, and those whose tokens differ."""
     answers = _by_request(recordings, lambda outcome: outcome.finished and bool(outcome.tokens))
     different = [
         {"index": index, "arms": sorted(given)}
@@ -114,9 +114,9 @@ def different_tokens(recordings: Mapping[str, LoadRecording]) -> tuple[int, list
 
 
 def work_differences(groups: Sequence[Mapping[str, LoadRecording]]) -> tuple[str, str]:
-    """Return a problem and a note, each one line or empty, about arms that did not do the same work.
+    """Return a problem and a note, each one line or empty, about arms whose amounts of work differ.
 
-    As text, the server's tokenizer decides the length of a prompt, and the model the end of an answer.
+    If prompts are sent as text, the server's tokenizer decides their length, and the model decides where answers end.
     """
     shared = [given for group in groups for given in _by_request(group, lambda outcome: outcome.finished).values()]
     counts = [{outcome.prompt_tokens for outcome in given.values() if outcome.prompt_tokens} for given in shared]
@@ -134,7 +134,7 @@ def work_differences(groups: Sequence[Mapping[str, LoadRecording]]) -> tuple[str
 def _by_request(
     recordings: Mapping[str, LoadRecording], counts: Callable[[Outcome], bool]
 ) -> dict[int, dict[str, Outcome]]:
-    """Return by request the outcomes that count, by arm; only requests with such outcomes in several arms."""
+    """Return, by request and arm, the outcomes for which `counts` is true. Leave out requests with fewer than two."""
     rows: dict[int, dict[str, Outcome]] = {}
     for arm, recording in recordings.items():
         for outcome in recording.outcomes:

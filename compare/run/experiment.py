@@ -1,4 +1,4 @@
-"""The types of a comparison: the experiment, its trials, the findings of a session, and its collaborators."""
+"""The types of a comparison: the experiment, its trials, and the findings of a session."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -13,15 +13,15 @@ from compare.load.traffic import Traffic
 from compare.run.equivalence import ParityCheck
 from compare.stats.capacity import CapacityEstimate, CapacityPoint
 
-START_S = 6.0  # of each of an arm's processes, on a busy machine
-BETWEEN_S = 3.0  # after one period: the last answers, the cool-down, fetching the records
+START_S = 6.0  # to start one process of an arm on a busy machine
+BETWEEN_S = 3.0  # after each period, for the last answers, the cool-down, and fetching the records
 REPORT_S = 10.0
 
 
 class Trial(NamedTuple):
-    """One arm under one seed's traffic. `position` counts all trials of the session from 0.
+    """One arm under one seed's traffic. `position` is its index among all trials of the session.
 
-    `rate` replaces the traffic's own in a search for a capacity.
+    In a search for a capacity, `rate` replaces the rate of the traffic.
     """
 
     arm: str
@@ -31,29 +31,29 @@ class Trial(NamedTuple):
 
     @property
     def traffic(self) -> tuple[int, float | None]:
-        """Equal for all trials with the same requests."""
+        """A key that is equal for all trials with the same requests."""
         return self.seed, self.rate
 
 
 def trials_of(arms: Sequence[str], seed: int, number: int) -> list[Trial]:
-    """Return the trials of the `number`-th seed. The order of arms alternates (ABBA), so that drift affects all."""
+    """Return the trials of the `number`-th seed. The order of arms alternates (ABBA), so drift affects all arms."""
     order = arms if number % 2 == 0 else arms[::-1]
     return [Trial(arm, seed, number * len(arms) + place) for place, arm in enumerate(order)]
 
 
 @dataclass(slots=True)
 class Period:
-    """What was measured in one trial, from idle to idle. `problems` are the reasons not to use its figures."""
+    """The measurements of one trial, from idle to idle. `problems` are the reasons not to use its figures."""
 
     trial: Trial
     recording: LoadRecording = field(default_factory=LoadRecording)
-    summaries: dict[str, Document] = field(default_factory=dict)  # the router's, by request id
+    summaries: dict[str, Document] = field(default_factory=dict)  # the router's summaries, by request id
     steps: dict[str, list[Document]] = field(default_factory=dict)  # by node, oldest first
-    costs: dict[str, list[float]] = field(default_factory=dict)  # step-time model by node, packed
-    timelines: dict[str, Document] = field(default_factory=dict)  # of its worst requests, by their ids
-    counts: dict[str, int] | None = None  # the nodes' counters over the period; None: not available
+    costs: dict[str, list[float]] = field(default_factory=dict)  # packed step-time model of each node
+    timelines: dict[str, Document] = field(default_factory=dict)  # of the worst requests, by request id
+    counts: dict[str, int] | None = None  # increases of the nodes' counters; None if not available
     problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what its figures leave out, though they are valid
+    notes: list[str] = field(default_factory=list)  # what the figures leave out, although they are valid
 
 
 class ProgressReporter(Protocol):
@@ -66,16 +66,16 @@ class ProgressReporter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """What is compared, and how."""
+    """The arms to compare, and how to compare them."""
 
-    arms: tuple[Arm, ...]  # the others are compared with the first
+    arms: tuple[Arm, ...]  # the first is the baseline
     control: Arm | None  # a copy of the first
-    traffic: Callable[[int, float | None], Traffic]  # of a seed, at its own rate or at a given one
+    traffic: Callable[[int, float | None], Traffic]  # from a seed, and a rate that replaces the plan's if not None
     seeds: tuple[int, ...]
     slo: LatencySlo
     attainment: float
     first_rate: float | None  # where a search for capacities starts; None: no search
-    prompts: tuple[tuple[int, ...], ...]  # of the preflight
+    prompts: tuple[tuple[int, ...], ...]  # for the greedy answers of the preflight
     treatment: tuple[str, ...]  # facts that may differ
     send: str  # "ids" or "text"
     timeout_s: float
@@ -91,11 +91,11 @@ class Experiment:
 
     @property
     def max_trials(self) -> int:
-        """Most trials of one arm. A search needs at most a dozen to bracket, then three rates for every seed."""
+        """The maximum number of trials of one arm. A search uses up to 12 to bracket the rate, and three per seed."""
         return 12 + 3 * len(self.seeds) if self.finds_capacity else len(self.seeds)
 
     def plan(self, duration_s: float, *, keeps_all: bool) -> str:
-        """Announce the session's size. `keeps_all`: all arms stay up; otherwise each is started for its trial."""
+        """Return a line with the session's size and duration. With `keeps_all`, each arm is started only once."""
         num_arms, num_trials = len(self.everyone), self.max_trials
         starts = num_arms * (1 if keeps_all else 1 + num_trials) * (1 + max(arm.devices for arm in self.everyone))
         total_s = num_arms * num_trials * (duration_s + BETWEEN_S) + starts * START_S + REPORT_S
@@ -105,17 +105,17 @@ class Experiment:
 
 @dataclass(slots=True)
 class Findings:
-    """The result of a session, complete or not. `problems` are the reasons for no verdict."""
+    """The result of a session, which may be incomplete. `problems` are the reasons why there is no verdict."""
 
-    arms: list[Arm] = field(default_factory=list)  # as they were found
+    arms: list[Arm] = field(default_factory=list)  # for running stacks, with their actual numbers of nodes
     parity: ParityCheck = field(default_factory=lambda: ParityCheck(False, []))
     periods: list[Period] = field(default_factory=list)
-    points: dict[str, list[CapacityPoint]] = field(default_factory=dict)  # attainment at rates, by arm
+    points: dict[str, list[CapacityPoint]] = field(default_factory=dict)  # attainment at each measured rate, by arm
     compared: int = 0  # requests whose answers were compared between arms
     different: list[Document] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # caveats that do not prevent a verdict
-    capacities: dict[str, CapacityEstimate] = field(default_factory=dict)  # of the arms whose search completed
+    capacities: dict[str, CapacityEstimate] = field(default_factory=dict)  # only of arms whose search completed
 
 
 def trace_name(experiment: Experiment, arm: str) -> str:
@@ -125,7 +125,7 @@ def trace_name(experiment: Experiment, arm: str) -> str:
 
 
 def keep_requests(path: Path, period: Period) -> None:
-    """Append the period's outcomes with the router's summaries of them. Raises OSError, for example on a full disk."""
+    """Append the period's outcomes, each with the router's summary. Raises OSError, for example if the disk is full."""
     head: Mapping[str, object] = period.trial._asdict() | {"valid": not period.problems}
     with path.open("a", encoding="utf-8") as file:
         for outcome in period.recording.outcomes:

@@ -1,6 +1,6 @@
-"""Runs a session: starts the arms, checks that they are equivalent, runs their trials and collects the findings.
+"""Runs a session: starts the arms, checks that they are equivalent, runs their trials, and collects the findings.
 
-The load generator measures, and `compare.report` judges.
+The load generator measures the requests, and `compare.report` evaluates the findings.
 """
 
 import asyncio
@@ -33,23 +33,23 @@ from compare.stats.measures import inside, measured_window, misses, slo_excess
 from shared.errors import ConfigError
 
 TRACE_SLACK_S = 5.0
-TIMELINES, TIMELINES_OF_OTHERS = 40, 5  # of the seed that is drawn, and of every other
+TIMELINES, TIMELINES_OF_OTHERS = 40, 5  # of the first seed, which the report draws, and of each other seed
 ATTEMPTS = 3
-SEEDS_PER_SPARE = 3  # spare seeds replace those with an invalid period, which stay in the report without figures
+SEEDS_PER_SPARE = 3  # one spare seed per three; a spare replaces a seed that has an invalid period
 COOL_DOWN_S = 60.0
-SLACK_MS = 1000.0  # between the client's and the router's first record of a period
+SLACK_MS = 1000.0  # between the first records of a period at the client and at the router
 COUNTED = ("handoffs", "blocks_moved", "bytes_moved", "handoffs_failed", "preemptions", "records_dropped")
 SHOWN_FACTS = ("num_blocks", "block_tokens", "block_bytes", "cpus", "threads", "policy")
 
 
 class ArmLostError(Exception):
-    """An arm cannot be measured any longer; the message names the arm and the reason."""
+    """An arm cannot be measured any more. The message names the arm and the reason."""
 
 
 async def run_session(experiment: Experiment, deployments: Deployments, reporter: ProgressReporter) -> Findings:
-    """Run a session and leave no process behind. After a signal, or if an arm is lost, return what there is, marked.
+    """Run a session and end all its processes. If a signal arrives or an arm is lost, return incomplete findings.
 
-    Raises ConfigError, EndpointError and OSError for what fails before anything is measured.
+    They then have a problem that says so. Raises ConfigError, EndpointError or OSError if the session cannot start.
     """
     findings = Findings(list(experiment.everyone))
     session = asyncio.create_task(Session(experiment, deployments, reporter, findings).run())
@@ -76,10 +76,10 @@ async def run_session(experiment: Experiment, deployments: Deployments, reporter
 
 
 class Session:
-    """One session under way, on the caller's event loop. It owns `findings` while `run` runs.
+    """A running session, on the caller's event loop. It owns `findings` until `run` returns.
 
-    Guarantees: one trial at a time; every period, also an invalid or interrupted one, is in the findings and in
-    requests.jsonl. `run` raises ArmLostError if an arm cannot be measured any longer.
+    It runs one trial at a time. It adds every period to the findings and to requests.jsonl, even if the period is
+    invalid or interrupted. `run` raises ArmLostError if an arm cannot be measured any more.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Session:
         self._reporter = reporter
         self._findings = findings
         self._started_ns = time.time_ns()
-        self._one_at_a_time = asyncio.Lock()  # fair, so that searches alternate
+        self._one_at_a_time = asyncio.Lock()  # a fair lock, so that the searches alternate
 
     async def run(self) -> None:
         await self._preflight()
@@ -102,7 +102,7 @@ class Session:
             await self._run_seeds()
 
     async def _preflight(self) -> None:
-        """Check parity, then equal greedy answers, which also warm the arms up."""
+        """Check that facts and greedy answers are equal. The answers also warm the arms up."""
         experiment, findings = self._experiment, self._findings
         facts: dict[str, dict[str, str]] = {}
         answers = {}
@@ -122,7 +122,7 @@ class Session:
             findings.problems += [f"not comparable: {line}" for line in equivalence.different_answers(answers)]
 
     async def _run_seeds(self) -> None:
-        """Run every seed in every arm, then spare seeds in place of those that have an invalid period."""
+        """Run every seed in every arm. For each seed with an invalid period, run a spare seed, up to a limit."""
         seeds = self._experiment.seeds
         names = [arm.name for arm in self._experiment.everyone]
         num_spare = -(-len(seeds) // SEEDS_PER_SPARE)
@@ -138,7 +138,7 @@ class Session:
             num_valid += not any(problems)
 
     async def _search_all(self) -> None:
-        """Search all arms concurrently, one trial at a time; if one search fails, the others end."""
+        """Search the capacities of all arms. Trials take turns. If one search fails, cancel the others."""
         searches = [asyncio.ensure_future(self._search(arm.name)) for arm in self._experiment.everyone]
         try:
             await asyncio.gather(*searches)
@@ -156,7 +156,7 @@ class Session:
         self._findings.capacities[arm] = await search.run(experiment.first_rate)
 
     async def _attainment(self, arm: str, rate: float, seed: int) -> float:
-        """Return one trial's attainment. Raises ArmLostError if none of ATTEMPTS is valid."""
+        """Return the attainment of one trial. Raises ArmLostError if ATTEMPTS trials in a row are invalid."""
         for _ in range(ATTEMPTS):
             async with self._one_at_a_time:
                 period = await self._run_trial(Trial(arm, seed, len(self._findings.periods), rate))
@@ -231,10 +231,10 @@ class Session:
         )
 
     def _salt(self, trial: Trial) -> str:
-        """Return a salt that no earlier trial used, so that no prefix cache has its prompts.
+        """Return a salt that no earlier trial of the same stack used, so that no prefix cache contains its prompts.
 
-        It is the same for all arms, because it decides the words of prompts sent as text; except for the control of a
-        running stack, which is that same stack.
+        All arms get the same salt, because it decides the words of prompts that are sent as text. Only the control of a
+        running stack gets another one, because both use the same stack.
         """
         control = self._experiment.control
         again = trial.arm if control and control.url and control.name == trial.arm else ""
@@ -242,7 +242,7 @@ class Session:
 
 
 def _as_found(arm: Arm, status: Document | None) -> Arm:
-    """Return the arm; for a running stack, with its numbers of nodes and its policy."""
+    """Return the arm. For a running stack, fill in its numbers of nodes and its policy."""
     if not arm.url or status is None:
         return arm
     roles = [node["role"] for node in status["nodes"]]
@@ -259,14 +259,14 @@ def _partial_recording(path: Path) -> LoadRecording:
 
 def _check_equal_work(experiment: Experiment, findings: Findings) -> None:
     """Compare tokens and work between all periods under the same traffic, and add the result to the findings."""
-    groups: dict[tuple[int, float | None], dict[str, LoadRecording]] = {}  # by traffic, the recording of each arm
+    groups: dict[tuple[int, float | None], dict[str, LoadRecording]] = {}  # recordings by traffic, then by arm
     for period in findings.periods:
         groups.setdefault(period.trial.traffic, {})[period.trial.arm] = period.recording
     for (seed, _), recordings in groups.items():
         count, different = equivalence.different_tokens(recordings)
         findings.compared += count
         findings.different += [{"seed": seed, **row} for row in different]
-    names = {arm.name for arm in experiment.arms}  # the control of a running stack gets other words
+    names = {arm.name for arm in experiment.arms}  # not the control, which gets other words if it is a running stack
     same = [{name: own for name, own in group.items() if name in names} for group in groups.values()]
     problem, note = equivalence.work_differences(same)
     findings.problems += [problem] if problem else []
@@ -277,7 +277,7 @@ def _check_equal_work(experiment: Experiment, findings: Findings) -> None:
 
 
 def splits_of(arm: Arm) -> bool | None:
-    """Return whether the arm hands prompts to a decode node: always, never, or None for sometimes."""
+    """Return whether the arm hands every prompt to a decode node: True, False if it never does, None if unknown."""
     if arm.url:
         return None
     if not arm.prefill:
@@ -286,9 +286,9 @@ def splits_of(arm: Arm) -> bool | None:
 
 
 def check_counts(before: Document, after: Document, *, splits: bool | None) -> tuple[dict[str, int], list[str]]:
-    """Return what the nodes counted between two statuses, and what is wrong with it.
+    """Return the increases of the nodes' counters between two statuses, and the problems that they show.
 
-    This proves whether KV moved: bytes must be whole blocks handed off. `splits` is that of `splits_of`.
+    The counters prove whether KV moved: the bytes must match the blocks. `splits` is the result of `splits_of`.
     """
     was = {node["id"]: node for node in before["nodes"] if node["alive"]}
     now = {node["id"]: node for node in after["nodes"] if node["alive"]}
@@ -317,7 +317,7 @@ def check_counts(before: Document, after: Document, *, splits: bool | None) -> t
 
 
 class RouterWatch:
-    """Asks a Baton router about one period: `begin` before it, `end` after it."""
+    """Fetches a Baton router's records of one period. Call `begin` before the period and `end` after it."""
 
     def __init__(self, endpoint: Endpoint, splits: bool | None) -> None:
         self._endpoint = endpoint
@@ -331,9 +331,9 @@ class RouterWatch:
         self._before = await self._endpoint.status()
 
     async def end(self, period: Period, slo: LatencySlo, num_timelines: int) -> None:
-        """Add what the router recorded, and the timelines of the worst requests.
+        """Add the router's records and the timelines of the worst requests to the period.
 
-        A lost router is a problem of the period, not an error.
+        If the router is lost, add a problem to the period instead of raising an error.
         """
         try:
             if not await self._endpoint.until_idle(COOL_DOWN_S):

@@ -1,6 +1,6 @@
-"""Capacity: search for and fit the largest rate at which a share `alpha` of the requests is good.
+"""Capacity: the largest rate at which a share `alpha` of the requests meets the SLO. It is searched for and fitted.
 
-Pure: the measurement is a callback.
+This module has no I/O, because a callback measures.
 """
 
 import math
@@ -13,19 +13,19 @@ from scipy.optimize import isotonic_regression
 
 from compare.stats.statistics import student
 
-CLOSE_RATES = 1.1  # ratio of two rates that count as adjacent
-CLIFF_DROP = 0.25  # drop of attainment between adjacent rates that is a cliff
-ENOUGH = 0.03  # half of the interval, as a share of the capacity, at which the search ends
+CLOSE_RATES = 1.1  # largest ratio between two rates that count as adjacent
+CLIFF_DROP = 0.25  # smallest drop of attainment between adjacent rates that counts as a cliff
+ENOUGH = 0.03  # the search ends when half of the interval is at most this share of the capacity
 MAX_SEEDS = 20
-BRACKET_RATIO = 1.15  # at which bisection ends
+BRACKET_RATIO = 1.15  # bisection ends at this ratio
 STEP = 1.08
-SPREAD = (1 / STEP, 1.0, STEP)  # factors of the estimate at which every seed is measured
-WIDEST = 2.0**12  # the search covers the first rate divided and multiplied by this
+SPREAD = (1 / STEP, 1.0, STEP)  # every seed is measured at the estimate times these factors
+WIDEST = 2.0**12  # the search covers rates from the first rate / WIDEST to the first rate * WIDEST
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityPoint:
-    """One run. `attainment` is 0 if it was overloaded, because it would fall with the run's duration."""
+    """One run. Overloaded runs get an `attainment` of 0, because theirs would depend on the run's duration."""
 
     rate: float
     seed: int
@@ -34,11 +34,11 @@ class CapacityPoint:
 
 @dataclass(frozen=True, slots=True)
 class CapacityEstimate:
-    """Requests per second, with a 95 % interval over seeds (None from fewer than two, and for an end beyond the rates
-    that were measured).
+    """A capacity in requests per second, with a 95 % interval over seeds.
 
-    bounded: "yes"; "above" if the highest measured rate still meets the SLO, "below" if the lowest does not. `cliff`:
-    attainment drops abruptly, so the capacity is the last rate before the drop, not a crossing.
+    `low` and `high` are None with fewer than two seeds, or if they lie beyond the measured rates. `bounded` is "yes",
+    "above" if even the highest measured rate meets the SLO, or "below" if even the lowest does not. With `cliff`, the
+    attainment drops abruptly, and `rate` is the last rate before the drop.
     """
 
     rate: float
@@ -49,8 +49,8 @@ class CapacityEstimate:
 
 
 def fit_attainment(points: Sequence[CapacityPoint]) -> tuple[list[float], list[float]]:
-    """Return ascending rates and the attainment at each: isotonic (non-increasing) regression of the runs' means,
-    weighted by their number."""
+    """Return the rates in ascending order, and the fitted attainment at each rate. The fit is a non-increasing isotonic
+    regression of the mean of each rate's runs, weighted by their number."""
     rates = sorted({point.rate for point in points})
     runs = [[point.attainment for point in points if point.rate == rate] for rate in rates]
     fit = isotonic_regression(list(map(np.mean, runs)), weights=list(map(len, runs)), increasing=False)
@@ -58,7 +58,7 @@ def fit_attainment(points: Sequence[CapacityPoint]) -> tuple[list[float], list[f
 
 
 def crossing(rates: Sequence[float], shares: Sequence[float], alpha: float) -> CapacityEstimate:
-    """Return where the curve falls below alpha, linear between two rates. Raises ValueError for an empty curve."""
+    """Return where the curve falls below alpha, interpolated linearly. Raises ValueError if the curve is empty."""
     if not rates:
         raise ValueError("no rate was measured")
     below = next((index for index, share in enumerate(shares) if share < alpha), None)
@@ -74,7 +74,7 @@ def crossing(rates: Sequence[float], shares: Sequence[float], alpha: float) -> C
 
 
 def capacity_of(points: Sequence[CapacityPoint], alpha: float) -> CapacityEstimate:
-    """Return the crossing of the fit over all points, with Student's interval of its `influences`."""
+    """Return the rate at which the fit of all points crosses alpha, with Student's interval of its `influences`."""
     found = crossing(*fit_attainment(points), alpha)
     values = [value for value in influences(points, alpha).values() if value is not None]
     interval = student(values) if values else None
@@ -88,8 +88,8 @@ def capacity_of(points: Sequence[CapacityPoint], alpha: float) -> CapacityEstima
 def influences(points: Sequence[CapacityPoint], alpha: float) -> dict[int, float | None]:
     """Return the jackknife pseudo-values (Tukey, 1958) of the crossing, by seed.
 
-    Their mean is the crossing and their spread its uncertainty, so they are compared like figures of paired runs. All
-    None if the crossing, of all seeds or without one, lies beyond the measured rates: a bound is not a figure.
+    They estimate the crossing and its uncertainty, so they can be compared like the figures of paired runs. All are
+    None if the crossing, of all seeds or without one of them, lies beyond the measured rates and is only a bound.
     """
     seeds = sorted({point.seed for point in points})
     without = [[point for point in points if point.seed != seed] for seed in seeds]
@@ -102,14 +102,14 @@ def influences(points: Sequence[CapacityPoint], alpha: float) -> dict[int, float
 
 
 def balanced(points: Sequence[CapacityPoint]) -> list[CapacityPoint]:
-    """Return the points at rates measured with several seeds, if there are any: the first seed alone explores."""
+    """Return the points without rates at which only the first seed was measured. With one seed, return all points."""
     measured = Counter(rate for rate, _ in {(point.rate, point.seed) for point in points})
     several = [point for point in points if measured[point.rate] > 1]
     return several if len({point.seed for point in points}) > 1 else list(points)
 
 
 def attainment_bands(points: Sequence[CapacityPoint]) -> dict[str, list[float]]:
-    """Return the fitted share at every rate, with the lowest and highest of a seed, for a chart."""
+    """Return data for a chart: the fitted share at every rate, with the lowest and highest share of a run."""
     rates, shares = fit_attainment(points)
     at = [[point.attainment for point in points if point.rate == rate] for rate in rates]
     return {"rate": rates, "share": shares, "low": [min(row) for row in at], "high": [max(row) for row in at]}
@@ -119,9 +119,9 @@ Measure = Callable[[float, int], Awaitable[float]]  # rate, seed -> attainment, 
 
 
 class CapacitySearch:
-    """Searches for one arm's capacity. `points` are the measurements so far; they grow during `run`.
+    """Searches for one arm's capacity. `points` are the measurements so far; `run` appends to it.
 
-    Brackets and bisects geometrically with the first seed, then measures one seed after the other at rates around the
+    With the first seed, it brackets and bisects the rate. Then it measures one seed after the other at rates around the
     estimate until the interval is narrow. `measure` is called on the event loop of `run`, one call at a time.
     """
 
@@ -137,7 +137,7 @@ class CapacitySearch:
         return len(self.points) >= self._max_runs
 
     async def run(self, first_rate: float) -> CapacityEstimate:
-        """Return the capacity found with at most `max_runs` runs. Raises ValueError unless the rate is over 0."""
+        """Return the capacity found with at most `max_runs` runs. Raises ValueError if `first_rate` is not over 0."""
         if not 0 < first_rate < math.inf:
             raise ValueError(f"the first rate is {first_rate}; it must be over 0")
         bracket = await self._bracket(first_rate)
@@ -150,7 +150,7 @@ class CapacitySearch:
         return await self._replicate([math.sqrt(good * bad) * factor for factor in SPREAD])
 
     async def _replicate(self, rates: list[float]) -> CapacityEstimate:
-        """Measure every seed at all rates, adding rates while the means do not cross alpha between them."""
+        """Measure every seed at all rates. Add a rate while the fit does not cross alpha between the rates."""
         missing = [(rate, 0) for rate in rates]
         for seed in range(1, MAX_SEEDS + 1):
             while missing:
@@ -168,7 +168,7 @@ class CapacitySearch:
         return self._found()
 
     async def _bracket(self, rate: float) -> tuple[float, float] | None:
-        """Return a rate that holds and one that does not, a factor of 2 apart; None if there is none within WIDEST."""
+        """Return a rate that meets alpha, and twice that rate, which does not. Return None if WIDEST is reached."""
         holds = await self._holds(rate, 0)
         factor = 2.0 if holds else 0.5
         first = rate

@@ -1,4 +1,4 @@
-"""Causes, from the router's records: where requests spend time, why they miss the SLO, and what the devices do."""
+"""Where requests spend time, why they miss the SLO, and what the devices do, according to the router's records."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from scheduler.cost import CostModel, StepWork
 
 PHASES = (
     *("client", "router", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference"),
-    "retry",  # attempts that failed; most requests have none
+    "retry",  # failed attempts; most requests have none
 )
 BEFORE_FIRST = {
     "client": "client lag",
@@ -28,16 +28,16 @@ BETWEEN = {
     "interference": "behind prompt chunks",
     "retry": "failed attempts",
 }
-EXPLAINS = 0.5  # share of the time over the SLO that a cause must account for
+EXPLAINS = 0.5  # a cause must account for this share of the time over the SLO
 
-StepRow = Mapping[str, Any]  # one row of /v1/steps, by its columns
+StepRow = Mapping[str, Any]  # one row of /v1/steps, by column
 
 
 def phases_ms(outcome: Outcome, summary: Summary) -> dict[str, float] | None:
-    """Return the request's time from when it was due to its last token at the client, by PHASES and "residual".
+    """Return the time from the request's scheduled start to its last token at the client, by PHASES and "residual".
 
-    The residual is the time that neither end saw: the network, and the server before its router accepted. It makes the
-    sum exact without a common clock. None for a request that failed, or has no phases.
+    The residual is time that neither the client nor the router recorded, such as network time. It makes the sum exact
+    without a common clock. Return None if the request failed or has no phases.
     """
     if not outcome.finished or outcome.sent_s is None or not outcome.token_s or not summary.get("phases_ms"):
         return None
@@ -47,10 +47,10 @@ def phases_ms(outcome: Outcome, summary: Summary) -> dict[str, float] | None:
 
 
 def phases_of(population: Sequence[Outcome], summaries: Summaries, slo: LatencySlo) -> dict[str, Any] | None:
-    """Return the mean of every phase over all requests and over those that missed, and the size of the residual.
+    """Return the mean of every phase over all requests and over those that missed the SLO, and the residual's size.
 
-    Only requests that finished and have phases count; `requests` is their number. None if there are none; `missed` is
-    empty if none of them missed.
+    Only requests that finished and have phases count; `requests` is their number. Return None if there are none.
+    `missed` is empty if none of them missed the SLO.
     """
     found = [(outcome, phases_ms(outcome, summaries.get(outcome.id, {}))) for outcome in population]
     rows = [phases for _, phases in found if phases]
@@ -71,16 +71,16 @@ def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def miss_causes(population: Sequence[Outcome], summaries: Summaries, slo: LatencySlo) -> dict[str, int]:
-    """Return how many requests missed for each main cause, most frequent first."""
+    """Return how many requests missed the SLO for each main cause, most frequent cause first."""
     causes = (miss_cause(outcome, summaries.get(outcome.id, {}), slo) for outcome in population)
     return dict(Counter(filter(None, causes)).most_common())
 
 
 def miss_cause(outcome: Outcome, summary: Summary, slo: LatencySlo) -> str | None:
-    """Return the main cause of a miss, such as "TTFT: prefill queue"; None for a good request.
+    """Return the main cause of a miss, such as "TTFT: prefill queue", or None if the request met the SLO.
 
-    If both limits are missed, TTFT is named, because an early delay often causes later ones. Without phases only the
-    missed limit is named.
+    If both limits are missed, return a cause for TTFT, because an early delay often causes later ones. Without phases,
+    return only the missed limit.
     """
     missed = misses(outcome, slo)
     if not missed:
@@ -99,10 +99,10 @@ def miss_cause(outcome: Outcome, summary: Summary, slo: LatencySlo) -> str | Non
 
 
 def busy_shares(steps: Sequence[StepRow], window_ms: tuple[float, float], model: CostModel | None) -> dict[str, float]:
-    """Return shares of the window, which sum to 1: "prefill" and "decode" ("busy" together), "idle_empty" with nothing
-    to do, and "idle_blocked" while requests waited.
+    """Return shares of the window: "prefill" and "decode", their sum "busy", "idle_empty" without requests, and
+    "idle_blocked" while requests waited. The shares without "busy" sum to 1.
 
-    A mixed step is split by the model's cost of its prompts and its decodes alone; without a model, by tokens.
+    A mixed step is split by the model's costs of its prompts and its decodes, or by tokens if there is no model.
     """
     length = window_ms[1] - window_ms[0]
     shares = {"prefill": 0.0, "decode": 0.0, "idle_empty": 0.0, "idle_blocked": 0.0}

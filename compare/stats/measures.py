@@ -1,7 +1,7 @@
-"""The metrics of one run, from the client's outcomes and the router's summaries; and which part of the run counts.
+"""The metrics of one run, from the client's outcomes and the router's summaries, and the window that they cover.
 
-Every request that arrived in the window counts: a failed request is a miss, and its remaining tokens take infinitely
-long. Percentiles interpolate linearly (numpy's default).
+Every request that was scheduled in the window counts. A failed request misses the SLO, and the times of its remaining
+tokens are infinite. Percentiles are interpolated linearly.
 """
 
 import math
@@ -17,32 +17,32 @@ from scipy import stats
 
 from compare.load.outcome import TIMEOUT, LatencySlo, Outcome
 
-Summary = Mapping[str, Any]  # of /v1/requests
+Summary = Mapping[str, Any]  # one entry of /v1/requests
 Summaries = Mapping[str, Summary]  # by request id
 Series = NDArray[np.float64]
 
 LATENCIES = ("ttft", "tbt", "tpot", "ttst", "e2e")
-POINTS, BATCH = 500, 5  # samples of the outstanding requests, and samples per batch (the 5 of MSER-5)
+POINTS, BATCH = 500, 5  # samples of the number of outstanding requests, and samples per batch of MSER-5
 TREND_BATCHES = 10
-TREND_LEVEL = 0.01  # chance of calling a steady run overloaded, if its batches were independent
-LEAST_GROWTH, GROWTH_DEVIATIONS = 0.25, 2.0  # of the mean, and of its root (a Poisson number's deviation)
+TREND_LEVEL = 0.01  # probability that a steady run counts as overloaded if its batches are independent
+LEAST_GROWTH, GROWTH_DEVIATIONS = 0.25, 2.0  # factors of the mean and of its square root
 
 
 # ---- one request, in seconds ---------------------------------------------------------------------------------------
 
 
 def ttft_s(outcome: Outcome) -> float:
-    """Return the time from when the request was due to its first token; infinite if there was none."""
+    """Return the time from the request's scheduled start to its first token, or infinity if there was none."""
     return outcome.token_s[0] - outcome.scheduled_s if outcome.token_s else math.inf
 
 
 def gaps_s(outcome: Outcome) -> list[float]:
-    """Return the TBTs: the time between each token and the one before. vLLM calls them ITL."""
+    """Return the times between consecutive tokens (TBT; vLLM calls them ITL)."""
     return [after - before for before, after in pairwise(outcome.token_s)]
 
 
 def tpot_s(outcome: Outcome) -> float | None:
-    """Return the mean gap; None for a single token, which has none; infinite if a request for more failed."""
+    """Return the mean gap. It is None for a request of one token, and infinite for a longer one that failed."""
     if not outcome.finished:
         return None if outcome.max_tokens == 1 else math.inf
     count = len(outcome.token_s)
@@ -50,19 +50,19 @@ def tpot_s(outcome: Outcome) -> float | None:
 
 
 def ttst_s(outcome: Outcome) -> float | None:
-    """Return the time from the first token to the second, where the transfer of a disaggregated request shows."""
+    """Return the time from the first token to the second, which includes the KV transfer of a disaggregated request."""
     if len(outcome.token_s) > 1:
         return outcome.token_s[1] - outcome.token_s[0]
     return None if outcome.finished or outcome.max_tokens == 1 else math.inf
 
 
 def e2e_s(outcome: Outcome) -> float:
-    """Return the time from when the request was due to its last token; infinite if it failed."""
+    """Return the time from the request's scheduled start to its last token, or infinity if it failed."""
     return outcome.token_s[-1] - outcome.scheduled_s if outcome.finished and outcome.token_s else math.inf
 
 
 def fluidity(outcome: Outcome, slo: LatencySlo) -> tuple[int, int]:
-    """Return tokens in time, and tokens due (Etalon's token deadlines): token i is due at TTFT SLO + i TBT SLOs."""
+    """Return the numbers of tokens in time and in total. Token i has the deadline TTFT SLO + i * TBT SLO (Etalon)."""
     slo = outcome.slo or slo
     first_s, step_s = (limit / 1000 if limit else math.inf for limit in (slo.ttft_ms, slo.tbt_ms))
     due = len(outcome.token_s) if outcome.finished else max(outcome.max_tokens, len(outcome.token_s))
@@ -71,7 +71,7 @@ def fluidity(outcome: Outcome, slo: LatencySlo) -> tuple[int, int]:
 
 
 def misses(outcome: Outcome, slo: LatencySlo) -> list[str]:
-    """Return which limits of its SLO (its own, or else `slo`) the request missed: "failed", "ttft", "tbt"."""
+    """Return the limits of its own SLO, or else of `slo`, that the request missed: "failed", or "ttft" and "tbt"."""
     slo = outcome.slo or slo
     if not outcome.finished:
         return ["failed"]
@@ -85,7 +85,7 @@ def misses(outcome: Outcome, slo: LatencySlo) -> list[str]:
 
 
 def tbt_figure(gaps: Sequence[float], tbt_of: str) -> float:
-    """Reduce one request's gaps to the figure that a TBT limit applies to."""
+    """Return the statistic of one request's gaps that a TBT limit applies to."""
     reduce: dict[str, Callable[[Sequence[float]], float]] = {"p99": _p99, "max": max, "mean": fmean}
     return float(reduce[tbt_of](gaps))
 
@@ -95,7 +95,7 @@ def _p99(gaps: Sequence[float]) -> float:
 
 
 def slo_excess(outcome: Outcome, slo: LatencySlo) -> float:
-    """Return the worse of TTFT and longest gap, as a multiple of its limit; infinite if the request failed."""
+    """Return TTFT or the longest gap, whichever is the larger multiple of its limit; infinity if the request failed."""
     slo = outcome.slo or slo
     if not outcome.finished:
         return math.inf
@@ -107,9 +107,9 @@ def slo_excess(outcome: Outcome, slo: LatencySlo) -> float:
 
 
 def measured_window(outcomes: Sequence[Outcome]) -> tuple[tuple[float, float], bool]:
-    """Return the window, in seconds, from the end of the warm-up to the last arrival, and whether it is overloaded.
+    """Return the window in seconds, from the end of the warm-up to the last arrival, and whether it is overloaded.
 
-    At least half of the requests stay in the window. Raises ValueError for a run without requests.
+    The window contains at least half of the requests. Raises ValueError if there are no requests.
     """
     if not outcomes:
         raise ValueError("a run without requests has no window")
@@ -125,9 +125,9 @@ def measured_window(outcomes: Sequence[Outcome]) -> tuple[tuple[float, float], b
 
 
 def outstanding(outcomes: Sequence[Outcome], at_s: Series) -> Series:
-    """Return the number of requests that were due and not over, at each time.
+    """Return the number of requests that were scheduled but had not ended at each time.
 
-    A timed-out request is never over: otherwise a server that answers nothing would look steady after the first
+    A request that timed out never ends here. Otherwise, a server that answers nothing would look steady after the first
     timeouts.
     """
     due = np.sort([outcome.scheduled_s for outcome in outcomes])
@@ -139,8 +139,8 @@ def outstanding(outcomes: Sequence[Outcome], at_s: Series) -> Series:
 def mser(series: Series, batch: int = BATCH) -> int:
     """Return how many of the first values are warm-up, by MSER-5 (White, Cobb and Spratt, 2000).
 
-    The cut minimizes the squared deviation of the rest over its squared number of batches. It is at most half, beyond
-    which the rule is known to fail.
+    The rule minimizes the sum of squared deviations of the rest, divided by its squared number of batches. It may cut
+    at most half of the values, because it is known to fail beyond that.
     """
     num_batches = len(series) // batch
     if num_batches < 2:
@@ -154,8 +154,8 @@ def mser(series: Series, batch: int = BATCH) -> int:
 
 
 def is_growing(series: Series) -> bool:
-    """Return whether outstanding requests grow: significantly (one-sided t-test of the slope over batch means), and by
-    more than a quarter of the mean and two of its deviations over the window."""
+    """Return whether the number of outstanding requests grows. The slope over batch means must be significant, by a
+    one-sided t-test. The growth must exceed a quarter of the mean and two standard deviations."""
     size = len(series) // TREND_BATCHES
     if size == 0:
         return False
@@ -173,8 +173,8 @@ def is_growing(series: Series) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunMetrics:
-    """A run's figures. An overloaded run has no latencies, which would only depend on its duration. A percentile that
-    falls among tokens that never came is None: it exceeds every bound."""
+    """The figures of a run. An overloaded run has no latencies, because they would depend on its duration. A percentile
+    is None if missing tokens make it infinite."""
 
     window_s: tuple[float, float]
     overloaded: bool
@@ -185,7 +185,7 @@ class RunMetrics:
 
 
 def inside(outcomes: Iterable[Outcome], window_s: tuple[float, float]) -> list[Outcome]:
-    """Return the measured population: requests that were due in the window, followed to their end."""
+    """Return the requests that were scheduled in the window, which are the measured population."""
     return [outcome for outcome in outcomes if window_s[0] <= outcome.scheduled_s <= window_s[1]]
 
 
@@ -197,7 +197,7 @@ def measure(
     *,
     overloaded: bool,
 ) -> RunMetrics:
-    """Return all figures of one run. `window_s` and `overloaded` are those of `measured_window`."""
+    """Return all figures of one run. `measured_window` provides `window_s` and `overloaded`."""
     population = inside(outcomes, window_s)
     good = sum(not misses(outcome, slo) for outcome in population)
     length_s = window_s[1] - window_s[0]
@@ -218,7 +218,7 @@ def measure(
 
 
 def latencies(population: Sequence[Outcome]) -> dict[str, float | None]:
-    """Return latencies at the client in milliseconds. TBT covers all tokens, also those of requests that failed."""
+    """Return latencies at the client in milliseconds. TBT includes the tokens of failed requests."""
     values = values_ms(population)
     return {
         f"{name}_p{share}_ms": percentile(values[name], share, scale=1) for name in LATENCIES for share in (50, 99)
@@ -226,7 +226,7 @@ def latencies(population: Sequence[Outcome]) -> dict[str, float | None]:
 
 
 def values_ms(population: Sequence[Outcome]) -> dict[str, list[float]]:
-    """Return every value of each latency in milliseconds; infinite for tokens that never came."""
+    """Return every value of each latency in milliseconds. Values of missing tokens are infinite."""
     tbt = [gap for outcome in population for gap in gaps_s(outcome)]
     tbt += [math.inf for outcome in population if outcome.token_s and not outcome.finished]
     values = {
@@ -240,7 +240,7 @@ def values_ms(population: Sequence[Outcome]) -> dict[str, list[float]]:
 
 
 def percentile(values: Sequence[float], share: float, scale: float = 1000) -> float | None:
-    """Return a percentile in milliseconds; None without values, or if it falls among infinite ones."""
+    """Return a percentile in milliseconds, or None if it is infinite or there are no values."""
     if not values:
         return None
     with np.errstate(invalid="ignore"):  # inf - inf
@@ -249,9 +249,9 @@ def percentile(values: Sequence[float], share: float, scale: float = 1000) -> fl
 
 
 def ecdf(values: Sequence[float], points: int = 200) -> dict[str, list[float]]:
-    """Return points of the empirical distribution: `y` is the share of values that are at most `x`.
+    """Return points of the empirical distribution; `y` is the share of values that are at most `x`.
 
-    Points are evenly spaced, and denser towards the longest. The curve ends below 1 if some values are infinite.
+    Points are spaced evenly, with additional ones among the largest values. `y` ends below 1 if values are infinite.
     """
     finite = np.sort([value for value in values if math.isfinite(value)])
     if not len(finite):
@@ -264,8 +264,7 @@ def ecdf(values: Sequence[float], points: int = 200) -> dict[str, list[float]]:
 
 
 def from_summaries(population: Sequence[Outcome], summaries: Summaries) -> dict[str, float | None]:
-    """Return figures of the router's summaries: KV transfer (hidden and exposed), and the time that prompts cost
-    decodes."""
+    """Return figures of the router's summaries: hidden and exposed KV transfer, and how long prompts delay decodes."""
     known = [summaries[outcome.id] for outcome in population if outcome.id in summaries]
     if not known:
         return {}

@@ -1,4 +1,4 @@
-"""Significance of differences. The unit is the seed: runs of two arms under the same traffic are one pair."""
+"""Significance of differences. The runs of two arms with the same seed have the same traffic and form a pair."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,16 +10,16 @@ from scipy import stats
 
 HIGHER_IS_BETTER = frozenset({"attainment", "goodput_rps", "fluidity", "throughput_tps", "capacity_rps"})
 CONFIDENCE = 0.95
-LEAST_PERCENT = 3.0  # a smaller difference is too close to call, even if significant
-ROUNDING = 1e-9  # of a difference: the rounding error of equal ones
+LEAST_PERCENT = 3.0  # smaller differences are too close to call, even if they are significant
+ROUNDING = 1e-9  # relative rounding error of differences that count as equal
 TOO_CLOSE = "too close to call"
 
-Runs = Mapping[str, Sequence[float | None]]  # by arm, the figure of every seed, in the same order of seeds
+Runs = Mapping[str, Sequence[float | None]]  # by arm, the figures of all seeds in the same order
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean with its confidence interval; no bounds from fewer than two values."""
+    """A mean with its confidence interval. With fewer than two values, there are no bounds."""
 
     mean: float
     low: float | None
@@ -28,10 +28,10 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One arm against another in one metric: the paired difference (`arm` - `against`) with its interval.
+    """The comparison of two arms in one metric: the paired difference (`arm` - `against`) with its interval.
 
-    `percent`, `percent_low`, `percent_high` are relative to the mean of `against`; None if that is 0. `p` is corrected
-    for the number of comparisons. `note` is the reason if there is no difference.
+    `percent`, `percent_low` and `percent_high` are relative to the mean of `against`, and None if that is 0. `p` is
+    corrected for the number of comparisons. If `difference` is None, `note` says why.
     """
 
     arm: str
@@ -49,7 +49,7 @@ class Comparison:
 
 
 def student(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
-    """Return Student's t interval of the mean. Raises ValueError without values."""
+    """Return Student's t interval of the mean. Raises ValueError if there are no values."""
     mean, count = _mean(values), len(values)
     if count < 2:
         return Interval(mean, None, None)
@@ -60,10 +60,10 @@ def student(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval
 def compare(
     metric: str, arm: tuple[str, Sequence[float | None]], against: tuple[str, Sequence[float | None]]
 ) -> Comparison:
-    """Compare two arms, each a name and its figure for every seed. Raises ValueError if they are not paired.
+    """Compare two arms, each given as its name and its figures. Raises ValueError if they are not paired.
 
-    If a seed has no figure in one arm (overloaded, or never reached) nothing is compared: the remaining seeds would be
-    the survivors.
+    If a seed has no figure in one arm, for example because the run was overloaded, compare nothing. The remaining seeds
+    would be a biased selection.
     """
     (name, ours), (other, theirs) = arm, against
     if len(ours) != len(theirs):
@@ -83,7 +83,7 @@ def compare(
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjust p-values for multiple comparisons (Holm, 1979), in the order given."""
+    """Return the p-values adjusted for multiple comparisons (Holm, 1979), in the given order."""
     adjusted = [0.0] * len(p_values)
     reached = 0.0
     for place, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
@@ -93,12 +93,12 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def compare_arms(metric: str, runs: Runs, against: str) -> list[Comparison]:
-    """Compare every other arm with one that was chosen in advance, corrected over the arms."""
+    """Compare every other arm with `against`, which was chosen in advance. Correct for the number of arms."""
     return corrected([compare(metric, (arm, runs[arm]), (against, runs[against])) for arm in runs if arm != against])
 
 
 def compare_with_best(metric: str, runs: Runs, best: str) -> list[Comparison]:
-    """Compare every other arm with one that was chosen for its figures, corrected over all pairs of arms, because any
+    """Compare every other arm with `best`, which was chosen for its figures. Correct for all pairs of arms, because any
     arm could have been the best."""
     pairs = list(combinations(runs, 2))
     p_values = holm([compare(metric, (one, runs[one]), (other, runs[other])).p for one, other in pairs])
@@ -108,18 +108,18 @@ def compare_with_best(metric: str, runs: Runs, best: str) -> list[Comparison]:
 
 
 def corrected(found: Sequence[Comparison]) -> list[Comparison]:
-    """Return the comparisons with p corrected for their number."""
+    """Return the comparisons with their p-values corrected for their number."""
     return [with_p(one, p) for one, p in zip(found, holm([one.p for one in found]), strict=True)]
 
 
 def with_p(found: Comparison, p: float) -> Comparison:
-    """Return the comparison with another p, and the call that follows from it."""
+    """Return the comparison with another p-value, and update `says` accordingly."""
     found = replace(found, p=p)
     return replace(found, says=_says(found))
 
 
 def _says(found: Comparison) -> str:
-    """Return the call: an interval without 0, a significant p, and a difference of 3 % (if the base is not 0)."""
+    """Return "better" or "worse" if 0 is outside the interval, p is significant, and the difference is at least 3 %."""
     if found.difference is None or found.low is None or found.high is None:
         return TOO_CLOSE
     is_small = found.percent is not None and abs(found.percent) < LEAST_PERCENT
@@ -135,8 +135,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _p_value(differences: Sequence[float]) -> float:
-    """Return p of Student's t-test. Equal differences, frequent for shares of a few requests, have no spread: use the
-    sign test for them, which only counts directions."""
+    """Return the p-value of Student's t-test. Equal differences, which are frequent for shares of few requests, have no
+    spread. Use the sign test for them."""
     mean = _mean(differences)
     if float(np.ptp(differences)) <= ROUNDING * abs(mean):
         return 1.0 if mean == 0 else 2.0 ** (1 - len(differences))

@@ -1,6 +1,6 @@
-"""The verdict: which arm leads and by how much, why the others miss the SLO, and under which other SLO that changes.
+"""The verdict: which arm leads and by how much, why the others miss the SLO, and under which other SLOs that changes.
 
-Pure. It claims no more than the paired differences support: "too close to call" is a verdict.
+This module has no I/O. "Too close to call" is also a verdict, if the paired differences support no other.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,24 +18,24 @@ from compare.stats.statistics import (
     holm,
 )
 
-CEILING = 0.99  # of attainment: above it, arms cannot be distinguished
-STEPS_AROUND = 6  # of half an octave each: SLOs from an eighth to eight times the given one
-LEAST_STEPS = 2  # in a row that an arm must win; a single one is not a range
+CEILING = 0.99  # arms with a higher attainment cannot be distinguished
+STEPS_AROUND = 6  # each by a factor of the square root of 2, from 1/8 to 8 times the given SLO
+LEAST_STEPS = 2  # an arm must win at this many consecutive SLOs
 LATENCIES = {
     "ttft_p50_ms": "TTFT p50",
     "ttft_p99_ms": "TTFT p99",
     "tbt_p50_ms": "TBT p50",
     "tbt_p99_ms": "TBT p99",
     "e2e_p50_ms": "E2E p50",
-}  # compared if the leading metric does not decide; each one lowers the significance of the others
+}  # compared if the leading metric does not decide; more metrics would lower the significance of each
 
 
 @dataclass(frozen=True, slots=True)
 class LeadingMetric:
-    """The metric that decides, and its format. More is better."""
+    """The metric that decides the verdict, and its format. Higher values are better."""
 
     name: str
-    scale: float  # from the metric's unit to the printed one
+    scale: float  # converts the metric's unit to the printed unit
     unit: str
     unit_of_gap: str
     what: str
@@ -59,7 +59,7 @@ CAPACITY = LeadingMetric("capacity_rps", 1.0, " req/s", " req/s", " within the S
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The arm with the best mean, and the others compared with it, the closest first."""
+    """The arm with the best mean, and the comparisons of the other arms with it, best mean first."""
 
     leading: LeadingMetric
     runs: Runs
@@ -76,7 +76,7 @@ class Ranking:
 
     @property
     def winner(self) -> str | None:
-        """The best arm if no other is close."""
+        """The best arm, or None if another arm is close."""
         return None if self.close else self.best
 
     @property
@@ -90,7 +90,7 @@ class Ranking:
 
 
 def rank(leading: LeadingMetric, runs: Runs) -> Ranking | None:
-    """Rank the arms; None if fewer than two have a figure for every seed."""
+    """Rank the arms. Return None if fewer than two have a figure for every seed."""
     means = {arm: mean for arm, row in runs.items() if (mean := _mean(row)) is not None}
     if len(means) < 2:
         return None
@@ -121,7 +121,7 @@ def sentence(ranking: Ranking | None) -> tuple[str, str | None]:
 
 
 def leading_cause(ranking: Ranking | None, miss_causes: Mapping[str, Mapping[str, int]]) -> str | None:
-    """Return the most frequent miss cause of the last arm; None if no arm is clearly behind."""
+    """Return the main miss cause of the last arm if it is clearly behind, or a hint if all arms meet the SLO."""
     if ranking is None:
         return None
     if ranking.beaten and (counts := miss_causes.get(ranking.beaten[-1].arm)):
@@ -134,14 +134,14 @@ def leading_cause(ranking: Ranking | None, miss_causes: Mapping[str, Mapping[str
     return None
 
 
-RankAt = Callable[[float, float], Ranking | None]  # (TTFT SLO, TBT SLO) in ms -> the ranking under them
+RankAt = Callable[[float, float], Ranking | None]  # returns the ranking under a TTFT SLO and a TBT SLO in ms
 
 
 def flips(rank_at: RankAt, ttft_ms: float, tbt_ms: float) -> list[str]:
-    """Return under which other SLOs another arm wins, judging the same outcomes; or the range if none does.
+    """Return the ranges of SLOs under which another arm wins with the same outcomes, or a line that there are none.
 
-    By chance one of twenty SLOs would show a winner, so the p-values are corrected over all of them (Holm), and a win
-    is reported only for a range in which it holds at every SLO.
+    Without correction, one SLO in twenty would have a winner by chance. So the p-values are corrected for all SLOs
+    (Holm), and a win counts only if it holds at several consecutive SLOs.
     """
     winner_now = current.winner if (current := rank_at(ttft_ms, tbt_ms)) else None
     factors = [[2.0 ** (way * step / 2) for step in range(1, STEPS_AROUND + 1)] for way in (-1, 1)]
@@ -170,9 +170,9 @@ def _format_ms(value_ms: float) -> str:
 
 
 def latency_differences(ranking: Ranking | None, figures: Mapping[str, Runs]) -> str | None:
-    """Return which latencies differ clearly if the leading metric is too close to call; None otherwise.
+    """Return which latencies differ clearly if the leading metric is too close to call, else None.
 
-    `figures`: the runs of each metric of LATENCIES. Corrected over all metrics and pairs.
+    `figures` has the runs of each metric of LATENCIES. P-values are corrected for all metrics and pairs.
     """
     if ranking is None or not ranking.close or len(ranking.runs[ranking.best]) < 2:
         return None
@@ -189,7 +189,7 @@ def latency_differences(ranking: Ranking | None, figures: Mapping[str, Runs]) ->
 
 
 def _lower(clear: Sequence[Comparison], figures: Mapping[str, Runs], *, several: bool) -> Iterator[str]:
-    """Yield for each pair of arms which latencies of the one are lower, in percent of the other."""
+    """Yield, for each pair of arms, the latencies that are lower in one arm, in percent of the other arm's."""
     ahead = [(row.arm, row.against) if row.says == "better" else (row.against, row.arm) for row in clear]
     for arm, behind in dict.fromkeys(ahead):
         parts = []
@@ -204,7 +204,7 @@ def _lower(clear: Sequence[Comparison], figures: Mapping[str, Runs], *, several:
 
 
 def compare_control(copy: str, original: str, figures: Mapping[str, Runs]) -> tuple[list[Comparison], str]:
-    """Compare an arm with its copy in every metric, corrected for their number. Return what differs, as text too."""
+    """Compare an arm with its copy in all metrics, corrected for their number. Return the comparisons and a summary."""
     pairs = [(metric, (copy, runs[copy]), (original, runs[original])) for metric, runs in figures.items()]
     found = corrected([compare(*pair) for pair in pairs])
     differing = [row.metric for row in found if row.says != TOO_CLOSE]

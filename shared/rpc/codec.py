@@ -1,14 +1,15 @@
 """The msgpack codec of the control plane: a dataclass is encoded as an array of its fields, in order.
 
-All processes of a cluster run the same version, so an array has exactly the fields of its dataclass. The decoder
-follows the types of the fields. At the first value of a wrong type it raises `DecodeError`, which names the field. It
-never builds a value that the types do not allow. Only this module imports msgpack.
+If the array is shorter than the dataclass, the missing fields take their defaults; if it is longer, the extra fields
+are skipped. Thus adjacent versions can exchange messages. The decoder follows the types of the fields. At the first
+value of a wrong type, it raises `DecodeError`, which names the field. It never builds a value that the types do not
+allow. Only this module imports msgpack.
 """
 
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar, Union, cast
 
@@ -18,6 +19,7 @@ from grpclib.encoding.base import CodecBase
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # enough for a prompt of 4 million tokens; KV is not sent by RPC
 MAX_ITEMS = 1 << 20  # in all lists and maps of a message together
 DATACLASS_ITEMS = 16  # an item that is a dataclass counts as 16 items, since it costs more to build
+MAX_FIELDS = 256  # in one dataclass, including fields of later versions
 NIL = b"\xc0"
 BAD_BYTES = (ValueError, msgpack.UnpackException)
 T = TypeVar("T")
@@ -57,7 +59,7 @@ def _field_names(kind: type) -> tuple[str, ...]:
 class _Source:
     """The bytes of one message. `value` reads a scalar, and rejects a container before building it."""
 
-    __slots__ = ("_items_left", "array", "data", "map", "tell", "value")
+    __slots__ = ("_items_left", "array", "data", "map", "skip", "tell", "value")
 
     def __init__(self, data: bytes) -> None:
         # The limits apply to `unpack` only. Containers that the types require are read through their headers.
@@ -68,6 +70,7 @@ class _Source:
         self.data = data
         self.array = unpacker.read_array_header
         self.map = unpacker.read_map_header
+        self.skip = unpacker.skip
         self.tell = unpacker.tell
         self.value = unpacker.unpack
         self._items_left = MAX_ITEMS
@@ -143,10 +146,19 @@ def _dataclass_reader(kind: type, where: str) -> Read:
     hints = typing.get_type_hints(kind)
     members = [_reader(hints[name], f"{kind.__name__}.{name}") for name in _field_names(kind)]
 
+    required = sum(field.default is MISSING and field.default_factory is MISSING for field in fields(kind))
+
     def read(source: _Source) -> Any:
-        if source.count(source.array, 0, where, "an array") != len(members):
-            raise DecodeError(f"{where} is not an array of {len(members)} fields")
-        return kind(*[member(source) for member in members])
+        count = source.count(source.array, 0, where, "an array")
+        if not required <= count <= MAX_FIELDS:
+            raise DecodeError(f"{where} is not an array of at least {required} fields")
+        values = [member(source) for member in members[:count]]
+        for _ in range(count - len(members)):
+            try:
+                source.skip()
+            except BAD_BYTES as error:
+                raise DecodeError(f"{where}: {str(error) or type(error).__name__}") from None
+        return kind(*values)
 
     return read
 

@@ -1,4 +1,4 @@
-"""An endpoint of streamed completions whose manner of answering is the name of the model that is asked for."""
+"""A fake server of streamed completions. The requested model's name selects how it answers, for example "hangs"."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ def _event(model: str, tokens: list[int], finish: str | None) -> bytes:
 
 
 class FakeServer:
-    """Keeps what it was asked; a token every `gap_s`."""
+    """Keeps the bodies of its requests, and sends a token every `gap_s`."""
 
     def __init__(self, gap_s: float) -> None:
         self.bodies: list[dict[str, object]] = []
@@ -43,7 +43,7 @@ class FakeServer:
                 return response
             finish = "length" if first + step >= count else None
             event = _event(model, list(range(first, min(count, first + step))), finish)
-            await response.write(event[:20])  # in pieces: an event may be cut anywhere
+            await response.write(event[:20])  # in two pieces, because a read may end anywhere in an event
             await response.write(event[20:])
             await asyncio.sleep(self._gap_s)
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count}
@@ -59,7 +59,7 @@ class FakeServer:
 
 @asynccontextmanager
 async def serving(gap_s: float = 0.002) -> AsyncIterator[tuple[str, list[dict[str, object]]]]:
-    """Its URL, and the bodies it was asked with."""
+    """Run a fake server. Yield its URL and the list of request bodies."""
     server = FakeServer(gap_s)
     app = web.Application(client_max_size=1 << 26)
     app.router.add_post("/v1/completions", server.complete)

@@ -1,4 +1,4 @@
-"""Synthetic sessions, and the reports that the comparison makes of them."""
+"""Synthetic sessions and their reports."""
 
 import json
 from pathlib import Path
@@ -39,8 +39,8 @@ def summary(name: str) -> dict[str, Any]:
 
 
 def period(turn: Trial, gap_s: float, *, slow: int, problems: tuple[str, ...] = ()) -> Period:
-    """`slow` of its requests, all over it, have one gap of `gap_s`, the others 9 ms."""
-    outcomes, start = [], 1e-3 * turn.seed  # so that seeds differ
+    """Return a period in which `slow` requests, spread evenly, have a gap of `gap_s`; the others' gaps are 9 ms."""
+    outcomes, start = [], 1e-3 * turn.seed  # makes seeds differ
     for index in range(NUM):
         at = 0.1 * index
         gap = gap_s if (index * 7 - 1) % NUM < slow else 0.009
@@ -66,7 +66,7 @@ def period(turn: Trial, gap_s: float, *, slow: int, problems: tuple[str, ...] = 
 
 
 def findings(made: Experiment) -> Findings:
-    """The disaggregated arm misses nothing, the co-located ones a quarter and a little more."""
+    """Return findings in which disaggregated requests meet the SLO, and at least a quarter of the co-located miss it."""
     names = [arm.name for arm in made.everyone]
     order = [turn for number, seed in enumerate(made.seeds) for turn in trials_of(names, seed, number)]
     is_split = {arm.name: bool(arm.prefill) for arm in made.everyone}
@@ -93,7 +93,7 @@ NODES = {False: ("decode-0", "decode-1"), True: ("prefill-0", "decode-0")}
 
 
 def page_report(seconds: float = 8.0, *, capacity: bool = False) -> dict[str, Any]:
-    """Return the report of a session whose periods have steps of `seconds` and the timelines of ten requests."""
+    """Return the report of a session whose periods have `seconds` of steps, and timelines of ten requests."""
     made, found = session(num_seeds=3)
     facts = {arm.name: {"dtype": "float32", "policy": "static" if arm.prefill else "mixed"} for arm in found.arms}
     found.parity = check_parity(found.arms, facts, ["policy"])
@@ -112,7 +112,7 @@ def page_report(seconds: float = 8.0, *, capacity: bool = False) -> dict[str, An
 
 
 def hostile() -> dict[str, Any]:
-    """Return a report in which every text that others chose tries to be markup."""
+    """Return a report in which every text that users or servers choose contains markup."""
     text = json.dumps(page_report()).replace("colocated:2", json.dumps(HOSTILE)[1:-1])
     report: dict[str, Any] = json.loads(text)
     report["traffic"]["name"] = report["repro"] = report["verdict"]["sentence"] = HOSTILE
@@ -128,7 +128,7 @@ def bare() -> dict[str, Any]:
 
 
 def _steps(node: str, seconds: float) -> list[dict[str, Any]]:
-    """Return steps of 10 ms, every 20th of them with a prompt and longer than the SLO."""
+    """Return steps of 10 ms. Every 20th step has a prompt and is longer than the SLO."""
     rows, start_ms = [], STARTED_NS / 1e6
     while start_ms < STARTED_NS / 1e6 + seconds * 1000:
         is_late = len(rows) % 20 == 5

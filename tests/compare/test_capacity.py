@@ -1,5 +1,5 @@
-"""Capacity is where attainment crosses alpha: found from few runs, with an interval that covers it, and honest at
-the ends of what was measured."""
+"""Tests of capacity, the rate at which attainment crosses alpha: the search needs few runs, the interval covers the
+capacity, and a capacity beyond the measured rates is only a bound."""
 
 import numpy as np
 import pytest
@@ -18,12 +18,12 @@ ALPHA = 0.9
 
 
 def attainment(rate: float, capacity: float, noise: float = 0.0) -> float:
-    """A smooth fall that crosses 0.9 at `capacity`."""
+    """Return an attainment that falls linearly with the rate, and is 0.9 at `capacity`."""
     return float(np.clip(0.9 - 0.8 * (rate / capacity - 1) + noise, 0.0, 1.0))
 
 
 def measuring(capacity: float, noise: float, random: np.random.Generator):
-    """Of a seed: all its rates are a little better or a little worse, and each a little by itself."""
+    """Return a measurement with random errors: one for each seed, and a smaller one for each run."""
     shift: dict[int, float] = {}
 
     async def measure(rate: float, seed: int) -> float:
@@ -59,7 +59,7 @@ def test_the_fit_never_rises_and_pools_what_does() -> None:
             [1.0, 2.0, 4.0],
             [1.0, 1.0, 0.2],
             CapacityEstimate(2.25, None, None),
-        ),  # steep, but no rate between was measured
+        ),  # steep, but the rates are not adjacent
     ],
 )
 def test_the_crossing_of_a_curve(rates: list[float], shares: list[float], found: CapacityEstimate) -> None:
@@ -88,7 +88,7 @@ def test_the_interval_over_seeds_covers_the_capacity() -> None:
 
 
 def test_an_interval_is_open_where_seeds_cross_beyond_the_rates_that_were_measured() -> None:
-    """Seeds that are up to 36 % apart, measured within 8 %."""
+    """The capacities of the seeds are up to 36 % apart, but the rates cover only 8 % on each side."""
     points = [
         CapacityPoint(rate, seed, attainment(rate, capacity))
         for seed, capacity in enumerate((8.2, 9.1, 10.0, 10.9, 11.8))
@@ -139,7 +139,7 @@ async def test_an_arm_that_holds_or_fails_at_every_rate_has_a_bound(share: float
 
 
 async def test_a_cliff_is_reported_as_one() -> None:
-    """Carried whole up to a rate, and not at all beyond: as when KV runs out, or an overload begins."""
+    """Nearly all requests are good up to a rate, and none beyond it, as when the KV memory is exhausted."""
 
     async def measure(rate: float, _seed: int) -> float:
         return 0.99 if rate <= 7.3 else 0.0

@@ -1,4 +1,4 @@
-"""Bad input: one clear line on stderr, status 2, and nothing started."""
+"""On bad input, `baton compare` prints one line on stderr, exits with status 2, and starts nothing."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.fixture(autouse=True)
 def in_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports are written to the working directory."""
+    """Change the working directory, because reports are written there."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -110,7 +110,7 @@ def ready(out: Path) -> Experiment:
 
 
 def test_trace_and_tokenizer_are_read_once(tmp_path: Path):
-    """A search for the capacity draws traffic for dozens of rates and seeds."""
+    """They are not read again, because a search for a capacity draws traffic for dozens of rates and seeds."""
     made = ready(tmp_path)
     for name in ("own.jsonl", "tokenizer.json", "config.json"):
         Path(name).unlink()

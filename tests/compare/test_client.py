@@ -1,4 +1,4 @@
-"""The load generator as a process of its own against a small server: what it sends, counts, times and admits."""
+"""Tests of the load generator, as a separate process, against a fake server."""
 
 import asyncio
 import json
@@ -110,7 +110,7 @@ async def test_a_stream_that_breaks_off_keeps_the_tokens_that_came(tmp_path: Pat
 
 
 async def test_open_requests_never_delay_the_next_one(tmp_path: Path) -> None:
-    """A concurrency cap would hide overload: all 150 are sent though not one is answered."""
+    """All 150 requests are sent, although none is answered. A limit on concurrency would hide an overload."""
     arrivals = [Arrival(0.002 * index, (1,), 3) for index in range(150)]
     recording = await run(tmp_path, "hangs", arrivals, timeout_s=2.0)
     sent = [outcome.sent_s for outcome in recording.outcomes]
@@ -142,7 +142,7 @@ async def test_a_load_generator_that_is_ended_leaves_an_outcome_for_every_arriva
         arrivals = [Arrival(0.0, (1,), 2), Arrival(60.0, (1,), 2)]
         driving = asyncio.create_task(drive(spec, arrivals))
         async with asyncio.timeout(20):
-            while num_lines(spec.outcomes) < 2:  # noqa: ASYNC110 - another process writes it
+            while num_lines(spec.outcomes) < 2:  # noqa: ASYNC110 - another process writes the file
                 await asyncio.sleep(0.02)
         driving.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -188,7 +188,7 @@ def test_outcomes_that_break_off_are_read_as_far_as_they_go(tmp_path: Path) -> N
     ("lag_s", "slo_ms", "honest"), [(0.0015, 0.0, True), (0.003, 0.0, False), (0.003, 1000.0, True)]
 )
 def test_a_client_that_sends_late_invalidates_its_run(lag_s: float, slo_ms: float, honest: bool) -> None:
-    """Allowed: the larger of 2 ms and 2 % of the TTFT SLO."""
+    """The larger of 2 ms and 2 % of the TTFT SLO is allowed."""
     outcomes = [Outcome(index, "", float(index), sent_s=index + lag_s, finish="length") for index in range(200)]
     assert (not problems_of(outcomes, LatencySlo(slo_ms))) == honest
 
@@ -196,7 +196,7 @@ def test_a_client_that_sends_late_invalidates_its_run(lag_s: float, slo_ms: floa
 def read_events(
     *events: dict[str, object], exact: bool = True, max_tokens: int = 3
 ) -> tuple[Outcome, CompletionReader]:
-    """Feed events one second apart, and return the outcome and its reader."""
+    """Feed events to a reader, one per second. Return the outcome and the reader."""
     outcome = Outcome(0, "", 0.0, max_tokens=max_tokens)
     reader = CompletionReader(outcome, exact=exact)
     for at_s, event in enumerate(events, 1):
@@ -218,10 +218,10 @@ def test_the_running_usage_counts_where_nothing_else_does() -> None:
 
 
 def test_usage_that_only_comes_at_the_end_does_not_make_up_for_bundles() -> None:
-    """Two tokens came at second 1. To count one there and two at second 2 would invent a time between tokens."""
+    """Two tokens arrived at second 1. Counting one then, and two at second 2, would give a false time between tokens."""
     outcome, _ = read_events(event("a b"), event("c", "length", usage={"completion_tokens": 3}))
     assert outcome.error == "bundled: 3 tokens in 2 events"
-    outcome, _ = read_events(event("a b"), event("c", "length"))  # no usage at all, and exactly three were asked for
+    outcome, _ = read_events(event("a b"), event("c", "length"))  # no usage, and max_tokens is 3
     assert outcome.error == "bundled: 3 tokens in 2 events"
 
 
@@ -275,7 +275,7 @@ def test_texts_share_prefixes_like_their_ids_only_with_the_same_salt() -> None:
 
 
 def test_a_client_that_reads_late_invalidates_its_run() -> None:
-    """Its lateness would count as time between the server's tokens."""
+    """The client's delay would be counted as time between tokens of the server."""
     assert problems_of([], LatencySlo(), 0.0015) == []
     assert "read 1 % of the answers over 3.0 ms late" in problems_of([], LatencySlo(), 0.003)[0]
     assert problems_of([], LatencySlo(1000.0), 0.003) == []

@@ -1,4 +1,4 @@
-"""Reports made of periods whose figures are known."""
+"""Tests of reports of periods whose figures are known."""
 
 import json
 from dataclasses import replace
@@ -18,7 +18,7 @@ from tests.compare.reports import ARMS, CONTROL, NUM, experiment, findings, peri
 
 
 def reported(made: Experiment, found: Findings) -> dict[str, Any]:
-    """The report, which must be JSON: without NaN or infinity."""
+    """Return the report, and check that it is valid JSON, without NaN or infinity."""
     report = report_of(made, found, "live", "baton compare")
     assert json.loads(json.dumps(report, allow_nan=False)) == report
     return report
@@ -37,7 +37,7 @@ def test_the_figures_are_those_of_the_periods():
     report = reported(*session())
     run = report["runs"][0]
     assert (run["arm"], run["seed"], run["arrived"], run["finished"]) == ("colocated:2", 1, NUM - 1, NUM - 1)
-    assert run["metrics"]["attainment"] == pytest.approx(1 - 11 / (NUM - 1))  # the first is within the warm-up
+    assert run["metrics"]["attainment"] == pytest.approx(1 - 11 / (NUM - 1))  # the first request is in the warm-up
     mean = report["summary"]["colocated:2"]["attainment"]
     assert mean["per_seed"] == pytest.approx([1 - 11 / (NUM - 1), 1 - 10 / (NUM - 1)] * 2)
     assert mean["low"] < mean["mean"] < mean["high"]
@@ -49,7 +49,7 @@ def test_the_figures_are_those_of_the_periods():
 
 
 def test_the_verdict_flips_where_the_gaps_are_within_the_slo():
-    """At 100 ms between tokens no request misses and no arm wins, so nothing flips."""
+    """With an SLO of 100 ms between tokens, all requests meet it and no arm wins, so the verdict does not flip."""
     flips = reported(*session())["verdict"]["flips"]
     assert flips is not None
     assert flips[0].startswith("no other arm wins")
@@ -75,7 +75,7 @@ def test_a_spare_seed_takes_the_place_of_the_invalid_one():
 
 def test_the_warm_up_that_one_arm_needs_is_cut_off_in_all_arms():
     made, found = session()
-    for outcome in found.periods[0].recording.outcomes[:8]:  # the first arm is slow at first
+    for outcome in found.periods[0].recording.outcomes[:8]:  # the first arm answers slowly at the beginning
         outcome.ended_s = 1.5
     figures = Figures(made, found)
     windows = {tuple(figures.metrics[one.trial.position].window_s) for one in found.periods if one.trial.seed == 1}
@@ -162,7 +162,7 @@ RATES = (9.0, 10.0, 11.5)
 
 
 def searched(made: Experiment, shares: dict[str, list[list[float]]]) -> Findings:
-    """`shares`: by arm, of each seed the attainment at each of RATES."""
+    """Return findings of a search. `shares` has, by arm and seed, the attainment at each of RATES."""
     found = Findings(list(made.everyone), ParityCheck(True, []))
     for arm, rows in {CONTROL.name: [[0.99, 0.9, 0.5]] * 4, **shares}.items():
         points = [
@@ -175,7 +175,7 @@ def searched(made: Experiment, shares: dict[str, list[list[float]]]) -> Findings
 
 
 def test_a_capacity_beyond_the_highest_rate_is_a_bound():
-    """Its seeds would all count as 11.5 req/s, without any doubt."""
+    """Otherwise all seeds would have a capacity of exactly 11.5 req/s, with no uncertainty."""
     made = experiment(first_rate=10.0)
     found = searched(made, {"colocated:2": [[0.99, 0.9, 0.5]] * 4, "disaggregated:1p1d": [[1.0, 0.99, 0.95]] * 4})
     report = reported(made, found)
@@ -190,7 +190,7 @@ def test_a_capacity_beyond_the_highest_rate_is_a_bound():
 
 
 def test_a_seed_that_never_crosses_does_not_count_as_the_last_rate():
-    """One of four seeds is carried at every rate; what all together carry is known, and less sure for it."""
+    """One of four seeds meets the SLO at every rate. The capacity over all seeds is known, but less certain."""
     made = experiment(first_rate=10.0)
     rows = [[0.99, 0.92, 0.5], [0.99, 0.91, 0.5], [0.98, 0.9, 0.5], [1.0, 0.97, 0.93]]
     figures = Figures(made, searched(made, {"colocated:2": rows, "disaggregated:1p1d": rows}))
@@ -211,7 +211,7 @@ def test_a_capacity_that_depends_on_one_seed_has_no_verdict():
 
 
 def swamp(one: Period) -> None:
-    """Every request waits for all before it, longer and longer."""
+    """Delay each request by its arrival time, so that requests wait longer and longer."""
     for outcome in one.recording.outcomes:
         late = outcome.scheduled_s
         outcome.token_s = [at + late for at in outcome.token_s]
@@ -255,7 +255,7 @@ def test_invalid_periods_are_noted_by_arm_with_their_reason():
 
 @pytest.mark.parametrize(("loser", "is_valid"), [("disaggregated:1p1d", False), ("colocated:2", True)])
 def test_an_arm_cannot_lead_if_only_its_periods_were_invalid(loser: str, is_valid: bool):
-    """What its load made invalid may have been its worst; an arm that is behind in spite of that is behind."""
+    """The invalid periods may have been the arm's worst. If it is behind even without them, the verdict holds."""
     made, found = session(num_seeds=8)
     for one in [one for one in found.periods if one.trial.arm == loser][:2]:
         one.problems.append("the load generator was late")
@@ -270,7 +270,7 @@ def test_an_arm_cannot_lead_if_only_its_periods_were_invalid(loser: str, is_vali
 
 def test_invalid_periods_of_several_arms_are_bad_luck():
     made, found = session(num_seeds=8)
-    for one in found.periods[:2]:  # of the same seed, one of each arm
+    for one in found.periods[:2]:  # one period of each arm, with the same seed
         one.problems.append("the load generator was late")
     assert reported(made, found)["valid"]
 

@@ -86,7 +86,7 @@ def test_failed_requests_are_not_compared():
 
 
 def with_lengths(*counts: tuple[int, int]) -> LoadRecording:
-    """Return a recording of requests with these numbers of prompt and answer tokens."""
+    """Return a recording. `counts` has the numbers of prompt and answer tokens of each request."""
     return LoadRecording(
         outcomes=[
             Outcome(index, f"r{index}", 0.0, token_s=[0.1] * answer, finish="stop", prompt_tokens=prompt)
@@ -103,14 +103,14 @@ def test_prompts_that_are_more_tokens_in_one_arm_are_not_the_same_work():
     assert work_differences([{"a": with_lengths((0, 20)), "b": with_lengths((10, 20))}]) == (
         "",
         "",
-    )  # an arm that reports none
+    )  # an arm that reports no prompt tokens
 
 
 def test_answers_that_are_longer_in_one_arm_are_not_the_same_work():
     problem, _ = work_differences([{"a": with_lengths((10, 20), (10, 20)), "b": with_lengths((10, 20), (10, 15))}])
     assert problem == "not the same work: 1 of 2 answers have different lengths in the arms, by 12.5% of the tokens"
     apart = work_differences([{"a": with_lengths((10, 20), (10, 15)), "b": with_lengths((10, 15), (10, 20))}])[0]
-    assert apart.startswith("not the same work: 2 of 2")  # as many in all, and yet others
+    assert apart.startswith("not the same work: 2 of 2")  # equal totals, but different lengths
 
 
 def test_a_difference_of_one_token_in_a_thousand_is_only_noted():

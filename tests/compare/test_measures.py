@@ -1,4 +1,4 @@
-"""Every metric on hand-made requests whose figures can be checked by eye; and every trap that the documents list."""
+"""Tests of every metric, on requests that are simple enough to calculate the figures by hand."""
 
 import math
 
@@ -25,7 +25,7 @@ STRICT = LatencySlo(ttft_ms=500, tbt_ms=50)
 
 
 def request(scheduled_s: float, token_s: list[float], **fields: object) -> Outcome:
-    """Finished, sent 1 ms late, unless `fields` say something else."""
+    """Return a finished request that was sent 1 ms late. `fields` override its fields."""
     whole = Outcome(
         0,
         f"cmpl-{scheduled_s}",
@@ -77,7 +77,7 @@ def test_ttst_is_the_first_gap_however_long_the_answer() -> None:
 
 
 def test_fluidity_counts_deadlines_kept_and_tokens_that_never_came_as_late() -> None:
-    # Due at 0.5, 0.55, 0.6, 0.65: the second is late, the third has caught up.
+    # The deadlines are 0.5, 0.55, 0.6 and 0.65. Only the second token is late.
     assert fluidity(request(0.0, [0.4, 0.58, 0.59, 0.65]), STRICT) == (3, 4)
     assert fluidity(failed(0.0, [0.4], max_tokens=4), STRICT) == (1, 4)
     assert fluidity(request(0.0, [0.4, 9.0]), LatencySlo(ttft_ms=500)) == (2, 2)
@@ -101,7 +101,7 @@ def test_a_good_request_finished_and_kept_every_slo(outcome: Outcome, missed: li
 
 @pytest.mark.parametrize(("tbt_of", "missed"), [("p99", []), ("max", ["tbt"]), ("mean", [])])
 def test_the_figure_of_the_gaps_that_the_slo_limits(tbt_of: str, missed: list[str]) -> None:
-    """One stall in 200 gaps is no p99."""
+    """One long gap in 200 does not change the 99th percentile."""
     times = [0.1 + 0.01 * index for index in range(200)]
     outcome = request(0.0, [*times, times[-1] + 0.2])
     assert misses(outcome, LatencySlo(500, 50, tbt_of)) == missed
@@ -118,7 +118,7 @@ def test_attainment_and_goodput_are_over_all_that_arrived_in_the_window() -> Non
         request(10.0, [10.1, 10.12]),
         request(12.0, [12.9, 12.95]),  # late
         failed(15.0, []),
-        request(20.0, [20.1, 20.15]),  # finishes after the window, arrived in it
+        request(20.0, [20.1, 20.15]),  # arrives in the window and finishes after it
         request(21.0, [21.1]),
     ]
     found = measure(outcomes, STRICT, {}, WINDOW, overloaded=False)
@@ -130,7 +130,7 @@ def test_attainment_and_goodput_are_over_all_that_arrived_in_the_window() -> Non
 
 
 def test_throughput_counts_tokens_inside_the_window_and_neither_drain_nor_warm_up() -> None:
-    """20 tokens come in the window of 10 s; 30 more while the run drains, and 10 before it began."""
+    """20 tokens arrive in the window of 10 s, 10 before it, and 30 after it, while the run drains."""
     early = request(8.0, [9.0 + 0.1 * index for index in range(10)])
     steady = request(11.0, [11.0 + 0.4 * index for index in range(20)])
     drain = request(19.0, [20.5 + 0.1 * index for index in range(30)])
@@ -146,7 +146,7 @@ def test_one_token_answers_have_no_tpot_rather_than_a_good_one() -> None:
 
 
 def test_failures_push_percentiles_up_and_are_not_left_out() -> None:
-    """Survivors only, the 99th percentile would be 100 ms; 3 of 100 never came, so it is over every bound."""
+    """Without the 3 failed requests of 100, p99 would be 100 ms. With them it is infinite, and reported as None."""
     outcomes = [request(10.0, [10.1]) for _ in range(97)] + [failed(10.0, []) for _ in range(3)]
     metrics = measure(outcomes, STRICT, {}, WINDOW, overloaded=False).metrics
     assert metrics["ttft_p50_ms"] == pytest.approx(100)
@@ -161,7 +161,7 @@ def test_the_latest_gap_of_a_request_that_failed_never_ended() -> None:
 
 
 def test_every_figure_of_a_run_with_failures_is_a_number_or_none() -> None:
-    """report.json has no word for infinity: one answer that broke off must not cost the whole report."""
+    """JSON cannot represent infinity, so a single broken stream would prevent the whole report."""
     outcomes = [request(10.0, [10.1, 10.2]), failed(10.0, [10.1, 10.3]), failed(11.0, [], max_tokens=1)]
     metrics = measure(outcomes, STRICT, {}, WINDOW, overloaded=False).metrics
     assert metrics["tbt_max_ms"] is None
@@ -234,7 +234,7 @@ def test_shares_of_a_device_sum_to_1_and_overlaps_count_once() -> None:
     assert shares["idle_blocked"] == pytest.approx(0.1)
     assert shares["idle_empty"] == pytest.approx(0.3)
     model = CostModel(overhead=0.01, per_token=0.001, per_context=0.0001)
-    mixed = step(0, 40, 10, 10, decode_context=200)  # 10 ms of prompts; 10 + 20 ms of decodes; 10 ms of neither
+    mixed = step(0, 40, 10, 10, decode_context=200)  # 10 ms of prompts; 10 + 20 ms of decodes; 10 ms of overhead
     assert busy_shares([mixed], (0.0, 40.0), model)["prefill"] == pytest.approx(0.25)
 
 

@@ -1,4 +1,4 @@
-"""The thinning of a report's series, and the page as text. test_report_page.py tests how it looks."""
+"""Tests of the thinning of a report, and of the page as text. test_report_page.py tests the page in a browser."""
 
 import copy
 import json
@@ -91,7 +91,7 @@ def test_a_request_of_many_spans_keeps_the_longest_and_counts_the_others() -> No
 
 
 def test_a_request_that_never_ended_is_drawn_until_the_last_that_is_known_of_it(tmp_path: Path) -> None:
-    """The worst requests are those that hang or are lost: what has no end must not cost the whole report."""
+    """The worst requests hang or are lost. A span without an end must not prevent the whole report."""
     report = page_report()
     spans = [
         {"kind": "queued", "node": "decode-0", "start_ms": 10.0, "end_ms": 30.0, "tokens": 0, "cause": "prefill queue"},

@@ -1,4 +1,4 @@
-"""The report in a real browser, opened from disk as a reader opens it: whole, safe, and usable narrow and by keyboard."""
+"""Tests of the report in a browser that opens it from disk: complete, safe, usable on narrow screens and by keyboard."""
 
 import copy
 import os
@@ -35,7 +35,7 @@ SECTIONS = [
 BLANK = """() => [...document.querySelectorAll('canvas')].filter(canvas => {
     const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
     return new Set(new Uint32Array(data.buffer)).size < 3; }).length"""
-# The least contrast of any text with the ground behind it, by the formula of WCAG 2.
+# The lowest contrast between a text and its background, by the formula of WCAG 2.
 CONTRAST = """() => {
     const parse = (text) => text.match(/[\\d.]+/g).map(Number);
     const light = (rgb) => { const [r, g, b] = rgb.map(c => c / 255).map(c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
@@ -60,7 +60,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Writes a report and opens it from disk; in the end nothing may have been logged, and nothing fetched."""
+    """Provide a function that writes a report and opens it. At the end, check that the page logged and fetched nothing."""
     contexts, problems = [], []
 
     def open_report(report: dict[str, Any], width: int = 1400, scheme: str = "light") -> Any:

@@ -112,7 +112,7 @@ def test_an_arm_that_decides_for_each_request_may_hand_off_or_not():
 
 
 def test_as_text_every_server_gets_words_that_it_has_not_seen(tmp_path: Path):
-    """The same words in all arms, others for each seed and rate, and others for the copy of a stack that runs."""
+    """All arms get the same words. They differ by seed and rate, and for the copy of a running stack."""
     arms = (Arm("http://a", 0, 0, {}, "http://a"), Arm("http://b", 0, 0, {}, "http://b"))
     made = replace(experiment(tmp_path), arms=arms, control=copy_of(arms[0]), send="text")
     session = Session(made, UnreachableDeployments(), SilentReporter(), Findings())
@@ -136,7 +136,7 @@ def test_other_servers_that_take_ids_get_no_salt(tmp_path: Path):
 
 
 class Forgetful(Endpoint):
-    """A router that keeps the records of one request only."""
+    """An endpoint whose router keeps the records of only one request."""
 
     async def until_idle(self, timeout_s: float) -> bool:
         return True
@@ -198,7 +198,7 @@ def test_a_full_disk_raises_an_error():
 
 
 class Counted:
-    """Stands for an arm's processes: remembers whether they run."""
+    """Fake for an arm's processes that records whether they run."""
 
     def __init__(self, arm: Arm) -> None:
         self.arm = arm
@@ -237,7 +237,7 @@ def test_arms_on_gpus_do_not_stay_up_together(tmp_path: Path):
 
 
 class UnreachableDeployments:
-    """Deployments whose arms never answer."""
+    """Deployments whose arms cannot be reached."""
 
     def __init__(self) -> None:
         self.ended = False

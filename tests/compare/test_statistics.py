@@ -1,5 +1,5 @@
-"""Intervals cover the truth as often as they say, a difference is called only when it is one, and a run is cut and
-judged steady as its queue is."""
+"""Tests of statistics: intervals cover the true value as often as stated, chance differences are rarely reported, and
+the warm-up and overload of a run are detected from its queue."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_students_interval_of_known_values() -> None:
 
 
 def test_one_arm_against_a_copy_of_itself_is_hardly_ever_called_different() -> None:
-    """Seeds differ much more than arms: only pairing sees through that, and it must not see too much."""
+    """Seeds differ much more than arms. Pairing removes this noise, and must not report differences that do not exist."""
     random = np.random.default_rng(11)
     called = 0
     for _ in range(DRAWS):
@@ -58,9 +58,9 @@ def test_pairs_by_seed_find_a_difference_that_unpaired_runs_would_hide() -> None
         ("ttft_p50_ms", [110.0, 111.0, 109.0, 110.5], "worse"),
         ("attainment", [110.0, 111.0, 109.0, 110.5], "better"),
         ("attainment", [90.0, 91.0, 89.0, 90.5], "worse"),
-        ("ttft_p50_ms", [102.0, 102.1, 101.9, 102.0], TOO_CLOSE),  # sure, and only 2 %
-        ("ttft_p50_ms", [70.0, 140.0, 80.0, 130.0], TOO_CLOSE),  # large, and unsure
-        ("ttft_p50_ms", [90.0, 90.0, 90.0, 90.0], TOO_CLOSE),  # no spread to be sure by, and four coins may agree
+        ("ttft_p50_ms", [102.0, 102.1, 101.9, 102.0], TOO_CLOSE),  # significant, but only 2 %
+        ("ttft_p50_ms", [70.0, 140.0, 80.0, 130.0], TOO_CLOSE),  # large, but not significant
+        ("ttft_p50_ms", [90.0, 90.0, 90.0, 90.0], TOO_CLOSE),  # no spread, and only 4 pairs
         ("ttft_p50_ms", [100.0, 100.0, 100.0, 100.0], TOO_CLOSE),
     ],
 )
@@ -69,8 +69,8 @@ def test_a_difference_is_called_when_it_is_sure_and_large(metric: str, ours: lis
 
 
 def test_equal_differences_of_a_few_seeds_are_not_certain() -> None:
-    """19 of 20 requests in one arm and 20 in the other, in both seeds: chance does that one time in two."""
-    ours, theirs = [1.0, 0.95], [0.95, 0.90]  # equal but for rounding
+    """In both seeds, one arm is better by one request of 20. By chance, one arm is better in both every second time."""
+    ours, theirs = [1.0, 0.95], [0.95, 0.90]  # differences that are equal except for rounding
     found = compare("attainment", ("ours", ours), ("theirs", theirs))
     assert (found.says, found.p) == (TOO_CLOSE, 0.5)
     assert compare("attainment", ("ours", [1.0] * 6), ("theirs", [0.95] * 6)).says == "better"
@@ -104,7 +104,7 @@ def test_holm_multiplies_the_smallest_by_all_and_never_turns_the_order() -> None
 
 
 def test_more_arms_make_it_harder_to_be_called_best() -> None:
-    """Each of 5 equal arms alone would pass now and then; together, at least one does as rarely as one of one."""
+    """With 5 equal arms, a false difference in any of them must be as rare as with a single arm."""
     random = np.random.default_rng(2)
     called = 0
     for _ in range(DRAWS):
@@ -117,7 +117,7 @@ def test_more_arms_make_it_harder_to_be_called_best() -> None:
 
 
 def queue(load: float, count: int, seed: int, rate: float = 10.0) -> list[Outcome]:
-    """Requests of a server that takes one at a time; it is kept busy `load` of the time, over 1 never catches up."""
+    """Return requests of a server that processes one at a time. `load` is its utilization; over 1 it is overloaded."""
     random = np.random.default_rng(seed)
     due = np.cumsum(random.exponential(1 / rate, count))
     outcomes, free = [], 0.0
@@ -161,7 +161,7 @@ def test_the_window_ends_with_the_last_arrival_and_not_with_the_drain() -> None:
 
 
 def test_the_cut_leaves_half_of_the_requests_however_they_came() -> None:
-    """A short run whose requests nearly all came before its middle would else be judged by the few after it."""
+    """Otherwise, a run with nearly all requests in its first half would be measured on the few after it."""
     due = [*np.linspace(0.0, 4.0, 16), 6.0, 7.0, 8.0, 10.0]
     outcomes = [Outcome(index, "", float(at_s), ended_s=float(at_s) + 3 * (at_s < 5)) for index, at_s in enumerate(due)]
     (begin_s, _), _ = measured_window(outcomes)
@@ -169,7 +169,7 @@ def test_the_cut_leaves_half_of_the_requests_however_they_came() -> None:
 
 
 def test_requests_that_are_given_up_are_an_overload() -> None:
-    """Twice too many, each given up after 2 s: those at work stay as many, and not one more is served."""
+    """At twice the capacity, each request times out after 2 s, so the number of requests at the server stays constant."""
     outcomes = queue(2.0, 300, 1)
     for outcome in outcomes:
         if outcome.ended_s - outcome.scheduled_s > 2:
@@ -177,7 +177,7 @@ def test_requests_that_are_given_up_are_an_overload() -> None:
     assert sum(outcome.error == "timeout" for outcome in outcomes) > 150
     assert measured_window(outcomes)[1]
     steady = queue(0.5, 300, 1)
-    for outcome in steady[::100]:  # three that hang, of a server that is not swamped
+    for outcome in steady[::100]:  # three requests hang, but the server is not overloaded
         outcome.ended_s, outcome.error = outcome.scheduled_s + 2, "timeout"
     assert not measured_window(steady)[1]
 
@@ -189,4 +189,4 @@ def test_requests_that_never_end_are_an_overload() -> None:
 def test_noise_and_constants_do_not_grow() -> None:
     assert not is_growing(np.full(300, 7.0))
     assert not is_growing(np.arange(5.0))
-    assert not is_growing(np.linspace(100, 101, 300))  # certain, and nothing
+    assert not is_growing(np.linspace(100, 101, 300))  # significant, but too small

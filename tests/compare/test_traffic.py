@@ -1,4 +1,4 @@
-"""Traffic is drawn once per seed and never stretched; traces of every format are read, errors name file and line."""
+"""Tests of traffic, which is drawn once per seed, and of traces: every format is read, and errors name file and line."""
 
 import json
 import re
@@ -272,7 +272,7 @@ def test_prompts_over_the_context_are_refused_cut_or_dropped_and_counted(tmp_pat
 
 @pytest.mark.parametrize("too_long", ["error", "cut", "drop"])
 def test_a_request_that_fits_is_left_as_it_is(tmp_path: Path, too_long: str) -> None:
-    """Also one whose answer is longer than half of the context."""
+    """This includes a request whose answer is longer than half of the context."""
     plan = plan_of(written(tmp_path, own(prompt_len=10, max_tokens=50)), max_model_len=64, too_long=too_long)
     drawn = draw(plan)
     assert [(len(each.prompt), each.max_tokens) for each in drawn.arrivals] == [(10, 50)]

@@ -69,7 +69,7 @@ def test_there_is_no_cause_if_no_arm_is_behind():
 
 
 def ahead(winner: str | None, t: float = 20.0) -> Ranking:
-    """Two arms, one of them ahead by `t` standard errors."""
+    """Return a ranking of two arms in which the winner leads by `t` standard errors."""
     spread = [-0.03, 0.03, -0.03, 0.03, -0.03, 0.03]
     lead = 0.0 if winner is None else t * 0.01342  # the standard error of `spread`
     other = {"a": "b", "b": "a"}[winner or "a"]
@@ -92,7 +92,7 @@ def test_a_single_slo_is_not_a_range():
 
 
 def test_a_win_that_is_sure_for_one_look_is_not_for_one_of_many():
-    """By 3 standard errors: p = 0.03, of 24 looks."""
+    """The lead is 3 standard errors. Its p = 0.03 is not significant for one of 24 SLOs."""
     weak = flips(lambda _, tbt: ahead("b" if tbt > 90 else None, 3.0), 450, 40)
     strong = flips(lambda _, tbt: ahead("b" if tbt > 90 else None, 20.0), 450, 40)
     assert ahead("b", 3.0).winner == "b"
@@ -106,7 +106,7 @@ def test_arms_too_close_at_one_slo_may_differ_at_another():
 
 
 def attained(rows: dict[str, list[NDArray[np.float64]]], ttft_ms: float, tbt_ms: float) -> Ranking | None:
-    """Of latencies (TTFT, TBT) by arm and seed."""
+    """Return the ranking under an SLO. `rows` has the latencies (TTFT, TBT) by arm and seed."""
     shares = {
         arm: [float((row <= (ttft_ms, tbt_ms)).all(axis=1).mean()) for row in seeds] for arm, seeds in rows.items()
     }
@@ -114,13 +114,13 @@ def attained(rows: dict[str, list[NDArray[np.float64]]], ttft_ms: float, tbt_ms:
 
 
 def latencies(random: np.random.Generator, factors: tuple[float, float]) -> list[NDArray[np.float64]]:
-    """Six seeds of 80 requests, about 250 and 25 ms: requests differ by half, seeds by a seventh."""
+    """Return six seeds of 80 requests with about 250 and 25 ms. Requests vary by half, and seeds by a seventh."""
     scale = np.array([250.0, 25.0]) * factors
     return [np.exp(random.normal(0, 0.7, (80, 2)) + random.normal(0, 0.15, 2)) * scale for _ in range(6)]
 
 
 def test_two_equal_arms_hardly_ever_flip():
-    """Uncorrected, four reports in ten claimed a flip."""
+    """Without the correction, four of ten reports showed a flip."""
     random, claimed, draws = np.random.default_rng(5), 0, 100
     for _ in range(draws):
         rows = {arm: latencies(random, (1.0, 1.0)) for arm in "ab"}
@@ -137,7 +137,7 @@ def test_arms_that_trade_one_latency_for_the_other_do_flip():
 
 
 def test_the_best_of_several_arms_is_corrected_for_all_pairs():
-    """It was picked for being the best: of five equal arms one would often lead the worst."""
+    """The best of five equal arms would often have a significant lead over the worst by chance."""
     random, called, draws = np.random.default_rng(3), 0, 200
     for _ in range(draws):
         result = rank(ATTAINMENT, {arm: list(random.normal(0.5, 0.05, 6)) for arm in "abcde"})
@@ -168,7 +168,7 @@ def test_arms_that_keep_the_slo_are_compared_by_their_latencies():
 
 
 def test_a_latency_difference_that_may_be_chance_is_left_out():
-    """One that would be called alone, of five metrics."""
+    """The difference would be significant as the only metric, but not as one of five."""
     marginal = {"a": [1.0, 1.0, 1.1, 1.1, 1.2, 1.0], "b": [1.1, 1.3, 1.2, 1.3, 1.25, 1.5]}
     even = {"a": FAST, "b": list(reversed(FAST))}
     perfect = found(a=[1.0] * 6, b=[1.0] * 6)

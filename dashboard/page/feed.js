@@ -1,5 +1,5 @@
-/* The router's event stream. It reconnects by itself, also when the router answers with an error or falls silent,
-   and reports when it is disconnected. */
+/* The router's event stream. It reports when it is disconnected. It reconnects by itself, even if the router answers
+   with an error or sends nothing. */
 
 const SILENT_MS = 5000, RETRY_MS = 1500;
 const KINDS = ["status", "steps", "requests"];

@@ -2,26 +2,26 @@
 import { get } from "./feed.js";
 import { make, ms, number, say } from "./text.js";
 
-const KEPT = 20000, KEPT_MS = 70000; // passes a node, and of how long: the longest window and a little
-const LAG_MS = 400; // shown behind the newest, so that records, which come in batches, are there before their place is
+const KEPT = 20000, KEPT_MS = 70000; // kept passes per node, and their time: the longest window and a margin
+const LAG_MS = 400; // the strip ends this long before the newest pass, because records arrive in batches
 const LABEL_MS = 500;
-const HISTORY = 1000; // passes a node
-const FORGET_MS = 0.05; // of the skew, a batch of records: clocks drift apart
+const HISTORY = 1000; // earlier passes to load per node
+const FORGET_MS = 0.05; // decrease of the skew per batch of records, because clocks drift apart
 
 /* Columns of a step as the router sends it. */
 const [NUMBER, START, DURATION, HOST, PREDICTED, BUDGET, REASON, PREFILLS, PREFILL_TOKENS, DECODES, , PREEMPTED] =
   Array(12).keys();
 
-/* `place` holds the lanes, `panel` shows the chosen pass; `picked()` is called when one is chosen. */
+/* `place` holds the lanes, and `panel` shows the chosen pass. `picked()` is called when a pass is chosen. */
 export class Lanes {
   constructor(place, panel, picked) {
     Object.assign(this, { place, panel, picked, windowMs: 10000, sloMs: 0, lanes: new Map(), chosen: null });
-    this.skew = -Infinity; // of the nodes' clock against this browser's
+    this.skew = -Infinity; // the nodes' clock minus this browser's
     this.frozenAt = null;
     this.labelled = 0;
   }
 
-  /* Adds the rows of a `steps` event, without those received before a reconnect. */
+  /* Adds the new rows of a `steps` event. After a reconnect, rows may repeat. */
   add(node, rows) {
     const { passes } = this.laneOf(node);
     for (const row of rows) if (!passes.length || row[START] > passes.at(-1)[0]) passes.push(passOf(row));
@@ -42,7 +42,7 @@ export class Lanes {
     lane.passes.unshift(...before.map(passOf));
   }
 
-  /* Keeps a lane per node of the status, in its order. */
+  /* Keeps one lane for each of the ids, in their order. */
   arrange(ids) {
     for (const [id, lane] of this.lanes) if (!ids.includes(id)) { lane.root.remove(); this.lanes.delete(id); }
     ids.map((id) => this.laneOf(id).root).forEach((root, index) => {
@@ -86,7 +86,7 @@ export class Lanes {
   }
 
   edge() {
-    const pixel = this.windowMs / (this.place.clientWidth || 1); // whole pixels, or columns would shimmer as they move
+    const pixel = this.windowMs / (this.place.clientWidth || 1); // move by whole pixels, so that columns do not flicker
     return this.frozenAt ?? Math.floor((Date.now() + Math.max(this.skew, -1e15) - LAG_MS) / pixel) * pixel;
   }
 

@@ -1,4 +1,4 @@
-/* TTFT, TBT and TTST against their SLO: the last minute's p50 and p99, and how they moved. */
+/* TTFT, TBT and TTST with their SLOs: p50 and p99 of the last minute, as numbers and as charts. */
 import { make, ms, number, say } from "./text.js";
 
 const KINDS = [
@@ -20,7 +20,7 @@ export class Latency {
     new ResizeObserver(() => this.rebuild()).observe(place);
   }
 
-  /* `latency` of the status; the time of a point is this browser's. */
+  /* Adds a point with the `latency` of the status and this browser's time. */
   add(latency) {
     for (const panel of this.panels) {
       const { p50 = null, p99 = null, n = 0 } = latency?.[panel.key] ?? {};
@@ -36,7 +36,7 @@ export class Latency {
     }
   }
 
-  /* Draws again for another theme or width. */
+  /* Draws the charts again after the theme or the width has changed. */
   rebuild() {
     for (const panel of this.panels) {
       panel.plot?.destroy();

@@ -1,5 +1,5 @@
-/* The dashboard: what the router's event stream says, shown as it comes. State is bounded; the strip is drawn once a
-   frame, the rest when an event comes. */
+/* The dashboard, which shows the router's event stream. Its state is bounded. The strip is drawn once per frame,
+   everything else when an event arrives. */
 import { get, listen } from "./feed.js";
 import { Lanes } from "./lanes.js";
 import { Latency } from "./latency.js";
@@ -67,7 +67,7 @@ function setTheme(theme) {
   requests.redraw();
 }
 
-/* The theme chosen before, or `theme` from now on. A browser may forbid it; then nothing is kept. */
+/* Stores `theme`, if given, and returns the stored theme: null if there is none, or if the browser forbids storage. */
 function stored(theme) {
   try {
     if (theme) localStorage.setItem("baton-theme", theme);

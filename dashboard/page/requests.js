@@ -1,4 +1,4 @@
-/* The table of requests, newest first; a click opens one's timeline below it. */
+/* The table of requests, newest first. A click on a request opens its timeline below it. */
 import { get } from "./feed.js";
 import { bytes, fillBar, isOlder, keepNewest, make, ms, number, place, say, shortened } from "./text.js";
 
@@ -24,10 +24,10 @@ const isMoving = (one) => UNDER_WAY.has(one.state);
 export class Requests {
   constructor(table) {
     this.body = table.tBodies[0];
-    this.rows = new Map(); // id -> its row, and the newest summary
+    this.rows = new Map(); // id -> table row and newest summary
   }
 
-  /* New and changed summaries, in any order. */
+  /* Adds new and changed summaries, in any order. */
   add(summaries) {
     for (const one of summaries) {
       if (!this.rows.has(one.id)) {
@@ -77,7 +77,7 @@ export class Requests {
     row.button.setAttribute("aria-expanded", "false");
   }
 
-  /* Sends one request at a time; changes in the meantime are fetched afterwards. */
+  /* Fetches the timeline of a row. Only one fetch runs at a time; calls in the meantime cause another one. */
   async load(row) {
     row.isStale = row.isLoading;
     if (row.isLoading) return;
@@ -110,7 +110,7 @@ function showTimeline(cell, timeline) {
   const from = timeline.accepted_ms, starts = timeline.spans.map((span) => span.start_ms);
   const to = Math.max(from + 0.1, timeline.ended_ms ?? timeline.last_token_ms ?? 0, ...starts,
     ...timeline.spans.map((span) => span.end_ms ?? 0));
-  const spans = timeline.spans.map((span) => ({ ...span, end_ms: span.end_ms ?? to })); // some still go on
+  const spans = timeline.spans.map((span) => ({ ...span, end_ms: span.end_ms ?? to })); // open spans
   const facts = [timeline.id, timeline.reason && `placed: ${timeline.reason}`,
     timeline.finish && `finish: ${timeline.finish}`, timeline.attempts > 1 && `${timeline.attempts} attempts`];
   const moved = timeline.transfer;

@@ -1,12 +1,12 @@
-/* The strip (forward passes on a time axis) and the Gantt of requests, on a canvas. A plain script without
-   dependencies, so that a report can inline it. It draws what it is given and keeps nothing.
+/* The strip (forward passes on a time axis) and the Gantt chart of requests, on a canvas. A plain script without
+   dependencies, so that a report can inline it. It keeps no state.
 
    A pass is [start_ms, duration_ms, prefill_tokens, num_decodes, …]; passes are sorted by start.
-   view = {passes, from, to (ms), sloMs (0: none), maxTokens (0: of the passes in view), selected (index or -1)}.
+   view = {passes, from, to (ms), sloMs (0: none), maxTokens (0: that of the view), selected (index or -1)}.
    A span is {kind: "queued|chunk|transfer|wait|decode", node, start_ms, end_ms, tokens, cause}.
    chart = {rows: [{label, spans}], from, to (ms), labelWidth (px)}.
-   Colours are CSS custom properties of the canvas (--prefill …), else the defaults below (Okabe and Ito's palette,
-   which colour-blind people can tell apart). */
+   Colours are CSS custom properties of the canvas (--prefill …), or the defaults below (Okabe and Ito's palette for
+   colour-blind people). */
 "use strict";
 
 const Strip = (() => {
@@ -36,7 +36,7 @@ const Strip = (() => {
     return { context, width, height };
   }
 
-  /* The first pass that ends after `time`: binary search, since passes do not overlap. */
+  /* Returns the index of the first pass that ends after `time`, by binary search: passes do not overlap. */
   function firstAfter(passes, time) {
     let low = 0, high = passes.length;
     while (low < high) {
@@ -49,7 +49,7 @@ const Strip = (() => {
 
   const isOver = (pass, sloMs) => sloMs > 0 && pass[3] > 0 && pass[1] > sloMs;
 
-  /* Passes as columns of at least one pixel; passes that share a pixel become one, as high as the highest. */
+  /* Returns columns at least one pixel wide. Passes that share a pixel become one column, as high as the highest. */
   function columnsOf(view, width) {
     const { passes, from, to, sloMs = 0 } = view, scale = width / (to - from), columns = [];
     let last = null;
@@ -70,8 +70,8 @@ const Strip = (() => {
     return columns;
   }
 
-  /* One lane. Height is tokens, logarithmic; decodes stand below, the prompt chunk above them. Decodes that took
-     longer than the SLO are red, with a tick at the top edge. Returns how many passes are in view. */
+  /* Draws one lane. The height is the logarithm of the tokens, with the prompt chunk above the decodes. Decodes that
+     took longer than the SLO are red, with a tick at the top edge. Returns the number of passes in view. */
   function draw(canvas, view) {
     const { context, width, height } = blank(canvas), colours = coloursOf(canvas);
     const columns = columnsOf(view, width);
@@ -107,12 +107,12 @@ const Strip = (() => {
   }
 
   function bar(context, column, top, bottom) {
-    const width = column.right - column.left; // wide passes keep a gap, so that each is seen as one
+    const width = column.right - column.left; // wide columns are separated by a gap
     context.rect(column.left, top, width > 3 ? width - 1 : width, bottom - top);
   }
 
-  /* The index of the pass at `x` CSS pixels of a lane `width` wide: the one there, else the nearest within 6 px;
-     -1: none. */
+  /* Returns the index of the pass at `x` CSS pixels of a lane `width` wide, or of the nearest pass within 6 px,
+     or -1. */
   function passAt(view, x, width) {
     const scale = width / (view.to - view.from), time = view.from + x / scale;
     const index = firstAfter(view.passes, time);
@@ -137,7 +137,7 @@ const Strip = (() => {
     return colours.wait;
   }
 
-  /* Spans by place, in the order in which they begin: one row a node, and one for the KV on its way. */
+  /* Returns a row of spans for each node, and one for KV transfers, in the order in which they begin. */
   function rowsOf(spans) {
     const rows = new Map();
     for (const span of [...spans].sort((a, b) => a.start_ms - b.start_ms)) {
@@ -149,13 +149,13 @@ const Strip = (() => {
     const moved = list.findIndex((row) => row.label === TRANSFERS);
     if (moved < 0) return list;
     const [row] = list.splice(moved, 1), from = list.findIndex((each) => each.label === row.spans[0].node);
-    list.splice(from + 1, 0, row); // below the node that sends
+    list.splice(from + 1, 0, row); // below the sender
     return list;
   }
 
   const ganttHeight = (chart) => chart.rows.length * ROW_PX + 18;
 
-  /* Rows of spans under a time axis; gaps (queued, wait) are hatched and lower than work. Sets the canvas's height. */
+  /* Draws rows of spans and a time axis. Gaps (queued, wait) are hatched and thinner. Sets the canvas's height. */
   function gantt(canvas, chart) {
     canvas.style.height = ganttHeight(chart) + "px";
     const { context, width, height } = blank(canvas, ganttHeight(chart)), colours = coloursOf(canvas);
@@ -199,12 +199,12 @@ const Strip = (() => {
     for (let time = 0; time <= span; time += step) {
       const x = left + (time / (span || 1)) * (width - left);
       const text = step >= 1000 ? `${Math.round(time / 100) / 10} s` : `${Math.round(time * 10) / 10} ms`;
-      if (x + context.measureText(text).width > width) break; // it would stand on the label before it
+      if (x + context.measureText(text).width > width) break; // no room for this label
       context.fillText(text, x, height - 7);
     }
   }
 
-  /* The span at (x, y) CSS pixels of a Gantt `width` wide, or null. */
+  /* Returns the span at (x, y) CSS pixels of a Gantt chart `width` wide, or null. */
   function spanAt(chart, x, y, width) {
     const row = chart.rows[Math.floor(y / ROW_PX)], left = chart.labelWidth ?? 84;
     const scale = (width - left) / (chart.to - chart.from || 1), time = chart.from + (x - left) / scale;

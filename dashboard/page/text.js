@@ -3,7 +3,7 @@
 export const number = (value, digits = 0) => value == null ? "–"
   : value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: digits });
 
-/* Milliseconds with three figures or so: 0.12, 4.56, 78.9, 1,234. */
+/* Milliseconds with about three digits: 0.12, 4.56, 78.9, 1,234. */
 export const ms = (value) => number(value, value == null ? 0 : value < 10 ? 2 : value < 100 ? 1 : 0);
 
 export const percent = (share) => share == null ? "–" : `${Math.round(share * 100)} %`;
@@ -23,14 +23,14 @@ export function rate(size, duration) {
   return gigabytes >= 0.1 ? `${number(gigabytes, 2)} GB/s` : `${number(gigabytes * 1e3, 1)} MB/s`;
 }
 
-/* Prefill nodes first, and node-2 before node-10. */
+/* The nodes sorted: prefill nodes first, and node-2 before node-10. */
 export const inOrder = (nodes) => [...nodes].sort((a, b) =>
   b.role.localeCompare(a.role) || a.id.localeCompare(b.id, "en", { numeric: true }));
 
 /* "cmpl-1234567890abcdef…" -> "1234567890": enough to tell requests apart. */
 export const shortened = (id) => id.slice(id.indexOf("-") + 1, id.indexOf("-") + 11);
 
-/* An element with attributes and children; text is always text, never HTML. */
+/* An element with attributes and children. Strings become text, never HTML. */
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
@@ -43,7 +43,7 @@ export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/* Sets a sentence with `commands` between backticks. */
+/* Sets a text; its parts between backticks become code. */
 export function sayWithCode(element, text) {
   if (element.textContent === text.replaceAll("`", "")) return;
   element.replaceChildren(...text.split("`").map((part, index) => (index % 2 ? make("code", {}, part) : part)));
@@ -53,7 +53,7 @@ export function sayWithCode(element, text) {
 
 const byAge = (rows) => [...rows.values()].sort((a, b) => a.one.accepted_ms - b.one.accepted_ms);
 
-/* Whether `one` would be below all of a full table. */
+/* Whether the table is full and `one` is older than all its rows. */
 export const isOlder = (rows, most, one) => rows.size >= most && one.accepted_ms < byAge(rows)[0].one.accepted_ms;
 
 export function place(body, rows, row) {
@@ -68,7 +68,7 @@ export function keepNewest(rows, most) {
   }
 }
 
-/* Parts of a bar as widths in percent of `total`; parts = [[class, amount], …]. */
+/* Sets the widths of a bar's parts in percent of `total`; parts = [[class, amount], …]. */
 export function fillBar(bar, parts, total) {
   parts.forEach(([name, amount], index) => {
     const part = bar.children[index] ?? bar.appendChild(make("i", { class: name }));

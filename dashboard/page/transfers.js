@@ -1,5 +1,5 @@
-/* KV on its way from prefill to decode nodes: what is in flight, and the latest that arrived. It reads the requests'
-   summaries, whose numbers are of all pushes of a request together. */
+/* KV transfers from prefill to decode nodes: those in progress, and the latest completed ones. The numbers come from
+   request summaries, which add up all pushes of a request. */
 import { bytes, isOlder, keepNewest, make, ms, place, rate, say, shortened } from "./text.js";
 
 const SHOWN = 10;

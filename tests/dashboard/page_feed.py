@@ -1,5 +1,5 @@
-"""A small router that speaks what the page reads (`/events`, requests, steps) over made-up traffic, and serves the
-page. Its clock runs; its numbers are drawn from a seed."""
+"""A small router that serves the page and generated traffic (`/events`, requests, steps). Times are real; the other
+numbers depend on a seed."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ PHASES = ("router", "prefill_queue", "prefill", "transfer_exposed", "decode_queu
 
 
 class Feed:
-    """Plays the router's state. `steps_per_s` of each node sets how many steps it has."""
+    """The generated state of the router. Each node runs `steps_per_s` steps per second."""
 
     def __init__(self, steps_per_s: float = 40.0, seed: int = 0) -> None:
         self.random = Random(seed)
@@ -36,7 +36,7 @@ class Feed:
         self.began_ms = time.time() * 1e3
         self.ends = dict.fromkeys(ROLES, self.began_ms)
         self.requests: dict[str, dict[str, Any]] = {}
-        self.is_gone = False  # as if the router had died: streams end and new ones are refused
+        self.is_gone = False  # as if the router had died: streams end and new streams are refused
 
     def status(self) -> dict[str, Any]:
         nodes = [self._node(name, role) for name, role in ROLES.items()]
@@ -73,7 +73,7 @@ class Feed:
         }  # fmt: skip
 
     def steps(self, name: str, until_ms: float) -> list[list[Any]]:
-        """Passes since the last call, one after another."""
+        """Return the passes since the last call."""
         rows: list[list[Any]] = []
         mean = 1000 / self.steps_per_s
         while self.ends[name] < until_ms:
@@ -89,7 +89,7 @@ class Feed:
         return rows
 
     def earlier(self, name: str) -> list[list[Any]]:
-        """The passes of ten seconds before this feed began, numbered below 0."""
+        """Return the passes of the ten seconds before this feed began. Their numbers are negative."""
         tokens = (1, 256, 0) if ROLES[name] == "prefill" else (0, 0, 8)
         starts = range(-10_000, 0, 100)
         return [[start // 100, self.began_ms + start, 20.0, 0.4, 0, 512, "fixed", *tokens, 0, 0] for start in starts]
@@ -210,7 +210,7 @@ def build_feed(feed: Feed) -> Starlette:
 
 @contextmanager
 def serving(feed: Feed) -> Iterator[str]:
-    """The feed at a free port, on a thread; gives its URL."""
+    """Serve the feed at a free port from a thread, and yield its URL."""
     config = uvicorn.Config(build_feed(feed), port=0, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)

@@ -20,7 +20,7 @@ from shared.clock import now_ns
 from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate, RequestEvent, StepRecord
 
 BOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards" / "baton.json"
-# What the board that vLLM publishes asks for (examples/online_serving/prometheus_grafana/grafana.json).
+# The metrics that vLLM's published board queries (examples/online_serving/prometheus_grafana/grafana.json).
 VLLM_BOARD = {
     *("vllm:e2e_request_latency_seconds_bucket", "vllm:e2e_request_latency_seconds_sum"),
     *("vllm:e2e_request_latency_seconds_count", "vllm:prompt_tokens_total", "vllm:generation_tokens_total"),
@@ -39,7 +39,7 @@ def info(name: str, role: str, boot: str = "b", **facts: str) -> NodeInfo:
 
 
 def samples_of(registry: CollectorRegistry) -> dict[tuple, float]:
-    """(name, sorted labels) -> value, as a scrape reads it."""
+    """Return the samples of a scrape, as (name, sorted labels) -> value."""
     families = text_string_to_metric_families(generate_latest(Snapshot(registry)).decode())
     return {
         (sample.name, *sorted(f"{key}={value}" for key, value in sample.labels.items())): sample.value
@@ -86,7 +86,7 @@ def test_steps_are_measured_by_their_size_their_prediction_and_their_interferenc
     assert nodes.sample("baton_interference_seconds_total", *labels) == pytest.approx(4 * 0.006)
     assert nodes.sample("vllm:iteration_tokens_total_sum", *labels) == 68
     assert nodes.sample("vllm:iteration_tokens_total_count", *labels) == 2
-    assert nodes.sample("baton_step_prediction_error_ratio_count", *labels) == 1  # the other had no prediction
+    assert nodes.sample("baton_step_prediction_error_ratio_count", *labels) == 1  # the other step had no prediction
     assert nodes.sample("baton_step_prediction_error_ratio_sum", *labels) == pytest.approx(1 / 9)
     assert nodes.sample("baton_node_busy_ratio", *labels) == pytest.approx(0.0011)
     assert samples_of(nodes.registry)["baton_pool_busy_ratio", "model_name=tiny", "role=prefill"] == 0
@@ -113,7 +113,7 @@ def test_pushes_and_waits_for_room_are_measured_and_a_node_that_left_is_dropped(
 
 
 P, D = info("p0", "prefill"), info("d0", "decode")
-STORY = [  # of one handoff, and where it stands after each event
+STORY = [  # the events of one handoff, and the queues that it is in after each event
     (P, "queued", {}),
     (P, "admitted", {("p0", BOOTSTRAP)}),
     (D, "queued", {("p0", BOOTSTRAP), ("d0", PREALLOC)}),
@@ -201,7 +201,7 @@ def test_the_phases_of_a_request_become_vllms_times():
     phases = {"router": 1, "prefill_queue": 20, "prefill": 300, "transfer_exposed": 4}
     phases |= {"decode_queue": 5, "decode": 600, "interference": 7}
     nodes.record_metrics.observe_phases(phases, {"busy_ms": 30, "hidden_ms": 26, "exposed_ms": 4})
-    nodes.record_metrics.observe_phases(None, None)  # several samples, computed where they are generated
+    nodes.record_metrics.observe_phases(None, None)  # as for a co-located request with several samples
     seen = {
         name: value for (name, *labels), value in samples_of(nodes.registry).items() if name.endswith("_sum") and value
     }

@@ -1,4 +1,4 @@
-"""The routes that show what happened: the trace is whole and valid, the feed is bounded and ends, bad input is named."""
+"""The routes of the history: the trace is complete and valid, the feed is bounded and ends, errors name bad input."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ def info(name: str) -> NodeInfo:
 
 
 def served(records: RequestHistory) -> int:
-    """One handed-off request, a second ago. Returns when it began."""
+    """Record a handed-off request that began a second ago. Return the time of its start."""
     began = now_ns() - 1000 * MS
     attempt = "cmpl-a-0.0.0"
 
@@ -189,7 +189,7 @@ def test_a_long_answer_is_one_json_object_however_many_pieces_it_is_written_in(p
 
 
 class Watcher:
-    """A client of the feed at the ASGI level, which may leave, or stop reading."""
+    """A client of the feed at the ASGI level. It may disconnect or stop reading."""
 
     def __init__(self, feed: EventStream, query: str = "", headers: dict[str, str] | None = None) -> None:
         raw = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]

@@ -1,4 +1,4 @@
-"""The page as it is served, and the sentence at its top."""
+"""The files of the page as they are served, and the sentence at the top of the page."""
 
 import re
 from pathlib import Path
@@ -196,7 +196,7 @@ def test_the_sentence_names_the_bottleneck(nodes: list[dict[str, Any]], given: d
 @pytest.mark.parametrize(
     ("nodes", "given", "absent"),
     [
-        ([PREFILL_IS_FULL, node("decode", busy=0.1)], {}, "baton role"),  # the pool would be empty
+        ([PREFILL_IS_FULL, node("decode", busy=0.1)], {}, "baton role"),  # the decode pool would be empty
         ([PREFILL_IS_FULL, *(node("decode", number, busy=0.45) for number in (0, 1))], {}, "baton role"),
         ([PREFILL_IS_FULL, *(node("decode", number, busy=0.1, blocks=HALF) for number in (0, 1))], {}, "baton role"),
         ([node("prefill", waiting=2, busy=0.2), node("decode")], {"running": 2}, "prefill pool"),

@@ -1,4 +1,4 @@
-"""What the router makes of nodes' records: phases, transfers and interference, also of malformed and of many records."""
+"""The history of nodes' records: phases, transfers and interference, and its bounds for malformed or many records."""
 
 import json
 from itertools import pairwise
@@ -23,7 +23,7 @@ from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate, RequestEvent, S
 
 MS = 1_000_000
 BASE = 1_000_000 * MS  # small, so that milliseconds are exact as floats
-# 1 ms a step and 0.5 ms a decode; prompts cost what the records say.
+# Predicts 1 ms per step plus 0.5 ms per decode.
 MODEL = CostModel(overhead=0.001, per_decode=0.0005)
 
 
@@ -32,10 +32,10 @@ def info(name: str, boot: str = "b") -> NodeInfo:
 
 
 class World:
-    """Records under a clock that the test sets, in milliseconds since BASE."""
+    """A history whose clock the test sets, in milliseconds since BASE."""
 
     def __init__(self, lost: str = "") -> None:
-        """`lost`: events of this kind do not arrive."""
+        """Events of the kind `lost` do not arrive."""
         self.now_ms, self.lost = 0.0, lost
         self.records = RequestHistory(lambda: BASE + round(self.now_ms * MS))
 
@@ -70,7 +70,7 @@ class World:
 
 
 def disaggregated(lost: str = "") -> World:
-    """Accepted at 0; queued 2, chunks 5 to 25, landed 31, decodes 34 to 64, ended 66."""
+    """Record a request: accepted at 0, queued at 2, chunks from 5 to 25, KV received at 31, decodes from 34 (in ms)."""
     world = World(lost)
     world.at(0).accepted("cmpl-a", 40, 1, "00-ab-cd-01")
     world.at(1).placed("cmpl-a-0.0.0", "prefill-0", "decode-0", "long prompt", 0.05, 0.02)
@@ -154,11 +154,11 @@ def test_pushes_that_end_before_the_prefill_are_hidden_whole_and_nothing_is_expo
 def test_interference_is_what_mixed_steps_lasted_longer_than_their_decodes_alone() -> None:
     world = disaggregated()
     world.model("decode-0")
-    world.step("decode-0", 0, 30, 4, prompt=16, decodes=2)  # before it decoded here
-    world.step("decode-0", 1, 34.5, 10, prompt=16, decodes=2)  # 10 ms; alone 1 + 2 * 0.5 = 2 ms
-    world.step("decode-0", 2, 45, 9, decodes=2)  # slow, but no prompt made it so
-    world.step("decode-0", 3, 55, 5, prompt=16)  # decodes had to wait: all of it
-    world.step("decode-0", 4, 65, 9, prompt=16, decodes=1)  # after its last token
+    world.step("decode-0", 0, 30, 4, prompt=16, decodes=2)  # before the request decodes here
+    world.step("decode-0", 1, 34.5, 10, prompt=16, decodes=2)  # 10 ms; decodes alone take 1 + 2 * 0.5 = 2 ms
+    world.step("decode-0", 2, 45, 9, decodes=2)  # slow, but without a prompt
+    world.step("decode-0", 3, 55, 5, prompt=16)  # no decodes: the whole step is interference
+    world.step("decode-0", 4, 65, 9, prompt=16, decodes=1)  # after the request's last token
     end(world)
     phases = summary(world)["phases_ms"]
     assert phases["interference"] == pytest.approx(8 + 5)
@@ -326,7 +326,7 @@ def test_sums_over_an_interval_are_those_of_a_walk_over_the_steps_that_are_left(
     assert num_steps == len(inside) == ring.place(last) - ring.place(first)
     assert busy_ns == 7000 * len(inside)
     assert tokens == sum(record.prefill_tokens + record.num_decodes for record in inside)
-    # A step lasts 8 us: less than decodes alone, so only prompts without decodes delay anybody.
+    # A step lasts 8 us, less than its decodes alone would take, so only steps without decodes cause interference.
     assert interference == 8000 * sum(1 for record in inside if record.prefill_tokens and not record.num_decodes)
     for record in kept:
         row = ring.numbered(record.number)
@@ -435,7 +435,7 @@ def test_what_is_no_record_is_left_out_and_counted() -> None:
 
 
 def serve(records: RequestHistory, number: int, num_chunks: int = 2) -> None:
-    """One handed-off request from its acceptance to its end."""
+    """Record one handed-off request from its acceptance to its end."""
     name, at = f"cmpl-{number}", number * 10 * MS + 10**15
     attempt = f"{name}-0.0.0"
     records.accepted(name, 32, 1)

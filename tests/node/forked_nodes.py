@@ -1,7 +1,7 @@
-"""Decode nodes as real processes, forked from one that has imported everything, so that a start is quick.
+"""Run decode nodes as real processes. They start quickly, because they are forked from a process with all imports.
 
-`python -m tests.node.forked_nodes SETTINGS DIRECTORY`, settings as JSON {name: {variable: value}}. Prints a line
-{name: pid} at once, and {name: exit status} when all have ended; each logs to a file in DIRECTORY.
+Usage: `python -m tests.node.forked_nodes SETTINGS DIRECTORY`. SETTINGS is JSON {name: {variable: value}}. The command
+prints {name: pid} at once, and {name: exit status} when all nodes have ended. Each logs to a file in DIRECTORY.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Nodes of the hash model inside the test's process, and a router's end of their standing stream."""
+"""Nodes with the hash model in the test's process, and a router's end of their standing stream."""
 
 import asyncio
 import logging
@@ -38,7 +38,7 @@ ROUTER = "router"
 
 @pytest.fixture
 def quiet() -> Iterator[None]:
-    """Hide the tracebacks of planted errors, which the code logs."""
+    """Hide the tracebacks that the code logs for injected errors."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
@@ -127,7 +127,7 @@ class RouterLine:
 
 @dataclass
 class HashNode:
-    """A node, its role adapter and what it is made of."""
+    """A node with its role adapter, its scheduler and its memory."""
 
     node: Node
     adapter: Any
@@ -135,7 +135,7 @@ class HashNode:
     memory: HostMemory
 
     def is_empty(self) -> bool:
-        """Whether nothing is left of any request."""
+        """Return whether the node holds no request and no resource of a request."""
         ledger = self.scheduler.ledger()
         is_free = ledger.free + ledger.cached == ledger.total and not self.scheduler.requests
         return is_free and not self.node.requests and self.node.requests.num_tokens == 0 and self.adapter.is_idle
@@ -160,7 +160,7 @@ def hash_node(
     heartbeat_s: float = 0.05,
     max_model_len: int = 512,
 ) -> HashNode:
-    """Build a node that is not started. Without `factories` its adapter serves no handoffs."""
+    """Build a node that is not started. Without `factories`, its adapter has no KV channels."""
     memory = memory or HostMemory(num_blocks, ROW_BYTES)
     scheduler = Scheduler(limits or StepLimits(max_num_batched_tokens=8), memory.num_rows, BLOCK_TOKENS)
     identity = incarnation_id or secrets.token_hex(16)

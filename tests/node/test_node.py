@@ -1,4 +1,4 @@
-"""A node under what routers send, and under its own faults: stuck loops and broken block ledgers."""
+"""A node that receives bad or too many requests, and nodes with faults: stuck loops and broken block ledgers."""
 
 import asyncio
 import contextlib
@@ -71,7 +71,7 @@ def test_a_process_that_waits_for_pages_from_disk_is_not_stuck(monkeypatch: pyte
 
 
 async def test_a_malformed_submit_is_refused_with_the_fields_name() -> None:
-    """All fields: tests/bad_input/test_messages.py."""
+    """tests/bad_input/test_messages.py covers all fields."""
     here = hash_node(DECODE)
     async with attached(here) as line:
         line.submit(submission("bad", sampling=SamplingParams(temperature=float("nan"))), submission("good"))
@@ -131,7 +131,7 @@ async def test_a_router_that_does_not_read_loses_its_requests_and_its_stream() -
         await asyncio.wait_for(session, 10.0)
         assert not here.node.sessions.is_attached("other")
         await here.empty()
-        second = asyncio.ensure_future(here.node.attach(again))  # it reconnects, and again before that stream has ended
+        second = asyncio.ensure_future(here.node.attach(again))  # it reconnects, and again while this stream is open
         again.say_hello()
         await asyncio.sleep(0)
         third = asyncio.ensure_future(here.node.attach(last))
@@ -197,7 +197,7 @@ def forked(directory: Path, port: int) -> Iterator[tuple[subprocess.Popen[str], 
 
 
 async def served(address: str, received: list[TokenDelta], submits: list[SubmitRequest]) -> None:
-    """Collect what one node sends about requests, until its stream ends."""
+    """Submit requests to one node and collect its deltas until its stream ends."""
     channel = RpcChannel(address)
     try:
         async with ATTACH.open(channel) as stream:
@@ -213,7 +213,7 @@ async def served(address: str, received: list[TokenDelta], submits: list[SubmitR
 
 
 async def test_processes_that_are_stuck_failed_or_terminated_exit_with_the_right_status(tmp_path: Path) -> None:
-    """A request waits no longer than for the end of its node, however that ends."""
+    """The stream of a request ends with its node, in every way in which a node can end."""
     registry = EmbeddedRegistry("127.0.0.1", 0)
     await registry.start(lambda: None)
     received: dict[str, list[TokenDelta]] = {name: [] for name in NODES}

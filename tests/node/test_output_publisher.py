@@ -1,4 +1,4 @@
-"""What the output publisher keeps of requests on the engine's thread lasts no longer than they do."""
+"""The output publisher: its state of a request does not outlive the request."""
 
 from engine.runner import SliceOutput
 from node.output_publisher import OutputPublisher

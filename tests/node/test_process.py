@@ -1,4 +1,4 @@
-"""How a node leaves a shared KV pool, and which address it advertises."""
+"""The process of a node: leaving a shared KV pool, the advertised address, and failures at the start."""
 
 import logging
 import os
@@ -27,7 +27,7 @@ from tests.node.harness import BLOCK_TOKENS, GREEDY, LAYERS, ROW_BYTES, VOCABULA
 
 
 class SlowRunner(HashRunner):
-    """Its step ends when the test says so."""
+    """A runner whose steps wait until the test sets `proceed`."""
 
     begun, proceed = threading.Event(), threading.Event()
 
@@ -38,7 +38,7 @@ class SlowRunner(HashRunner):
 
 
 class EndedError(Exception):
-    """The process exited, with this status."""
+    """Raised instead of exiting the process. The message is the exit status."""
 
 
 def end(status: int) -> NoReturn:
@@ -108,7 +108,7 @@ def _logging_as_before() -> Iterator[None]:
     sys.setswitchinterval(interval_s)
 
 
-# Where a node on the CPU fails while it starts, and the function of that stage that raises.
+# The stages at which the start of a node on the CPU can fail, each with the function that the test makes fail.
 STAGES: dict[str, tuple[object, str]] = {
     "threads": (torch, "set_num_threads"),
     "weights": (torch.Tensor, "to"),

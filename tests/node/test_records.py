@@ -1,4 +1,4 @@
-"""What a node records: one record for each step, events of each request from "queued" to "ended", in bounded memory."""
+"""The records of a node, in bounded memory: one per step, and the events of requests from "queued" to "ended"."""
 
 import asyncio
 import threading

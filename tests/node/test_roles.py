@@ -1,4 +1,4 @@
-"""A node that switches its role: what it answers meanwhile and afterwards, without a peer."""
+"""A node that switches its role: its answers during and after the switch, without a peer."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ RESERVATION = ReserveRequest(submission(router="unknown"), "a" * 32, "print")
 
 @dataclass
 class RecordingAnnouncer:
-    """Keeps what was announced, as (role, state)."""
+    """Records the announced (role, state) pairs."""
 
     infos: list[tuple[str, str]] = field(default_factory=list)
 
@@ -33,7 +33,7 @@ class RecordingAnnouncer:
         self.infos.append((info.role, info.state))
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Stage:
         return await self.node.set_role(self.announcer, self.ending, SetRoleRequest(role, drain_s))
 
     async def submit_endless(self) -> None:
-        """Submit a request that outlasts every drain here."""
+        """Submit a request that takes longer than any drain in these tests."""
         self.line.submit(submission("r", max_tokens=100_000))
         assert await wait_until(lambda: "r" in self.node.requests, 5.0)
 

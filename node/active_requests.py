@@ -101,8 +101,8 @@ class ActiveRequests:
         send_kv: bool = False,
         receive_kv: bool = False,
     ) -> Request:
-        """Register a request, and give it to the engine. If it borrows another node's blocks, the role adapter gives it
-        to the engine later, by `enqueue`.
+        """Register a request, and give it to the engine. If it borrows another node's blocks, the caller must call
+        `enqueue` later.
 
         Raises ValueError if the request is malformed or its router is not attached; raises OverloadedError if another
         node may accept it.

@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
 
 
 class Left:
-    """The number of requests by outcome, the number of faults by kind, and the leaks."""
+    """The result: the number of requests by outcome, the number of faults by kind, and the leaks."""
 
     def __init__(self, counts: Counter[str], leaks: list[str]) -> None:
         self.counts = counts

@@ -18,7 +18,7 @@ POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
 
 @dataclass(slots=True)
 class Count:
-    """The resources of one process. `descriptors` has the number of descriptors by kind, such as socket or file."""
+    """The resources of one process. `descriptors` counts descriptors by kind, such as socket or file."""
 
     pid: int
     rss_mib: float

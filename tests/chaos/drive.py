@@ -49,7 +49,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kind of fault. `lives` maps a process to the failpoints of its first start, its second start, and so on."""
+    """One kind of fault. `lives` maps a process to its failpoints: the first applies at its first start, and so on."""
 
     name: str
     what: str

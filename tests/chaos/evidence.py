@@ -97,7 +97,7 @@ def _unix_ns(line: Mapping[str, Any]) -> int:
 
 
 def gap_of(running: Cluster, outcome: Outcome, faults: Sequence[Fault]) -> Gap:
-    """Split the gap into parts: before the fault, until another node queued the request, and the phases there."""
+    """Split the gap at the fault and at the time when another node queued the request, and then by phase."""
     begin, end = (at / 1e6 for at in outcome.gap_ns)
     try:
         spans = running.get(f"/v1/requests/{outcome.id}/timeline")["spans"]

@@ -93,7 +93,7 @@ def _compared(what: str, calm: StreamTimings, disturbed: StreamTimings, goal: fl
 
 
 def slow_clients(seconds: float) -> list[Row]:
-    """Measure the effect of slow clients on other clients, once the router has taken their requests off the nodes."""
+    """Measure the effect of slow clients on other clients, while no node runs the slow clients' requests."""
     with emulated(1, 1) as running:
         router = psutil.Process(running.processes["router"].pid)
         calm = timings_during(running, lambda: time.sleep(seconds))

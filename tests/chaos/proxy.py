@@ -16,20 +16,20 @@ from dataclasses import dataclass
 
 CHUNK_BYTES = 65_536
 LOOK_S = 0.02  # poll interval of a silent direction
-INTRODUCTION_BYTES = 512  # not damaged at the start of a connection, because otherwise few connections would start
+INTRODUCTION_BYTES = 512  # the first bytes of a connection are not damaged; otherwise few connections would start
 
 
 @dataclass(frozen=True, slots=True)
 class Harm:
-    """The faults of a link. `up` is the direction to the node behind the relay."""
+    """The faults of a link to the node behind the relay."""
 
     refuse: bool = False  # reset new and existing connections
-    silent: frozenset[str] = frozenset()  # hold data back in these directions ("up", "down") without losing any
+    silent: frozenset[str] = frozenset()  # directions ("up": to the node, "down") in which data is held back, not lost
     delay_s: float = 0.0  # delay of each chunk
-    bytes_per_s: float = 0.0  # rate limit up; 0: no limit
-    cut_at: int = 0  # reset a connection after this number of bytes up, plus one byte for each earlier reset
-    corrupt: float = 0.0  # share of the chunks up in which one bit is flipped
-    double: float = 0.0  # share of the chunks up that are sent twice
+    bytes_per_s: float = 0.0  # rate limit to the node; 0: no limit
+    cut_at: int = 0  # reset a connection after this number of bytes to the node, plus one for each earlier reset
+    corrupt: float = 0.0  # share of the chunks to the node in which one bit is flipped
+    double: float = 0.0  # share of the chunks to the node that are sent twice
 
     @property
     def damage(self) -> set[str]:

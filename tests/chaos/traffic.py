@@ -90,7 +90,7 @@ class Outcome:
 
 
 def run(url: str, model: str, asked: Ask) -> Outcome:
-    """Send a request and read its stream to the end. An error of the request goes into the outcome."""
+    """Send a request and read its stream to the end. The outcome contains the error of the request, if any."""
     outcome = Outcome(asked)
     run_into(outcome, url, model)
     return outcome

@@ -17,7 +17,7 @@ TALK = Ask(0, (5, 6, 7), 4000)  # long enough to be in progress at the kill
 
 @dataclass(slots=True)
 class Halves:
-    """Results of the requests to the surviving router and to the killed one."""
+    """The results of the requests to the surviving router and to the killed router."""
 
     asked: int
     lost: list[str]

@@ -1,6 +1,6 @@
 """Run decode nodes in a network namespace behind a link that delays or drops packets, or that is cut in one direction.
 
-This needs root on Linux. Packets pass through this process, so netem is not needed.
+This needs root on Linux. It does not need netem, because this process forwards the packets.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Simulated KV channels with faults, of both kinds that `shared.kv.channel` defines.
+"""Simulated KV channels with faults. There are two kinds, as in `shared.kv.channel`.
 
 Fenced (like tcp): the receiver's process checks the reservation of each row. Rows may arrive late, after a partition or
 a freeze. One-sided (like shm): while its connection is open, the writer's process writes into the peer's memory without
@@ -262,13 +262,13 @@ class SimChannel:
             )
         ):
             if not self.fenced and peer.process.alive:
-                return  # shared memory needs no receiver
+                return  # shared memory can be written while the receiver is frozen
             if self._loop.time() > until:
                 raise PeerLostError("it took no byte for too long")
             await asyncio.sleep(0.05)
 
     def _late(self, peer: "SimChannel", reservation_id: bytes, row: int, data: NDArray[np.uint8]) -> None:
-        """Deliver a row after its writer gave up, because data in the network still arrives."""
+        """Deliver a row of a fenced channel after its writer gave up, because data in the network still arrives."""
         if self.fenced:
             self._exchange.kv_faults.reached("channel: a row arrives after its writer gave up")
             later = 3.0 * self._exchange.kv_faults.random.random()

@@ -121,7 +121,7 @@ class Client:
         scenario = self.world.scenario
         if error.status not in TYPED:
             self.world.violate(f"{self.plan.id}: status {error.status}: {error.message}")
-        elif error.status in {429, 504} and self.plan.deadline_s is not None:  # its deadline has passed or would pass
+        elif error.status in {429, 504} and self.plan.deadline_s is not None:  # the deadline has passed, or would have
             self.world.reached("client: deadline")
         elif scenario.is_outage and not self._is_accepted:
             self.world.reached("client: turned away in an outage")

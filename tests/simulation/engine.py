@@ -165,7 +165,7 @@ class SimWatchdog(Watchdog):
 
 
 class SimRunner(HashRunner):
-    """The hash model. If `ahead` is set, `wait` computes a step, in the blocks that were current at its launch."""
+    """The hash model. If `ahead` is set, a step is computed only by `wait`, in the blocks that it had at its launch."""
 
     can_run_ahead = True
 

@@ -132,7 +132,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         return SimTask(coro, self, context)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
-        """Run `func` at once or after a short random time. The result always arrives after that time."""
+        """Run `func` either at once or after a short random time, and deliver its result after that time."""
         future = self.create_future()
         early = self.random.random() < 0.5
         outcome = _outcome(func, args) if early else None
@@ -228,7 +228,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             self._sleep(process, max(process.thaws_at, self.now + process.lag_s))
 
     def _leave(self, index: int, until: float) -> None:
-        """Make a process wait until the time `until`, or, if its queue is empty, until it gets a callback."""
+        """Make a process wait until the time `until`. If its queue is empty, it waits until it gets a callback."""
         process = self._runnable.pop(index)
         process.is_queued = bool(process.ready)
         if process.ready:

@@ -37,7 +37,7 @@ def _in_place_of(owner: Any, name: str, stand_in: Any) -> Broken:
 
 
 def _around(owner: Any, name: str, wrapper: Callable[..., Any]) -> Broken:
-    """Replace a method: calls become `wrapper(original, *arguments)` instead of `original(*arguments)`."""
+    """Replace a method, so that a call runs `wrapper(original, *arguments)` instead of `original(*arguments)`."""
     original = getattr(owner, name)
 
     def broken(*given: Any, **more: Any) -> Any:
@@ -121,7 +121,7 @@ def _blocks_swapped(original: Any, self: Scheduler, request: Request, token: int
 
 
 async def _not_waited_for(original: Any, self: Dispatcher, find: Callable[[], Any], wait_s: float) -> Any:
-    if wait_s < WAIT_UNDER_WAY_S:  # a new request
+    if wait_s < WAIT_UNDER_WAY_S:  # the request is new
         return await original(self, find, wait_s)
     if (found := find()) is None:
         raise AttemptFailed("no node is left", "", is_gone=True)

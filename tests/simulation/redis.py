@@ -59,7 +59,7 @@ class Store:
         self.down_until = self.hangs_until = self.lies_until = 0.0
 
     async def answer(self) -> None:
-        """Wait as long as an answer takes. Raises OSError if there is no answer."""
+        """Wait for the time that an answer takes. Raises OSError if there is no answer."""
         now = asyncio.get_running_loop().time()
         await asyncio.sleep(0.0005)
         if now < self.down_until:

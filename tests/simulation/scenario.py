@@ -29,9 +29,9 @@ NODE_FAULTS = (
 )
 FLEET_FAULTS = ("registry down", "registry hangs", "registry flushed", "registry lies", "clock jumps", "reset")
 OUTAGE = {"prefill": "freeze all prefill nodes", "decode": "freeze all decode nodes"}  # an outage has both faults
-OUTAGE_EVERY = 10  # one in this number of seeds has an outage and no other fault
+OUTAGE_EVERY = 10  # one seed in 10 has an outage and no other fault
 STALL = "stall"  # stalls the existing connections between a prefill node and a decode node
-STALL_EVERY = 10  # one in this number of seeds has stalls and no other fault
+STALL_EVERY = 10  # one seed in 10 has stalls and no other fault
 HARMLESS = {"slow", "clock jumps", "registry down", "registry hangs", "registry flushed", "registry lies"}
 
 
@@ -89,8 +89,8 @@ class Scenario:
 
     @property
     def is_lossless(self) -> bool:
-        """Return whether every request can succeed: at most one node is disturbed and others are left, or all nodes
-        freeze and some of them continue before the router stops waiting."""
+        """Return whether every request can succeed. Either at most one node is disturbed and others are left, or all
+        nodes freeze and some of them continue before the router stops waiting."""
         if self.is_outage:
             return True
         harm = [fault for fault in self.faults if fault.kind not in HARMLESS]

@@ -16,7 +16,7 @@ from tests.simulation.reached import WANTED, table
 from tests.simulation.world import simulate
 
 SEEDS = range(40)
-# Other seeds that have found a defect.
+# Further seeds to run, and the defect that each has found.
 FOUND = {
     143: "a Reserve call whose connection was lost swallowed its cancellation",
     9047: "the simulation signalled a node that had just started, and its previous process received the signal",

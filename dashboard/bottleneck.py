@@ -143,5 +143,5 @@ def _calm(every: Pool, requests: int, latency: Latency) -> str:
         return f"Idle: {nodes} ready, no requests."
     load = f", {every.busy:.0%} busy" if every.busy is not None else ""
     met = " and within the SLO" if latency.is_measured else ""
-    head = f"Keeping up{met}" if every.queue < len(every.nodes) else "At work"  # a queue means that requests wait
+    head = f"Keeping up{met}" if every.queue < len(every.nodes) else "At work"  # a long queue means delays
     return f"{head}: {running} request{'s' * (running != 1)} on {nodes}{load}, {every.queue or 'none'} queued."

@@ -24,7 +24,7 @@ MAX_TEXT = 200  # maximum characters of a name that a node sends
 HEARTBEATS = 128  # number of latest heartbeats from which a clock's offset is estimated
 OFFSET_NS = 1_000_000  # a smaller offset is ignored
 MAX_NS = 2**62
-WINDOW_NS = 10 * 10**9  # a node's activity is shown for this time before now
+WINDOW_NS = 10 * 10**9  # the time before now in which a node's activity is measured
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,8 +80,8 @@ class RequestHistory(RouterObserver):
 
     The router reports requests and nodes to it as a `RouterObserver`. `/v1/requests`, `/v1/steps`, `/events`, `/trace`
     and the metrics read it. Everything runs on the router's event loop, but other threads may read the copies that
-    `nodes`, `traces` and `transfers` return. Malformed records of a node are dropped and counted; they never raise.
-    Memory is bounded by `limits`, and the oldest requests are dropped first.
+    `rings`, `traces` and `transfers` return. Malformed records of a node are dropped and counted. Memory is bounded by
+    `limits`, and the oldest requests are dropped first.
     """
 
     def __init__(self, now: Callable[[], int] = now_ns, limits: HistoryLimits = HistoryLimits()) -> None:
@@ -194,7 +194,7 @@ class RequestHistory(RouterObserver):
             self._make_room()
         trace.num_prompt += num_prompt
         trace.num_samples += num_samples
-        trace.ended_ns = None  # all samples of an earlier prompt may have ended
+        trace.ended_ns = None  # all samples of an earlier prompt of the request may have ended
         self._change(id)
 
     def output(self, id: str, sample: int, num_tokens: int) -> None:
@@ -260,7 +260,7 @@ class RequestHistory(RouterObserver):
         return None if trace is None else trace.summary(self.ring)
 
     def latest_requests(self, limit: int) -> Iterator[dict[str, object]]:
-        """Yield summaries, newest first. Each one is created when it is read."""
+        """Yield summaries, newest first. A summary is created when the iterator reaches it."""
         return (trace.summary(self.ring) for trace in self.traces()[:limit])
 
     def traces(self) -> list[RequestTrace]:

@@ -64,7 +64,7 @@ QUEUES = {
 class OpenHandoff:
     """An attempt in progress on at least one node, with the kinds of its events. Events arrive in any order."""
 
-    prefill: str = ""  # the node, or "" before its first event and after its last one
+    prefill: str = ""  # the node's id, or "" before its first event and after its last event
     decode: str = ""
     seen: set[str] = field(default_factory=set)
 
@@ -99,7 +99,7 @@ class HandoffQueues:
             attempt.prefill = info.id
         if event.kind == "ended":
             self._left(event.id, attempt, info.id)
-        elif event.kind == "received" or info.id == attempt.prefill:  # the node's role may have changed
+        elif event.kind == "received" or info.id == attempt.prefill:  # no check of the role, which may change
             attempt.seen.add(event.kind)
 
     def lost(self, node: str) -> None:

@@ -103,7 +103,7 @@ class StepRecorder:
             self._timing = None
 
     def take(self) -> tuple[list[StepRecord], list[RequestEvent]]:
-        """Return the records since the last call. These or earlier records include the events that the steps need."""
+        """Return the records since the last call. Events come no later than the steps that refer to them."""
         steps = [self._steps.popleft() for _ in range(len(self._steps))]
         return steps, [self._events.popleft() for _ in range(len(self._events))]
 

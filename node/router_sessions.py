@@ -30,7 +30,7 @@ MAX_RECORDS = 8192  # unsent records of each kind
 
 @dataclass(slots=True)
 class RouterStream:
-    """The unsent messages to one router, with one stream of deltas, statistics and records."""
+    """The unsent deltas, statistics and records for one router, and the state of its stream."""
 
     deltas: list[TokenDelta] = field(default_factory=list)
     stats: NodeStats | None = None

@@ -35,7 +35,7 @@ ENTRY = re.compile(
 FOR_EVER_S = 1e8
 
 _failpoints: list[re.Match[str]] = []
-_passed: Counter[tuple[re.Match[str], str]] = Counter()  # times reached, by failpoint, and by detail if `*`
+_passed: Counter[tuple[re.Match[str], str]] = Counter()  # hits by failpoint, and by detail if DETAIL is `*`
 watcher: Callable[[str, str], None] | None = None  # set by the simulation; called with site and detail, may raise
 
 

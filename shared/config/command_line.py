@@ -24,7 +24,7 @@ Misuse = cast(type[Exception], next(kind for kind in typer.BadParameter.__mro__ 
 
 
 def settings_from_command_line(kind: type[S], argv: Sequence[str], prog: str) -> S:
-    """Return the settings for `__main__`. Exits after --help and --print-config, and with status 2 for a bad value."""
+    """Return the settings for `__main__`. Exit after --help and --print-config; exit with status 2 for a bad value."""
     app = typer.Typer(add_completion=False, rich_markup_mode=markup_mode())
     app.command(help=f"Run one process: {prog}.")(command_of(kind, prog, lambda settings: settings))
     result = run_app(app, argv, prog)

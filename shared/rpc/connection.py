@@ -2,8 +2,8 @@
 
 grpclib's own protocol class accepts messages of any size, and does not notice a peer that stopped answering while bytes
 for it are unsent. These classes replace it, using grpclib's public parts (Connection, Stream, EventsProcessor,
-AbstractHandler, request_handler). The one override of private methods is `RpcChannel`; tests/shared/test_services.py
-fails if a release of grpclib stops calling them.
+AbstractHandler, request_handler). Only `RpcChannel` overrides private methods; tests/shared/test_services.py fails if a
+release of grpclib stops calling them.
 
 A peer has proved with its certificate that it belongs to the cluster, or it runs on this machine.
 """

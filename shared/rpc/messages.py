@@ -87,7 +87,7 @@ class TokenDelta:
     position: int = 0
     tokens: bytes = b""
     finish: str = ""  # "stop" | "length": the request is over
-    error: str = ""  # why this node gave the request up; empty if it did not
+    error: str = ""  # the reason why this node gave up the request, if it did
     handed_off: bool = False  # the KV has arrived complete; from now on only this node generates
     cached_tokens: int = 0
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -138,7 +138,7 @@ class StepRecord:
     number: int
     start_ns: int  # when its forward pass began
     duration_us: int  # of the forward pass
-    host_us: int = 0  # planning it and publishing the previous one: time of the engine's loop outside the device
+    host_us: int = 0  # time of the engine's loop outside the device: planning, and publishing the previous step
     predicted_us: int = 0  # duration_us + host_us as the cost model predicted them; 0: no model
     budget: int = 0  # maximum tokens of this step
     reason: str = ""  # what limited the budget: see scheduler.budget
@@ -154,7 +154,7 @@ class StepRecord:
     blocks_cached: int = 0
     blocks_owned: int = 0
     blocks_reserved: int = 0
-    members: bytes = b""  # (serial, start, count) of each slice, prompts first; packed; serial: see RequestEvent
+    members: bytes = b""  # packed (serial, start, count) of each slice, prompts first; for serial, see RequestEvent
 
 
 @dataclass(slots=True)
@@ -169,7 +169,7 @@ class RequestEvent:
     "received"   the decode node has all blocks, and the request may run there
     "admitted"   the first step of the request on this node began: count = tokens found in the prefix cache
     "first"      its first token on this node was sampled
-    "preempted"  its blocks were taken away; its tokens are computed again
+    "preempted"  its blocks were freed for another request; its tokens are computed again
     "ended"      it ended on this node: reason = "stop", "length", "handed_off", "aborted", or an error
     """
 
@@ -282,7 +282,7 @@ class RenewReply:
 
 @dataclass(slots=True)
 class StopRequest:
-    """The writer gives the reservation up and writes no more. If it never received the id, `request` is set instead."""
+    """The writer gives up the reservation and writes no more. If it has no reservation id, `request` is set instead."""
 
     reservation_id: bytes
     reason: str = ""

@@ -45,7 +45,7 @@ class ServerHandshake(ssl.SSLObject):
     """A TLS handshake on the server. It logs rejected clients, which asyncio does not report."""
 
     def do_handshake(self) -> None:
-        """Continue. Raises SSLError for an invalid client, or if too many other handshakes are in progress."""
+        """Continue the handshake. Raises SSLError if the client is invalid or too many handshakes are in progress."""
         pending, now = cast(ServerContext, self.context).handshakes, time.monotonic()
         if self not in pending:
             while pending and now - next(iter(pending.values())) > HANDSHAKE_S:  # asyncio closed these

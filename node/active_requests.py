@@ -24,7 +24,7 @@ MAX_POOLS = 16  # instead of MAX_TOKENS, the tokens that fit into this number of
 
 
 class OverloadedError(ValueError):
-    """This node does not accept the request now; another one may."""
+    """This node does not accept the request now, but another node may."""
 
 
 # End the handoff of an aborted request. Return True if this returns the request's blocks to the scheduler.
@@ -56,9 +56,9 @@ class ActiveRequests:
     """The requests in progress, by id.
 
     Used by the node and its role adapter, on the event loop; commands for the scheduler are posted to the engine's
-    thread, in order. A request is registered once and ends once: whichever of finish, failure and abort comes first
-    removes its entry, and the others do nothing. An exception in code that serves one request fails that request
-    alone, as "internal".
+    thread, in order. A request is registered once and ends once: the first call of `finish`, `fail` or `abort` removes
+    its entry, and later calls do nothing. An exception in code that serves one request fails that request alone, as
+    "internal".
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class ActiveRequests:
         return entry.request
 
     def fail(self, request_id: str, reason: str, retry: bool) -> None:
-        """Report to the router that this node does not finish the request, and abort it.
+        """Report to the router that this node cannot finish the request, and abort the request.
 
         If `retry` is set, another node may succeed.
         """

@@ -37,8 +37,8 @@ from benchmarks.result import (
 
 CONTEXT = 512
 STEPS = {1: 32, 8: 16, 32: 10}
-OUR_KV_GIB, VLLM_KV_GIB = 0.5, 1  # our default; vLLM needs whole GiB, but uses only the memory that it needs
-WORK_KV_GIB = 0.4  # for 32 contexts and their steps; both shapes use the same amount per token
+OUR_KV_GIB, VLLM_KV_GIB = 0.5, 1  # our default; vLLM accepts whole GiB, but touches only the memory that it uses
+WORK_KV_GIB = 0.4  # enough for 32 contexts and their steps; both shapes use equal amounts per token
 FP32, BITS16, INT8 = "Baton fp32", "Baton 16-bit weights", "Baton int8"
 LLAMA_F32, VLLM_FP32, TRANSFORMERS = "llama.cpp F32", "vLLM fp32", "transformers fp32"
 FLASH = " flash"  # llama.cpp is measured with and without flash attention, and the faster result counts
@@ -314,7 +314,7 @@ def _result(name: str, shape: str, groups: dict[str, dict[str, Any]]) -> Result:
 
 
 def _kept(out: Path) -> dict[str, dict[str, Any]]:
-    """Return the groups of an earlier run if it was on this machine, because a table is of one machine."""
+    """Return the groups of an earlier run on this machine. A table must not mix the results of two machines."""
     before: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"runs": {}, "machine": machine()}
     same = all(before["machine"][key] == machine()[key] for key in ("processor", "cores"))
     return {group: found for group, found in before["runs"].items() if same and group in ARMS}

@@ -86,7 +86,7 @@ class PacedNode:
                 for submit in command.submits:
                     self._rows.append(PacedRequest(submit))
                     self._all_rows[submit.id.split("-")[1]] = self._rows[-1]
-                if command.aborts:  # all streams end together
+                if command.aborts:  # all streams end at the same time
                     self._rows.clear()
         finally:
             for task in tasks:
@@ -110,13 +110,13 @@ class PacedNode:
 
 
 class StreamingClient(asyncio.Protocol):
-    """One stream: count its events, and record the delay of each."""
+    """The client of one stream, which counts its events and records their delays."""
 
     def __init__(self, rows: dict[str, PacedRequest], delays: list[float]) -> None:
         self._rows = rows
         self._delays = delays
         self._row: PacedRequest | None = None
-        self.transport: Any = None  # uvloop's has no type
+        self.transport: Any = None  # uvloop's transport has no type
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -138,7 +138,7 @@ class StreamingClient(asyncio.Protocol):
 
 @dataclass(slots=True)
 class RouterProcess:
-    """The router's process, and the kernel's figures for it."""
+    """The process of the router. The kernel provides its CPU time."""
 
     pid: int
     port: int
@@ -148,17 +148,17 @@ class RouterProcess:
 
 
 class PacedFleet:
-    """The nodes, and their requests by the id that the clients see."""
+    """The fake nodes, and their requests by the id that the clients receive."""
 
     def __init__(self) -> None:
         text = Tokenizer.load(DEMO_MODEL)
-        # Whole words: a token that ends inside a character produces no event.
+        # Use only letters, because a token that ends inside a character produces no event.
         plain = [token for token in range(text.vocab_size) if text.vocabulary.bytes_of(token).isalpha()]
         self.rows: dict[str, PacedRequest] = {}
         self.nodes = [PacedNode(f"paced-{number}", plain[-997:], self.rows) for number in range(NUM_NODES)]
 
     async def run(self, rate: float, seconds: float) -> None:
-        """Take turns at `rate` tokens per second in total; a late turn delays those after it."""
+        """Call the nodes in turn, at `rate` tokens per second in total. A late call delays the next ones."""
         period_s = len(self.rows) / rate / NUM_NODES
         due, end = time.monotonic(), time.monotonic() + seconds
         for node in itertools.cycle(self.nodes):

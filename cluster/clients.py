@@ -163,7 +163,7 @@ def _identity(node: Document) -> tuple[str, str, str]:
 
 
 def _blocks(node: Document) -> str:
-    """Return "used/total", where blocks in use are neither free nor only cached."""
+    """Return "used/total". Blocks in use are neither free nor merely cached."""
     blocks = node.get("blocks") or {}
     total = blocks.get("total", 0)
     return f"{total - blocks.get('free', 0) - blocks.get('cached', 0)}/{total}"

@@ -40,7 +40,7 @@ from shared.rpc import tls
 REDIS_S = 3.0
 PROMPT_TOKENS = (1, 16, 33, 130, 700)  # at, near and beyond the boundaries of blocks and chunks
 IDS = 250  # every vocabulary contains the token ids below this
-CLOCK_MS = 1000.0  # a larger difference between clocks gets a warning
+CLOCK_MS = 1000.0  # a larger difference between clocks causes a warning
 IDLE_S = 10.0
 CO_LOCATED = "co-located"
 CHOSEN = {"kv_channel", "kv_directory", "cpus", "emulate"}  # settings of the clusters that doctor starts

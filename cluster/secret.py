@@ -1,6 +1,6 @@
 """`baton secret` writes the secret of a cluster, and `baton key` creates an API key for a tenant.
 
-`baton up` uses a secret, so that other users' processes cannot join. Keys are printed once and not stored.
+`baton up` uses a secret, so that processes of other users cannot join. Keys are printed once and not stored.
 """
 
 import datetime
@@ -23,7 +23,7 @@ KEY_BYTES = 32
 
 
 def new_pem() -> bytes:
-    """Return a new private key and its self-signed certificate. Its dates are valid even if a clock is wrong."""
+    """Return a new private key and its self-signed certificate. It stays valid if a clock is wrong."""
     key = ec.generate_private_key(ec.SECP256R1())
     # A unique name distinguishes the certificates while one replaces the other.
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"baton cluster {secrets.token_hex(8)}")])

@@ -1,6 +1,6 @@
 """The arms of a comparison, parsed from text such as `disaggregated:1p1d@prefill_first`.
 
-An arm is data; `compare.run.deployments` starts its processes.
+An `Arm` only describes a stack; `compare.run.deployments` starts its processes.
 """
 
 import re
@@ -31,8 +31,8 @@ class Arm:
     name: str
     prefill: int
     decode: int
-    settings: Mapping[str, str] = field(default_factory=dict)  # values as text, by the names of fields of shared.config
-    url: str = ""  # of a running stack, whose `prefill` and `decode` are 0 until it is connected
+    settings: Mapping[str, str] = field(default_factory=dict)  # values as text, by the field names of ArmSettings
+    url: str = ""  # set for a running stack, whose numbers of nodes are 0 until it is connected
 
     @property
     def devices(self) -> int:

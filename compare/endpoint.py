@@ -13,7 +13,7 @@ from shared.api_client import bearer
 REQUEST_TIMEOUT_S = 60.0
 IDLE_POLL_S = 0.2
 STILL_FOR = 3  # consecutive polls without a new step; nodes report twice a second
-SUMMARIES = 4000  # the largest number that a router keeps
+SUMMARIES = 4000  # a router keeps at most this many summaries
 
 Document = dict[str, Any]
 
@@ -23,7 +23,7 @@ class EndpointError(Exception):
 
 
 class Endpoint:
-    """Client of one stack, used on one event loop. Every method that sends a request may raise EndpointError.
+    """Client of one stack, used on one event loop. All methods that send requests raise EndpointError if they fail.
 
     `connect` sets `is_baton`, `model` and `max_model_len` (0: unknown).
     """

@@ -29,14 +29,14 @@ from shared.errors import ConfigError
 from shared.model_files import DEMO_MODEL, resolve
 
 NO_VERDICT = 1
-BUSY = 0.5  # if other processes cause a higher load per core, they distort the figures
+BUSY = 0.5  # above this load per core, other processes distort the figures
 DEFAULT_ARMS = ("colocated:2", "disaggregated:1p1d")
 PRESET_RATE = 4.0  # requests per second; with the demo model, they keep two cores busy without overloading them
 PRESET_SCALE = 0.5  # factor for a preset's lengths, because they come from traffic of larger models
 TOO_LONG = ("error", "cut", "drop")
 ON = ("live", "emulated")
 PREFLIGHT_TOKENS = (1, 16, 40, 100, 250)  # less than a block, one block, several blocks, and a chunk or more
-WORDS_ONLY = 4096  # number of ids if the model is not local; `compare.load.outcome.body_of` turns them into words
+WORDS_ONLY = 4096  # ids to draw if the model is not local; `compare.load.outcome.body_of` turns them into words
 
 
 async def run_compare(options: CompareOptions) -> int:
@@ -78,7 +78,7 @@ def save_report(report: Document, out: Path) -> int:
     except (OSError, ValueError) as error:
         print(f"baton compare: cannot write the report: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
         return NO_VERDICT
-    for name in ("arrivals.jsonl", "outcomes.jsonl", "outcomes.spec.json"):  # these files describe only the last period
+    for name in ("arrivals.jsonl", "outcomes.jsonl", "outcomes.spec.json"):  # they describe only the last period
         (out / name).unlink(missing_ok=True)
     print(f"report: {page}")
     return 0 if report["valid"] else NO_VERDICT

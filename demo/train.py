@@ -1,4 +1,4 @@
-"""Train Baton's demo model, a small Llama, on public-domain texts. Write it as a Hugging Face directory.
+"""Train Baton's demo model, a small Llama, on public-domain texts. The output is a Hugging Face directory.
 
     pip install -e '.[train]'
     python demo/train.py --texts alice29.txt paradise_lost.txt … --out /tmp/short --phases 256:2200 8192:60

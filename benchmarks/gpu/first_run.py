@@ -3,8 +3,8 @@
     python -m benchmarks gpu_first_run
     python -m benchmarks gpu_first_run --only decode,prefill
 
-The results file is written after each section, so an interrupted run keeps its results. A run of some sections updates
-the file of an earlier run (`--only`). If a section fails, its table contains the failure, and the next section runs.
+The results file is written after each section, so an interrupted run keeps its results. A run of some sections
+(`--only`) updates the file of an earlier run. If a section fails, its table has the failure, and the next section runs.
 Only torch, Triton, numpy, safetensors, msgpack, httpx and xxhash (and pytest) are needed.
 `--device cpu --toy --out FILE` tests the script itself under Triton's interpreter.
 """

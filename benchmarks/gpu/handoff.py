@@ -31,14 +31,14 @@ from shared.kv.shm import ShmChannel
 
 PROMPT, REPEATS = 8192, 7
 COPY_GOAL, POOL_GOAL_MS = 0.7, 1.0
-CHUNKS, PREFILL_MS = 4, 189  # chunks of the prompt with a budget of 2048; published time for Llama-3.1-8B on an H200
+CHUNKS, PREFILL_MS = 4, 189  # chunks of 2048 tokens; published prefill time of Llama-3.1-8B on an H200
 PATIENCE_S = 5.0
 Memory = HostMemory | DeviceMemory
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffJob:
-    """The setup of both processes. With `on_gpu`, KV is in GPU memory; with `shares`, the second owns a shared pool."""
+    """The setup of both processes. `on_gpu`: KV is in GPU memory; `shares`: the second process owns a shared pool."""
 
     directory: str
     on_gpu: bool

@@ -1,6 +1,6 @@
 """Benchmark a whole model on a GPU: the shape of Llama-3.1-8B with random weights, in the runner that nodes use.
 
-Times are measured on the host. `launch` and `wait` are called as by the engine, which plans one step ahead.
+Times are measured on the host. `launch` and `wait` are called like in the engine, one step ahead.
 """
 
 import time
@@ -30,7 +30,7 @@ CONTEXT, STEPS, SETTLE = 1024, 40, 4
 DECODE_GOALS_MS = {1: 5.3, 64: 8.3, 256: 16.8}
 CHUNK, CHUNK_GOAL_MS, CHUNKS = 2048, 48.5, 6
 MIXED = (64, 448)  # decodes and prompt tokens of one step
-LONGEST = 32_768  # tokens of one request
+LONGEST = 32_768  # maximum tokens of one request
 GREEDY, NUCLEUS = SamplingParams(temperature=0.0), SamplingParams(seed=1, top_p=0.9)
 NUMBERS = count()
 
@@ -160,7 +160,7 @@ def model(scene: GpuScene) -> GpuSection:
     bench = ModelBench(scene)
     try:
         return _model(scene, bench)
-    finally:  # torch does not free memory that the driver allocated
+    finally:  # torch does not free this memory, because the driver allocated it
         if scene.device.type == "cuda":
             torch.cuda.synchronize(scene.device)
         bench.memory.close()

@@ -74,9 +74,9 @@ class Stopwatch(EngineListener):
 
 
 class BatonEngine:
-    """An engine with its model and KV pool, used like in a node. Each call creates a new scheduler.
+    """An engine with its model and KV pool, used like in a node. Each measurement creates a new scheduler.
 
-    Calls are on the worker's main thread. Steps run on the engine's thread.
+    The worker calls it on its main thread. Steps run on the engine's thread.
     """
 
     def __init__(self, model: str, threads: int, kv_gib: float = 0.5, **options: Any) -> None:
@@ -93,7 +93,7 @@ class BatonEngine:
         self._random = random.Random(0)
         self.facts = self._parts.attributes | {"kv_blocks": layout.num_blocks}
         gc.collect()
-        gc.freeze()  # as in a node
+        gc.freeze()  # nodes do this too
 
     def prefill(self, tokens: int) -> float:
         """Return the seconds from a prompt's arrival to its first token."""

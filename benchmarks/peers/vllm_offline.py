@@ -1,4 +1,4 @@
-"""Worker for vLLM on a CPU. The engine runs in this process, and each step is called directly, to time only the steps.
+"""Worker for vLLM on a CPU. The engine runs in this process, and its steps are called and timed one by one.
 
 The prefix cache is on, so that the prompts of decodes are computed only once. Timed prompts are always new.
 """

@@ -41,7 +41,7 @@ from compare.load.traffic import Arrival
 LEAD_NS = 100_000_000  # from now to second 0 of the run
 TICK_S = 0.01  # between two measurements of the event loop's lag
 PROGRESS_TICKS = 50
-KEEP_ALIVE_S = 2.0  # servers close idle connections after 5 s; a shorter time avoids a request on a closing one
+KEEP_ALIVE_S = 2.0  # below the 5 s of servers, so that no request uses a closing connection
 PRIORITY = -10
 MAX_REFUSAL = 64 << 10  # bytes to read of an error response
 LEAST_LAG_S, SLO_SHARE = 0.002, 0.02  # allowed lateness at the 99th percentile: seconds, or a share of the TTFT SLO
@@ -55,14 +55,14 @@ ProgressCallback = Callable[[int, int, int], None]  # sent, finished, failed
 class LoadSpec:
     """The input of a run. `arrivals` and `outcomes` are paths. `send` is "ids", or "text" if a server takes no ids."""
 
-    url: str  # of the server, without /v1
+    url: str  # URL of the server, without /v1
     model: str
     arrivals: str
     outcomes: str
     slo: LatencySlo = field(default_factory=LatencySlo)
     timeout_s: float = 120.0  # timeout of a request, from its scheduled time
     send: str = "ids"
-    salt: str = ""  # prevents hits in prefix caches with prompts of earlier runs
+    salt: str = ""  # prevents prefix-cache hits on prompts of earlier runs
     api_key: str = ""  # passed in the environment, because the spec is written to a file
 
 
@@ -212,7 +212,7 @@ async def generate(spec: LoadSpec, outcomes: list[Outcome], bodies: Sequence[byt
 
 
 def problems_of(outcomes: Sequence[Outcome], slo: LatencySlo, loop_lag_s: float = 0.0) -> list[str]:
-    """Return the reasons not to use a recording, such as that the client sent or read late, or saw no single tokens.
+    """Return the reasons not to use a recording, for example that the client sent its requests late.
 
     `loop_lag_s` is the event loop's lag at the 99th percentile. A lag would be counted as the server's time.
     """
@@ -233,7 +233,7 @@ def problems_of(outcomes: Sequence[Outcome], slo: LatencySlo, loop_lag_s: float 
             "be measured there"
         )
     broken = ["Connect" in outcome.error or "Disconnected" in outcome.error for outcome in outcomes]
-    if broken and broken[-1]:  # if the last request worked, the server has recovered, and the others are misses
+    if broken and broken[-1]:  # otherwise the server has recovered, and the broken requests are only misses
         problems.append(f"the server was unreachable, or went away, in {sum(broken)} of {len(outcomes)} requests")
     return problems
 
@@ -257,7 +257,7 @@ def main(path: str) -> int:
         api_key = os.environ.get("BATON_API_KEY", "")
         spec = LoadSpec(**fields | {"slo": LatencySlo(**fields.get("slo", {})), "api_key": api_key})
         outcomes, bodies = _prepare(spec)
-        with suppress(OSError):  # needs a privilege; lowers the client's delays, which would count as the server's
+        with suppress(OSError):  # needs a privilege; reduces delays of the client, which would count as the server's
             os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
         gc.collect()
         gc.freeze()

@@ -1,4 +1,4 @@
-"""The recording of one run of the load generator: an outcome for every scheduled request, filled from its stream.
+"""The recording of one run of the load generator. It has an outcome for every scheduled request.
 
 Tokens are counted by their ids if the server sends them, else by logprobs, else by the running usage, else as one per
 event. Times are seconds since the run's start on the client's monotonic clock.
@@ -46,7 +46,7 @@ class LatencySlo:
 class Outcome:
     """One request as observed by the client. It finished if `finish` is set and `error` is empty; otherwise it failed.
 
-    `token_s` has one time per token. Tokens that arrived in one read have the same time. `tokens` are the ids, and is
+    `token_s` has one time per token. Tokens that arrived in one read have the same time. `tokens` has the ids, and is
     empty if the endpoint does not return ids.
     """
 

@@ -1,4 +1,4 @@
-"""Reads traces of public formats and of our own. A row describes one request, before its tokens are drawn.
+"""Reads traces in public formats and in our own format. A row describes one request, before its tokens are drawn.
 
 A row's prompt is a list of pieces. Pieces with the same key have the same tokens in all prompts, so prompts can share
 prefixes. A piece with an empty key has tokens of its own.

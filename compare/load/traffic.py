@@ -18,7 +18,7 @@ from compare.load.traces import TraceRow
 from shared.errors import ConfigError
 
 TIMES, LENGTHS = 1, 2  # streams of random numbers
-OPEN_SESSIONS = 64  # sessions that a request may continue; a new session beyond them ends the oldest
+OPEN_SESSIONS = 64  # at most this many sessions can be continued; a new one replaces the oldest
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class LengthDistribution:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Distributions of the lengths of prompts and answers. A share `continues` of the requests continues a session. Its
-    prompt is the session so far, which nodes may have cached, followed by `added` new tokens."""
+    """Distributions of the lengths of prompts and answers. `continues` is the share of requests that
+    continue a session. Their prompt is the whole session, which nodes may have cached, and `added` new tokens."""
 
     prompt: LengthDistribution
     answer: LengthDistribution
@@ -175,7 +175,7 @@ def _source_of(plan: TrafficPlan) -> str:
 
 
 def _rows(plan: TrafficPlan, seed: int, trace: Sequence[TraceRow]) -> tuple[list[TraceRow], int]:
-    """Return the rows with their times, and how many passes over the trace they need."""
+    """Return the rows with their times, and the number of passes over the trace."""
     random = np.random.default_rng([seed, LENGTHS])
     if plan.is_preset:
         at_s = _times(plan, seed)
@@ -210,7 +210,7 @@ def _preset_row(preset: Preset, sessions: list[TraceRow], random: np.random.Gene
     if before is None:
         row = TraceRow(((f"turn {index}", preset.prompt.draw(random)),), answer, session=f"session {index}")
     else:
-        answered = (f"answer {index}", before.max_tokens)  # not the model's answer, which is not known yet
+        answered = (f"answer {index}", before.max_tokens)  # random, because the real answer is not known yet
         added = (f"turn {index}", preset.added.draw(random))
         row = TraceRow((*before.pieces, answered, added), answer, session=before.session)
     sessions.append(row)
@@ -219,7 +219,7 @@ def _preset_row(preset: Preset, sessions: list[TraceRow], random: np.random.Gene
 
 
 def _lap(row: TraceRow, lap: int, at_s: float) -> TraceRow:
-    """Return the row with other tokens in each lap, because prompts of the previous lap may still be cached."""
+    """Return the row with tokens that differ in each pass over the trace, because earlier prompts may be cached."""
     pieces = tuple((key and f"lap {lap} {key}", length) for key, length in row.pieces)
     return replace(row, at_s=at_s, pieces=pieces)
 

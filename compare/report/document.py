@@ -23,7 +23,7 @@ from compare.stats.verdict import ATTAINMENT, CAPACITY, LATENCIES, Ranking, rank
 from scheduler.cost import CostModel
 
 SCHEMA = "baton.compare/1"
-# Metrics for the control. It does not use the tails of short runs, because they vary too much.
+# The metrics in which the control is compared. Tails of short runs vary too much for that.
 CONTROLLED = ("attainment", "goodput_rps", "ttft_p50_ms", "tbt_p50_ms", "tpot_p50_ms", "ttst_p50_ms", "e2e_p50_ms")
 TAILS = ("ttft_p99_ms", "tbt_p99_ms", "tbt_max_ms", "ttst_p99_ms", "fluidity", "throughput_tps")
 COMPARED = CONTROLLED + TAILS
@@ -169,7 +169,7 @@ def _strip(period: Period, experiment: Experiment) -> Document:
 
 
 def _worst(figures: Figures) -> list[Document]:
-    """Return the requests that exceed the SLO most, worst first, from those with timelines in steady periods."""
+    """Return the requests that exceed the SLO most, worst first, if they have timelines. Skip overloaded periods."""
     rows = []
     for period in figures.findings.periods:
         measured = figures.metrics.get(period.trial.position)

@@ -126,8 +126,8 @@ class Figures:
 
     @cached_property
     def capacities(self) -> Runs:
-        """The capacity's pseudo-values by arm, None if it is not bounded. They cover the seeds with which every arm was
-        measured at three or more rates."""
+        """The capacity's pseudo-values by arm, or None if the capacity is only a bound. They are for the seeds with
+        which every arm was measured at three or more rates."""
         by_arm = {arm: balanced(points) for arm, points in self.findings.points.items()}
         rates = [Counter(seed for seed, _ in {(one.seed, one.rate) for one in points}) for points in by_arm.values()]
         enough = [{seed for seed, count in counts.items() if count >= 3} for counts in rates]
@@ -142,7 +142,7 @@ class Figures:
 
 
 def traffic_notes(experiment: Experiment) -> Document:
-    """Return the notes for the traffic of all seeds. The rate is that of the drawn requests, not of the option."""
+    """Return the notes for the traffic of all seeds. Their rate is the actual rate, not the value of --rate."""
     drawn = [experiment.traffic(seed, None) for seed in experiment.seeds]
     first, arrivals = drawn[0].notes, [arrival for each in drawn for arrival in each.arrivals]
     duration_s = sum(each.notes["duration_s"] for each in drawn)

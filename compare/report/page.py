@@ -72,7 +72,7 @@ def thinned(report: Document) -> Document:
 
 
 def _strips(strips: dict[str, Document]) -> tuple[dict[str, Document], dict[str, float]]:
-    """Cut all strips to the time range in which decodes waited longest for steps that exceeded the SLO."""
+    """Cut all strips to one time range, in which decodes waited longest for steps that exceeded the SLO."""
     rebased = {arm: _rebased(strip) for arm, strip in strips.items()}
     rows = [(strip["slo_ms"], row) for strip in rebased.values() for lane in strip["nodes"].values() for row in lane]
     whole = max((row[0] + row[1] for _, row in rows), default=0.0)

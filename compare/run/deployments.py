@@ -46,7 +46,7 @@ class LaunchOptions:
         flags += ["--cpus", ",".join(map(str, self.cpus))] if self.cpus else []
         flags += ["--emulate", self.emulate] if self.emulate else []
         if self.gpus and arm.settings.get("device", "auto") in {"auto", "cuda"}:
-            shared_pool = arm.settings.get("kv_channel") == "pool"  # prefill nodes then use the decode nodes' GPUs
+            shared_pool = arm.settings.get("kv_channel") == "pool"  # if so, prefill nodes use the GPUs of decode nodes
             num_gpus = min(self.gpus, arm.decode if shared_pool else arm.devices)
             flags += ["--devices", ",".join(f"cuda:{number}" for number in range(num_gpus))]
         return [sys.executable, "-P", "-m", "cluster", "up", *flags, *arm.flags()]
@@ -179,7 +179,7 @@ def memory_available() -> int:
 
 
 def environment() -> dict[str, str]:
-    """Return our environment without BATON_ variables, so that settings that no flag gives have their defaults."""
+    """Return our environment without BATON_ variables, so that settings without a flag have their defaults."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
     return kept | {"PYTHONPATH": python_path()}
 

@@ -11,7 +11,7 @@ from compare.load.outcome import LoadRecording, Outcome
 ANSWER_TOKENS = 12
 LEAST_SHARE = 0.01  # tolerated difference, as a share of tokens, if the model decides where answers end
 UNKNOWN = "unknown"  # the value if an arm does not publish a fact
-# The settings that determine a fact of a node, for facts that are not named like their setting.
+# For each fact whose name is not that of a setting: the settings that determine it.
 SETTINGS_OF = {
     "prefix_caching": ("enable_prefix_caching",),
     "num_blocks": ("kv_cache_memory", "block_size"),
@@ -42,7 +42,7 @@ class ParityCheck:
 def check_parity(
     arms: Sequence[Arm], facts_by_arm: Mapping[str, Mapping[str, str]], treatment: Sequence[str] = ()
 ) -> ParityCheck:
-    """Compare the facts of the arms. The facts in `treatment`, and facts of settings that differ, are declared."""
+    """Compare the facts of the arms. Facts may differ if they are in `treatment` or follow from differing settings."""
     names = list(dict.fromkeys(name for facts in facts_by_arm.values() for name in facts))
     declared = set(treatment) | settings_that_differ(arms)
     rows = []
@@ -59,7 +59,7 @@ def settings_that_differ(arms: Sequence[Arm]) -> set[str]:
 
 
 def facts_of(endpoint: Endpoint, status: Document | None) -> dict[str, str]:
-    """Return the facts that must be equal, from the router's status. If nodes differ, a value is "one | other"."""
+    """Return the facts that must be equal, from the router's status. If nodes differ, join their values by " | "."""
     facts = {"engine": "baton" if status else "not Baton: nothing else can be verified", "model": endpoint.model}
     facts["max_model_len"] = str(endpoint.max_model_len or UNKNOWN)
     if not status:
@@ -103,7 +103,7 @@ def different_answers(answers: Mapping[str, Sequence[Sequence[int]]]) -> list[st
 
 
 def different_tokens(recordings: Mapping[str, LoadRecording]) -> tuple[int, list[Document]]:
-    """Return how many requests were compared between arms, and those whose tokens differ."""
+    """Return how many requests were compared between arms, and the requests whose tokens differ."""
     answers = _by_request(recordings, lambda outcome: outcome.finished and bool(outcome.tokens))
     different = [
         {"index": index, "arms": sorted(given)}
@@ -134,7 +134,7 @@ def work_differences(groups: Sequence[Mapping[str, LoadRecording]]) -> tuple[str
 def _by_request(
     recordings: Mapping[str, LoadRecording], counts: Callable[[Outcome], bool]
 ) -> dict[int, dict[str, Outcome]]:
-    """Return, by request and arm, the outcomes for which `counts` is true. Leave out requests with fewer than two."""
+    """Return the outcomes for which `counts` is true, by request and arm. Leave out requests of only one arm."""
     rows: dict[int, dict[str, Outcome]] = {}
     for arm, recording in recordings.items():
         for outcome in recording.outcomes:

@@ -31,7 +31,7 @@ class Trial(NamedTuple):
 
     @property
     def traffic(self) -> tuple[int, float | None]:
-        """A key that is equal for all trials with the same requests."""
+        """A key that is equal for all trials under the same traffic."""
         return self.seed, self.rate
 
 
@@ -70,7 +70,7 @@ class Experiment:
 
     arms: tuple[Arm, ...]  # the first is the baseline
     control: Arm | None  # a copy of the first
-    traffic: Callable[[int, float | None], Traffic]  # from a seed, and a rate that replaces the plan's if not None
+    traffic: Callable[[int, float | None], Traffic]  # arguments: the seed, and a rate, or None for the plan's rate
     seeds: tuple[int, ...]
     slo: LatencySlo
     attainment: float

@@ -33,11 +33,11 @@ from compare.stats.measures import inside, measured_window, misses, slo_excess
 from shared.errors import ConfigError
 
 TRACE_SLACK_S = 5.0
-TIMELINES, TIMELINES_OF_OTHERS = 40, 5  # of the first seed, which the report draws, and of each other seed
+TIMELINES, TIMELINES_OF_OTHERS = 40, 5  # number for the first seed, which the report draws, and for other seeds
 ATTEMPTS = 3
-SEEDS_PER_SPARE = 3  # one spare seed per three; a spare replaces a seed that has an invalid period
+SEEDS_PER_SPARE = 3  # a spare seed replaces a seed that has an invalid period
 COOL_DOWN_S = 60.0
-SLACK_MS = 1000.0  # between the first records of a period at the client and at the router
+SLACK_MS = 1000.0  # fetch steps from this time before the start of the run
 COUNTED = ("handoffs", "blocks_moved", "bytes_moved", "handoffs_failed", "preemptions", "records_dropped")
 SHOWN_FACTS = ("num_blocks", "block_tokens", "block_bytes", "cpus", "threads", "policy")
 
@@ -47,10 +47,8 @@ class ArmLostError(Exception):
 
 
 async def run_session(experiment: Experiment, deployments: Deployments, reporter: ProgressReporter) -> Findings:
-    """Run a session and end all its processes. If a signal arrives or an arm is lost, return incomplete findings.
-
-    They then have a problem that says so. Raises ConfigError, EndpointError or OSError if the session cannot start.
-    """
+    """Run a session and end all its processes. If a signal arrives or an arm is lost, the findings are incomplete, and
+    their problems say so. Raises ConfigError, EndpointError or OSError if the session cannot start."""
     findings = Findings(list(experiment.everyone))
     session = asyncio.create_task(Session(experiment, deployments, reporter, findings).run())
     loop = asyncio.get_running_loop()
@@ -266,7 +264,7 @@ def _check_equal_work(experiment: Experiment, findings: Findings) -> None:
         count, different = equivalence.different_tokens(recordings)
         findings.compared += count
         findings.different += [{"seed": seed, **row} for row in different]
-    names = {arm.name for arm in experiment.arms}  # not the control, which gets other words if it is a running stack
+    names = {arm.name for arm in experiment.arms}  # without the control, whose words may differ
     same = [{name: own for name, own in group.items() if name in names} for group in groups.values()]
     problem, note = equivalence.work_differences(same)
     findings.problems += [problem] if problem else []
@@ -277,7 +275,7 @@ def _check_equal_work(experiment: Experiment, findings: Findings) -> None:
 
 
 def splits_of(arm: Arm) -> bool | None:
-    """Return whether the arm hands every prompt to a decode node: True, False if it never does, None if unknown."""
+    """Return True if the arm hands off every prompt, False if it hands off none, and None if that is unknown."""
     if arm.url:
         return None
     if not arm.prefill:

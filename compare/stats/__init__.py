@@ -1,1 +1,1 @@
-"""Metrics, statistics and the verdict. Pure: no I/O and no clock."""
+"""Metrics, statistics and the verdict. This package has no I/O and reads no clock."""

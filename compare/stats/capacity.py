@@ -25,7 +25,7 @@ WIDEST = 2.0**12  # the search covers rates from the first rate / WIDEST to the 
 
 @dataclass(frozen=True, slots=True)
 class CapacityPoint:
-    """One run. Overloaded runs get an `attainment` of 0, because theirs would depend on the run's duration."""
+    """One run. If it was overloaded, `attainment` is 0, because the real value would depend on the run's duration."""
 
     rate: float
     seed: int
@@ -115,7 +115,7 @@ def attainment_bands(points: Sequence[CapacityPoint]) -> dict[str, list[float]]:
     return {"rate": rates, "share": shares, "low": [min(row) for row in at], "high": [max(row) for row in at]}
 
 
-Measure = Callable[[float, int], Awaitable[float]]  # rate, seed -> attainment, 0 if overloaded
+Measure = Callable[[float, int], Awaitable[float]]  # from a rate and a seed; 0 if overloaded
 
 
 class CapacitySearch:

@@ -99,8 +99,8 @@ def miss_cause(outcome: Outcome, summary: Summary, slo: LatencySlo) -> str | Non
 
 
 def busy_shares(steps: Sequence[StepRow], window_ms: tuple[float, float], model: CostModel | None) -> dict[str, float]:
-    """Return shares of the window: "prefill" and "decode", their sum "busy", "idle_empty" without requests, and
-    "idle_blocked" while requests waited. The shares without "busy" sum to 1.
+    """Return shares of the window: "prefill", "decode", "idle_empty" (no requests) and "idle_blocked" (requests
+    waited), which sum to 1, and "busy", which is the sum of "prefill" and "decode".
 
     A mixed step is split by the model's costs of its prompts and its decodes, or by tokens if there is no model.
     """

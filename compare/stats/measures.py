@@ -25,7 +25,7 @@ LATENCIES = ("ttft", "tbt", "tpot", "ttst", "e2e")
 POINTS, BATCH = 500, 5  # samples of the number of outstanding requests, and samples per batch of MSER-5
 TREND_BATCHES = 10
 TREND_LEVEL = 0.01  # probability that a steady run counts as overloaded if its batches are independent
-LEAST_GROWTH, GROWTH_DEVIATIONS = 0.25, 2.0  # factors of the mean and of its square root
+LEAST_GROWTH, GROWTH_DEVIATIONS = 0.25, 2.0  # in units of the mean, and of its square root
 
 
 # ---- one request, in seconds ---------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def fluidity(outcome: Outcome, slo: LatencySlo) -> tuple[int, int]:
 
 
 def misses(outcome: Outcome, slo: LatencySlo) -> list[str]:
-    """Return the limits of its own SLO, or else of `slo`, that the request missed: "failed", or "ttft" and "tbt"."""
+    """Return ["failed"], or which of "ttft" and "tbt" the request missed. A request's own SLO overrides `slo`."""
     slo = outcome.slo or slo
     if not outcome.finished:
         return ["failed"]
@@ -95,7 +95,7 @@ def _p99(gaps: Sequence[float]) -> float:
 
 
 def slo_excess(outcome: Outcome, slo: LatencySlo) -> float:
-    """Return TTFT or the longest gap, whichever is the larger multiple of its limit; infinity if the request failed."""
+    """Return the larger ratio of TTFT and of the longest gap to their limits, or infinity if the request failed."""
     slo = outcome.slo or slo
     if not outcome.finished:
         return math.inf
@@ -185,7 +185,7 @@ class RunMetrics:
 
 
 def inside(outcomes: Iterable[Outcome], window_s: tuple[float, float]) -> list[Outcome]:
-    """Return the requests that were scheduled in the window, which are the measured population."""
+    """Return the requests that were scheduled in the window. All figures are about this population."""
     return [outcome for outcome in outcomes if window_s[0] <= outcome.scheduled_s <= window_s[1]]
 
 
@@ -251,7 +251,7 @@ def percentile(values: Sequence[float], share: float, scale: float = 1000) -> fl
 def ecdf(values: Sequence[float], points: int = 200) -> dict[str, list[float]]:
     """Return points of the empirical distribution; `y` is the share of values that are at most `x`.
 
-    Points are spaced evenly, with additional ones among the largest values. `y` ends below 1 if values are infinite.
+    Points are spaced evenly, with additional points among the largest values. `y` ends below 1 if values are infinite.
     """
     finite = np.sort([value for value in values if math.isfinite(value)])
     if not len(finite):

@@ -1,6 +1,6 @@
 """The verdict: which arm leads and by how much, why the others miss the SLO, and under which other SLOs that changes.
 
-This module has no I/O. "Too close to call" is also a verdict, if the paired differences support no other.
+This module has no I/O. If the paired differences support no other verdict, it is "too close to call".
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

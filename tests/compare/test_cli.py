@@ -110,7 +110,7 @@ def ready(out: Path) -> Experiment:
 
 
 def test_trace_and_tokenizer_are_read_once(tmp_path: Path):
-    """They are not read again, because a search for a capacity draws traffic for dozens of rates and seeds."""
+    """A search for a capacity draws traffic for dozens of rates and seeds, and must not read the files each time."""
     made = ready(tmp_path)
     for name in ("own.jsonl", "tokenizer.json", "config.json"):
         Path(name).unlink()

@@ -175,7 +175,7 @@ def searched(made: Experiment, shares: dict[str, list[list[float]]]) -> Findings
 
 
 def test_a_capacity_beyond_the_highest_rate_is_a_bound():
-    """Otherwise all seeds would have a capacity of exactly 11.5 req/s, with no uncertainty."""
+    """Otherwise the capacity of every seed would be exactly 11.5 req/s, with no uncertainty."""
     made = experiment(first_rate=10.0)
     found = searched(made, {"colocated:2": [[0.99, 0.9, 0.5]] * 4, "disaggregated:1p1d": [[1.0, 0.99, 0.95]] * 4})
     report = reported(made, found)

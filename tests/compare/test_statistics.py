@@ -30,7 +30,7 @@ def test_students_interval_of_known_values() -> None:
 
 
 def test_one_arm_against_a_copy_of_itself_is_hardly_ever_called_different() -> None:
-    """Seeds differ much more than arms. Pairing removes this noise, and must not report differences that do not exist."""
+    """Seeds differ much more than arms. Pairing removes this noise, but must not cause false differences."""
     random = np.random.default_rng(11)
     called = 0
     for _ in range(DRAWS):
@@ -69,7 +69,7 @@ def test_a_difference_is_called_when_it_is_sure_and_large(metric: str, ours: lis
 
 
 def test_equal_differences_of_a_few_seeds_are_not_certain() -> None:
-    """In both seeds, one arm is better by one request of 20. By chance, one arm is better in both every second time."""
+    """An arm is better by one request of 20 in both seeds. By chance, that happens for one of two arms half the time."""
     ours, theirs = [1.0, 0.95], [0.95, 0.90]  # differences that are equal except for rounding
     found = compare("attainment", ("ours", ours), ("theirs", theirs))
     assert (found.says, found.p) == (TOO_CLOSE, 0.5)
@@ -161,7 +161,7 @@ def test_the_window_ends_with_the_last_arrival_and_not_with_the_drain() -> None:
 
 
 def test_the_cut_leaves_half_of_the_requests_however_they_came() -> None:
-    """Otherwise, a run with nearly all requests in its first half would be measured on the few after it."""
+    """Otherwise, a run with nearly all requests in its first half would be measured only by its last few."""
     due = [*np.linspace(0.0, 4.0, 16), 6.0, 7.0, 8.0, 10.0]
     outcomes = [Outcome(index, "", float(at_s), ended_s=float(at_s) + 3 * (at_s < 5)) for index, at_s in enumerate(due)]
     (begin_s, _), _ = measured_window(outcomes)

@@ -1,1 +1,1 @@
-"""Measure Baton against its goals and against other servers. Results are kept in results/."""
+"""Benchmarks that compare Baton with its goals and with other servers. results/ contains their results."""

@@ -20,7 +20,7 @@ BENCHMARKS = {
 
 
 def load(name: str) -> Callable[[], None]:
-    """Import one benchmark and return its `main`. The others, and their libraries, are not imported."""
+    """Import one benchmark and return its `main`. Do not import the other benchmarks and their libraries."""
     match name:
         case "cpu":
             from benchmarks.cpu import main

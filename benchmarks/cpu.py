@@ -1,10 +1,10 @@
-"""Measure the CPU table: Baton against llama.cpp, vLLM and transformers with the same weights and threads, alternating.
+"""Compare Baton on a CPU with llama.cpp, vLLM and transformers, with the same weights and numbers of threads.
 
     BATON_PEER_LLAMA=…/python BATON_PEER_VLLM=…/python python -m benchmarks cpu --model 110m
     python -m benchmarks cpu --model 0.5b --rows decode,16bit
 
-benchmarks/peers/install.sh installs the peers; rows whose peers are missing show our figure alone. A run replaces the
-groups of rows that it measured in results/cpu_MODEL.json and keeps the others if they are of the same machine.
+benchmarks/peers/install.sh installs the peers. If all peers of a row are missing, the row has only our figure. A run
+replaces the groups of rows that it measures in results/cpu_MODEL.json, and keeps other groups of the same machine.
 """
 
 import json
@@ -37,17 +37,17 @@ from benchmarks.result import (
 
 CONTEXT = 512
 STEPS = {1: 32, 8: 16, 32: 10}
-OUR_KV_GIB, VLLM_KV_GIB = 0.5, 1  # our default; vLLM takes whole GiB, and touches only what it uses
+OUR_KV_GIB, VLLM_KV_GIB = 0.5, 1  # our default; vLLM needs whole GiB, but uses only the memory that it needs
 WORK_KV_GIB = 0.4  # for 32 contexts and their steps; both shapes use the same amount per token
 FP32, BITS16, INT8 = "Baton fp32", "Baton 16-bit weights", "Baton int8"
 LLAMA_F32, VLLM_FP32, TRANSFORMERS = "llama.cpp F32", "vLLM fp32", "transformers fp32"
-FLASH = " flash"  # llama.cpp is measured with and without flash attention, and the faster one counts
+FLASH = " flash"  # llama.cpp is measured with and without flash attention, and the faster result counts
 Runs = dict[str, dict[str, list[float]]]  # by measurement, then by arm
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedRow:
-    """A row of the table: `call` in each arm; the goal is for our tokens per second over the best peer's."""
+    """A row of the table, measured by `call` in each arm. `goal` is for our tokens/s over the best peer's."""
 
     label: str
     call: str
@@ -88,8 +88,8 @@ ARMS |= {"memory": {FP32, VLLM_FP32}}
 
 @dataclass(frozen=True, slots=True)
 class CpuOptions:
-    """How to run the CPU benchmark. `llama` and `vllm` are the peers' interpreters, "" where not installed; `directory`
-    holds the models. `weight_dtype` (of the 16-bit rows), `kv_cache_dtype` and `kv_gib` apply to our arms."""
+    """How to run the benchmark. `llama` and `vllm` are the peers' interpreters, "" if not installed. `directory` has
+    the models. `weight_dtype` (for the 16-bit rows), `kv_cache_dtype` and `kv_gib` apply to our arms."""
 
     shape: str
     threads: int
@@ -103,15 +103,15 @@ class CpuOptions:
 
 @dataclass(slots=True)
 class WorkerPool:
-    """The peers by arm, each started when first needed and stopped while it has no call. `failed` has the reason for
-    each that did not start."""
+    """The workers by arm. Each one is started when it is first needed, and paused between calls. `failed` has the
+    reason for each worker that did not start."""
 
     options: CpuOptions
     workers: dict[str, PeerProcess] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     def get(self, arm: str) -> PeerProcess | None:
-        """Return the arm's worker, or None if it does not start or did not before."""
+        """Return the arm's worker, or None if it cannot be started."""
         try:
             if arm not in self.workers and arm not in self.failed:
                 self.workers[arm] = self._start(arm)
@@ -131,7 +131,7 @@ class WorkerPool:
         common: dict[str, Any] = {"model": str(model), "threads": options.threads}
         start = partial(PeerProcess, env={"OMP_NUM_THREADS": str(options.threads)}, pauses=True)
         if arm.startswith("Baton"):
-            kv16 = options.kv_cache_dtype if options.kv_cache_dtype != "auto" else "float16"  # as llama.cpp's
+            kv16 = options.kv_cache_dtype if options.kv_cache_dtype != "auto" else "float16"  # like llama.cpp
             of_arm = {BITS16: {"weight_dtype": options.weight_dtype, "kv_cache_dtype": kv16}}
             of_arm |= {INT8: {"quantization": "int8"}, FP32: {}}
             ours = common | {"kv_gib": options.kv_gib, "kv_cache_dtype": options.kv_cache_dtype} | of_arm[arm]
@@ -164,7 +164,7 @@ class WorkerPool:
 
 
 def measure_speeds(rows: list[SpeedRow], workers: WorkerPool, repeats: int) -> Runs:
-    """Return tokens per second. The first call of each arm is not counted."""
+    """Return tokens per second. The first call of each arm does not count."""
     found: Runs = {}
     for row in rows:
         started = {arm: worker for arm in (row.ours, *row.peers) if (worker := workers.get(arm)) is not None}
@@ -176,9 +176,9 @@ def measure_speeds(rows: list[SpeedRow], workers: WorkerPool, repeats: int) -> R
 
 
 def measure_memory(workers: WorkerPool, repeats: int) -> Runs:
-    """Return the peak bytes of a new process, loading included, after a long prompt and a large batch.
+    """Return the peak memory of a new process in bytes, including loading, after a long prompt and a large batch.
 
-    Our KV pool is sized to this work, since all of it is touched; vLLM touches only what it uses.
+    Our KV pool has the size that this work needs, because all of it becomes resident; vLLM uses only what it needs.
     """
     workers.close()
     sized = WorkerPool(replace(workers.options, kv_gib=WORK_KV_GIB), failed=workers.failed)
@@ -207,7 +207,7 @@ def agreement(workers: WorkerPool) -> float | None:
 
 
 def measure(group: str, workers: WorkerPool, repeats: int) -> dict[str, Any]:
-    """Measure one group of rows and return what the results file keeps of it."""
+    """Measure one group of rows and return its entry in the results file."""
     load = machine()["load_before"]
     is_speed = group in SPEEDS
     runs = measure_speeds(SPEEDS[group], workers, repeats) if is_speed else measure_memory(workers, repeats)
@@ -216,7 +216,7 @@ def measure(group: str, workers: WorkerPool, repeats: int) -> dict[str, Any]:
         "load_before": load,
         "without": {arm: why for arm, why in workers.failed.items() if arm in ARMS[group]},
         "facts": {arm: worker.facts for arm, worker in workers.workers.items() if arm in ARMS[group]},
-        "options": asdict(workers.options) | {"directory": "", "llama": "", "vllm": ""},  # paths of this machine
+        "options": asdict(workers.options) | {"directory": "", "llama": "", "vllm": ""},  # omit paths of this machine
         "largest_logprob_difference_to_llama_cpp": agreement(workers),
         "runs": runs,
     }
@@ -238,7 +238,7 @@ def table(shape: str, groups: dict[str, dict[str, Any]]) -> Table:
 
 
 def compared_row(label: str, arms: dict[str, list[float]], ours: str, goal: float, lower: bool = False) -> list[Cell]:
-    """Compare our arm with the best other. `lower`: less is better, and the goal is an upper bound."""
+    """Compare our arm with the best other arm. With `lower`, less is better, and the goal is an upper bound."""
     others = {arm: values for arm, values in arms.items() if arm != ours}
     bound = f"≤ {goal}" if lower else f"≥ {goal}"
     if not others:
@@ -293,7 +293,7 @@ def main() -> None:
     peers = args.llama, args.vllm, args.weight_dtype, args.kv_cache_dtype
     workers = WorkerPool(CpuOptions(args.model, args.threads, args.directory, *peers))
     allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(allowed)[: args.threads])  # inherited by all workers
+    os.sched_setaffinity(0, sorted(allowed)[: args.threads])  # the workers inherit it
     try:
         for index, group in enumerate(asked):
             groups[group] = measure(group, workers, args.repeats)
@@ -314,7 +314,7 @@ def _result(name: str, shape: str, groups: dict[str, dict[str, Any]]) -> Result:
 
 
 def _kept(out: Path) -> dict[str, dict[str, Any]]:
-    """Return the groups of an earlier run on this machine: figures of two machines never share a table."""
+    """Return the groups of an earlier run if it was on this machine, because a table is of one machine."""
     before: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"runs": {}, "machine": machine()}
     same = all(before["machine"][key] == machine()[key] for key in ("processor", "cores"))
     return {group: found for group, found in before["runs"].items() if same and group in ARMS}

@@ -1,4 +1,4 @@
-"""Make checkpoints of random weights in the shapes that the tables compare. Speed does not depend on the values."""
+"""Make checkpoints with random weights in the shapes of the tables. Speed does not depend on the values."""
 
 import json
 import shutil
@@ -42,9 +42,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def checkpoint(shape: str, dtype: str = "float32", directory: Path | None = None) -> Path:
-    """Return the directory of a model, made if it does not exist (0.5b: 2 GB, half a minute).
+    """Return the directory of a model, and make the model if it does not exist (0.5b: 2 GB, half a minute).
 
-    `dtype` is float32, bfloat16 or float16; `directory` holds all models. Raises ValueError for an unknown shape.
+    `dtype` is float32, bfloat16 or float16. `directory` contains all models. Raises ValueError if the shape is unknown.
     """
     if shape not in SHAPES:
         raise ValueError(f"shape {shape!r}: choose from {', '.join(SHAPES)}")
@@ -61,13 +61,13 @@ def checkpoint(shape: str, dtype: str = "float32", directory: Path | None = None
         shutil.copy(TOKENIZER / name, making / name)
     try:
         making.rename(path)
-    except OSError:  # another process was first
+    except OSError:  # another process has made it
         shutil.rmtree(making)
     return path
 
 
 def _weights(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return weights by their names in Hugging Face's files, as transformers initializes them."""
+    """Return the weights that transformers initializes, by their names in Hugging Face's files."""
     from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""PolicyRun every batching policy over the same requests: the real scheduler on a virtual clock.
+"""Run every batching policy over the same requests, with the real scheduler and a virtual clock.
 
     python -m benchmarks policies
 
@@ -16,18 +16,18 @@ from scheduler.scheduler import Scheduler, StepLimits
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "policies.md"
-# A device with round numbers: a step takes 10 ms up to 200 tokens, then 40 us per token; attention is added.
+# A device with round numbers: a step of up to 200 tokens takes 10 ms, and each further token 40 us, plus attention.
 COST = CostModel(
     overhead=2e-3, per_token=4e-5, knee_tokens=200, per_pair=1e-9, per_context=2e-8, per_decode=2e-5, margin=0.0
 )
 BUDGET_TOKENS = 512
-WHOLE_BUDGET_TOKENS = 4096  # for policies without chunks: such systems allow a step their longest prompt
+WHOLE_BUDGET_TOKENS = 4096  # for policies without chunks, because a step must have room for the longest prompt
 TBT_SLO_S = 0.05
 NUM_REQUESTS, GAP_S, SEED = 50, 0.07, 2
 BEGIN, END = "<!-- table: python -m benchmarks policies -->\n", "<!-- end of table -->\n"
 WIDTH, HEIGHT, TOP = 960, 96, 18
 SHOWN_S = 6.0
-COLOURS = {"prefill": "#e69f00", "decode": "#0e86d4", "late": "#d7263d"}  # as on the dashboard
+COLOURS = {"prefill": "#e69f00", "decode": "#0e86d4", "late": "#d7263d"}  # the colours of the dashboard
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ def arrivals() -> list[tuple[float, Request]]:
 
 
 def serve(policy: Policy) -> PolicyRun:
-    """PolicyRun the arrivals under `policy`. Requests arrive between two steps, as in the engine's loop."""
+    """Run the arrivals under `policy`. Requests arrive between two steps, as in the engine's loop."""
     limits = StepLimits(BUDGET_TOKENS if policy.chunked else WHOLE_BUDGET_TOKENS, max_num_seqs=32)
     scheduler = Scheduler(limits, num_blocks=4000, block_tokens=16, policy=policy)
     run, now_s = PolicyRun(), 0.0
@@ -100,7 +100,7 @@ def table(runs: dict[str, PolicyRun]) -> str:
 
 
 def strip(name: str, run: PolicyRun, most_tokens: int) -> str:
-    """Draw one rectangle per step, decodes at the bottom: width is duration, height the square root of its tokens."""
+    """Draw a rectangle per step, with decodes at the bottom. The height is the square root of the number of tokens."""
     pixels, name = WIDTH / SHOWN_S, name + (f" (continues until {run.ended:.1f} s)" if run.ended > SHOWN_S else "")
     paths: dict[str, list[str]] = {kind: [] for kind in COLOURS}
     bottom = TOP + HEIGHT
@@ -131,7 +131,7 @@ def strip(name: str, run: PolicyRun, most_tokens: int) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Return the expected content of the files under docs/."""
+    """Return the content of the generated files under docs/."""
     runs = {name: serve(policy) for name, policy in POLICIES.items()}
     most_tokens = max(step.work.tokens for run in runs.values() for *_, step in run.steps)
     found = {DOCS / "policies" / f"{name}.svg": strip(name, run, most_tokens) for name, run in runs.items()}

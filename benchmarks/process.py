@@ -1,4 +1,4 @@
-"""Processes of the benchmarks: a peer that answers calls as JSON lines, a local cluster, and their memory."""
+"""Processes of the benchmarks: peers that answer calls as JSON lines, local clusters, and memory of processes."""
 
 import contextlib
 import json
@@ -20,14 +20,14 @@ START_S = 180.0
 
 
 class PeerFailedError(Exception):
-    """A peer did not start, or a call failed in it; the message is one line."""
+    """A peer did not start, or one of its calls failed. The message is one line."""
 
 
 class PeerProcess:
     """A process group that runs `module` with `python` and answers calls through `benchmarks.peers.worker`.
 
-    With `pauses` it is stopped (SIGSTOP) except while it answers, so that other peers have the CPU. `facts` is its
-    first answer. Raises PeerFailedError if it does not start.
+    With `pauses`, it is stopped by SIGSTOP between calls, so that other peers can use the CPU. `facts` is its first
+    answer. Raises PeerFailedError if the peer does not start.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class PeerProcess:
         self._signal(signal.SIGSTOP if pauses else signal.SIGCONT)
 
     def call(self, name: str, **arguments: Any) -> Any:
-        """Call a method of the peer. Raises PeerFailedError if it fails there."""
+        """Call a method of the peer. Raises PeerFailedError if the method fails."""
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
         try:
@@ -80,7 +80,7 @@ class PeerProcess:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak resident memory of its processes, each at its own time."""
+        """The sum of the peak resident memory of all processes of the group."""
         return sum(memory_of(pid, "VmHWM") for pid in processes() if _group(pid) == self.pid)
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class PeerProcess:
 
 @contextlib.contextmanager
 def running_cluster(flags: tuple[str, ...], num_nodes: int) -> Iterator[tuple[str, int]]:
-    """Start `baton up`; yield its URL and pid once `num_nodes` nodes are alive. Raises TimeoutError."""
+    """Start `baton up`. Yield its URL and pid when `num_nodes` nodes are alive. Raises TimeoutError if that fails."""
     with tempfile.NamedTemporaryFile() as log:
         command = [sys.executable, "-m", "cluster", "up", "--port", "0", "--registry-port", "0", *flags]
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)

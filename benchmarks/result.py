@@ -1,7 +1,7 @@
-"""What all benchmarks share: flags, alternating arms, medians, tables, the results file, and the pages that show it.
+"""The common parts of all benchmarks: flags, alternating arms, medians, tables, results files, and pages of results.
 
-A results file holds `tables` (title, columns, rows, note) and `runs`, all measurements. `python -m benchmarks document`
-copies the tables into docs/results, between the marks that name the file.
+A results file has `tables` (title, columns, rows, note) and `runs`, which are all measurements. `python -m benchmarks
+document` copies the tables into docs/results, between the marks that name the file.
 """
 
 import argparse
@@ -29,7 +29,7 @@ Cell = str | int | float | bool | None
 
 @dataclass(slots=True)
 class Table:
-    """Rows of text and numbers. A number is shown with three digits, True as "met", None as "–"."""
+    """A table of text and numbers. A number is shown with three digits, True as "met", None as "–"."""
 
     title: str
     columns: list[str]
@@ -42,7 +42,7 @@ class Table:
                 raise ValueError(f"table {self.title!r}: row {row} does not have one cell for each of {self.columns}")
 
     def markdown(self) -> str:
-        """Return the table with its title above and its note below; numbers are right-aligned."""
+        """Return the table in Markdown, with its title above and its note below. Numbers are right-aligned."""
         numeric = [any(type(row[i]) in {int, float} for row in self.rows) for i in range(len(self.columns))]
         lines: list[Sequence[Cell]] = [self.columns, ["--:" if right else "---" for right in numeric], *self.rows]
         body = "\n".join("| " + " | ".join(map(shown, line)) + " |" for line in lines)
@@ -51,7 +51,7 @@ class Table:
 
 @dataclass(slots=True)
 class Result:
-    """The results file of one benchmark. `runs` is any JSON value; `versions` are those of what was compared."""
+    """The results file of one benchmark. `runs` is any JSON value. `versions` are those of the compared software."""
 
     name: str
     what: str  # one or two sentences for the page
@@ -70,7 +70,7 @@ class Result:
         self.versions = {"python": platform.python_version()} | (self.versions or versions("torch", "numpy", "numba"))
 
     def finish(self, out: Path | None = None) -> None:
-        """Print the tables and write the file: `out`, or results/NAME.json."""
+        """Print the tables, and write them to `out` or results/NAME.json."""
         print("\n" + "\n".join(table.markdown() for table in self.tables), flush=True)
         print(f"written: {self.write(out)}")
 
@@ -82,7 +82,7 @@ class Result:
         return whole.replace(path)
 
     def section(self) -> str:
-        """Return the text for the page: what was measured, the tables, and the command that repeats it."""
+        """Return the text for the page: a description, the tables, and the command that repeats the benchmark."""
         where = [f"{self.machine['processor']}, {self.machine['cores']} cores, {self.machine['instructions']}"]
         where += [f"load {shown(self.machine['load_before'])} before", *map(" ".join, self.versions.items()), self.date]
         tables = "\n".join(table.markdown() for table in self.tables)
@@ -90,7 +90,7 @@ class Result:
 
 
 def shown(cell: Cell) -> str:
-    """Format a cell: 1234.5 as 1,234; 0.01234 as 0.0123; a goal as met or not met."""
+    """Format a cell: 1234.5 as "1,234", 0.01234 as "0.0123", and a goal as "met" or "not met"."""
     if cell is None:
         return "–"
     if isinstance(cell, bool):
@@ -109,12 +109,12 @@ def parser(doc: str | None, repeats: int = 5) -> argparse.ArgumentParser:
 
 
 def command(name: str) -> str:
-    """Return the running command line, in a form that can be repeated."""
+    """Return a command that repeats the running benchmark."""
     return " ".join(["python -m benchmarks", name, *sys.argv[1:]])
 
 
 def machine() -> dict[str, Cell]:
-    """Describe the machine and its load before the run; a load near 0 means a quiet machine."""
+    """Return facts of the machine, and its load average, which is near 0 if no other process is running."""
     lines = [line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line]
     info = {key.strip(): value.strip() for key, value in lines}
     flags = info.get("flags", "").split()
@@ -128,7 +128,7 @@ def machine() -> dict[str, Cell]:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Return the versions of those packages that are installed in this interpreter."""
+    """Return the versions of the packages that are installed in this interpreter."""
     found = {}
     for package in packages:
         try:
@@ -139,7 +139,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def in_turn(arms: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
-    """Call every arm once per repeat, in reverse order every other time, so that drift affects all arms alike."""
+    """Call every arm once per repeat. The order alternates, so that drift affects all arms equally."""
     runs: dict[str, list[T]] = {name: [] for name in arms}
     for repeat in range(repeats):
         for name in list(arms) if repeat % 2 == 0 else list(arms)[::-1]:
@@ -157,12 +157,12 @@ def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Return the median of the ratios within each repeat, whose runs saw the same load on the machine."""
+    """Return the median of the ratios within each repeat, because the runs of a repeat have a similar machine load."""
     return median([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
 def document(texts: Sequence[str], results: Path = RESULTS) -> list[str]:
-    """Return the pages' texts with every block rewritten. Raises ValueError if a results file has no block."""
+    """Return the texts of the pages with all blocks replaced. Raises ValueError if a results file has no block."""
     named = {match[2] for text in texts for match in BLOCK.finditer(text)}
     tabled = {file.stem: json.loads(file.read_text()) for file in results.glob("*.json")}
     tabled = {name: found for name, found in tabled.items() if "tables" in found}
@@ -176,7 +176,7 @@ def document(texts: Sequence[str], results: Path = RESULTS) -> list[str]:
 
 
 def main() -> None:
-    """Write every results file into its page. The text around the blocks is by hand."""
+    """Write every results file into its page. The text around the blocks does not change."""
     for path, text in zip(PAGES, document([path.read_text() for path in PAGES]), strict=True):
         path.write_text(text)
         print(f"written: {path}")

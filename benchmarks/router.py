@@ -1,10 +1,10 @@
-"""Measure what the router costs: CPU time and latency of a streamed token, and memory of an open stream.
+"""Measure the router: CPU time and latency of a streamed token, and memory of an open stream.
 
     python -m benchmarks router
 
-The router runs alone on the first CPU. On the second, one process is both the clients and 16 nodes, which take turns to
-send each of their requests a token with a node's own messages, and compute nothing. That process therefore knows when
-each token left its node and when its client received it. CPU time is the kernel's figure for the router.
+The router runs alone on the first CPU. On the last CPU, a single process runs all clients and 16 fake nodes. The nodes
+take turns to send a token for each of their requests, with the messages of real nodes. Because nodes and clients are in
+one process, it knows when each token was sent and received. The CPU time of the router comes from the kernel.
 """
 
 import asyncio
@@ -33,20 +33,20 @@ from shared.rpc.methods import ATTACH, RpcServer
 
 NUM_NODES, NUM_STREAMS, NUM_IDLE = 16, 256, 2000
 ENOUGH = 25_000  # tokens per second per core
-MAX_TOKENS = 8000  # what the demo model allows; its tokenizer is used
+MAX_TOKENS = 8000  # fits the demo model, whose tokenizer is used
 NOTE = (
     "Delay: from a node's message to the client's socket. Clients and nodes share the other core; where that core is "
     "full, it bounds the tokens per second, and 1 / CPU time is the router's own limit."
 )
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{}"
 
-WINDOW = 16  # most tokens of a stream in flight: a rate that is too high becomes the highest possible
+WINDOW = 16  # maximum tokens in flight per stream; it lowers a rate that is too high for the router
 HEARTBEAT_S = 0.5
 
 
 @dataclass(slots=True)
 class PacedRequest:
-    """One request, at the node and at its client. Times are monotonic."""
+    """One request, as known to its node and its client. Times are monotonic."""
 
     submit: SubmitRequest
     sent: list[float] = field(default_factory=list)
@@ -54,10 +54,10 @@ class PacedRequest:
 
 
 class PacedNode:
-    """A decode node that computes nothing and sends each of its requests one token per turn."""
+    """A fake decode node that sends one token for each of its requests when `turn` is called."""
 
     def __init__(self, name: str, token_ids: list[int], rows: dict[str, PacedRequest]) -> None:
-        """`rows` receives its requests, by the id that their clients see."""
+        """`rows` receives the requests of the node, by the id that their clients receive."""
         self._name = name
         self._all_rows = rows
         self._rows: list[PacedRequest] = []
@@ -99,7 +99,7 @@ class PacedNode:
             self._stream.wake.set()
 
     def turn(self) -> None:
-        """The next token of every request whose client keeps up."""
+        """Send the next token of every request whose client keeps up."""
         now, deltas = time.monotonic(), self._stream.deltas
         for row in self._rows:
             if (position := len(row.sent)) - row.num_received < WINDOW and position < row.submit.max_tokens:
@@ -177,10 +177,10 @@ def spawned(port: int, registry_port: int) -> "subprocess.Popen[bytes]":
 
 @asynccontextmanager
 async def started(fleet: PacedFleet, cpu: int) -> AsyncIterator[RouterProcess]:
-    """Start a router on this CPU and wait until it has found the nodes."""
+    """Start a router on `cpu` and wait until all nodes have joined it."""
     port, registry_port = free_port(), free_port()
     with spawned(port, registry_port) as process:
-        os.sched_setaffinity(process.pid, {cpu})  # before it has any other thread
+        os.sched_setaffinity(process.pid, {cpu})  # before it starts other threads
         announcers = [await node.join(f"127.0.0.1:{registry_port}") for node in fleet.nodes]
         try:
             while process.poll() is None and await num_ready(port) < NUM_NODES:  # noqa: ASYNC110 - there is no event to await
@@ -223,7 +223,7 @@ async def streams(router: RouterProcess, fleet: PacedFleet, count: int, delays: 
 
 
 async def streaming(router: RouterProcess, fleet: PacedFleet, rate: float, seconds: float) -> dict[str, float]:
-    """Measure 256 streams at `rate` tokens per second in total: the router's CPU time per token, and the delay."""
+    """Measure CPU time per token and delay of the router, with 256 streams and `rate` tokens per second in total."""
     delays: list[float] = []
     async with streams(router, fleet, NUM_STREAMS, delays):
         await fleet.run(rate, 1.0)
@@ -243,8 +243,8 @@ async def streaming(router: RouterProcess, fleet: PacedFleet, rate: float, secon
 
 
 async def memory(router: RouterProcess, fleet: PacedFleet) -> dict[str, float]:
-    """Measure the growth of the router's memory per stream that has begun and waits for more tokens."""
-    async with streams(router, fleet, NUM_STREAMS, []):  # memory that the first streams leave allocated is not counted
+    """Measure how much memory the router needs for each open stream."""
+    async with streams(router, fleet, NUM_STREAMS, []):  # do not count memory that the first streams leave allocated
         await fleet.run(1000, 1)
     before = memory_of(router.pid)
     async with streams(router, fleet, NUM_IDLE, []):

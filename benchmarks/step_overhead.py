@@ -2,8 +2,8 @@
 
    python -m benchmarks step_overhead
 
-Steps run in a node's engine loop on the 110M shape with random weights, one after the other or planned ahead. Host time
-is the rest of a turn: scheduling, building the batch, sampling, publishing.
+Steps run in a node's engine loop, on the 110M shape with random weights, one after the other or planned ahead. Host
+time is the part of a step outside the model's pass: scheduling, building the batch, sampling, publishing.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ from benchmarks.models import checkpoint
 from benchmarks.process import PeerProcess
 from benchmarks.result import Cell, Result, Table, in_turn, medians, parser
 
-KV_GIB_PER_REQUEST = 0.03  # of the longest context
+KV_GIB_PER_REQUEST = 0.03  # enough for the longest context
 GOAL, GOAL_AT = 0.05, 32
 
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks transport
 
-A push is 64 MiB of rows in random order on both sides, compared with a `memcpy` of the same size between two
-pools of one process just before it. CPU time is that of both processes. The receiver's event loop runs a timer every
-millisecond; its largest delay is the longest that anything else on the loop would have waited.
+A push transfers 64 MiB of rows in random order on both sides. Just before it, a `memcpy` of the same size between two
+pools of one process is measured for comparison. CPU time includes both processes. A timer runs every millisecond on
+the receiver's event loop. Its largest delay is the longest time that other work on the loop would have waited.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ NOTE = (
     "ends, in threads while the next chunk is computed, as a share of the push. Late: the largest delay of the "
     "receiver's event loop during a push; on a busy machine it may be as large as the delay before the push."
 )
-SWITCH_S = 0.0005  # as in a node
+SWITCH_S = 0.0005  # the value that nodes use
 
 
 async def channel_of(kind: str, memory: HostMemory, directory: str) -> ShmChannel | TcpChannel:
@@ -43,7 +43,7 @@ async def channel_of(kind: str, memory: HostMemory, directory: str) -> ShmChanne
 
 
 class TransportReceiver:
-    """The other process: a channel on an event loop of its own. `facts` is the channel's descriptor."""
+    """The receiving process: a channel on its own event loop. `facts` is the channel's descriptor."""
 
     def __init__(self, kind: str, row_bytes: int, directory: str) -> None:
         self._loop = uvloop.new_event_loop()
@@ -56,7 +56,7 @@ class TransportReceiver:
         self.facts = self._channel.descriptor().hex()
 
     def used(self, reservation: str = "") -> list[float]:
-        """Grant `reservation`. Return CPU seconds, and the event loop's largest delay since the last call."""
+        """Grant `reservation` if given. Return CPU seconds, and the event loop's largest delay since the last call."""
         if reservation:
             rows = range(len(self._memory.rows))
             self._loop.call_soon_threadsafe(self._channel.grant, bytes.fromhex(reservation), rows)
@@ -71,7 +71,7 @@ class TransportReceiver:
 
 
 async def pushes(kind: str, row_bytes: int, count: int) -> list[dict[str, float]]:
-    """Measure `count` pushes to one receiver, after one push that connects and maps."""
+    """Measure `count` pushes to one receiver, after a push that connects to it and maps its memory."""
     ours, local = (HostMemory(PUSH_BYTES // row_bytes, row_bytes) for _ in range(2))
     ours.rows[:] = 1
     rows, found = list(range(len(ours.rows))), []

@@ -13,7 +13,7 @@ import httpx
 from shared.api_client import bearer
 
 TIMEOUT_S = 5.0
-ANSWER_S = 120.0  # on a busy cluster, an answer may take long to begin
+ANSWER_S = 120.0  # an answer may begin late on a busy cluster
 FRAME_S = 1.0  # between two updates of `baton top`
 COLUMNS = ("node", "role", "state", "running", "waiting", "KV blocks", "steps", "handoffs", "moved", "channels")
 TOP_COLUMNS = ("node", "role", "state", "batch", "KV blocks", "waiting", "steps/s", "busy")
@@ -22,11 +22,11 @@ Document = dict[str, Any]
 
 
 class UnreachableError(Exception):
-    """No router answers at the URL, or it does not answer as a router does. The message is one line."""
+    """No router answers at the URL, or the answer is not a router's. The message is one line."""
 
 
 def fails_with_1(command: str, run: Callable[[], int]) -> int:
-    """Run a command. Return its exit status, which is 1, after one line on stderr, for an UnreachableError."""
+    """Run a command and return its exit status. On an UnreachableError, print one line on stderr and return 1."""
     try:
         return run()
     except UnreachableError as error:
@@ -38,7 +38,7 @@ def fails_with_1(command: str, run: Callable[[], int]) -> int:
 def request(
     method: str, url: str, path: str, api_key: str, timeout_s: float | None = TIMEOUT_S, body: Document | None = None
 ) -> Iterator[httpx.Response]:
-    """Send a request and provide its response as a stream. Raises UnreachableError, also for an error response."""
+    """Send a request and yield the streamed response. Raises UnreachableError, also if the response is an error."""
     try:
         # Ignore proxy settings, because the default URL is on this machine.
         client = httpx.Client(
@@ -147,7 +147,7 @@ def row_of(node: Document) -> tuple[str, ...]:
 
 
 def top_row(node: Document) -> tuple[str, ...]:
-    """Return the row of a node in `baton top`. Its batch is as in "512p+8d", for prompt tokens and decodes."""
+    """Return the row of a node in `baton top`. A batch such as "512p+8d" has 512 prompt tokens and 8 decodes."""
     batch, busy = node.get("batch") or {}, node.get("busy")
     decodes = batch.get("decodes") or 0
     counts = {"p": (batch.get("tokens") or 0) - decodes, "d": decodes} if node.get("running") else {}
@@ -163,7 +163,7 @@ def _identity(node: Document) -> tuple[str, str, str]:
 
 
 def _blocks(node: Document) -> str:
-    """Return the blocks in use, which are neither free nor only cached, and all blocks."""
+    """Return "used/total", where blocks in use are neither free nor only cached."""
     blocks = node.get("blocks") or {}
     total = blocks.get("total", 0)
     return f"{total - blocks.get('free', 0) - blocks.get('cached', 0)}/{total}"
@@ -225,7 +225,7 @@ def change_role(url: str, node: str, role: str, api_key: str = "") -> int:
 def run_chat(url: str, api_key: str, system: str, **options: float | None) -> int:
     """Answer the prompts from standard input, one per line. Return 1 if a prompt from a pipe got no answer, else 0.
 
-    `options` are fields of the requests. A question whose answer failed or was stopped is not kept.
+    `options` are fields of the requests. If an answer fails or is stopped, its question is not kept.
     """
     is_terminal = sys.stdin.isatty()
     if is_terminal:

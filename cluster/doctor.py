@@ -1,7 +1,7 @@
-"""`baton doctor`: checks this installation and a cluster, and changes nothing.
+"""`baton doctor`: checks this installation or a running cluster, and changes nothing.
 
-Without --url it checks this machine, and starts small clusters whose answers must be equal in both modes and over every
-KV channel. With --url it checks the registry and the nodes of that cluster, and that it repeats its answers.
+Without --url, it checks this machine. It starts small clusters, whose answers must be equal in both modes and over
+every KV channel. With --url, it checks the registry and the nodes of that cluster, and that answers are repeatable.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from shared.rpc import tls
 
 REDIS_S = 3.0
 PROMPT_TOKENS = (1, 16, 33, 130, 700)  # at, near and beyond the boundaries of blocks and chunks
-IDS = 250  # token ids below this are in every vocabulary
+IDS = 250  # every vocabulary contains the token ids below this
 CLOCK_MS = 1000.0  # a larger difference between clocks gets a warning
 IDLE_S = 10.0
 CO_LOCATED = "co-located"
@@ -47,7 +47,7 @@ CHOSEN = {"kv_channel", "kv_directory", "cpus", "emulate"}  # settings of the cl
 
 
 class Finding(NamedTuple):
-    """The result of a check. `text` says what was found and, if that is a problem, how to fix it."""
+    """The result of a check. `text` describes it and, if it is a problem, says how to fix it."""
 
     name: str
     level: Literal["ok", "warning", "failed"]
@@ -59,7 +59,7 @@ class CheckWarning(Exception):
 
 
 def run_doctor(settings: DoctorSettings) -> int:
-    """Run all checks and print a line for each. Return the exit status, which is 1 if a check failed."""
+    """Run all checks and print a line for each. Return 1 if a check failed, else 0."""
     return asyncio.run(_run(settings))
 
 
@@ -67,7 +67,7 @@ async def _run(settings: DoctorSettings) -> int:
     failed = set[str]()
     for stage in (_installation, _running if settings.url else _replays_here):
         if failed and not settings.url:
-            break  # its clusters could not start
+            break  # the clusters could not start
         async for finding in stage(settings):
             print(f"{finding.level:9}{finding.name:14}{finding.text}", flush=True)
             failed |= {finding.name} if finding.level == "failed" else set()
@@ -93,7 +93,7 @@ async def examine(name: str, check: Callable[[], str | Awaitable[str]]) -> Findi
 
 
 async def _installation(settings: DoctorSettings) -> AsyncIterator[Finding]:
-    """Yield the findings about this machine. With --url, the machine is not the cluster's, and most do not matter."""
+    """Yield the findings about this machine. With --url, skip most checks, because the cluster runs elsewhere."""
     checks: tuple[Callable[[DoctorSettings], str | Awaitable[str]], ...] = (libraries, registry)
     if not settings.url:
         checks = (libraries, computing, model, memory, secret_files, registry)
@@ -148,7 +148,7 @@ def memory(settings: DoctorSettings) -> str:
 
 
 def secret_files(settings: DoctorSettings) -> str:
-    """Check the given secret files. From then on, this process uses the cluster's secret."""
+    """Check the given secret files. Afterwards, this process uses the cluster's secret."""
     tls.configure(settings.cluster_secret_file, {"--registry-host": settings.registry_host})
     if settings.api_keys_file or settings.api_keys:
         ApiKeys(settings.api_keys_file, settings.api_keys)
@@ -213,7 +213,7 @@ def _nodes(status: Document) -> str:
 
 
 def _fingerprints(status: Document) -> str:
-    """Check that all nodes have the same fingerprint. The router uses only the nodes of the most common one."""
+    """Check that all nodes have the same fingerprint. The router uses only nodes with the most common fingerprint."""
     nodes = status["nodes"]
     prints = [node["fingerprint"] for node in nodes]
     most = max(sorted(set(prints)), key=prints.count, default="")
@@ -249,7 +249,7 @@ def _channels(status: Document) -> str:
 
 
 def _clocks(status: Document) -> str:
-    """Check the offsets of clocks, which a router without the dashboard does not know."""
+    """Check the clocks of the nodes. A router without the dashboard does not know their offsets."""
     offsets = {node["id"]: node["clock_offset_ms"] for node in status["nodes"] if "clock_offset_ms" in node}
     if late := [f"{name} by {-offset:+.0f} ms" for name, offset in offsets.items() if abs(offset) > CLOCK_MS]:
         raise CheckWarning(f"{', '.join(late)} against the router's, which shows in logs: synchronize them with NTP")
@@ -279,7 +279,7 @@ STATUS_CHECKS: dict[str, Callable[[Document], str]] = {
 
 
 async def _replays_here(settings: DoctorSettings) -> AsyncIterator[Finding]:
-    """Start a co-located cluster, and one for each KV channel or for --kv-channel, and compare their answers."""
+    """Compare the answers of a co-located cluster with those of a cluster for each KV channel, or for --kv-channel."""
     model_name = settings.model or str(DEMO_MODEL)
     on_gpus = 0 if settings.device == "cpu" else num_gpus()
     every = ("cuda_ipc" if on_gpus else "shm", "tcp", "pool")
@@ -303,7 +303,7 @@ async def _replays_here(settings: DoctorSettings) -> AsyncIterator[Finding]:
 
 
 def _arm(settings: DoctorSettings, name: str, directory: str) -> Arm:
-    """Return the arm for a cluster with the user's settings, which hands off every prompt unless it is co-located."""
+    """Return the arm of a cluster with the user's settings. Unless it is co-located, it hands off every prompt."""
     given = {
         field: format_value(getattr(settings, field))
         for field, about in ComputingSettings.model_fields.items()
@@ -329,7 +329,7 @@ async def _answered(stack: LocalStack, started: Awaitable[None], answers: dict[s
 
 
 def handed_off(status: Document, channel: str, count: int) -> str:
-    """Check that the channel was used. Equal tokens prove nothing about a channel that was not."""
+    """Check that the channel was used, because equal tokens prove nothing about an unused channel."""
     used = {name for node in status["nodes"] for name in node["channels"].values()}
     if status["handoffs"] < count or used != {channel}:
         raise ValueError(
@@ -345,7 +345,7 @@ def _prompts(max_model_len: int) -> list[list[int]]:
 
 
 def same_tokens(answers: Mapping[str, Sequence[Sequence[int]]]) -> str:
-    """Check that the answers, by the name of their way, are equal."""
+    """Check that all answers are equal. `answers` has them by the name of the cluster or method."""
     if different := different_answers(answers):
         raise ValueError(
             f"{different[0]} ({len(different)} differ): either KV does not arrive as it was sent, or the nodes "

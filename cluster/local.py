@@ -18,7 +18,7 @@ from shared.api_client import bearer
 from shared.config.settings import EVERY_ADDRESS
 from shared.lifecycle import set_parent_death_signal
 
-Say = Callable[[str, str], None]  # prints a line; the arguments are the name of its process and the line
+Say = Callable[[str, str], None]  # prints a line; the arguments are the name of the process and the line
 
 MAX_LINE_BYTES = 1 << 16
 RESTARTS_PER_MINUTE = 5
@@ -26,7 +26,7 @@ FIRST_DELAY_S = 0.5
 GRACE_S = 2.0  # how long a process may take to exit after its drain
 BAD_SETTINGS = 2  # the exit status of a process with invalid settings, which is not restarted
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")
-STARTING_S = 20.0  # a cluster that takes longer to start gets a line
+STARTING_S = 20.0  # after this time, print a line that the cluster is still starting
 
 
 def up(settings: LocalSettings) -> int:
@@ -44,7 +44,7 @@ def up(settings: LocalSettings) -> int:
 
 
 def with_own_key(settings: LocalSettings) -> tuple[LocalSettings, str]:
-    """Return the settings with one more admin key, and that key, or "" if the settings have no keys.
+    """Add an admin key to the settings if they have keys. Return the settings, and the key or "".
 
     This process uses the key for its own requests to the router.
     """
@@ -97,7 +97,7 @@ def num_ready(status: Any) -> int:
 
 
 async def until_answers(url: str, is_enough: Callable[[Any], bool], key: str = "") -> None:
-    """Repeat the request until its status is 200 and `is_enough` accepts its JSON."""
+    """Repeat a request until its status is 200 and `is_enough` returns True for its JSON."""
     import httpx
 
     # Ignore the environment's proxy settings, because the router is on this machine.
@@ -111,7 +111,7 @@ async def until_answers(url: str, is_enough: Callable[[Any], bool], key: str = "
 
 
 def printer(names: Iterable[str]) -> Say:
-    """Return a function that prints a line after the name of its process, in colour if the output is a terminal."""
+    """Return a function that prints a line with the name of its process, in colour if the output is a terminal."""
     from rich.console import Console
     from rich.text import Text
 
@@ -163,7 +163,7 @@ class LocalCluster:
         try:
             self._keepers = {child.name: loop.create_task(self._keep(child)) for child in self._children}
             for keeper in self._keepers.values():
-                keeper.add_done_callback(lambda _: self._ending.set())  # also if it could not start its child
+                keeper.add_done_callback(lambda _: self._ending.set())  # even if the child cannot be started
             await self._ending.wait()
             if self._rolling is not None:
                 self._rolling.cancel()
@@ -191,7 +191,7 @@ class LocalCluster:
             self._rolling = asyncio.get_running_loop().create_task(self._restart_all())
 
     async def _restart_all(self) -> None:
-        """Restart the nodes one after the other. Each one takes requests again before the next one drains."""
+        """Restart the nodes one after the other. Wait until a node takes requests again before the next one drains."""
         await self._all_ready()
         for name in self._nodes:
             if (process := self._processes.get(name)) is None:
@@ -208,7 +208,7 @@ class LocalCluster:
                 process.send_signal(number)
 
     async def _end(self, names: Sequence[str]) -> None:
-        """Send SIGTERM, wait until the processes have drained, and kill those that have not."""
+        """Send SIGTERM to processes, wait until they have drained, and kill those that have not ended in time."""
         self._send(signal.SIGTERM, names)
         if names:
             await asyncio.wait([self._keepers[name] for name in names], timeout=self._drain_timeout_s + GRACE_S)
@@ -222,7 +222,7 @@ class LocalCluster:
             status = await self._run(child)
             if self._ending.is_set():
                 return
-            drained = child.name != ROUTER and status == 0  # by `_restart_all`
+            drained = child.name != ROUTER and status == 0  # `_restart_all` sent SIGTERM
             how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
             self._say(child.name, "has drained and ended" if drained else f"ended unexpectedly, {how}")
             if child.name == ROUTER or status == BAD_SETTINGS:
@@ -267,7 +267,7 @@ class LocalCluster:
 
 
 async def lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Yield lines without their line ends until the stream ends. Very long lines are yielded in parts."""
+    """Yield the lines of a stream without their line ends. Yield very long lines in parts."""
     line = b"\n"
     while line:
         try:

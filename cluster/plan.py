@@ -31,13 +31,13 @@ from shared.model_files import DEMO_MODEL, resolve
 ROOT = Path(__file__).resolve().parent.parent
 ROUTER = "router"
 # Iterations for which a waiting OpenMP thread spins before it sleeps: a few µs. By default, it spins for milliseconds.
-# If the router or another node shares its core, that time may be taken from the thread that it waits for.
+# If the router or another node shares its core, spinning may take time from the thread that it waits for.
 SPIN = "1000"
 MODEL_FILES = ("config.json", "tokenizer.json", "*.safetensors")
 
 
 def parse_devices(value: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the GPUs of a list such as "cuda:0,cuda:1", or none for "". Raises ValueError if it is invalid."""
+    """Parse a list of GPUs such as "cuda:0,cuda:1", or "" for none. Raises ValueError if it is invalid."""
     names = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
     if names == [""]:
         return ()
@@ -123,7 +123,7 @@ class Child:
 
 
 def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
-    """Return the router's process, and then the nodes', which share `cores`. `settings` must come from `checked`."""
+    """Return the processes of the router and of the nodes, which share `cores`. `settings` must come from `checked`."""
     counts = zip(("prefill", "decode"), settings.num_nodes(), strict=True)
     names = [(role, number) for role, count in counts for number in range(count)]
     places = settings.places()
@@ -142,7 +142,7 @@ def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
 
 
 def share_out(cores: Sequence[int], num_nodes: int) -> list[tuple[int, ...]]:
-    """Divide all cores among the nodes, in adjacent groups. If there are fewer cores than nodes, pin no node."""
+    """Divide all cores among the nodes in adjacent groups. If there are fewer cores than nodes, do not pin nodes."""
     if len(cores) < num_nodes:
         return [()] * num_nodes
     ends = [len(cores) * number // num_nodes for number in range(num_nodes + 1)]
@@ -150,9 +150,9 @@ def share_out(cores: Sequence[int], num_nodes: int) -> list[tuple[int, ...]]:
 
 
 def checked(settings: LocalSettings) -> LocalSettings:
-    """Return the settings with the model's directory and with free ports, after checking that the model's files exist.
+    """Check the model's files and the ports. Return the settings with the model's directory and with free ports.
 
-    Raises ConfigError for settings with which no process could run.
+    Raises ConfigError if there is no model, a file is missing, or a port is in use.
     """
     try:
         directory = resolve(settings.model) if settings.model else DEMO_MODEL
@@ -179,7 +179,7 @@ SettingsKind = TypeVar("SettingsKind", bound=Settings)
 
 
 def _part(settings: LocalSettings, kind: type[SettingsKind], own: dict[str, object]) -> SettingsKind:
-    """Return the settings of one process: the common ones, replaced and extended by `own`."""
+    """Return the settings of one process. `own` adds to the common settings, or overrides them."""
     common = {name: getattr(settings, name) for name in kind.model_fields if name in LocalSettings.model_fields}
     return kind(**(common | own))
 
@@ -191,7 +191,7 @@ def _child(name: str, module: str, settings: Settings, num_threads: int) -> Chil
 
 
 def inherited(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a child inherits: without the parent's settings, and with this checkout's sources."""
+    """Return the environment for a child, without the parent's settings, and with this checkout in PYTHONPATH."""
     settings = {variable_of(name) for kind in (LocalSettings, NodeSettings) for name in kind.model_fields}
     kept = {name: value for name, value in environment.items() if name not in settings}
     if "OMP_WAIT_POLICY" not in kept:
@@ -200,7 +200,7 @@ def inherited(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _free_port(name: str, host: str, port: int) -> int:
-    """Return `port`, or any free port if it is 0. Raises ConfigError if it is in use. A child binds it soon after."""
+    """Return `port`, or any free port if it is 0. Raises ConfigError if `port` is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -23,7 +23,7 @@ KEY_BYTES = 32
 
 
 def new_pem() -> bytes:
-    """Return a new private key and its self-signed certificate, which does not expire, so that clocks may differ."""
+    """Return a new private key and its self-signed certificate. Its dates are valid even if a clock is wrong."""
     key = ec.generate_private_key(ec.SECP256R1())
     # A unique name distinguishes the certificates while one replaces the other.
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"baton cluster {secrets.token_hex(8)}")])
@@ -59,7 +59,7 @@ def write_secret(path: Path) -> bool:
 
 
 def run_secret(file: Path, *, if_absent: bool) -> int:
-    """Write a secret. Return the exit status, which is 1, after one line on stderr, if that failed.
+    """Write a secret and return 0. If that fails, print one line on stderr and return 1.
 
     With `if_absent`, an existing file is not an error.
     """
@@ -74,7 +74,7 @@ def run_secret(file: Path, *, if_absent: bool) -> int:
 
 
 def own_secret(directory: str) -> str:
-    """Return the file of this user's secret in a private directory, and write it if needed. Raises ConfigError."""
+    """Return the path of this user's secret, and write it if needed. Raises ConfigError if that fails."""
     try:
         path = private(directory).absolute() / NAME
         write_secret(path)
@@ -86,7 +86,7 @@ def own_secret(directory: str) -> str:
 def make_key(tenant: str, *, is_admin: bool) -> int:
     """Print a new key to stderr, and its line for the keys file to stdout, so that `>> FILE` appends only the line.
 
-    Return the exit status, which is 2 if the tenant's name is invalid.
+    Return 0, or 2 if the tenant's name is invalid.
     """
     key, line = new_key(tenant, is_admin=is_admin)
     if LINE.fullmatch(line) is None:

@@ -1,12 +1,12 @@
-"""Train Baton's demo model: a small Llama on public-domain texts, written as a Hugging Face directory.
+"""Train Baton's demo model, a small Llama, on public-domain texts. Write it as a Hugging Face directory.
 
     pip install -e '.[train]'
     python demo/train.py --texts alice29.txt paradise_lost.txt … --out /tmp/short --phases 256:2200 8192:60
     python demo/train.py --texts … --init /tmp/short --out demo/model --learning-rate 1e-3 --phases 1024:150 8192:60
 
-Any UTF-8 text files work. The last twentieth of every file is held out. Training runs on short sequences first (cheap,
-and most of the learning), then on longer ones up to the whole context, so that far positions are trained, not
-extrapolated. `training.json`, next to the weights, records the held-out loss by position.
+Any UTF-8 text files work. The last twentieth of every file is held out. Training begins with short sequences, which are
+cheap and give most of the learning. Longer sequences, up to the whole context, then train the later positions.
+`training.json`, next to the weights, records the held-out loss by position.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 BOS, EOS = "<|begin|>", "<|end|>"
 HELD_OUT = 0.05
-# The texts contain plays, so the template writes a dialogue as speeches of a play.
+# The texts contain plays, so the template formats a dialogue as lines of a play.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ {'user': 'First Citizen', 'assistant': 'Second Citizen', 'system': 'PROLOGUE'}.get(message['role'], "
@@ -34,7 +34,7 @@ CHAT_TEMPLATE = (
 
 
 def split_texts(files: list[Path]) -> tuple[list[str], list[str]]:
-    """Return the training and held-out text of each file, cut at a line."""
+    """Split each file at the end of a line. Return the training texts and the held-out texts."""
     train, held_out = [], []
     for file in files:
         text = file.read_text(encoding="utf-8", errors="replace").replace("\r\n", "\n")
@@ -65,7 +65,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def token_stream(tokenizer: Tokenizer, texts: list[str], rng: random.Random) -> torch.Tensor:
-    """Return all texts as one row of ids, int64 [n]; documents of about 40 paragraphs between <begin> and <end>."""
+    """Return all texts as one row of ids, int64 [n], with EOS and BOS between documents of about 40 paragraphs."""
     bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
     ids: list[int] = []
     for text in texts:
@@ -85,14 +85,14 @@ def batches(stream: torch.Tensor, length: int, rows: int, generator: torch.Gener
 
 
 def loss_of(model: LlamaForCausalLM, rows: torch.Tensor) -> torch.Tensor:
-    """Return the cross entropy per predicted token, [rows, length]."""
+    """Return the cross entropy of each predicted token, [rows, length]."""
     logits = model(input_ids=rows[:, :-1], use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none")
 
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, stream: torch.Tensor, length: int) -> dict[str, float]:
-    """Return the mean loss of the held-out text by position range, in nats per token."""
+    """Return the mean loss of the held-out text, in nats per token, by range of positions."""
     model.eval()
     rows = [stream[i : i + length + 1] for i in range(0, len(stream) - length, length)][:8]
     losses = torch.cat([loss_of(model, row[None]) for row in rows])

@@ -1,7 +1,7 @@
 """Benchmark attention over a paged pool on a GPU, for decodes and prompts, in two layouts.
 
-Published: NVIDIA aiconfigurator's data of an H200 (vLLM, FlashAttention 3; 32 and 8 heads of 128, bfloat16). On a CPU,
-at toy size, everything runs under Triton's interpreter. Those times mean nothing; the tests check that the code runs.
+The published figures are from NVIDIA aiconfigurator, for an H200 (vLLM, FlashAttention 3; 32 and 8 heads of 128,
+bfloat16). On a CPU, Triton's interpreter runs everything at toy size. This only tests the code; its times mean nothing.
 """
 
 import time
@@ -30,10 +30,10 @@ FA3_DECODE_TBS = {(1, 1024): 0.31, (1, 8192): 1.8, (64, 1024): 3.3, (256, 1024):
 FA3_PREFILL_TFS = {512: 99.0, 1024: 244.0, 2048: 393.0, 4096: 513.0, 8192: 586.0, 16384: 652.0}
 PREFILL_GOAL_TFS, PREFILL_GOAL_AT = 400, 8192
 OURS, LAYER_MAJOR = "ours", "ours, LBNHC"  # the product's layout is BHLNC
-KV_SHARE = 0.6  # of free memory
+KV_SHARE = 0.6  # share of free memory
 FILL_NUMBERS = 2**28  # random numbers generated at a time
-CALLS = 32  # per timing, each in another layer, so that no call reads cached data
-TOY_SCALE = 64  # lengths are divided by it
+CALLS = 32  # calls per timing, each for another layer, so that no call reads cached data
+TOY_SCALE = 64  # divisor of lengths at toy size
 LLAMA_8B = ModelConfig(
     "LlamaForCausalLM", 4096, 14336, 32, 32, 8, 128, 128_256, 1e-5, Rope(500_000.0), False, False, False, False, False,
     (0,) * 32, 131_072, None, (),
@@ -54,7 +54,7 @@ class GpuSection:
 
 @dataclass(frozen=True, slots=True)
 class GpuScene:
-    """The device and sizes of a run, and the failures of single figures, which do not prevent the others."""
+    """The device and sizes of a run. `failed` lists the figures that could not be measured."""
 
     device: torch.device
     toy: bool
@@ -66,7 +66,7 @@ class GpuScene:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float16 if self.toy else torch.bfloat16  # numpy, and therefore the interpreter, has no bfloat16
+        return torch.float16 if self.toy else torch.bfloat16  # numpy has no bfloat16, so the interpreter has none
 
     @property
     def token_bytes(self) -> int:
@@ -77,7 +77,7 @@ class GpuScene:
         return max(2, count // TOY_SCALE) if self.toy else count
 
     def attempt(self, what: str, work: Callable[[], None]) -> None:
-        """Measure one figure. A failure, such as a tile too large, is kept in `failed`."""
+        """Measure one figure. If that fails, for example because a tile is too large, add it to `failed`."""
         try:
             work()
         except Exception as error:  # noqa: BLE001 - the other figures are still measured
@@ -88,8 +88,8 @@ class GpuScene:
         return f" Failed: {'; '.join(self.failed)}." if self.failed else ""
 
     def seconds(self, work: Callable[[int], object], repeats: int = 5) -> float:
-        """Return the seconds of one call on the device: the median over replays of a CUDA graph of CALLS calls, which
-        excludes launch time. `work` gets the number of the call."""
+        """Return the seconds of one call on the device. They are the median over replays of a CUDA graph of CALLS
+        calls, which excludes launch time. `work` gets the number of the call."""
         if self.device.type == "cpu":
             return self.elapsed_s(lambda: work(0))
         stream, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
@@ -118,13 +118,13 @@ class GpuScene:
 
 @dataclass(slots=True)
 class RowMemory:
-    """Memory of a pool, as rows of one block each."""
+    """The memory of a pool. Each row is one block."""
 
     rows: Tensor
 
 
 class LayerMajorPool(KVPool):
-    """LBNHC, the layout of vLLM and most engines, for comparison: the kernels only see other strides."""
+    """A pool in the layout LBNHC of vLLM and most engines, for comparison. For the kernels, only the strides differ."""
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         layout = self.layout
@@ -134,7 +134,7 @@ class LayerMajorPool(KVPool):
 
 
 class RandomKV:
-    """Random KV: one allocation, viewed as a pool of any layout and block size."""
+    """Random KV in one allocation, which can be viewed as a pool of any layout and block size."""
 
     def __init__(self, scene: GpuScene, num_bytes: int) -> None:
         self.scene = scene
@@ -152,7 +152,7 @@ class RandomKV:
 
 
 def backend_of(flat: RandomKV, arm: str) -> tuple[KVPool, AttentionBackend]:
-    """Return the pool and the kernels of OURS, LAYER_MAJOR, or a flash attention by its name."""
+    """Return the pool and the kernels of an arm, which is OURS, LAYER_MAJOR, or the name of a flash attention."""
     if arm not in {OURS, LAYER_MAJOR}:
         pool = flat.pool(256 if arm == FLASH_2 else BLOCK_TOKENS)
         return pool, FlashAttention(pool, arm)
@@ -163,8 +163,8 @@ def backend_of(flat: RandomKV, arm: str) -> tuple[KVPool, AttentionBackend]:
 
 
 def attention_s(scene: GpuScene, flat: RandomKV, arm: str, spans: Sequence[tuple[int, int]]) -> float:
-    """Return the seconds of one layer's attention, excluding the step's plan. `spans`: the tokens of each request from
-    start to end, over blocks in random order. Raises ValueError if they do not fit."""
+    """Return the seconds of one layer's attention, without the step's plan. `spans` has the range of tokens of each
+    request, whose blocks are in random order. Raises ValueError if the requests do not fit into the pool."""
     (pool, backend), config, slices = backend_of(flat, arm), scene.config, []
     size = pool.layout.block_tokens
     free = list(range(1, pool.layout.num_blocks))
@@ -181,7 +181,7 @@ def attention_s(scene: GpuScene, flat: RandomKV, arm: str, spans: Sequence[tuple
     return scene.seconds(lambda call: plan.attend(call % config.num_layers, q, 0))
 
 
-Point = tuple[int, int]  # sequences and context, or the tokens of a prompt from start to end
+Point = tuple[int, int]  # (sequences, context), or (start, end) of the tokens of a prompt
 Rates = dict[Point, dict[str, float]]  # by point and arm
 
 
@@ -191,7 +191,7 @@ def rates_of(
     points: Sequence[tuple[int, int]],
     rate: Callable[[str, tuple[int, int]], float],
 ) -> Rates:
-    """Return the rate of every arm, and of each flash attention here, at every point; without those that failed."""
+    """Return the rates of every arm, and of each installed flash attention, at every point. Leave out failed ones."""
     found: Rates = {point: {} for point in points}
 
     def measure(arm: str, point: Point) -> None:
@@ -204,7 +204,7 @@ def rates_of(
 
 
 def decode(scene: GpuScene) -> GpuSection:
-    """Measure the terabytes of KV read per second, in our layout, in that of other engines, and by other kernels."""
+    """Measure the terabytes of KV read per second, in our layout, in other engines' layout, and by other kernels."""
     flat = RandomKV(scene, 1 << 20 if scene.toy else int(torch.cuda.mem_get_info(scene.device)[0] * KV_SHARE))
 
     def terabytes_s(arm: str, point: Point) -> float:
@@ -225,7 +225,7 @@ def decode(scene: GpuScene) -> GpuSection:
 
 
 def prefill(scene: GpuScene) -> GpuSection:
-    """Measure the TFLOP/s of whole prompts, and of a chunk of 2048 tokens after 30k."""
+    """Measure the TFLOP/s of whole prompts, and of a chunk of 2048 tokens after 30k tokens."""
     flat = RandomKV(scene, (max(scene.tokens(32768), 64) + 1024) * scene.token_bytes)
     spans = [(0, length) for length in list(FA3_PREFILL_TFS)[: 1 if scene.toy else None]] + [(30720, 32768)]
 
@@ -248,5 +248,5 @@ def prefill(scene: GpuScene) -> GpuSection:
 
 
 def flops(config: ModelConfig, start: int, end: int) -> float:
-    """Return the FLOPs of one layer: two products of a multiply and an add per visible query and key."""
+    """Return the FLOPs of one layer. Two products need a multiplication and an addition per visible query and key."""
     return 2.0 * config.num_heads * config.head_dim * (end * (end + 1) - start * (start + 1))

@@ -3,8 +3,8 @@
     python -m benchmarks gpu_first_run
     python -m benchmarks gpu_first_run --only decode,prefill
 
-The results file is written after each section, so an interrupted run keeps its results, and a run of a few sections
-(`--only`) adds to the file of an earlier run. A failed section reports the failure in its table and the next one runs.
+The results file is written after each section, so an interrupted run keeps its results. A run of some sections updates
+the file of an earlier run (`--only`). If a section fails, its table contains the failure, and the next section runs.
 Only torch, Triton, numpy, safetensors, msgpack, httpx and xxhash (and pytest) are needed.
 `--device cpu --toy --out FILE` tests the script itself under Triton's interpreter.
 """
@@ -35,12 +35,12 @@ from benchmarks.result import RESULTS, Cell, Result, Table, versions
 NAME = "gpu_first_run"
 PYTEST = "[pytest]\naddopts = --import-mode=importlib\nmarkers = gpu: needs a CUDA device\n"
 SUITES = ("test_kernels.py", "test_runner.py")
-CHECKS_S = 400.0  # of one suite
+CHECKS_S = 400.0  # timeout of one suite
 LAST_LINES = 6
 
 
 def checks(scene: GpuScene) -> GpuSection:
-    """Run tests/gpu with separate pytest settings: the machine may lack the plugins of the project's."""
+    """Run tests/gpu with separate pytest settings, because the machine may lack the project's pytest plugins."""
     rows: list[list[Cell]] = []
     printed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -68,7 +68,7 @@ SECTIONS: dict[str, Callable[[GpuScene], GpuSection]] = {
 
 
 class ResultsFile:
-    """The results file, with the sections of earlier runs."""
+    """The results file, which keeps the sections of earlier runs."""
 
     def __init__(self, out: Path, gpu: str) -> None:
         self._out = out
@@ -91,7 +91,7 @@ def attempt(name: str, section: Callable[[], GpuSection]) -> GpuSection:
     """Return the result of `section`, or a table with the end of its traceback."""
     try:
         return section()
-    except Exception:  # noqa: BLE001 - the sections after it can still run
+    except Exception:  # noqa: BLE001 - the next sections can still run
         lines = [line.strip() for line in traceback.format_exc().splitlines() if line.strip(" ^~")]
         end = "; ".join(lines[-LAST_LINES:])
         return GpuSection([Table(f"{name}: failed", ["end of the traceback"], [[end]])], lines)

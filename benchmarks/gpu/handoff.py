@@ -1,6 +1,6 @@
-"""Benchmark KV handoff between two processes on one GPU: copies through `cuda_ipc`, and a shared pool.
+"""Benchmark KV handoff between two processes on one GPU, by copies through `cuda_ipc` and in a shared pool.
 
-The second process is this module itself (`python -m benchmarks.gpu.handoff`); it owns the memory that is written.
+The second process runs this module (`python -m benchmarks.gpu.handoff`) and owns the memory that receives the KV.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ from shared.kv.shm import ShmChannel
 
 PROMPT, REPEATS = 8192, 7
 COPY_GOAL, POOL_GOAL_MS = 0.7, 1.0
-CHUNKS, PREFILL_MS = 4, 189  # of such a prompt with a budget of 2048; published time of Llama-3.1-8B on an H200
+CHUNKS, PREFILL_MS = 4, 189  # chunks of the prompt with a budget of 2048; published time for Llama-3.1-8B on an H200
 PATIENCE_S = 5.0
 Memory = HostMemory | DeviceMemory
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffJob:
-    """What both processes set up: `on_gpu` is where KV memory is; `shares`: the second one owns a shared pool."""
+    """The setup of both processes. With `on_gpu`, KV is in GPU memory; with `shares`, the second owns a shared pool."""
 
     directory: str
     on_gpu: bool
@@ -61,7 +61,7 @@ class HandoffJob:
 
 
 class HandoffPeer:
-    """The second process: memory and a channel on an event loop of its own. `facts` is the channel's descriptor."""
+    """The second process: memory, and a channel on its own event loop. `facts` is the channel's descriptor."""
 
     def __init__(self, **job: Any) -> None:
         made = HandoffJob(**job)
@@ -100,7 +100,7 @@ def handoff(scene: GpuScene) -> GpuSection:
 
 
 async def _pushed_s(job: HandoffJob, count: int) -> float:
-    """Return the seconds of a push of `count` rows in random order, after one that maps the peer's memory."""
+    """Return the seconds of a push of `count` rows in random order, after a push that maps the peer's memory."""
     memory = job.memory()
     _fill(memory)
     source, target = (Random(seed).sample(range(job.num_rows), count) for seed in (1, 2))

@@ -1,6 +1,6 @@
-"""Benchmark a whole model on a GPU: Llama-3.1-8B's shape with random weights, through the runner that nodes use.
+"""Benchmark a whole model on a GPU: the shape of Llama-3.1-8B with random weights, in the runner that nodes use.
 
-Times are measured on the host, over `launch` and `wait` as the engine calls them, one step ahead.
+Times are measured on the host. `launch` and `wait` are called as by the engine, which plans one step ahead.
 """
 
 import time
@@ -29,14 +29,14 @@ from shared.rpc.messages import SamplingParams
 CONTEXT, STEPS, SETTLE = 1024, 40, 4
 DECODE_GOALS_MS = {1: 5.3, 64: 8.3, 256: 16.8}
 CHUNK, CHUNK_GOAL_MS, CHUNKS = 2048, 48.5, 6
-MIXED = (64, 448)  # decodes, and tokens of a prompt in the same step
+MIXED = (64, 448)  # decodes and prompt tokens of one step
 LONGEST = 32_768  # tokens of one request
 GREEDY, NUCLEUS = SamplingParams(temperature=0.0), SamplingParams(seed=1, top_p=0.9)
 NUMBERS = count()
 
 
 class ModelBench:
-    """The model, its pool, and two runners over the same memory: one replays graphs, one is eager."""
+    """The model, its pool, and two runners with the same memory. One replays graphs, the other is eager."""
 
     def __init__(self, scene: GpuScene) -> None:
         self.scene = scene
@@ -70,9 +70,9 @@ class ModelBench:
         return CudaRunner(self.model, self.pool, attention, kernels, device, capacity, sampler)
 
     def capture(self) -> tuple[float, float, float]:
-        """Capture the graphs. Return their seconds and GiB, and the seconds of the warm-up after them."""
+        """Capture the graphs. Return the seconds and GiB of the capture, and the seconds of the warm-up after it."""
         began, before = time.monotonic(), self._free()
-        if self.scene.device.type != "cpu":  # a rehearsal on a CPU has no graphs
+        if self.scene.device.type != "cpu":  # a test on a CPU has no graphs
             self.runner.capture(CudaAccelerator(str(self.scene.device)).graphs())
         captured, after = time.monotonic(), self._free()
         self.runner.warm_up()
@@ -82,7 +82,7 @@ class ModelBench:
         return 0 if self.scene.device.type == "cpu" else CudaAccelerator(str(self.scene.device)).memory()[0]
 
     def requests(self, number: int, sampling: SamplingParams = GREEDY) -> list[Request]:
-        """Return requests whose prompts count as computed; their KV is random."""
+        """Return requests whose prompts are marked as computed. Their KV is random."""
         blocks = list(range(1, self.pool.layout.num_blocks))
         Random(0).shuffle(blocks)
         context, held = self.scene.tokens(CONTEXT), cdiv(self.scene.tokens(CONTEXT) + STEPS + SETTLE, self.block_tokens)
@@ -95,7 +95,7 @@ class ModelBench:
         return made
 
     def prompt(self, tokens: int) -> Request:
-        """Return a request in the last blocks of the pool, whose content is random anyway."""
+        """Return a request in the last blocks of the pool. Others may use them too, because all KV is random."""
         request = Request(f"p{next(NUMBERS)}", [7] * tokens, tokens, 1, sampling=GREEDY)
         last = self.pool.layout.num_blocks
         request.blocks = list(range(last - cdiv(tokens, self.block_tokens), last))
@@ -111,7 +111,7 @@ def _sampler(scene: GpuScene) -> Sampler | None:
 
 
 def driven(runner: CudaRunner, next_slices: Callable[[], list[Slice]], steps: int, ahead: bool) -> tuple[float, float]:
-    """Return the seconds of a step from end to end, and those of its launch on the host."""
+    """Return the seconds between the ends of two steps, and the seconds of a launch on the host."""
     ends: list[float] = []
     launches: list[float] = []
     pending: tuple[Step, PendingStep] | None = None
@@ -151,7 +151,7 @@ def decodes_of(requests: Sequence[Request]) -> list[Slice]:
 
 
 def chunk_of(request: Request) -> list[Slice]:
-    """Return one slice for all of a prompt."""
+    """Return one slice for a whole prompt."""
     request.num_sampling += 1
     return [Slice(request, 0, len(request.tokens), True, 0)]
 
@@ -172,7 +172,7 @@ def _model(scene: GpuScene, bench: ModelBench) -> GpuSection:
     rows: list[list[Cell]] = []
 
     def add(what: str, goal_ms: float | None, fresh: Callable[[], Callable[[], list[Slice]]], steps: int) -> None:
-        """Measure one row. `fresh` starts the same work again for each mode."""
+        """Measure one row. `fresh` creates the same work for each mode."""
 
         def measure() -> None:
             ahead_s, host_s = driven(bench.runner, fresh(), steps, ahead=True)

@@ -1,1 +1,1 @@
-"""One worker script per server under comparison, run by that server's own interpreter; `workers` drives them."""
+"""Worker scripts for `benchmarks.process.PeerProcess`, one per compared server, run by that server's interpreter."""

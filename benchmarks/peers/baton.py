@@ -1,4 +1,4 @@
-"""Worker for Baton: a node's engine loop, scheduler, batch building, sampling and publishing."""
+"""Worker for Baton. It runs a node's engine loop, with scheduling, batch building, sampling and publishing."""
 
 import gc
 import queue
@@ -21,14 +21,14 @@ from scheduler.scheduler import Scheduler, StepLimits, StepOutput
 from shared.rpc.messages import Logprobs, SamplingParams
 
 MAX_NUM_SEQS = 257
-BUDGET_TOKENS = 2048  # per step; the peers use the same
+BUDGET_TOKENS = 2048  # per step; the same for all peers
 TIMEOUT_S = 600.0
 TOKEN = 7
 GREEDY = SamplingParams(temperature=0)
 
 
 class Stopwatch(EngineListener):
-    """Records each step's end, tokens and times. `write` fills the blocks of requests that receive KV."""
+    """Records the end, tokens and timing of each step. `write` fills the blocks of requests that receive KV."""
 
     def __init__(self, write: Callable[[list[int]], None]) -> None:
         self._write = write
@@ -37,7 +37,7 @@ class Stopwatch(EngineListener):
         self.timings: list[StepTiming] = []
         self.finished: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()  # one entry per step
         self.engine: Engine | None = None
-        self.logprobs: Logprobs | None = None  # of the last token that had them
+        self.logprobs: Logprobs | None = None  # of the last token that has any
 
     def on_turn(self, scheduler: Scheduler) -> None: ...
 
@@ -67,16 +67,16 @@ class Stopwatch(EngineListener):
         self.finished.put(error)
 
     def until(self, ready: Callable[[], bool]) -> None:
-        """Wait for a step after which `ready()` holds. Raises RuntimeError or queue.Empty (timeout)."""
+        """Wait for a step after which `ready()` is true. Raises RuntimeError on failure, queue.Empty on timeout."""
         while not ready():
             if (error := self.finished.get(timeout=TIMEOUT_S)) is not None:
                 raise RuntimeError(f"the engine died: {error}")
 
 
 class BatonEngine:
-    """One engine with its model and KV pool, driven as a node drives it; each call runs a new scheduler over them.
+    """An engine with its model and KV pool, used like in a node. Each call creates a new scheduler.
 
-    Called on the worker's main thread; steps run on the engine's own thread.
+    Calls are on the worker's main thread. Steps run on the engine's thread.
     """
 
     def __init__(self, model: str, threads: int, kv_gib: float = 0.5, **options: Any) -> None:
@@ -88,7 +88,7 @@ class BatonEngine:
         layout = self._parts.layout
         self._rows = torch.from_numpy(self._parts.memory.rows).view(getattr(torch, layout.dtype))
         noise = np.random.default_rng(0).standard_normal(layout.block_bytes // self._rows.element_size(), np.float32)
-        # In small parts: an operator on a large tensor would start a second OpenMP team in this thread.
+        # Convert small parts, because an operator on a large tensor would start a second OpenMP team in this thread.
         self._noise = torch.cat([torch.from_numpy(part).to(self._rows.dtype) for part in np.array_split(noise, 64)])
         self._random = random.Random(0)
         self.facts = self._parts.attributes | {"kv_blocks": layout.num_blocks}
@@ -100,7 +100,7 @@ class BatonEngine:
         return self._first(self._prompt(tokens), GREEDY)[1]
 
     def logprobs(self, tokens: list[int], top: int = 20) -> dict[str, float]:
-        """Return the top logprobs of the next token, which a peer with the same weights must match."""
+        """Return the top logprobs of the next token. A peer with the same weights must return similar ones."""
         watch, _ = self._first(tokens, SamplingParams(temperature=0, logprobs=top))
         assert watch.logprobs is not None
         return dict(zip(map(str, watch.logprobs.top_tokens), watch.logprobs.top_logprobs, strict=True))
@@ -111,7 +111,7 @@ class BatonEngine:
         return full[steps] - full[0]
 
     def step_times(self, batch: int, context: int, steps: int, ahead: bool) -> dict[str, float]:
-        """Return medians over full steps, in microseconds: the turn, the model's pass, and the rest of the turn."""
+        """Return medians over full steps, in microseconds: the whole step, the model's pass, and the host's time."""
         runner = self._parts.runner
         assert isinstance(runner, TorchRunner)
         runner.ahead = ahead
@@ -130,7 +130,7 @@ class BatonEngine:
         return watch
 
     def _first(self, prompt: list[int], sampling: SamplingParams) -> tuple[Stopwatch, float]:
-        """Run a prompt until its first token. Return the records and the seconds that it took."""
+        """Run a prompt until its first token. Return the recorder and the seconds."""
         watch, engine = self._start()
         began_s = time.perf_counter()
         self._add(engine, "prompt", prompt, 1, sampling=sampling)
@@ -157,7 +157,7 @@ class BatonEngine:
         return [self._random.randrange(3, min(2048, self._parts.vocab_size)) for _ in range(tokens)]
 
     def _write(self, blocks: list[int]) -> None:
-        """Write the same values to each block: only the different addresses matter for time."""
+        """Write the same values to each block. Speed depends on the addresses, not on the values."""
         self._rows[torch.tensor(blocks)] = self._noise
 
 

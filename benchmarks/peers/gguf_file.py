@@ -48,13 +48,13 @@ def write(model: Path, kind: str, out: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     architecture = config["model_type"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    # llama.cpp rotates adjacent pairs for llama, and the halves of a head, as in the checkpoint, for qwen2
+    # For llama, llama.cpp rotates adjacent pairs. For qwen2, it rotates the halves of a head, like the checkpoint.
     rotated = {"q_proj": heads, "k_proj": kv_heads} if architecture == "llama" else {}
     target = gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(out, architecture)
     for field, key in FIELDS.items():
         getattr(writer, f"add_{field}")(config[key])
-    writer.add_tokenizer_model("none")  # only token ids go in and out
+    writer.add_tokenizer_model("none")  # inputs and outputs are token ids
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}" if kind != "F32" else "ALL_F32"])
     for name, weight in load_file(model / "model.safetensors").items():
         paired = rotated.get(name.split(".")[-2], 0)
@@ -78,7 +78,7 @@ def _renamed(name: str) -> str:
 def _interleaved(
     weight: "np.ndarray[Any, np.dtype[np.float32]]", heads: int
 ) -> "np.ndarray[Any, np.dtype[np.float32]]":
-    """Reorder rotary pairs (i, i + d/2) to be adjacent."""
+    """Make the two rows of each rotary pair (i, i + d/2) adjacent."""
     rows, width = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
 

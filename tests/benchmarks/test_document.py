@@ -1,4 +1,4 @@
-"""The pages match the results files."""
+"""The pages of results match the results files."""
 
 import json
 from pathlib import Path

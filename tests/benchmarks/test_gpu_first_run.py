@@ -1,4 +1,4 @@
-"""The GPU run at toy size on a CPU, in its own process: the code of every section runs, its kernels interpreted."""
+"""Tests of the GPU benchmarks in a separate process, at toy size on a CPU. The kernels run under an interpreter."""
 
 import json
 import os
@@ -33,11 +33,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton has whee
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The report of a machine that lacks the libraries that only a cluster needs."""
+    """Return the report of a process without the libraries that only a cluster needs."""
     pytest.importorskip("triton")
     out = tmp_path_factory.mktemp("gpu") / "gpu_first_run.json"
     command = [sys.executable, "-c", BARE, "--device", "cpu", "--toy", "--out", str(out), "--only"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}  # a test imports Triton first
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}  # tests.gpu imports Triton
     for only in ("decode", "prefill,model,handoff"):
         run = subprocess.run([*command, only], cwd=ROOT, env=environment, timeout=600, capture_output=True, check=False)
         assert run.returncode == 0, run.stderr.decode()[-2000:]

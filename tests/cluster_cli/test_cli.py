@@ -1,4 +1,4 @@
-"""The `baton` command from outside: what it prints, and its exit status; routers are small fakes over real HTTP."""
+"""Tests of the output and exit status of the `baton` command. Routers are small fakes with real HTTP."""
 
 import io
 import json
@@ -34,7 +34,7 @@ Answering = Callable[[str, Any], tuple[int, bytes]]
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Answering], str]]:
-    """Starts a fake router that answers (path, body) with (status, body); gives its URL."""
+    """Provide a function that starts a fake router and returns its URL. `answer` maps (path, body) to (status, body)."""
     servers: list[ThreadingHTTPServer] = []
 
     def start(answer: Answering) -> str:
@@ -51,7 +51,7 @@ def serve() -> Iterator[Callable[[Answering], str]]:
                 self.do_GET()
 
             def log_message(self, *_: object) -> None:
-                """Not to stderr, which the tests read."""
+                """Log nothing, because the tests read stderr."""
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         servers.append(server)
@@ -65,7 +65,7 @@ def serve() -> Iterator[Callable[[Answering], str]]:
 
 
 def run_at_terminal(*arguments: str) -> str:
-    """What `baton` prints to a wide terminal."""
+    """Run `baton` at a wide terminal, and return its output."""
     ours, theirs = pty.openpty()
     environment = os.environ | {"COLUMNS": "200", "TERM": "xterm"}
     with subprocess.Popen(
@@ -76,7 +76,7 @@ def run_at_terminal(*arguments: str) -> str:
         try:
             while piece := os.read(ours, 65536):
                 printed += piece
-        except OSError:  # so ends a terminal whose other side is closed
+        except OSError:  # the other side of the terminal is closed
             pass
         os.close(ours)
         assert process.wait() == 0
@@ -252,7 +252,7 @@ def test_top_without_a_terminal_prints_once_and_ends(
 
 
 def events(*texts: str) -> bytes:
-    """An answer as the router streams it, with its usage last."""
+    """Return a streamed answer in the router's format, which ends with the usage."""
     chunks: list[dict[str, Any]] = [{"choices": [{"delta": {"role": "assistant"}}]}]
     chunks += [{"choices": [{"delta": {"content": text}}]} for text in texts]
     chunks += [{"choices": [{"delta": {}, "finish_reason": "stop"}]}]
@@ -262,7 +262,7 @@ def events(*texts: str) -> bytes:
 
 
 class Echo:
-    """A router that answers with the words of the last message; keeps what it was sent."""
+    """A fake router that answers with the words of the last message, and keeps the request bodies."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -346,7 +346,7 @@ def test_a_failed_answer_is_one_line_and_leaves_the_conversation_as_it_was(
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(serve: Callable[[Answering], str]) -> None:
-    """The connection closes, so that the router cancels the request, and the question is not kept."""
+    """The connection is closed, so that the router cancels the request. The question is not kept."""
     echo, begun, stopped = Echo(), threading.Event(), threading.Event()
 
     def answer(path: str, body: Any) -> tuple[int, bytes]:

@@ -1,4 +1,4 @@
-"""`baton doctor` on clusters and machines with problems: each check says what is wrong, and what to do."""
+"""Tests of `baton doctor` with faulty clusters and machines. Each check names the problem and the remedy."""
 
 from functools import partial
 from pathlib import Path
@@ -115,7 +115,7 @@ def test_too_little_memory_for_the_nodes_is_a_warning() -> None:
 
 @pytest.mark.parametrize("routers", [1, 2])
 def test_a_running_cluster_passes(routers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One router is the registry; two share Redis, as in the container of a router that names it in its environment."""
+    """A single router is the registry itself. Two routers use Redis, which `doctor` gets by --registry."""
     with redis_server(tmp_path) as (redis, start):
         start()
         flags = ["--registry", redis] if routers > 1 else []

@@ -1,4 +1,4 @@
-"""The supervision of a local cluster's processes, which are small programs here."""
+"""Tests of the supervision of a local cluster. Its processes are small programs."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); 
 
 
 class Watcher:
-    """A cluster of `programs` in a process of its own, and what it printed so far."""
+    """A cluster of `programs` in a separate process, and the lines that it has printed."""
 
     def __init__(self, programs: dict[str, str]) -> None:
         self.lines: list[str] = []
@@ -65,12 +65,12 @@ class Watcher:
         self.lines.append(line.rstrip("\n"))
 
     def wait_for(self, *patterns: str) -> None:
-        """Read until each pattern was in some line, in any order."""
+        """Read until every pattern has matched a line, in any order."""
         while not all(any(re.search(pattern, line) for line in self.lines) for pattern in patterns):
             self.read()
 
     def pid(self, name: str) -> int:
-        """Return the process id of a child's latest start."""
+        """Return the latest process id of a child."""
         found = [re.match(rf"{name} +\| started, process (\d+)", line) for line in self.lines]
         return int([match[1] for match in found if match][-1])
 

@@ -1,4 +1,4 @@
-"""`baton up` as data: which processes, with which settings, and what is refused before any of them starts."""
+"""Tests of the plan of `baton up`: the processes, their settings, and the settings that it refuses."""
 
 import socket
 from collections.abc import Iterator
@@ -81,7 +81,7 @@ def test_settings_reach_the_processes_they_are_for() -> None:
 
 
 def test_every_node_and_router_setting_can_be_given_to_up() -> None:
-    own = {"id", "advertise", "kv_host", "kv_port"}  # would be the same for several nodes, or are loopback here
+    own = {"id", "advertise", "kv_host", "kv_port"}  # must differ between nodes, or are always loopback
     assert set(NodeSettings.model_fields) - set(LocalSettings.model_fields) == own
     assert set(RouterSettings.model_fields) <= set(LocalSettings.model_fields)
 

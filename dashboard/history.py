@@ -107,7 +107,7 @@ class RequestHistory(RouterObserver):
         node = self._node_history(info)
         if update.stats is not None:
             node.on_update(update.stats, self._now())
-        for event in update.events:  # before the steps, which refer to the serials in these events
+        for event in update.events:  # events come first, because steps refer to their serials
             if len(event.id) > MAX_TEXT or not 0 <= event.at_ns < MAX_NS:
                 self.num_malformed += 1
                 continue

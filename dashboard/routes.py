@@ -228,7 +228,7 @@ def _rows(kind: str, rows: list[dict[str, object]]) -> Iterator[tuple[None, byte
 
 
 def _since(last_event_id: str | None) -> int | None:
-    """Return the time from which a reconnected client continues, or None without a valid id of its last event."""
+    """Return the time from which a reconnected client continues, or None if the client sent no valid event id."""
     if last_event_id is None or not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) < 16):
         return None
     return max(int(last_event_id) * 10**6 - TWICE_NS, now_ns() - MISSED_NS)

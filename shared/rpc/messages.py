@@ -128,7 +128,7 @@ class NodeStats:
     overruns: int = 0  # emulated passes that ended late because this machine is too slow
     rows_corrupt: int = 0  # decode node: rows of KV whose checksum differed on arrival
     ledger_error: str = ""  # the error in the block ledger, if there is one
-    incarnation_id: str = ""  # of the sender; another process may reuse its address
+    incarnation_id: str = ""  # of the sender, because another process may reuse its address
 
 
 @dataclass(slots=True)
@@ -136,8 +136,8 @@ class StepRecord:
     """The contents and durations of one step. Times are Unix time of the node. For pairs, see `cost.StepWork`."""
 
     number: int
-    start_ns: int  # when its forward pass began
-    duration_us: int  # of the forward pass
+    start_ns: int  # start of the step's forward pass
+    duration_us: int  # duration of the forward pass
     host_us: int = 0  # time of the engine's loop outside the device: planning, and publishing the previous step
     predicted_us: int = 0  # duration_us + host_us as the cost model predicted them; 0: no model
     budget: int = 0  # maximum tokens of this step

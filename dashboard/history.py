@@ -223,7 +223,6 @@ class RequestHistory(RouterObserver):
     # ---- reading ------------------------------------------------------------------------------------------------
 
     def rings(self) -> dict[str, StepRing]:
-        """Return the steps of each node."""
         return {name: node.steps for name, node in list(self._nodes.items())}
 
     def ring(self, node: str) -> StepRing | None:
@@ -264,7 +263,7 @@ class RequestHistory(RouterObserver):
         return (trace.summary(self.ring) for trace in self.traces()[:limit])
 
     def traces(self) -> list[RequestTrace]:
-        """Return a copy of the traces, newest first."""
+        """Return the traces, newest first."""
         return list(reversed(self._traces.values()))
 
     def transfers(self, since_ns: int = 0) -> list[Transfer]:

@@ -363,7 +363,6 @@ def _float(request: Request, name: str) -> float:
 
 
 def page_routes() -> list[BaseRoute]:
-    """Return the routes of the page's files."""
     files = PageFiles(directory=FOLDER)
 
     async def index(request: Request) -> Response:
@@ -391,7 +390,6 @@ class Dashboard(RequestHistory):
         self._event_streams: list[EventStream] = []
 
     def routes(self, status: Callable[[], dict[str, Any]]) -> list[BaseRoute]:
-        """Return all routes of the history and its page."""
         stream = EventStream(self, status)
         self._event_streams.append(stream)
         return HistoryHandlers(self).routes(stream)

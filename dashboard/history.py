@@ -107,7 +107,7 @@ class RequestHistory(RouterObserver):
         node = self._node_history(info)
         if update.stats is not None:
             node.on_update(update.stats, self._now())
-        for event in update.events:  # before the steps, which refer to the serials in these events
+        for event in update.events:  # events come first, because steps refer to their serials
             if len(event.id) > MAX_TEXT or not 0 <= event.at_ns < MAX_NS:
                 self.num_malformed += 1
                 continue
@@ -223,7 +223,6 @@ class RequestHistory(RouterObserver):
     # ---- reading ------------------------------------------------------------------------------------------------
 
     def rings(self) -> dict[str, StepRing]:
-        """Return the steps of each node."""
         return {name: node.steps for name, node in list(self._nodes.items())}
 
     def ring(self, node: str) -> StepRing | None:
@@ -264,7 +263,7 @@ class RequestHistory(RouterObserver):
         return (trace.summary(self.ring) for trace in self.traces()[:limit])
 
     def traces(self) -> list[RequestTrace]:
-        """Return a copy of the traces, newest first."""
+        """Return the traces, newest first."""
         return list(reversed(self._traces.values()))
 
     def transfers(self, since_ns: int = 0) -> list[Transfer]:

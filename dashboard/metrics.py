@@ -125,7 +125,6 @@ class RecordMetrics(Collector):
     """
 
     def __init__(self, nodes: Callable[[], list[NodeRow]], model_name: str, history: RequestHistory) -> None:
-        """`nodes` returns the known nodes."""
         self._nodes = nodes
         self._model_name = model_name
         self._history = history

@@ -228,7 +228,7 @@ def _rows(kind: str, rows: list[dict[str, object]]) -> Iterator[tuple[None, byte
 
 
 def _since(last_event_id: str | None) -> int | None:
-    """Return the time from which a reconnected client continues, or None without a valid id of its last event."""
+    """Return the time from which a reconnected client continues, or None if the client sent no valid event id."""
     if last_event_id is None or not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) < 16):
         return None
     return max(int(last_event_id) * 10**6 - TWICE_NS, now_ns() - MISSED_NS)
@@ -363,7 +363,6 @@ def _float(request: Request, name: str) -> float:
 
 
 def page_routes() -> list[BaseRoute]:
-    """Return the routes of the page's files."""
     files = PageFiles(directory=FOLDER)
 
     async def index(request: Request) -> Response:
@@ -391,7 +390,6 @@ class Dashboard(RequestHistory):
         self._event_streams: list[EventStream] = []
 
     def routes(self, status: Callable[[], dict[str, Any]]) -> list[BaseRoute]:
-        """Return all routes of the history and its page."""
         stream = EventStream(self, status)
         self._event_streams.append(stream)
         return HistoryHandlers(self).routes(stream)

@@ -75,7 +75,7 @@ class StepRing:
         self.num_ever = 0
         self._capacity = capacity
         self._rows = np.zeros((capacity, len(StepRow._fields)), np.int64)  # takes no memory before it is filled
-        self._members: dict[int, bytes] = {}  # by number, oldest first
+        self._members: dict[int, bytes] = {}  # packed members by step number, oldest first
         self._members_bytes = 0
         self._members_limit = members_bytes
         self._reasons: list[str] = []

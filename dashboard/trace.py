@@ -306,8 +306,7 @@ class RequestTrace:
     def phases(self, rings: Rings) -> dict[str, float] | None:
         """Return the milliseconds of each phase, which sum to the duration.
 
-        Return None if the request still runs, failed or was cancelled, if it has several samples, or if records are
-        missing.
+        Return None if the request still runs, failed, was cancelled or has several samples, or if records are missing.
         """
         cuts, attempt = self._cuts(), self.last_attempt
         if cuts is None or attempt is None:

@@ -116,11 +116,10 @@ class Node:
     async def drain(self, timeout_s: float, reason: str) -> int:
         """Reject new requests, and wait until those in progress have ended.
 
-        After `timeout_s`, fail the remaining requests, so that their routers retry them on other nodes. Return their
-        number.
+        After `timeout_s`, fail the others, so that their routers retry them on other nodes. Return their number.
         """
         self.update_info(state="draining")
-        # Published before any rejection, so that routers see that the node drains and has not failed.
+        # Sent no later than with the first rejection, so that routers see that the node drains and has not failed.
         self.sessions.publish_stats(self.stats())
         await wait_until(lambda: not self.requests, timeout_s)
         return self.requests.fail_all(reason)

@@ -20,7 +20,7 @@ from shared.rpc.methods import STREAM_ENDED
 log = logging.getLogger("baton.node")
 MAX_UNREAD_DELTAS = 100_000
 MAX_ROUTERS = 64
-RECORDS_S = 0.1  # between two messages of records
+RECORDS_S = 0.1  # time between two messages of records
 FLUSH_S = 0.2  # how long an ending node waits until its last messages are sent
 MAX_DELTAS = 1000  # in one message, which stays far below the size limit with 20 logprobs for each delta
 MAX_STEPS = 64  # in one message, which stays far below the size limit with 4,096 members for each step

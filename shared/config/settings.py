@@ -87,7 +87,6 @@ def _matches(pattern: str, words: str, value: str) -> str:
 
 
 def _check_registry(value: str) -> str:
-    """Check that the value is `host:port` of a router or a Redis URL."""
     if "://" not in value:
         host, _, port = value.rpartition(":")
         if not host or not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:

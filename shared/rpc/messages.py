@@ -88,7 +88,7 @@ class TokenDelta:
     tokens: bytes = b""
     finish: str = ""  # "stop" | "length": the request is over
     error: str = ""  # the reason why this node gave up the request, if it did
-    handed_off: bool = False  # the KV has arrived complete; from now on only this node generates
+    handed_off: bool = False  # all KV has arrived; from now on, only this node generates
     cached_tokens: int = 0
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
@@ -115,7 +115,7 @@ class NodeStats:
     cache_queries: int = 0  # tokens looked up in the prefix cache
     cache_hits: int = 0  # tokens found there
     preemptions: int = 0
-    handoffs: int = 0  # prefill node: committed at a decode node
+    handoffs: int = 0  # prefill node: handoffs committed by a decode node
     handoffs_failed: int = 0
     blocks_moved: int = 0
     bytes_moved: int = 0
@@ -127,8 +127,8 @@ class NodeStats:
     sent_ns: int = 0  # the node's Unix time when this was sent, to compute the offset of its clock
     overruns: int = 0  # emulated passes that ended late because this machine is too slow
     rows_corrupt: int = 0  # decode node: rows of KV whose checksum differed on arrival
-    ledger_error: str = ""  # what is wrong with the block ledger, if anything
-    incarnation_id: str = ""  # of the sender; another process may reuse its address
+    ledger_error: str = ""  # the error in the block ledger, if there is one
+    incarnation_id: str = ""  # of the sender, because another process may reuse its address
 
 
 @dataclass(slots=True)
@@ -136,8 +136,8 @@ class StepRecord:
     """The contents and durations of one step. Times are Unix time of the node. For pairs, see `cost.StepWork`."""
 
     number: int
-    start_ns: int  # when its forward pass began
-    duration_us: int  # of the forward pass
+    start_ns: int  # start of the step's forward pass
+    duration_us: int  # duration of the forward pass
     host_us: int = 0  # time of the engine's loop outside the device: planning, and publishing the previous step
     predicted_us: int = 0  # duration_us + host_us as the cost model predicted them; 0: no model
     budget: int = 0  # maximum tokens of this step

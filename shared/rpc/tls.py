@@ -23,7 +23,7 @@ from shared.errors import ConfigError
 from shared.logs import peer_log
 
 HANDSHAKE_S = 4.0
-MAX_HANDSHAKES = 512  # at the same time; a stranger may leave any number of handshakes incomplete
+MAX_HANDSHAKES = 512  # incomplete at the same time; without this limit, a stranger could leave any number incomplete
 MAX_FILE_BYTES = 1 << 16
 PRIVATE_KEY = re.compile(rb"-----BEGIN ([A-Z ]*PRIVATE KEY)-----([A-Za-z0-9+/=\s]+)-----END \1-----")
 REGISTRY_PURPOSE = b"baton registry 1"
@@ -142,7 +142,7 @@ def _read_private(path: Path, flag: str) -> bytes:
 
 # ---- the identity of this process ------------------------------------------------------------------------------------
 
-_own: list[ClusterIdentity] = []  # at most one; every connection uses it, so that none is left unprotected
+_own: list[ClusterIdentity] = []  # at most one identity, which every connection uses
 
 
 def configure(path: str, listens: Mapping[str, str]) -> None:

@@ -158,7 +158,7 @@ class Load:
     """Clients that take requests in order of their numbers and send them one at a time until `finish` is called."""
 
     def __init__(self, url: str, model: str, clients: int, share: float = 1.0) -> None:
-        """`share` is the share of the time in which a client has a request in progress; it pauses for the rest."""
+        """`share` is the share of the time in which a client has a request in progress; the client then pauses."""
         self.outcomes: list[Outcome] = []
         self._url, self._model, self._share = url, model, share
         self._next = 0

@@ -355,7 +355,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(serve: Callable[[Answering]
             stopped.wait(600)
         return echo(path, body)
 
-    command = [sys.executable, "-m", "cluster", "chat", "--url", serve(answer)]
+    # The tests themselves may run in the background, where shells ignore the signal.
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "cluster", "chat", "--url", serve(answer)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

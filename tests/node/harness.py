@@ -58,7 +58,7 @@ def submission(
 
 @dataclass
 class RouterLine:
-    """A router's end of a standing stream, in memory."""
+    """The router's end of a standing stream, in memory."""
 
     name: str = ROUTER
     commands: asyncio.Queue[RouterCommand | None] = field(default_factory=asyncio.Queue)

@@ -90,7 +90,7 @@ def _some_lost(original: Any, self: RouterSessions, router: str, *deltas: Any) -
 
 def _orphans_kept(self: ActiveRequests, router: str) -> None:
     for request_id in [key for key, entry in self._entries.items() if entry.router == router]:
-        self.finish(request_id, "forgotten")  # the scheduler is not notified
+        self.finish(request_id, "forgotten")  # does not abort the request in the scheduler
 
 
 def _block_too_far(original: Any, self: Scheduler, request: Request, held: list[int]) -> None:

@@ -23,6 +23,8 @@ WORLD_CONTEXT.run(CURRENT.set, WORLD)
 
 
 class Network:
+    """The simulated network: the listening ports, the connections, and the cuts between processes."""
+
     def __init__(self, loop: SimLoop) -> None:
         self.loop = loop
         self._listeners: dict[int, Listener] = {}

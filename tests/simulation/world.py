@@ -53,6 +53,8 @@ class Result:
 
 
 class World:
+    """The state of one run: its hosts, network, clients and faults, and the violations found so far."""
+
     def __init__(self, scenario: Scenario, *, keeps_log: bool) -> None:
         self.scenario = scenario
         self.violations: list[str] = []

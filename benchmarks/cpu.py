@@ -41,7 +41,7 @@ OUR_KV_GIB, VLLM_KV_GIB = 0.5, 1  # our default; vLLM accepts whole GiB, but tou
 WORK_KV_GIB = 0.4  # enough for 32 contexts and their steps; both shapes use equal amounts per token
 FP32, BITS16, INT8 = "Baton fp32", "Baton 16-bit weights", "Baton int8"
 LLAMA_F32, VLLM_FP32, TRANSFORMERS = "llama.cpp F32", "vLLM fp32", "transformers fp32"
-FLASH = " flash"  # llama.cpp is measured with and without flash attention, and the faster result counts
+FLASH = " flash"  # llama.cpp is measured with and without flash attention; the faster result counts
 Runs = dict[str, dict[str, list[float]]]  # by measurement, then by arm
 
 

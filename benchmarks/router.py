@@ -69,7 +69,7 @@ class PacedNode:
     async def join(self, registry: str) -> StreamAnnouncer:
         port = await self._server.start("127.0.0.1", 0)
         boot = secrets.token_hex(16)
-        sizes = (64, 1 << 20, 1 << 20, 1 << 20, 4096)  # block tokens and bytes, blocks, longest row, requests
+        sizes = (64, 1 << 20, 1 << 20, 1 << 20, 4096)  # block tokens, block bytes, blocks, longest row, requests
         info = NodeInfo(self._name, boot, "decode", f"127.0.0.1:{port}", "model", "paced", *sizes)
         announcer = StreamAnnouncer(registry, HEARTBEAT_S)
         await announcer.start(info)

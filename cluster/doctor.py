@@ -185,7 +185,7 @@ async def _running(settings: DoctorSettings) -> AsyncIterator[Finding]:
         return f"{endpoint.model} at {settings.url}"
 
     async def replays() -> str:
-        """Check that answers repeat. A random salt ensures that the prefix cache is empty at first."""
+        """Check that answers repeat. With a random salt, the first answers cannot use the prefix cache."""
         prompts, salt = _prompts(endpoint.max_model_len), secrets.token_hex(8)
         answers = {"at once": await greedy_answers(endpoint, prompts, salt)}
         answers["from the prefix cache"] = await greedy_answers(endpoint, prompts, salt)
@@ -345,7 +345,7 @@ def _prompts(max_model_len: int) -> list[list[int]]:
 
 
 def same_tokens(answers: Mapping[str, Sequence[Sequence[int]]]) -> str:
-    """Check that all answers are equal. `answers` has them by the name of the cluster or method."""
+    """Check that all answers are equal. The keys of `answers` name the cluster or method."""
     if different := different_answers(answers):
         raise ValueError(
             f"{different[0]} ({len(different)} differ): either KV does not arrive as it was sent, or the nodes "

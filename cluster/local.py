@@ -36,7 +36,7 @@ def up(settings: LocalSettings) -> int:
     other. Raises ConfigError, before any process starts, if the settings are invalid.
     """
     settings, key = with_own_key(checked(settings))
-    if not settings.cluster_secret_file and not settings.registry:  # Redis may connect other hosts
+    if not settings.cluster_secret_file and not settings.registry:  # with Redis, nodes may be on other hosts
         settings = settings.model_copy(update={"cluster_secret_file": own_secret(settings.kv_directory)})
     children = plan(settings, settings.cpus or sorted(os.sched_getaffinity(0)))
     say = printer([child.name for child in children])
@@ -111,7 +111,7 @@ async def until_answers(url: str, is_enough: Callable[[Any], bool], key: str = "
 
 
 def printer(names: Iterable[str]) -> Say:
-    """Return a function that prints a line with the name of its process, in colour if the output is a terminal."""
+    """Return a function that prints a line after the name of a process, in colour if the output is a terminal."""
     from rich.console import Console
     from rich.text import Text
 

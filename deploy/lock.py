@@ -1,6 +1,6 @@
 """Print the requirements that `make lock` pins: those of Baton, its build and torch, but neither torch nor CUDA.
 
-The CPU and CUDA builds of torch have the same version but different hashes, and only the CUDA build needs CUDA.
+The CPU and CUDA builds of torch have equal versions but different hashes, and only the CUDA build needs CUDA libraries.
 """
 
 import re

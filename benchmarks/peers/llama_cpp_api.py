@@ -29,7 +29,7 @@ class LlamaContext:
             raise RuntimeError(f"llama.cpp cannot create a context of {sequences} sequences of {room} tokens")
         self._memory = api.llama_get_memory(self._context)
         self._batch = api.llama_batch_init(N_BATCH, 0, 1)
-        self._held = 0  # sequences that hold their prompt
+        self._held = 0  # number of sequences whose prompt is in the context
 
     def prefill(self, tokens: int) -> float:
         """Return the seconds of a prefill. The context is empty afterwards."""

@@ -1,1 +1,1 @@
-"""The load generator, and the traffic that it sends."""
+"""The load generator and its traffic."""

@@ -24,11 +24,11 @@ from shared.lifecycle import set_parent_death_signal
 
 SERVING_AT = re.compile(r"serving at (http://\S+)")
 START_S = 180.0
-DRAIN_S = 3  # of an arm that is stopped; no client waits for its answers
+DRAIN_S = 3  # short, because no client waits for the answers of an arm that is stopped
 GRACE_S = 12.0
 BAD_SETTINGS = 2
 PROCESS_BYTES = 400 << 20  # memory of a node with its libraries, as measured
-NICENESS = 5  # of the nodes; the load generator must send on time even if they use all cores
+NICENESS = 5  # niceness of nodes, so that the load generator sends on time even if they use all cores
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def trials_of(arms: Sequence[str], seed: int, number: int) -> list[Trial]:
 
 @dataclass(slots=True)
 class Period:
-    """The measurements of one trial, from idle to idle. `problems` are the reasons not to use its figures."""
+    """The measurements of one trial, before and after which the arm is idle. `problems` make its figures unusable."""
 
     trial: Trial
     recording: LoadRecording = field(default_factory=LoadRecording)
@@ -53,7 +53,7 @@ class Period:
     timelines: dict[str, Document] = field(default_factory=dict)  # of the worst requests, by request id
     counts: dict[str, int] | None = None  # increases of the nodes' counters; None if not available
     problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what the figures leave out, although they are valid
+    notes: list[str] = field(default_factory=list)  # limitations of figures that are still valid
 
 
 class ProgressReporter(Protocol):

@@ -45,10 +45,10 @@ class LeadingMetric:
         return "unknown" if mean is None else f"{mean * self.scale:.1f}{self.unit}"
 
     def gap(self, behind: Comparison) -> str:
-        """Return the lead over the arm that is behind, with its interval."""
+        """Return the lead over the other arm of `behind`, with its interval."""
         if behind.difference is None or behind.low is None or behind.high is None:
             return "no interval"
-        # Adding 0 turns -0 into 0.
+        # Adding 0 converts -0.0 to 0.0.
         lead, low, high = (0 - value * self.scale + 0 for value in (behind.difference, behind.high, behind.low))
         return f"{lead:+.1f}{self.unit_of_gap} [{low:+.1f}, {high:+.1f}]"
 

@@ -1,4 +1,4 @@
-"""The pages of results match the results files."""
+"""Tests of the pages that are generated from results files."""
 
 import json
 from pathlib import Path

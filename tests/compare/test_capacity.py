@@ -139,7 +139,7 @@ async def test_an_arm_that_holds_or_fails_at_every_rate_has_a_bound(share: float
 
 
 async def test_a_cliff_is_reported_as_one() -> None:
-    """Nearly all requests are good up to a rate, and none beyond it, as when the KV memory is exhausted."""
+    """Nearly all requests meet the SLO up to a certain rate, and none do above it, as when KV memory is exhausted."""
 
     async def measure(rate: float, _seed: int) -> float:
         return 0.99 if rate <= 7.3 else 0.0

@@ -234,7 +234,7 @@ def test_shares_of_a_device_sum_to_1_and_overlaps_count_once() -> None:
     assert shares["idle_blocked"] == pytest.approx(0.1)
     assert shares["idle_empty"] == pytest.approx(0.3)
     model = CostModel(overhead=0.01, per_token=0.001, per_context=0.0001)
-    mixed = step(0, 40, 10, 10, decode_context=200)  # 10 ms of prompts; 10 + 20 ms of decodes; 10 ms of overhead
+    mixed = step(0, 40, 10, 10, decode_context=200)  # 10 ms for prompts, 10 + 20 ms for decodes, 10 ms of overhead
     assert busy_shares([mixed], (0.0, 40.0), model)["prefill"] == pytest.approx(0.25)
 
 

@@ -92,7 +92,7 @@ def test_a_single_slo_is_not_a_range():
 
 
 def test_a_win_that_is_sure_for_one_look_is_not_for_one_of_many():
-    """The lead is 3 standard errors. Its p = 0.03 is not significant for one of 24 SLOs."""
+    """A lead of 3 standard errors has p = 0.03, which is not significant if 24 SLOs are tested."""
     weak = flips(lambda _, tbt: ahead("b" if tbt > 90 else None, 3.0), 450, 40)
     strong = flips(lambda _, tbt: ahead("b" if tbt > 90 else None, 20.0), 450, 40)
     assert ahead("b", 3.0).winner == "b"
@@ -114,13 +114,13 @@ def attained(rows: dict[str, list[NDArray[np.float64]]], ttft_ms: float, tbt_ms:
 
 
 def latencies(random: np.random.Generator, factors: tuple[float, float]) -> list[NDArray[np.float64]]:
-    """Return six seeds of 80 requests with about 250 and 25 ms. Requests vary by half, and seeds by a seventh."""
+    """Return latencies of 80 requests for each of six seeds, about 250 and 25 ms. Requests vary more than seeds."""
     scale = np.array([250.0, 25.0]) * factors
     return [np.exp(random.normal(0, 0.7, (80, 2)) + random.normal(0, 0.15, 2)) * scale for _ in range(6)]
 
 
 def test_two_equal_arms_hardly_ever_flip():
-    """Without the correction, four of ten reports showed a flip."""
+    """Without the correction for many SLOs, four of ten reports showed a flip."""
     random, claimed, draws = np.random.default_rng(5), 0, 100
     for _ in range(draws):
         rows = {arm: latencies(random, (1.0, 1.0)) for arm in "ab"}

@@ -107,7 +107,7 @@ class LocalSettings(ServingSettings, ComputingSettings):
 
 
 class DoctorSettings(LocalSettings):
-    """The examination"""
+    """The checks"""
 
     url: str = Field(default="", description="URL of a running cluster to check; empty: start small ones here.")
     api_key: str = Field(default="", repr=False, description="Admin key for that router.")

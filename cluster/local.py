@@ -92,7 +92,7 @@ async def _report_ready(
 
 
 def num_ready(status: Any) -> int:
-    """Return the number of nodes that take requests according to a router's /v1/status."""
+    """Return the number of nodes that take requests, according to a router's /v1/status."""
     return sum(bool(node["alive"]) and node["state"] == "ready" for node in status["nodes"])
 
 
@@ -153,7 +153,7 @@ class LocalCluster:
     async def run(self) -> int:
         """Run the processes until they have all ended, and return the exit status.
 
-        The status is 0 after one signal, and 128 plus its number after a second one.
+        The status is 0 after one signal. After a second signal, it is 128 plus the number of that signal.
         """
         loop = asyncio.get_running_loop()
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

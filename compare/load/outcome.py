@@ -18,7 +18,7 @@ SCHEMA = "baton.outcomes/1"
 HEAD = ("started_unix_ns",)
 TAIL = ("counted", "problems")
 COUNTS = ("ids", "logprobs", "usage", "events")  # how tokens are counted, most reliable first
-MAX_LINE = 16 << 20  # bytes of one event; an echoed prompt fits, and memory stays bounded
+MAX_LINE = 16 << 20  # maximum bytes of one event, which bounds memory; an echoed prompt fits
 WORDS = ("of", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")  # a token each
 
 

@@ -66,7 +66,7 @@ class Figures:
 
     @cached_property
     def pairs(self) -> list[dict[str, Period]]:
-        """The periods, by arm, of each seed that is valid in all arms. Empty if the session searches for capacities."""
+        """For each seed that is valid in all arms, its periods by arm. Empty if the session searches for capacities."""
         if self.experiment.finds_capacity:
             return []
         groups: dict[tuple[int, float | None], dict[str, Period]] = defaultdict(dict)

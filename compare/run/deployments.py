@@ -33,8 +33,8 @@ NICENESS = 5  # niceness of nodes, so that the load generator sends on time even
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """How to start the nodes of an arm: the model directory, the cores that they share ((): all cores), the step-time
-    model of emulated nodes, and the number of GPUs."""
+    """How to start the nodes of an arm: the model directory, the cores to share (all if empty), the step-time model of
+    emulated nodes, and the number of GPUs."""
 
     model: str
     cpus: tuple[int, ...] = ()

@@ -256,7 +256,7 @@ def _partial_recording(path: Path) -> LoadRecording:
 
 
 def _check_equal_work(experiment: Experiment, findings: Findings) -> None:
-    """Compare tokens and work between all periods under the same traffic, and add the result to the findings."""
+    """Compare tokens and work between arms under the same traffic, and add the results to the findings."""
     groups: dict[tuple[int, float | None], dict[str, LoadRecording]] = {}  # recordings by traffic, then by arm
     for period in findings.periods:
         groups.setdefault(period.trial.traffic, {})[period.trial.arm] = period.recording

@@ -36,9 +36,9 @@ class CapacityPoint:
 class CapacityEstimate:
     """A capacity in requests per second, with a 95 % interval over seeds.
 
-    `low` and `high` are None with fewer than two seeds, or if they lie beyond the measured rates. `bounded` is "yes",
-    "above" if even the highest measured rate meets the SLO, or "below" if even the lowest does not. With `cliff`, the
-    attainment drops abruptly, and `rate` is the last rate before the drop.
+    `low` and `high` are None with fewer than two seeds, or if they lie beyond the measured rates. `bounded` is
+    "above" if even the highest measured rate meets the SLO, "below" if even the lowest does not, else "yes". With
+    `cliff`, the attainment drops abruptly, and `rate` is the last rate before the drop.
     """
 
     rate: float

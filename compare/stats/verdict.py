@@ -19,7 +19,7 @@ from compare.stats.statistics import (
 )
 
 CEILING = 0.99  # arms with a higher attainment cannot be distinguished
-STEPS_AROUND = 6  # each by a factor of the square root of 2, from 1/8 to 8 times the given SLO
+STEPS_AROUND = 6  # in each direction, by factors of sqrt(2): from 1/8 to 8 times the given SLO
 LEAST_STEPS = 2  # an arm must win at this many consecutive SLOs
 LATENCIES = {
     "ttft_p50_ms": "TTFT p50",

@@ -1,4 +1,4 @@
-"""Tests of reports of periods whose figures are known."""
+"""Tests of reports on periods with known figures."""
 
 import json
 from dataclasses import replace

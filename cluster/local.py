@@ -26,7 +26,7 @@ FIRST_DELAY_S = 0.5
 GRACE_S = 2.0  # how long a process may take to exit after its drain
 BAD_SETTINGS = 2  # the exit status of a process with invalid settings, which is not restarted
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")
-STARTING_S = 20.0  # after this time, print a line that the cluster is still starting
+STARTING_S = 20.0  # after this time, report that the cluster is still starting
 
 
 def up(settings: LocalSettings) -> int:

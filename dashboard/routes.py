@@ -97,8 +97,8 @@ class EventStream:
     and may get up to one second of events twice. A client that reads slowly loses its oldest unsent events, and a
     client that does not read is disconnected.
 
-    It reads the history on a timer while it has subscribers, and costs nothing otherwise. The server closes it when it
-    drains, because its streams do not end by themselves.
+    It reads the history on a timer while it has subscribers, and costs nothing otherwise. A draining server closes this
+    app, because the streams do not end by themselves.
     """
 
     def __init__(

@@ -17,8 +17,8 @@ from engine.runner import Runner, SliceOutput
 from scheduler.request import Slice, Step
 
 log = logging.getLogger("baton.emulated")
-LANES = 4  # of 8 bytes per position
-EMULATED_HEAD_DIM = LANES  # gives a KVLayout of 1 layer, 1 head and float32 the same 32 bytes per token
+LANES = 4  # 64-bit integers per position, so 32 bytes
+EMULATED_HEAD_DIM = LANES  # K and V of 1 layer, 1 head and float32 then have 32 bytes per token, too
 # If the engine's work between two passes, or a late end of a sleep, delays a pass, the next pass is shortened by up to
 # this time. This emulates a device whose next step is already queued.
 ABSORBED_S = 0.002

@@ -1,4 +1,4 @@
-"""Standing streams to the attached routers. The node receives commands, and sends deltas, statistics and records.
+"""Long-lived streams to the routers of a node. The node receives commands and sends deltas, statistics and records.
 
 A router that does not read uses bounded memory. It loses records first. If it has too many unread deltas, it is dropped
 with its requests.

@@ -299,7 +299,7 @@ class RedisRegistry(Registry):
                 if nodes != self.nodes:
                     self.nodes = nodes
                     changed()
-                with contextlib.suppress(*REDIS_FAILURES):  # may lack permission; the next read notices a lost Redis
+                with contextlib.suppress(*REDIS_FAILURES):  # permission may be missing; reads notice a lost connection
                     await self._remove_names([member for name, member in missing.items() if name in stale])
             await asyncio.sleep(self._interval_s)
 

@@ -29,8 +29,8 @@ _VECTOR = ir.VectorType(_FLOAT, LANES)
 
 
 def _exchanged(builder: Any, one: Any, other: Any, bit: int) -> tuple[Any, Any]:
-    """Return two rows of a matrix after one round of the butterfly that transposes it. The indices of the rows differ
-    in `bit`; the round exchanges this bit between the index of the row and that of the lane."""
+    """Return two rows of a matrix after one round of a butterfly transpose. The indices of the rows differ only in
+    `bit`. The round moves each element so that this bit of its row index and of its lane index are swapped."""
     low = [lane if not lane & bit else LANES + (lane ^ bit) for lane in range(LANES)]
     high = [lane | bit if not lane & bit else LANES + lane for lane in range(LANES)]
     masks = (ir.Constant(ir.VectorType(_INT, LANES), mask) for mask in (low, high))

@@ -14,7 +14,7 @@ from shared.errors import RequestError, UnavailableError
 from shared.rpc.messages import Logprobs, TokenDelta, unpack_ids
 
 HANDOFF = "handoff: "  # prefix of the errors by which nodes report a failed handoff
-UNREAD_BYTES = 128 << 10  # limit of a request's unread deltas; the connection and the kernel buffer more
+UNREAD_BYTES = 128 << 10  # limit of a request's unread deltas, without those in buffers of the connection
 FULL_S = 0.05  # how long the limit may be exceeded, so that the event loop can first read a burst
 SLOW_S = 30.0  # how long a paused request waits for its client to read before it fails
 

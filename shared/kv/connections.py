@@ -181,7 +181,7 @@ class ChannelListener:
         self._server.close()
 
     def fence_writer(self, incarnation_id: str) -> bool:
-        """Refuse this writer from now on. Return False, and do not refuse it, if it is connected."""
+        """Refuse connections of this writer from now on, and return True. If it is connected, only return False."""
         with self._lock:
             if not self._num_open[incarnation_id]:
                 self._fenced.add(incarnation_id)

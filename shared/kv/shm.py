@@ -60,7 +60,7 @@ class _Mapping:
             count = end - start
             copied += count * row_bytes
             from_rows, to_rows = (slice(first, first + count) for first in (source[start], target[start]))
-            self._theirs[to_rows] = self._ours[from_rows]  # no local variable: a traceback would keep it mapped
+            self._theirs[to_rows] = self._ours[from_rows]  # a variable in a traceback would keep the memory mapped
         if hung_up(self.socket):
             raise PeerLostError("it has ended")
 

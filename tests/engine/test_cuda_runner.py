@@ -43,7 +43,7 @@ CAPTURES = ["nothing", "pieces", "decodes whole"]
 
 
 class StaticAttention:
-    """Attention whose decodes a graph can capture: it reads only the batch's tensors, and the whole block table."""
+    """Attention that a CUDA graph can capture, because it reads only tensors of the batch, and all of the block table."""
 
     name = "static"
 

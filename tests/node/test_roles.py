@@ -1,4 +1,4 @@
-"""A node that switches its role: its answers during and after the switch, without a peer."""
+"""Test the answers of a single node while it switches its role, and afterwards."""
 
 import asyncio
 from collections.abc import AsyncIterator

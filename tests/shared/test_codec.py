@@ -1,4 +1,4 @@
-"""The wire format: every message has fixed bytes, and the error for invalid input names the field."""
+"""The wire format: the encoding of each message is pinned, and the error for invalid input names the field."""
 
 import dataclasses
 

@@ -10,23 +10,20 @@ import torch
 from engine.attention import attention_on_cpu
 from engine.cpu.malloc import give_back, keep_large_blocks, map_large_blocks, share_one
 from engine.cuda.kv.pool import PoolClient
-from engine.emulated_runner import EMULATED_HEAD_DIM, EmulatedRunner
 from engine.emulation import Emulation, load_emulation
-from engine.hash_model import HashRunner
+from engine.hash_model import LANES, EmulatedRunner, HashRunner
 from engine.kernels import kernels_on_cpu
 from engine.kv_pool import KVPool, blocks_for, check_holds
 from engine.linear import LinearFormat, linear_on_cpu
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, load_model
-from engine.options import BuildOptions, EngineComponents, exchange_fingerprint
 from engine.runner import Runner, TorchRunner
-from engine.startup import stage
+from engine.startup import BuildOptions, EngineComponents, exchange_fingerprint, stage
 from engine.weights import weight_bytes
 from shared.kv.layout import HOST_KV_BYTES, KVLayout
 from shared.kv.memory import HostMemory
 from shared.model_files import resolve
 
-HASH_LAYERS = 2  # layers of the hash model, a test model that hashes instead of computing
 CPU_BLOCK_TOKENS = 16
 SMALLER_MODEL = "take a smaller model, or fewer bits for its weights (--weight-dtype bfloat16, --quantization int8)"
 
@@ -49,6 +46,8 @@ def _build(options: BuildOptions, borrowed: PoolClient | None) -> EngineComponen
         raise ValueError(
             f"--max-model-len {max_model_len} exceeds the {config.max_position_embeddings} positions of {path}"
         )
+    if options.num_blocks == 1:
+        raise ValueError("--num-blocks 1: one block is kept as a dummy, so at least 2 are needed")
     if borrowed is not None:
         options = replace(options, num_blocks=borrowed.num_rows)
     emulation = load_emulation(options.emulate) if options.emulate else None
@@ -60,9 +59,9 @@ def _build(options: BuildOptions, borrowed: PoolClient | None) -> EngineComponen
         from engine.cuda.device import CudaAccelerator
 
         gpu = CudaAccelerator("cuda" if options.device == "auto" else options.device, borrowed)
-        computer = build_on_cuda(replace(options, max_model_len=max_model_len), config, path, gpu)
-        check_holds(computer.layout, options.max_model_len)
-        return computer
+        components = build_on_cuda(replace(options, max_model_len=max_model_len), config, path, gpu)
+        check_holds(components.layout, options.max_model_len)
+        return components
     return _build_on_cpu(options, config, path, max_model_len, emulation, borrowed)
 
 
@@ -79,29 +78,24 @@ def _build_on_cpu(
             f"dtype {options.dtype!r}: on the CPU activations are float32; use --dtype float32, and --weight-dtype "
             f"{options.dtype} to store the weights in that type"
         )
-    options = replace(
-        options,
-        block_size=options.block_size or CPU_BLOCK_TOKENS,
-        kv_cache_memory=options.kv_cache_memory or HOST_KV_BYTES,
-    )
     share_one()
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     layout = _layout(options, config, emulation)
-    check_holds(
-        layout, options.max_model_len
-    )  # the pool may be smaller than the model's own maximum, which few requests reach
-    rows, size = layout.num_blocks, layout.block_bytes
-    memory = HostMemory(rows, size) if borrowed is None else borrowed.fitting(size)
-    name = _name(options, emulation)
+    # The pool may be smaller than the model's own maximum, which few requests reach.
+    check_holds(layout, options.max_model_len)
+    memory = (
+        HostMemory(layout.num_blocks, layout.block_bytes) if borrowed is None else borrowed.fitting(layout.block_bytes)
+    )
+    name = options.runner if emulation is None else f"emulated {emulation.name}"
     attributes = {"runner": name, "device": "cpu", "dtype": "float32", "kv_cache_dtype": layout.dtype}
     runner: Runner
     if emulation is not None:
         runner = EmulatedRunner(memory.rows, layout.block_tokens, config.vocab_size, emulation)
     elif options.runner == "hash":
-        runner = HashRunner(memory.rows, layout.block_tokens, HASH_LAYERS, config.vocab_size)
+        runner = HashRunner(memory.rows, layout.block_tokens, config.vocab_size)
     else:
-        runner, more = _torch_runner(options, config, path, KVPool(layout, memory))
-        attributes |= more
+        runner, parts = _torch_runner(options, config, path, KVPool(layout, memory))
+        attributes |= parts
     print_ = exchange_fingerprint(name, path, layout, memory.sums)
     attributes |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
     return EngineComponents(runner, memory, layout, max_model_len, config.vocab_size, print_, attributes, emulation)
@@ -135,29 +129,15 @@ def on_gpu(device: str, *, computes: bool) -> bool:
     return computes and (device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()))
 
 
-def _name(options: BuildOptions, emulation: Emulation | None) -> str:
-    """Return the runner's name as shown to users."""
-    return options.runner if emulation is None else f"emulated {emulation.name}"
-
-
 def _layout(options: BuildOptions, config: ModelConfig, emulation: Emulation | None) -> KVLayout:
-    kv_dtype = options.kv_cache_dtype
-    if kv_dtype == "auto":  # users of int8 weights prefer speed to exactness
-        kv_dtype = "float16" if options.quantization == "int8" else "float32"
-
-    def layout(num_blocks: int) -> KVLayout:
-        if emulation is not None:
-            return KVLayout(num_blocks, 1, 1, options.block_size, EMULATED_HEAD_DIM, "float32")
-        if options.runner == "hash":
-            return KVLayout(num_blocks, 1, HASH_LAYERS, options.block_size, 1, "float32")
-        return KVLayout(
-            num_blocks, config.num_kv_heads, config.num_layers, options.block_size, config.head_dim, kv_dtype
-        )
-
-    if options.num_blocks == 1:
-        raise ValueError("--num-blocks 1: one block is kept as a dummy, so at least 2 are needed")
-    if options.num_blocks:
-        return layout(options.num_blocks)
+    dtype = options.kv_cache_dtype
+    if dtype == "auto":  # users of int8 weights prefer speed to exactness
+        dtype = "float16" if options.quantization == "int8" else "float32"
+    size = options.block_size or CPU_BLOCK_TOKENS
+    one = KVLayout(1, config.num_kv_heads, config.num_layers, size, config.head_dim, dtype)
+    num_blocks = options.num_blocks
+    if emulation is not None or options.runner == "hash":
+        one = KVLayout(1, 1, 1, size, LANES, "float32")
     if emulation is not None:
-        return layout(1 + emulation.kv_tokens // options.block_size)
-    return layout(blocks_for(options.kv_cache_memory, layout(1)))
+        num_blocks = num_blocks or 1 + emulation.kv_tokens // size
+    return replace(one, num_blocks=num_blocks or blocks_for(options.kv_cache_memory or HOST_KV_BYTES, one))

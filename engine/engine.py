@@ -240,7 +240,7 @@ class Engine:
         """Return the outputs of a step. If the step raised, run each slice alone, so that only faulty requests fail."""
         if flight.pending is not None:
             try:
-                outputs = flight.pending.wait()
+                outputs = flight.pending()
             except Exception:
                 log.exception("step %d failed; its slices run one by one", flight.step.number)
             else:
@@ -254,7 +254,7 @@ class Engine:
             return
         if behind.pending is not None:
             with suppress(Exception):
-                behind.pending.wait()
+                behind.pending()
         behind.pending, behind.leads = None, False
 
     def _run_each(self, step: Step) -> list[SliceOutput]:

@@ -1,124 +1,141 @@
-"""A test model without arithmetic: the KV of a position is a hash of all tokens up to it, and the next token is a hash
-of all KV read back.
+"""Two devices without a model, for tests and emulation. Their tokens show whether the right KV is in the right place.
 
-Any stale, torn, foreign or misplaced block changes the output. Correct output therefore verifies the transport, the
-scheduler and the recovery.
+The KV of a position is 32 bytes: a running sum over all tokens up to it. Each token adds pseudorandom numbers that
+depend on it and on its position. A chunk is computed at once, from the KV of the position before it.
 """
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import pairwise
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.emulation import Emulation
 from engine.runner import Runner, SliceOutput
-from scheduler.request import Request, RequestState, Slice, Step, cdiv
+from scheduler.request import Slice, Step, cdiv
 
-KV_BYTES = 8  # per position and layer, as in a KVLayout with 1 head, head_dim 1 and float32
+log = logging.getLogger("baton.emulated")
+LANES = 4  # 64-bit integers per position, so 32 bytes, as in a KVLayout with 1 layer, 1 head, head_dim 4 and float32
+# If the engine's work between two passes, or a late end of a sleep, delays a pass, the next pass is shortened by up to
+# this time. This emulates a device whose next step is already queued.
+ABSORBED_S = 0.002
 
-
-@dataclass(slots=True)
-class HashedPrefix:
-    """The running hash of a request's first `end` tokens."""
-
-    request: Request
-    end: int
-    state: bytes
+Lanes = NDArray[np.uint64]
 
 
 class HashRunner(Runner):
-    """Replaces `TorchRunner`. `rows` is the KV pool, uint8 [num_blocks, row_bytes].
+    """Replaces `TorchRunner`. `rows` is the KV pool, uint8 [num_blocks, at least block_tokens * 32].
 
-    Sampling parameters are ignored: the KV determines the next token, which has no logprobs. Raises ValueError if the
-    rows are too short.
+    The next token is a hash of all KV read back, so any stale, torn, foreign or misplaced block changes it. Sampling
+    parameters are ignored, and there are no logprobs.
     """
 
-    def __init__(self, rows: NDArray[np.uint8], block_tokens: int, layers: int, vocab_size: int) -> None:
-        used = block_tokens * layers * KV_BYTES
-        if rows.shape[1] < used:
-            raise ValueError(f"rows of {rows.shape[1]} bytes; {block_tokens} tokens x {layers} layers take {used}")
-        self._rows = rows[:, :used]
-        self._block_tokens = block_tokens
-        self._layers = layers
+    def __init__(self, rows: NDArray[np.uint8], block_tokens: int, vocab_size: int) -> None:
+        used = block_tokens * LANES * 8
+        self._kv: Lanes = rows[:, :used].view(np.uint64).reshape(len(rows), block_tokens, LANES)
         self._vocab_size = vocab_size
-        self._prefixes: dict[str, HashedPrefix] = {}
 
     def run(self, step: Step) -> list[SliceOutput]:
-        self._prefixes = {
-            id: kept for id, kept in self._prefixes.items() if kept.request.state is not RequestState.DONE
-        }
-        return [self._run_slice(slice_) for slice_ in step.slices]
+        return [self.run_slice(slice_, slice_.request.blocks) for slice_ in step.slices]
 
-    def _run_slice(self, slice_: Slice) -> SliceOutput:
-        self._store(slice_)
+    def run_slice(self, slice_: Slice, blocks: list[int]) -> SliceOutput:
+        """Compute a slice in `blocks`."""
+        request, row, size = slice_.request, np.asarray(blocks), self._kv.shape[1]
+        positions, before = np.arange(slice_.start, slice_.end), slice_.start - 1
+        state: Lanes = self._kv[row[before // size], before % size] if before >= 0 else _root(request.salt)
+        states = state + _sums(request.tokens[slice_.start : slice_.end], slice_.start)
+        self._kv[row[positions // size], positions % size] = states
         if not slice_.samples:
             return SliceOutput()
-        blocks = slice_.request.blocks[: cdiv(slice_.end, self._block_tokens)]
-        read = self._rows[blocks].reshape(-1)[: slice_.end * self._layers * KV_BYTES]
-        digest = hashlib.blake2b(read.data, digest_size=8).digest()
-        return SliceOutput(_token(digest, self._vocab_size))
+        return SliceOutput(self._hashed(row[: cdiv(slice_.end, size)], slice_.end) % self._vocab_size)
 
-    def _store(self, slice_: Slice) -> None:
-        prefix = self._prefix(slice_)
-        kv = bytearray()
-        for position in range(slice_.start, slice_.end):
-            prefix.state = _next_state(prefix.state, slice_.request.tokens[position])
-            kv += _kv_of(prefix.state, position, self._layers)
-        prefix.end = slice_.end
-        new = np.frombuffer(kv, np.uint8).reshape(slice_.count, -1)
-        size = self._block_tokens
-        edges = [slice_.start, *range(cdiv(slice_.start + 1, size) * size, slice_.end, size), slice_.end]
-        for start, end in pairwise(edges):
-            row = self._rows[slice_.request.blocks[start // size]].reshape(size, -1)
-            row[start % size : start % size + end - start] = new[start - slice_.start : end - slice_.start]
+    def _hashed(self, row: NDArray[Any], end: int) -> int:
+        """Return a hash of the KV of positions [0, end), read back from the blocks in `row`."""
+        return _digest(hashlib.blake2b(self._kv[row].reshape(-1, LANES)[:end].tobytes(), digest_size=8))
 
-    def _prefix(self, slice_: Slice) -> HashedPrefix:
-        """Return the running hash up to the slice. It was kept after the previous slice, or is computed from tokens."""
-        request = slice_.request
-        kept = self._prefixes.get(request.id)
-        if kept is None or kept.request is not request or kept.end != slice_.start:
-            kept = HashedPrefix(request, slice_.start, _state_after(request.tokens[: slice_.start], request.salt))
-            self._prefixes[request.id] = kept
-        return kept
+
+class EmulatedRunner(HashRunner):
+    """A runner with the step times of an emulated device. It reads back the KV of the last position only.
+
+    `overruns` counts passes that ended late because this machine is too slow for the emulated device.
+    """
+
+    def __init__(
+        self,
+        rows: NDArray[np.uint8],
+        block_tokens: int,
+        vocab_size: int,
+        emulation: Emulation,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        super().__init__(rows, block_tokens, vocab_size)
+        self._cost, self._clock, self._sleep = emulation.cost, clock, sleep
+        self._pass_ends = float("-inf")
+        self.overruns = 0
+
+    def run(self, step: Step) -> list[SliceOutput]:
+        started = self._clock()
+        outputs = super().run(step)
+        begins = self._pass_ends if started - self._pass_ends <= ABSORBED_S else started
+        self._pass_ends = begins + self._cost.seconds(step.work)
+        rest_s = self._pass_ends - self._clock()
+        if rest_s > 0:
+            self._sleep(rest_s)
+        elif rest_s < -ABSORBED_S:
+            self._overrun(-rest_s)
+        return outputs
+
+    def _overrun(self, late_s: float) -> None:
+        self.overruns += 1
+        if self.overruns.bit_count() == 1:  # at 1, 2, 4, 8 …
+            log.warning(
+                "%d passes ended late, the last one by %.1f ms: this machine is too slow for the emulated device",
+                self.overruns,
+                late_s * 1000,
+            )
+
+    def _hashed(self, row: NDArray[Any], end: int) -> int:
+        return int(_mixed(self._kv[row[-1], (end - 1) % self._kv.shape[1]])[0])
 
 
 def expected_tokens(
-    prompt: Iterable[int], num_tokens: int, salt: bytes = b"", layers: int = 2, vocab_size: int = 512
+    prompt: Iterable[int], num_tokens: int, vocab_size: int, salt: bytes = b"", emulated: bool = False
 ) -> list[int]:
-    """Return the tokens that a `HashRunner` must generate after `prompt`, computed without a KV pool."""
-    state, position, kv = _state_after((), salt), 0, hashlib.blake2b(digest_size=8)
-    pending, generated = list(prompt), list[int]()
+    """Return the tokens that a `HashRunner` (or `EmulatedRunner`) must generate after `prompt`, with any KV channel."""
+    pending, state, position, read = list(prompt), _root(salt), 0, hashlib.blake2b(digest_size=8)
+    generated: list[int] = []
     while len(generated) < num_tokens:
-        for token in pending:
-            state = _next_state(state, token)
-            kv.update(_kv_of(state, position, layers))
-            position += 1
-        pending = [_token(kv.digest(), vocab_size)]
+        states = state + _sums(pending, position)
+        state, position = states[-1], position + len(pending)
+        read.update(states.tobytes())
+        pending = [(int(_mixed(state)[0]) if emulated else _digest(read)) % vocab_size]
         generated += pending
     return generated
 
 
-def _state_after(tokens: Iterable[int], salt: bytes) -> bytes:
-    state = hashlib.blake2b(salt, digest_size=32).digest()
-    for token in tokens:
-        state = _next_state(state, token)
-    return state
+def _digest(read: "hashlib.blake2b") -> int:
+    return int.from_bytes(read.digest(), "little")
 
 
-def _next_state(state: bytes, token: int) -> bytes:
-    return hashlib.blake2b(state + token.to_bytes(8, "little"), digest_size=32).digest()
+def _root(salt: bytes) -> Lanes:
+    return np.frombuffer(hashlib.blake2b(salt, digest_size=8 * LANES).digest(), np.uint64)
 
 
-def _kv_of(state: bytes, position: int, layers: int) -> bytes:
-    """Return 8 bytes per layer, which depend on the position and on all tokens up to it."""
-    where = position.to_bytes(8, "little")
-    return b"".join(
-        hashlib.blake2b(where + layer.to_bytes(8, "little"), digest_size=KV_BYTES, key=state).digest()
-        for layer in range(layers)
-    )
+def _sums(tokens: list[int], start: int) -> Lanes:
+    """Return running sums modulo 2**64 of pseudorandom numbers by token and position, uint64 [tokens, LANES]."""
+    positions = np.arange(start, start + len(tokens), dtype=np.uint64)
+    places = (positions << np.uint64(32)) | np.asarray(tokens, np.uint64)
+    keys = np.add.outer(places * np.uint64(LANES), np.arange(LANES, dtype=np.uint64))
+    return np.cumsum(_mixed(keys), axis=0, dtype=np.uint64)
 
 
-def _token(digest: bytes, vocab_size: int) -> int:
-    return int.from_bytes(digest, "little") % vocab_size
+def _mixed(keys: Lanes) -> Lanes:
+    """Return splitmix64 (Steele, Lea and Flood 2014) of each key."""
+    mixed = (keys + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

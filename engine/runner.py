@@ -1,8 +1,9 @@
 """Runs steps on a device and returns the output of each slice."""
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from engine.models.decoder import Decoder
 from engine.sampling import NUMERICAL, DrawResult, SamplingRow, describe, is_penalized, sample
 from scheduler.request import Request, Slice, Step, cdiv
 from shared.rpc.messages import Logprobs, SamplingParams
+
+if TYPE_CHECKING:  # numba may be missing
+    from engine.cpu.fused_decode import FusedDecode
 
 MAX_SCORED_LOGITS = 2**24  # prompt logits computed at once, 64 MiB; those of a whole chunk could take GiBs
 WARM_TOKENS = 128  # tokens of the warm-up pass: enough for all kernels to be compiled
@@ -30,22 +34,9 @@ class SliceOutput:
     error: str = ""
 
 
-class PendingStep(Protocol):
-    """A launched step."""
-
-    def wait(self) -> list[SliceOutput]:
-        """Block until the step ends. Return one output per slice, in order, or raise the exception of the step."""
-        ...
-
-
-@dataclass(slots=True)
-class FinishedStep:
-    """A pending step that was already finished when `launch` returned."""
-
-    outputs: list[SliceOutput]
-
-    def wait(self) -> list[SliceOutput]:
-        return self.outputs
+# A launched step. The call blocks until the step ends. It returns one output per slice, in order, or raises the
+# exception of the step.
+PendingStep = Callable[[], list[SliceOutput]]
 
 
 class Runner(Protocol):
@@ -69,23 +60,14 @@ class Runner(Protocol):
 
         `before` is the pending step, if there is one. If it samples the last token of a slice of this step,
         `engine.batch.build(..., before=before.slices)` records the draw in `Batch.carried`, and the runner copies it
-        into `Batch.tokens` on the device. If `before` fails, this step fails too: its `wait` raises.
+        into `Batch.tokens` on the device. If `before` fails, this step fails too.
         """
-        return FinishedStep(self.run(step))
+        outputs = self.run(step)
+        return lambda: outputs
 
     def warm_up(self) -> None:
         """Run small steps in the dummy block, so that no request waits for one-time work such as compilation."""
         return
-
-
-class WholePass(Protocol):
-    """A faster implementation of the forward pass for some batches, with identical logits."""
-
-    def takes(self, batch: Batch) -> bool: ...
-
-    def logits(self, batch: Batch) -> Tensor:
-        """Store the KV of all tokens and return the logits, float32 [S, vocab_size]. Requires `takes(batch)`."""
-        ...
 
 
 def set_ahead(runner: Runner, mode: str) -> None:
@@ -104,16 +86,6 @@ def leads(step: Step) -> bool:
     It may not if a request has penalties, since its next draw then depends on all earlier tokens.
     """
     return not any(slice_.samples and is_penalized(slice_.request.sampling) for slice_ in step.slices)
-
-
-@dataclass(slots=True)
-class RunningStep:
-    """A step on the runner's worker thread."""
-
-    outputs: "Future[list[SliceOutput]]"
-
-    def wait(self) -> list[SliceOutput]:
-        return self.outputs.result()
 
 
 class TorchRunner(Runner):
@@ -148,10 +120,10 @@ class TorchRunner(Runner):
 
     def launch(self, step: Step, before: Step | None = None) -> PendingStep:
         if not self.ahead:
-            return FinishedStep(self.run(step))
+            return super().launch(step)
         batch = self._build(step, before)
         self._worker = self._worker or ThreadPoolExecutor(1, "device")
-        return RunningStep(self._worker.submit(self._pass, step, batch))
+        return self._worker.submit(self._pass, step, batch).result
 
     def warm_up(self) -> None:
         """Run a chunk and a decode on the computing thread; their KV goes to the dummy block."""
@@ -159,7 +131,7 @@ class TorchRunner(Runner):
         request = Request("warm-up", [0] * count, count, 1, sampling=SamplingParams(seed=0))
         request.blocks = [DUMMY_BLOCK] * cdiv(count, self._block_tokens)
         for start in (0, count - 1):
-            self.launch(Step(0, [Slice(request, start, count - start, True, 0)], [])).wait()
+            self.launch(Step(0, [Slice(request, start, count - start, True, 0)], []))()
 
     def _build(self, step: Step, before: Step | None = None) -> Batch:
         slices = before.slices if before is not None else ()
@@ -217,7 +189,7 @@ class TorchRunner(Runner):
         output.prompt_logprobs += describe(logits, following, [num_top] * len(hidden))
 
 
-def _whole_pass(model: Decoder, kernels: Kernels, backend: AttentionBackend) -> WholePass | None:
+def _whole_pass(model: Decoder, kernels: Kernels, backend: AttentionBackend) -> "FusedDecode | None":
     """Return the fused pass if all kernels and attention are the numba ones, otherwise None."""
     if (kernels.name, backend.name) != ("numba", "numba"):
         return None

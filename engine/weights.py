@@ -108,15 +108,15 @@ class Checkpoint:
             tensor: Tensor = file.get_tensor(name)
             return tensor.to(self._device, copy=True)
 
-    def skip(self, name: str) -> None:
-        self._files.pop(name, None)
+    def finish(self, known: tuple[str, ...], suffix: str) -> None:
+        """Raise ValueError if tensors are left that are neither `known` nor end with `suffix`.
 
-    def finish(self) -> None:
-        """Raise ValueError if tensors are left, because the config then belongs to another model."""
-        if self._files:
+        The config then belongs to another model.
+        """
+        if left := [name for name in self._files if name not in known and not name.endswith(suffix)]:
             raise ValueError(
-                f"{self._directory}: {len(self._files)} tensors are not part of the model that config.json describes, "
-                f"such as {min(self._files)[:100]!r}"
+                f"{self._directory}: {len(left)} tensors are not part of the model that config.json describes, "
+                f"such as {min(left)[:100]!r}"
             )
 
 

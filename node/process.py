@@ -21,9 +21,8 @@ from engine.cuda.kv.pool import NAME as POOL
 from engine.cuda.kv.pool import PoolClient, PoolOwner, descriptor_file
 from engine.cuda.memory import DeviceMemory
 from engine.engine import Engine
-from engine.options import BuildOptions, EngineComponents
 from engine.runner import set_ahead
-from engine.startup import stage
+from engine.startup import BuildOptions, EngineComponents, stage
 from node.active_requests import RequestRules
 from node.emulated_link import EmulatedLink
 from node.node import Node, RoleAdapter

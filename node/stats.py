@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from urllib.parse import urlsplit
 
-from engine.options import EngineComponents
+from engine.startup import EngineComponents
 from node.output_publisher import OutputPublisher
 from scheduler.budget import Budget
 from scheduler.role import Role

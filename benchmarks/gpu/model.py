@@ -13,13 +13,13 @@ from statistics import median
 import torch
 
 from benchmarks.gpu.attention import GpuScene, GpuSection
+from benchmarks.random_model import random_decoder
 from benchmarks.result import Cell, Table
 from engine.cuda.device import CudaAccelerator
 from engine.cuda.runner import CudaRunner, Sampler
 from engine.cuda.selection import BLOCK_TOKENS, attention_on_cuda, kernels_on_cuda
 from engine.cuda.staging import StepCapacity
 from engine.kv_pool import KVPool
-from engine.models.random import random_decoder
 from engine.runner import PendingStep
 from scheduler.request import Request, Slice, Step, cdiv
 from shared.kv.layout import KVLayout
@@ -133,7 +133,7 @@ def driven(runner: CudaRunner, next_slices: Callable[[], list[Slice]], steps: in
 
 
 def _apply(step: Step, pending: PendingStep) -> None:
-    for piece, output in zip(step.slices, pending.wait(), strict=True):
+    for piece, output in zip(step.slices, pending(), strict=True):
         if output.token is None:
             raise RuntimeError(f"{piece.request.id} got no token: {output.error}")
         piece.request.num_sampling -= 1

@@ -16,8 +16,7 @@ from engine.kv_pool import KVPool, blocks_for
 from engine.linear import Plain
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, load_model
-from engine.options import BuildOptions, EngineComponents, exchange_fingerprint
-from engine.startup import stage
+from engine.startup import BuildOptions, EngineComponents, exchange_fingerprint, stage
 from engine.weights import stored_dtype, weight_bytes
 from scheduler.request import Request, Slice, Step, cdiv
 from shared.kv.layout import KVLayout
@@ -50,7 +49,10 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: A
     with _stage(gpu, largest, SMALLER_STEP):
         # Run this even if the size is given, to compile the kernels before the first request.
         held = gpu.most_held(lambda: _largest_step(options, model, one_block, gpu, triton))
-    layout = replace(one_block, num_blocks=_num_blocks(options, one_block, held, gpu))
+    num_blocks = options.num_blocks or blocks_for(
+        options.kv_cache_memory or _room(options, one_block, held, gpu), one_block
+    )
+    layout = replace(one_block, num_blocks=num_blocks)
     with _stage(gpu, f"allocating {_gib(layout.num_blocks * layout.block_bytes)} for KV", LESS_KV):
         memory = gpu.allocate(layout.num_blocks, layout.block_bytes)
         runner = _runner(options, model, KVPool(layout, memory), gpu, triton)
@@ -134,12 +136,6 @@ def _one_block(options: BuildOptions, model: Decoder) -> KVLayout:
     dtype = str(model.dtype).removeprefix("torch.") if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     size = options.block_size or block_tokens_on_cuda(options.attention_backend, model.device)
     return KVLayout(1, config.num_kv_heads, config.num_layers, size, config.head_dim, dtype)
-
-
-def _num_blocks(options: BuildOptions, one: KVLayout, held: int, gpu: Accelerator) -> int:
-    if options.num_blocks == 1:
-        raise ValueError("--num-blocks 1: one block is kept as a dummy, so at least 2 are needed")
-    return options.num_blocks or blocks_for(options.kv_cache_memory or _room(options, one, held, gpu), one)
 
 
 def _room(options: BuildOptions, one: KVLayout, held: int, gpu: Accelerator) -> int:

@@ -21,7 +21,7 @@ from engine.cuda.staging import StepBuffers, StepCapacity, StepShape
 from engine.kernels import Kernels
 from engine.kv_pool import DUMMY_BLOCK, KVPool
 from engine.models.decoder import Decoder
-from engine.runner import FinishedStep, PendingStep, SliceOutput, TorchRunner, row_of
+from engine.runner import PendingStep, SliceOutput, TorchRunner, row_of
 from engine.sampling import NO_TOKEN, NUMERICAL, SamplingRow, adjust, describe, draw
 from scheduler.request import Request, Slice, Step, cdiv
 from shared.rpc.messages import SamplingParams
@@ -127,13 +127,13 @@ class CudaRunner(TorchRunner):
         return Slice(request, start, count, True, 0)
 
     def run(self, step: Step) -> list[SliceOutput]:
-        return self.launch(step).wait()
+        return self.launch(step)()
 
     def launch(self, step: Step, before: Step | None = None) -> PendingStep:
         if not step.slices:
-            return FinishedStep([])
+            return lambda: []
         with self._here():
-            return self._launch(step, self._before if before is not None else ())
+            return self._launch(step, self._before if before is not None else ()).wait
 
     @contextmanager
     def _here(self) -> Iterator[None]:

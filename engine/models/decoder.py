@@ -1,9 +1,9 @@
 """The decoder of the Llama family; models differ only in their config and weights."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -72,9 +72,8 @@ class Decoder:
             else:
                 attended = self._attend(index, layer, normed, kernels, attention)
                 attended = attended[batch.logit_rows] if is_last else attended
-            hidden = (
-                hidden[batch.logit_rows] if is_last else hidden
-            )  # only these rows are needed after the last layer's KV is stored
+            # Only these rows are needed after the last layer's KV is stored.
+            hidden = hidden[batch.logit_rows] if is_last else hidden
             hidden, normed = kernels.add_norm(hidden, layer.output(attended), layer.mlp_norm)
             following = self.norm if is_last else self.layers[index + 1].attention_norm
             hidden, normed = kernels.add_norm(hidden, self._mlp(layer, normed, kernels), following)
@@ -107,14 +106,7 @@ class Decoder:
         return self.head(hidden).float()
 
 
-class TensorSource(Protocol):
-    """A source of weights, such as `engine.weights.Checkpoint`. Each tensor is taken once."""
-
-    def take(self, name: str, *shape: int) -> Tensor: ...
-
-    def skip(self, name: str) -> None: ...
-
-    def finish(self) -> None: ...
+Take = Callable[..., Tensor]  # (name, *shape) -> the tensor; each is taken once
 
 
 def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: LinearFormat | None = None) -> Decoder:
@@ -123,49 +115,45 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
     `dtype` is the dtype of activations. `linear` is the format of weight matrices, by default plain tensors in `dtype`.
     Raises ValueError, naming the key or the tensor, if config.json or a weight file is invalid.
     """
-    config = ModelConfig.from_directory(path)
-    return assemble(Checkpoint(path, device), config, dtype, linear or Plain(dtype))
+    config, checkpoint = ModelConfig.from_directory(path), Checkpoint(path, device)
+    model = assemble(checkpoint.take, config, dtype, linear or Plain(dtype))
+    # Some files contain a tied matrix twice, and old versions of transformers wrote the frequencies of each layer.
+    checkpoint.finish(("lm_head.weight",) if config.tie_word_embeddings else (), "self_attn.rotary_emb.inv_freq")
+    return model
 
 
-def assemble(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, linear: LinearFormat) -> Decoder:
-    """Build a decoder from `checkpoint`. It must have exactly the model's tensors, with the names of Hugging Face."""
-    embed, head = _load_vocabulary(
-        checkpoint, config, linear
-    )  # first, so that a tied matrix is freed before the rest is loaded
-    layers = [_load_layer(checkpoint, config, index, dtype, linear) for index in range(config.num_layers)]
-    norm = checkpoint.take("model.norm.weight", config.hidden_size).to(dtype)
-    checkpoint.finish()
+def assemble(take: Take, config: ModelConfig, dtype: torch.dtype, linear: LinearFormat) -> Decoder:
+    """Build a decoder from the tensors that `take` returns for the names of Hugging Face."""
+    embed, head = _load_vocabulary(take, config, linear)  # first, so that a tied matrix is freed before the rest
+    layers = [_load_layer(take, config, index, dtype, linear) for index in range(config.num_layers)]
+    norm = take("model.norm.weight", config.hidden_size).to(dtype)
     return Decoder(config, embed, layers, norm, head)
 
 
-def _load_vocabulary(checkpoint: TensorSource, config: ModelConfig, linear: LinearFormat) -> tuple[Lookup, Linear]:
+def _load_vocabulary(take: Take, config: ModelConfig, linear: LinearFormat) -> tuple[Lookup, Linear]:
     """Return the embedding and the head."""
     shape = config.vocab_size, config.hidden_size
-    embedded = checkpoint.take("model.embed_tokens.weight", *shape)
+    embedded = take("model.embed_tokens.weight", *shape)
     if config.tie_word_embeddings:
-        checkpoint.skip("lm_head.weight")  # some files contain the tied tensor twice
         head = linear.make(embedded, None)
         return head.lookup() or partial(embedding, weight=embedded), head
-    return partial(embedding, weight=embedded), linear.make(checkpoint.take("lm_head.weight", *shape), None)
+    return partial(embedding, weight=embedded), linear.make(take("lm_head.weight", *shape), None)
 
 
-def _load_layer(
-    checkpoint: TensorSource, config: ModelConfig, index: int, dtype: torch.dtype, linear: LinearFormat
-) -> DecoderLayer:
+def _load_layer(take: Take, config: ModelConfig, index: int, dtype: torch.dtype, linear: LinearFormat) -> DecoderLayer:
     prefix = f"model.layers.{index}"
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
 
     def fused(parts: list[tuple[str, int]], width: int, bias: bool) -> Linear:
         names = [f"{prefix}.{name}" for name, _ in parts]
-        weights = [checkpoint.take(f"{name}.weight", out, width) for name, (_, out) in zip(names, parts, strict=True)]
-        biases = [checkpoint.take(f"{name}.bias", out) for name, (_, out) in zip(names, parts, strict=True) if bias]
+        weights = [take(f"{name}.weight", out, width) for name, (_, out) in zip(names, parts, strict=True)]
+        biases = [take(f"{name}.bias", out) for name, (_, out) in zip(names, parts, strict=True) if bias]
         return linear.make(_joined(weights), _joined(biases) if bias else None)
 
     def norm(name: str, width: int) -> Tensor:
-        return checkpoint.take(f"{prefix}.{name}.weight", width).to(dtype)
+        return take(f"{prefix}.{name}.weight", width).to(dtype)
 
-    checkpoint.skip(f"{prefix}.self_attn.rotary_emb.inv_freq")  # written by old versions of transformers
     qkv = [("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)]
     return DecoderLayer(
         attention_norm=norm("input_layernorm", hidden),

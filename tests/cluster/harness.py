@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from cluster.secret import write_secret
-from engine.components import HASH_LAYERS
 from engine.hash_model import expected_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,7 +81,7 @@ def free_port() -> int:
 
 def expected(prompt: list[int], count: int) -> list[int]:
     """Return the answer of the hash model."""
-    return expected_tokens(prompt, count, layers=HASH_LAYERS, vocab_size=DEMO_VOCABULARY)
+    return expected_tokens(prompt, count, DEMO_VOCABULARY)
 
 
 def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = START_S) -> None:

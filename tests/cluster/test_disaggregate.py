@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.emulated_runner import expected_tokens
 from engine.emulation import COSTS
+from engine.hash_model import expected_tokens
 from tests.cluster.harness import DEMO_VOCABULARY, Cluster, cluster, expected, wait_for
 
 EMULATED = {"emulate": "h200-llama-3.1-8b@100gbe", "max_num_batched_tokens": 2048}
@@ -24,7 +24,7 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 
 def right(prompt: list[int], count: int) -> list[int]:
-    return expected_tokens(prompt, count, DEMO_VOCABULARY)
+    return expected_tokens(prompt, count, DEMO_VOCABULARY, emulated=True)
 
 
 def placements(running: Cluster) -> dict[str, int]:

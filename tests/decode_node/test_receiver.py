@@ -34,7 +34,6 @@ from shared.rpc.messages import (
 )
 from tests.node.harness import (
     BLOCK_TOKENS,
-    LAYERS,
     ROW_BYTES,
     VOCABULARY,
     HashNode,
@@ -107,7 +106,7 @@ class Bench:
 
 def compute_prompt(rows: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
     request = Request("writer's", list(PROMPT), len(PROMPT), 1, blocks=[1, 2, 3, 4, 5])
-    HashRunner(rows, BLOCK_TOKENS, LAYERS, VOCABULARY).run(Step(0, [Slice(request, 0, len(PROMPT), True, 0)], []))
+    HashRunner(rows, BLOCK_TOKENS, VOCABULARY).run(Step(0, [Slice(request, 0, len(PROMPT), True, 0)], []))
 
 
 @asynccontextmanager

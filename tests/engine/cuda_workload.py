@@ -73,7 +73,7 @@ def drive(runner: Runner, requests: Sequence[Request], seed: int, ahead: bool) -
     pending: tuple[Step, PendingStep] | None = None
 
     def finish(step: Step, of: PendingStep) -> None:
-        for one, output in zip(step.slices, of.wait(), strict=True):
+        for one, output in zip(step.slices, of(), strict=True):
             one.request.num_sampling -= one.samples
             told[one.request.id].append(output)
             if output.token is not None:

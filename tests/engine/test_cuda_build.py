@@ -20,7 +20,7 @@ from engine.cuda.device import has_triton
 from engine.cuda.graphs import GraphRecording
 from engine.cuda.kv.driver import CudaError
 from engine.models.config import ModelConfig
-from engine.options import BuildOptions
+from engine.startup import BuildOptions
 from scheduler.request import Request
 from shared.kv.memory import HostMemory
 from tests.engine.build import GREEDY, generate
@@ -104,7 +104,6 @@ def test_kv_gets_what_the_share_leaves() -> None:
     [
         (HostGpu(total=2 * GIB), {}, "leave no room for KV"),
         (HostGpu(total=16 * GIB, free=GIB), {}, "other processes leave 1.0 GiB"),
-        (HostGpu(), {"num_blocks": 1}, "at least 2"),
         (HostGpu(), {"kv_cache_memory": 1000}, "at least 2 are needed"),
         (HostGpu(), {"quantization": "int8"}, "--quantization int8: runs only on CPUs"),
         (HostGpu(), {"weight_dtype": "float32"}, "--weight-dtype float32: on a GPU weights are stored in --dtype"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.random_model import random_decoder
 from engine.attention import AttentionBackend, TorchAttention, TorchPlan
 from engine.batch import Batch
 from engine.cuda.graphs import GraphRecording
@@ -18,7 +19,6 @@ from engine.cuda.staging import StepBuffers, StepCapacity, StepShape
 from engine.kernels import TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
-from engine.models.random import random_decoder
 from scheduler.request import Request, Slice, Step
 from shared.kv.memory import HostMemory
 from shared.rpc.messages import SamplingParams
@@ -187,8 +187,8 @@ def test_broken_logits_end_their_request_alone(model: Decoder, captures: str) ->
     broken.num_computed, whole.num_computed = slices[0].end, slices[1].end
     behind = [Slice(request, request.num_computed, 1, True, 0) for request in (broken, whole)]
     second = runner.launch(Step(2, behind, []), step)  # its input is a draw that failed
-    assert [output.error for output in first.wait()] == ["numerical", ""]
-    assert [output.error for output in second.wait()] == ["numerical", ""]
+    assert [output.error for output in first()] == ["numerical", ""]
+    assert [output.error for output in second()] == ["numerical", ""]
     assert runner.run(Step(3, [piece(banned)], []))[0].error == "no_token"
 
 

@@ -143,7 +143,7 @@ def test_async_scheduling_follows_the_setting_where_the_runner_can(model: Decode
     for mode, ahead in (("on", True), ("auto", True), ("off", False), ("auto", False)):
         set_ahead(runner, mode)
         assert runner.ahead is ahead
-    hashing = HashRunner(torch.zeros(4, 1024, dtype=torch.uint8).numpy(), 4, 2, 100)
+    hashing = HashRunner(torch.zeros(4, 1024, dtype=torch.uint8).numpy(), 4, 100)
     set_ahead(hashing, "off")
     with pytest.raises(ValueError, match="--async-scheduling on"):
         set_ahead(hashing, "on")

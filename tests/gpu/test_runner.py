@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.random_model import random_decoder
 from engine.attention import TorchAttention
 from engine.cuda.build import GRAPH_BYTES
 from engine.cuda.device import CudaAccelerator
@@ -15,7 +16,6 @@ from engine.cuda.staging import StepCapacity
 from engine.kernels import TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
-from engine.models.random import random_decoder
 from engine.runner import TorchRunner
 from scheduler.request import Request, Step
 from tests.engine.build import GREEDY, Blocks, layout_of, piece, run_step
@@ -118,7 +118,7 @@ def test_a_launch_does_not_wait_for_the_device(gpu: CudaAccelerator, model: Deco
     step = Step(1, [piece(request)], [])
     pending = runner.launch(step)
     assert not torch.cuda.current_stream(gpu.device).query()
-    assert pending.wait()[0].token is not None
+    assert pending()[0].token is not None
 
 
 def test_capacity_of_real_size_captures_in_the_memory_that_is_set_aside(gpu: CudaAccelerator) -> None:

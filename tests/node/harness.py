@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from decode_node.receiver import HandoffReceiver
-from engine.hash_model import KV_BYTES, HashRunner, expected_tokens
+from engine.hash_model import LANES, HashRunner, expected_tokens
 from node.active_requests import RequestRules
 from node.node import Node
 from scheduler.role import Role
@@ -30,8 +30,8 @@ from shared.rpc.messages import (
     pack_ids,
 )
 
-BLOCK_TOKENS, LAYERS, VOCABULARY = 4, 2, 97
-ROW_BYTES = BLOCK_TOKENS * LAYERS * KV_BYTES
+BLOCK_TOKENS, VOCABULARY = 4, 97
+ROW_BYTES = BLOCK_TOKENS * LANES * 8
 GREEDY = SamplingParams(temperature=0.0)
 ROUTER = "router"
 
@@ -45,7 +45,7 @@ def quiet() -> Iterator[None]:
 
 
 def expected(prompt: list[int], count: int) -> list[int]:
-    return expected_tokens(prompt, count, layers=LAYERS, vocab_size=VOCABULARY)
+    return expected_tokens(prompt, count, VOCABULARY)
 
 
 def submission(
@@ -166,7 +166,7 @@ def hash_node(
     identity = incarnation_id or secrets.token_hex(16)
     sizes = (BLOCK_TOKENS, ROW_BYTES, memory.num_rows, max_model_len, 64)
     info = NodeInfo(f"{role.name}-0", identity, role.name, "h:1", "m", "print", *sizes)
-    runner = runner or HashRunner(memory.rows, BLOCK_TOKENS, LAYERS, VOCABULARY)
+    runner = runner or HashRunner(memory.rows, BLOCK_TOKENS, VOCABULARY)
     makers = factories or {role.name: lambda node, memory: HandoffReceiver(node, memory, [], 1.0)}
     node = Node(
         info,

@@ -23,7 +23,7 @@ from shared.config.settings import NodeSettings
 from shared.kv.memory import HostMemory
 from shared.lifecycle import wait_until
 from tests.cluster.harness import DEMO
-from tests.node.harness import BLOCK_TOKENS, GREEDY, LAYERS, ROW_BYTES, VOCABULARY, hash_node
+from tests.node.harness import BLOCK_TOKENS, GREEDY, ROW_BYTES, VOCABULARY, hash_node
 
 
 class SlowRunner(HashRunner):
@@ -50,7 +50,7 @@ async def test_a_shared_pool_is_not_left_while_a_step_may_still_write_into_it(
 ) -> None:
     monkeypatch.setattr(os, "_exit", end)
     memory = HostMemory(9, ROW_BYTES)
-    runner = SlowRunner(memory.rows, BLOCK_TOKENS, LAYERS, VOCABULARY)
+    runner = SlowRunner(memory.rows, BLOCK_TOKENS, VOCABULARY)
     here = hash_node(PREFILL, memory=memory, runner=runner)
     node = here.node
     node.start()

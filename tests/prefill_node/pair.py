@@ -24,7 +24,6 @@ from shared.rpc.messages import TokenDelta, unpack_ids
 from shared.rpc.methods import RpcServer
 from tests.node.harness import (
     BLOCK_TOKENS,
-    LAYERS,
     ROW_BYTES,
     VOCABULARY,
     HashNode,
@@ -125,7 +124,7 @@ class SlowRunner(HashRunner):
 
 
 def _runner(memory: HostMemory, step_s: float) -> SlowRunner:
-    runner = SlowRunner(memory.rows, BLOCK_TOKENS, LAYERS, VOCABULARY)
+    runner = SlowRunner(memory.rows, BLOCK_TOKENS, VOCABULARY)
     runner.step_s = step_s
     return runner
 

@@ -39,7 +39,6 @@ from shared.rpc.messages import (
 from shared.rpc.methods import COMMIT, PUSHED, RENEW, RESERVE, STOP, RpcServer, unary
 from tests.node.harness import (
     BLOCK_TOKENS,
-    LAYERS,
     ROW_BYTES,
     VOCABULARY,
     HashNode,
@@ -172,7 +171,7 @@ async def bench(
             cleanup.push_async_callback(end.close)
         channels: list[Any] = [first, writer] if first else [writer]
         decoder.descriptors |= {"shm": b"a descriptor"} if first else {}
-        runner = StepwiseRunner(ours.rows, BLOCK_TOKENS, LAYERS, VOCABULARY)
+        runner = StepwiseRunner(ours.rows, BLOCK_TOKENS, VOCABULARY)
         runner.steps = threading.Semaphore(steps)
 
         def make_sender(node: Node, memory: HostMemory) -> HandoffSender:
@@ -190,7 +189,7 @@ def prompt_rows() -> Rows:
     """Return the rows that the prompt's five blocks must hold."""
     rows = np.zeros((6, ROW_BYTES), np.uint8)
     request = Request("reference", list(PROMPT), len(PROMPT), 1, blocks=[1, 2, 3, 4, 5])
-    HashRunner(rows, BLOCK_TOKENS, LAYERS, VOCABULARY).run(Step(0, [Slice(request, 0, len(PROMPT), True, 0)], []))
+    HashRunner(rows, BLOCK_TOKENS, VOCABULARY).run(Step(0, [Slice(request, 0, len(PROMPT), True, 0)], []))
     return rows[1:]
 
 

@@ -22,7 +22,6 @@ import pytest
 import uvicorn
 
 from cluster.cli import main
-from engine.components import HASH_LAYERS
 from engine.hash_model import expected_tokens
 from router.http.app import build_app
 from router.http.connection import MAX_PIPELINED, ConnectionLimits, HttpConnection, IdleConnections
@@ -205,7 +204,7 @@ def cached(live: Cluster, key: str, prompt: list[int], **more: Any) -> int:
     with Client(live.port) as client:
         client.send(post(json.dumps(body).encode(), key=key))
         answer = json.loads(client.answer().body)
-    assert answer["choices"][0]["token_ids"] == expected_tokens(prompt, 2, salt, HASH_LAYERS, DEMO_VOCABULARY)
+    assert answer["choices"][0]["token_ids"] == expected_tokens(prompt, 2, DEMO_VOCABULARY, salt)
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 

@@ -8,14 +8,13 @@ import asyncio
 import logging
 import queue
 from collections import Counter, deque
-from types import SimpleNamespace
 from typing import Any
 
 from engine.engine import Command, Engine, EngineListener
 from engine.hash_model import HashRunner
 from engine.runner import PendingStep, Runner, SliceOutput
 from node.watchdog import TICK_S, Watchdog
-from scheduler.request import RequestState, Slice, Step
+from scheduler.request import RequestState, Step
 from scheduler.scheduler import Scheduler
 from tests.simulation.loop import CURRENT
 
@@ -165,32 +164,18 @@ class SimWatchdog(Watchdog):
 
 
 class SimRunner(HashRunner):
-    """The hash model. If `ahead` is set, a step is computed only by `wait`, in the blocks that it had at its launch."""
+    """The hash model. If `ahead` is set, a step is computed only when it is awaited, in the blocks of its launch."""
 
     can_run_ahead = True
 
-    def __init__(self, rows: Any, block_tokens: int, layers: int, vocab_size: int, ahead: bool) -> None:
-        super().__init__(rows, block_tokens, layers, vocab_size)
+    def __init__(self, rows: Any, block_tokens: int, vocab_size: int, ahead: bool) -> None:
+        super().__init__(rows, block_tokens, vocab_size)
         self.ahead = ahead
-        self._shadows: dict[str, Any] = {}
 
     def launch(self, step: Step, before: Step | None = None) -> PendingStep:
         if not self.ahead:
             return super().launch(step, before)
         return Launched(self, step, [list(slice_.request.blocks) for slice_ in step.slices])
-
-    def compute(self, step: Step, blocks: list[list[int]]) -> list[SliceOutput]:
-        return [self._run_slice(self._shadow(slice_, mine)) for slice_, mine in zip(step.slices, blocks, strict=True)]
-
-    def _shadow(self, slice_: Slice, blocks: list[int]) -> Slice:
-        """Return a copy of the slice with the blocks of its launch and the current tokens of its request."""
-        request = slice_.request
-        shadow = self._shadows.get(request.id)
-        if shadow is None or shadow.tokens is not request.tokens:
-            shadow = SimpleNamespace(id=request.id, tokens=request.tokens, salt=request.salt, blocks=[])
-            self._shadows[request.id] = shadow
-        shadow.blocks, shadow.state = blocks, request.state
-        return Slice(shadow, slice_.start, slice_.count, slice_.samples, slice_.epoch)
 
 
 class Launched:
@@ -200,8 +185,8 @@ class Launched:
         self.blocks = blocks
         self._runner, self._step = runner, step
 
-    def wait(self) -> list[SliceOutput]:
-        return self._runner.compute(self._step, self.blocks)
+    def __call__(self) -> list[SliceOutput]:
+        return [self._runner.run_slice(*pair) for pair in zip(self._step.slices, self.blocks, strict=True)]
 
 
 def ledger_error(scheduler: Scheduler) -> str:

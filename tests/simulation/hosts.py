@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from decode_node.receiver import HandoffReceiver
-from engine.options import EngineComponents
+from engine.hash_model import LANES
+from engine.startup import EngineComponents
 from node.node import Node
 from node.process import NodeProcess
 from prefill_node.sender import HandoffSender
@@ -26,7 +27,7 @@ from shared.registry import EmbeddedRegistry, RedisRegistry, Registry
 from tests.simulation.channel import SimChannel, SimMemory
 from tests.simulation.engine import SimEngine, SimRunner, SimWatchdog
 from tests.simulation.loop import CURRENT, Process
-from tests.simulation.scenario import LAYERS, VOCABULARY, Scenario
+from tests.simulation.scenario import VOCABULARY, Scenario
 
 JOIN_PORT = 8001
 HEARTBEAT_S = 0.5
@@ -120,9 +121,9 @@ class NodeHost(Host):
         scenario: Scenario = self.world.scenario
         self.incarnation_id = f"{self.world.random.getrandbits(128):032x}"
         num_blocks = scenario.num_blocks[self.role]
-        layout = KVLayout(num_blocks, 1, LAYERS, scenario.block_tokens, 1, "float32")
+        layout = KVLayout(num_blocks, 1, 1, scenario.block_tokens, LANES, "float32")
         memory: Any = SimMemory(num_blocks, layout.block_bytes)
-        runner = SimRunner(memory.rows, scenario.block_tokens, LAYERS, VOCABULARY, scenario.ahead)
+        runner = SimRunner(memory.rows, scenario.block_tokens, VOCABULARY, scenario.ahead)
         computer = EngineComponents(runner, memory, layout, MAX_MODEL_LEN, VOCABULARY, "print", {})
         settings = NodeSettings(
             model="sim",

@@ -6,7 +6,7 @@ from random import Random
 from engine.hash_model import expected_tokens
 from shared.failpoints import SITES
 
-LAYERS, VOCABULARY = 1, 97
+VOCABULARY = 97
 NODE_SITES = tuple(site for site in SITES if not site.startswith("router."))
 HANDOFF_SITES = tuple(site for site in NODE_SITES if site.startswith(("prefill.", "decode.")))
 NODE_FAULTS = (
@@ -177,7 +177,7 @@ def _plans(random: Random, block_tokens: int) -> list[RequestPlan]:
         prompt += [random.randrange(VOCABULARY) for _ in range(random.randrange(1, 24))]
         max_tokens = random.choice((1, 2, 5, 12, 30))
         salt = random.choice((b"", b"", b"one", b"two"))
-        expected = expected_tokens(prompt, max_tokens, salt, LAYERS, VOCABULARY)
+        expected = expected_tokens(prompt, max_tokens, VOCABULARY, salt)
         stop_tokens: frozenset[int] = frozenset()
         if random.random() < 0.2:
             stop_tokens = frozenset({random.choice(expected)})

@@ -1,13 +1,13 @@
 import pytest
 import torch
 
+from benchmarks.random_model import random_decoder
 from engine.attention import AttentionBackend, TorchAttention
 from engine.cuda.attention import TritonAttention
 from engine.cuda.layer import TritonKernels
 from engine.kernels import Kernels, TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
-from engine.models.random import random_decoder
 from engine.runner import TorchRunner
 from shared.kv.layout import KVLayout
 from shared.rpc.messages import SamplingParams

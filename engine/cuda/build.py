@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.cuda.device import Accelerator
+from engine.cuda.device import CudaAccelerator
 from engine.cuda.runner import CudaRunner, Sampler
 from engine.cuda.selection import attention_on_cuda, block_tokens_on_cuda, kernels_on_cuda, usable_on_cuda
 from engine.cuda.staging import StepCapacity
@@ -31,7 +31,7 @@ LESS_KV = "lower --gpu-memory-utilization, or --num-blocks or --kv-cache-memory 
 GRAPH_BYTES = GIB  # allowance for graphs; the memory that they take is logged
 
 
-def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: Accelerator) -> EngineComponents:
+def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: CudaAccelerator) -> EngineComponents:
     """Build the components on `gpu`. Experimental.
 
     `options.max_model_len` must be set. Raises ValueError, with the fix in its message, if a setting, a package or the
@@ -97,7 +97,7 @@ def _capacity(options: BuildOptions, block_tokens: int) -> StepCapacity:
     )
 
 
-def _runner(options: BuildOptions, model: Decoder, pool: KVPool, gpu: Accelerator, triton: bool) -> CudaRunner:
+def _runner(options: BuildOptions, model: Decoder, pool: KVPool, gpu: CudaAccelerator, triton: bool) -> CudaRunner:
     attention = attention_on_cuda(options.attention_backend, pool, triton, model.dtype)
     kernels = kernels_on_cuda(model.config, pool, triton)
     capacity = _capacity(options, pool.layout.block_tokens)
@@ -112,14 +112,14 @@ def _sampler(triton: bool) -> Sampler | None:
     return draw
 
 
-def _capture(runner: CudaRunner, gpu: Accelerator) -> None:
+def _capture(runner: CudaRunner, gpu: CudaAccelerator) -> None:
     before, _ = gpu.memory()
     runner.capture(gpu.graphs())
     after, _ = gpu.memory()
     log.info("graphs take %d MiB of the GPU", (before - after) >> 20)
 
 
-def _stage(gpu: Accelerator, doing: str, if_too_large: str, otherwise: str = "") -> AbstractContextManager[None]:
+def _stage(gpu: CudaAccelerator, doing: str, if_too_large: str, otherwise: str = "") -> AbstractContextManager[None]:
     free, total = gpu.memory()
     return stage(f"{doing} ({gpu.name}: {_gib(free)} of {_gib(total)} free)", if_too_large, otherwise)
 
@@ -138,7 +138,7 @@ def _one_block(options: BuildOptions, model: Decoder) -> KVLayout:
     return KVLayout(1, config.num_kv_heads, config.num_layers, size, config.head_dim, dtype)
 
 
-def _room(options: BuildOptions, one: KVLayout, held: int, gpu: Accelerator) -> int:
+def _room(options: BuildOptions, one: KVLayout, held: int, gpu: CudaAccelerator) -> int:
     """Return the bytes of the node's share of the GPU that remain after weights, the largest step and graphs."""
     most = held + CONTEXT_BYTES + (0 if options.enforce_eager else GRAPH_BYTES)
     free, total = gpu.memory()
@@ -165,7 +165,7 @@ class _Scratch:
     rows: Tensor
 
 
-def _largest_step(options: BuildOptions, model: Decoder, one: KVLayout, gpu: Accelerator, triton: bool) -> None:
+def _largest_step(options: BuildOptions, model: Decoder, one: KVLayout, gpu: CudaAccelerator, triton: bool) -> None:
     """Run a step with the maximum numbers of tokens and draws. All tokens use one block."""
     rows = torch.zeros((2, one.block_bytes), dtype=torch.uint8, device=gpu.device)
     runner = _runner(options, model, KVPool(replace(one, num_blocks=2), _Scratch(rows)), gpu, triton)

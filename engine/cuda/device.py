@@ -1,43 +1,18 @@
-"""The interface to a GPU that `engine.cuda.build` uses, so that it can be tested without a GPU."""
+"""A GPU as `engine.cuda.build` uses it: its memory and its optional capabilities. Tests replace it by a fake."""
 
 import importlib.util
 import logging
 import subprocess
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
-from engine.cuda.graphs import CudaGraphPool, GraphPool
+from engine.cuda.graphs import CudaGraphPool
 from engine.cuda.kv.pool import PoolClient
 from engine.cuda.memory import DeviceMemory
 from engine.startup import cause
-from shared.kv.memory import HostMemory
 
 log = logging.getLogger("baton.engine")
-
-
-class Accelerator(Protocol):
-    """A GPU: its memory and its optional capabilities."""
-
-    device: torch.device
-    name: str
-
-    def memory(self) -> tuple[int, int]:
-        """Return the device's free bytes and total bytes."""
-        ...
-
-    def most_held(self, work: Callable[[], object]) -> int:
-        """Run `work`. Return the maximum bytes that torch held in this process during it, including earlier memory."""
-        ...
-
-    def allocate(self, num_rows: int, row_bytes: int) -> HostMemory | DeviceMemory:
-        """Allocate zeroed KV memory. Raises OSError if there is too little memory."""
-        ...
-
-    def graphs(self) -> GraphPool: ...
-
-    def has_triton(self) -> bool: ...
 
 
 class CudaAccelerator:
@@ -60,9 +35,11 @@ class CudaAccelerator:
         self.name = torch.cuda.get_device_name(self.device)
 
     def memory(self) -> tuple[int, int]:
+        """Return the device's free bytes and total bytes."""
         return torch.cuda.mem_get_info(self.device)
 
     def most_held(self, work: Callable[[], object]) -> int:
+        """Run `work`. Return the maximum bytes that torch held in this process during it, including earlier memory."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         work()
@@ -72,27 +49,25 @@ class CudaAccelerator:
         return most
 
     def allocate(self, num_rows: int, row_bytes: int) -> DeviceMemory:
+        """Allocate zeroed KV memory. Raises OSError if there is too little memory."""
         region = None if self._borrowed is None else self._borrowed.fitting(row_bytes).region
         return DeviceMemory(self.device, num_rows, row_bytes, region)
 
     def graphs(self) -> CudaGraphPool:
         return CudaGraphPool(self.device)
 
-    def has_triton(self) -> bool:
-        return has_triton()
+    @staticmethod
+    def has_triton() -> bool:
+        """Return whether Triton is installed and can build its launchers, which requires a C compiler and a cache."""
+        if importlib.util.find_spec("triton") is None:
+            return False
+        try:
+            from triton.runtime import driver
 
-
-def has_triton() -> bool:
-    """Return whether Triton is installed and can build its launchers, which requires a C compiler and a cache."""
-    if importlib.util.find_spec("triton") is None:
+            return driver.active.utils is not None
+        except AssertionError as error:  # `ldconfig -p` does not list libcuda.so.1
+            fix = ": set TRITON_LIBCUDA_PATH to the directory of libcuda.so.1"
+            log.warning("no Triton kernels, but torch's, which are slower: %s%s", cause(error), fix)
+        except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+            log.warning("no Triton kernels, but torch's, which are slower: %s", cause(error))
         return False
-    try:
-        from triton.runtime import driver
-
-        return driver.active.utils is not None
-    except AssertionError as error:  # `ldconfig -p` does not list libcuda.so.1
-        fix = ": set TRITON_LIBCUDA_PATH to the directory of libcuda.so.1"
-        log.warning("no Triton kernels, but torch's, which are slower: %s%s", cause(error), fix)
-    except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
-        log.warning("no Triton kernels, but torch's, which are slower: %s", cause(error))
-    return False

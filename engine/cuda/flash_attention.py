@@ -6,10 +6,11 @@ in names and limits. A package is imported only when it is chosen.
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.machinery import PathFinder
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,107 +33,73 @@ class FlashRows:
     block_table: Tensor  # int32 [S, W]
 
 
-class FlashVersion(Protocol):
-    """An adapter for one package. The constructor imports it.
+Functions = Sequence[Callable[..., Tensor]]
+FlashAttend = Callable[[Tensor, Tensor, Tensor, FlashRows, int], Tensor]
 
-    `attend` takes q [T, heads, head_dim] and strided k and v [num_blocks, block_tokens, kv_heads, head_dim], and
-    returns causal attention [T, heads, head_dim]. A window of 0 means no window.
+
+def _attend_2(functions: Functions, q: Tensor, k: Tensor, v: Tensor, rows: FlashRows, window: int) -> Tensor:
+    varlen, with_cache = functions
+    seen: dict[str, Any] = {"causal": True, "window_size": (window - 1, 0) if window else (-1, -1)}
+    if rows.max_q == 1:  # unlike the call for chunks, this one splits long contexts over the device
+        out = with_cache(q[:, None], k, v, cache_seqlens=rows.kv_len, block_table=rows.block_table, **seen)
+        return out[:, 0]
+    cu_k = torch.zeros_like(rows.cu_q)
+    torch.cumsum(rows.kv_len, 0, dtype=torch.int32, out=cu_k[1:])
+    return varlen(q, k, v, rows.cu_q, cu_k, rows.max_q, rows.max_kv, block_table=rows.block_table, **seen)
+
+
+def _attend_3(functions: Functions, q: Tensor, k: Tensor, v: Tensor, rows: FlashRows, window: int) -> Tensor:
+    return functions[0](
+        q, k, v, cache_seqlens=rows.kv_len, page_table=rows.block_table, cu_seqlens_q=rows.cu_q,
+        max_seqlen_q=rows.max_q, causal=True, window_size=(window - 1, 0) if window else (-1, -1),
+    )  # fmt: skip
+
+
+def _attend_4(functions: Functions, q: Tensor, k: Tensor, v: Tensor, rows: FlashRows, window: int) -> Tensor:
+    found = functions[0](
+        q, k, v, cu_seqlens_q=rows.cu_q, max_seqlen_q=rows.max_q, max_seqlen_k=rows.max_kv, seqused_k=rows.kv_len,
+        page_table=rows.block_table, causal=True, window_size=(window - 1, 0) if window else (None, None),
+    )  # fmt: skip
+    return found[0] if isinstance(found, tuple) else found
+
+
+@dataclass(frozen=True, slots=True)
+class FlashVersion:
+    """A generation of the package.
+
+    `attend` takes the package's functions, q [T, heads, head_dim], strided k and v [num_blocks, block_tokens, kv_heads,
+    head_dim], the rows and a window (0 for none). It returns causal attention [T, heads, head_dim].
     """
 
-    def __init__(self) -> None: ...
-
-    def refusal(self, block_tokens: int) -> str:
-        """Return the reason if this block size is not supported, or ""."""
-        ...
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: FlashRows, window: int) -> Tensor: ...
-
-
-class Flash2:
-    def __init__(self) -> None:
-        package = importlib.import_module("flash_attn")
-        self._varlen: Callable[..., Tensor] = package.flash_attn_varlen_func
-        self._with_cache: Callable[..., Tensor] = package.flash_attn_with_kvcache
-
-    def refusal(self, block_tokens: int) -> str:
-        return "" if block_tokens % 256 == 0 else "FlashAttention 2 needs a --block-size that is a multiple of 256"
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: FlashRows, window: int) -> Tensor:
-        seen: dict[str, Any] = {"causal": True, "window_size": (window - 1, 0) if window else (-1, -1)}
-        if rows.max_q == 1:  # unlike the call for chunks, this one splits long contexts over the device
-            out = self._with_cache(q[:, None], k, v, cache_seqlens=rows.kv_len, block_table=rows.block_table, **seen)
-            return out[:, 0]
-        cu_k = torch.zeros_like(rows.cu_q)
-        torch.cumsum(rows.kv_len, 0, dtype=torch.int32, out=cu_k[1:])
-        return self._varlen(q, k, v, rows.cu_q, cu_k, rows.max_q, rows.max_kv, block_table=rows.block_table, **seen)
+    module: str
+    functions: tuple[str, ...]
+    attend: Callable[[Functions, Tensor, Tensor, Tensor, FlashRows, int], Tensor]
+    decodes: bool  # it splits long contexts on Hopper, which decodes need
+    runs_on: Collection[int]  # major compute capabilities
+    supports: Callable[[int], bool] = lambda size: True  # whether a block may have this many tokens
+    limit: str = ""  # the reason why other block sizes are not supported
 
 
-class Flash3:
-    def __init__(self) -> None:
-        self._with_cache: Callable[..., Tensor] = importlib.import_module(
-            "flash_attn_interface"
-        ).flash_attn_with_kvcache
-
-    def refusal(self, block_tokens: int) -> str:
-        return ""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: FlashRows, window: int) -> Tensor:
-        return self._with_cache(
-            q,
-            k,
-            v,
-            cache_seqlens=rows.kv_len,
-            page_table=rows.block_table,
-            cu_seqlens_q=rows.cu_q,
-            max_seqlen_q=rows.max_q,
-            causal=True,
-            window_size=(window - 1, 0) if window else (-1, -1),
-        )
-
-
-class Flash4:
-    def __init__(self) -> None:
-        self._varlen: Callable[..., Any] = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
-
-    def refusal(self, block_tokens: int) -> str:
-        # Blocks of 128 are loaded whole, so a NaN of a failed request in the unused tail would spread (0 * NaN).
-        return (
-            ""
-            if block_tokens != 128
-            else "FlashAttention 4 reads beyond the context with --block-size 128: use another"
-        )
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: FlashRows, window: int) -> Tensor:
-        found = self._varlen(
-            q,
-            k,
-            v,
-            cu_seqlens_q=rows.cu_q,
-            max_seqlen_q=rows.max_q,
-            max_seqlen_k=rows.max_kv,
-            seqused_k=rows.kv_len,
-            page_table=rows.block_table,
-            causal=True,
-            window_size=(window - 1, 0) if window else (None, None),
-        )
-        out: Tensor = found[0] if isinstance(found, tuple) else found
-        return out
-
-
-FLASH_2, FLASH_3, FLASH_4 = "flash_attn 2", "flash_attn 3", "flash_attn 4"
-# Module, adapter, and whether it splits long contexts on Hopper, which decodes need. Best first on a Hopper GPU.
-GENERATIONS: dict[str, tuple[str, type[FlashVersion], bool]] = {
-    FLASH_3: ("flash_attn_interface", Flash3, True),
-    FLASH_4: ("flash_attn.cute", Flash4, False),
-    FLASH_2: ("flash_attn", Flash2, True),
-}
 HOPPER = 9  # major compute capability
-RUNS_ON = {FLASH_3: {HOPPER}, FLASH_4: {HOPPER, 10, 11}, FLASH_2: range(8, 13)}
+FLASH_2, FLASH_3, FLASH_4 = "flash_attn 2", "flash_attn 3", "flash_attn 4"
+_VARLEN, _WITH_CACHE = "flash_attn_varlen_func", "flash_attn_with_kvcache"
+GENERATIONS = {  # best first on a Hopper GPU
+    FLASH_3: FlashVersion("flash_attn_interface", (_WITH_CACHE,), _attend_3, True, {HOPPER}),
+    # Blocks of 128 are loaded whole, so a NaN of a failed request in the unused tail would spread (0 * NaN).
+    FLASH_4: FlashVersion(
+        "flash_attn.cute", (_VARLEN,), _attend_4, False, {HOPPER, 10, 11}, lambda size: size != 128,
+        "FlashAttention 4 reads beyond the context with --block-size 128: use another",
+    ),
+    FLASH_2: FlashVersion(
+        "flash_attn", (_VARLEN, _WITH_CACHE), _attend_2, True, range(8, 13), lambda size: size % 256 == 0,
+        "FlashAttention 2 needs a --block-size that is a multiple of 256",
+    ),
+}  # fmt: skip
 
 
 def installed() -> list[str]:
     """Return the installed generations, best first. They are not imported, so loading one may fail."""
-    return [name for name, (module, _, _) in GENERATIONS.items() if _is_there(module)]
+    return [name for name, version in GENERATIONS.items() if _is_there(version.module)]
 
 
 def _is_there(module: str) -> bool:
@@ -144,10 +111,11 @@ def _is_there(module: str) -> bool:
     return PathFinder.find_spec(module, found.submodule_search_locations or []) is not None
 
 
-def load(name: str) -> FlashVersion:
-    """Import a generation's package. Raises ValueError if that fails, for example if it was built for another torch."""
+def load(name: str) -> list[Callable[..., Any]]:
+    """Import a generation's package and return its functions. Raises ValueError if that fails."""
     try:
-        return GENERATIONS[name][1]()
+        module = importlib.import_module(GENERATIONS[name].module)
+        return [getattr(module, function) for function in GENERATIONS[name].functions]
     except Exception as error:
         raise ValueError(
             f"--attention-backend flash_attn: {name} cannot be loaded: {cause(error)}: reinstall it for torch "
@@ -169,16 +137,16 @@ class FlashAttention:
                 f"--attention-backend flash_attn needs 16-bit KV and a head_dim of up to 256 that is a multiple of 8, "
                 f"not {layout.dtype} and {layout.head_dim}: use triton"
             )
-        decodes = GENERATIONS[name][2]
-        self._generation = load(name)
-        if refusal := self._generation.refusal(layout.block_tokens):
-            raise ValueError(f"--attention-backend flash_attn: {refusal} (it is {layout.block_tokens})")
+        version, functions = GENERATIONS[name], load(name)
+        if not version.supports(layout.block_tokens):
+            raise ValueError(f"--attention-backend flash_attn: {version.limit} (it is {layout.block_tokens})")
         self._pool = pool
-        self._decoding = None if decodes else decoding
+        self._attend: FlashAttend = partial(version.attend, functions)
+        self._decoding = None if version.decodes else decoding
         self.name = name if self._decoding is None else f"{name}, {self._decoding.name} for decodes"
 
     def plan(self, batch: Batch) -> "FlashPlan":
-        return FlashPlan(self._pool, self._generation, self._decoding, batch)
+        return FlashPlan(self._pool, self._attend, self._decoding, batch)
 
 
 def part_of(batch: Batch, first: int, last: int) -> tuple[Batch, slice]:
@@ -188,27 +156,19 @@ def part_of(batch: Batch, first: int, last: int) -> tuple[Batch, slice]:
     span = slice(before, before + sum(kv_lens) - sum(starts))
     cu_q = batch.cu_q[first : last + 1]
     part = replace(
-        batch,
-        tokens=batch.tokens[span],
-        positions=batch.positions[span],
-        slots=batch.slots[span],
-        cu_q=cu_q - before if before else cu_q,
-        kv_len=batch.kv_len[first:last],
-        block_table=batch.block_table[first:last],
-        starts=starts,
-        kv_lens=kv_lens,
-        sampled=[],
-        scored=[],
-    )
+        batch, tokens=batch.tokens[span], positions=batch.positions[span], slots=batch.slots[span],
+        cu_q=cu_q - before if before else cu_q, kv_len=batch.kv_len[first:last],
+        block_table=batch.block_table[first:last], starts=starts, kv_lens=kv_lens, sampled=[], scored=[],
+    )  # fmt: skip
     return part, span
 
 
 class FlashPlan:
     """The attention of one step. Leading slices of one token are computed separately from the chunks after them."""
 
-    def __init__(self, pool: KVPool, generation: FlashVersion, decoding: AttentionBackend | None, batch: Batch) -> None:
+    def __init__(self, pool: KVPool, attend: FlashAttend, decoding: AttentionBackend | None, batch: Batch) -> None:
         self._pool = pool
-        self._generation = generation
+        self._attend = attend
         counts = batch.counts
         num_decodes = next((at for at, count in enumerate(counts) if count > 1), len(counts))
         self._decoding: tuple[AttentionPlan, slice] | None = None
@@ -226,11 +186,11 @@ class FlashPlan:
     def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
         k, v = (half.transpose(1, 2) for half in self._pool.layer(layer))
         if self._decoding is None and len(self._parts) == 1:
-            return self._generation.attend(q, k, v, self._parts[0], window)
+            return self._attend(q, k, v, self._parts[0], window)
         out = torch.empty_like(q)
         if self._decoding is not None:
             plan, span = self._decoding
             out[span] = plan.attend(layer, q[span], window)
         for rows in self._parts:
-            out[rows.span] = self._generation.attend(q[rows.span], k, v, rows, window)
+            out[rows.span] = self._attend(q[rows.span], k, v, rows, window)
         return out

@@ -7,69 +7,28 @@ ends, the call is recorded, and capture begins again.
 import gc
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 T = TypeVar("T")
 
 
-class Graph(Protocol):
-    """The work issued between `begin` and `end`. A replay repeats it with the same addresses and sizes."""
-
-    def begin(self) -> None: ...
-
-    def end(self) -> None: ...
-
-    def replay(self) -> None: ...
-
-
-class GraphPool(Protocol):
+class CudaGraphPool:
     """Memory shared by all graphs: a graph's results are valid until a graph of another pass is replayed."""
 
-    def graph(self) -> Graph: ...
-
-    def prepare(self, work: Callable[[], object]) -> None:
-        """Run `work` once without capturing it, so that it compiles its kernels and allocates lasting memory."""
-        ...
-
-    def capture(self, work: Callable[[], T]) -> T:
-        """Call `work` in a state that allows capturing. `work` begins and ends the graphs."""
-        ...
-
-    def reclaim(self) -> None:
-        """Announce that the next replay belongs to another pass."""
-        ...
-
-
-class CudaGraph:
-    def __init__(self, pool: "CudaGraphPool") -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        self._pool = pool
-
-    def begin(self) -> None:
-        # With thread_local, other threads (channels) may allocate and copy while this one captures.
-        self._graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
-
-    def end(self) -> None:
-        self._graph.capture_end()
-
-    def replay(self) -> None:
-        self._graph.replay()
-
-
-class CudaGraphPool:
     def __init__(self, device: torch.device) -> None:
-        self.handle = torch.cuda.graph_pool_handle()
+        self._handle = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def graph(self) -> CudaGraph:
-        return CudaGraph(self)
+    def begin(self) -> torch.cuda.CUDAGraph:
+        """Return a graph of the work issued until its `capture_end`. A replay uses the same addresses and sizes."""
+        graph = torch.cuda.CUDAGraph()
+        # With thread_local, other threads (channels) may allocate and copy while this one captures.
+        graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
+        return graph
 
-    def prepare(self, work: Callable[[], object]) -> None:
-        self.capture(work)
-
-    def capture(self, work: Callable[[], T]) -> T:
+    def run(self, work: Callable[[], T]) -> T:
         """Call `work` on a separate stream, since the default stream cannot be captured.
 
         Python's garbage collector is disabled during the call: if it destroyed an older graph, the capture would fail.
@@ -87,15 +46,15 @@ class CudaGraphPool:
         return result
 
     def reclaim(self) -> None:
-        """Do nothing. The memory of all graphs is at fixed addresses."""
+        """Do nothing. A fake in tests poisons its memory here, because the next replay belongs to another pass."""
 
 
 class GraphRecording:
     """One captured pass: graphs and the calls between them, in order."""
 
-    def __init__(self, pool: GraphPool) -> None:
+    def __init__(self, pool: CudaGraphPool) -> None:
         self._pool = pool
-        self._graph: Graph | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
         self._pieces: list[Callable[[], None]] = []
         self.num_graphs = 0
 
@@ -113,7 +72,7 @@ class GraphRecording:
             self._end()
             return result
 
-        return self._pool.capture(whole)
+        return self._pool.run(whole)
 
     def pause(self, call: Callable[[], None]) -> None:
         """Interrupt the capture, so that every replay makes `call` at this point. Called inside `work`."""
@@ -127,12 +86,11 @@ class GraphRecording:
             piece()
 
     def _begin(self) -> None:
-        self._graph = self._pool.graph()
-        self._graph.begin()
+        self._graph = self._pool.begin()
 
     def _end(self) -> None:
         assert self._graph is not None, "paused or ended outside of a capture"
-        self._graph.end()
+        self._graph.capture_end()
         self._pieces.append(self._graph.replay)
         self._graph = None
         self.num_graphs += 1

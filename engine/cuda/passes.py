@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.attention import AttentionBackend, AttentionPlan
 from engine.batch import Batch
-from engine.cuda.graphs import GraphPool, GraphRecording
+from engine.cuda.graphs import CudaGraphPool, GraphRecording
 from engine.cuda.staging import StepBuffers, StepShape
 from engine.kernels import Kernels
 from engine.models.decoder import Decoder
@@ -96,7 +96,7 @@ class Passes:
 
     # ---- capturing -------------------------------------------------------------------------------------------------
 
-    def capture(self, pool: GraphPool, slices: int, tokens: int, captures_attention: bool) -> None:
+    def capture(self, pool: CudaGraphPool, slices: int, tokens: int, captures_attention: bool) -> None:
         """Capture passes for steps of up to `slices` slices and `tokens` tokens.
 
         The largest is captured first, so that the others fit into its memory. `captures_attention` is true if the plan
@@ -126,7 +126,7 @@ class Passes:
         mixed = f"steps of up to {self._mixed[-1].shape.tokens} tokens"
         return f"up to {self._decodes[-1].shape.tokens} decodes, {mixed}" if self._decodes else mixed
 
-    def _decodes_at(self, pool: GraphPool, size: int) -> Captured:
+    def _decodes_at(self, pool: CudaGraphPool, size: int) -> Captured:
         shape = StepShape(size, size, size)
         batch = self._buffers.clear(shape)
         # The host copies of a captured batch have upper bounds of the values in all later steps.
@@ -137,10 +137,10 @@ class Passes:
             return self._model.forward(batch, self._kernels.begin(batch), self._attention.plan(batch))
 
         recording = GraphRecording(pool)
-        pool.prepare(work)
+        pool.run(work)  # compiles kernels and allocates lasting memory, which a capture may not
         return Captured(shape, True, recording, recording.capture(work))
 
-    def _mixed_at(self, pool: GraphPool, size: int, rows: int) -> Captured:
+    def _mixed_at(self, pool: CudaGraphPool, size: int, rows: int) -> Captured:
         shape = StepShape(size, 0, rows)
         batch = self._buffers.clear(shape)
 
@@ -148,7 +148,7 @@ class Passes:
             return self._model.forward(batch, self._kernels.begin(batch), BrokenAttention(self, size, pause))
 
         recording = GraphRecording(pool)
-        pool.prepare(lambda: work(lambda _: None))
+        pool.run(lambda: work(lambda _: None))
         return Captured(shape, False, recording, recording.capture(lambda: work(recording.pause)))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.attention import AttentionBackend, TorchAttention
 from engine.batch import Batch, build
 from engine.counter_rng import BROKEN, NOTHING_ALLOWED
-from engine.cuda.graphs import GraphPool
+from engine.cuda.graphs import CudaGraphPool
 from engine.cuda.passes import Passes
 from engine.cuda.staging import StepBuffers, StepCapacity, StepShape
 from engine.kernels import Kernels
@@ -91,7 +91,7 @@ class CudaRunner(TorchRunner):
         self._events = [_event() if cuda else None for _ in range(2)]
         self._before: Sequence[Slice] = ()
 
-    def capture(self, pool: GraphPool) -> None:
+    def capture(self, pool: CudaGraphPool) -> None:
         """Capture passes for the largest step that the scheduler may decide, and for smaller ones.
 
         A graph may not contain the reference attention, because it is planned on the host for each step.

@@ -5,7 +5,7 @@ import logging
 import torch
 
 from engine.attention import AttentionBackend, TorchAttention
-from engine.cuda.flash_attention import FLASH_2, FLASH_3, HOPPER, RUNS_ON, FlashAttention, installed, load
+from engine.cuda.flash_attention import FLASH_2, FLASH_3, GENERATIONS, HOPPER, FlashAttention, installed, load
 from engine.kernels import Kernels, TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.config import ModelConfig
@@ -85,7 +85,7 @@ def block_tokens_on_cuda(name: str, device: torch.device) -> int:
 def flash_attn_here(device: torch.device) -> list[str]:
     """Return the generations of flash-attn that are installed and run on this GPU, best first."""
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else HOPPER
-    return [name for name in installed() if major in RUNS_ON[name]]
+    return [name for name in installed() if major in GENERATIONS[name].runs_on]
 
 
 def kernels_on_cuda(config: ModelConfig, pool: KVPool, triton: bool) -> Kernels:

@@ -41,10 +41,10 @@ class FakeGraph:
         self._made: list[Tensor] = []
         self._recorder = _Recorder(self)
 
-    def begin(self) -> None:
+    def capture_begin(self) -> None:
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
 
-    def end(self) -> None:
+    def capture_end(self) -> None:
         self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -68,14 +68,12 @@ class FakeGraphPool:
     def __init__(self) -> None:
         self.graphs: list[FakeGraph] = []
 
-    def graph(self) -> FakeGraph:
+    def begin(self) -> FakeGraph:
         self.graphs.append(FakeGraph())
+        self.graphs[-1].capture_begin()
         return self.graphs[-1]
 
-    def prepare(self, work: Callable[[], object]) -> None:
-        work()
-
-    def capture(self, work: Callable[[], T]) -> T:
+    def run(self, work: Callable[[], T]) -> T:
         return work()
 
     def reclaim(self) -> None:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.components import build
 from engine.cuda.build import CONTEXT_BYTES, GIB, GRAPH_BYTES, build_on_cuda
-from engine.cuda.device import has_triton
+from engine.cuda.device import CudaAccelerator
 from engine.cuda.graphs import GraphRecording
 from engine.cuda.kv.driver import CudaError
 from engine.models.config import ModelConfig
@@ -24,7 +24,7 @@ from engine.startup import BuildOptions
 from scheduler.request import Request
 from shared.kv.memory import HostMemory
 from tests.engine.build import GREEDY, generate
-from tests.engine.fake_graph import FakeGraphPool
+from tests.engine.fake_graph import FakeGraph, FakeGraphPool
 
 torch.set_num_threads(1)
 MODEL = Path(__file__).parents[2] / "demo" / "model"
@@ -130,7 +130,7 @@ def test_a_driver_library_that_triton_does_not_find_is_named_with_the_variable_t
     runtime.driver = Driver()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setitem(sys.modules, "triton.runtime", runtime)
-    assert not has_triton()
+    assert not CudaAccelerator.has_triton()
     (logged,) = caplog.messages
     assert "libcuda.so cannot found! (AssertionError): set TRITON_LIBCUDA_PATH to the directory" in logged
 
@@ -210,17 +210,16 @@ def test_what_the_device_refuses_is_one_line(method: str, error: Exception, word
 
 
 def test_a_capture_that_fails_is_not_hidden_by_the_end_of_its_graph() -> None:
-    class Invalid:
-        def begin(self) -> None: ...
-
-        def end(self) -> NoReturn:
+    class Invalid(FakeGraph):
+        def capture_end(self) -> NoReturn:
+            super().capture_end()
             raise RuntimeError("operation failed due to a previous error during capture")
 
-        def replay(self) -> None: ...
-
     class Pool(FakeGraphPool):
-        def graph(self) -> Any:
-            return Invalid()
+        def begin(self) -> FakeGraph:
+            graph = Invalid()
+            graph.capture_begin()
+            return graph
 
     def work() -> NoReturn:
         raise OUT_OF_MEMORY

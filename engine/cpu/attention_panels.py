@@ -1,6 +1,7 @@
 """The parts of attention that numba cannot express, as LLVM instructions over `engine.cpu.simd`: register-blocked
 matrix products, dot products and a transpose. Elements are float32 unless a code says otherwise; strides are bytes."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from llvmlite import ir
@@ -9,18 +10,17 @@ from numba.core import cgutils, types
 from engine.cpu.attention_tiles import fetch
 from engine.cpu.jit import part
 from engine.cpu.simd import (
-    BFLOAT16,
-    FLOAT16,
+    CODES,
     FLOAT32,
     LANES,
     PANEL_ROWS,
     PANEL_VECTORS,
+    cases,
     emit_fetch,
     emit_load,
     emit_multiply_add,
     emit_pointer,
     emit_splat,
-    row_counts,
     written,
 )
 
@@ -89,39 +89,38 @@ def _dot(builder: Any, code: int, rows: Any, query: Any, size: Any, target: Any,
 
 # Transpose a block: of each row in a list of LANES addresses, write LANES floats, beginning at `offset`, as a column.
 transpose_block = written(types.void, (types.int64,) * 4, _transpose)
-_dot_float32, _dot_bfloat16, _dot_float16 = (
-    written(types.void, (types.int64,) * 6, lambda b, *given, code=code: _dot(b, code, *given))
-    for code in (FLOAT32, BFLOAT16, FLOAT16)
-)
 
 
-@part
-def dots(rows: int, code: int, query: int, size: int, target: int, ahead: int, lines: int) -> None:
-    """Compute the dot products of `query` (`size` floats, in whole vectors) and each row in a list of LANES addresses.
-    The rows have elements `code`. With each vector, prefetch the next `lines` cache lines, beginning at `ahead`."""
-    if code == FLOAT32:
-        _dot_float32(rows, query, size, target, ahead, lines)
-    elif code == BFLOAT16:
-        _dot_bfloat16(rows, query, size, target, ahead, lines)
-    else:
-        _dot_float16(rows, query, size, target, ahead, lines)
+def _dots(builder: Any, rows: Any, code: Any, *given: Any) -> None:
+    for kind in cases(builder, code, CODES.values()):
+        _dot(builder, kind, rows, *given)
 
 
-def _panel(vectors: int, code: int, fetches: bool) -> Any:
+# (rows, code, query, size, target, ahead, lines): compute the dot products of `query` (`size` floats, in whole vectors)
+# and each row in a list of LANES addresses, whose elements are `code`. With each vector, prefetch the next `lines`
+# cache lines, beginning at `ahead`.
+dots = written(types.void, (types.int64,) * 7, _dots)
+
+
+def _panel(vectors: int, codes: Iterable[int], fetches: bool) -> Any:
     """Return a function that computes c += a b for at most PANEL_ROWS rows and `vectors` vectors of columns. The rows
-    of b are given as a list of addresses; `column` is the offset in them, in bytes."""
+    of b are given as a list of addresses; `column` is the offset in them, in bytes. Its first argument is the code of
+    their elements, one of `codes`."""
 
-    def emit(builder: Any, a: Any, a_stride: Any, a_step: Any, b: Any, column: Any, c: Any, *rest: Any) -> None:
+    def emit(
+        builder: Any, code: Any, a: Any, a_stride: Any, a_step: Any, b: Any, column: Any, c: Any, *rest: Any
+    ) -> None:
         c_stride, rows, depth, *fetched = rest
 
         def row_of_b(index: Any) -> Any:
             return builder.add(_listed(builder, b, index), column)
 
-        for count in row_counts(builder, rows, PANEL_ROWS):
-            a_rows = [builder.add(a, builder.mul(a_stride, ir.Constant(_LONG, row))) for row in range(count)]
-            _product(builder, vectors, (a_rows, a_step), row_of_b, (c, c_stride), depth, True, code, fetched)
+        for kind in cases(builder, code, codes):
+            for count in cases(builder, rows, range(1, PANEL_ROWS + 1)):
+                a_rows = [builder.add(a, builder.mul(a_stride, ir.Constant(_LONG, row))) for row in range(count)]
+                _product(builder, vectors, (a_rows, a_step), row_of_b, (c, c_stride), depth, True, kind, fetched)
 
-    return written(types.void, (types.int64,) * (11 if fetches else 9), emit)
+    return written(types.void, (types.int64,) * (12 if fetches else 10), emit)
 
 
 def _panel_of_listed(vectors: int) -> Any:
@@ -131,7 +130,7 @@ def _panel_of_listed(vectors: int) -> Any:
         def row_of_b(index: Any) -> Any:
             return builder.add(b, builder.mul(index, b_stride))
 
-        for count in row_counts(builder, rows, PANEL_ROWS):
+        for count in cases(builder, rows, range(1, PANEL_ROWS + 1)):
             a_rows = (_first_listed(builder, a, count), ir.Constant(_LONG, 4))
             _product(builder, vectors, a_rows, row_of_b, (c, c_stride), depth, False, FLOAT32, [])
 
@@ -177,13 +176,8 @@ def _product(
 
 
 _wide_listed, _narrow_listed = (_panel_of_listed(vectors) for vectors in (PANEL_VECTORS, 1))
-_wide, _narrow = (_panel(vectors, FLOAT32, False) for vectors in (PANEL_VECTORS, 1))
-_adding = {
-    (vectors, code): _panel(vectors, code, True)
-    for vectors in (PANEL_VECTORS, 1)
-    for code in (FLOAT32, BFLOAT16, FLOAT16)
-}
-_wide_float32, _wide_bfloat16, _wide_float16, _narrow_float32, _narrow_bfloat16, _narrow_float16 = _adding.values()
+_wide, _narrow = (_panel(vectors, (FLOAT32,), fetches=False) for vectors in (PANEL_VECTORS, 1))
+_wide_fetching, _narrow_fetching = (_panel(vectors, CODES.values(), fetches=True) for vectors in (PANEL_VECTORS, 1))
 
 
 @part
@@ -224,9 +218,9 @@ def add_times_listed(
             left = min(PANEL_ROWS, rows - row)
             one, place = a + row * a_stride, c + row * c_stride + column
             if is_wide:
-                _wide(one, a_stride, a_step, b, b_from + column, place, c_stride, left, depth)
+                _wide(FLOAT32, one, a_stride, a_step, b, b_from + column, place, c_stride, left, depth)
             else:
-                _narrow(one, a_stride, a_step, b, b_from + column, place, c_stride, left, depth)
+                _narrow(FLOAT32, one, a_stride, a_step, b, b_from + column, place, c_stride, left, depth)
         column += wide if is_wide else 4 * LANES
 
 
@@ -244,17 +238,9 @@ def add_product(
         for row in range(0, rows, PANEL_ROWS):
             left = min(PANEL_ROWS, rows - row)
             one, at, place = a + row * a_stride, b_from + item * column, c + row * c_stride + 4 * column
-            if is_wide and code == FLOAT32:
-                _wide_float32(one, a_stride, 4, b, at, place, c_stride, left, depth, ahead, lines)
-            elif is_wide and code == BFLOAT16:
-                _wide_bfloat16(one, a_stride, 4, b, at, place, c_stride, left, depth, ahead, lines)
-            elif is_wide:
-                _wide_float16(one, a_stride, 4, b, at, place, c_stride, left, depth, ahead, lines)
-            elif code == FLOAT32:
-                _narrow_float32(one, a_stride, 4, b, at, place, c_stride, left, depth, ahead, lines)
-            elif code == BFLOAT16:
-                _narrow_bfloat16(one, a_stride, 4, b, at, place, c_stride, left, depth, ahead, lines)
+            if is_wide:
+                _wide_fetching(code, one, a_stride, 4, b, at, place, c_stride, left, depth, ahead, lines)
             else:
-                _narrow_float16(one, a_stride, 4, b, at, place, c_stride, left, depth, ahead, lines)
+                _narrow_fetching(code, one, a_stride, 4, b, at, place, c_stride, left, depth, ahead, lines)
             lines = 0
         column += LANES * PANEL_VECTORS if is_wide else LANES

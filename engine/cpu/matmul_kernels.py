@@ -20,11 +20,13 @@ from engine.cpu.int8 import LEVELS, SMALLEST, ZERO_POINT
 from engine.cpu.jit import cpu_features, kernel, num_threads, part, thread_number, wait_for_all
 from engine.cpu.simd import (
     BFLOAT16,
+    CODES,
     FLOAT16,
     FLOAT32,
     LANES,
     PANEL_ROWS,
     PANEL_VECTORS,
+    cases,
     emit_fetch,
     emit_load,
     emit_multiply_add,
@@ -36,7 +38,6 @@ from engine.cpu.simd import (
     multiply_add,
     put_low_bytes,
     put_number,
-    row_counts,
     splat,
     total,
     written,
@@ -69,34 +70,16 @@ def _size(code: int) -> int:
     return LANES * (2 if code in (BFLOAT16, FLOAT16) else 4)
 
 
-def _tile(code: int) -> Any:
-    """Return a function for a tile's product. The sums begin with the values at `start`, which are the same for all
-    rows if `start_stride` is 0. Every 2^pace steps prefetch the next `lines` cache lines, beginning at `ahead`."""
-
-    def emit(builder: Any, *given: Any) -> None:
-        for rows in row_counts(builder, given[-1], TILE_ROWS):
-            _emit_tile(builder, code, rows, *given[:-1])
-
-    return written(types.void, (types.int64,) * 13, emit)
+def _emit_tiles(builder: Any, code: Any, *given: Any) -> None:
+    for kind in cases(builder, code, (*CODES.values(), *([INT8] if HAS_INT8 else []))):
+        for rows in cases(builder, given[-1], range(1, TILE_ROWS + 1)):
+            _emit_tile(builder, kind, rows, *given[:-1])
 
 
 def _emit_tile(
-    builder: Any,
-    code: int,
-    rows: int,
-    x: Any,
-    x_stride: Any,
-    weights: Any,
-    steps: Any,
-    start: Any,
-    start_stride: Any,
-    result: Any,
-    result_stride: Any,
-    row_scales: Any,
-    ahead: Any,
-    pace: Any,
-    lines: Any,
-) -> None:
+    builder: Any, code: int, rows: int, x: Any, x_stride: Any, weights: Any, steps: Any, start: Any, start_stride: Any,
+    result: Any, result_stride: Any, row_scales: Any, ahead: Any, pace: Any, lines: Any,
+) -> None:  # fmt: skip
     kind = _INTS if code == INT8 else _FLOATS
     cells = [(row, vector) for row in range(rows) for vector in range(PANEL_VECTORS)]
 
@@ -157,40 +140,11 @@ def _emit_scaled(builder: Any, value: Any, start: Any, row_scales: Any, row: int
     return emit_multiply_add(builder, product, emit_splat(builder, row_scale), bias)
 
 
-_float32, _bfloat16, _float16 = (_tile(code) for code in (FLOAT32, BFLOAT16, FLOAT16))
 if HAS_INT8:
     llvmlite.binding.initialize_native_asmparser()
-_int8 = _tile(INT8) if HAS_INT8 else _float32
-
-
-@part
-def _multiply(
-    code: int,
-    x: int,
-    x_stride: int,
-    weights: int,
-    steps: int,
-    start: int,
-    start_stride: int,
-    result: int,
-    result_stride: int,
-    row_scales: int,
-    ahead: int,
-    pace: int,
-    lines: int,
-    rows: int,
-) -> None:
-    given = (
-        x, x_stride, weights, steps, start, start_stride, result, result_stride, row_scales, ahead, pace, lines, rows,
-    )  # fmt: skip
-    if code == FLOAT32:
-        _float32(*given)
-    elif code == BFLOAT16:
-        _bfloat16(*given)
-    elif code == FLOAT16:
-        _float16(*given)
-    else:
-        _int8(*given)
+# The product of a tile. The sums begin with the values at `start`, which are the same for all rows if `start_stride` is
+# 0. Every 2^pace steps prefetch the next `lines` cache lines, beginning at `ahead`.
+_multiply = written(types.void, (types.int64,) * 14, _emit_tiles)
 
 
 @part
@@ -250,18 +204,6 @@ def product(values: Any) -> None:
                 target = result + row * stride + panel * 4 * PANEL
                 begin, begin_stride = (start, 0) if step == 0 else (target, stride)
                 _multiply(
-                    code,
-                    x + row * x_stride + 4 * step,
-                    x_stride,
-                    here,
-                    depth,
-                    begin,
-                    begin_stride,
-                    target,
-                    stride,
-                    row_scales + 4 * row,
-                    ahead,
-                    pace,
-                    due,
-                    count,
-                )
+                    code, x + row * x_stride + 4 * step, x_stride, here, depth, begin, begin_stride, target, stride,
+                    row_scales + 4 * row, ahead, pace, due, count,
+                )  # fmt: skip

@@ -6,7 +6,7 @@ all three; arithmetic is float32.
 """
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -140,15 +140,15 @@ def emit_fetch(builder: Any, ahead: Any, index: Any, lines: Any) -> None:
         emit_prefetch(builder, builder.add(ahead, offset))
 
 
-def row_counts(builder: Any, rows: Any, most: int) -> Iterator[int]:
-    """Yield 1 to `most`, each inside a branch that runs if there are that many rows. Other numbers run no branch."""
+def cases(builder: Any, value: Any, values: Iterable[int]) -> Iterator[int]:
+    """Yield each of `values`, inside a branch that runs if `value` equals it. Other values run no branch."""
     after = builder.append_basic_block("after")
-    switch = builder.switch(builder.trunc(rows, _INT), after)
-    for count in range(1, most + 1):
-        block = builder.append_basic_block(f"rows{count}")
-        switch.add_case(ir.Constant(_INT, count), block)
+    switch = builder.switch(builder.trunc(value, _INT), after)
+    for one in values:
+        block = builder.append_basic_block(f"case{one}")
+        switch.add_case(ir.Constant(_INT, one), block)
         builder.position_at_end(block)
-        yield count
+        yield one
         builder.branch(after)
     builder.position_at_end(after)
 
@@ -202,26 +202,36 @@ _lane = written(_F, (_V, _I), lambda b, vector, lane: b.extract_element(vector, 
 _power_of_two_of = written(_V, (_V,), _power_of_two)
 
 
-def _loading(lanes: int, code: int) -> Any:
-    if lanes == 1:
-        zero = ir.Constant(_INT, 0)
-        return written(_F, (_I,), lambda b, at: b.extract_element(emit_load(b, at, 1, code), zero))
-    return written(_V, (_I,), lambda b, at: emit_load(b, at, lanes, code))
+def _load_number(builder: Any, address: Any, code: Any) -> Any:
+    found = cgutils.alloca_once(builder, _FLOAT)
+    for one in cases(builder, code, CODES.values()):
+        value = emit_load(builder, address, 1, one)
+        builder.store(builder.extract_element(value, ir.Constant(_INT, 0)), found)
+    return builder.load(found)
 
 
-def _storing(lanes: int, code: int) -> Any:
-    def emit(builder: Any, value: Any, address: Any) -> None:
-        if lanes == 1:
-            value = builder.insert_element(ir.Constant(_of(_FLOAT, 1), ir.Undefined), value, ir.Constant(_INT, 0))
-        _store(builder, value, address, lanes, code)
-
-    return written(types.void, (_F if lanes == 1 else _V, _I), emit)
+def _load_vector(builder: Any, address: Any, code: Any) -> Any:
+    found = cgutils.alloca_once(builder, _of(_FLOAT, LANES))
+    for one in cases(builder, code, CODES.values()):
+        builder.store(emit_load(builder, address, LANES, one), found)
+    return builder.load(found)
 
 
-load, _load_bfloat16, _load_float16 = (_loading(LANES, code) for code in (FLOAT32, BFLOAT16, FLOAT16))
-store, _store_bfloat16, _store_float16 = (_storing(LANES, code) for code in (FLOAT32, BFLOAT16, FLOAT16))
-_number_bfloat16, _number_float16 = (_loading(1, code) for code in (BFLOAT16, FLOAT16))
-_put_bfloat16, _put_float16 = (_storing(1, code) for code in (BFLOAT16, FLOAT16))
+def _store_number(builder: Any, value: Any, address: Any, code: Any) -> None:
+    vector = builder.insert_element(ir.Constant(_of(_FLOAT, 1), ir.Undefined), value, ir.Constant(_INT, 0))
+    for one in cases(builder, code, CODES.values()):
+        _store(builder, vector, address, 1, one)
+
+
+def _store_vector(builder: Any, vector: Any, address: Any, code: Any) -> None:
+    for one in cases(builder, code, CODES.values()):
+        _store(builder, vector, address, LANES, one)
+
+
+load = written(_V, (_I,), lambda b, at: emit_load(b, at, LANES, FLOAT32))
+store = written(types.void, (_V, _I), lambda b, vector, at: _store(b, vector, at, LANES, FLOAT32))
+_load_as, _number_as = written(_V, (_I, _I), _load_vector), written(_F, (_I, _I), _load_number)
+_store_as, _put_as = written(types.void, (_V, _I, _I), _store_vector), written(types.void, (_F, _I, _I), _store_number)
 
 
 def _operate(symbol: Callable[[Any, Any], Any], name: str) -> None:
@@ -247,16 +257,10 @@ for _symbol, _name in (
 def load_some(address: int, count: int, code: int) -> Any:
     """Load up to LANES elements, followed by zeros."""
     if count >= LANES:
-        if code == FLOAT32:
-            return load(address)
-        return _load_bfloat16(address) if code == BFLOAT16 else _load_float16(address)
-    vector = splat(0.0)
+        return _load_as(address, code)
+    vector, size = splat(0.0), 4 if code == FLOAT32 else 2
     for lane in range(count):
-        if code == FLOAT32:
-            one = number_at(address + 4 * lane)
-        else:
-            one = _number_bfloat16(address + 2 * lane) if code == BFLOAT16 else _number_float16(address + 2 * lane)
-        vector = _set_lane(vector, lane, one)
+        vector = _set_lane(vector, lane, _number_as(address + size * lane, code))
     return vector
 
 
@@ -264,20 +268,11 @@ def load_some(address: int, count: int, code: int) -> Any:
 def store_some(vector: Any, address: int, count: int, code: int) -> None:
     """Store the first `count` lanes, or all of them if `count` is larger."""
     if count >= LANES:
-        if code == FLOAT32:
-            store(vector, address)
-        elif code == BFLOAT16:
-            _store_bfloat16(vector, address)
-        else:
-            _store_float16(vector, address)
+        _store_as(vector, address, code)
         return
+    size = 4 if code == FLOAT32 else 2
     for lane in range(count):
-        if code == FLOAT32:
-            put_number(_lane(vector, lane), address + 4 * lane)
-        elif code == BFLOAT16:
-            _put_bfloat16(_lane(vector, lane), address + 2 * lane)
-        else:
-            _put_float16(_lane(vector, lane), address + 2 * lane)
+        _put_as(_lane(vector, lane), address + size * lane, code)
 
 
 @inlined

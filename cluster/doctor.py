@@ -23,7 +23,7 @@ from compare.endpoint import Document, Endpoint, EndpointError
 from compare.run.deployments import PROCESS_BYTES, LaunchOptions, LocalStack, fit_together, memory_available, num_gpus
 from compare.run.equivalence import different_answers, fits, greedy_answers
 from engine.components import on_gpu
-from engine.cpu.numba_support import why_not_compiled
+from engine.cpu import why_not_compiled
 from engine.models.config import ModelConfig
 from engine.weights import check_finite, fingerprint, weight_files
 from router.http.auth import ApiKeys

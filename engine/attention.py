@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.batch import Batch
-from engine.cpu.numba_support import why_not_compiled
+from engine.cpu import why_not_compiled
 from engine.kv_pool import KVPool
 
 
@@ -25,7 +25,6 @@ class AttentionPlan(Protocol):
         The step's K and V of this layer must be in the pool. A query attends to its own position and all earlier ones
         or, if `window` is not 0, to the last `window` of these. Scores are scaled by head_dim ** -0.5.
         """
-        ...
 
 
 class AttentionBackend(Protocol):
@@ -35,7 +34,6 @@ class AttentionBackend(Protocol):
 
     def plan(self, batch: Batch) -> AttentionPlan:
         """Compute the data that all layers of a step share (splits, tables, masks) from the batch's host copies."""
-        ...
 
 
 def attention_on_cpu(name: str, pool: KVPool) -> AttentionBackend:

@@ -45,27 +45,21 @@ class EngineListener(Protocol):
 
     def on_turn(self, scheduler: Scheduler) -> None:
         """An iteration of the loop begins, or the idle engine has looked for commands."""
-        ...
 
     def on_receiving(self, requests: list[Request]) -> None:
         """Blocks have been reserved for the KV of these requests."""
-        ...
 
     def on_scheduled(self, step: Step) -> None:
         """A step has been decided and is about to be launched."""
-        ...
 
     def on_step(self, step: Step, events: list[StepOutput], outputs: list[SliceOutput]) -> None:
         """A step has ended. `events` are from the scheduler; `outputs` has the runner's output for each slice."""
-        ...
 
     def on_timing(self, timing: StepTiming) -> None:
         """The iteration of a step has ended."""
-        ...
 
     def on_failure(self, error: BaseException) -> None:
         """The engine has failed and its thread is about to end."""
-        ...
 
 
 @dataclass(slots=True)

@@ -2,14 +2,14 @@
 implementation in plain torch, and the choice of kernels for a CPU.
 """
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from engine.batch import Batch
-from engine.cpu.numba_support import why_not_compiled
+from engine.cpu import why_not_compiled
 from engine.kv_pool import KVPool
 from engine.models.config import ModelConfig
 from engine.models.rope import angles, inverse_frequencies, rotate
@@ -20,11 +20,9 @@ class StepKernels(Protocol):
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Return the RMS norm over the last dimension, computed in float32, in the shape and dtype of `rows`."""
-        ...
 
     def add_norm(self, hidden: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return (hidden + update, its RMS norm), both [T, hidden_size]. May overwrite `hidden`."""
-        ...
 
     def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
         """Return the rotated queries, [T, heads, head_dim], and store rotated keys and values in the batch's slots.
@@ -32,19 +30,23 @@ class StepKernels(Protocol):
         May overwrite `qkv` [T, (heads + 2 * kv_heads) * head_dim]. If q_norm and k_norm [head_dim] are given, the RMS
         norm is applied to each head of q and k before rotation (Qwen3). A slot of -1 (padding) stores nothing.
         """
-        ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Return silu(first half) * second half of [T, 2 * n], as [T, n]."""
-        ...
 
 
-class Kernels(Protocol):
+class Kernels:
     """A set of kernels for one model and KV pool. `name` is shown to users."""
 
-    name: str
+    name: ClassVar[str]
 
-    def begin(self, batch: Batch) -> StepKernels: ...
+    def __init__(self, config: ModelConfig, pool: KVPool) -> None:
+        self.config = config
+        self.pool = pool
+        self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(pool.tensor.device)
+
+    def begin(self, batch: Batch) -> StepKernels:
+        raise NotImplementedError
 
 
 def kernels_on_cpu(config: ModelConfig, pool: KVPool) -> Kernels:
@@ -56,15 +58,10 @@ def kernels_on_cpu(config: ModelConfig, pool: KVPool) -> Kernels:
     return NumbaKernels(config, pool)
 
 
-class TorchKernels:
+class TorchKernels(Kernels):
     """The reference implementation in plain torch. Runs on every device."""
 
     name = "torch"
-
-    def __init__(self, config: ModelConfig, pool: KVPool) -> None:
-        self.config = config
-        self.pool = pool
-        self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(pool.tensor.device)
 
     def begin(self, batch: Batch) -> "TorchStep":
         return TorchStep(self, batch)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
-from engine.cpu.numba_support import why_not_compiled
+from engine.cpu import why_not_compiled
 
 SIXTEEN_BITS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 Lookup = Callable[[Tensor], Tensor]  # indices of outputs, int64 [R] -> their weights, [R, in]
@@ -18,11 +18,9 @@ Lookup = Callable[[Tensor], Tensor]  # indices of outputs, int64 [R] -> their we
 class Linear(Protocol):
     def __call__(self, rows: Tensor) -> Tensor:
         """Return the product, [T, in] -> [T, out] in the dtype of `rows`, plus the bias if there is one."""
-        ...
 
     def lookup(self) -> Lookup | None:
         """Return a lookup of the original weights, so that a tied embedding needs no copy. None if they are rounded."""
-        ...
 
 
 class LinearFormat(Protocol):
@@ -32,7 +30,6 @@ class LinearFormat(Protocol):
 
     def make(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Convert `weight` [out, in], in the checkpoint's dtype, and `bias` [out]. May keep references to both."""
-        ...
 
 
 @dataclass(slots=True)
@@ -56,13 +53,12 @@ class Plain:
         return PlainLinear(weight.to(self._held_in), None if bias is None else bias.to(self._held_in))
 
 
-def linear_on_cpu(weight_dtype: str, quantization: str, why_not: str | None = None) -> LinearFormat:
+def linear_on_cpu(weight_dtype: str, quantization: str) -> LinearFormat:
     """Return the format for `--weight-dtype` and `--quantization`.
 
-    `why_not` is the reason why compiled kernels are not available, or "" if they are. If it is None, this machine is
-    checked. Raises ValueError if the settings contradict each other or this machine does not support them.
+    Raises ValueError if the settings contradict each other or this machine does not support them.
     """
-    why_not = why_not_compiled() if why_not is None else why_not
+    why_not = why_not_compiled()
     if quantization != "none" and weight_dtype != "auto":
         raise ValueError(f"--weight-dtype {weight_dtype}: with --quantization {quantization} weights have 8 bits")
     if quantization == "int8":

@@ -53,7 +53,6 @@ class Runner(Protocol):
 
     def run(self, step: Step) -> list[SliceOutput]:
         """Launch a step and wait for it. No step may be pending."""
-        ...
 
     def launch(self, step: Step, before: Step | None = None) -> PendingStep:
         """Start a step. Tokens and blocks of its requests are read before this returns.

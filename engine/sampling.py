@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.counter_rng import BROKEN, NOTHING_ALLOWED, WORDS, gumbel, key_of
-from engine.cpu.numba_support import why_not_compiled
+from engine.cpu import why_not_compiled
 from shared.limits import GREEDY_BELOW
 from shared.rpc.messages import Logprobs, SamplingParams
 

@@ -41,11 +41,7 @@ FIRST_S = 300.0  # deadline of the first step, in seconds
 class StepObservation(NamedTuple):
     """The work of one step, its measured duration, and the duration at the device's current speed (`seconds`)."""
 
-    tokens: int
-    pairs: int
-    context: int
-    decodes: int
-    prefill_tokens: int
+    work: StepWork
     seconds: float
     measured_s: float
 
@@ -61,11 +57,11 @@ class StepObservation(NamedTuple):
 Kind = tuple[int, int, int]
 
 
-def _kind(sample: StepObservation) -> Kind:
+def _kind(work: StepWork) -> Kind:
     """Return the kind of a step: steps of one kind have similar numbers of tokens and lengths of context."""
-    prompt = sample.prefill_tokens
-    reach = (sample.pairs // prompt).bit_length() // 2 if prompt else -1
-    return prompt.bit_length(), reach, sample.decodes > 0 if prompt else sample.decodes.bit_length()
+    prompt = work.prefill_tokens
+    reach = (work.prefill_pairs // prompt).bit_length() // 2 if prompt else -1
+    return prompt.bit_length(), reach, work.num_decodes > 0 if prompt else work.num_decodes.bit_length()
 
 
 class CostFit:
@@ -101,13 +97,11 @@ class CostFit:
             return
         if len(self._recent) == RECENT:
             self._keep(self._recent[0])
-        terms = work.tokens, work.prefill_pairs, work.decode_context, work.num_decodes, work.prefill_tokens
-        sample = StepObservation(*terms, seconds, seconds)
-        self._recent.append(sample)
+        self._recent.append(StepObservation(work, seconds, seconds))
         self._steps += 1
         self._seconds += seconds
         # A wrong prediction for a new kind of step is the model's error, not a change of the device's speed.
-        if self._model is not None and _kind(sample) in self._known:
+        if self._model is not None and _kind(work) in self._known:
             self._ratios.append(seconds / max(self._model.seconds(work), 1e-9))
 
     def model(self) -> CostModel | None:
@@ -127,7 +121,7 @@ class CostFit:
 
     def _keep(self, sample: StepObservation) -> None:
         """Keep an observation that is no longer recent as one of its kind. Evict the least recently seen kind."""
-        kind = _kind(sample)
+        kind = _kind(sample.work)
         self._old.setdefault(kind, deque(maxlen=PER_KIND)).append(sample)
         self._old.move_to_end(kind)
         if len(self._old) > KINDS:
@@ -139,10 +133,8 @@ class CostFit:
         overhead, per_token, knee, *rest = self._model.packed()[:-1]
         overhead, per_token, *rest = (min(MOST, factor * value) for value in (overhead, per_token, *rest))
         self._model = CostModel(overhead, per_token, knee, *rest)
-        for samples, count in (
-            (self._recent, len(self._recent) - WATCHED),
-            *((old, len(old)) for old in self._old.values()),
-        ):
+        kept = [(old, len(old)) for old in self._old.values()]
+        for samples, count in ((self._recent, len(self._recent) - WATCHED), *kept):
             for index in range(count):
                 samples[index] = samples[index].slower(factor)
 
@@ -161,24 +153,20 @@ class CostFit:
             other_error, other_fields = _fit(samples, weights, before, KNEES[self._challenger])
         except RuntimeError:  # the solver did not converge: keep the current model until the next fit
             return
-        self._known = set(map(_kind, samples))
+        self._known = {_kind(sample.work) for sample in samples}
         model = CostModel(*(other_fields if other_error < KNEE_GAIN * error else fields))
         self._model = replace(model, margin=self._margin(model))
 
     def _margin(self, model: CostModel) -> float:
         """Return the QUANTILE of the relative excess of the recent steps over their predictions."""
-        samples = [sample for sample in self._recent if sample.prefill_tokens]
+        samples = [sample for sample in self._recent if sample.work.prefill_tokens]
         if len(samples) < ENOUGH:
             samples = list(self._recent)
-        excess = sorted(sample.seconds / max(_predicted(model, sample), 1e-9) - 1 for sample in samples)
+        excess = sorted(sample.seconds / max(model.seconds(sample.work), 1e-9) - 1 for sample in samples)
         return min(MARGIN_CAP, max(0.0, excess[int(QUANTILE * (len(excess) - 1))]))
 
 
 WEIGHTS = [DECAY ** (age / 2) for age in range(FITTED)]  # square roots, because squares are summed
-
-
-def _predicted(model: CostModel, sample: StepObservation) -> float:
-    return model.seconds(StepWork(0, sample.tokens - sample.decodes, sample.pairs, sample.decodes, sample.context))
 
 
 def _fit(
@@ -189,11 +177,11 @@ def _fit(
     Solves one non-negative least squares problem with a row for each sample, and a row of weight INERTIA for each
     coefficient that pulls it towards its value in `before`. Raises RuntimeError if the solver does not converge.
     """
-    tokens, pairs, context, decodes, _, seconds, _ = np.array(samples, np.float64).T
+    works, seconds = [sample.work for sample in samples], np.array([sample.seconds for sample in samples])
+    terms = [(1, max(knee, w.tokens), w.prefill_pairs, w.decode_context, w.num_decodes) for w in works]
     target = np.asarray(weights, np.float64)
     # Dividing by the measured time makes errors relative, and bounds the influence of one stall of the system.
-    columns = np.stack((np.ones_like(tokens), np.maximum(knee, tokens), pairs, context, decodes), axis=1)
-    columns *= (target / seconds)[:, None]
+    columns = np.array(terms, np.float64) * (target / seconds)[:, None]
     norms = np.linalg.norm(columns, axis=0)
     norms[norms == 0] = 1.0
     old = np.array([before.overhead, before.per_token, before.per_pair, before.per_context, before.per_decode])

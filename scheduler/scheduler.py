@@ -10,11 +10,11 @@ from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from scheduler.blocks import BlockPool, Ledger
 from scheduler.budget import Budget
-from scheduler.capacity import blocks_missing, choose_preemption_victim, growth_of, growth_of_all
 from scheduler.cost import CostModel
 from scheduler.policy import STALL_FREE, Policy
 from scheduler.prefix import extend_hashes
@@ -61,8 +61,11 @@ class SchedulerCounters:
     preemptions: int = 0
 
 
-def _turn(request: Request) -> tuple[int, int]:
-    return request.priority, request.arrival
+BY_PRIORITY = attrgetter("priority", "arrival")
+# When a request is admitted, blocks are kept free for this share of the tokens that running requests may still
+# generate. Most requests stop early, and preemption handles the rest (SGLang's new-token ratio, with its cap).
+GROWTH_SHARE = 0.3
+GROWTH_CAP_TOKENS = 4096
 
 
 class Scheduler:
@@ -134,7 +137,7 @@ class Scheduler:
         self.num_receiving -= 1
         request.receive_kv = False  # if it is preempted later, it computes its prompt here
         request.move_to(RequestState.RUNNING)
-        insort(self.running, request, key=_turn)
+        insort(self.running, request, key=BY_PRIORITY)
 
     def release(self, request: Request) -> None:
         """End a request whose KV a peer has received. Its blocks remain as prefix cache."""
@@ -287,9 +290,9 @@ class Scheduler:
             is_partial = count < request.num_tokens - start
             if not (request.receive_kv or self._may_start(count, is_partial, partial)):
                 break
-            growth = growth_of_all(self.running, self.block_tokens) if growth is None else growth
+            growth = sum(map(self._growth, self.running)) if growth is None else growth
             needed = cdiv(request.num_tokens, self.block_tokens) - len(held) + self.pool.count_unowned(held)
-            own_growth = growth_of(request, self.block_tokens)
+            own_growth = self._answer_blocks(request)
             alone = not self.running and not self.num_receiving
             if not request.borrows_blocks and needed + (0 if alone else growth + own_growth) > self.pool.available:
                 break
@@ -301,7 +304,7 @@ class Scheduler:
                 self._reserve(request, step)
             else:
                 request.move_to(RequestState.RUNNING)
-                insort(self.running, request, key=_turn)
+                insort(self.running, request, key=BY_PRIORITY)
                 self._allot(request, count)
                 if count:
                     self._take_slice(step, request, count)
@@ -372,8 +375,8 @@ class Scheduler:
         """
         if request.num_scheduled + count <= len(request.blocks) * self.block_tokens:  # true for most decodes
             return count
-        while blocks_missing(request, count, self.block_tokens) > self.pool.available:
-            victim = choose_preemption_victim(request, self.running, step)
+        while self._missing(request, count) > self.pool.available:
+            victim = self._victim(request, step)
             if victim is None:
                 break
             self._preempt(victim, step)
@@ -382,13 +385,42 @@ class Scheduler:
         if self.policy.chunked:
             room = (len(request.blocks) + self.pool.available) * self.block_tokens - request.num_scheduled
             count = min(count, room)
-        elif blocks_missing(request, count, self.block_tokens) > self.pool.available:
+        elif self._missing(request, count) > self.pool.available:
             return 0
         self._allot(request, count)
         return count
 
+    def _missing(self, request: Request, count: int) -> int:
+        """Return how many blocks to allocate before `count` more tokens can be computed."""
+        return max(0, cdiv(request.num_scheduled + count, self.block_tokens) - len(request.blocks))
+
+    def _growth(self, request: Request) -> int:
+        """Return how many blocks a running request still needs for its whole prompt and for part of its answer."""
+        rest = cdiv(request.num_tokens, self.block_tokens) - len(request.blocks)
+        return rest + self._answer_blocks(request)
+
+    def _answer_blocks(self, request: Request) -> int:
+        """Return how many blocks to keep free for the tokens that a request may still generate on this node."""
+        tokens = 0 if request.send_kv else GROWTH_SHARE * min(request.remaining_tokens, GROWTH_CAP_TOKENS)
+        return cdiv(int(tokens), self.block_tokens)
+
+    def _victim(self, request: Request, step: Step) -> Request | None:
+        """Return the request to preempt so that `request` gets blocks, or None if `request` has to wait.
+
+        The victim is the last running request that is not in this step yet, possibly `request` itself. A request that
+        sends its KV is never preempted, because a transfer reads its blocks. If all later requests are in this step,
+        `request` waits for them.
+        """
+        taken = {id(slice_.request) for slice_ in step.slices}
+        later = self.running[self.running.index(request) + 1 :]
+        free = [candidate for candidate in later if id(candidate) not in taken]
+        if preemptible := [candidate for candidate in free if not candidate.send_kv]:
+            return preemptible[-1]
+        may_wait = request.send_kv or len(self.running) == 1 or (later and not free)
+        return None if may_wait else request
+
     def _allot(self, request: Request, count: int) -> None:
-        request.blocks += self.pool.take(blocks_missing(request, count, self.block_tokens))
+        request.blocks += self.pool.take(self._missing(request, count))
 
     def _preempt(self, request: Request, step: Step) -> None:
         self.running.remove(request)

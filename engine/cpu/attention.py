@@ -36,16 +36,9 @@ class PoolMemoryView:
         stride = rows + 2 * LANES  # upper bound: the kernel rounds up to an odd number of vectors
         # The sizes in floats. A row of zeros precedes the transposed queries, and pads a decode's tile of keys.
         sizes = [
-            FEW_ROWS * padded,
-            TILE * stride,
-            stride * padded,
-            stride,
-            stride,
-            6 * TILE + 2 * LANES,
-            padded * stride,
-            stride,
-            2 * TILE * padded,
-        ]
+            FEW_ROWS * padded, TILE * stride, stride * padded, stride, stride, 6 * TILE + 2 * LANES, padded * stride,
+            stride, 2 * TILE * padded,
+        ]  # fmt: skip
         assert len(sizes) == AREAS
         sizes[6] += padded
         self._floats = torch.zeros(threads, sum(-(-size // 16) * 16 for size in sizes) + 16)
@@ -148,9 +141,7 @@ class NumbaPlan:
         prepared = self.prepared(q.shape[1], window)
         out = empty(*q.shape)
         rest = (self._backend.layer_address(layer), *prepared.rest)
-        memory = self._backend.memory(
-            torch.get_num_threads(), prepared.group
-        )  # the number of threads that the kernel runs on
+        memory = self._backend.memory(torch.get_num_threads(), prepared.group)  # of the threads that run the kernel
         attend(prepared.operations, 0, *prepared.units, q.data_ptr(), out.data_ptr(), *rest, memory.address)
         if prepared.merged:
             units, items, parts, *shape = prepared.merged
@@ -173,15 +164,9 @@ class NumbaPlan:
         rest = (parts.data_ptr(), table.data_ptr(), table.shape[1], *pool, *shape, window)
         units = (len(work.items) * heads, work.items.ctypes.data)
         merged = (len(work.merged) * heads, work.merged.ctypes.data, parts.data_ptr(), *shape)
-        return PreparedAttention(
-            group,
-            work.operations * layout.head_dim,
-            work.part_rows * layout.head_dim,
-            units,
-            rest,
-            merged if len(work.merged) else (),
-            (work, parts),
-        )
+        work_of = (work.operations * layout.head_dim, work.part_rows * layout.head_dim)
+        merged_or_none = merged if len(work.merged) else ()
+        return PreparedAttention(group, *work_of, units, rest, merged_or_none, (work, parts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,18 +10,20 @@ import math
 from typing import Any
 
 from engine.cpu.attention_panels import add_product, add_times_listed, dots, listed_times, transpose_block
-from engine.cpu.attention_softmax import UNSEEN, weigh, weigh_columns
 from engine.cpu.attention_tiles import (
     FEW_ROWS,
     FIELDS,
     LINE,
     TILE,
+    UNSEEN,
     fetch,
     fill_up,
     first_tile,
     locate,
     shares,
     tile_of,
+    weigh,
+    weigh_columns,
     widen,
 )
 from engine.cpu.jit import kernel, part, thread_number

@@ -263,15 +263,7 @@ def draw(logits: Tensor, adjusted: Tensor, parameters: Tensor) -> list[int]:
     chosen = torch.empty(rows, dtype=torch.int64)
     areas = torch.empty((torch.get_num_threads(), 3, vocab + LANES), dtype=torch.float32)
     _draw(
-        rows * vocab * WORK,
-        0,
-        rows,
-        vocab,
-        logits.data_ptr(),
-        adjusted.data_ptr(),
-        parameters.data_ptr(),
-        chosen.data_ptr(),
-        areas.data_ptr(),
-        areas.stride(0) * 4,
-    )
+        rows * vocab * WORK, 0, rows, vocab, logits.data_ptr(), adjusted.data_ptr(), parameters.data_ptr(),
+        chosen.data_ptr(), areas.data_ptr(), areas.stride(0) * 4,
+    )  # fmt: skip
     return chosen.tolist()

@@ -8,23 +8,22 @@ from engine.batch import Batch
 from engine.cpu import layer_kernels as numba_kernels
 from engine.cpu.malloc import empty
 from engine.cpu.simd import CODES
+from engine.kernels import Kernels
 from engine.kv_pool import KVPool
 from engine.models.config import ModelConfig
-from engine.models.rope import angles, inverse_frequencies
+from engine.models.rope import angles
 
 SILU_WORK = 8  # operations per element relative to a multiplication, because of the exponential
 
 
-class NumbaKernels:
+class NumbaKernels(Kernels):
     """The numba kernels for one model and KV pool. Activations and norms must be float32."""
 
     name = "numba"
 
     def __init__(self, config: ModelConfig, pool: KVPool) -> None:
+        super().__init__(config, pool)
         layout = pool.layout
-        self.config = config
-        self.pool = pool
-        self.frequencies = inverse_frequencies(config.rope, config.head_dim)
         self.epsilon = np.array([config.rms_norm_eps], np.float32)
         strides = (layout.block_bytes, layout.layers * layout.layer_bytes, layout.block_tokens)
         self.epsilon_at = self.epsilon.ctypes.data
@@ -52,50 +51,30 @@ class NumbaStep:
         normed = empty(*rows.shape)
         size = rows.shape[-1]
         numba_kernels.norm(
-            2 * rows.numel(),
-            rows.numel() // size,
-            size,
-            self._kernels.epsilon_at,
-            rows.data_ptr(),
-            weight.data_ptr(),
-            normed.data_ptr(),
-        )
+            2 * rows.numel(), rows.numel() // size, size, self._kernels.epsilon_at,
+            rows.data_ptr(), weight.data_ptr(), normed.data_ptr(),
+        )  # fmt: skip
         return normed
 
     def add_norm(self, hidden: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         hidden, update = _checked(hidden), _checked(update)
         normed = empty(*hidden.shape)
         numba_kernels.add_norm(
-            3 * hidden.numel(),
-            len(hidden),
-            hidden.shape[1],
-            self._kernels.epsilon_at,
-            hidden.data_ptr(),
-            update.data_ptr(),
-            weight.data_ptr(),
-            normed.data_ptr(),
-        )
+            3 * hidden.numel(), len(hidden), hidden.shape[1], self._kernels.epsilon_at,
+            hidden.data_ptr(), update.data_ptr(), weight.data_ptr(), normed.data_ptr(),
+        )  # fmt: skip
         return hidden, normed
 
     def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
         kernels, config, qkv = self._kernels, self._kernels.config, _checked(qkv)
         q = empty(len(qkv), config.num_heads, config.head_dim)
         numba_kernels.rotate_and_store(
-            2 * qkv.numel(),
-            len(qkv),
-            qkv.data_ptr(),
-            q.data_ptr(),
-            self.cosine.data_ptr(),
-            self.sine.data_ptr(),
-            self.slots.data_ptr(),
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            0 if q_norm is None else q_norm.data_ptr(),
-            0 if k_norm is None else k_norm.data_ptr(),
-            self._pool + layer * kernels.pool.layout.layer_bytes,
-            *kernels.pool_shape,
-        )
+            2 * qkv.numel(), len(qkv), qkv.data_ptr(), q.data_ptr(),
+            self.cosine.data_ptr(), self.sine.data_ptr(), self.slots.data_ptr(),
+            config.num_heads, config.num_kv_heads, config.head_dim,
+            0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(),
+            self._pool + layer * kernels.pool.layout.layer_bytes, *kernels.pool_shape,
+        )  # fmt: skip
         return q
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

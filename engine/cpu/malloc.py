@@ -19,26 +19,24 @@ LARGEST = 2**31 - 1  # the largest int
 LINE = 64  # bytes
 
 
-def share_one() -> bool:
-    """Make all threads share one heap. Call it before starting threads. Return False if the C library is not glibc."""
-    return _set(M_ARENA_MAX, 1)
+def share_one() -> None:
+    """Make all threads share one heap. Call it before starting threads."""
+    _set(M_ARENA_MAX, 1)
 
 
-def map_large_blocks() -> bool:
-    """Map every large block separately, for loading weights. Return False if the C library is not glibc.
+def map_large_blocks() -> None:
+    """Map every large block separately, for loading weights.
 
     By default, glibc takes blocks of up to 32 MiB from the heap after one was freed. Temporary copies then leave holes
     between the weights: up to 0.6 GB for 2 GB of weights.
     """
-    return _set(M_MMAP_THRESHOLD, 1 << 20)
+    _set(M_MMAP_THRESHOLD, 1 << 20)
 
 
-def keep_large_blocks() -> bool:
-    """From now on, take large blocks from the heap, and keep freed ones. Return False if the C library is not glibc.
-
-    glibc before 2.35 limits such blocks to 32 MiB.
-    """
-    return any(_set(M_MMAP_THRESHOLD, size) for size in (1 << 30, 1 << 25)) and _set(M_TRIM_THRESHOLD, LARGEST)
+def keep_large_blocks() -> None:
+    """From now on, take large blocks from the heap, and keep freed ones. glibc before 2.35 limits them to 32 MiB."""
+    if any(_set(M_MMAP_THRESHOLD, size) for size in (1 << 30, 1 << 25)):
+        _set(M_TRIM_THRESHOLD, LARGEST)
 
 
 def empty(*shape: int) -> Tensor:
@@ -54,6 +52,7 @@ def empty(*shape: int) -> Tensor:
 
 
 def _set(option: int, value: int) -> bool:
+    """Return whether the setting was made. C libraries other than glibc have no such settings."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(mallopt(option, value))
 

@@ -42,15 +42,9 @@ class PanelLinear:
         result = empty(count, self.padded)
         scratch = torch.empty(count * self.row_scratch, dtype=torch.uint8) if self.row_scratch else result
         product(
-            count * self.row_work,
-            count,
-            rows.data_ptr(),
-            4 * rows.stride(0),
-            result.data_ptr(),
-            4 * self.padded,
-            scratch.data_ptr(),
-            *self.fixed,
-        )
+            count * self.row_work, count, rows.data_ptr(), 4 * rows.stride(0), result.data_ptr(), 4 * self.padded,
+            scratch.data_ptr(), *self.fixed,
+        )  # fmt: skip
         return result if self.width == self.padded else result[:, : self.width].contiguous()
 
     def lookup(self) -> Callable[[Tensor], Tensor] | None:

@@ -6,21 +6,14 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.cuda import layer_kernels as triton_rows
-from engine.kv_pool import KVPool
-from engine.models.config import ModelConfig
-from engine.models.rope import inverse_frequencies
+from engine.kernels import Kernels
 
 SILU_BLOCK = 1024
 ELEMENTS_A_WARP = 256  # per warp: with fewer elements, lanes are idle; with more, registers are spilled
 
 
-class TritonKernels:
+class TritonKernels(Kernels):
     name = "triton"
-
-    def __init__(self, config: ModelConfig, pool: KVPool) -> None:
-        self.config = config
-        self.pool = pool
-        self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(pool.tensor.device)
 
     def begin(self, batch: Batch) -> "TritonStep":
         """Return the step's kernels. Nothing is computed from the batch, so graphs can replay with other values."""

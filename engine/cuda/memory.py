@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Sequence
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import ClassVar
 
 import torch
@@ -52,12 +53,10 @@ class DeviceMemory:
         The sums are computed on the device, on a separate stream. The call waits for them.
         """
         words = self.rows.view(torch.int64)
-        with torch.inference_mode(), ExitStack() as beside:
-            if (
-                self._stream is not None
-            ):  # otherwise torch would initialize the first GPU, the default device of a thread
-                beside.enter_context(torch.cuda.device(self.device))
-                beside.enter_context(torch.cuda.stream(self._stream))
+        with torch.inference_mode(), ExitStack() as stack:
+            if self._stream is not None:  # otherwise torch would initialize the first GPU, a thread's default device
+                stack.enter_context(torch.cuda.device(self.device))
+                stack.enter_context(torch.cuda.stream(self._stream))
             sums = [self._sums(words[first:last]) for first, last in _runs(rows, max(1, PIECE_BYTES // self.row_bytes))]
             return torch.cat(sums).cpu().numpy().astype("<i8").tobytes() if sums else b""
 
@@ -81,25 +80,13 @@ def _weights(count: int, device: torch.device) -> Tensor:
     return (mixed ^ (mixed >> 27)) | 1
 
 
-class _Raw:
-    """Device memory with the CUDA array interface, which torch wraps without a copy. It does not own the memory."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-            "strides": None,
-        }
-
-
 def _tensor(region: CudaRegion, device: torch.device, size: int) -> Tensor:
     if device.type == "cuda":
-        return torch.as_tensor(_Raw(region.address, size), device=device)
-    return torch.frombuffer(
-        (ctypes.c_ubyte * size).from_address(region.address), dtype=torch.uint8
-    )  # a fake of the driver
+        # The CUDA array interface, which torch wraps without a copy and without owning the memory.
+        raw = {"shape": (size,), "typestr": "|u1", "data": (region.address, False), "version": 3, "strides": None}
+        return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=raw), device=device)
+    # A fake of the driver.
+    return torch.frombuffer((ctypes.c_ubyte * size).from_address(region.address), dtype=torch.uint8)
 
 
 def _runs(rows: Sequence[int], limit: int) -> list[tuple[int, int]]:

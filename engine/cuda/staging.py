@@ -71,18 +71,11 @@ class BufferCarver:
     def batch(self, shape: StepShape, table: Tensor) -> Batch:
         """Return views for a shape. Tensors that graphs read come first, so that the shape determines their place."""
         return Batch(
-            tokens=self.take(shape.tokens),
-            positions=self.take(shape.tokens),
-            slots=self.take(shape.tokens),
-            logit_rows=self.take(shape.rows),
-            cu_q=self.take(shape.slices + 1, torch.int32),
-            kv_len=self.take(shape.slices, torch.int32),
-            block_table=table[: shape.slices],
-            starts=[],
-            kv_lens=[],
-            sampled=[],
-            scored=[],
-        )
+            tokens=self.take(shape.tokens), positions=self.take(shape.tokens), slots=self.take(shape.tokens),
+            logit_rows=self.take(shape.rows), cu_q=self.take(shape.slices + 1, torch.int32),
+            kv_len=self.take(shape.slices, torch.int32), block_table=table[: shape.slices],
+            starts=[], kv_lens=[], sampled=[], scored=[],
+        )  # fmt: skip
 
 
 class StepBuffers:

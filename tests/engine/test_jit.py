@@ -132,6 +132,7 @@ def test_a_machine_that_cannot_compile_serves_by_torch(
 import torch
 from engine.attention import attention_on_cpu
 from engine.kernels import kernels_on_cpu
+from engine.linear import Plain, linear_on_cpu
 from engine.sampling import sample
 from engine.sampling import SamplingRow
 from shared.rpc.messages import SamplingParams
@@ -139,12 +140,17 @@ from tests.gpu_less.contract import config_of, pool_of
 pool = pool_of(2, 16, 4, torch.float32, 9, torch.device("cpu"))
 assert attention_on_cpu("auto", pool).name == kernels_on_cpu(config_of(64, 4, 2, 16), pool).name == "torch"
 assert sample(torch.tensor([[0.0, 3.0]]), [SamplingRow(SamplingParams(temperature=0.0), [0], 1, 1)])[0].token == 1
-try:
-    attention_on_cpu("numba", pool)
-except ValueError as error:
-    assert "--attention-backend numba: cannot run here" in str(error)
-else:
-    raise AssertionError("numba was taken")
+assert isinstance(linear_on_cpu("auto", "none"), Plain)
+for refused, words in (
+    (lambda: attention_on_cpu("numba", pool), "--attention-backend numba: cannot run here"),
+    (lambda: linear_on_cpu("bfloat16", "none"), "--weight-dtype bfloat16: needs compiled kernels"),
+):
+    try:
+        refused()
+    except ValueError as error:
+        assert words in str(error)
+    else:
+        raise AssertionError(words)
 """
     )
     command, whole = [sys.executable, "-c", code], os.environ | environment

@@ -1,18 +1,17 @@
 """Every weight format multiplies with exactly the weights that it stores, row by row, and rejects other weights."""
 
 import math
-from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.random_model import random_decoder
+from engine.cpu import why_not_compiled
 from engine.cpu.int8 import LEVELS, LEVELS_OF_7_BITS, Int8, has_fbgemm
-from engine.cpu.numba_support import why_not_compiled
 from engine.linear import AsStored, LinearFormat, Plain, linear_on_cpu
-from engine.models.decoder import load_model
+from engine.models.config import ModelConfig, Rope
 from tests.engine.build import CPU, generate, thinned, torch_runner
 
 compiled = pytest.mark.skipif(bool(why_not_compiled()), reason=f"no compiled kernels: {why_not_compiled()}")
@@ -31,7 +30,6 @@ if not why_not_compiled():
 torch.set_num_threads(1)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FLOATS = [Plain(torch.float32), *PANELS]
-ROWS = [*range(1, 71), 600]
 SHAPES = [(768, 256), (1, 1), (33, 1), (1, 65), (100, 37)] + [
     (Random(seed).randrange(1, 300), Random(seed + 50).randrange(1, 300)) for seed in range(6)
 ]
@@ -64,18 +62,10 @@ def test_a_product_is_that_of_the_weights_as_held(linear: LinearFormat, out: int
             torch.testing.assert_close(found.double(), wanted[:count], rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("linear", FLOATS, ids=lambda linear: linear.name)
-def test_a_row_does_not_depend_on_the_rows_beside_it(linear: LinearFormat) -> None:
-    made, rows = linear.make(matrix(250, 131), None), matrix(600, 131, 2, 1.0)
-    alone = torch.cat([made(row[None]) for row in rows])
-    for count in ROWS:
-        torch.testing.assert_close(made(rows[:count]), alone[:count], rtol=1e-5, atol=1e-6)
-
-
 @compiled
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("linear", [*PANELS, *EIGHT_BITS[1:]], ids=lambda linear: linear.name)
-def test_in_panels_not_a_bit_of_a_row_depends_on_the_rows_beside_it(linear: LinearFormat, threads: int) -> None:
+def test_in_panels_not_a_bit_of_a_row_depends_on_other_rows(linear: LinearFormat, threads: int) -> None:
     """The result does not depend on the number of threads either, because all sums run in the order of the depth."""
     made, rows = linear.make(matrix(3 * PANEL + 5, 1100), matrix(1, 3 * PANEL + 5, 3)[0]), matrix(400, 1100, 2, 1.0)
     torch.set_num_threads(1)
@@ -151,7 +141,7 @@ def test_int8_is_within_a_rounding_of_both_sides(out: int, width: int, linear: L
 
 
 @pytest.mark.parametrize("linear", EIGHT_BITS, ids=lambda linear: type(linear).__name__)
-def test_int8_keeps_the_precision_of_a_row_beside_a_huge_one(linear: LinearFormat) -> None:
+def test_int8_keeps_the_precision_of_a_row_next_to_a_huge_one(linear: LinearFormat) -> None:
     rows = matrix(300, 96, 2, 1.0)
     made = linear.make(matrix(64, 96), None)
     for count in (2, 70, 300):
@@ -207,35 +197,14 @@ def test_what_contradicts_itself_is_refused() -> None:
         linear_on_cpu("bfloat16", "int8")
 
 
-def test_without_compiled_kernels_torch_multiplies_what_it_can() -> None:
-    assert isinstance(linear_on_cpu("auto", "none", why_not="no numba"), Plain)
-    with pytest.raises(ValueError, match=r"--weight-dtype bfloat16: needs compiled kernels.*: no numba"):
-        linear_on_cpu("bfloat16", "none", why_not="no numba")
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("model")
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=100,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=97,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-    )
-    LlamaForCausalLM(config).save_pretrained(where)
-    return where
-
-
 @compiled
 @pytest.mark.parametrize("asked", [("auto", "none"), ("bfloat16", "none"), ("float16", "none"), ("auto", "int8")])
-def test_a_model_generates_alone_as_in_company(directory: Path, asked: tuple[str, str]) -> None:
-    linear = linear_on_cpu(*asked)
-    model = load_model(directory, torch.float32, CPU, linear)
+def test_a_model_generates_alone_as_in_company(asked: tuple[str, str]) -> None:
+    config = ModelConfig(
+        "LlamaForCausalLM", 64, 100, 2, 4, 2, 16, 97, 1e-5, Rope(), True, False, False,
+        False, False, (0, 0), 4096, None, (),
+    )  # fmt: skip
+    model = random_decoder(config, torch.float32, CPU, linear_on_cpu(*asked), deviation=0.1)
     prompts = [[Random(seed).randrange(97) for _ in range(count)] for seed, count in enumerate((1, 17, 160))]
     runner, _, blocks = torch_runner(model, num_blocks=400)
     together = generate(runner, [blocks.request(prompt, max_tokens=12) for prompt in prompts], budget=500)

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.random_model import random_decoder
 from engine.batch import Batch
-from engine.cpu.numba_support import why_not_compiled
+from engine.cpu import why_not_compiled
 from engine.models.config import ModelConfig, Rope
 from engine.models.decoder import Decoder
 from tests.gpu_less.contract import batch_of, fill, pool_of

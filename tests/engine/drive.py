@@ -7,17 +7,17 @@ from random import Random
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.batch import Batch
+from benchmarks.random_model import random_decoder
 from engine.engine import Engine, EngineListener, StepTiming
-from engine.models.decoder import Decoder, load_model
+from engine.models.config import ModelConfig, Rope
+from engine.models.decoder import Decoder
 from engine.runner import PendingStep, SliceOutput, TorchRunner
 from scheduler.policy import POLICIES
 from scheduler.request import Request, RequestState, Step
 from scheduler.scheduler import Scheduler, StepLimits, StepOutput
 from shared.rpc.messages import SamplingParams
-from tests.engine.build import CPU, GREEDY, torch_runner
+from tests.engine.build import CPU, GREEDY, device_code, torch_runner
 
 torch.set_num_threads(1)
 VOCABULARY, BLOCK_TOKENS = 61, 4
@@ -31,14 +31,12 @@ SAMPLINGS = [
 
 
 @pytest.fixture(scope="module", name="model")
-def model_fixture(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    where = tmp_path_factory.mktemp("model")
-    torch.manual_seed(5)
-    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    LlamaForCausalLM(
-        LlamaConfig(**shape, num_key_value_heads=1, vocab_size=VOCABULARY, initializer_range=0.4)
-    ).save_pretrained(where)
-    return load_model(where, torch.float32, CPU)
+def model_fixture() -> Decoder:
+    config = ModelConfig(
+        "LlamaForCausalLM", 16, 24, 2, 2, 1, 8, VOCABULARY, 1e-6, Rope(), False, False, False,
+        False, False, (0, 0), 2048, None, (),
+    )  # fmt: skip
+    return random_decoder(config, torch.float32, CPU, seed=5, deviation=0.4)
 
 
 class Ahead(TorchRunner):
@@ -47,24 +45,40 @@ class Ahead(TorchRunner):
     def __init__(self, *given: object) -> None:
         super().__init__(*given)
         self.ahead = True
-        self.carried = self.behind = self.passes = 0
+        self.behind = self.passes = 0
         self.fails_at: set[int] = set()  # numbers of the passes that fail if they have several slices
         self.dies_after = 10**9  # all passes after this number fail
         self.poison = ""  # id of a request whose passes all fail
+        self.spoils = ""  # id of a request whose outputs are reported as broken
+
+    def run(self, step: Step) -> list[SliceOutput]:
+        if self._fails(step):
+            raise RuntimeError("the device failed")
+        return self._spoilt(step, super().run(step))
 
     def launch(self, step: Step, before: Step | None = None) -> PendingStep:
+        if not self.ahead:
+            return super().launch(step, before)  # calls `run`
         self.behind += before is not None
-        return super().launch(step, before)
+        fails, pending = self._fails(step), super().launch(step, before)
 
-    def _pass(self, step: Step, batch: Batch) -> list[SliceOutput]:
-        self.carried += len(batch.carried)
+        def wait() -> list[SliceOutput]:
+            outputs = pending()
+            if fails:
+                raise RuntimeError("the device failed")
+            return self._spoilt(step, outputs)
+
+        return wait
+
+    def _fails(self, step: Step) -> bool:
         self.passes += 1
         once = self.passes in self.fails_at and len(step.slices) > 1
-        poisoned = any(piece.request.id == self.poison for piece in step.slices)
-        if once or poisoned or self.passes > self.dies_after:
-            self._carry(batch)  # fail after the pass has begun
-            raise RuntimeError("the device failed")
-        return super()._pass(step, batch)
+        return once or self.passes > self.dies_after or any(s.request.id == self.poison for s in step.slices)
+
+    def _spoilt(self, step: Step, outputs: list[SliceOutput]) -> list[SliceOutput]:
+        broken = SliceOutput(error="numerical")
+        ids = [slice_.request.id for slice_ in step.slices]
+        return [broken if id == self.spoils else output for id, output in zip(ids, outputs, strict=True)]
 
 
 class Drive(EngineListener):
@@ -177,8 +191,8 @@ def scheduler_of(num_blocks: int, budget: int = 64) -> Scheduler:
 
 
 def runner_of(model: Decoder, num_blocks: int) -> Ahead:
-    plain, pool, _ = torch_runner(model, num_blocks, BLOCK_TOKENS)
-    return Ahead(model, pool, plain._backend, plain._kernels, CPU)
+    _, pool, _ = torch_runner(model, num_blocks, BLOCK_TOKENS)
+    return Ahead(model, pool, *device_code(model, pool), CPU)
 
 
 def answers(rows: Sequence[Request]) -> list[tuple[list[int], str | None]]:

@@ -1,4 +1,4 @@
-"""Fakes of the flash-attn packages' functions in plain torch, for tests of the adapters.
+"""Fakes of the flash-attn packages in plain torch, written as packages to a directory of sys.path.
 
 They follow the docstrings of FlashAttention 2.8, of its `hopper/` folder (version 3) and of `flash_attn.cute`
 (version 4). They reject the same arguments: index tensors of a wrong dtype, page sizes that are not a multiple of 256
@@ -6,21 +6,30 @@ They follow the docstrings of FlashAttention 2.8, of its `hopper/` folder (versi
 """
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 FAILURES = ["ImportError", "OSError", "AttributeError", "RuntimeError"]  # raised by packages built for another torch
+FUNCTIONS = {
+    "flash_attn": "varlen_2 as flash_attn_varlen_func, with_cache_2 as flash_attn_with_kvcache",
+    "flash_attn_interface": "with_cache_3 as flash_attn_with_kvcache",
+    "flash_attn.cute": "varlen_4 as flash_attn_varlen_func",
+}
 
 
-def broken_package(root: Path, name: str, failure: str) -> None:
-    """Write a package below `root` whose import creates the file `imported` in `root` and then raises `failure`."""
-    (root / name).mkdir()
-    (root / name / "__init__.py").write_text(
-        f"open({str(root / 'imported')!r}, 'w').close()\nraise {failure}('undefined symbol\\nadvice in more lines')\n"
-    )
+def write_package(root: Path, name: str, failure: str = "") -> None:
+    """Write the package `name` below `root`.
+
+    With `failure`, its import creates the file `imported` in `root` and then raises this error.
+    """
+    directory = root.joinpath(*name.split("."))
+    directory.mkdir(parents=True, exist_ok=True)
+    code = f"from tests.engine.fake_flash import {FUNCTIONS[name]}\n"
+    if failure:
+        code = f"open({str(root / 'imported')!r}, 'w').close()\nraise {failure}('undefined symbol\\nadvice in more lines')\n"
+    (directory / "__init__.py").write_text(code)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, left: int | None) -> Tensor:
@@ -70,67 +79,48 @@ def _left(window: tuple[int | None, int | None]) -> int | None:
     return left
 
 
-def flash_2() -> ModuleType:
-    module = ModuleType("flash_attn")
-
-    def flash_attn_varlen_func(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-        max_seqlen_k: int, *, causal: bool, window_size: tuple[int, int], block_table: Tensor,
-    ) -> Tensor:  # fmt: skip
-        _check(q, (k, v), [cu_seqlens_q, cu_seqlens_k, block_table], 256)
-        lengths = cu_seqlens_k.diff()
-        assert causal
-        assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
-        assert max_seqlen_k >= int(lengths.max())
-        return _paged(q, (k, v), cu_seqlens_q, lengths, block_table, _left(window_size))
-
-    def flash_attn_with_kvcache(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor, block_table: Tensor, causal: bool,
-        window_size: tuple[int, int],
-    ) -> Tensor:  # fmt: skip
-        assert causal
-        assert q.dim() == 4
-        assert len(q) == len(cache_seqlens)
-        _check(q, (k_cache, v_cache), [cache_seqlens, block_table], 256)
-        cu_q = torch.arange(0, len(q) * q.shape[1] + 1, q.shape[1], dtype=torch.int32)
-        pages = (k_cache, v_cache)
-        return _paged(q.flatten(0, 1), pages, cu_q, cache_seqlens, block_table, _left(window_size)).view_as(q)
-
-    module.__dict__.update(
-        flash_attn_varlen_func=flash_attn_varlen_func, flash_attn_with_kvcache=flash_attn_with_kvcache
-    )
-    return module
+def varlen_2(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, causal: bool, window_size: tuple[int, int], block_table: Tensor,
+) -> Tensor:  # fmt: skip
+    _check(q, (k, v), [cu_seqlens_q, cu_seqlens_k, block_table], 256)
+    lengths = cu_seqlens_k.diff()
+    assert causal
+    assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
+    assert max_seqlen_k >= int(lengths.max())
+    return _paged(q, (k, v), cu_seqlens_q, lengths, block_table, _left(window_size))
 
 
-def flash_3() -> ModuleType:
-    module = ModuleType("flash_attn_interface")
-
-    def flash_attn_with_kvcache(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor, page_table: Tensor,
-        cu_seqlens_q: Tensor, max_seqlen_q: int, causal: bool, window_size: tuple[int, int],
-    ) -> Tensor:  # fmt: skip
-        _check(q, (k_cache, v_cache), [cache_seqlens, page_table, cu_seqlens_q], 1)
-        assert causal
-        assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
-        return _paged(q, (k_cache, v_cache), cu_seqlens_q, cache_seqlens, page_table, _left(window_size))
-
-    module.__dict__.update(flash_attn_with_kvcache=flash_attn_with_kvcache)
-    return module
+def with_cache_2(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor, block_table: Tensor, causal: bool,
+    window_size: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    assert causal
+    assert q.dim() == 4
+    assert len(q) == len(cache_seqlens)
+    _check(q, (k_cache, v_cache), [cache_seqlens, block_table], 256)
+    cu_q = torch.arange(0, len(q) * q.shape[1] + 1, q.shape[1], dtype=torch.int32)
+    pages = (k_cache, v_cache)
+    return _paged(q.flatten(0, 1), pages, cu_q, cache_seqlens, block_table, _left(window_size)).view_as(q)
 
 
-def flash_4() -> ModuleType:
-    module = ModuleType("flash_attn.cute")
+def with_cache_3(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor, page_table: Tensor, cu_seqlens_q: Tensor,
+    max_seqlen_q: int, causal: bool, window_size: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    _check(q, (k_cache, v_cache), [cache_seqlens, page_table, cu_seqlens_q], 1)
+    assert causal
+    assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
+    return _paged(q, (k_cache, v_cache), cu_seqlens_q, cache_seqlens, page_table, _left(window_size))
 
-    def flash_attn_varlen_func(
-        q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-        seqused_k: Tensor, page_table: Tensor, causal: bool, window_size: tuple[int | None, int | None],
-    ) -> tuple[Tensor, None]:  # fmt: skip
-        _check(q, (k, v), [cu_seqlens_q, seqused_k, page_table], 1)
-        assert causal
-        assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
-        assert max_seqlen_k >= int(seqused_k.max())
-        assert window_size[0] != -1, "None says no window here"
-        return _paged(q, (k, v), cu_seqlens_q, seqused_k, page_table, _left(window_size)), None
 
-    module.__dict__.update(flash_attn_varlen_func=flash_attn_varlen_func)
-    return module
+def varlen_4(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    seqused_k: Tensor, page_table: Tensor, causal: bool, window_size: tuple[int | None, int | None],
+) -> tuple[Tensor, None]:  # fmt: skip
+    _check(q, (k, v), [cu_seqlens_q, seqused_k, page_table], 1)
+    assert causal
+    assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
+    assert max_seqlen_k >= int(seqused_k.max())
+    assert window_size[0] != -1, "None means no window here"
+    return _paged(q, (k, v), cu_seqlens_q, seqused_k, page_table, _left(window_size)), None

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cuda.kv.cuda_ipc import OFFER, CudaIpcChannel
-from engine.cuda.kv.driver import CudaDevice, CudaError, CudaRegion, CudaStream, Driver
+from engine.cuda.kv.driver import CudaDevice, CudaError, CudaRegion, Driver
 from engine.cuda.kv.pool import PoolClient, PoolOwner, descriptor_file
 from engine.cuda.memory import DeviceMemory
 from engine.kv_pool import KVPool
@@ -91,25 +91,6 @@ def test_a_machine_without_a_driver_raises_one_line() -> None:
         Driver.load()
 
 
-def test_copies_are_complete_after_a_wait() -> None:
-    region = CudaRegion.allocate(gpu(), UNIT)
-    ctypes.memset(region.address, 5, 100)
-    stream = CudaStream(region.gpu)
-    for place in (1, 2, 3):
-        stream.copy(region.address + 1000 * place, region.address, 100)
-    assert content(region, 1001)[-1] == 0
-    stream.wait()
-    assert all(content(region, 4000)[1000 * place :][:101] == b"\5" * 100 + b"\0" for place in (1, 2, 3))
-    stream.close()
-    region.close()
-
-
-def test_gpus_reach_themselves_and_their_peers_by_uuid() -> None:
-    uuids = [bytes([number] * 16).hex() for number in range(4)]
-    assert [gpu(0).reaches(uuid) for uuid in uuids] == [True, True, False, False]
-    assert [gpu(2).reaches(uuid) for uuid in uuids] == [False, False, True, False]
-
-
 # ---- KV memory ------------------------------------------------------------------------------------------------------
 
 
@@ -150,15 +131,10 @@ def test_checksums_are_per_row_and_show_any_changed_bit(rows: list[int], word: i
 
 
 def test_words_that_change_places_change_the_checksum() -> None:
-    ours = device_memory(row_bytes=8 * 4096)
-    ours.rows.zero_()
-    words = ours.rows.view(torch.int64)
-    sums = set()
-    for place in range(4096):
-        words[0].zero_()
-        words[0, place] = 1
-        sums.add(ours.checksums([0]))
-    assert len(sums) == 4096
+    ours = device_memory(4096, 8 * 4096)  # row i has a one in word i
+    ours.rows.view(torch.int64)[:] = torch.eye(4096, dtype=torch.int64)
+    sums = ours.checksums(range(4096))
+    assert len({sums[at : at + 8] for at in range(0, len(sums), 8)}) == 4096
     ours.close()
 
 
@@ -218,26 +194,16 @@ async def test_adjacent_rows_are_one_copy_and_a_failed_copy_fails_only_its_push(
         memory.close()
 
 
-def hang_up(_connection: socket.socket) -> None:
-    pass
+OFFERS: dict[str, Callable[[socket.socket], object]] = {
+    "none": lambda connection: None,
+    "no descriptor": lambda connection: connection.sendall(WELCOME + OFFER.pack(1 << 20)),
+    "too little": lambda c: socket.send_fds(c, [WELCOME + OFFER.pack(ROW_BYTES)], [c.fileno()]),
+    "no memory": lambda c: socket.send_fds(c, [WELCOME + OFFER.pack(1 << 20)], [c.fileno()]),
+}
 
 
-def no_descriptor(connection: socket.socket) -> None:
-    connection.sendall(WELCOME + OFFER.pack(1 << 20))
-
-
-def too_little(connection: socket.socket) -> None:
-    socket.send_fds(connection, [WELCOME + OFFER.pack(ROW_BYTES)], [connection.fileno()])
-
-
-def no_memory(connection: socket.socket) -> None:
-    socket.send_fds(connection, [WELCOME + OFFER.pack(1 << 20)], [connection.fileno()])
-
-
-@pytest.mark.parametrize("serve", [hang_up, no_descriptor, too_little, no_memory])
-async def test_an_invalid_offer_fails_the_push_and_leaks_no_descriptor(
-    serve: Callable[[socket.socket], None], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("offer", OFFERS)
+async def test_an_invalid_offer_fails_the_push_and_leaks_no_descriptor(offer: str, tmp_path: Path) -> None:
     ours, writer = await start(tmp_path)
     path = str(tmp_path / "false")
     host = PeerDescriptor.unpack(writer.descriptor(), "cuda_ipc").host
@@ -249,7 +215,7 @@ async def test_an_invalid_offer_fails_the_push_and_leaks_no_descriptor(
         def run() -> None:
             connection, _ = server.accept()
             with connection:
-                serve(connection)
+                OFFERS[offer](connection)
                 connection.settimeout(1.0)
                 while connection.recv(4096):
                     pass

@@ -7,22 +7,14 @@ from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
-import torch
-from torch import Tensor
 
-import engine.runner
-import scheduler.scheduler
 from engine.engine import Engine
 from engine.models.decoder import Decoder
-from engine.runner import SliceOutput
 from engine.step_time_fit import FIRST_S, StepDeadline
 from scheduler.cost import StepWork
 from scheduler.request import Request, Step
 from shared.rpc.messages import SamplingParams
-from tests.engine.build import CPU, torch_runner
 from tests.engine.drive import (
-    BLOCK_TOKENS,
-    Ahead,
     Drive,
     answers,
     expected_of,
@@ -62,69 +54,35 @@ def test_an_idle_engine_makes_progress_more_often_than_its_deadline() -> None:
 
 # ---- faults of one request -----------------------------------------------------------------------------------------
 
-VICTIM = "r4"
+
+class Raises:
+    """A value of a request whose use raises an error: in a comparison, in arithmetic and as a container."""
+
+    def fail(self, *_: object) -> Any:
+        raise ValueError("injected")
+
+    __lt__ = __gt__ = __eq__ = __float__ = __mul__ = __rmul__ = __contains__ = __iter__ = __bool__ = fail
+    __hash__ = None
 
 
-def raising_for(function: Callable[..., Any], is_victims: Callable[..., bool]) -> Callable[..., Any]:
-    def call(*given: Any, **more: Any) -> Any:
-        if is_victims(*given):
-            raise ValueError("planted")
-        return function(*given, **more)
-
-    return call
+def break_draw(victim: Request) -> None:
+    victim.sampling.temperature = Raises()
 
 
-def marked(sampling: SamplingParams) -> SamplingParams:
-    """Return sampling parameters for the victim that make a draw run every branch."""
-    return SamplingParams(
-        seed=77,
-        temperature=0.9,
-        top_p=0.9,
-        logprobs=13,
-        logit_bias={7: 1.0},
-        frequency_penalty=0.5,
-        prompt_logprobs=sampling.prompt_logprobs,
-    )
+def break_logprobs(victim: Request) -> None:
+    victim.needs_prompt_logprobs, victim.sampling.prompt_logprobs = True, Raises()
 
 
-HOOKS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
-    "row": (engine.runner, "row_of", lambda piece: piece.request.id == VICTIM),
-    "prompt logprobs": (engine.runner, "describe", lambda _logits, _tokens, tops: 12 in tops),
-    "update": (scheduler.scheduler, "extend_hashes", lambda _h, tokens, *_: tokens[:1] == [60] and len(tokens) > 14),
-    "end": (Request, "finish_reason", lambda request: request.id == VICTIM),
-}
+def break_update(victim: Request) -> None:
+    victim.stop_tokens = Raises()
 
 
-@pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("hook", HOOKS)
-def test_a_request_whose_code_raises_fails_alone(
-    model: Decoder,
-    hook: str,
-    ahead: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    expected = expected_once(model)
-    rows = workload(8)
-    victim = rows[4]
-    victim.tokens[:] = [60, *range(1, 13)]
-    victim.num_prompt, victim.max_tokens, victim.stop_tokens = 13, 9, frozenset()
-    victim.sampling = marked(victim.sampling)
-    if hook == "prompt logprobs":
-        victim.sampling.prompt_logprobs, victim.needs_prompt_logprobs = 12, True
-    owner, name, is_victims = HOOKS[hook]
-    runner = runner_of(model, 200)
-    runner.ahead = ahead
-    drive = Drive(scheduler_of(200), runner, {0: [("add", row) for row in rows]})
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, raising_for(getattr(owner, name), is_victims))
-        drive.run()
-    assert drive.death is None
-    assert victim.finish == "error"
-    assert answers(rows[:4] + rows[5:]) == expected[:4] + expected[5:], "the others' tokens are unchanged"
-    assert drive.scheduler.audit() == ""
-    ledger = drive.scheduler.ledger()
-    assert ledger.free + ledger.cached == ledger.total
+def break_tokens(victim: Request) -> None:
+    class Tokens(list[int]):
+        def append(self, token: int) -> None:
+            raise ValueError("injected")
+
+    victim.tokens = Tokens(victim.tokens)
 
 
 @cache
@@ -132,38 +90,26 @@ def expected_once(model: Decoder) -> list[tuple[list[int], str | None]]:
     return expected_of(model, 8)
 
 
-class Broken(Ahead):
-    """A runner that makes the victim's logits NaN."""
-
-    def _pass(self, step: Step, batch: Any) -> list[SliceOutput]:
-        places = [at for at, index in enumerate(batch.sampled) if step.slices[index].request.id == VICTIM]
-        plain, self._model = self._model, _WithNan(self._model, places)
-        try:
-            return super()._pass(step, batch)
-        finally:
-            self._model = plain
-
-
-class _WithNan:
-    def __init__(self, inner: Decoder, places: list[int]) -> None:
-        self._inner, self._places = inner, places
-        self.forward, self.config = inner.forward, inner.config
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits = self._inner.logits(hidden).clone()
-        logits[self._places] = torch.nan
-        return logits
-
-
+@pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("ahead", [False, True])
-def test_nan_logits_end_their_request_alone(model: Decoder, ahead: bool) -> None:
-    expected = expected_once(model)
-    rows = workload(8)
-    plain, pool, _ = torch_runner(model, 200, BLOCK_TOKENS)
-    runner = Broken(model, pool, plain._backend, plain._kernels, CPU)
+@pytest.mark.parametrize("breaks", [break_draw, break_logprobs, break_update, break_tokens, None])
+def test_a_request_whose_code_raises_or_whose_logits_are_broken_fails_alone(
+    model: Decoder, breaks: Callable[[Request], None] | None, ahead: bool
+) -> None:
+    expected, rows, runner = expected_once(model), workload(8), runner_of(model, 200)
+    victim = rows[4]
+    victim.tokens[:], victim.sampling = [60, *range(1, 13)], SamplingParams(seed=77)
+    victim.num_prompt, victim.max_tokens = 13, 9
     runner.ahead = ahead
+    if breaks is None:
+        runner.spoils = victim.id
+    else:
+        breaks(victim)
     drive = Drive(scheduler_of(200), runner, {0: [("add", row) for row in rows]})
     drive.run()
-    assert drive.errors == ["numerical"]
-    assert answers(rows[:4] + rows[5:]) == expected[:4] + expected[5:]
+    assert drive.death is None
+    assert victim.finish == "error"
+    assert answers(rows[:4] + rows[5:]) == expected[:4] + expected[5:], "the others' tokens are unchanged"
     assert drive.scheduler.audit() == ""
+    ledger = drive.scheduler.ledger()
+    assert ledger.free + ledger.cached == ledger.total

@@ -1,6 +1,7 @@
 """The flash-attn adapters over fakes of the packages: arguments, limits and results."""
 
 import sys
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -10,7 +11,6 @@ import torch
 
 from engine.attention import TorchAttention
 from engine.batch import build
-from engine.cuda import flash_attention as flash_backend
 from engine.cuda.flash_attention import FlashAttention, installed
 from engine.cuda.selection import attention_on_cuda, block_tokens_on_cuda, flash_attn_here, usable_on_cuda
 from engine.kv_pool import KVPool
@@ -18,18 +18,30 @@ from scheduler.request import Slice
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
 from tests.engine.build import CPU, Blocks, thinned
-from tests.engine.fake_flash import FAILURES, broken_package, flash_2, flash_3, flash_4
+from tests.engine.fake_flash import FAILURES, FUNCTIONS, write_package
 
 BLOCK_TOKENS = {"flash_attn 2": 256, "flash_attn 3": 16, "flash_attn 4": 64}
+every_failure = pytest.mark.parametrize("failure", thinned(FAILURES, 4))
 
 
 @pytest.fixture
-def packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    package = flash_2()
-    package.__path__ = []
-    for module in (package, flash_3(), flash_4()):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(flash_backend, "_is_there", lambda name: name in sys.modules)
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """Return a function that installs packages by name, of which some fail to be imported, and returns their place."""
+
+    def write(*names: str, **failing: str) -> Path:
+        for name in (*names, *failing):
+            write_package(tmp_path, name, failing.get(name, ""))
+        monkeypatch.syspath_prepend(tmp_path)
+        return tmp_path
+
+    yield write
+    for name in FUNCTIONS:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def packages(install: Callable[..., Path]) -> None:
+    install(*FUNCTIONS)
 
 
 def pool_of(block_tokens: int, dtype: str = "float16", head_dim: int = 32) -> KVPool:
@@ -75,13 +87,6 @@ def test_every_generation_gives_the_reference_answer(name: str, mix: str, window
 
 
 @pytest.mark.usefixtures("packages")
-def test_the_best_package_comes_first_and_a_missing_one_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert installed() == ["flash_attn 3", "flash_attn 4", "flash_attn 2"]
-    monkeypatch.delitem(sys.modules, "flash_attn_interface")
-    assert installed() == ["flash_attn 4", "flash_attn 2"]
-
-
-@pytest.mark.usefixtures("packages")
 @pytest.mark.parametrize(
     ("name", "pool", "words"),
     [
@@ -91,47 +96,50 @@ def test_the_best_package_comes_first_and_a_missing_one_is_not_named(monkeypatch
         ("flash_attn 4", (128, "bfloat16", 32), "128: use another"),
     ],
 )
-def test_what_a_package_cannot_do_is_refused_in_one_line(name: str, pool: tuple[int, str, int], words: str) -> None:
+def test_limits_of_a_package_are_reported_in_one_line(name: str, pool: tuple[int, str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words) as refused:
         FlashAttention(pool_of(*pool), name)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.usefixtures("packages")
-def test_auto_takes_flash_attention_3_where_it_can_and_our_own_elsewhere() -> None:
+def test_auto_takes_flash_attention_3_if_the_dtypes_allow_it() -> None:
+    assert installed() == ["flash_attn 3", "flash_attn 4", "flash_attn 2"]
     chosen = [attention_on_cuda("auto", pool_of(64, dtype), triton=False).name for dtype in ("bfloat16", "float32")]
     assert chosen == ["flash_attn 3", "torch"]
     assert attention_on_cuda("auto", pool_of(64), triton=False, computed=torch.bfloat16).name == "torch"
+    with pytest.raises(ValueError, match=r"KV in float16 under activations in torch\.bfloat16: omit --kv-cache-dtype"):
+        attention_on_cuda("flash_attn", pool_of(256), triton=False, computed=torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", ["flash_attn.cute", "flash_attn"])
-@pytest.mark.usefixtures("packages")
-def test_auto_takes_no_other_generation(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    for other in {"flash_attn_interface", "flash_attn.cute", "flash_attn"} - {name}:
-        monkeypatch.delitem(sys.modules, other)
+@pytest.mark.parametrize(
+    ("name", "forced", "block_tokens"),
+    [("flash_attn.cute", "flash_attn 4, torch for decodes", 64), ("flash_attn", "flash_attn 2", 256)],
+)
+def test_other_generations_are_taken_only_when_requested(
+    install: Callable[..., Path], name: str, forced: str, block_tokens: int
+) -> None:
+    install(name)
     assert attention_on_cuda("auto", pool_of(256), triton=False).name == "torch"
-    forced = attention_on_cuda("flash_attn", pool_of(256), triton=False).name
-    assert forced == {"flash_attn.cute": "flash_attn 4, torch for decodes", "flash_attn": "flash_attn 2"}[name]
+    assert attention_on_cuda("flash_attn", pool_of(256), triton=False).name == forced
+    found = [block_tokens_on_cuda(kind, CPU) for kind in ("auto", "triton", "flash_attn")]
+    assert found == [64, 64, block_tokens], "FlashAttention 2 needs blocks of 256 tokens"
 
 
-@pytest.mark.parametrize("failure", thinned(FAILURES, 4))
-def test_auto_never_imports_flash_attn_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str) -> None:
-    broken_package(tmp_path, "flash_attn", failure)
-    (tmp_path / "flash_attn" / "cute").mkdir()
-    (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
+@every_failure
+def test_auto_never_imports_flash_attn_2(install: Callable[..., Path], failure: str) -> None:
+    root = install("flash_attn.cute", flash_attn=failure)
     assert installed() == ["flash_attn 4", "flash_attn 2"]
     assert usable_on_cuda("auto", CPU) == "auto"
     assert attention_on_cuda("auto", pool_of(64), triton=False).name == "torch"
-    assert not (tmp_path / "imported").exists()
+    assert not (root / "imported").exists()
 
 
-@pytest.mark.parametrize("failure", thinned(FAILURES, 4))
+@every_failure
 def test_a_flash_attn_3_that_cannot_be_loaded_is_logged_once_by_auto(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: str
+    install: Callable[..., Path], caplog: pytest.LogCaptureFixture, failure: str
 ) -> None:
-    broken_package(tmp_path, "flash_attn_interface", failure)
-    monkeypatch.syspath_prepend(tmp_path)
+    install(flash_attn_interface=failure)
     name = usable_on_cuda("auto", CPU)
     assert [attention_on_cuda(name, pool_of(64), triton=False).name for _ in range(2)] == ["torch", "torch"]
     assert block_tokens_on_cuda(name, CPU) == block_tokens_on_cuda("auto", CPU)
@@ -141,12 +149,11 @@ def test_a_flash_attn_3_that_cannot_be_loaded_is_logged_once_by_auto(
 
 
 @pytest.mark.parametrize("name", ["flash_attn", "flash_attn_interface"])
-@pytest.mark.parametrize("failure", thinned(FAILURES, 4))
-def test_a_flash_attn_that_cannot_be_loaded_is_one_line_when_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, name: str
+@every_failure
+def test_a_requested_flash_attn_that_cannot_be_loaded_is_one_line(
+    install: Callable[..., Path], failure: str, name: str
 ) -> None:
-    broken_package(tmp_path, name, failure)
-    monkeypatch.syspath_prepend(tmp_path)
+    install(**{name: failure})
     assert usable_on_cuda("flash_attn", CPU) == "flash_attn"
     words = rf"undefined symbol \({failure}\): reinstall it for torch .*use auto$"
     with pytest.raises(ValueError, match=words) as raised:
@@ -154,14 +161,8 @@ def test_a_flash_attn_that_cannot_be_loaded_is_one_line_when_asked_for(
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.usefixtures("packages")
-def test_kv_of_another_dtype_than_the_activations_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"KV in float16 under activations in torch\.bfloat16: omit --kv-cache-dtype"):
-        attention_on_cuda("flash_attn", pool_of(256), triton=False, computed=torch.bfloat16)
-
-
-def test_without_any_package_asking_for_one_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_backend, "_is_there", lambda _: False)
+@pytest.mark.skipif(bool(installed()), reason="flash-attn is installed")
+def test_without_any_package_the_error_says_how_to_get_one() -> None:
     with pytest.raises(ValueError, match=r"pip install baton-serve\[gpu\], or use auto"):
         attention_on_cuda("flash_attn", pool_of(64), triton=False)
     assert attention_on_cuda("auto", pool_of(64), triton=False).name == "torch"
@@ -176,16 +177,6 @@ def test_without_any_package_asking_for_one_says_how_to_get_it(monkeypatch: pyte
         (10, ["flash_attn 4", "flash_attn 2"]),
     ],
 )
-def test_a_generation_is_for_the_gpus_that_it_was_written_for(
-    monkeypatch: pytest.MonkeyPatch, major: int, found: list[str]
-) -> None:
+def test_each_generation_is_for_certain_gpus(monkeypatch: pytest.MonkeyPatch, major: int, found: list[str]) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
     assert flash_attn_here(torch.device("cuda")) == found
-
-
-@pytest.mark.usefixtures("packages")
-def test_blocks_are_of_256_tokens_only_where_flash_attention_2_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [block_tokens_on_cuda(name, CPU) for name in ("auto", "triton", "flash_attn")] == [64, 64, 64]
-    for other in ("flash_attn_interface", "flash_attn.cute"):
-        monkeypatch.delitem(sys.modules, other)
-    assert [block_tokens_on_cuda(name, CPU) for name in ("auto", "triton", "flash_attn")] == [64, 64, 256]

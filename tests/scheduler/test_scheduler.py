@@ -1,6 +1,7 @@
 """The scheduler's promises over random traffic, without a device."""
 
 import random
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -100,6 +101,19 @@ def test_a_prompt_is_computed_once_and_its_prefix_is_shared_within_its_salt_only
         driver.finish()
         assert arrival.num_cached == cached
     assert (scheduler.counters.cache_queries, scheduler.counters.cache_hits) == (63, 20)
+
+
+def test_a_request_changes_its_state_only_in_legal_ways() -> None:
+    waiting, receiving, running, sending, done = RequestState
+    legal = {waiting: {running, receiving, done}, receiving: {running, done}, running: {waiting, sending, done}}
+    for before, after in product(RequestState, repeat=2):
+        row = request("r", [1], 1, state=before)
+        if after in legal.get(before, {done} - {before}):
+            row.move_to(after)
+            assert row.state is after
+        else:
+            with pytest.raises(AssertionError, match="is not a legal transition"):
+                row.move_to(after)
 
 
 def test_the_same_commands_give_the_same_steps() -> None:

@@ -4,17 +4,16 @@ The load generator measures the requests, and `compare.report` evaluates the fin
 """
 
 import asyncio
-import contextlib
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from compare.arms import Arm
 from compare.endpoint import SUMMARIES, Document, Endpoint, EndpointError
 from compare.load.client import LoadSpec, drive
-from compare.load.outcome import LatencySlo, LoadRecording, load_recording
+from compare.load.outcome import LatencySlo, LoadRecording
 from compare.load.traffic import Traffic
 from compare.run import equivalence
 from compare.run.deployments import Deployments
@@ -22,7 +21,6 @@ from compare.run.experiment import (
     Experiment,
     Findings,
     Period,
-    ProgressReporter,
     Trial,
     keep_requests,
     trace_name,
@@ -46,11 +44,11 @@ class ArmLostError(Exception):
     """An arm cannot be measured any more. The message names the arm and the reason."""
 
 
-async def run_session(experiment: Experiment, deployments: Deployments, reporter: ProgressReporter) -> Findings:
+async def run_session(experiment: Experiment, deployments: Deployments, say: Callable[[str], None]) -> Findings:
     """Run a session and end all its processes. If a signal arrives or an arm is lost, the findings are incomplete, and
     their problems say so. Raises ConfigError, EndpointError or OSError if the session cannot start."""
     findings = Findings(list(experiment.everyone))
-    session = asyncio.create_task(Session(experiment, deployments, reporter, findings).run())
+    session = asyncio.create_task(Session(experiment, deployments, say, findings).run())
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for number in numbers:
@@ -81,11 +79,11 @@ class Session:
     """
 
     def __init__(
-        self, experiment: Experiment, deployments: Deployments, reporter: ProgressReporter, findings: Findings
+        self, experiment: Experiment, deployments: Deployments, say: Callable[[str], None], findings: Findings
     ) -> None:
         self._experiment = experiment
         self._deployments = deployments
-        self._reporter = reporter
+        self._say = say
         self._findings = findings
         self._started_ns = time.time_ns()
         self._one_at_a_time = asyncio.Lock()  # a fair lock, so that the searches alternate
@@ -105,7 +103,7 @@ class Session:
         facts: dict[str, dict[str, str]] = {}
         answers = {}
         for number, arm in enumerate(experiment.everyone):
-            self._reporter.say(f"asking {arm.url}" if arm.url else f"starting {arm.name}")
+            self._say(f"asking {arm.url}" if arm.url else f"starting {arm.name}")
             endpoint = await self._deployments.up(arm.name)
             status = await endpoint.status() if endpoint.is_baton else None
             facts[arm.name] = equivalence.facts_of(endpoint, status)
@@ -115,7 +113,7 @@ class Session:
         findings.parity = equivalence.check_parity(experiment.everyone, facts, experiment.treatment)
         findings.problems += findings.parity.problems
         for name, own in facts.items():
-            self._reporter.say(f"{name}: " + ", ".join(f"{fact} {own[fact]}" for fact in SHOWN_FACTS if fact in own))
+            self._say(f"{name}: " + ", ".join(f"{fact} {own[fact]}" for fact in SHOWN_FACTS if fact in own))
         if not findings.problems and answers:
             findings.problems += [f"not comparable: {line}" for line in equivalence.different_answers(answers)]
 
@@ -170,7 +168,9 @@ class Session:
     async def _run_trial(self, trial: Trial) -> Period:
         experiment = self._experiment
         traffic = experiment.traffic(trial.seed, trial.rate)
-        self._reporter.begin(trial, experiment.max_trials * len(experiment.everyone), len(traffic.arrivals))
+        num_trials = experiment.max_trials * len(experiment.everyone)
+        place = f"{trial.position + 1}/{num_trials}" if trial.position < num_trials else "spare"
+        self._say(f"{place} {trial.arm}, seed {trial.seed}: {len(traffic.arrivals)} requests")
         period = Period(trial)
         self._findings.periods.append(period)
         try:
@@ -180,7 +180,7 @@ class Session:
         finally:
             keep_requests(experiment.out / "requests.jsonl", period)
         for problem in period.problems:
-            self._reporter.say(f"  invalid: {problem}")
+            self._say(f"  invalid: {problem}")
         if period.problems:
             await self._check_alive(trial.arm)
         return period
@@ -199,9 +199,8 @@ class Session:
             await watch.begin(period)
         began = time.monotonic()
         try:
-            period.recording = await drive(self.spec(endpoint, trial), traffic.arrivals, self._reporter.progress)
+            await drive(self.spec(endpoint, trial, traffic), period.recording)
         except asyncio.CancelledError:
-            period.recording = _partial_recording(experiment.out / "outcomes.jsonl")
             period.problems.append("interrupted")
             raise
         period.problems += period.recording.problems
@@ -213,14 +212,13 @@ class Session:
             trace = await endpoint.trace(time.monotonic() - began + TRACE_SLACK_S)
             (experiment.out / trace_name(experiment, trial.arm)).write_bytes(trace)
 
-    def spec(self, endpoint: Endpoint, trial: Trial) -> LoadSpec:
+    def spec(self, endpoint: Endpoint, trial: Trial, traffic: Traffic) -> LoadSpec:
         """Return the load generator's input for a trial."""
         experiment = self._experiment
         return LoadSpec(
             url=endpoint.url,
             model=endpoint.model,
-            arrivals=str(experiment.out / "arrivals.jsonl"),
-            outcomes=str(experiment.out / "outcomes.jsonl"),
+            arrivals=traffic.arrivals,
             slo=experiment.slo,
             timeout_s=experiment.timeout_s,
             send=experiment.send,
@@ -247,12 +245,6 @@ def _as_found(arm: Arm, status: Document | None) -> Arm:
     policies = {str((node.get("facts") or {}).get("policy")) for node in status["nodes"]}
     settings = {"policy": policies.pop()} if len(policies) == 1 else {}
     return replace(arm, prefill=roles.count("prefill"), decode=roles.count("decode"), settings=settings)
-
-
-def _partial_recording(path: Path) -> LoadRecording:
-    with contextlib.suppress(OSError, ValueError):
-        return load_recording(path)
-    return LoadRecording()
 
 
 def _check_equal_work(experiment: Experiment, findings: Findings) -> None:

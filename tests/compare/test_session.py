@@ -115,10 +115,10 @@ def test_as_text_every_server_gets_words_that_it_has_not_seen(tmp_path: Path):
     """All arms get the same words. They differ by seed and rate, and for the copy of a running stack."""
     arms = (Arm("http://a", 0, 0, {}, "http://a"), Arm("http://b", 0, 0, {}, "http://b"))
     made = replace(experiment(tmp_path), arms=arms, control=copy_of(arms[0]), send="text")
-    session = Session(made, UnreachableDeployments(), SilentReporter(), Findings())
+    session = Session(made, UnreachableDeployments(), print, Findings())
 
     def salt(arm: str, seed: int = 1, rate: float | None = None) -> str:
-        return session.spec(Endpoint("http://x"), Trial(arm, seed, 0, rate)).salt
+        return session.spec(Endpoint("http://x"), Trial(arm, seed, 0, rate), Traffic(())).salt
 
     assert salt("http://a")
     assert salt("http://a") == salt("http://b")
@@ -126,11 +126,14 @@ def test_as_text_every_server_gets_words_that_it_has_not_seen(tmp_path: Path):
 
 
 def test_other_servers_that_take_ids_get_no_salt(tmp_path: Path):
-    session = Session(experiment(tmp_path), UnreachableDeployments(), SilentReporter(), Findings())
+    session = Session(experiment(tmp_path), UnreachableDeployments(), print, Findings())
     endpoint = Endpoint("http://x")
-    assert session.spec(endpoint, Trial("colocated:2", 1, 0)).salt == ""
+    assert session.spec(endpoint, Trial("colocated:2", 1, 0), Traffic(())).salt == ""
     endpoint.is_baton = True
-    salts = {session.spec(endpoint, Trial(arm.name, 1, 0)).salt for arm in experiment(tmp_path, control=True).everyone}
+    salts = {
+        session.spec(endpoint, Trial(arm.name, 1, 0), Traffic(())).salt
+        for arm in experiment(tmp_path, control=True).everyone
+    }
     assert len(salts) == 1
     assert salts != {""}
 
@@ -249,14 +252,8 @@ class UnreachableDeployments:
         self.ended = True
 
 
-class SilentReporter:
-    def say(self, line: str) -> None: ...
-    def begin(self, trial: Trial, num_trials: int, num_requests: int) -> None: ...
-    def progress(self, sent: int, finished: int, failed: int) -> None: ...
-
-
 async def test_an_arm_that_does_not_start_ends_the_run_and_all_other_arms(tmp_path: Path):
     deployments = UnreachableDeployments()
     with pytest.raises(EndpointError, match="nothing answers for colocated:2"):
-        await run_session(experiment(tmp_path), deployments, SilentReporter())
+        await run_session(experiment(tmp_path), deployments, print)
     assert deployments.ended

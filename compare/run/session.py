@@ -194,9 +194,7 @@ class Session:
     async def _measure(self, endpoint: Endpoint, traffic: Traffic, period: Period) -> None:
         experiment, trial = self._experiment, period.trial
         arm = next(arm for arm in experiment.everyone if arm.name == trial.arm)
-        watch = RouterWatch(endpoint, splits_of(arm)) if endpoint.is_baton else None
-        if watch:
-            await watch.begin(period)
+        before = await _idle_status(endpoint, period) if endpoint.is_baton else None
         began = time.monotonic()
         try:
             await drive(self.spec(endpoint, trial, traffic), period.recording)
@@ -204,10 +202,14 @@ class Session:
             period.problems.append("interrupted")
             raise
         period.problems += period.recording.problems
-        if not watch:
+        if before is None:
             return
         is_drawn = trial.seed == experiment.seeds[0] and not experiment.finds_capacity
-        await watch.end(period, experiment.slo, TIMELINES if is_drawn else TIMELINES_OF_OTHERS)
+        try:
+            await add_records(period, endpoint, before, splits=splits_of(arm))
+            await add_timelines(period, endpoint, experiment.slo, TIMELINES if is_drawn else TIMELINES_OF_OTHERS)
+        except EndpointError as error:
+            period.problems.append(f"the router was lost: {error}")
         if is_drawn and not period.problems:
             trace = await endpoint.trace(time.monotonic() - began + TRACE_SLACK_S)
             (experiment.out / trace_name(experiment, trial.arm)).write_bytes(trace)
@@ -306,48 +308,35 @@ def check_counts(before: Document, after: Document, *, splits: bool | None) -> t
     return counts, problems
 
 
-class RouterWatch:
-    """Fetches a Baton router's records of one period. Call `begin` before the period and `end` after it."""
+async def _idle_status(endpoint: Endpoint, period: Period) -> Document:
+    """Return the status of the router once the arm is idle. Raises EndpointError."""
+    if not await endpoint.until_idle(COOL_DOWN_S):
+        when = "after the last answer" if period.recording.outcomes else "after the previous period"
+        period.problems.append(f"the arm was not idle {COOL_DOWN_S:g} s {when}")
+    return await endpoint.status()
 
-    def __init__(self, endpoint: Endpoint, splits: bool | None) -> None:
-        self._endpoint = endpoint
-        self._splits = splits
-        self._before: Document = {}
 
-    async def begin(self, period: Period) -> None:
-        """Wait until the arm is idle. Raises EndpointError."""
-        if not await self._endpoint.until_idle(COOL_DOWN_S):
-            period.problems.append(f"the arm was not idle {COOL_DOWN_S:g} s after the previous period")
-        self._before = await self._endpoint.status()
+async def add_records(period: Period, endpoint: Endpoint, before: Document, *, splits: bool | None) -> None:
+    """Add the router's records to a period. `before` is the status before the period. Raises EndpointError."""
+    status = await _idle_status(endpoint, period)
+    period.counts, problems = check_counts(before, status, splits=splits)
+    period.problems += problems
+    own = {outcome.id for outcome in period.recording.outcomes if outcome.id}
+    period.summaries = {row["id"]: row for row in await endpoint.requests() if row["id"] in own}
+    if lost := len(own) - len(period.summaries):
+        period.notes.append(
+            f"the router kept no record of {lost} of {len(own)} requests (it keeps {SUMMARIES} at most): phases,"
+            " transfers and causes leave them out; a shorter --duration keeps all"
+        )
+    since_ms = max(0.0, period.recording.started_unix_ns / 1e6 - SLACK_MS)
+    for node in status["nodes"]:
+        period.steps[node["id"]] = await endpoint.steps(node["id"], since_ms)
+        period.costs[node["id"]] = node.get("cost") or []
 
-    async def end(self, period: Period, slo: LatencySlo, num_timelines: int) -> None:
-        """Add the router's records and the timelines of the worst requests to the period.
 
-        If the router is lost, add a problem to the period instead of raising an error.
-        """
-        try:
-            if not await self._endpoint.until_idle(COOL_DOWN_S):
-                period.problems.append(f"requests or blocks are left {COOL_DOWN_S:g} s after the last answer")
-            await self._fetch(period)
-            known = [outcome for outcome in period.recording.outcomes if outcome.id in period.summaries]
-            known.sort(key=lambda outcome: slo_excess(outcome, slo), reverse=True)
-            for outcome in known[:num_timelines]:
-                period.timelines[outcome.id] = await self._endpoint.timeline(outcome.id)
-        except EndpointError as error:
-            period.problems.append(f"the router was lost: {error}")
-
-    async def _fetch(self, period: Period) -> None:
-        status = await self._endpoint.status()
-        period.counts, problems = check_counts(self._before, status, splits=self._splits)
-        period.problems += problems
-        own = {outcome.id for outcome in period.recording.outcomes if outcome.id}
-        period.summaries = {row["id"]: row for row in await self._endpoint.requests() if row["id"] in own}
-        if lost := len(own) - len(period.summaries):
-            period.notes.append(
-                f"the router kept no record of {lost} of {len(own)} requests (it keeps {SUMMARIES} at most): phases,"
-                " transfers and causes leave them out; a shorter --duration keeps all"
-            )
-        since_ms = max(0.0, period.recording.started_unix_ns / 1e6 - SLACK_MS)
-        for node in status["nodes"]:
-            period.steps[node["id"]] = await self._endpoint.steps(node["id"], since_ms)
-            period.costs[node["id"]] = node.get("cost") or []
+async def add_timelines(period: Period, endpoint: Endpoint, slo: LatencySlo, count: int) -> None:
+    """Add the timelines of the `count` requests that exceed the SLO most. Raises EndpointError."""
+    known = [outcome for outcome in period.recording.outcomes if outcome.id in period.summaries]
+    known.sort(key=lambda outcome: slo_excess(outcome, slo), reverse=True)
+    for outcome in known[:count]:
+        period.timelines[outcome.id] = await endpoint.timeline(outcome.id)

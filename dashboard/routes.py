@@ -37,7 +37,6 @@ TICK_S = 0.1
 REQUEST_TICKS, STATUS_TICKS = 2, 10
 MAX_CHANGED = 200  # requests per event; the others are in the next one
 SILENT_S = 5.0  # a subscriber that does not read for this time is disconnected
-MISSED_NS, TWICE_NS = 30 * 10**9, 10**9
 
 FOLDER = Path(__file__).parent / "page"
 # uPlot sets styles through the DOM, which `style-src 'self'` allows; nothing needs 'unsafe-inline'.
@@ -65,10 +64,9 @@ QUERIES: dict[str, dict[str, Any]] = {  # the query parameters of each route wit
 
 
 class Subscriber:
-    """The unsent events for one client, with the steps of `node`, or of all nodes if `node` is None."""
+    """The unsent events for one client."""
 
-    def __init__(self, node: str | None) -> None:
-        self.node = node
+    def __init__(self) -> None:
         self.wake = asyncio.Event()
         self._waiting: deque[bytes] = deque()
         self._num_bytes = 0
@@ -92,10 +90,8 @@ class EventStream:
     """`/events`, an ASGI app: the cluster's activity as server-sent events, formatted once for all subscribers.
 
     The types are "status" (the document of `/v1/status`, once a second), "steps" (of one node, up to ten times a
-    second), "requests" (summaries of changed requests, up to five times a second), and "transfers". Ids are Unix
-    milliseconds. A client that reconnects with `Last-Event-ID` gets the events that it missed in the last half minute,
-    and may get up to one second of events twice. A client that reads slowly loses its oldest unsent events, and a
-    client that does not read is disconnected.
+    second), and "requests" (summaries of changed requests, up to five times a second). A client that reads slowly loses
+    its oldest unsent events, and a client that does not read is disconnected.
 
     It reads the history on a timer while it has subscribers, and costs nothing otherwise. A draining server closes this
     app, because the streams do not end by themselves.
@@ -120,12 +116,11 @@ class EventStream:
         self._ticks: asyncio.Task[None] | None = None
         self._closed = False
         self._seen: dict[str, tuple[StepRing, int]] = {}  # by node: its ring, and how many of its steps were sent
-        self._num_transfers = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = ResponseWriter(scope, send)
         try:
-            subscriber = self._subscribe(Request(scope))
+            subscriber = self._subscribe()
         except BatonError as error:
             await reply.fail(error)
             return
@@ -147,25 +142,19 @@ class EventStream:
         for subscriber in self._subscribers:
             subscriber.wake.set()
 
-    def _subscribe(self, request: Request) -> Subscriber:
-        node = request.query_params.get("node")
-        if node is not None:
-            _ring(self._history, node)
-        since_ns = _since(request.headers.get("last-event-id"))
+    def _subscribe(self) -> Subscriber:
         if self._closed:
             raise UnavailableError("Server is shutting down.")
         if len(self._subscribers) >= self._max_subscribers:
             raise UnavailableError(f"Too many subscribers: the limit is {self._max_subscribers}.", retry_after_s=5.0)
-        subscriber = Subscriber(node)
-        if self._ticks is None:
-            self._skip_to_now()
+        subscriber = Subscriber()
+        if self._ticks is None:  # everything that happened before the first subscriber counts as sent
+            self._history.watch(True)
+            self._seen = {node: (ring, ring.num_ever) for node, ring in self._history.rings().items()}
             self._ticks = self._tasks.start(self._tick())
         self._subscribers[subscriber] = None
         subscriber.put(b"retry: 1000\n\n")
         subscriber.put(_message("status", self._status()))
-        if since_ns is not None:
-            for _, message in self._missed(since_ns, node):
-                subscriber.put(message)
         return subscriber
 
     async def _serve(self, subscriber: Subscriber, reply: ResponseWriter) -> None:
@@ -184,58 +173,26 @@ class EventStream:
         while True:
             await asyncio.sleep(self._tick_s)
             tick += 1
-            for node, message in self._messages(tick):
+            for message in self._messages(tick):
                 for subscriber in self._subscribers:
-                    if node is None or subscriber.node in {None, node}:
-                        subscriber.put(message)
+                    subscriber.put(message)
 
-    def _messages(self, tick: int) -> Iterator[tuple[str | None, bytes]]:
-        """Yield the messages since the last tick, each with its node if it belongs to one."""
+    def _messages(self, tick: int) -> Iterator[bytes]:
+        """Yield the messages since the last tick."""
         before = self._seen
         self._seen = {node: (ring, ring.num_ever) for node, ring in self._history.rings().items()}
         for node, (ring, _) in self._seen.items():
             known, num_seen = before.get(node, (ring, 0))
-            yield from _steps(node, ring, num_seen if known is ring else 0)
-        self._num_transfers, pushes = self._history.transfers_after(self._num_transfers)
-        yield from _rows("transfers", [push.shown() for push in pushes])
-        if tick % REQUEST_TICKS == 0:
-            yield from _rows("requests", self._history.changed(MAX_CHANGED))
+            if rows := [ring.shown(row) for row in ring.rows(num_seen if known is ring else 0)]:
+                yield _message("steps", {"node": node, "fields": FIELDS, "steps": rows})
+        if tick % REQUEST_TICKS == 0 and (changed := self._history.changed(MAX_CHANGED)):
+            yield _message("requests", {"requests": changed})
         if tick % STATUS_TICKS == 0:
-            yield None, _message("status", self._status())
-
-    def _skip_to_now(self) -> None:
-        """Mark everything that happened before the first subscriber as sent."""
-        self._history.watch(True)
-        self._num_transfers, _ = self._history.transfers_after(self._num_transfers)
-        self._seen = {node: (ring, ring.num_ever) for node, ring in self._history.rings().items()}
-
-    def _missed(self, since_ns: int, only: str | None) -> Iterator[tuple[str | None, bytes]]:
-        for node, ring in self._history.rings().items():
-            if only in {None, node}:
-                yield from _steps(node, ring, ring.place(since_ns))
-        yield from _rows("transfers", [push.shown() for push in self._history.transfers(since_ns)])
-        yield from _rows("requests", list(self._history.latest_requests(MAX_CHANGED)))
-
-
-def _steps(node: str, ring: StepRing, first: int) -> Iterator[tuple[str, bytes]]:
-    if rows := [ring.shown(row) for row in ring.rows(first)]:
-        yield node, _message("steps", {"node": node, "fields": FIELDS, "steps": rows})
-
-
-def _rows(kind: str, rows: list[dict[str, object]]) -> Iterator[tuple[None, bytes]]:
-    if rows:
-        yield None, _message(kind, {kind: rows})
-
-
-def _since(last_event_id: str | None) -> int | None:
-    """Return the time from which a reconnected client continues, or None if the client sent no valid event id."""
-    if last_event_id is None or not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) < 16):
-        return None
-    return max(int(last_event_id) * 10**6 - TWICE_NS, now_ns() - MISSED_NS)
+            yield _message("status", self._status())
 
 
 def _message(kind: str, value: object) -> bytes:
-    return f"id: {now_ns() // 10**6}\nevent: {kind}\ndata: {dump(value)}\n\n".encode()
+    return f"event: {kind}\ndata: {dump(value)}\n\n".encode()
 
 
 class HistoryHandlers:
@@ -385,8 +342,8 @@ class Dashboard(RequestHistory):
 
     queries = QUERIES
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, now: Callable[[], int] = now_ns) -> None:
+        super().__init__(now)
         self._event_streams: list[EventStream] = []
 
     def routes(self, status: Callable[[], dict[str, Any]]) -> list[BaseRoute]:

@@ -1,7 +1,10 @@
-"""The load and the speed of one node as the router knows them. Placement uses them."""
+"""The load and the speed of one node as the router knows them, for placement, and its status for `/v1/status`."""
 
 import time
+from collections.abc import Iterable
+from typing import Any
 
+from router.metrics.request_metrics import SloTargets
 from scheduler.cost import MOST, CostModel, pairs_of
 from scheduler.disaggregate import NodeView
 from shared.rpc.messages import NodeInfo, NodeStats
@@ -9,6 +12,14 @@ from shared.rpc.messages import NodeInfo, NodeStats
 STALE_S = 30.0  # after this time without a step, a node's step-time model is not trusted
 LEARNT_PROMPT_TOKENS = 4096  # a node must compute this many before its step-time model is trusted for prompts
 BACKLOG_STEPS = 16  # a node should have a queue of prompts for this many steps, which take a second or two
+
+# The fields in `/v1/status`.
+INFO = ("id", "role", "address", "fingerprint", "block_bytes", "block_tokens")
+STATS = (
+    *("running", "waiting", "steps", "prompt_tokens", "generated_tokens", "preemptions", "handoffs", "handoffs_failed"),
+    *("blocks_moved", "bytes_moved", "channels", "channel_fallbacks", "records_dropped", "overruns", "rows_corrupt"),
+)
+BLOCKS = ("free", "cached", "owned", "reserved", "quarantined", "total")
 
 
 class NodeLoad:
@@ -138,3 +149,23 @@ def attribute(info: NodeInfo, name: str, default: float) -> float:
     except (KeyError, ValueError):
         return default
     return value if 0 < value < 1e9 else default
+
+
+def node_status(info: NodeInfo, stats: NodeStats, alive: bool) -> dict[str, Any]:
+    shown: dict[str, Any] = {name: getattr(info, name) for name in INFO} | {
+        name: getattr(stats, name) for name in STATS
+    }
+    return shown | {
+        "state": stats.state if alive else "lost",
+        "alive": alive,
+        "blocks": {name: getattr(stats, f"blocks_{name}") for name in BLOCKS},
+        "facts": info.attributes,
+        "cost": stats.cost or None,
+        "breach": stats.ledger_error,
+    }
+
+
+def promised(ttft_slo_ms: float, nodes: Iterable[NodeInfo]) -> SloTargets:
+    """Return the SLO targets: the router's for the first token, the strictest decode node's for the other tokens."""
+    tbt_ms = [slo for info in nodes if info.role == "decode" and (slo := attribute(info, "tbt_slo_ms", 0.0)) > 0]
+    return SloTargets(ttft_slo_ms / 1000, min(tbt_ms, default=0.0) / 1000)

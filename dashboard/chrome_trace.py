@@ -5,12 +5,12 @@ asynchronous row for each push of KV, because pushes may overlap. Another proces
 request, with its spans. Times are microseconds since the trace began.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dashboard.history import RequestHistory
 from dashboard.step_ring import FIELDS, StepRing
-from dashboard.trace import RequestTrace, Rings
+from dashboard.trace import AttemptSpan, RequestTrace, Rings
 
 Event = dict[str, Any]
 MAX_STEPS = 200_000  # limit for all nodes together; the earliest steps are left out
@@ -22,18 +22,14 @@ def trace_events(history: RequestHistory, since_ns: int) -> Iterator[Event]:
     """Yield all events since `since_ns`."""
     rings = history.rings()
     yield _meta(REQUESTS, "process_name", name="requests")
-    transfers = [push for push in history.transfers(since_ns) if push.event.start_ns >= since_ns]
-    for pid, (node, ring) in enumerate(rings.items(), REQUESTS + 1):
-        yield from _steps(pid, node, ring, since_ns, MAX_STEPS // len(rings))
-        for number, push in enumerate(transfers):
-            if push.event.node == node:
-                arguments = push.shown() | {"blocks": push.event.num}
-                for phase, at_ns in (("b", push.event.start_ns), ("e", push.event.at_ns)):
-                    found = _event(phase, f"to {push.attempt.decode}", pid, at_ns - since_ns, args=arguments)
-                    yield found | {"cat": "transfer", "id": f"push-{number}"}
+    pids = {node: pid for pid, node in enumerate(rings, REQUESTS + 1)}
+    for node, ring in rings.items():
+        yield from _steps(pids[node], node, ring, since_ns, MAX_STEPS // len(rings))
     for trace in history.traces():
         if trace.ended_ns is None or trace.ended_ns >= since_ns:
             yield from _request(trace, rings.get, since_ns)
+            for attempt in list(trace.attempts.values()):
+                yield from _pushes(trace.id, attempt, pids, since_ns)
 
 
 def _steps(pid: int, name: str, ring: StepRing, since_ns: int, max_steps: int) -> Iterator[Event]:
@@ -79,6 +75,16 @@ def _request(trace: RequestTrace, rings: Rings, since_ns: int) -> Iterator[Event
                 yield event("n", each.kind, each.at_ns, node=each.node, attempt=attempt.id, reason=each.reason)
     if end_ns is not None:
         yield event("e", trace.id, end_ns, finish=trace.finish, tokens=trace.num_generated)
+
+
+def _pushes(request: str, attempt: AttemptSpan, pids: Mapping[str, int], since_ns: int) -> Iterator[Event]:
+    for number, push in enumerate(attempt.pushes()[0]):
+        if push.start_ns < since_ns or push.node not in pids:
+            continue
+        arguments = {"request": request, "bytes": push.bytes, "blocks": push.num, "channel": push.channel}
+        for phase, at_ns in (("b", push.start_ns), ("e", push.at_ns)):
+            found = _event(phase, f"to {attempt.decode}", pids[push.node], at_ns - since_ns, args=arguments)
+            yield found | {"cat": "transfer", "id": f"{attempt.id}-push-{number}"}
 
 
 def _event(phase: str, name: str, pid: int, at_ns: float, *, args: dict[str, Any]) -> Event:

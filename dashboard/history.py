@@ -1,17 +1,17 @@
-"""The router's bounded record of the nodes' steps, the latest requests and the latest KV transfers.
+"""The router's bounded record of the nodes' steps and of the latest requests.
 
 Nodes stamp their records with the clock of their host. The offset of that clock is estimated as the smallest difference
 between the arrival and the sending times of the node's latest heartbeats. The estimate is too large by the latency of
 the fastest heartbeat, a fraction of a millisecond on a local network. Offsets over 1 ms are corrected.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dashboard.step_ring import StepRing, members_of
-from dashboard.trace import AttemptSpan, PrefillChunk, RequestTrace, TraceEvent, Transfer
+from dashboard.trace import AttemptSpan, PrefillChunk, RequestTrace, TraceEvent
 from router.observer import RouterObserver
 from scheduler.cost import CostModel
 from shared.clock import now_ns
@@ -32,16 +32,12 @@ class HistoryLimits:
     """The maximum sizes of a history."""
 
     requests: int = MAX_REQUESTS
-    transfers: int = 5000
     rows: int = 500_000  # events and chunks of all requests; they take 150 MB
     serials: int = 16_384  # requests of one node for which the number in step records is kept
 
 
 class RecordObserver(Protocol):
-    """Receives every record as it arrives, with times on the router's clock.
-
-    `lost` reports that a node's stream ended; requests on that node may have no "ended" event.
-    """
+    """Receives every record as it arrives, with times on the router's clock."""
 
     def step(self, info: NodeInfo, record: StepRecord) -> None: ...
     def event(self, info: NodeInfo, event: RequestEvent) -> None: ...
@@ -76,11 +72,11 @@ class NodeHistory:
 
 
 class RequestHistory(RouterObserver):
-    """The traces of the latest requests, the steps of all nodes, and the latest transfers.
+    """The traces of the latest requests, and the steps of all nodes.
 
     The router reports requests and nodes to it as a `RouterObserver`. `/v1/requests`, `/v1/steps`, `/events`, `/trace`
     and the metrics read it. Everything runs on the router's event loop, but other threads may read the copies that
-    `rings`, `traces` and `transfers` return. Malformed records of a node are dropped and counted. Memory is bounded by
+    `rings` and `traces` return. Malformed records of a node are dropped and counted. Memory is bounded by
     `limits`, and the oldest requests are dropped first.
     """
 
@@ -91,11 +87,8 @@ class RequestHistory(RouterObserver):
         self._limits = limits
         self._nodes: dict[str, NodeHistory] = {}
         self._traces: dict[str, RequestTrace] = {}  # oldest first
-        self._transfers: deque[Transfer] = deque(maxlen=limits.transfers)
-        self._num_transfers = 0
         self._num_rows = 0  # of all traces
-        self._changed: dict[str, None] = {}
-        self._watched = False
+        self.version = 0  # counts the changes of all requests
 
     def subscribe(self, observer: RecordObserver) -> None:
         """Pass all further records to `observer` as well."""
@@ -147,10 +140,9 @@ class RequestHistory(RouterObserver):
             return
         for member in members_of(record.members[: 12 * row.num_prefills], row.num_prefills):
             span = self._attempt(node.serials.get(member.serial, ""))
-            if span is not None and span.add(
-                PrefillChunk(name, row.number, row.start_ns, row.end_ns, member.num_tokens)
-            ):
-                self._num_rows += 1
+            if span is not None:
+                chunk = PrefillChunk(name, row.number, row.start_ns, row.end_ns, member.num_tokens)
+                self._num_rows += span.add(chunk)
         self._make_room()
 
     def _event(self, name: str, node: NodeHistory, event: RequestEvent) -> None:
@@ -162,12 +154,8 @@ class RequestHistory(RouterObserver):
         texts = (text[:MAX_TEXT] for text in (event.peer, event.channel, event.reason))
         duration_ns = event.duration_us * 1000
         traced = TraceEvent(name, event.kind, event.at_ns, duration_ns, event.count, event.bytes, *texts)
-        if span.add(traced):
-            self._num_rows += 1
-            if traced.kind == "transfer":
-                self._transfers.append(Transfer(trace.id, span, traced))
-                self._num_transfers += 1
-        self._change(trace.id)
+        self._num_rows += span.add(traced)
+        self._change(trace)
         self._make_room()
 
     def _make_room(self) -> None:
@@ -177,11 +165,9 @@ class RequestHistory(RouterObserver):
         ):
             identity = next(iter(self._traces))
             self._num_rows -= sum(span.num_rows for span in self._traces.pop(identity).attempts.values())
-            self._changed.pop(identity, None)
 
-    def _change(self, identity: str) -> None:
-        if self._watched:
-            self._changed[identity] = None
+    def _change(self, trace: RequestTrace) -> None:
+        self.version = trace.version = self.version + 1
 
     # ---- from HTTP requests and the dispatcher ------------------------------------------------------------------
 
@@ -195,19 +181,19 @@ class RequestHistory(RouterObserver):
         trace.num_prompt += num_prompt
         trace.num_samples += num_samples
         trace.ended_ns = None  # all samples of an earlier prompt of the request may have ended
-        self._change(id)
+        self._change(trace)
 
     def output(self, id: str, sample: int, num_tokens: int) -> None:
         trace = self._traces.get(id)
         if trace is not None and num_tokens:
             trace.output(sample, num_tokens, self._now())
-            self._change(id)
+            self._change(trace)
 
     def ended(self, id: str, sample: int, how: str) -> None:
         trace = self._traces.get(id)
         if trace is not None:
             trace.ended(how, self._now())
-            self._change(id)
+            self._change(trace)
             if trace.num_ended == trace.num_samples:
                 for observer in self._observers:
                     observer.finished(id)
@@ -218,7 +204,7 @@ class RequestHistory(RouterObserver):
         trace = self._trace(attempt)
         if trace is not None:
             trace.attempts[attempt] = AttemptSpan(attempt, prefill, decode, reason, self._now(), local_s, remote_s)
-            self._change(trace.id)
+            self._change(trace)
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
@@ -266,26 +252,16 @@ class RequestHistory(RouterObserver):
         """Return the traces, newest first."""
         return list(reversed(self._traces.values()))
 
-    def transfers(self, since_ns: int = 0) -> list[Transfer]:
-        """Return the pushes that ended at `since_ns` or later, oldest first."""
-        return [transfer for transfer in list(self._transfers) if transfer.event.at_ns >= since_ns]
+    def handoff_queues(self) -> Counter[tuple[str, str]]:
+        """Return the lengths of the queues in which handoffs of this router's requests are, by node and queue."""
+        running = [trace for trace in self._traces.values() if trace.ended_ns is None]
+        return Counter(queue for trace in running for span in trace.current_attempts for queue in span.queues())
 
-    def transfers_after(self, num_seen: int) -> tuple[int, list[Transfer]]:
-        """Return the number of pushes so far, and the pushes after the first `num_seen`."""
-        new = min(self._num_transfers - num_seen, len(self._transfers))
-        return self._num_transfers, list(self._transfers)[len(self._transfers) - new :]
-
-    def changed(self, limit: int) -> list[dict[str, object]]:
-        """Return summaries of up to `limit` requests that changed since the last call."""
-        ids = [id for _, id in zip(range(limit), self._changed, strict=False)]
-        for each in ids:
-            del self._changed[each]
-        return [found for each in ids if (found := self.summary(each)) is not None]
-
-    def watch(self, watched: bool) -> None:
-        """Start or stop recording which requests change."""
-        self._watched = watched
-        self._changed.clear()
+    def changed(self, since: int, limit: int) -> tuple[int, list[dict[str, Any]]]:
+        """Return summaries of up to `limit` requests that changed after version `since`, and the version so far."""
+        found = [trace for trace in self._traces.values() if trace.version > since]
+        found = sorted(found, key=lambda trace: trace.version)[:limit]
+        return max([since, *(trace.version for trace in found)]), [trace.summary(self.ring) for trace in found]
 
     def client_id(self, node: str, serial: int) -> str | None:
         """Return the id that the client knows for a request in a step record, or None if it is unknown."""

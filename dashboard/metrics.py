@@ -4,9 +4,7 @@ The series of a lost node are dropped. Label values are node ids, roles and memb
 """
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import prometheus_client
@@ -15,12 +13,12 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from dashboard.history import RequestHistory
+from dashboard.trace import BOOTSTRAP, INFLIGHT, PREALLOC, TRANSFER
 from router.metrics.node_metrics import LABELS, NodeRow
 from router.metrics.request_metrics import E2E_S, ITL_S, metric_family
 from shared.rpc.messages import NodeInfo, RequestEvent, StepRecord
 
 SETTLE_DELAY_S = 1.0  # how long the nodes' last records may take to arrive after a request has ended
-MAX_OPEN = 65_536  # attempts; the oldest are dropped first
 STEP_TOKENS = tuple(2**power for power in range(15))
 ERRORS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 TRANSFER_S = (0.0001, 0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
@@ -49,73 +47,13 @@ ACTIVITY = {
     "budget": ("baton_step_budget_tokens", "Token budget of the last step."),
 }
 AFTER_FIRST = ("transfer_exposed", "decode_queue", "decode", "interference")  # a request's phases after its first token
-# The queues of handoffs, with SGLang's names and meanings. The nodes of the given role have the queue.
-BOOTSTRAP, INFLIGHT = "num_prefill_bootstrap_queue_reqs", "num_prefill_inflight_queue_reqs"
-PREALLOC, TRANSFER = "num_decode_prealloc_queue_reqs", "num_decode_transfer_queue_reqs"
+# The nodes of the given role have the queue.
 QUEUES = {
     BOOTSTRAP: ("prefill", "Requests in prefill that wait for a reservation on their decode node."),
     INFLIGHT: ("prefill", "Computed prompts whose KV is still being transferred."),
     PREALLOC: ("decode", "Handoffs that wait for a reservation."),
     TRANSFER: ("decode", "Handoffs whose KV is being received."),
 }
-
-
-@dataclass(slots=True)
-class OpenHandoff:
-    """An attempt in progress on at least one node, with the kinds of its events. Events arrive in any order."""
-
-    prefill: str = ""  # the node's id, or "" before its first event and after its last event
-    decode: str = ""
-    seen: set[str] = field(default_factory=set)
-
-    def places(self) -> Iterator[tuple[str, str]]:
-        """Yield the queues that the attempt is in, by node."""
-        is_granted = "reserving" in self.seen
-        if self.prefill and "admitted" in self.seen and not is_granted:
-            yield self.prefill, BOOTSTRAP
-        if self.prefill and "first" in self.seen and is_granted:
-            yield self.prefill, INFLIGHT
-        if self.decode and "queued" in self.seen and "received" not in self.seen:
-            yield self.decode, TRANSFER if is_granted else PREALLOC
-
-
-class HandoffQueues:
-    """The lengths of the handoff queues that SGLang defines, derived from the nodes' events."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, OpenHandoff] = {}
-
-    def event(self, info: NodeInfo, event: RequestEvent) -> None:
-        attempt = self._open.get(event.id)
-        if attempt is None:
-            if event.kind != "queued":
-                return
-            if len(self._open) >= MAX_OPEN:
-                del self._open[next(iter(self._open))]
-            attempt = self._open[event.id] = OpenHandoff()
-        if event.kind == "queued" and info.role != "prefill":
-            attempt.decode = info.id
-        elif event.kind == "queued":
-            attempt.prefill = info.id
-        if event.kind == "ended":
-            self._left(event.id, attempt, info.id)
-        elif event.kind == "received" or info.id == attempt.prefill:  # no check of the role, which may change
-            attempt.seen.add(event.kind)
-
-    def lost(self, node: str) -> None:
-        """Remove a node whose stream ended from all handoffs."""
-        for identity, attempt in list(self._open.items()):
-            self._left(identity, attempt, node)
-
-    def counts(self) -> Counter[tuple[str, str]]:
-        """Return the length of each queue, by node and queue."""
-        return Counter(place for attempt in self._open.values() for place in attempt.places())
-
-    def _left(self, identity: str, attempt: OpenHandoff, node: str) -> None:
-        attempt.prefill = "" if attempt.prefill == node else attempt.prefill
-        attempt.decode = "" if attempt.decode == node else attempt.decode
-        if not attempt.prefill and not attempt.decode:
-            del self._open[identity]
 
 
 class RecordMetrics(Collector):
@@ -128,7 +66,6 @@ class RecordMetrics(Collector):
         self._nodes = nodes
         self._model_name = model_name
         self._history = history
-        self._queues = HandoffQueues()
         self._registry = CollectorRegistry()
         self._phases = {
             what: Histogram(name, text, ["model_name"], buckets=bounds, registry=self._registry).labels(model_name)
@@ -155,7 +92,6 @@ class RecordMetrics(Collector):
             self._seen["interference"].labels(*self._labels(info)).inc(added_s)
 
     def event(self, info: NodeInfo, event: RequestEvent) -> None:
-        self._queues.event(info, event)
         if event.kind == "transfer":
             self._observe(info, "push_s", event.duration_us / 1e6)
             self._observe(info, "push_bytes", event.bytes)
@@ -163,7 +99,6 @@ class RecordMetrics(Collector):
             self._observe(info, "admission", event.duration_us / 1e6)
 
     def lost(self, node: str) -> None:
-        self._queues.lost(node)
         for metric in self._seen.values():
             metric.remove_by_labels({"engine": node})
 
@@ -200,7 +135,7 @@ class RecordMetrics(Collector):
                 metric.labels(*self._labels(info))  # create the series, which starts at 0
         yield from self._registry.collect()
         yield from self._busy(alive)
-        counts = self._queues.counts()
+        counts = self._history.handoff_queues()
         for queue, (role, text) in QUEUES.items():
             lengths = [(info, counts[info.id, queue]) for info, _, _ in rows if info.role == role]
             yield self._of_nodes(f"baton_{queue}", text, lengths)

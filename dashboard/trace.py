@@ -33,6 +33,9 @@ GAP_NS = 500_000  # shorter gaps are overhead of the engine's loop
 MAX_STALLS = 200  # limit for one timeline; later stalls are left out
 PHASES = ("router", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference")
 PREFILL_MARKS = ("queued", "admitted", "first")
+# The queues of handoffs, with SGLang's names and meanings.
+BOOTSTRAP, INFLIGHT = "num_prefill_bootstrap_queue_reqs", "num_prefill_inflight_queue_reqs"
+PREALLOC, TRANSFER = "num_decode_prealloc_queue_reqs", "num_decode_transfer_queue_reqs"
 STATES = {"stop": "finished", "length": "finished", "abort": "cancelled"}  # by how a request ended; otherwise "failed"
 
 Rings = Callable[[str], StepRing | None]  # the recorded steps of a node
@@ -144,6 +147,17 @@ class AttemptSpan:
             "channel": pushes[-1].channel,
         }
 
+    def queues(self) -> Iterator[tuple[str, str]]:
+        """Yield the queues of handoffs that the attempt is in, each with its node."""
+        if self.prefill is None:
+            return
+        prefill, decode = ({row[1] for row in self._events if row[0] == node} for node in (self.prefill, self.decode))
+        is_granted = "reserving" in prefill
+        if "admitted" in prefill and "ended" not in prefill and (not is_granted or "first" in prefill):
+            yield self.prefill, INFLIGHT if is_granted else BOOTSTRAP
+        if "queued" in decode and not decode & {"received", "ended"}:
+            yield self.decode, TRANSFER if is_granted else PREALLOC
+
     def spans(self, rings: Rings, num_generated: int) -> Iterator[Span]:
         queued, admitted = self.at("queued"), self.at("admitted")
         if queued is None:
@@ -194,31 +208,9 @@ class AttemptSpan:
         yield from (_span("wait", self.decode, a, b, cause) for a, b, cause in waits if b > a)
 
 
-class Transfer(NamedTuple):
-    """One push of KV blocks."""
-
-    request: str  # the id that the client knows
-    attempt: AttemptSpan
-    event: TraceEvent
-
-    def shown(self) -> dict[str, object]:
-        """Return the push as `/events` shows it. The part after the prefill is exposed: it delays the second token."""
-        push, end = self.event, self.attempt.at("first")
-        return {
-            "request": self.request,
-            "from": push.node,
-            "to": self.attempt.decode,
-            "start_ms": _ms(push.start_ns),
-            "end_ms": _ms(push.at_ns),
-            "bytes": push.bytes,
-            "channel": push.channel,
-            "exposed_ms": 0.0 if end is None else max(0, push.at_ns - max(end, push.start_ns)) / 1e6,
-        }
-
-
 @dataclass(slots=True)
 class RequestTrace:
-    """One request as its client sees it. Metrics, timelines, events and the Chrome trace are derived from it.
+    """One request as its client sees it. Metrics, timelines and the Chrome trace are derived from it.
 
     The history owns and updates it on the event loop. The first and second token are those of the first sample.
     """
@@ -236,6 +228,7 @@ class RequestTrace:
     ended_ns: int | None = None  # when the last sample ended
     finish: str = ""  # of the last sample that ended; a failed sample takes precedence
     num_ended: int = 0
+    version: int = 0  # of the history, when the request last changed
     attempts: dict[str, AttemptSpan] = field(default_factory=dict)
 
     def output(self, sample: int, num_tokens: int, now_ns: int) -> None:
@@ -256,10 +249,14 @@ class RequestTrace:
             self.ended_ns = now_ns
 
     @property
+    def current_attempts(self) -> list[AttemptSpan]:
+        """The latest attempt of each sample, in the order in which the samples were placed."""
+        return list({span.id.rpartition(".")[0]: span for span in list(self.attempts.values())}.values())
+
+    @property
     def last_attempt(self) -> AttemptSpan | None:
         """The latest attempt of the first sample, which is placed before the others."""
-        first = next(iter(self.attempts), "").rpartition(".")[0]
-        return next((each for name, each in reversed(self.attempts.items()) if name.rpartition(".")[0] == first), None)
+        return next(iter(self.current_attempts), None)
 
     @property
     def state(self) -> str:

@@ -13,7 +13,7 @@ from scheduler.placement import PrefixIndex
 
 
 def main(arguments: list[str]) -> None:
-    limits = HistoryLimits(requests=100, transfers=100, rows=5000, serials=100)
+    limits = HistoryLimits(requests=100, rows=5000, serials=100)
     RequestHistory.__init__ = partialmethod(RequestHistory.__init__, limits=limits)
     for kind, sizes in ((StepRing, (1000, 1 << 16)), (PrefixIndex, (5000,))):
         kind.__init__ = partialmethod(kind.__init__, *sizes)

@@ -113,7 +113,7 @@ def test_the_feed_follows_and_does_not_hold_up_a_drain() -> None:
         wait_for(lambda: heard, "the first status")
         for prompt in prompts(2, 100, seed=4):
             running.complete(prompt, 8)
-        wait_for(lambda: {"status", "steps", "requests", "transfers"} <= {kind for kind, _ in heard}, "every kind")
+        wait_for(lambda: {"status", "steps", "requests"} <= {kind for kind, _ in heard}, "every kind")
 
         def last_state() -> set[str]:
             rows = [row for kind, data in heard if kind == "requests" for row in data["requests"]]

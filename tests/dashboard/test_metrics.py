@@ -1,23 +1,23 @@
 """The metrics of a router with its dashboard, and the boards that show them."""
 
-import itertools
 import json
-import random
 import re
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
-from dashboard.metrics import BOOTSTRAP, INFLIGHT, PREALLOC, TRANSFER, HandoffQueues, RecordMetrics
+from dashboard.metrics import RecordMetrics
 from dashboard.routes import Dashboard
+from dashboard.trace import BOOTSTRAP, INFLIGHT, PREALLOC, TRANSFER
 from router.metrics.node_metrics import NodeMetrics
-from router.metrics.request_metrics import RequestMetrics, SloTargets, Snapshot
-from router.nodes.status import node_status
+from router.metrics.request_metrics import RequestMetrics, SloTargets
+from router.nodes.load import node_status
 from scheduler.cost import CostModel
 from shared.clock import now_ns
 from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate, RequestEvent, StepRecord
+from tests.dashboard.world import World, info
+from tests.router.scrape import samples_of
 
 BOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards" / "baton.json"
 # The metrics that vLLM's published board queries (examples/online_serving/prometheus_grafana/grafana.json).
@@ -34,20 +34,6 @@ VLLM_BOARD = {
 }
 
 
-def info(name: str, role: str, boot: str = "b", **facts: str) -> NodeInfo:
-    return NodeInfo(name, boot, role, "h:1", "tiny", "f", 16, 1024, 100, 2048, 64, attributes=facts)
-
-
-def samples_of(registry: CollectorRegistry) -> dict[tuple, float]:
-    """Return the samples of a scrape, as (name, sorted labels) -> value."""
-    families = text_string_to_metric_families(generate_latest(Snapshot(registry)).decode())
-    return {
-        (sample.name, *sorted(f"{key}={value}" for key, value in sample.labels.items())): sample.value
-        for family in families
-        for sample in family.samples
-    }
-
-
 # ---- records ---------------------------------------------------------------------------------------------------
 
 
@@ -55,8 +41,8 @@ class Nodes:
     """Two nodes, a router's records of them, and all metrics."""
 
     def __init__(self) -> None:
-        self.rows = [(info("p0", "prefill"), NodeStats(blocks_owned=25, blocks_total=100), True)]
-        self.rows += [(info("d0", "decode"), NodeStats(records_dropped=3), True)]
+        self.rows = [(info("p0", role="prefill"), NodeStats(blocks_owned=25, blocks_total=100), True)]
+        self.rows += [(info("d0", role="decode"), NodeStats(records_dropped=3), True)]
         self.records = Dashboard()
         self.requests = RequestMetrics("tiny", lambda: SloTargets(1.0, 1.0))
         self.status = {"nodes": [], "placements": {"long": 2}, "requests": {"moved": 1, "refused": 4}}
@@ -108,66 +94,44 @@ def test_pushes_and_waits_for_room_are_measured_and_a_node_that_left_is_dropped(
     del nodes.rows[0]
     nodes.records.node_lost("p0")
     assert not [key for key in samples_of(nodes.registry) if "engine=p0" in key]
-    nodes.rows.append((info("p0", "prefill", boot="new"), NodeStats(), True))
+    nodes.rows.append((info("p0", "new", "prefill"), NodeStats(), True))
     assert nodes.sample("vllm:nixl_xfer_time_seconds_sum", "p0", "prefill") == 0
 
 
-P, D = info("p0", "prefill"), info("d0", "decode")
-STORY = [  # the events of one handoff, and the queues that it is in after each event
-    (P, "queued", {}),
-    (P, "admitted", {("p0", BOOTSTRAP)}),
-    (D, "queued", {("p0", BOOTSTRAP), ("d0", PREALLOC)}),
-    (P, "reserving", {("d0", TRANSFER)}),
-    (P, "transfer", {("d0", TRANSFER)}),
-    (P, "first", {("p0", INFLIGHT), ("d0", TRANSFER)}),
-    (D, "received", {("p0", INFLIGHT)}),
-    (P, "committed", {("p0", INFLIGHT)}),
-    (P, "ended", {}),
-    (D, "ended", {}),
-]
+def test_a_handoff_passes_through_sglangs_queues():
+    world = World()
+    world.records.accepted("cmpl-a", 40, 1)
+    world.records.placed("cmpl-a-0.0.0", "prefill-0", "decode-0", "r")
+    for node, kind, *queues in (
+        ("prefill-0", "queued"),
+        ("prefill-0", "admitted", BOOTSTRAP),
+        ("decode-0", "queued", BOOTSTRAP, PREALLOC),
+        ("prefill-0", "reserving", TRANSFER),
+        ("prefill-0", "transfer", TRANSFER),
+        ("prefill-0", "first", INFLIGHT, TRANSFER),
+        ("decode-0", "received", INFLIGHT),
+        ("prefill-0", "committed", INFLIGHT),
+        ("prefill-0", "ended"),
+        ("decode-0", "ended"),
+    ):
+        world.event(node, kind, 1)
+        expected = {(f"{'decode' if 'decode' in queue else 'prefill'}-0", queue): 1 for queue in queues}
+        assert world.records.handoff_queues() == expected, kind
 
 
-def test_a_handoff_goes_through_sglangs_queues():
-    queues = HandoffQueues()
-    for number, (node, kind, stands) in enumerate(STORY):
-        queues.event(node, RequestEvent("cmpl-1-0.0.0", kind, number))
-        assert set(queues.counts()) == set(stands), kind
-    assert queues.counts() == {}
-
-
-def test_events_of_the_two_nodes_come_in_any_order_and_leave_nothing():
-    stories = {node.id: [kind for each, kind, _ in STORY if each is node] for node in (P, D)}
-    draw = random.Random(3)
-    for order in itertools.islice(iter(lambda: draw.sample([P] * 7 + [D] * 3, 10), None), 50):
-        queues, rest = HandoffQueues(), {name: iter(kinds) for name, kinds in stories.items()}
-        for node in order:
-            queues.event(node, RequestEvent("a", next(rest[node.id]), 0))
-        assert queues.counts() == {}
-
-
-def test_a_prompt_computed_where_it_is_generated_stands_in_no_queue_and_a_lost_node_leaves_none():
-    queues = HandoffQueues()
+def test_an_attempt_that_failed_or_is_colocated_is_in_no_queue():
+    world = World()
+    world.records.accepted("cmpl-a", 40, 1)
+    world.records.placed("cmpl-a-0.0.0", "prefill-0", "decode-0", "r")
+    world.event("prefill-0", "admitted", 1)
+    world.records.placed("cmpl-a-0.0.1", None, "decode-0", "r")  # the prefill node was lost
     for kind in ("queued", "admitted", "first"):
-        queues.event(D, RequestEvent("a", kind, 0))
-    assert queues.counts() == {}
-    for node, kind, _ in STORY[:3]:
-        queues.event(node, RequestEvent("b", kind, 0))
-    queues.lost("p0")
-    assert queues.counts() == {("d0", PREALLOC): 1}
-    queues.lost("d0")
-    assert queues.counts() == {}
-
-
-def test_a_node_that_has_changed_its_role_still_ends_what_it_had():
-    queues = HandoffQueues()
-    queues.event(P, RequestEvent("a", "queued", 0))
-    queues.event(P, RequestEvent("a", "admitted", 0))
-    queues.event(info("p0", "decode"), RequestEvent("a", "ended", 0))
-    assert queues.counts() == {}
+        world.event("decode-0", kind, 2, "cmpl-a-0.0.1")
+    assert not world.records.handoff_queues()
 
 
 def test_gauges_of_a_lost_node_are_not_shown_and_its_counters_are():
-    rows = [(P, NodeStats(running=5, steps=7), False)]
+    rows = [(info("p0", role="prefill"), NodeStats(running=5, steps=7), False)]
     metrics = CollectorRegistry()
     status = {"placements": {}, "requests": {}}
     metrics.register(NodeMetrics(lambda: rows, "tiny", lambda: status))

@@ -15,86 +15,11 @@ from dashboard.metrics import RecordMetrics
 from dashboard.routes import Dashboard
 from dashboard.step_ring import MEMBERS_BYTES, StepRing, members_of
 from dashboard.trace import union
-from router.nodes.status import node_status
-from scheduler.cost import CostModel
+from router.nodes.load import node_status
 from shared.clock import now_ns
 from shared.rpc.codec import decode, encode
-from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate, RequestEvent, StepRecord, pack_ids
-
-MS = 1_000_000
-BASE = 1_000_000 * MS  # small, so that milliseconds are exact as floats
-# Predicts 1 ms per step plus 0.5 ms per decode.
-MODEL = CostModel(overhead=0.001, per_decode=0.0005)
-
-
-def info(name: str, boot: str = "b") -> NodeInfo:
-    return NodeInfo(name, boot, name.partition("-")[0], "h:1", "m", "f", 16, 64, 9, 512, 8)
-
-
-class World:
-    """A history whose clock the test sets, in milliseconds since BASE."""
-
-    def __init__(self, lost: str = "") -> None:
-        """Events of the kind `lost` do not arrive."""
-        self.now_ms, self.lost = 0.0, lost
-        self.records = RequestHistory(lambda: BASE + round(self.now_ms * MS))
-
-    def at(self, ms: float) -> RequestHistory:
-        self.now_ms = ms
-        return self.records
-
-    def event(self, node: str, kind: str, ms: float, attempt: str = "cmpl-a-0.0.0", **fields: object) -> None:
-        if kind == self.lost:
-            return
-        event = RequestEvent(attempt, kind, BASE + round(ms * MS), **fields)
-        self.records.node_updated(info(node), NodeUpdate(events=[event]))
-
-    def push(self, start_ms: float, end_ms: float, num_bytes: int = 100) -> None:
-        duration_us = round((end_ms - start_ms) * 1000)
-        self.event("prefill-0", "transfer", end_ms, duration_us=duration_us, bytes=num_bytes, count=1, channel="shm")
-
-    def step(self, node: str, number: int, ms: float, long_ms: float, prompt: int = 0, decodes: int = 0) -> None:
-        record = StepRecord(
-            number,
-            BASE + round(ms * MS),
-            round(long_ms * 1000),
-            num_prefills=int(prompt > 0),
-            prefill_tokens=prompt,
-            num_decodes=decodes,
-            members=pack_ids([0, 0, prompt] if prompt else []),
-        )
-        self.records.node_updated(info(node), NodeUpdate(steps=[record]))
-
-    def model(self, node: str) -> None:
-        self.records.node_updated(info(node), NodeUpdate(stats=NodeStats(cost=MODEL.packed())))
-
-
-def disaggregated(lost: str = "") -> World:
-    """Record a request: accepted at 0, queued at 2, chunks from 5 to 25, KV received at 31, decodes from 34 (in ms)."""
-    world = World(lost)
-    world.at(0).accepted("cmpl-a", 40, 1, "00-ab-cd-01")
-    world.at(1).placed("cmpl-a-0.0.0", "prefill-0", "decode-0", "long prompt", 0.05, 0.02)
-    world.event("prefill-0", "queued", 2, serial=0, count=40)
-    world.event("decode-0", "queued", 6, serial=7, count=40)
-    world.event("prefill-0", "admitted", 5, count=8)
-    world.step("prefill-0", 0, 5, 10, prompt=16)
-    world.push(12, 20)
-    world.step("prefill-0", 1, 15, 10, prompt=16)
-    world.event("prefill-0", "first", 25)
-    world.at(26).output("cmpl-a", 0, 1)
-    world.push(18, 30, 60)
-    world.event("decode-0", "received", 31)
-    world.event("prefill-0", "ended", 32, reason="handed_off")
-    world.event("decode-0", "admitted", 34)
-    world.event("decode-0", "first", 37)
-    world.at(38).output("cmpl-a", 0, 1)
-    return world
-
-
-def end(world: World) -> None:
-    world.event("decode-0", "ended", 64, reason="length")
-    world.at(65).output("cmpl-a", 0, 10)
-    world.at(66).ended("cmpl-a", 0, "length")
+from shared.rpc.messages import NodeStats, NodeUpdate, RequestEvent, StepRecord, pack_ids
+from tests.dashboard.world import BASE, MODEL, MS, World, finish, handed_off, info
 
 
 def summary(world: World) -> dict[str, Any]:
@@ -103,9 +28,9 @@ def summary(world: World) -> dict[str, Any]:
     return found
 
 
-def test_the_phases_of_a_handed_off_request_are_the_cuts_between_its_events() -> None:
-    world = disaggregated()
-    end(world)
+def test_the_phases_of_a_handed_off_request() -> None:
+    world = handed_off()
+    finish(world)
     found = summary(world)
     assert found["phases_ms"] == pytest.approx(
         {
@@ -125,8 +50,8 @@ def test_the_phases_of_a_handed_off_request_are_the_cuts_between_its_events() ->
     assert [found[name] - BASE / MS for name in times] == [0, 26, 38, 65, 66]
 
 
-def test_hidden_is_the_union_of_pushes_within_the_prefill_and_exposed_what_came_after_it() -> None:
-    world = disaggregated()
+def test_transfer_time_within_the_prefill_is_hidden_and_the_rest_is_exposed() -> None:
+    world = handed_off()
     # Pushes 12 to 20 and 18 to 30 are busy for 18 ms; the prefill ended at 25, so 13 ms of them are hidden.
     assert summary(world)["transfer"] == {
         "bytes": 160,
@@ -135,46 +60,26 @@ def test_hidden_is_the_union_of_pushes_within_the_prefill_and_exposed_what_came_
         "exposed_ms": 6.0,
         "channel": "shm",
     }
-    first, second = world.records.transfers()
-    assert (first.shown()["exposed_ms"], second.shown()["exposed_ms"]) == (0.0, 5.0)
 
 
-def test_pushes_that_end_before_the_prefill_are_hidden_whole_and_nothing_is_exposed_but_the_commit() -> None:
-    world = World()
-    world.records.accepted("cmpl-a", 40, 1)
-    world.records.placed("cmpl-a-0.0.0", "prefill-0", "decode-0", "r")
-    world.event("prefill-0", "admitted", 0)
-    world.push(5, 9)
-    world.event("prefill-0", "first", 10)
-    world.event("decode-0", "received", 10.5)
-    transfer = summary(world)["transfer"]
-    assert (transfer["busy_ms"], transfer["hidden_ms"], transfer["exposed_ms"]) == (4.0, 4.0, 0.5)
-
-
-def test_interference_is_what_mixed_steps_lasted_longer_than_their_decodes_alone() -> None:
-    world = disaggregated()
-    world.model("decode-0")
+@pytest.mark.parametrize(("has_model", "expected_ms"), [(True, 8 + 5), (False, 5)])
+def test_interference_is_the_time_that_prompts_add_to_steps(has_model: bool, expected_ms: float) -> None:
+    world = handed_off()
+    if has_model:
+        world.model("decode-0")
     world.step("decode-0", 0, 30, 4, prompt=16, decodes=2)  # before the request decodes here
     world.step("decode-0", 1, 34.5, 10, prompt=16, decodes=2)  # 10 ms; decodes alone take 1 + 2 * 0.5 = 2 ms
     world.step("decode-0", 2, 45, 9, decodes=2)  # slow, but without a prompt
     world.step("decode-0", 3, 55, 5, prompt=16)  # no decodes: the whole step is interference
     world.step("decode-0", 4, 65, 9, prompt=16, decodes=1)  # after the request's last token
-    end(world)
+    finish(world)
     phases = summary(world)["phases_ms"]
-    assert phases["interference"] == pytest.approx(8 + 5)
-    assert phases["decode"] == pytest.approx(30 - 13)
+    assert phases["interference"] == pytest.approx(expected_ms)
+    assert phases["decode"] == pytest.approx(30 - expected_ms)
     assert sum(phases.values()) == pytest.approx(66)
 
 
-def test_without_a_model_no_mixed_step_counts_as_interference() -> None:
-    world = disaggregated()
-    world.step("decode-0", 1, 34.5, 10, prompt=16, decodes=2)
-    end(world)
-    phases = summary(world)["phases_ms"]
-    assert phases["interference"] == 0
-
-
-def test_a_co_located_request_has_neither_transfer_nor_decode_queue() -> None:
+def test_a_colocated_request_has_no_transfer_and_no_decode_queue() -> None:
     world = World()
     world.at(0).accepted("cmpl-a", 40, 1)
     world.records.placed("cmpl-a-0.0.0", None, "decode-0", "no prefill node")
@@ -186,8 +91,8 @@ def test_a_co_located_request_has_neither_transfer_nor_decode_queue() -> None:
     assert list(found["phases_ms"].values()) == pytest.approx([2, 3, 6, 0, 0, 20, 0])
 
 
-def test_a_request_that_moved_has_a_retry_phase_and_still_sums_up() -> None:
-    world = disaggregated()
+def test_a_migrated_request_has_a_retry_phase() -> None:
+    world = handed_off()
     world.at(41).placed("cmpl-a-0.0.1", None, "decode-1", "prefill pool gone")
     for kind, ms in (("queued", 42), ("admitted", 43), ("first", 50), ("ended", 70)):
         world.event("decode-1", kind, ms, "cmpl-a-0.0.1")
@@ -200,9 +105,7 @@ def test_a_request_that_moved_has_a_retry_phase_and_still_sums_up() -> None:
 
 
 @given(st.lists(st.integers(0, 100), min_size=7, max_size=7), st.integers(0, 100))
-def test_phases_sum_to_the_duration_and_are_not_negative_whatever_the_clocks_said(
-    times: list[int], end_ms: int
-) -> None:
+def test_phases_are_not_negative_and_sum_to_the_duration_for_any_clocks(times: list[int], end_ms: int) -> None:
     world = World()
     world.at(0).accepted("cmpl-a", 40, 1)
     world.records.placed("cmpl-a-0.0.0", "prefill-0", "decode-0", "r")
@@ -220,8 +123,8 @@ def test_phases_sum_to_the_duration_and_are_not_negative_whatever_the_clocks_sai
 
 @pytest.mark.parametrize("missing", ["queued", "admitted", "first", "received", "ended"])
 def test_a_request_whose_records_were_lost_has_no_phases(missing: str) -> None:
-    world = disaggregated(missing)
-    end(world)
+    world = handed_off(missing)
+    finish(world)
     assert summary(world)["phases_ms"] is None
 
 
@@ -244,11 +147,11 @@ def test_the_state_follows_the_events() -> None:
 
 
 def test_a_timeline_has_chunks_pushes_decode_and_the_cause_of_each_gap() -> None:
-    world = disaggregated()
+    world = handed_off()
     world.model("decode-0")
     world.event("prefill-0", "reserving", 27, duration_us=20_000)
     world.step("decode-0", 1, 40, 10, prompt=16, decodes=2)
-    end(world)
+    finish(world)
     found = world.records.request("cmpl-a")
     assert found is not None
     spans = found["spans"]
@@ -294,14 +197,14 @@ def test_the_oldest_requests_are_forgotten() -> None:
     assert records.request("cmpl-1") is None
 
 
-def test_a_new_life_of_a_node_begins_a_new_ring() -> None:
+def test_a_new_incarnation_of_a_node_begins_a_new_ring() -> None:
     records = RequestHistory()
     for boot in ("one", "two"):
         records.node_updated(info("decode-0", boot), NodeUpdate(steps=[StepRecord(0, 5, 1)]))
     assert len(records.rings()["decode-0"]) == 1
 
 
-def test_a_foreign_request_is_named_in_members_and_nothing_else() -> None:
+def test_a_request_of_another_router_is_named_in_steps_only() -> None:
     world = World()
     world.event("decode-0", "queued", 1, "cmpl-other-0.0.0", serial=3)
     assert world.records.client_id("decode-0", 3) == "cmpl-other-0"
@@ -311,9 +214,7 @@ def test_a_foreign_request_is_named_in_members_and_nothing_else() -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=40), st.integers(0, 2000), st.integers(0, 2000)
 )
-def test_sums_over_an_interval_are_those_of_a_walk_over_the_steps_that_are_left(
-    steps: list[tuple[int, int]], one: int, other: int
-) -> None:
+def test_the_sums_over_an_interval_are_those_of_its_steps(steps: list[tuple[int, int]], one: int, other: int) -> None:
     ring, start, records = StepRing(capacity=16), 0, []
     ring.model = MODEL
     for number, (gap, tokens) in enumerate(steps):
@@ -335,7 +236,7 @@ def test_sums_over_an_interval_are_those_of_a_walk_over_the_steps_that_are_left(
     assert ring.numbered(len(steps) - 17) is None
 
 
-def test_members_are_forgotten_by_their_bytes_and_reasons_by_their_number() -> None:
+def test_members_and_reasons_are_bounded() -> None:
     ring = StepRing(members_bytes=30)
     for number in range(300):
         ring.add(StepRecord(number, number, 1, reason=f"r{number}", members=pack_ids([1, 2, 3])))
@@ -344,11 +245,6 @@ def test_members_are_forgotten_by_their_bytes_and_reasons_by_their_number() -> N
     assert ring.members(297) is None
     rows = list(ring.rows())
     assert (ring.reason(rows[0]), ring.reason(rows[-1])) == ("r0", "other")
-
-
-def test_a_number_that_no_step_has_is_refused() -> None:
-    with pytest.raises(ValueError, match="step 3"):
-        StepRing().add(StepRecord(3, 2**80, 1))
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda pair: (min(pair), max(pair)))))
@@ -422,7 +318,7 @@ async def test_malformed_records_break_neither_the_history_nor_its_views(said: l
     generate_latest(metrics)
 
 
-def test_what_is_no_record_is_left_out_and_counted() -> None:
+def test_malformed_records_are_dropped_and_counted() -> None:
     records = RequestHistory()
     records.node_updated(
         info("d"), NodeUpdate(steps=[StepRecord(1, 2**70, 10), StepRecord(2, 10, 2**62), StepRecord(3, 20, 5)])
@@ -434,47 +330,15 @@ def test_what_is_no_record_is_left_out_and_counted() -> None:
 # ---- many requests ---------------------------------------------------------------------------------------------------
 
 
-def serve(records: RequestHistory, number: int, num_chunks: int = 2) -> None:
-    """Record one handed-off request from its acceptance to its end."""
-    name, at = f"cmpl-{number}", number * 10 * MS + 10**15
-    attempt = f"{name}-0.0.0"
-    records.accepted(name, 32, 1)
-    records.placed(attempt, "prefill-0", "decode-0", "r")
-    marks = [("queued", 0), ("admitted", 1), *(("transfer", 2) for _ in range(num_chunks)), ("first", 3), ("ended", 5)]
-    events = [RequestEvent(attempt, kind, at + after * MS, serial=number) for kind, after in marks]
-    chunks = [
-        StepRecord(num_chunks * number + chunk, at + MS, 900, num_prefills=1, prefill_tokens=16,
-                   members=pack_ids([number, 16 * chunk, 16]))
-        for chunk in range(num_chunks)
-    ]  # fmt: skip
-    records.node_updated(info("prefill-0"), NodeUpdate(events=events, steps=chunks))
-    landed = [
-        RequestEvent(attempt, kind, at + 4 * MS, serial=number) for kind in ("queued", "received", "admitted", "ended")
-    ]
-    records.node_updated(info("decode-0"), NodeUpdate(events=landed))
-    records.output(name, 0, 3)
-    records.ended(name, 0, "stop")
-
-
-def test_requests_of_many_chunks_are_remembered_in_smaller_number() -> None:
+def test_the_number_of_rows_of_all_requests_is_limited() -> None:
     records = RequestHistory(limits=HistoryLimits(rows=1000))
-    for number in range(200):
-        serve(records, number, num_chunks=20)
-    kept = [trace.id for trace in records.traces()]
-    assert 15 <= len(kept) <= 25, "about 45 rows each"
-    assert kept == [f"cmpl-{199 - index}" for index in range(len(kept))], "the latest"
-
-
-def test_changes_are_recorded_only_while_they_are_watched() -> None:
-    records = RequestHistory()
-    serve(records, 0)
-    assert records.changed(10) == []
-    records.watch(True)
-    serve(records, 1)
-    assert [each["id"] for each in records.changed(10)] == ["cmpl-1"]
-    records.watch(False)
-    serve(records, 2)
-    assert records.changed(10) == []
+    for number in range(40):
+        attempt = f"cmpl-{number}-0.0.0"
+        records.accepted(f"cmpl-{number}", 32, 1)
+        records.placed(attempt, "prefill-0", "decode-0", "r")
+        events = [RequestEvent(attempt, kind, 1, serial=number) for kind in ("queued", *["transfer"] * 49)]
+        records.node_updated(info("prefill-0"), NodeUpdate(events=events))
+    assert [trace.id for trace in records.traces()] == [f"cmpl-{39 - index}" for index in range(20)]
 
 
 def test_silent_nodes_are_dropped_when_others_join() -> None:
@@ -486,7 +350,7 @@ def test_silent_nodes_are_dropped_when_others_join() -> None:
     assert list(records.rings()) == ["decode-4"]
 
 
-def test_the_summary_of_several_samples_is_of_the_first_ones_way() -> None:
+def test_the_summary_shows_the_nodes_of_the_first_sample() -> None:
     records = RequestHistory()
     records.accepted("cmpl-a", 4, 2)
     records.placed("cmpl-a-0.0.0", "prefill-0", "decode-0", "disaggregated")
@@ -500,7 +364,7 @@ def test_the_summary_of_several_samples_is_of_the_first_ones_way() -> None:
     assert (summary["prefill"], summary["decode"]) == (None, "decode-1")
 
 
-def test_steps_of_one_number_take_no_more_room_than_the_last_of_them() -> None:
+def test_repeated_step_numbers_do_not_accumulate_members() -> None:
     records, node = RequestHistory(), info("d")
     slices = pack_ids(list(range(3 * 4096)))
     for _ in range(MEMBERS_BYTES // len(slices) + 2):

@@ -3,14 +3,14 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client import CollectorRegistry
 
 from router.http.asgi import ANONYMOUS, SCOPE_KEY, ResponseWriter
-from router.metrics.request_metrics import RequestMetrics, SlidingCounts, SlidingPercentiles, SloTargets, Snapshot
-from router.nodes.status import promised
+from router.metrics.request_metrics import RequestMetrics, SlidingCounts, SlidingPercentiles, SloTargets
+from router.nodes.load import promised
 from shared.errors import UnavailableError
 from shared.rpc.messages import NodeInfo
+from tests.router.scrape import samples_of
 
 
 class Clock:
@@ -19,20 +19,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def info(name: str, role: str, **attributes: str) -> NodeInfo:
-    return NodeInfo(name, "b", role, "h:1", "tiny", "f", 16, 1024, 100, 2048, 64, attributes=attributes)
-
-
-def samples_of(registry: CollectorRegistry) -> dict[tuple, float]:
-    """Return the value of each (name, sorted labels) of a scrape."""
-    families = text_string_to_metric_families(generate_latest(Snapshot(registry)).decode())
-    return {
-        (sample.name, *sorted(f"{key}={value}" for key, value in sample.labels.items())): sample.value
-        for family in families
-        for sample in family.samples
-    }
 
 
 # ---- the last minute -------------------------------------------------------------------------------------------------
@@ -166,8 +152,11 @@ def test_latency_is_the_last_minutes():
 
 
 def test_the_strictest_live_decode_node_sets_what_is_promised_between_tokens():
-    nodes = [info("p", "prefill", tbt_slo_ms="5"), info("a", "decode", tbt_slo_ms="50.0"), info("b", "decode")]
-    nodes += [info("c", "decode", tbt_slo_ms="40"), info("d", "decode", tbt_slo_ms="garbled")]
+    slos = [("prefill", "5"), ("decode", "50.0"), ("decode", ""), ("decode", "40"), ("decode", "garbled")]
+    nodes = [
+        NodeInfo("n", "b", role, "h:1", "m", "f", 16, 64, 9, 512, 8, attributes={"tbt_slo_ms": slo})
+        for role, slo in slos
+    ]
     assert promised(500, nodes) == SloTargets(0.5, 0.04)
     assert promised(0, []) == SloTargets()
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
+from tests.simulation.checks import WANTED, table
 from tests.simulation.mutations import MUTATIONS
-from tests.simulation.reached import WANTED, table
 from tests.simulation.world import Result, simulate
 
 REPLAY = "python -m tests.simulation --seed {seed} --log"

@@ -8,7 +8,7 @@ a check of the reservation, so a frozen writer continues where it stopped.
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 import numpy as np
@@ -40,29 +40,22 @@ class SimMemory:
 
 
 @dataclass(slots=True)
-class KVFaults:
-    """Draws at most one fault per push, and at most `faults` faults in total."""
+class Exchange:
+    """All channels of a simulation. It draws at most one fault per push, and at most `num_faults` faults in total."""
 
+    network: Network
     random: Random
-    faults: int
+    num_faults: int
     row_s: float
     reached: Callable[[str], None]
     violate: Callable[[str], None]
+    channels: dict[tuple[str, str], "SimChannel"] = field(default_factory=dict)  # by name and incarnation_id
 
     def draw_fault(self) -> str:
-        if self.faults and self.random.random() < 0.3:
-            self.faults -= 1
+        if self.num_faults and self.random.random() < 0.3:
+            self.num_faults -= 1
             return FAULTS[int(self.random.random() * len(FAULTS))]
         return ""
-
-
-class Exchange:
-    """All channels of a simulation."""
-
-    def __init__(self, network: Network, kv_faults: KVFaults) -> None:
-        self.network = network
-        self.kv_faults = kv_faults
-        self.channels: dict[tuple[str, str], SimChannel] = {}  # (name, incarnation_id)
 
     def died(self, process: Process, *, silent: bool) -> None:
         """End a process's connections. If its host vanished (`silent`), only peers of one-sided channels notice."""
@@ -127,7 +120,7 @@ class SimChannel:
 
     def fence_writer(self, incarnation_id: str) -> bool:
         if self._writers[incarnation_id]:
-            self._exchange.kv_faults.reached("channel: a writer that seems dead is connected")
+            self._exchange.reached("channel: a writer that seems dead is connected")
             return False
         self.barred[incarnation_id] = None
         return True
@@ -137,7 +130,7 @@ class SimChannel:
         if self._is_closed or wanted != self._incarnation_id:
             raise PeerLostError("it was restarted")
         if incarnation_id in self.barred:
-            self._exchange.kv_faults.reached("channel: a fenced writer is refused")
+            self._exchange.reached("channel: a fenced writer is refused")
             raise PeerLostError("it considered us dead and reassigned our rows")
         self._writers[incarnation_id] += 1
 
@@ -157,7 +150,7 @@ class SimChannel:
     def land(self, reservation_id: bytes, row: int, data: NDArray[np.uint8]) -> bool:
         """Write one row if the reservation includes it. Return whether it does."""
         if row not in self._granted.get(reservation_id, frozenset()):
-            self._exchange.kv_faults.reached("channel: a row without a reservation is dropped")
+            self._exchange.reached("channel: a row without a reservation is dropped")
             return False
         self.fill(row, data)
         return True
@@ -165,7 +158,7 @@ class SimChannel:
     def fill(self, row: int, data: NDArray[np.uint8]) -> None:
         """Write a row. A write outside reserved blocks is a violation: it could corrupt the KV of another request."""
         if not self._is_promised(row):
-            self._exchange.kv_faults.violate(f"{self.process}: a writer filled block {row}, which is not reserved")
+            self._exchange.violate(f"{self.process}: a writer filled block {row}, which is not reserved")
         self._memory.rows[row] = data
 
     # ---- writer --------------------------------------------------------------------------------------------------
@@ -192,32 +185,27 @@ class SimChannel:
                 raise
 
     async def _move(
-        self,
-        line: Line,
-        descriptor: PeerDescriptor,
-        reservation_id: bytes,
-        source: Sequence[int],
-        target: Sequence[int],
+        self, line: Line, to: PeerDescriptor, reservation_id: bytes, source: Sequence[int], target: Sequence[int]
     ) -> None:
-        exchange, random = self._exchange, self._exchange.kv_faults.random
-        fault = exchange.kv_faults.draw_fault() if source else ""
+        exchange, random = self._exchange, self._exchange.random
+        fault = exchange.draw_fault() if source else ""
         breaks_at = int(random.random() * (len(source) + 1)) if fault in {"stall", "drop"} else -1
         if fault:
-            exchange.kv_faults.reached(f"channel: {fault}")
+            exchange.reached(f"channel: {fault}")
         await asyncio.sleep(exchange.network.latency())
-        peer = exchange.channels.get((self.name, descriptor.incarnation_id))
+        peer = exchange.channels.get((self.name, to.incarnation_id))
         if peer is None:
             raise PeerLostError("connection refused")
         if not line.is_open:
             await self._patient(peer)
-            peer.admit(self._incarnation_id, descriptor.incarnation_id)
+            peer.admit(self._incarnation_id, to.incarnation_id)
             line.is_open = True
         refused = fault == "refuse"
         order = list(range(len(source)))
         if fault == "swap" and len(order) > 1:
             order[0], order[-1] = order[-1], order[0]
         for place, row in enumerate(target):
-            await asyncio.sleep(exchange.kv_faults.row_s * random.random())
+            await asyncio.sleep(exchange.row_s * random.random())
             data = self._memory.rows[source[order[place]]].copy()
             if place == breaks_at:
                 if fault == "stall":
@@ -228,9 +216,8 @@ class SimChannel:
                 data[int(random.random() * len(data))] ^= 1 << int(random.random() * 8)
             refused |= not await self._write(line, peer, reservation_id, row, data)
             if fault == "duplicate" and self.fenced:
-                self._loop.call_later(
-                    random.random() * 4.0, peer.land_late, reservation_id, row, data, context=WORLD_CONTEXT
-                )
+                delay_s = random.random() * 4.0
+                self._loop.call_later(delay_s, peer.land_late, reservation_id, row, data, context=WORLD_CONTEXT)
         if refused:
             raise ReservationRefusedError("the peer refused rows: they are not reserved")
 
@@ -253,13 +240,8 @@ class SimChannel:
     async def _patient(self, peer: "SimChannel") -> None:
         """Wait until the peer can receive. Raises PeerLostError if the channel's timeout passes."""
         network, until = self._exchange.network, self._loop.time() + TIMEOUT_S
-        while (
-            peer.process.thaws_at > self._loop.time()
-            or not peer.process.alive
-            or (
-                self.fenced
-                and (network.is_cut(self.process, peer.process) or network.is_cut(peer.process, self.process))
-            )
+        while peer.process.thaws_at > self._loop.time() or (
+            network.is_unreachable(self.process, peer.process) if self.fenced else not peer.process.alive
         ):
             if not self.fenced and peer.process.alive:
                 return  # shared memory can be written while the receiver is frozen
@@ -270,8 +252,8 @@ class SimChannel:
     def _late(self, peer: "SimChannel", reservation_id: bytes, row: int, data: NDArray[np.uint8]) -> None:
         """Deliver a row of a fenced channel after its writer gave up, because data in the network still arrives."""
         if self.fenced:
-            self._exchange.kv_faults.reached("channel: a row arrives after its writer gave up")
-            later = 3.0 * self._exchange.kv_faults.random.random()
+            self._exchange.reached("channel: a row arrives after its writer gave up")
+            later = 3.0 * self._exchange.random.random()
             self._loop.call_later(later, peer.land_late, reservation_id, row, data, context=WORLD_CONTEXT)
 
     def land_late(self, reservation_id: bytes, row: int, data: NDArray[np.uint8]) -> None:

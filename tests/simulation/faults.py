@@ -37,7 +37,7 @@ class Faults:
         world = self.world
         self._at_sites.clear()
         world.network.heal()
-        world.exchange.kv_faults.faults = 0
+        world.exchange.num_faults = 0
         world.store.down_until = world.store.hangs_until = world.store.lies_until = 0.0
         for host in world.hosts:
             host.process.thaws_at = host.process.lag_s = 0.0
@@ -78,7 +78,7 @@ class Faults:
             case "stall":
                 self._stall(nodes, fault.for_s)
             case "drain":
-                host.run(_set(host.lifetime.draining))
+                host.drain()
             case "role":
                 self._change_role(host)
             case "clock jumps":
@@ -163,10 +163,6 @@ class Faults:
                 case _:
                     self.fired_raise = True
                     raise FailpointError(f"failpoint {site}")
-
-
-async def _set(event: asyncio.Event) -> None:
-    event.set()
 
 
 async def _set_role(address: str, role: str, drain_s: float) -> None:

@@ -7,6 +7,7 @@ A node is a `node.process.NodeProcess` with the simulation's memory, runner and 
 import asyncio
 from contextvars import Context
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from decode_node.receiver import HandoffReceiver
@@ -36,13 +37,6 @@ DRAIN_S = 6.0
 MAX_MODEL_LEN = 1024
 
 
-class SimLifetime:
-    """A replacement for `shared.lifecycle.ProcessLifetime` without signals: the simulation sets `draining`."""
-
-    def __init__(self) -> None:
-        self.draining = asyncio.Event()
-
-
 class Host:
     """One host, on which one process runs at a time."""
 
@@ -51,7 +45,7 @@ class Host:
         self.name = name
         self.process = Process(name)
         self.process.alive = False
-        self.lifetime = SimLifetime()
+        self.lifetime: Any = None  # in place of `shared.lifecycle.ProcessLifetime`, which handles signals
         self.task: asyncio.Task[Any] | None = None
         self.starts = 0
         self.is_silent = False  # the host vanished together with its process
@@ -65,15 +59,22 @@ class Host:
         """Start a new process. If the host had vanished, the peers of the old process now see its connections reset."""
         if self.is_silent:
             self.is_silent = False
-            self.world.network.returned(self.process)
+            self.world.network.died(self.process, silent=False)
         self.starts += 1
         random = self.world.random
         self.process = Process(self.name)
         self.process.clock_offset_s = random.random() * 1e6
         self.process.wall_offset_s = random.choice((0.0, 0.0, -3600.0, 3600.0))
-        self.lifetime = SimLifetime()  # replaced here, so that an early signal does not reach the old process
+        # Replaced here, so that an early signal does not reach the old process.
+        self.lifetime = SimpleNamespace(draining=asyncio.Event())
         self.world.note(f"{self.name} starts")
         self.task = self.run(self._life())
+
+    def drain(self) -> None:
+        async def set_event() -> None:
+            self.lifetime.draining.set()
+
+        self.run(set_event())
 
     def run(self, work: Any) -> "asyncio.Task[Any]":
         """Start a task inside this process."""
@@ -137,7 +138,6 @@ class NodeHost(Host):
             drain_timeout_s=DRAIN_S,
             reserve_timeout_s=5.0,
         )
-        lifetime: Any = self.lifetime
         process = SimNodeProcess(
             settings,
             ROLES[self.role],
@@ -150,7 +150,7 @@ class NodeHost(Host):
             freeze_gc=lambda: None,
         )
         process.host = self
-        return await process.serve(lifetime)
+        return await process.serve(self.lifetime)
 
     def _adapter(self, kind: Any, *given: Any) -> Any:
         self.adapters.append(kind(*given))

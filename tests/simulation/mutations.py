@@ -1,6 +1,6 @@
 """Mutations, each of which breaks the system in one place. If the simulation misses a mutation, it has a gap.
 
-`MUTATIONS[name]()` returns a context manager that applies the mutation.
+`MUTATIONS[name]` has a seed that detects the mutation and a function. Its result is a context manager that applies it.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from decode_node.reservations import Reservation, ReservationPhase, ReservationT
 from node.active_requests import ActiveRequests
 from node.router_sessions import RouterSessions
 from prefill_node.decode_peers import DecodePeers
-from prefill_node.handoff import Handoff, PushAction
+from prefill_node.sender import OutgoingHandoff
 from router.dispatch.attempt import Attempt, AttemptFailed
 from router.dispatch.dispatcher import WAIT_UNDER_WAY_S, Dispatcher
 from router.nodes.connection import NodeConnection
@@ -63,20 +63,18 @@ def _positions_ignored(original: Any, self: Attempt, link: NodeConnection, delta
     original(self, link, replace(delta, position=len(self.sample.tokens)))
 
 
-def _half_blocks(original: Any, self: Handoff) -> Any:
-    exact, self._num_computed = self._num_computed, self._block_tokens * cdiv(self._num_computed, self._block_tokens)
+def _half_blocks(original: Any, self: OutgoingHandoff) -> Any:
+    exact = self.num_computed
+    self.num_computed = min(self.block_tokens * cdiv(exact, self.block_tokens), self.num_prompt)
     try:
-        self._num_computed = min(self._num_computed, self._num_prompt)
         return original(self)
     finally:
-        self._num_computed = max(exact, self._num_computed)
+        self.num_computed = exact
 
 
-def _shifted(original: Any, self: Handoff) -> Any:
-    action = original(self)
-    return (
-        replace(action, targets=action.targets[1:] + action.targets[:1]) if isinstance(action, PushAction) else action
-    )
+def _shifted(original: Any, self: OutgoingHandoff) -> Any:
+    targets = original(self)
+    return targets[1:] + targets[:1]
 
 
 def _miscounted(original: Any, self: NodeConnection, submit: Any, listener: Any) -> None:
@@ -135,12 +133,23 @@ def _avoided_for_good(role: str, original: Any, self: NodePool, *given: Any) -> 
     return None if is_only and all(link.info.id in avoid for link in prefill + decode) else original(self, *given)
 
 
-@contextmanager
-def _both(*broken: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for one in broken:
-            stack.enter_context(one)
-        yield
+def _both(*broken: Broken) -> Broken:
+    @contextmanager
+    def apply() -> Iterator[None]:
+        with ExitStack() as stack:
+            for one in broken:
+                stack.enter_context(one())
+            yield
+
+    return apply
+
+
+def _one_block_kept(original: Any, self: BlockPool, blocks: list[int]) -> None:
+    original(self, blocks[1:])
+
+
+def _without_salt(hashes: list[bytes], tokens: Any, size: int, _: bytes) -> None:
+    extend_hashes(hashes, tokens, size, b"")
 
 
 async def _nothing(*_: Any) -> None:
@@ -151,39 +160,39 @@ async def _acknowledged(*_: Any) -> bool:
     return True
 
 
-MUTATIONS: dict[str, Broken] = {
-    "reservations are not revoked": _in_place_of(SimChannel, "revoke", lambda *_: None),
-    "a release is forgotten": _around(BlockPool, "release", lambda original, self, blocks: original(self, blocks[1:])),
-    "leases are ignored": _in_place_of(ReservationTable, "expired", lambda *_: []),
-    "a fenced writer is admitted": _in_place_of(HandoffReceiver, "_can_write", lambda self, writer: False),
-    "quarantine is skipped": _in_place_of(ReservationTable, "abort", _quarantine_skipped),
-    "checksums are not compared": _in_place_of(HandoffReceiver, "_check", _not_compared),
-    "prefixes without salt": _in_place_of(
-        scheduler.scheduler, "extend_hashes", lambda hashes, tokens, size, _: extend_hashes(hashes, tokens, size, b"")
+# If a seed no longer detects its mutation after a change to the simulation, `make mutations` finds another seed.
+MUTATIONS: dict[str, tuple[int, Broken]] = {
+    "reservations are not revoked": (7, _in_place_of(SimChannel, "revoke", lambda *_: None)),
+    "a release is forgotten": (0, _around(BlockPool, "release", _one_block_kept)),
+    "leases are ignored": (33, _in_place_of(ReservationTable, "expired", lambda *_: [])),
+    "a fenced writer is admitted": (4, _in_place_of(HandoffReceiver, "_can_write", lambda self, writer: False)),
+    "quarantine is skipped": (16, _in_place_of(ReservationTable, "abort", _quarantine_skipped)),
+    "checksums are not compared": (38, _in_place_of(HandoffReceiver, "_check", _not_compared)),
+    "prefixes without salt": (0, _in_place_of(scheduler.scheduler, "extend_hashes", _without_salt)),
+    "positions are ignored": (3, _around(Attempt, "on_delta", _positions_ignored)),
+    "a delta is lost": (0, _around(RouterSessions, "send", _some_lost)),
+    "incomplete blocks are pushed": (64, _around(OutgoingHandoff, "next_targets", _half_blocks)),
+    "rows go to wrong blocks, unchecked": (
+        0,
+        _both(
+            _in_place_of(HandoffReceiver, "_check", _not_compared),
+            _around(OutgoingHandoff, "next_targets", _shifted),
+        ),
     ),
-    "positions are ignored": _around(Attempt, "on_delta", _positions_ignored),
-    "a delta is lost": _around(RouterSessions, "send", _some_lost),
-    "incomplete blocks are pushed": _around(Handoff, "_action", _half_blocks),
-    "rows go to wrong blocks, unchecked": lambda: _both(
-        mock.patch.object(HandoffReceiver, "_check", _not_compared), _around(Handoff, "_action", _shifted)()
+    "received blocks are swapped": (0, _around(Scheduler, "kv_received", _blocks_swapped)),
+    "generated tokens count as prompt": (4, _around(NodeConnection, "submit", _miscounted)),
+    "a node failure is not reported": (4, _in_place_of(Attempt, "on_node_lost", lambda self, link: None)),
+    "waiting for a node counts as an attempt": (9, _around(Dispatcher, "_wait_for", _not_waited_for)),
+    "avoided prefill nodes stay avoided": (29, _around(NodePool, "choose", partial(_avoided_for_good, "prefill"))),
+    "avoided decode nodes stay avoided": (39, _around(NodePool, "choose", partial(_avoided_for_good, "decode"))),
+    "lost nodes are not reconnected": (9, _in_place_of(router.nodes.connection, "REDIAL_S", (1000.0,))),
+    "requests of a lost router are kept": (16, _in_place_of(ActiveRequests, "abort_router", _orphans_kept)),
+    "cancelled reservations are not released": (1, _in_place_of(DecodePeers, "_acknowledged", _acknowledged)),
+    "a lost stop is not repaired": (
+        1, _both(_in_place_of(DecodePeers, "stop", _nothing), _in_place_of(ReservationTable, "quarantined", lambda *_: []))
     ),
-    "received blocks are swapped": _around(Scheduler, "kv_received", _blocks_swapped),
-    "generated tokens count as prompt": _around(NodeConnection, "submit", _miscounted),
-    "a node failure is not reported": _in_place_of(Attempt, "on_node_lost", lambda self, link: None),
-    "waiting for a node counts as an attempt": _around(Dispatcher, "_wait_for", _not_waited_for),
-    "avoided prefill nodes stay avoided": _around(NodePool, "choose", partial(_avoided_for_good, "prefill")),
-    "avoided decode nodes stay avoided": _around(NodePool, "choose", partial(_avoided_for_good, "decode")),
-    "lost nodes are not reconnected": _in_place_of(router.nodes.connection, "REDIAL_S", (1000.0,)),
-    "requests of a lost router are kept": _in_place_of(ActiveRequests, "abort_router", _orphans_kept),
-    "cancelled reservations are not released": _in_place_of(DecodePeers, "_acknowledged", _acknowledged),
-    "a lost stop is not repaired": lambda: _both(
-        mock.patch.object(DecodePeers, "stop", _nothing),
-        mock.patch.object(ReservationTable, "quarantined", return_value=[]),
-    ),
-    "a cancelled request may still reserve": _in_place_of(
-        HandoffReceiver, "_remember_cancelled", lambda self, request_id: None
-    ),
-    "a preempted request resumes at a later position": _around(Scheduler, "_hold", _block_too_far),
-    "blocks are freed during a step": _around(Scheduler, "_free", _freed_under_a_step),
-    "epochs are not compared": _around(Scheduler, "update", _any_epoch),
-}
+    "a cancelled request may still reserve": (5, _in_place_of(HandoffReceiver, "_remember_cancelled", lambda *_: None)),
+    "a preempted request resumes at a later position": (10, _around(Scheduler, "_hold", _block_too_far)),
+    "blocks are freed during a step": (1, _around(Scheduler, "_free", _freed_under_a_step)),
+    "epochs are not compared": (2, _around(Scheduler, "update", _any_epoch)),
+}  # fmt: skip

@@ -49,7 +49,7 @@ class Network:
         await asyncio.sleep(self.latency())
         listener = self._listeners.get(port)
         deadline = self.loop.now + CONNECT_S
-        while listener is not None and self._is_unreachable(ours, listener.process):
+        while listener is not None and self.is_unreachable(ours, listener.process):
             if self.loop.now > deadline:
                 raise TimeoutError(f"no answer from {host}:{port}")
             await asyncio.sleep(0.2)
@@ -100,17 +100,13 @@ class Network:
             if not silent:
                 end.peer.reset_soon()
 
-    def returned(self, process: Process) -> None:
-        """Reset the connections of a process whose host had vanished, because the host has restarted."""
-        self.died(process, silent=False)
-
     def ends_of(self, process: Process) -> list["End"]:
         return [end for end in self._ends.values() if end.process is process]
 
     def forget(self, end: "End") -> None:
         self._ends.pop(id(end), None)
 
-    def _is_unreachable(self, source: Process, target: Process) -> bool:
+    def is_unreachable(self, source: Process, target: Process) -> bool:
         return not target.alive or self.is_cut(source, target) or self.is_cut(target, source)
 
     def _resume(self) -> None:

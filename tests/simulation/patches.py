@@ -58,44 +58,27 @@ def simulated(world: Any) -> Iterator[None]:
             (shared.registry, "_client", lambda *_, **__: FakeRedis(world.store)),
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
-        stack.enter_context(_logs_to(world.log))
+        receiver = _Receiver(world.log)
+        for logger in map(logging.getLogger, ("baton", "grpclib", "asyncio")):
+            stack.enter_context(mock.patch.multiple(logger, handlers=[receiver], propagate=False))
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.WARNING)
         stack.callback(random.setstate, before)
-        stack.enter_context(_without_collections())
+        if gc.isenabled():
+            gc.disable()  # the times of collections depend on earlier runs in this process
+            stack.callback(gc.enable)
         yield
 
 
-@contextlib.contextmanager
-def _logs_to(receive: Callable[[logging.LogRecord], None]) -> Iterator[None]:
-    """Send all warnings and errors of the system to `receive` only."""
+class _Receiver(logging.Handler):
+    """Sends all warnings and errors of the system to `receive` only."""
 
-    class Receiver(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            receive(record)
+    def __init__(self, receive: Callable[[logging.LogRecord], None]) -> None:
+        super().__init__()
+        self._receive = receive
 
-    receiver, undo = Receiver(), []
-    for name in ("baton", "grpclib", "asyncio"):
-        logger = logging.getLogger(name)
-        undo.append((logger, logger.handlers, logger.level, logger.propagate))
-        logger.handlers, logger.propagate = [receiver], False
-        logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        for logger, handlers, level, propagate in undo:
-            logger.handlers, logger.propagate = handlers, propagate
-            logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Disable garbage collection, because its times depend on earlier runs in this process."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    def emit(self, record: logging.LogRecord) -> None:
+        self._receive(record)
 
 
 @contextlib.contextmanager

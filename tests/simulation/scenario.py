@@ -10,23 +10,9 @@ VOCABULARY = 97
 NODE_SITES = tuple(site for site in SITES if not site.startswith("router."))
 HANDOFF_SITES = tuple(site for site in NODE_SITES if site.startswith(("prefill.", "decode.")))
 NODE_FAULTS = (
-    "kill",
-    "kill at site",
-    "kill at site",
-    "vanish",
-    "vanish at site",
-    "freeze at site",
-    "freeze",
-    "freeze at site",
-    "hang",
-    "slow",
-    "cut",
-    "cut one way",
-    "reset",
-    "drain",
-    "role",
-    "raise",
-)
+    "kill", "kill at site", "kill at site", "vanish", "vanish at site", "freeze at site", "freeze", "freeze at site",
+    "hang", "slow", "cut", "cut one way", "reset", "drain", "role", "raise",
+)  # fmt: skip
 FLEET_FAULTS = ("registry down", "registry hangs", "registry flushed", "registry lies", "clock jumps", "reset")
 OUTAGE = {"prefill": "freeze all prefill nodes", "decode": "freeze all decode nodes"}  # an outage has both faults
 OUTAGE_EVERY = 10  # one seed in 10 has an outage and no other fault

@@ -12,14 +12,14 @@ import zlib
 from collections import Counter
 from contextlib import nullcontext
 from contextvars import Context
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from shared.failpoints import FailpointError
-from tests.simulation.channel import Exchange, KVFaults
+from tests.simulation.channel import Exchange
 from tests.simulation.checks import at_the_end, left_behind, unbalanced
 from tests.simulation.client import Client
 from tests.simulation.engine import SimEngine, ledger_error
@@ -47,9 +47,9 @@ class Result:
     violations: list[str]
     reached: Counter[str]
     fingerprint: str
-    lines: list[str] = field(default_factory=list)
-    virtual_s: float = 0.0
-    callbacks: int = 0
+    lines: list[str]
+    virtual_s: float
+    callbacks: int
 
 
 class World:
@@ -67,10 +67,8 @@ class World:
         self.random = Random(f"world {scenario.seed}")
         self.loop = SimLoop(Random(f"turns {scenario.seed}"), self._uncaught)
         self.network = self.loop.network = Network(self.loop)
-        kv_faults = KVFaults(
-            Random(f"weather {scenario.seed}"), scenario.kv_faults, scenario.row_s, self.reached, self.violate
-        )
-        self.exchange = Exchange(self.network, kv_faults)
+        weather = Random(f"weather {scenario.seed}")
+        self.exchange = Exchange(self.network, weather, scenario.kv_faults, scenario.row_s, self.reached, self.violate)
         self.store = Store()
         self.faults = Faults(self)
         self.router = RouterHost(self, "router")
@@ -105,7 +103,7 @@ class World:
         self.is_ending = True
         for host in (*self.nodes, self.router):
             if host.is_up:
-                host.run(_set(host.lifetime.draining))
+                host.drain()
         await self._within(END_S, lambda: [host.name for host in self.hosts if host.is_up], "does not end")
         for text in left_behind(self):
             self.violate(text)
@@ -240,21 +238,29 @@ class World:
 
 def simulate(seed: int, mutation: str = "", *, keeps_log: bool = False) -> Result:
     """Run one seed, with the named mutation if there is one."""
-    with MUTATIONS[mutation]() if mutation else nullcontext(), without_teardown_errors():
-        return _run(draw(seed), keeps_log=keeps_log)
+    with MUTATIONS[mutation][1]() if mutation else nullcontext(), without_teardown_errors():
+        return _run(seed, keeps_log)
 
 
-def _run(scenario: Scenario, *, keeps_log: bool) -> Result:
-    world = World(scenario, keeps_log=keeps_log)
+def _run(seed: int, keeps_log: bool) -> Result:
+    """A separate function, so that the world is destroyed before the end of `without_teardown_errors`."""
+    world = World(draw(seed), keeps_log=keeps_log)
     with simulated(world):
-        world.note(str(scenario))
+        world.note(str(world.scenario))
         try:
             world.loop.run(world.run(), MAX_TURNS)
         except Exception as error:  # noqa: BLE001 - a broken run is a violation like any other
             world.violate(f"the simulation broke: {error!r}")
         fingerprint = f"{world.loop.fingerprint & (2**64 - 1):016x}-{world.checksum:08x}"
-        result = Result(scenario.seed, list(world.violations), world.counts, fingerprint, world.lines)
-        result.virtual_s, result.callbacks = world.loop.now - EPOCH_S, world.loop.turns
+        result = Result(
+            seed,
+            list(world.violations),
+            world.counts,
+            fingerprint,
+            world.lines,
+            world.loop.now - EPOCH_S,
+            world.loop.turns,
+        )
         world.is_over = True
         world.loop.close()
     return result
@@ -270,7 +276,3 @@ def _comes_from(error: BaseException | None, kind: type[BaseException]) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-async def _set(event: asyncio.Event) -> None:
-    event.set()

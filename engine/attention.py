@@ -1,4 +1,4 @@
-"""Attention over the KV pool: the interface, the reference in plain torch, and the choice of a backend for a CPU.
+"""Attention over the KV pool: the interface, and the reference in plain torch.
 
 The keys and values of the current step are stored before attention runs. The reference gathers the blocks of each slice
 and cuts them to its context, so a NaN in the unused tail of a block or in another request's blocks cannot spread.
@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.batch import Batch
-from engine.cpu import why_not_compiled
 from engine.kv_pool import KVPool
 
 
@@ -34,19 +33,6 @@ class AttentionBackend(Protocol):
 
     def plan(self, batch: Batch) -> AttentionPlan:
         """Compute the data that all layers of a step share (splits, tables, masks) from the batch's host copies."""
-
-
-def attention_on_cpu(name: str, pool: KVPool) -> AttentionBackend:
-    """Return the backend `name` for a CPU. Raises ValueError if it does not run on a CPU or on this machine."""
-    if name not in {"auto", "numba", "torch"}:
-        raise ValueError(f"--attention-backend {name}: does not run on a CPU; use auto, numba or torch")
-    if name == "torch" or (name == "auto" and why_not_compiled()):
-        return TorchAttention(pool)
-    if why_not_compiled():
-        raise ValueError(f"--attention-backend numba: cannot run here: {why_not_compiled()}; use auto or torch")
-    from engine.cpu.attention import NumbaAttention
-
-    return NumbaAttention(pool)
 
 
 @dataclass(slots=True)

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import torch
 
-from engine.attention import attention_on_cpu
 from engine.cpu.malloc import give_back, keep_large_blocks, map_large_blocks, share_one
+from engine.cpu.selection import attention_on_cpu, kernels_on_cpu, linear_on_cpu
 from engine.cuda.kv.pool import PoolClient
 from engine.emulation import Emulation, load_emulation
 from engine.hash_model import LANES, EmulatedRunner, HashRunner
-from engine.kernels import kernels_on_cpu
 from engine.kv_pool import KVPool, blocks_for, check_holds
-from engine.linear import LinearFormat, linear_on_cpu
+from engine.linear import LinearFormat
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, load_model
 from engine.runner import Runner, TorchRunner

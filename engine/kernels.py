@@ -1,6 +1,4 @@
-"""The element-wise work of a decoder layer, between matrix products and attention: the interface, the reference
-implementation in plain torch, and the choice of kernels for a CPU.
-"""
+"""The element-wise work of a decoder layer, between products and attention: the interface and the torch reference."""
 
 from typing import ClassVar, Protocol
 
@@ -9,7 +7,6 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from engine.batch import Batch
-from engine.cpu import why_not_compiled
 from engine.kv_pool import KVPool
 from engine.models.config import ModelConfig
 from engine.models.rope import angles, inverse_frequencies, rotate
@@ -47,15 +44,6 @@ class Kernels:
 
     def begin(self, batch: Batch) -> StepKernels:
         raise NotImplementedError
-
-
-def kernels_on_cpu(config: ModelConfig, pool: KVPool) -> Kernels:
-    """Return the numba kernels, or plain torch if this machine cannot compile."""
-    if why_not_compiled():
-        return TorchKernels(config, pool)
-    from engine.cpu.layer import NumbaKernels
-
-    return NumbaKernels(config, pool)
 
 
 class TorchKernels(Kernels):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.machinery import PathFinder
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ class FlashVersion:
     """
 
     module: str
+    load: Callable[[], ModuleType]
     functions: tuple[str, ...]
     attend: Callable[[Functions, Tensor, Tensor, Tensor, FlashRows, int], Tensor]
     decodes: bool  # it splits long contexts on Hopper, which decodes need
@@ -84,15 +86,19 @@ HOPPER = 9  # major compute capability
 FLASH_2, FLASH_3, FLASH_4 = "flash_attn 2", "flash_attn 3", "flash_attn 4"
 _VARLEN, _WITH_CACHE = "flash_attn_varlen_func", "flash_attn_with_kvcache"
 GENERATIONS = {  # best first on a Hopper GPU
-    FLASH_3: FlashVersion("flash_attn_interface", (_WITH_CACHE,), _attend_3, True, {HOPPER}),
+    FLASH_3: FlashVersion(
+        "flash_attn_interface", lambda: importlib.import_module("flash_attn_interface"), (_WITH_CACHE,), _attend_3,
+        True, {HOPPER},
+    ),
     # Blocks of 128 are loaded whole, so a NaN of a failed request in the unused tail would spread (0 * NaN).
     FLASH_4: FlashVersion(
-        "flash_attn.cute", (_VARLEN,), _attend_4, False, {HOPPER, 10, 11}, lambda size: size != 128,
+        "flash_attn.cute", lambda: importlib.import_module("flash_attn.cute"), (_VARLEN,), _attend_4, False,
+        {HOPPER, 10, 11}, lambda size: size != 128,
         "FlashAttention 4 reads beyond the context with --block-size 128: use another",
     ),
     FLASH_2: FlashVersion(
-        "flash_attn", (_VARLEN, _WITH_CACHE), _attend_2, True, range(8, 13), lambda size: size % 256 == 0,
-        "FlashAttention 2 needs a --block-size that is a multiple of 256",
+        "flash_attn", lambda: importlib.import_module("flash_attn"), (_VARLEN, _WITH_CACHE), _attend_2, True,
+        range(8, 13), lambda size: size % 256 == 0, "FlashAttention 2 needs a --block-size that is a multiple of 256",
     ),
 }  # fmt: skip
 
@@ -114,7 +120,7 @@ def _is_there(module: str) -> bool:
 def load(name: str) -> list[Callable[..., Any]]:
     """Import a generation's package and return its functions. Raises ValueError if that fails."""
     try:
-        module = importlib.import_module(GENERATIONS[name].module)
+        module = GENERATIONS[name].load()
         return [getattr(module, function) for function in GENERATIONS[name].functions]
     except Exception as error:
         raise ValueError(

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.attention import AttentionBackend, attention_on_cpu
-from engine.kernels import Kernels, TorchKernels, kernels_on_cpu
+from engine.attention import AttentionBackend
+from engine.cpu.selection import attention_on_cpu, kernels_on_cpu
+from engine.kernels import Kernels, TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.runner import Runner, SliceOutput, TorchRunner

@@ -130,9 +130,7 @@ def test_a_machine_that_cannot_compile_serves_by_torch(
         preparation
         + """
 import torch
-from engine.attention import attention_on_cpu
-from engine.kernels import kernels_on_cpu
-from engine.linear import Plain, linear_on_cpu
+from engine.linear import Plain
 from engine.sampling import sample
 from engine.sampling import SamplingRow
 from shared.rpc.messages import SamplingParams

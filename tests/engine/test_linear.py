@@ -10,7 +10,8 @@ from torch import Tensor
 from benchmarks.random_model import random_decoder
 from engine.cpu import why_not_compiled
 from engine.cpu.int8 import LEVELS, LEVELS_OF_7_BITS, Int8, has_fbgemm
-from engine.linear import AsStored, LinearFormat, Plain, linear_on_cpu
+from engine.cpu.selection import AsStored, linear_on_cpu
+from engine.linear import LinearFormat, Plain
 from engine.models.config import ModelConfig, Rope
 from tests.engine.build import CPU, generate, thinned, torch_runner
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.attention import attention_on_cpu
-from engine.kernels import TorchKernels, kernels_on_cpu
+from engine.cpu.selection import attention_on_cpu, kernels_on_cpu
+from engine.kernels import TorchKernels
 from tests.engine.build import thinned
 from tests.gpu_less.contract import (
     batch_of,

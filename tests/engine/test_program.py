@@ -10,6 +10,7 @@ import torch
 from benchmarks.random_model import random_decoder
 from engine.batch import Batch
 from engine.cpu import why_not_compiled
+from engine.cpu.selection import linear_on_cpu
 from engine.models.config import ModelConfig, Rope
 from engine.models.decoder import Decoder
 from tests.gpu_less.contract import batch_of, fill, pool_of
@@ -21,7 +22,6 @@ from engine.cpu.attention import NumbaAttention
 from engine.cpu.fused_decode import MAX_ROWS, FusedDecode, fused_decode_of
 from engine.cpu.layer import NumbaKernels
 from engine.cpu.matmul_kernels import HAS_INT8, PANEL
-from engine.linear import linear_on_cpu
 
 CPU = torch.device("cpu")
 LLAMA = ModelConfig(

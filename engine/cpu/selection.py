@@ -1,0 +1,92 @@
+"""Selects attention, kernels and weights of a node on a CPU: compiled if this machine can compile, otherwise torch's."""
+
+import torch
+from torch import Tensor
+
+from engine.attention import AttentionBackend, TorchAttention
+from engine.cpu import why_not_compiled
+from engine.kernels import Kernels, TorchKernels
+from engine.kv_pool import KVPool
+from engine.linear import Linear, LinearFormat, Plain
+from engine.models.config import ModelConfig
+
+SIXTEEN_BITS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def attention_on_cpu(name: str, pool: KVPool) -> AttentionBackend:
+    """Return the backend `name` for a CPU. Raises ValueError if it does not run on a CPU or on this machine."""
+    if name not in {"auto", "numba", "torch"}:
+        raise ValueError(f"--attention-backend {name}: does not run on a CPU; use auto, numba or torch")
+    if name == "torch" or (name == "auto" and why_not_compiled()):
+        return TorchAttention(pool)
+    if why_not_compiled():
+        raise ValueError(f"--attention-backend numba: cannot run here: {why_not_compiled()}; use auto or torch")
+    from engine.cpu.attention import NumbaAttention
+
+    return NumbaAttention(pool)
+
+
+def kernels_on_cpu(config: ModelConfig, pool: KVPool) -> Kernels:
+    """Return the numba kernels, or plain torch if this machine cannot compile."""
+    if why_not_compiled():
+        return TorchKernels(config, pool)
+    from engine.cpu.layer import NumbaKernels
+
+    return NumbaKernels(config, pool)
+
+
+def linear_on_cpu(weight_dtype: str, quantization: str) -> LinearFormat:
+    """Return the format for `--weight-dtype` and `--quantization`.
+
+    Raises ValueError if the settings contradict each other or this machine does not support them.
+    """
+    why_not = why_not_compiled()
+    if quantization != "none" and weight_dtype != "auto":
+        raise ValueError(f"--weight-dtype {weight_dtype}: with --quantization {quantization} weights have 8 bits")
+    if quantization == "int8":
+        return _int8(why_not)
+    if why_not:
+        if weight_dtype in SIXTEEN_BITS:
+            raise ValueError(f"--weight-dtype {weight_dtype}: needs compiled kernels, which cannot run here: {why_not}")
+        return Plain(torch.float32)
+    from engine.cpu.panels import Panels
+
+    if weight_dtype in SIXTEEN_BITS:
+        return Panels(SIXTEEN_BITS[weight_dtype])
+    return AsStored() if weight_dtype == "auto" else Panels(torch.float32)
+
+
+def _int8(why_not: str) -> LinearFormat:
+    if not why_not:
+        from engine.cpu.matmul_kernels import HAS_INT8
+
+        if HAS_INT8:
+            from engine.cpu.panels import Int8Panels
+
+            return Int8Panels()
+    from engine.cpu.int8 import Int8, has_fbgemm
+
+    if not has_fbgemm():
+        raise ValueError(
+            "--quantization int8: needs an x86 CPU with AVX2 (torch has no FBGEMM on this machine); omit it"
+        )
+    return Int8()
+
+
+class AsStored:
+    """Keeps 16-bit weights in 16 bits, which halves the memory and the time to read them. Others become float32.
+
+    `name` is the format of the last matrix, since a checkpoint rarely mixes dtypes.
+    """
+
+    def __init__(self) -> None:
+        from engine.cpu.panels import Panels
+
+        self._formats = {dtype: Panels(dtype) for dtype in (torch.float32, *SIXTEEN_BITS.values())}
+        self._floats = self._formats[torch.float32]
+        self.name = self._floats.name
+
+    def make(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        chosen = self._formats.get(weight.dtype, self._floats)
+        self.name = chosen.name
+        return chosen.make(weight, bias)

@@ -1,4 +1,4 @@
-"""Selects attention, kernels and weights of a node on a CPU: compiled if this machine can compile, otherwise torch's."""
+"""Selects attention, kernels and weights of a node on a CPU: compiled ones, or those of torch if numba is missing."""
 
 import torch
 from torch import Tensor

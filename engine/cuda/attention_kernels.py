@@ -15,24 +15,14 @@ def _absorb(
     acc,  # float32 [BLOCK_M, BLOCK_D]: values weighed so far
     peak,  # float32 [BLOCK_M]: highest score so far, in powers of 2
     total,  # float32 [BLOCK_M]: sum of the weights
-    q,
-    keys,
-    values,
+    q, keys, values,
     table,  # this slice's row of the block table
     first,  # the first of the BLOCK_N positions to add
     at,  # int32 [BLOCK_M]: positions of the queries
-    context,
-    window,
-    scale,
-    block_stride,
-    token_stride,
-    PAGE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MASKED: tl.constexpr,
+    context, window, scale, block_stride, token_stride,
+    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
-):
+):  # fmt: skip
     dims = tl.arange(0, BLOCK_D)
     span = tl.arange(0, BLOCK_N)
     seen = first + span
@@ -74,32 +64,17 @@ def attend(
     out,  # [T, heads, HEAD_DIM]; where SPLIT float32 [items, kv_heads, splits, QUERIES * GROUP, HEAD_DIM]
     weight_of,  # float32 [items, kv_heads, splits, QUERIES * GROUP]: log2 of each split's sum of weights; else unused
     q,  # [T, heads, HEAD_DIM]
-    keys,
-    values,
+    keys, values,
     work,  # int32 [items, 2]: slice, and first query that the item computes
-    cu_q,
-    kv_len,
-    block_table,
-    window,
+    cu_q, kv_len, block_table, window,
     scale,  # head_dim ** -0.5 * log2(e)
-    q_token_stride,
-    q_head_stride,
-    out_token_stride,
-    out_head_stride,
-    table_stride,
-    block_stride,
-    head_stride,
+    q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride, block_stride, head_stride,
     token_stride,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,  # of an item; QUERIES * GROUP <= BLOCK_M
-    PAGE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Grid: items x kv heads x splits. It depends only on shapes, so a CUDA graph may contain the launch.
 
     The number of splits is not a compile-time constant, because requests would wait for compilation for each number.
@@ -166,17 +141,9 @@ def attend(
 def merge(
     out,  # [T, heads, HEAD_DIM]
     parts,  # `out` and `weight_of` of `attend`
-    weight_of,
-    work,
-    cu_q,
-    out_token_stride,
-    out_head_stride,
-    splits,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    weight_of, work, cu_q, out_token_stride, out_head_stride, splits,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Grid: items x heads x queries. Merge the splits of one query and head, weighted by their sums."""
     item, head, query, queries = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     which = tl.load(work + 2 * item)

@@ -10,15 +10,9 @@ import triton.language as tl
 def norm_rows(
     rows,
     update,  # first added to `rows` in place if ADDS
-    weight,
-    out,
-    eps,
-    row_stride,
-    update_stride,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ADDS: tl.constexpr,
-):
+    weight, out, eps, row_stride, update_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
     """Compute the RMS norm (Zhang and Sennrich 2019). Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -51,25 +45,12 @@ def _turned(places, held, weight, half, cosine, sine, eps, HEAD_DIM: tl.constexp
 @triton.jit
 def rotate_and_store(
     qkv,  # [T, (heads + 2 * kv_heads) * HEAD_DIM]: queries are rotated in place
-    q_norm,
-    k_norm,
+    q_norm, k_norm,
     keys,  # [num_blocks, kv_heads, PAGE, HEAD_DIM], strided; `values` has the same strides
-    values,
-    positions,
-    slots,
-    frequencies,
-    eps,
-    qkv_stride,
-    block_stride,
-    head_stride,
-    token_stride,
-    GROUP: tl.constexpr,
-    PAGE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    values, positions, slots, frequencies, eps, qkv_stride, block_stride, head_stride, token_stride,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
     NORMED: tl.constexpr,
-):
+):  # fmt: skip
     """Grid: tokens x kv heads. A program rotates one KV head and the query heads that read it."""
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kv_heads = tl.num_programs(1)

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.random_model import random_decoder
 from engine.attention import AttentionBackend
 from engine.cpu.selection import attention_on_cpu, kernels_on_cpu
 from engine.kernels import Kernels, TorchKernels
 from engine.kv_pool import KVPool
+from engine.models.config import ModelConfig, Rope
 from engine.models.decoder import Decoder
 from engine.runner import Runner, SliceOutput, TorchRunner
 from scheduler.request import Request, Slice, Step
@@ -23,6 +25,17 @@ from shared.rpc.messages import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 CPU = torch.device("cpu")
+VOCABULARY = 97
+CONFIG = ModelConfig(
+    "Qwen3ForCausalLM", 32, 52, 2, 4, 2, 16, VOCABULARY, 1e-6, Rope(), False, True, False, False, True, (0, 7), 64, None,
+    (),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", name="model")
+def model_fixture() -> Decoder:
+    """A small random model with a window, biases and norms of heads."""
+    return random_decoder(CONFIG, torch.float32, CPU, deviation=0.3)
 
 
 def thinned(cases: Iterable[Any], every: int) -> list[Any]:

@@ -5,37 +5,14 @@ from dataclasses import replace
 from random import Random
 
 from engine.cuda.staging import StepCapacity
-from engine.models.config import ModelConfig, Rope
 from engine.runner import PendingStep, Runner, SliceOutput
 from scheduler.request import Request, Slice, Step
 from shared.rpc.messages import SamplingParams
-from tests.engine.build import GREEDY, Blocks
+from tests.engine.build import GREEDY, VOCABULARY, Blocks
 
-VOCABULARY, NUM_BLOCKS, BLOCK_TOKENS = 97, 240, 4
+NUM_BLOCKS, BLOCK_TOKENS = 240, 4
 
 CAPACITY = StepCapacity(slices=9, tokens=40, blocks=16, block_tokens=BLOCK_TOKENS)
-
-CONFIG = ModelConfig(
-    architecture="Qwen3ForCausalLM",
-    hidden_size=32,
-    intermediate_size=52,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab_size=VOCABULARY,
-    rms_norm_eps=1e-6,
-    rope=Rope(),
-    tie_word_embeddings=False,
-    qkv_bias=True,
-    output_bias=False,
-    mlp_bias=False,
-    qk_norm=True,
-    windows=(0, 7),
-    max_position_embeddings=64,
-    bos_token_id=None,
-    eos_token_ids=(),
-)
 
 SAMPLINGS = [
     GREEDY,
@@ -69,13 +46,13 @@ def drive(runner: Runner, requests: Sequence[Request], seed: int, ahead: bool) -
     With `ahead`, each step is launched before the previous one has ended.
     """
     random = Random(seed)
-    told: dict[str, list[SliceOutput]] = {request.id: [] for request in requests}
+    outputs_of: dict[str, list[SliceOutput]] = {request.id: [] for request in requests}
     pending: tuple[Step, PendingStep] | None = None
 
     def finish(step: Step, of: PendingStep) -> None:
         for one, output in zip(step.slices, of(), strict=True):
             one.request.num_sampling -= one.samples
-            told[one.request.id].append(output)
+            outputs_of[one.request.id].append(output)
             if output.token is not None:
                 one.request.tokens.append(output.token)
 
@@ -101,7 +78,7 @@ def drive(runner: Runner, requests: Sequence[Request], seed: int, ahead: bool) -
         if before is not None:
             finish(*before)
         elif pending is None:
-            return list(told.values())
+            return list(outputs_of.values())
     raise AssertionError("requests that never end")
 
 
@@ -109,8 +86,8 @@ Answer = tuple[list[list[int]], list[list[float]]]  # the tokens and the logprob
 
 
 def answer(requests: Sequence[Request], outputs: list[list[SliceOutput]]) -> Answer:
-    assert not any(output.error for told in outputs for output in told)
-    return [request.tokens for request in requests], [_logprobs(told) for told in outputs]
+    assert not any(output.error for one in outputs for output in one)
+    return [request.tokens for request in requests], [_logprobs(one) for one in outputs]
 
 
 def _logprobs(outputs: list[SliceOutput]) -> list[float]:

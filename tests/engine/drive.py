@@ -5,22 +5,19 @@ from collections.abc import Sequence
 from functools import partial
 from random import Random
 
-import pytest
 import torch
 
-from benchmarks.random_model import random_decoder
 from engine.engine import Engine, EngineListener, StepTiming
-from engine.models.config import ModelConfig, Rope
 from engine.models.decoder import Decoder
 from engine.runner import PendingStep, SliceOutput, TorchRunner
 from scheduler.policy import POLICIES
 from scheduler.request import Request, RequestState, Step
 from scheduler.scheduler import Scheduler, StepLimits, StepOutput
 from shared.rpc.messages import SamplingParams
-from tests.engine.build import CPU, GREEDY, device_code, torch_runner
+from tests.engine.build import CPU, GREEDY, VOCABULARY, device_code, torch_runner
 
 torch.set_num_threads(1)
-VOCABULARY, BLOCK_TOKENS = 61, 4
+BLOCK_TOKENS = 4
 SAMPLINGS = [
     GREEDY,
     SamplingParams(seed=1),
@@ -28,15 +25,6 @@ SAMPLINGS = [
     SamplingParams(seed=3, top_k=8, frequency_penalty=0.6),  # the penalty depends on earlier tokens
     SamplingParams(temperature=0.0, logit_bias={7: 4.0}),
 ]
-
-
-@pytest.fixture(scope="module", name="model")
-def model_fixture() -> Decoder:
-    config = ModelConfig(
-        "LlamaForCausalLM", 16, 24, 2, 2, 1, 8, VOCABULARY, 1e-6, Rope(), False, False, False,
-        False, False, (0, 0), 2048, None, (),
-    )  # fmt: skip
-    return random_decoder(config, torch.float32, CPU, seed=5, deviation=0.4)
 
 
 class Ahead(TorchRunner):

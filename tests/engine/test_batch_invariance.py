@@ -6,10 +6,9 @@ from random import Random
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.batch import build
-from engine.models.decoder import Decoder, load_model
+from engine.models.decoder import Decoder
 from engine.runner import TorchRunner
 from scheduler.request import Slice
 from shared.kv.layout import KVLayout
@@ -17,10 +16,12 @@ from shared.rpc.messages import Logprobs, SamplingParams
 from tests.engine.build import (
     CPU,
     GREEDY,
+    VOCABULARY,
     Blocks,
     device_code,
     every_backend,
     generate,
+    model_fixture,
     piece,
     run_step,
     thinned,
@@ -28,8 +29,8 @@ from tests.engine.build import (
 )
 
 torch.set_num_threads(1)
-__all__ = ["every_backend"]  # applies to every test here
-VOCABULARY, NUM_TOKENS = 97, 14
+__all__ = ["every_backend", "model_fixture"]  # fixtures
+NUM_TOKENS = 14
 SAMPLINGS = [
     GREEDY,
     SamplingParams(seed=1),
@@ -38,23 +39,6 @@ SAMPLINGS = [
     SamplingParams(seed=1),  # the same prompt and seed as the second request, so the same tokens
     replace(GREEDY, repetition_penalty=1.2, logit_bias={5: 3.0}),
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    where = tmp_path_factory.mktemp("model")
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=52,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).save_pretrained(where)
-    return load_model(where, torch.float32, CPU)
 
 
 def prompts() -> list[list[int]]:
@@ -77,7 +61,7 @@ def alone(model: Decoder) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("budget", "block_tokens"), thinned(product([1, 3, 10, 4096], [1, 4, 16]), 5))
-def test_chunks_company_and_block_size_change_nothing(
+def test_chunks_other_requests_and_block_size_change_nothing(
     model: Decoder, alone: list[list[int]], budget: int, block_tokens: int
 ) -> None:
     runner, _, blocks = torch_runner(model, 200, block_tokens)
@@ -87,7 +71,7 @@ def test_chunks_company_and_block_size_change_nothing(
     assert generate(runner, requests, budget) == alone
 
 
-def test_a_preempted_and_a_handed_over_request_go_on_as_before(model: Decoder, alone: list[list[int]]) -> None:
+def test_a_preempted_and_a_handed_over_request_continue_as_before(model: Decoder, alone: list[list[int]]) -> None:
     for index, (prompt, sampling) in enumerate(zip(prompts(), SAMPLINGS, strict=True)):
         runner, pool, blocks = torch_runner(model)
         request = blocks.request(prompt, sampling, NUM_TOKENS)

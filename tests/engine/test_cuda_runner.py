@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.random_model import random_decoder
 from engine.attention import AttentionBackend, TorchAttention, TorchPlan
 from engine.batch import Batch, build
 from engine.cuda.graphs import GraphRecording
@@ -23,14 +22,25 @@ from scheduler.request import Request, Slice, Step
 from shared.kv.memory import HostMemory
 from shared.rpc.messages import SamplingParams
 from tests.engine import drive as overlap
-from tests.engine.build import CPU, GREEDY, Blocks, generate, layout_of, piece, run_step, thinned, torch_runner
+from tests.engine.build import (  # noqa: F401
+    CONFIG,
+    CPU,
+    GREEDY,
+    VOCABULARY,
+    Blocks,
+    generate,
+    layout_of,
+    model_fixture,
+    piece,
+    run_step,
+    thinned,
+    torch_runner,
+)
 from tests.engine.cuda_workload import (
     BLOCK_TOKENS,
     CAPACITY,
-    CONFIG,
     NUM_BLOCKS,
     SEEDS,
-    VOCABULARY,
     Answer,
     answer,
     drive,
@@ -74,11 +84,6 @@ class StaticPlan:
         scores = torch.einsum("shd,sthd->sht", q, keys) * q.shape[2] ** -0.5
         weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(dim=2).nan_to_num()
         return torch.einsum("sht,sthd->shd", weights, values)
-
-
-@pytest.fixture(scope="module")
-def model() -> Decoder:
-    return random_decoder(CONFIG, torch.float32, CPU, deviation=0.3)
 
 
 def cuda_runner(model: Decoder, captures: str) -> tuple[CudaRunner, Blocks, KVPool]:

@@ -14,11 +14,11 @@ from engine.step_time_fit import FIRST_S, StepDeadline
 from scheduler.cost import StepWork
 from scheduler.request import Request, Step
 from shared.rpc.messages import SamplingParams
+from tests.engine.build import model_fixture  # noqa: F401
 from tests.engine.drive import (
     Drive,
     answers,
     expected_of,
-    model_fixture,  # noqa: F401
     runner_of,
     scheduler_of,
     workload,

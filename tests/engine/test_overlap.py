@@ -13,14 +13,13 @@ from engine.hash_model import HashRunner
 from engine.models.decoder import Decoder
 from engine.runner import leads, set_ahead
 from scheduler.request import Request, RequestState, Slice, Step
-from tests.engine.build import CPU, GREEDY, Blocks, thinned, torch_runner
+from tests.engine.build import CPU, GREEDY, Blocks, model_fixture, thinned, torch_runner  # noqa: F401
 from tests.engine.drive import (
     SAMPLINGS,
     Drive,
     answers,
     driven,
     expected_of,
-    model_fixture,  # noqa: F401
     runner_of,
     scheduler_of,
     workload,

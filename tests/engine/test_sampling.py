@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from engine.counter_rng import GOLDEN, MASK, gumbel, key_of
 from engine.sampling import CANDIDATES, SamplingRow, adjust, compiled_draw, draw, parameters_of, restrict, sample
 from shared.rpc.messages import SamplingParams
+from tests.gpu_less.draws import FILTERS as COMMON
 
 torch.set_num_threads(1)
 DRAW = SamplingParams()  # temperature 1 and no filter: vLLM's defaults
@@ -47,20 +48,7 @@ def allowed(logits: NDArray[np.float64], sampling: SamplingParams) -> list[int]:
     return sorted(kept)
 
 
-FILTERS = [
-    SamplingParams(top_k=1),
-    SamplingParams(top_k=3),
-    SamplingParams(top_k=10**9),
-    SamplingParams(top_k=2500),
-    SamplingParams(top_p=0.9),
-    SamplingParams(top_p=1e-9),
-    SamplingParams(min_p=0.1),
-    SamplingParams(min_p=1.0),
-    SamplingParams(temperature=0.4, top_k=5, top_p=0.8),
-    SamplingParams(temperature=2.0, top_k=40, min_p=0.02),
-    SamplingParams(temperature=1.3, top_p=0.97, min_p=0.01),
-    SamplingParams(),
-]
+FILTERS = [*COMMON[1:], SamplingParams(top_k=2500)]
 
 
 @pytest.mark.parametrize("vocab", [7, 97, CANDIDATES, CANDIDATES + 1, 3000])

@@ -4,41 +4,28 @@ cache hits, preemption, and whether the prompt's KV was computed here or in anot
 from collections.abc import Sequence
 from random import Random
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.kv_pool import KVPool
-from engine.models.decoder import Decoder, load_model
+from engine.models.decoder import Decoder
 from engine.runner import TorchRunner
 from scheduler.policy import POLICIES, Policy
 from scheduler.request import Request, RequestState
 from scheduler.scheduler import Scheduler, StepLimits
 from shared.rpc.messages import SamplingParams
-from tests.engine.build import CPU, every_backend, torch_runner
+from tests.engine.build import VOCABULARY, every_backend, model_fixture, torch_runner
 
 torch.set_num_threads(1)
-__all__ = ["every_backend"]  # applies to every test here
-VOCABULARY, LONGEST = 97, 44
+__all__ = ["every_backend", "model_fixture"]  # fixtures
+LONGEST = 44
 SAMPLINGS = [
     SamplingParams(temperature=0.0),
     SamplingParams(seed=1),
     SamplingParams(seed=2, temperature=0.7, top_p=0.9, repetition_penalty=1.1),
     SamplingParams(seed=3, top_k=8, frequency_penalty=0.3),
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    where = tmp_path_factory.mktemp("model")
-    torch.manual_seed(5)
-    shape = {"hidden_size": 32, "intermediate_size": 52, "num_hidden_layers": 2, "num_attention_heads": 4}
-    LlamaForCausalLM(
-        LlamaConfig(**shape, num_key_value_heads=2, vocab_size=VOCABULARY, initializer_range=0.3)
-    ).save_pretrained(where)
-    return load_model(where, torch.float32, CPU)
 
 
 class Node:
@@ -50,7 +37,7 @@ class Node:
         self.pool: KVPool
         self.runner, self.pool, _ = torch_runner(model, num_blocks, block_tokens)
 
-    def turn(self) -> None:
+    def step(self) -> None:
         step = self.scheduler.schedule()
         if step.slices:
             self.scheduler.update(step, [output.token for output in self.runner.run(step)])
@@ -76,36 +63,36 @@ def run_alone(model: Decoder, rows: Sequence[Request]) -> list[list[int]]:
         node = Node(model, StepLimits(), 1 + LONGEST, 1, POLICIES["stall_free"])
         node.scheduler.add(row)
         while node.scheduler.has_work:
-            node.turn()
+            node.step()
     return answers(rows)
 
 
 def run_together(rows: Sequence[Request], here: Node, there: Node | None) -> list[list[int]]:
     """Run all requests on `here`. If `there` is given, compute the prompts there and copy their rows to `here`."""
-    landings: list[tuple[Request, Request]] = []
+    pending: list[tuple[Request, Request]] = []
     for row in rows:
         if there is None:
             here.scheduler.add(row)
         else:
-            leaving = Request(row.id, list(row.tokens), row.num_prompt, row.max_tokens, sampling=row.sampling)
-            leaving.send_kv = row.receive_kv = True
-            there.scheduler.add(leaving)
+            sending = Request(row.id, list(row.tokens), row.num_prompt, row.max_tokens, sampling=row.sampling)
+            sending.send_kv = row.receive_kv = True
+            there.scheduler.add(sending)
             here.scheduler.add(row)
-            landings.append((leaving, row))
+            pending.append((sending, row))
     for _ in range(2000):
         if there is not None:
-            there.turn()
-        here.turn()
-        for pair in list(landings):
-            leaving, row = pair
-            if leaving.state is RequestState.SENDING_KV and row.state is RequestState.RECEIVING_KV:
+            there.step()
+        here.step()
+        for pair in list(pending):
+            sending, row = pair
+            if sending.state is RequestState.SENDING_KV and row.state is RequestState.RECEIVING_KV:
                 assert there is not None
                 held = row.num_computed // here.scheduler.block_tokens
-                for source, target in zip(leaving.blocks[held:], row.blocks[held:], strict=True):
+                for source, target in zip(sending.blocks[held:], row.blocks[held:], strict=True):
                     here.pool.tensor[target] = there.pool.tensor[source]
-                here.scheduler.kv_received(row, leaving.tokens[-1])
-                there.scheduler.release(leaving)
-                landings.remove(pair)
+                here.scheduler.kv_received(row, sending.tokens[-1])
+                there.scheduler.release(sending)
+                pending.remove(pair)
         if all(row.state is RequestState.DONE for row in rows):
             break
     return answers(rows)

@@ -8,6 +8,12 @@ import torch
 from tests.gpu_less.contract import batch_of, check_attention, check_norms, check_rotation, config_of, padded, pool_of
 from tests.gpu_less.draws import FILTERS, expected, logits_of, parameters_of, rows_of
 
+pytest.importorskip("triton", reason="triton is not installed")
+
+from engine.cuda.attention import TritonAttention
+from engine.cuda.draw import draw
+from engine.cuda.layer import TritonKernels
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -25,8 +31,6 @@ MIXED = [(1999, 2000), (0, 700), (15, 16), (3000, 3033), (-1, 0), (513, 1077), (
     ("page", "group", "head_dim"), [(64, 4, 128), (16, 1, 64), (64, 3, 20), (4, 7, 128), (128, 8, 256), (20, 1, 80)]
 )
 def test_mixed_batches_in_any_order(dtype: torch.dtype, window: int, page: int, group: int, head_dim: int) -> None:
-    from engine.cuda.attention import TritonAttention
-
     pool = pool_of(2, head_dim, page, dtype, NUM_BLOCKS, DEVICE)
     batch = batch_of(MIXED, page, NUM_BLOCKS, DEVICE)
     check_attention(TritonAttention(pool), pool, batch, 2 * group, dtype, window, pad=3)
@@ -34,8 +38,6 @@ def test_mixed_batches_in_any_order(dtype: torch.dtype, window: int, page: int, 
 
 def test_long_chunks_of_many_heads_in_the_largest_tile() -> None:
     """The largest tile is the main one for prompts. It is chosen if it leaves work for all processors of the GPU."""
-    from engine.cuda.attention import TritonAttention
-
     pool = pool_of(8, 128, 64, torch.bfloat16, NUM_BLOCKS, DEVICE)
     batch = batch_of([(0, 2048), (1000, 1600)], 64, NUM_BLOCKS, DEVICE)
     check_attention(TritonAttention(pool), pool, batch, 32, torch.bfloat16)
@@ -43,15 +45,11 @@ def test_long_chunks_of_many_heads_in_the_largest_tile() -> None:
 
 @pytest.mark.parametrize("held", [torch.float16, torch.bfloat16])
 def test_a_pool_of_16_bits_serves_float32_queries(held: torch.dtype) -> None:
-    from engine.cuda.attention import TritonAttention
-
     pool = pool_of(2, 128, 64, held, NUM_BLOCKS, DEVICE)
     check_attention(TritonAttention(pool), pool, batch_of(MIXED, 64, NUM_BLOCKS, DEVICE), 8, torch.float32)
 
 
 def test_a_block_beyond_2_to_the_31_elements_is_found() -> None:
-    from engine.cuda.attention import TritonAttention
-
     num_blocks = 2**31 // (64 * 2 * 128 * 8) + 100
     pool = pool_of(8, 128, 64, torch.bfloat16, num_blocks, DEVICE, layers=2)
     batch = batch_of([(0, 130), (499, 500)], 64, 40, DEVICE)
@@ -60,8 +58,6 @@ def test_a_block_beyond_2_to_the_31_elements_is_found() -> None:
 
 
 def test_a_captured_graph_follows_its_batch() -> None:
-    from engine.cuda.attention import TritonAttention
-
     pool = pool_of(8, 128, 64, torch.bfloat16, NUM_BLOCKS, DEVICE)
     backend = TritonAttention(pool)
     static = batch_of([(4095, 4096)] * 4, 64, NUM_BLOCKS, DEVICE)
@@ -92,8 +88,6 @@ def test_a_captured_graph_follows_its_batch() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [64, 896, 4096, 8192])
 def test_norms_and_activation(dtype: torch.dtype, width: int) -> None:
-    from engine.cuda.layer import TritonKernels
-
     pool = pool_of(1, 16, 4, dtype, 8, DEVICE)
     kernels = TritonKernels(config_of(width, 2, 1, 16), pool)
     check_norms(kernels, batch_of([(0, 3)], 4, 8, DEVICE), width, dtype, DEVICE)
@@ -103,8 +97,6 @@ def test_norms_and_activation(dtype: torch.dtype, width: int) -> None:
 @pytest.mark.parametrize(("page", "group", "head_dim"), [(64, 4, 128), (16, 7, 64), (1, 3, 20)])
 @pytest.mark.parametrize("shift", [0, 120_000])
 def test_rotation_and_store(dtype: torch.dtype, norms: bool, page: int, group: int, head_dim: int, shift: int) -> None:
-    from engine.cuda.layer import TritonKernels
-
     pool, config = pool_of(4, head_dim, page, dtype, 500, DEVICE), config_of(64, 4 * group, 4, head_dim)
     batch = padded(batch_of([(0, 130), (0, 1), (0, 77)], page, 500, DEVICE), 5)
     batch.positions += shift
@@ -113,15 +105,11 @@ def test_rotation_and_store(dtype: torch.dtype, norms: bool, page: int, group: i
 
 @pytest.mark.parametrize(("vocab", "scale"), [(97, 0.1), (32_000, 5.0), (151_936, 1.0)])
 def test_draws_the_tokens_of_the_cpu(vocab: int, scale: float) -> None:
-    from engine.cuda.draw import draw
-
     logits, rows = logits_of(20 * len(FILTERS), vocab, scale, DEVICE), rows_of(FILTERS * 20, range(20 * len(FILTERS)))
     assert draw(logits, parameters_of(rows, DEVICE)).tolist() == expected(logits, rows)
 
 
 def test_broken_rows_and_bans_touch_no_other_row() -> None:
-    from engine.cuda.draw import draw
-
     logits = logits_of(5, 50_000, 1.0, DEVICE)
     logits[0, 43_210], logits[1, 3], logits[2, 0] = torch.nan, -torch.inf, torch.inf
     adjusted = logits.clone()

@@ -18,11 +18,10 @@ from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.runner import TorchRunner
 from scheduler.request import Request, Step
-from tests.engine.build import GREEDY, Blocks, layout_of, piece, run_step
+from tests.engine.build import CONFIG, GREEDY, Blocks, layout_of, piece, run_step
 from tests.engine.cuda_workload import (
     BLOCK_TOKENS,
     CAPACITY,
-    CONFIG,
     NUM_BLOCKS,
     SEEDS,
     answer,

@@ -3,7 +3,7 @@
 The loop takes commands, decides a step, launches it, and reports its results. If the runner can run ahead, the loop
 launches the next step before it processes the results of the previous one, so that the device never waits for the host
 (SGLang's overlapped scheduling, vLLM's async scheduling). If a request ended in the previous step, its slice of the
-next step is computed in vain.
+next step is discarded.
 
 An iteration of the loop lasts from the end of the previous one (or of a wait for work) until the results of its step
 have been reported. This is the time between two tokens at the client, and the step-time model is fitted to it.

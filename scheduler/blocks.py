@@ -53,14 +53,8 @@ class BlockPool:
         return len(self._empty) + len(self._cached)
 
     def ledger(self) -> Ledger:
-        return Ledger(
-            len(self._empty),
-            len(self._cached),
-            self._owned,
-            len(self._reserved),
-            len(self._quarantined),
-            self.total,
-        )
+        sizes = map(len, (self._reserved, self._quarantined))
+        return Ledger(len(self._empty), len(self._cached), self._owned, *sizes, self.total)
 
     # ---- consistency checks --------------------------------------------------------------------------------------
 

@@ -131,14 +131,14 @@ def prompt_seconds(step_seconds: Callable[[int], float], tokens: int, room: int)
     return (full * step_seconds(room) if full else 0.0) + (step_seconds(rest) if rest else 0.0)
 
 
-def chunk_seconds(cost: CostModel, tokens: int, beside: int = 0) -> float:
+def chunk_seconds(cost: CostModel, tokens: int, others: int = 0) -> float:
     """Return the predicted seconds of a step of `tokens` tokens, excluding attention.
 
-    If `beside` is not 0, return the additional seconds relative to a step of `beside` tokens.
+    If `others` is not 0, return the additional seconds relative to a step of `others` tokens.
     """
-    if not beside:
+    if not others:
         return cost.overhead + cost.per_token * max(cost.knee_tokens, tokens)
-    return cost.per_token * (max(cost.knee_tokens, tokens) - max(cost.knee_tokens, beside))
+    return cost.per_token * (max(cost.knee_tokens, tokens) - max(cost.knee_tokens, others))
 
 
 def _room(node: NodeView, alone_s: float, cost: CostModel, decodes: StepWork, start: int) -> int:

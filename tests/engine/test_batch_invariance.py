@@ -95,11 +95,11 @@ def test_a_preempted_and_a_handed_over_request_continue_as_before(model: Decoder
 
 def scored(model: Decoder, prompt: list[int], sizes: list[int]) -> list[Logprobs]:
     runner, _, blocks = torch_runner(model)
-    company = blocks.request([1, 2, 3], replace(GREEDY, logprobs=1))
+    others = blocks.request([1, 2, 3], replace(GREEDY, logprobs=1))
     request = blocks.request(prompt, replace(GREEDY, prompt_logprobs=2), needs_prompt_logprobs=True)
     found: list[Logprobs] = []
     for size in sizes:
-        outputs = run_step(runner, [piece(company), piece(request, size)])
+        outputs = run_step(runner, [piece(others), piece(request, size)])
         assert outputs[0].logprobs is not None
         assert outputs[0].prompt_logprobs == []
         found += outputs[1].prompt_logprobs

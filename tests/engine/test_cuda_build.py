@@ -87,7 +87,7 @@ def test_it_answers_as_the_cpu_does() -> None:
     )
 
 
-def test_kv_gets_what_the_share_leaves() -> None:
+def test_kv_gets_the_rest_of_the_share() -> None:
     gpu = HostGpu(total=8 * GIB, held=GIB)
     with pytest.raises(ValueError, match="rows x bytes"):  # the fake allocates fewer rows
         build_on_cuda(replace(OPTIONS, gpu_memory_utilization=0.5), config(), MODEL, gpu)
@@ -111,7 +111,7 @@ def test_kv_gets_what_the_share_leaves() -> None:
         (HostGpu(), {"attention_backend": "triton", "num_blocks": 9}, "triton is not installed"),
     ],
 )
-def test_what_cannot_be_is_one_clear_line(gpu: HostGpu, options: dict[str, object], message: str) -> None:
+def test_impossible_settings_are_one_clear_line(gpu: HostGpu, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
         build_on_cuda(replace(OPTIONS, **options), config(), MODEL, gpu)
     assert "\n" not in str(raised.value)
@@ -231,7 +231,7 @@ def test_a_capture_that_fails_is_not_hidden_by_the_end_of_its_graph() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_asking_for_one_is_refused() -> None:
+def test_a_gpu_is_refused_on_a_machine_without_one() -> None:
     with pytest.raises(ValueError, match="finds no CUDA device; use --device cpu"):
         build(OPTIONS)
 
@@ -249,7 +249,7 @@ def test_a_gpu_that_cannot_be_opened_is_one_line(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("options", [{"runner": "hash"}, {"emulate": "h200-qwen3-8b"}])
-def test_what_does_not_compute_takes_no_gpu(options: dict[str, str]) -> None:
+def test_runners_without_a_model_take_no_gpu(options: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="needs no GPU; use --device cpu"):
         build(replace(OPTIONS, **options))
 

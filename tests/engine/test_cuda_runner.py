@@ -109,7 +109,7 @@ def expected(model: Decoder) -> dict[int, Answer]:
 
 
 @pytest.mark.parametrize(("captures", "ahead", "seed"), thinned(product(CAPTURES, [False, True], SEEDS), 5))
-def test_random_workloads_get_what_the_reference_gives(
+def test_random_workloads_give_the_tokens_of_the_reference(
     model: Decoder, expected: dict[int, Answer], captures: str, ahead: bool, seed: int
 ) -> None:
     runner, blocks, _ = cuda_runner(model, captures)
@@ -244,7 +244,7 @@ def recorded(work: Callable[[GraphRecording], Tensor]) -> tuple[GraphRecording, 
     return recording, recording.capture(lambda: work(recording))
 
 
-def test_what_is_made_in_a_pause_is_not_made_again_unless_its_call_does() -> None:
+def test_a_pause_is_repeated_in_each_replay() -> None:
     static, eager = torch.ones(1), torch.zeros(1)
 
     def work(recording: GraphRecording) -> Tensor:

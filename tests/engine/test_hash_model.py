@@ -122,7 +122,7 @@ class Device:
         run_step(self.runner, [piece(self.request)])
 
 
-def test_a_pass_lasts_what_the_model_says_of_its_work() -> None:
+def test_a_pass_takes_the_modelled_time() -> None:
     cost = CostModel(0.01, 1e-3, 4.0, 1e-5, 1e-4, 1e-3)
     device = Device(cost)
     device.run()
@@ -132,7 +132,7 @@ def test_a_pass_lasts_what_the_model_says_of_its_work() -> None:
     assert device.now - start == pytest.approx(cost.seconds(StepWork(num_decodes=1, decode_context=10)))
 
 
-def test_what_lies_between_passes_comes_off_the_next_and_idle_time_does_not() -> None:
+def test_host_time_shortens_the_next_pass_and_idle_time_does_not() -> None:
     device = Device(CostModel(0.01))
     device.oversleep = 0.0005
     for _ in range(20):
@@ -179,7 +179,7 @@ async def test_pushes_of_one_node_share_its_link_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(COSTS.glob("*.json")), ids=lambda path: path.stem)
-def test_a_shipped_model_is_as_near_to_the_published_points_as_it_says(path: Path) -> None:
+def test_a_shipped_model_has_the_stated_error_at_the_published_points(path: Path) -> None:
     data, cost = json.loads(path.read_text()), load_emulation(path.stem).cost
     errors = []
     for point in data["points"]:

@@ -146,9 +146,9 @@ def test_int8_keeps_the_precision_of_a_row_next_to_a_huge_one(linear: LinearForm
     rows = matrix(300, 96, 2, 1.0)
     made = linear.make(matrix(64, 96), None)
     for count in (2, 70, 300):
-        company = rows[:count].clone()
-        company[-1] *= 1e4
-        torch.testing.assert_close(made(company)[:-1], made(rows[:count])[:-1], rtol=1e-5, atol=1e-6)
+        others = rows[:count].clone()
+        others[-1] *= 1e4
+        torch.testing.assert_close(made(others)[:-1], made(rows[:count])[:-1], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("linear", EIGHT_BITS, ids=lambda linear: type(linear).__name__)
@@ -186,21 +186,21 @@ def test_no_rows_and_rows_that_do_not_lie_together(linear: LinearFormat) -> None
         (("float16", "none"), "float16 packed (float32 arithmetic)"),
     ],
 )
-def test_what_is_asked_for_is_chosen(asked: tuple[str, str], name: str) -> None:
+def test_the_requested_format_is_chosen(asked: tuple[str, str], name: str) -> None:
     linear = linear_on_cpu(*asked)
     assert isinstance(linear, AsStored if asked[0] == "auto" else Panels)
     assert linear.name == name
     assert linear_on_cpu("auto", "int8").name == "int8"
 
 
-def test_what_contradicts_itself_is_refused() -> None:
+def test_contradicting_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="--weight-dtype bfloat16: with --quantization int8"):
         linear_on_cpu("bfloat16", "int8")
 
 
 @compiled
 @pytest.mark.parametrize("asked", [("auto", "none"), ("bfloat16", "none"), ("float16", "none"), ("auto", "int8")])
-def test_a_model_generates_alone_as_in_company(asked: tuple[str, str]) -> None:
+def test_a_model_generates_the_same_alone_and_in_a_batch(asked: tuple[str, str]) -> None:
     config = ModelConfig(
         "LlamaForCausalLM", 64, 100, 2, 4, 2, 16, 97, 1e-5, Rope(), True, False, False,
         False, False, (0, 0), 4096, None, (),

@@ -177,7 +177,7 @@ def test_a_batch_of_decodes_or_with_prompt_logprobs_has_no_other() -> None:
     assert build([piece(scored, 3)], 4, CPU).drawing() is None
 
 
-def test_a_long_step_goes_through_an_mlp_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_step_is_split_in_the_mlp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.models.decoder.MLP_ROWS", 3)
     reference_model = save(CONFIGS["llama, biases"], tmp_path)
     assert largest_difference(reference_model, load_model(tmp_path, torch.float32, CPU)) <= 1e-4

@@ -105,7 +105,7 @@ def test_only_decodes_that_draw_are_taken() -> None:
 
 
 @pytest.mark.parametrize("change", [{"hidden_size": 2 * PANEL + 4}, {"intermediate_size": PANEL + 2}])
-def test_widths_that_leave_a_panel_half_empty_go_kernel_by_kernel(change: dict[str, int]) -> None:
+def test_widths_that_fill_no_whole_panel_are_not_fused(change: dict[str, int]) -> None:
     config = replace(LLAMA, **change)
     pool = pool_of(2, PANEL, 16, torch.float32, 8, CPU, 3)
     model = decoder(config, FLOATS)

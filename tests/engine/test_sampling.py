@@ -127,7 +127,7 @@ CHOICES = [
 
 @given(st.permutations(range(12)), st.integers(1, 12))
 @settings(max_examples=30)
-def test_a_draw_does_not_depend_on_its_company(order: list[int], size: int) -> None:
+def test_a_draw_does_not_depend_on_other_rows(order: list[int], size: int) -> None:
     logits = random_logits(12, 50)
     rows = [
         SamplingRow(replace(CHOICES[index % 6], logprobs=index % 3), [index, 4, 4, index, 9, 9], 2, 4 + index % 3)

@@ -126,7 +126,7 @@ def test_there_is_no_model_before_there_are_steps_and_one_object_between_fits() 
     assert fit.model() is model
 
 
-def test_it_holds_no_more_samples_than_it_says() -> None:
+def test_the_number_of_samples_is_limited() -> None:
     rng = random.Random(2)
     fit = CostFit()
     watch(fit, rng, 1000)

@@ -256,7 +256,7 @@ def test_pickled_weights_are_refused_and_never_opened(name: str, tmp_path: Path)
         load_model(write_config(tmp_path), torch.float32, CPU)
 
 
-def test_a_directory_without_weights_says_so(tmp_path: Path) -> None:
+def test_a_directory_without_weights_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
         load_model(write_config(tmp_path), torch.float32, CPU)
 

@@ -80,7 +80,7 @@ def cuda_runner(gpu: CudaAccelerator, model: Decoder, backend: str, capture: boo
 @pytest.mark.parametrize("capture", [False, True])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_workloads_get_what_the_reference_gives(
+def test_random_workloads_give_the_tokens_of_the_reference(
     gpu: CudaAccelerator, model: Decoder, backend: str, capture: bool, ahead: bool, seed: int
 ) -> None:
     runner, blocks = cuda_runner(gpu, model, backend, capture)

@@ -14,8 +14,8 @@ from scheduler.request import Request, RequestState, Slice, Step
 from scheduler.scheduler import Scheduler, StepLimits, StepOutput
 
 VOCABULARY = 50
-LANDING_TURNS = 3
-LEAVING_TURNS = 2
+RECEIVING_ITERATIONS = 3
+SENDING_ITERATIONS = 2
 
 
 def next_token(prefix: list[int], salt: bytes = b"") -> int:
@@ -55,7 +55,7 @@ class Device:
 
 class Driver:
     """A loop with up to `depth` scheduled steps in flight: 1 is a plain loop, 2 overlaps steps. A request's KV arrives
-    LANDING_TURNS turns after its blocks were allocated. Sent KV is released LEAVING_TURNS turns after its token."""
+    RECEIVING_ITERATIONS iterations after its blocks were allocated. Sent KV is released SENDING_ITERATIONS iterations after its token."""
 
     def __init__(self, scheduler: Scheduler, depth: int = 1) -> None:
         self.scheduler = scheduler
@@ -63,43 +63,43 @@ class Driver:
         self.depth = depth
         self.in_flight: deque[tuple[Step, list[list[int]]]] = deque()
         self.steps: list[Step] = []
-        self.landings: deque[tuple[int, Request]] = deque()
-        self.leaving: deque[tuple[int, Request]] = deque()
-        self.turns = 0
+        self.receiving: deque[tuple[int, Request]] = deque()
+        self.sending: deque[tuple[int, Request]] = deque()
+        self.iterations = 0
         self.idle = 0
 
-    def turn(self) -> list[StepOutput]:
+    def iterate(self) -> list[StepOutput]:
         """Schedule one step. Complete the oldest step if `depth` steps are in flight or no step was scheduled."""
-        self.turns += 1
-        while self.landings and self.landings[0][0] <= self.turns:
-            self.land(self.landings.popleft()[1])
-        while self.leaving and self.leaving[0][0] <= self.turns:
-            if (gone := self.leaving.popleft()[1]).state is RequestState.SENDING_KV:
+        self.iterations += 1
+        while self.receiving and self.receiving[0][0] <= self.iterations:
+            self.receive(self.receiving.popleft()[1])
+        while self.sending and self.sending[0][0] <= self.iterations:
+            if (gone := self.sending.popleft()[1]).state is RequestState.SENDING_KV:
                 self.scheduler.release(gone)
         step = self.scheduler.schedule()
-        self.landings += [(self.turns + LANDING_TURNS, landing) for landing in step.receiving]
+        self.receiving += [(self.iterations + RECEIVING_ITERATIONS, received) for received in step.receiving]
         if step.slices:
             self.steps.append(step)
             self.in_flight.append((step, [list(piece.request.blocks) for piece in step.slices]))
             self.check(step)
         events: list[StepOutput] = []
         if self.in_flight and (len(self.in_flight) >= self.depth or not step.slices):
-            events = self.tell()
-        leaving = [event.request for event in events if event.request.state is RequestState.SENDING_KV]
-        self.leaving += [(self.turns + LEAVING_TURNS, request) for request in leaving]
-        self.idle = 0 if step.slices or events or self.landings or self.leaving else self.idle + 1
+            events = self.complete()
+        sending = [event.request for event in events if event.request.state is RequestState.SENDING_KV]
+        self.sending += [(self.iterations + SENDING_ITERATIONS, request) for request in sending]
+        self.idle = 0 if step.slices or events or self.receiving or self.sending else self.idle + 1
         return events
 
-    def land(self, landing: Request) -> None:
+    def receive(self, received: Request) -> None:
         """Write the KV and the first token that the request's peer computed."""
-        if landing.state is not RequestState.RECEIVING_KV:
+        if received.state is not RequestState.RECEIVING_KV:
             return
-        for position in range(landing.num_computed, len(landing.tokens)):
-            slot = landing.blocks[position // self.device.block_tokens], position % self.device.block_tokens
-            self.device.slots[slot] = (landing.salt, landing.tokens[position])
-        self.scheduler.kv_received(landing, next_token(landing.tokens, landing.salt))
+        for position in range(received.num_computed, len(received.tokens)):
+            slot = received.blocks[position // self.device.block_tokens], position % self.device.block_tokens
+            self.device.slots[slot] = (received.salt, received.tokens[position])
+        self.scheduler.kv_received(received, next_token(received.tokens, received.salt))
 
-    def tell(self) -> list[StepOutput]:
+    def complete(self) -> list[StepOutput]:
         step, tables = self.in_flight.popleft()
         # As on a device, the rows that a step reads include the tokens that earlier steps sampled.
         tokens = self.device.run(step, tables, [piece.request.tokens for piece in step.slices])
@@ -139,8 +139,8 @@ class Driver:
         assert 0 not in held
 
     def finish(self, limit: int = 20_000) -> None:
-        while self.scheduler.has_work or self.in_flight or self.landings or self.leaving:
-            self.turn()
+        while self.scheduler.has_work or self.in_flight or self.receiving or self.sending:
+            self.iterate()
             assert self.idle < 3, "nothing moves"
             limit -= 1
             assert limit, "no end in sight"
@@ -152,7 +152,7 @@ def request(name: str, prompt: list[int], max_tokens: int, **fields: object) -> 
 
 @st.composite
 def traffic(draw: st.DrawFn) -> tuple[Scheduler, list[tuple[int, Request]], int]:
-    """Draw a scheduler, requests with the turns at which they arrive, and the driver's depth. Some requests receive or
+    """Draw a scheduler, requests with the iterations at which they arrive, and the driver's depth. Some requests receive or
     send KV, some are resumed, and some need the logprobs of their prompt."""
     block_tokens = draw(st.sampled_from([1, 2, 4, 16]))
     limits = StepLimits(

@@ -95,7 +95,7 @@ def test_seconds_are_those_of_the_steps_that_the_model_predicts() -> None:
     assert found.local.harm_s == pytest.approx(8 * (found.local.compute_s - 3 * alone))
 
 
-def test_a_link_slower_than_the_prefill_is_seen_whole() -> None:
+def test_a_link_slower_than_the_prefill_adds_its_whole_time() -> None:
     slow = remote_estimate(prefill_node(byte_s=1e-8), 8192, 0, 0)
     assert slow is not None
     last_s = H200.per_token * 2048 + H200.per_pair * (6144 * 2048 + 2048 * 2049 // 2)
@@ -189,7 +189,7 @@ def test_ties_and_unknowns_go_to_the_prefill_node() -> None:
     assert choose(None, same) == choose(same, None) == (False, "no_prediction")
 
 
-def test_alone_a_prompt_goes_to_the_decode_node_that_has_most_of_it() -> None:
+def test_a_local_prompt_is_placed_on_the_decode_node_with_the_longest_prefix() -> None:
     nodes = [decode_node(2), replace(decode_node(4), id="d1")]
     found = place(8000, [prefill_node()], nodes, {"d1": 7900}, "auto")
     assert found is not None

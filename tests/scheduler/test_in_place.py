@@ -17,15 +17,15 @@ def run(scheduler: Scheduler, device: Device, step: Step) -> list[int | None]:
     return tokens
 
 
-def hand_over(borrower: Scheduler, lender: Scheduler, landing: Request) -> Request:
-    """Do what the two nodes do between the grant and the first chunk: add the request with its blocks to `borrower`."""
-    guest = Request(
-        landing.id, list(landing.tokens), landing.num_prompt, landing.max_tokens, send_kv=True, shared_pool=True
+def hand_over(client: Scheduler, owner: Scheduler, received: Request) -> Request:
+    """Do what the two nodes do between the grant and the first chunk: add the request with its blocks to `client`."""
+    borrowing = Request(
+        received.id, list(received.tokens), received.num_prompt, received.max_tokens, send_kv=True, shared_pool=True
     )
-    guest.blocks, guest.num_computed = list(landing.blocks), landing.num_computed
-    borrower.add(guest)
-    assert len(guest.blocks) * lender.block_tokens >= len(guest.tokens)
-    return guest
+    borrowing.blocks, borrowing.num_computed = list(received.blocks), received.num_computed
+    client.add(borrowing)
+    assert len(borrowing.blocks) * owner.block_tokens >= len(borrowing.tokens)
+    return borrowing
 
 
 @given(
@@ -33,44 +33,44 @@ def hand_over(borrower: Scheduler, lender: Scheduler, landing: Request) -> Reque
     budget=st.integers(1, 9),
     aborted=st.sets(st.integers(0, 5)),
 )
-def test_guests_take_no_block_of_their_computing_node_and_tokens_are_right(
+def test_borrowed_requests_take_no_block_of_the_computing_node_and_tokens_are_right(
     prompts: list[list[int]], budget: int, aborted: set[int]
 ) -> None:
     device = Device(BLOCK_TOKENS)
-    borrower = Scheduler(StepLimits(max_num_batched_tokens=budget), 2, BLOCK_TOKENS)
-    lender = Scheduler(StepLimits(max_num_batched_tokens=8), 40, BLOCK_TOKENS)
+    client = Scheduler(StepLimits(max_num_batched_tokens=budget), 2, BLOCK_TOKENS)
+    owner = Scheduler(StepLimits(max_num_batched_tokens=8), 40, BLOCK_TOKENS)
     rows = [Request(str(i), list(p), len(p), 5, receive_kv=True, shared_pool=True) for i, p in enumerate(prompts)]
     for row in rows:
-        lender.add(row)
-    guests: dict[str, Request] = {}
+        owner.add(row)
+    borrowed: dict[str, Request] = {}
     answers: dict[str, list[int]] = {}
     for _ in range(400):
-        step = lender.schedule()
-        for landing in step.receiving:
-            assert landing.num_computed < len(landing.tokens), "its last token is computed always, for its logits"
-            guests[landing.id] = hand_over(borrower, lender, landing)
+        step = owner.schedule()
+        for received in step.receiving:
+            assert received.num_computed < len(received.tokens), "its last token is computed always, for its logits"
+            borrowed[received.id] = hand_over(client, owner, received)
         if step.slices:
-            run(lender, device, step)
-        ours = borrower.schedule()
+            run(owner, device, step)
+        ours = client.schedule()
         if ours.slices:
-            run(borrower, device, ours)
-        assert borrower.ledger().free == 1
+            run(client, device, ours)
+        assert client.ledger().free == 1
         for row in rows:
-            guest = guests.get(row.id)
-            if guest is None or row.state is not RequestState.RECEIVING_KV:
+            borrowing = borrowed.get(row.id)
+            if borrowing is None or row.state is not RequestState.RECEIVING_KV:
                 continue
-            if int(row.id) in aborted and guest.num_computed > guest.num_prompt // 2:
-                borrower.abort(guest)
-                assert guest.num_in_flight == 0
-                lender.abort(row)
-            elif guest.state is RequestState.SENDING_KV:
-                borrower.abort(guest)
-                lender.kv_received(row, guest.tokens[-1])
+            if int(row.id) in aborted and borrowing.num_computed > borrowing.num_prompt // 2:
+                client.abort(borrowing)
+                assert borrowing.num_in_flight == 0
+                owner.abort(row)
+            elif borrowing.state is RequestState.SENDING_KV:
+                client.abort(borrowing)
+                owner.kv_received(row, borrowing.tokens[-1])
         answers = {row.id: row.tokens[row.num_prompt :] for row in rows if row.finish is not None}
         if all(row.state is RequestState.DONE for row in rows):
             break
     assert all(row.state is RequestState.DONE for row in rows)
     assert all(tokens == expected(prompts[int(name)], 5) for name, tokens in answers.items())
     assert {int(row.id) for row in rows if row.finish is None} <= aborted
-    assert (lender.ledger().owned, lender.ledger().reserved, lender.ledger().quarantined) == (0, 0, 0)
-    assert not borrower.has_work
+    assert (owner.ledger().owned, owner.ledger().reserved, owner.ledger().quarantined) == (0, 0, 0)
+    assert not client.has_work

@@ -8,27 +8,27 @@ from scheduler.blocks import BlockPool
 from scheduler.scheduler import AUDIT_STEPS, Scheduler, StepLimits
 from tests.scheduler.drive import Driver, request
 
-PLANTED: dict[str, Callable[..., object]] = {
+INJECTED: dict[str, Callable[..., object]] = {
     "release": lambda pool, blocks: BlockPool.release(pool, blocks[:-1]),
     "settle": lambda pool, blocks: None,
     "take": lambda pool, count: BlockPool.take(pool, count + 1)[:count],
 }
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", INJECTED)
 def test_a_planted_bug_is_a_breach_and_ends_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some requests receive or send KV and others do neither, so that all transitions of a block occur."""
     scheduler = Scheduler(StepLimits(max_num_batched_tokens=16), 40, 4)
-    planted = PLANTED[name]
-    monkeypatch.setattr(scheduler.pool, name, lambda *given: planted(scheduler.pool, *given))
+    injected = INJECTED[name]
+    monkeypatch.setattr(scheduler.pool, name, lambda *given: injected(scheduler.pool, *given))
     driver = Driver(scheduler)
     for index in range(4):
         scheduler.add(request(f"r{index}", [3 + index] * 9, 5, receive_kv=index == 1, send_kv=index == 2))
     driver.finish()
-    assert not scheduler.requests, "everybody was served"
+    assert not scheduler.requests, "every request was served"
     assert scheduler.audit() != ""
     first = scheduler.ledger_error
-    assert scheduler.audit() == first, "told once, as it was found"
+    assert scheduler.audit() == first, "the first error is kept"
 
 
 def test_leaks_show_while_requests_run_without_a_walk_over_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,14 +36,14 @@ def test_leaks_show_while_requests_run_without_a_walk_over_all_blocks(monkeypatc
     scheduler = Scheduler(StepLimits(max_num_batched_tokens=16), 200, 4)
     driver = Driver(scheduler)
     scheduler.add(request("long", [5, 6, 7], 3 * AUDIT_STEPS))
-    driver.turn()
+    driver.iterate()
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler.pool, "release", lambda blocks: PLANTED["release"](scheduler.pool, blocks))
+        patch.setattr(scheduler.pool, "release", lambda blocks: INJECTED["release"](scheduler.pool, blocks))
         scheduler.add(request("short", [8] * 9, 2))
         while "short" in scheduler.requests:
-            driver.turn()
+            driver.iterate()
     assert scheduler.ledger_error == ""
     for _ in range(AUDIT_STEPS):
-        driver.turn()
+        driver.iterate()
     assert "were allocated, and" in scheduler.ledger_error
     driver.finish()

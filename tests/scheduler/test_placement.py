@@ -20,7 +20,7 @@ def placed(prefill: list[NodeView], decode: list[NodeView], tokens: int = 100, *
     return found.prefill, found.decode
 
 
-def test_a_prompt_goes_where_it_is_done_first_and_its_answer_where_there_is_room() -> None:
+def test_the_least_busy_prefill_node_and_the_emptiest_decode_node_are_chosen() -> None:
     prefill = [node("p0", "prefill", outstanding_tokens=500), node("p1", "prefill", outstanding_tokens=90)]
     decode = [node("d0", kv_tokens=100), node("d1", kv_tokens=800), node("d2", running=7)]
     assert placed(prefill, decode) == ("p1", "d0")
@@ -38,7 +38,7 @@ def test_without_prefill_nodes_decode_nodes_compute_and_the_other_way_round() ->
     assert place(1, [], [], {}) is None
 
 
-def test_equals_take_turns() -> None:
+def test_equal_nodes_are_used_alternately() -> None:
     nodes = [node("d0"), node("d1"), node("d2")]
     for _ in range(9):
         _, chosen = placed([], nodes)
@@ -56,7 +56,7 @@ def test_a_large_cluster_is_sampled_and_the_best_match_is_still_found(size: int,
     assert found.decode == "d9"
 
 
-def test_the_index_knows_who_was_sent_how_much_of_a_prefix() -> None:
+def test_the_index_records_how_much_of_a_prefix_each_node_was_sent() -> None:
     index = PrefixIndex(max_blocks=6)
     rows = block_hashes(list(range(64)), 16, b"")
     index.record(rows, "a")
@@ -84,7 +84,7 @@ def test_the_index_agrees_with_a_record_of_all_that_was_sent(sent: list[tuple[in
     assert index.overlap(rows) == depths
 
 
-def test_of_a_prefix_that_everybody_was_sent_the_latest_nodes_are_known() -> None:
+def test_the_latest_nodes_of_a_prefix_that_all_were_sent_are_kept() -> None:
     index = PrefixIndex()
     for number in range(1000):
         index.record([b"shared"], str(number))

@@ -50,7 +50,7 @@ def watch(name: str, seed: int, receive_kv: float = 0.0) -> Iterator[Seen]:
         )
         for index in range(12)
     ]
-    while todo or scheduler.has_work or driver.landings:
+    while todo or scheduler.has_work or driver.receiving:
         while todo and rng.random() < 0.3:
             scheduler.add(todo.pop())
         behind = {
@@ -63,7 +63,7 @@ def watch(name: str, seed: int, receive_kv: float = 0.0) -> Iterator[Seen]:
             r.id for r in scheduler.requests.values() if r.state in {RequestState.RUNNING, RequestState.RECEIVING_KV}
         }
         num_steps = len(driver.steps)
-        driver.turn()
+        driver.iterate()
         assert driver.idle < 3 or not scheduler.requests
         if len(driver.steps) > num_steps:
             yield Seen(driver.steps[-1], decoding, behind, here)
@@ -72,7 +72,7 @@ def watch(name: str, seed: int, receive_kv: float = 0.0) -> Iterator[Seen]:
 
 
 @seeds
-def test_decode_maximal_computes_one_chunk_of_one_prompt_beside_all_decodes(seed: int) -> None:
+def test_decode_maximal_computes_one_chunk_of_one_prompt_and_all_decodes(seed: int) -> None:
     for seen in watch("decode_maximal", seed, receive_kv=0.2):
         assert seen.decoding <= seen.members
         assert seen.step.work.num_prefills == bool(seen.prompts)
@@ -117,7 +117,7 @@ def test_decode_first_computes_no_prompt_while_anything_decodes(seed: int) -> No
 
 
 @seeds
-def test_a_static_batch_comes_together_and_admits_nobody_while_it_lives(seed: int) -> None:
+def test_a_static_batch_is_admitted_at_once_and_closed_until_it_ends(seed: int) -> None:
     batch: set[str] = set()
     for seen in watch("static", seed, receive_kv=0.3):
         batch = seen.here or batch
@@ -132,38 +132,38 @@ def test_a_static_batch_may_be_larger_than_a_step() -> None:
     rows = [request(f"r{index}", [index + 3] * 20, 5) for index in range(6)]
     for row in rows:
         scheduler.add(row)
-    driver.turn()
+    driver.iterate()
     assert [row.state for row in rows] == [RequestState.RUNNING] * 4 + [RequestState.WAITING] * 2
     driver.finish()
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_landings_are_let_in_while_others_decode_or_after_their_batch(name: str) -> None:
+def test_requests_that_receive_kv_are_admitted_during_decodes_or_after_their_batch(name: str) -> None:
     driver = Driver(scheduler := Scheduler(StepLimits(BUDGET), 200, 4, POLICIES[name]))
     scheduler.add(stream := request("stream", [3, 4, 5], 60))
     for _ in range(5):
-        driver.turn()
-    scheduler.add(landing := request("landing", [6] * 30, 5, receive_kv=True))
-    driver.turn()
-    assert landing.state is (RequestState.WAITING if POLICIES[name].together else RequestState.RECEIVING_KV)
+        driver.iterate()
+    scheduler.add(received := request("received", [6] * 30, 5, receive_kv=True))
+    driver.iterate()
+    assert received.state is (RequestState.WAITING if POLICIES[name].together else RequestState.RECEIVING_KV)
     driver.finish()
-    assert stream.state is landing.state is RequestState.DONE
+    assert stream.state is received.state is RequestState.DONE
 
 
 @pytest.mark.parametrize("name", ["decode_first", "static"])
-def test_a_preempted_request_is_not_starved_by_landings_that_keep_coming(name: str) -> None:
+def test_a_preempted_request_is_not_starved_by_requests_that_receive_kv(name: str) -> None:
     driver = Driver(scheduler := Scheduler(StepLimits(BUDGET), 24, 4, POLICIES[name]))
     rows: list[Request] = []
     for index in range(3):
         rows.append(request(f"r{index}", [index + 3] * 12, 50))
         scheduler.add(rows[-1])
-    turns = 0
+    iterations = 0
     while any(row.state is not RequestState.DONE for row in rows):
-        if turns % 4 == 0:
-            scheduler.add(request(f"landing {turns}", [turns + 9] * 12, 20, receive_kv=True))
-        driver.turn()
-        turns += 1
-        assert turns < 1500, "starved"
+        if iterations % 4 == 0:
+            scheduler.add(request(f"received {iterations}", [iterations + 9] * 12, 20, receive_kv=True))
+        driver.iterate()
+        iterations += 1
+        assert iterations < 1500, "starved"
     assert scheduler.counters.preemptions > 0
 
 

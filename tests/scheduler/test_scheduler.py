@@ -30,12 +30,12 @@ def test_every_request_gets_its_tokens_and_every_block_returns(
     scheduler, arrivals, depth = case
     scheduler.policy = policy
     driver = Driver(scheduler, depth)
-    for turn in range(20):
-        scheduler.cost = MODELS[turn // 3 % len(MODELS)]
+    for iteration in range(20):
+        scheduler.cost = MODELS[iteration // 3 % len(MODELS)]
         for when, arrival in arrivals:
-            if when == turn:
+            if when == iteration:
                 scheduler.add(arrival)
-        driver.turn()
+        driver.iterate()
         assert scheduler.audit() == ""
         if not driver.in_flight:
             driver.recount()
@@ -51,7 +51,7 @@ def test_every_request_gets_its_tokens_and_every_block_returns(
 
 @every_policy
 @given(case=traffic(), rng=st.randoms(use_true_random=False))
-def test_an_abort_in_any_state_frees_its_blocks_and_touches_nobody_else(
+def test_an_abort_in_any_state_frees_its_blocks_and_affects_no_other_request(
     policy: Policy, case: tuple[Scheduler, list[tuple[int, Request]], int], rng: random.Random
 ) -> None:
     scheduler, arrivals, depth = case
@@ -61,7 +61,7 @@ def test_an_abort_in_any_state_frees_its_blocks_and_touches_nobody_else(
         scheduler.add(arrival)
     aborted = set()
     for _ in range(15):
-        driver.turn()
+        driver.iterate()
         _, victim = rng.choice(arrivals)
         if rng.random() < 0.3 and victim.state is not RequestState.DONE:
             aborted.add(victim.id)
@@ -80,14 +80,14 @@ def test_decodes_never_wait_for_a_prompt(name: str, case: tuple[Scheduler, list[
     scheduler, arrivals, _ = case
     scheduler.policy = POLICIES[name]
     driver = Driver(scheduler)
-    for turn in range(120):
+    for iteration in range(120):
         for when, arrival in arrivals:
-            if when == turn:
+            if when == iteration:
                 scheduler.add(arrival)
         # The last token of a prompt whose KV is sent is no decode, so it may wait for a block.
         decoding = {r.id for r in scheduler.running if r.num_tokens - r.num_scheduled == 1 and not r.send_kv}
         before = scheduler.counters.preemptions
-        driver.turn()
+        driver.iterate()
         if driver.steps and scheduler.counters.preemptions == before and decoding:
             assert decoding <= {piece.request.id for piece in driver.steps[-1].slices}
 
@@ -141,9 +141,9 @@ def test_short_prompts_share_steps_with_a_long_one_below_the_threshold() -> None
     driver = Driver(Scheduler(limits, 200, 4))
     long, short = request("long", list(range(200)), 1), request("short", [1, 2, 3], 1)
     driver.scheduler.add(long)
-    driver.turn()
+    driver.iterate()
     driver.scheduler.add(short)
-    driver.turn()
+    driver.iterate()
     assert short.state is RequestState.DONE
     assert long.state is RequestState.RUNNING
 
@@ -173,42 +173,42 @@ def test_a_request_that_can_never_fit_is_refused_with_the_arithmetic() -> None:
         scheduler.add(request("r", [1], 1))
 
 
-def test_a_leaving_request_holds_its_blocks_until_it_is_released() -> None:
+def test_a_request_that_sends_kv_holds_its_blocks_until_it_is_released() -> None:
     scheduler = Scheduler(StepLimits(), 20, 4)
-    leaving = request("r", list(range(10)), 5, send_kv=True)
-    scheduler.add(leaving)
-    events = Driver(scheduler).turn()
+    sending = request("r", list(range(10)), 5, send_kv=True)
+    scheduler.add(sending)
+    events = Driver(scheduler).iterate()
     assert events[0].token == expected(list(range(10)), 1)[0]
-    assert leaving.state is RequestState.SENDING_KV
+    assert sending.state is RequestState.SENDING_KV
     assert scheduler.ledger().owned == 3
-    scheduler.release(leaving)
+    scheduler.release(sending)
     assert scheduler.ledger()._replace(free=0, total=0) == (0, 2, 0, 0, 0, 0)
 
 
-def test_a_landing_reserves_then_owns_and_continues_at_its_second_token() -> None:
+def test_received_kv_is_reserved_then_owned_and_continued_at_the_second_token() -> None:
     scheduler = Scheduler(StepLimits(), 20, 4)
     driver = Driver(scheduler)
     prompt = list(range(10))
-    landing = request("r", prompt, 4, receive_kv=True)
-    scheduler.add(landing)
-    driver.turn()
-    assert landing.state is RequestState.RECEIVING_KV
+    received = request("r", prompt, 4, receive_kv=True)
+    scheduler.add(received)
+    driver.iterate()
+    assert received.state is RequestState.RECEIVING_KV
     assert scheduler.ledger().reserved == 3
-    driver.land(landing)
+    driver.receive(received)
     driver.finish()
-    assert landing.tokens[10:] == expected(prompt, 4)
+    assert received.tokens[10:] == expected(prompt, 4)
     second = request("again", prompt, 4, receive_kv=True)
     scheduler.add(second)
-    driver.turn()
+    driver.iterate()
     assert (second.num_computed, scheduler.ledger().reserved) == (8, 1)
 
 
-def test_blocks_of_an_aborted_landing_wait_until_their_writer_has_stopped() -> None:
+def test_blocks_of_an_aborted_transfer_wait_until_their_writer_has_stopped() -> None:
     scheduler = Scheduler(StepLimits(), 20, 4)
-    landing = request("r", list(range(10)), 4, receive_kv=True)
-    scheduler.add(landing)
+    received = request("r", list(range(10)), 4, receive_kv=True)
+    scheduler.add(received)
     scheduler.schedule()
-    blocks = scheduler.abort(landing, writer_stopped=False)
+    blocks = scheduler.abort(received, writer_stopped=False)
     assert scheduler.ledger().quarantined == 3
     scheduler.pool.clear(blocks)
     assert scheduler.ledger().free == 19

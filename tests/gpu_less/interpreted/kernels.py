@@ -28,7 +28,7 @@ def test_rotation_and_store(dtype: torch.dtype, norms: bool, shape: tuple[int, i
     check_rotation(TritonKernels(config, pool), config, pool, batch, dtype, norms)
 
 
-def test_far_positions_turn_as_near_ones() -> None:
+def test_far_positions_are_rotated_exactly() -> None:
     pool, config = pool_of(1, 16, 4, torch.float32, 40, CPU), config_of(64, 1, 1, 16)
     batch = batch_of([(0, 8)], 4, 40, CPU)
     batch.positions += 120_000

@@ -128,6 +128,7 @@ def test_a_machine_that_cannot_compile_serves_by_torch(
         preparation
         + """
 import torch
+from engine.cpu.selection import attention_on_cpu, kernels_on_cpu, linear_on_cpu
 from engine.linear import Plain
 from engine.sampling import sample
 from engine.sampling import SamplingRow

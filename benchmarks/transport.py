@@ -39,7 +39,7 @@ SWITCH_S = 0.0005  # the value that nodes use
 
 async def channel_of(kind: str, memory: HostMemory, directory: str) -> ShmChannel | TcpChannel:
     common = memory, secrets.token_hex(16), lambda _: None
-    return await (TcpChannel.start(*common, "127.0.0.1") if kind == "tcp" else ShmChannel.start(*common, directory))
+    return TcpChannel(*common, "127.0.0.1") if kind == "tcp" else ShmChannel(*common, directory)
 
 
 class TransportReceiver:

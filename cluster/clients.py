@@ -15,8 +15,10 @@ from shared.api_client import bearer
 TIMEOUT_S = 5.0
 ANSWER_S = 120.0  # an answer may begin late on a busy cluster
 FRAME_S = 1.0  # between two updates of `baton top`
-COLUMNS = ("node", "role", "state", "running", "waiting", "KV blocks", "steps", "handoffs", "moved", "channels")
-TOP_COLUMNS = ("node", "role", "state", "batch", "KV blocks", "waiting", "steps/s", "busy")
+COLUMNS = (
+    *("node", "role", "state", "running", "waiting", "batch", "KV blocks", "steps/s", "busy"),
+    *("handoffs", "moved", "channels"),
+)
 CHAT_HELP = "/new forgets the conversation, /quit ends; Ctrl-C stops an answer"
 Document = dict[str, Any]
 
@@ -71,42 +73,45 @@ def show_status(url: str, api_key: str, *, as_json: bool) -> int:
     status = fetch_status(url, api_key)
     if as_json:
         print(json.dumps(status, indent=2))
-        return 0
-    print(summary(status))
-    rows = [row_of(node) for node in status["nodes"]]
-    if sys.stdout.isatty():
+    elif sys.stdout.isatty():
         from rich.console import Console
 
-        Console().print(_table(COLUMNS, rows))
+        Console(markup=False, highlight=False).print(_screen(status))
     else:
-        print("\n".join("\t".join(row) for row in [COLUMNS, *rows]))
+        print("\n".join([summary(status), *map("\t".join, [COLUMNS, *map(row_of, status["nodes"])])]))
     return 0
 
 
 def run_top(url: str, api_key: str) -> int:
-    """Show the nodes and the bottleneck until Ctrl-C or, if the output is not a terminal, once."""
-    from rich.console import Console, Group
+    """Show the nodes and the bottleneck until Ctrl-C. If the output is not a terminal, print the status once."""
+    from rich.console import Console
     from rich.live import Live
 
-    def screen(status: Document) -> Group:
-        rows = [top_row(node) for node in sorted(status["nodes"], key=_order)]
-        head = str(status.get("summary") or f"{len(rows)} nodes; the router runs without its dashboard")
-        return Group(head, latency_line(status), _table(TOP_COLUMNS, rows))
-
+    if not sys.stdout.isatty():
+        return show_status(url, api_key, as_json=False)
     console = Console(markup=False, highlight=False)
-    status = fetch_status(url, api_key)
-    if not console.is_terminal:
-        console.print(screen(status))
-        return 0
-    with Live(screen(status), console=console, screen=True, auto_refresh=False) as live:
+    with Live(_screen(fetch_status(url, api_key)), console=console, screen=True, auto_refresh=False) as live:
         while True:
             try:
                 time.sleep(FRAME_S)
-                live.update(screen(fetch_status(url, api_key)), refresh=True)
+                live.update(_screen(fetch_status(url, api_key)), refresh=True)
             except UnreachableError as error:
                 live.update(f"{error}; trying again", refresh=True)
             except KeyboardInterrupt:
                 return 0
+
+
+def _screen(status: Document) -> Any:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*COLUMNS, box=None)
+    for row in map(row_of, status["nodes"]):
+        style = {"ready": "green", "draining": "yellow"}.get(row[2], "red")
+        table.add_row(*(Text(cell, style=style if cell is row[2] else "") for cell in row))
+    bottleneck = [str(status["summary"])] if status.get("summary") else []
+    return Group(summary(status), *bottleneck, latency_line(status), table)
 
 
 def fetch_status(url: str, api_key: str = "") -> Document:
@@ -116,6 +121,8 @@ def fetch_status(url: str, api_key: str = "") -> Document:
         status: Document = response.json()
         if not all(isinstance(node["id"], str) for node in status["nodes"]):
             raise ValueError("the id of a node is not text")
+        # Put prefill nodes first, and node-2 before node-10.
+        status["nodes"].sort(key=lambda node: (node.get("role") != "prefill", len(node["id"]), node["id"]))
         return status
 
 
@@ -130,48 +137,27 @@ def summary(status: Document) -> str:
 
 
 def row_of(node: Document) -> tuple[str, ...]:
-    """Return the row of a node in `baton status`."""
+    """Return the row of a node. A batch such as "512p+8d" has 512 prompt tokens and 8 decodes."""
+    batch, busy, blocks = node.get("batch") or {}, node.get("busy"), node.get("blocks") or {}
+    decodes, total = batch.get("decodes") or 0, blocks.get("total", 0)
+    counts = {"p": (batch.get("tokens") or 0) - decodes, "d": decodes} if node.get("running") else {}
     handoffs, failed = node.get("handoffs", 0), node.get("handoffs_failed", 0)
     channels = ", ".join(sorted(set((node.get("channels") or {}).values()))) or "-"
     fallbacks = node.get("channel_fallbacks", 0)
     return (
-        *_identity(node),
+        str(node.get("id", "?")),
+        str(node.get("role", "?")),
+        str(node.get("state", "?")) if node.get("alive", True) else "lost",
         str(node.get("running", 0)),
         str(node.get("waiting", 0)),
-        _blocks(node),
-        str(node.get("steps", 0)),
+        "+".join(f"{count}{kind}" for kind, count in counts.items() if count) or "-",
+        f"{total - blocks.get('free', 0) - blocks.get('cached', 0)}/{total}",  # cached blocks are not in use
+        f"{node.get('steps_per_s') or 0:.0f}",
+        "-" if busy is None else f"{busy:.0%}",
         f"{handoffs} ({failed} failed)" if failed else str(handoffs),
         size_text(node.get("bytes_moved", 0)),
         channels + (f" ({fallbacks} fell back)" if fallbacks else ""),
     )
-
-
-def top_row(node: Document) -> tuple[str, ...]:
-    """Return the row of a node in `baton top`. A batch such as "512p+8d" has 512 prompt tokens and 8 decodes."""
-    batch, busy = node.get("batch") or {}, node.get("busy")
-    decodes = batch.get("decodes") or 0
-    counts = {"p": (batch.get("tokens") or 0) - decodes, "d": decodes} if node.get("running") else {}
-    shown = "+".join(f"{count}{kind}" for kind, count in counts.items() if count) or "-"
-    rate = f"{node.get('steps_per_s') or 0:.0f}"
-    waiting = str(node.get("waiting", 0))
-    return (*_identity(node), shown, _blocks(node), waiting, rate, "-" if busy is None else f"{busy:.0%}")
-
-
-def _identity(node: Document) -> tuple[str, str, str]:
-    state = str(node.get("state", "?")) if node.get("alive", True) else "lost"
-    return str(node.get("id", "?")), str(node.get("role", "?")), state
-
-
-def _blocks(node: Document) -> str:
-    """Return "used/total". Blocks in use are neither free nor merely cached."""
-    blocks = node.get("blocks") or {}
-    total = blocks.get("total", 0)
-    return f"{total - blocks.get('free', 0) - blocks.get('cached', 0)}/{total}"
-
-
-def _order(node: Document) -> tuple[bool, int, str]:
-    """Return a sort key that puts prefill nodes first, and node-2 before node-10."""
-    return node.get("role") != "prefill", len(node["id"]), node["id"]
 
 
 def latency_line(status: Document) -> str:
@@ -193,17 +179,6 @@ def size_text(size: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
-
-
-def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*columns, box=None)
-    for row in rows:
-        style = {"ready": "green", "draining": "yellow"}.get(row[2], "red")
-        table.add_row(*(Text(cell, style=style if cell is row[2] else "") for cell in row))
-    return table
 
 
 # ---- role ----------------------------------------------------------------------------------------------------------

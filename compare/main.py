@@ -7,7 +7,6 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -16,12 +15,12 @@ from tokenizers import Tokenizer
 from compare.arms import Arm, copy_of, cores_of, parse_arms
 from compare.endpoint import Document, EndpointError
 from compare.load.outcome import LatencySlo
-from compare.load.traces import TraceRow, read_trace
-from compare.load.traffic import PRESET_NAMES, PromptVocabulary, Traffic, TrafficPlan, draw_traffic
+from compare.load.traces import read_trace
+from compare.load.traffic import PRESET_NAMES, PromptVocabulary, TrafficSource
 from compare.options import DEFAULT_EMULATED, CompareOptions
 from compare.report.document import report_of
 from compare.report.page import write_report
-from compare.report.terminal import TerminalReporter, show
+from compare.report.terminal import show
 from compare.run.deployments import Deployments, LaunchOptions, LocalStack, fit_together, num_gpus
 from compare.run.experiment import Experiment
 from compare.run.session import run_session
@@ -31,8 +30,6 @@ from shared.model_files import DEMO_MODEL, resolve
 NO_VERDICT = 1
 BUSY = 0.5  # above this load per core, other processes distort the figures
 DEFAULT_ARMS = ("colocated:2", "disaggregated:1p1d")
-PRESET_RATE = 4.0  # requests per second; with the demo model, they keep two cores busy without overloading them
-PRESET_SCALE = 0.5  # factor for a preset's lengths, because they come from traffic of larger models
 TOO_LONG = ("error", "cut", "drop")
 ON = ("live", "emulated")
 PREFLIGHT_TOKENS = (1, 16, 40, 100, 250)  # less than a block, one block, several blocks, and a chunk or more
@@ -48,14 +45,14 @@ async def run_compare(options: CompareOptions) -> int:
         (out / "requests.jsonl").write_text("")  # discard the requests of an earlier session
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}") from None
-    reporter = TerminalReporter()
-    reporter.say(f"{plan}; report in {out}")
+    say = partial(print, flush=True)
+    say(f"{plan}; report in {out}")
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > BUSY * cores:
-        reporter.say(f"the machine is busy (load {load:.1f} on {cores} cores): figures will be noisy, periods invalid")
+        say(f"the machine is busy (load {load:.1f} on {cores} cores): figures will be noisy, periods invalid")
     began = time.monotonic()
     try:
-        findings = await run_session(experiment, deployments, reporter)
+        findings = await run_session(experiment, deployments, say)
     except EndpointError as error:
         if options.url:
             raise ConfigError(f"--url: {error}") from None
@@ -63,9 +60,7 @@ async def run_compare(options: CompareOptions) -> int:
         return NO_VERDICT
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror or error}") from None
-    finally:
-        reporter.close()
-    reporter.say(f"measured in {(time.monotonic() - began) / 60:.1f} min")
+    say(f"measured in {(time.monotonic() - began) / 60:.1f} min")
     report = report_of(experiment, findings, "url" if options.url else options.on, command_line(sys.argv[1:]))
     show(report)
     return save_report(report, out)
@@ -78,8 +73,6 @@ def save_report(report: Document, out: Path) -> int:
     except (OSError, ValueError) as error:
         print(f"baton compare: cannot write the report: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
         return NO_VERDICT
-    for name in ("arrivals.jsonl", "outcomes.jsonl", "outcomes.spec.json"):  # they describe only the last period
-        (out / name).unlink(missing_ok=True)
     print(f"report: {page}")
     return 0 if report["valid"] else NO_VERDICT
 
@@ -109,7 +102,7 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
     seeds = tuple(range(1, options.seeds + 1))
     encode = None if tokenizer is None else lambda text: list(tokenizer.encode(text).ids)
     trace = read_trace(options.trace, options.trace_format, encode) if options.trace else []
-    traffic = lru_cache(partial(traffic_of, options.duration, traffic_plan(options, limit), vocabulary, trace))
+    traffic = lru_cache(TrafficSource(options, vocabulary, trace, limit).draw)
     for seed in seeds:
         traffic(seed)  # reports impossible traffic before anything starts
     experiment = Experiment(
@@ -181,37 +174,6 @@ def _launches(options: CompareOptions, arms: list[Arm], model: str) -> dict[str,
     cores = cores_of(arms, sorted(os.sched_getaffinity(0)))
     gpus = num_gpus()
     return {arm.name: LaunchOptions(model, cores[arm.name], gpus=gpus) for arm in arms}
-
-
-def traffic_plan(options: CompareOptions, max_model_len: int) -> TrafficPlan:
-    """Return the plan of the traffic. Without --rate, a trace uses its own times, and a preset uses PRESET_RATE."""
-    is_preset = options.trace is None
-    return TrafficPlan(
-        source=(options.preset or PRESET_NAMES[0]) if is_preset else str(options.trace),
-        duration_s=options.duration,
-        rate=PRESET_RATE if options.rate is None and is_preset else options.rate,
-        burstiness=options.burstiness,
-        start_s=options.start,
-        scale_tokens=options.scale_tokens or (PRESET_SCALE if is_preset else 1.0),
-        too_long=options.too_long,
-        max_model_len=max_model_len,
-    )
-
-
-def traffic_of(
-    duration_s: float,
-    plan: TrafficPlan,
-    vocabulary: PromptVocabulary,
-    trace: Sequence[TraceRow],
-    seed: int,
-    rate: float | None = None,
-) -> Traffic:
-    """Return a seed's traffic. If the trace's own times are used, each seed gets the next part of the trace."""
-    if rate is not None:
-        plan = replace(plan, rate=rate)
-    elif plan.rate is None:
-        plan = replace(plan, start_s=plan.start_s + (seed - 1) * duration_s)
-    return draw_traffic(plan, seed, vocabulary, trace)
 
 
 def _tokenizer(model: Path) -> Tokenizer:

@@ -4,21 +4,18 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from decode_node.reservations import LEASE_S, Reservation, ReservationPhase, ReservationTable
-from node.node import Node, RpcHandler
-from node.output_publisher import PrefillProgress
+from node.node import Node, RoleAdapter
 from node.validation import MAX_ID
 from scheduler.request import Request
 from scheduler.role import DECODE
 from shared import failpoints
 from shared.kv.channel import RESERVATION_ID_BYTES, KVChannel, is_incarnation_id
 from shared.kv.memory import CHECKSUM_BYTES, KVMemory
-from shared.lifecycle import TaskGroup
 from shared.logs import about, fields
 from shared.rpc.messages import (
     Ack,
@@ -29,11 +26,10 @@ from shared.rpc.messages import (
     ReserveReply,
     ReserveRequest,
     StopRequest,
-    SubmitRequest,
     TokenDelta,
     pack_ids,
 )
-from shared.rpc.methods import COMMIT, PUSHED, RENEW, RESERVE, STOP, Rpc, unary
+from shared.rpc.methods import COMMIT, PUSHED, RENEW, RESERVE, STOP, unary
 
 log = logging.getLogger("baton.handoff")
 CHECK_LEASES_S = 0.5
@@ -43,8 +39,8 @@ CORRUPT = "checksums differ"
 NOT_OPEN = Ack("the reservation is not open")
 
 
-class HandoffReceiver:
-    """The role adapter of a decode node. `channels` lists the best channel first.
+class HandoffReceiver(RoleAdapter):
+    """The role adapter of a decode node.
 
     Runs on the event loop; checksums are computed on a thread. Prefill nodes call its RPCs in the order reserve,
     pushed, commit. They renew leases in between, and may call stop at any time. A request runs only after all its rows
@@ -63,27 +59,13 @@ class HandoffReceiver:
         lease_s: float = LEASE_S,
         check_leases_s: float = CHECK_LEASES_S,
     ) -> None:
-        self._info = node.state.info
+        super().__init__(node, memory, channels, reserve_timeout_s)
         self._vocab_size = node.rules.vocab_size
-        self._requests = node.requests
-        self._engine = node.engine
-        self._recorder = node.recorder
-        self._counters = node.counters
-        self._memory = memory
-        self._channels = channels
-        self._reserve_timeout_s = reserve_timeout_s
         self._check_leases_s = check_leases_s
         self._table = ReservationTable(all(channel.fenced for channel in channels), lease_s)
         self._waiting: dict[str, asyncio.Future[Request]] = {}  # requests that wait for blocks, by id
         self._cancelled: dict[str, None] = {}  # requests that were stopped before they reserved blocks
-        self._tasks = TaskGroup()
-
-    @property
-    def is_idle(self) -> bool:
-        return not self._waiting and not len(self._table)
-
-    def handlers(self) -> Mapping[Rpc[Any, Any], RpcHandler]:
-        return {
+        self.handlers = {
             RESERVE: unary(self.reserve),
             PUSHED: unary(self.pushed),
             COMMIT: unary(self.commit),
@@ -91,11 +73,12 @@ class HandoffReceiver:
             RENEW: unary(self.renew),
         }
 
+    @property
+    def is_idle(self) -> bool:
+        return not self._waiting and not len(self._table)
+
     def start(self) -> None:
         self._tasks.start(self._watch_leases())
-
-    async def close(self) -> None:
-        await self._tasks.close()
 
     # ---- from prefill nodes -------------------------------------------------------------------------------------
 
@@ -247,16 +230,10 @@ class HandoffReceiver:
 
     # ---- from the node ------------------------------------------------------------------------------------------
 
-    def on_submit(self, submit: SubmitRequest, request: Request) -> None:
-        """Do nothing: a decode node sends no KV."""
-
     def on_admitted(self, request: Request) -> None:
         waiting = self._waiting.get(request.id)
         if waiting is not None and not waiting.done():
             waiting.set_result(request)
-
-    def on_progress(self, progress: PrefillProgress) -> None:
-        """Do nothing: a decode node sends no KV."""
 
     def on_abort(self, request_id: str) -> bool:
         if (waiting := self._waiting.get(request_id)) is not None:

@@ -8,10 +8,10 @@ former role stays idle, but answers calls of peers about reservations that have 
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from engine.engine import INTERNAL, STUCK_S, Engine, EngineListener
 from engine.runner import Runner
@@ -23,6 +23,8 @@ from node.stats import NodeState
 from scheduler.request import Request, RequestState
 from scheduler.role import ROLES, Role
 from scheduler.scheduler import Scheduler
+from shared.kv.channel import KVChannel
+from shared.kv.memory import KVMemory
 from shared.lifecycle import TaskGroup, wait_until
 from shared.registry import Announcer
 from shared.rpc.messages import Ack, NodeInfo, NodeStats, RouterCommand, SetRoleRequest, SubmitRequest, TokenDelta
@@ -34,17 +36,28 @@ MAX_DRAIN_S = 3600.0
 RpcHandler = Callable[[Any], Awaitable[None]]
 
 
-class RoleAdapter(Protocol):
-    """A role's side of handoffs, used on the event loop. An exception in an `on_...` method fails only one request."""
+class RoleAdapter:
+    """A role's side of handoffs, used on the event loop. An exception in an `on_...` method fails only one request.
+
+    A method that a role does not override does nothing.
+    """
 
     role: Role
+    handlers: Mapping[Rpc[Any, Any], RpcHandler] = {}  # for the RPCs that this role serves to peers
 
-    def start(self) -> None: ...
+    def __init__(self, node: "Node", memory: KVMemory, channels: Sequence[KVChannel], reserve_timeout_s: float) -> None:
+        """`channels` lists the best channel first. A reservation waits up to `reserve_timeout_s` for free blocks."""
+        self._info = node.state.info
+        self._requests, self._engine = node.requests, node.engine
+        self._recorder, self._counters = node.recorder, node.counters
+        self._memory, self._channels, self._reserve_timeout_s = memory, channels, reserve_timeout_s
+        self._tasks = TaskGroup()
 
-    async def close(self) -> None: ...
+    def start(self) -> None:
+        """Start the background tasks."""
 
-    def handlers(self) -> Mapping[Rpc[Any, Any], RpcHandler]:
-        """Return the RPCs that this role serves to peers."""
+    async def close(self) -> None:
+        await self._tasks.close()
 
     def on_submit(self, submit: SubmitRequest, request: Request) -> None:
         """Handle a newly registered request whose KV is to be sent."""
@@ -57,6 +70,7 @@ class RoleAdapter(Protocol):
 
     def on_abort(self, request_id: str) -> bool:
         """End the request's handoff. Return True if the adapter returns its blocks to the scheduler."""
+        raise NotImplementedError
 
     def on_writer_lost(self, writer: str) -> None:
         """Handle the end of a process that could write into this node's KV pool."""
@@ -226,7 +240,7 @@ class Node:
     async def _call(self, rpc: Rpc[Any, Any], stream: Any) -> None:
         """Call the adapter that serves this RPC. Only the adapter of the current role makes new reservations."""
         adapters = [each for each in self._adapters.values() if each is self.role or rpc is not RESERVE]
-        handler = next((each.handlers()[rpc] for each in adapters if rpc in each.handlers()), None)
+        handler = next((each.handlers[rpc] for each in adapters if rpc in each.handlers), None)
         await (handler or unary(partial(self._refuse, rpc)))(stream)
 
     async def _refuse(self, rpc: Rpc[Any, Any], _request: Any) -> Any:

@@ -121,7 +121,7 @@ async def open_channels(
         )
     channels: list[KVChannel] = []
     if wanted != "tcp":
-        inner = await local.start(memory, incarnation_id, on_writer_lost, settings.kv_directory, timeout_s)
+        inner = local(memory, incarnation_id, on_writer_lost, settings.kv_directory, timeout_s)
         if wanted == POOL:
             gpu = memory.region.gpu if isinstance(memory, DeviceMemory) else None
             return [PoolOwner(inner, descriptor_file(settings.kv_directory, gpu))]
@@ -130,7 +130,7 @@ async def open_channels(
         host = settings.kv_host or settings.host
         advertise = None if settings.kv_host not in {"", *EVERY_ADDRESS} else settings.advertise
         channels.append(
-            await TcpChannel.start(memory, incarnation_id, lambda _: None, host, settings.kv_port, advertise, timeout_s)
+            TcpChannel(memory, incarnation_id, lambda _: None, host, settings.kv_port, advertise, timeout_s)
         )
     if components.emulation is not None:
         block_tokens = components.layout.block_tokens

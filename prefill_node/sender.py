@@ -7,23 +7,20 @@ and the router retries the request on another node.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import median
-from typing import Any
 
-from node.node import Node, RpcHandler
+from node.node import Node, RoleAdapter
 from node.output_publisher import PrefillProgress
 from prefill_node.decode_peers import CorruptBlocksError, DecodePeer, DecodePeers, HandoffTiming, PeerRefusedError
-from prefill_node.handoff import Action, CommitAction, Handoff, HandoffPhase, PushAction, StopAction
-from scheduler.request import Request
+from scheduler.request import Request, cdiv
 from scheduler.role import PREFILL
 from shared import failpoints
 from shared.clock import now_ns
 from shared.kv.channel import RESERVATION_ID_BYTES, ChannelError, KVChannel, ReservationRefusedError
 from shared.kv.memory import KVMemory
-from shared.lifecycle import TaskGroup
 from shared.logs import about
 from shared.rpc.messages import (
     Ack,
@@ -35,7 +32,7 @@ from shared.rpc.messages import (
     SubmitRequest,
     unpack_ids,
 )
-from shared.rpc.methods import COMMIT, PUSHED, RESERVE, PeerError, Rpc
+from shared.rpc.methods import COMMIT, PUSHED, RESERVE, PeerError
 
 log = logging.getLogger("baton.handoff")
 # The number of requests that may hold a reservation in a shared pool before their first step.
@@ -65,31 +62,58 @@ class TransferTimeModel:
 
 @dataclass(slots=True)
 class OutgoingHandoff:
-    """A request whose KV is sent, and the state of its handoff."""
+    """A request whose KV is sent, and the state of its handoff. Blocks are counted as logical blocks of the prompt.
+
+    Blocks are pushed once and in order, except that the last push may be repeated once. After `cancel`, the call in
+    progress ends, and the next one is a stop.
+    """
 
     submit: SubmitRequest
     request: Request
-    handoff: Handoff
+    num_prompt: int
+    block_tokens: int
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    num_computed: int = 0  # prompt tokens that have KV
+    first_token: int | None = None
+    reservation_id: bytes | None = None
+    targets: list[int] = field(default_factory=list)  # the reserved blocks, which are the last ones of the prompt
+    num_pushed: int = 0  # blocks that the decode node has, including cached ones
     channel: KVChannel | None = None  # fixed, like `descriptor`, because the targets were granted for it
     descriptor: bytes = b""
     checksums: bytes = b""  # of pushed rows whose checksums were not yet sent to the peer
+    reason: str = ""  # why the handoff was cancelled
+    committed: bool = False
     is_running: bool = False  # its task runs
-    is_early: bool = False  # holds one of the `MAX_RESERVED_EARLY` slots
+    is_admitted: bool = False  # its first step has begun
     is_silent: bool = False  # do not report its outcome: the request was aborted, or has finished on this node
 
+    @property
+    def num_blocks(self) -> int:
+        return cdiv(self.num_prompt, self.block_tokens)
+
     def cancel(self, reason: str) -> None:
-        self.handoff.cancel(reason)
+        self.reason = self.reason or reason or "it failed"
         self.changed.set()
 
+    async def wait(self) -> None:
+        """Wait until the request has made progress or the handoff is cancelled."""
+        await self.changed.wait()
+        self.changed.clear()
 
-class HandoffSender:
-    """The role adapter of a prefill node. `channels` lists the best channel first.
+    def next_targets(self) -> list[int]:
+        """Return the reserved blocks to fill now. They are for the complete blocks of the prompt after `num_pushed`."""
+        num_held = self.num_blocks - len(self.targets)
+        ready = self.num_blocks if self.num_computed == self.num_prompt else self.num_computed // self.block_tokens
+        return self.targets[self.num_pushed - num_held : max(0, ready - num_held)]
 
-    Runs on the event loop: the node calls the `on_...` methods, and each handoff has a task that performs the actions
-    of its state machine (`Handoff`). If the handoff fails, its request fails with `retry` set. If it commits, the
-    request ends on this node, and its blocks stay in the prefix cache. For every reservation that is not committed, the
-    sender repeats a stop until the decode node acknowledges it.
+
+class HandoffSender(RoleAdapter):
+    """The role adapter of a prefill node.
+
+    Runs on the event loop: the node calls the `on_...` methods, and each handoff has a task, which reserves blocks,
+    pushes each block once it is complete, and commits. If the handoff fails, its request fails with `retry` set. If it
+    commits, the request ends on this node, and its blocks stay in the prefix cache. For every reservation that is not
+    committed, the sender repeats a stop until the decode node acknowledges it.
     """
 
     role = PREFILL
@@ -102,17 +126,10 @@ class HandoffSender:
         reserve_timeout_s: float,
         timing: HandoffTiming | None = None,
     ) -> None:
-        self._info = node.state.info
-        self._requests = node.requests
-        self._engine = node.engine
-        self._recorder = node.recorder
-        self._counters = node.counters
-        self._memory = memory
-        self._reserve_timeout_s = reserve_timeout_s
+        super().__init__(node, memory, channels, reserve_timeout_s)
         self._timing = timing or HandoffTiming()
         self.peers = DecodePeers(self._info.incarnation_id, node.counters, channels, self._timing)
         self._outgoing: dict[str, OutgoingHandoff] = {}
-        self._tasks = TaskGroup()
         self._transfer_time = TransferTimeModel()
         self._early = asyncio.Semaphore(MAX_RESERVED_EARLY)
 
@@ -120,22 +137,19 @@ class HandoffSender:
     def is_idle(self) -> bool:
         return not self._outgoing and self.peers.is_idle
 
-    def handlers(self) -> Mapping[Rpc[Any, Any], RpcHandler]:
-        return {}
-
     def start(self) -> None:
         self.peers.start()
 
     async def close(self) -> None:
-        await self._tasks.close()
+        await super().close()
         await self.peers.close()
 
     # ---- from the node ------------------------------------------------------------------------------------------
 
     def on_submit(self, submit: SubmitRequest, request: Request) -> None:
         # Do not count request.tokens: the engine already has the request, and may have appended a token.
-        handoff = Handoff(len(unpack_ids(submit.tokens)), self._info.block_tokens)
-        outgoing = self._outgoing[request.id] = OutgoingHandoff(submit, request, handoff)
+        num_prompt = len(unpack_ids(submit.tokens))
+        outgoing = self._outgoing[request.id] = OutgoingHandoff(submit, request, num_prompt, self._info.block_tokens)
         if request.borrows_blocks:
             self._start(outgoing)  # the prompt is computed in the decode node's blocks
 
@@ -143,7 +157,8 @@ class HandoffSender:
         """Reserve blocks when the first chunk is being computed."""
         outgoing = self._outgoing.get(request.id)
         if outgoing is not None:
-            self._free_early_slot(outgoing)
+            outgoing.is_admitted = True
+            outgoing.changed.set()
             if not outgoing.is_running:
                 self._start(outgoing)
 
@@ -151,12 +166,12 @@ class HandoffSender:
         outgoing = self._outgoing.get(progress.request.id)
         if outgoing is None:
             return
-        outgoing.handoff.computed(progress.num_computed)
+        outgoing.num_computed = max(outgoing.num_computed, min(progress.num_computed, outgoing.num_prompt))
         if progress.finish is not None:  # the request ended at its first token, so there is nothing left to generate
             outgoing.is_silent = True
-            outgoing.handoff.cancel(f"finished: {progress.finish}")
+            outgoing.cancel(f"finished: {progress.finish}")
         elif progress.first_token is not None:
-            outgoing.handoff.sampled(progress.first_token)
+            outgoing.first_token = progress.first_token
         outgoing.changed.set()
 
     def on_abort(self, request_id: str) -> bool:
@@ -169,50 +184,42 @@ class HandoffSender:
         # The blocks may be reused from now on. A push in progress may send the wrong data, but is never committed.
         return False
 
-    def on_writer_lost(self, writer: str) -> None:
-        """Do nothing: no peer writes into the pool of a prefill node."""
-
     # ---- one handoff --------------------------------------------------------------------------------------------
 
     def _start(self, outgoing: OutgoingHandoff) -> None:
         outgoing.is_running = True
         self._tasks.start(self._run(outgoing))
 
-    def _free_early_slot(self, outgoing: OutgoingHandoff) -> None:
-        if outgoing.is_early:
-            outgoing.is_early = False
-            self._early.release()
-
     async def _run(self, outgoing: OutgoingHandoff) -> None:
-        handoff, request_id = outgoing.handoff, outgoing.request.id
+        request_id = outgoing.request.id
         about(request_id, outgoing.submit.traceparent)
         peer = None
         try:
             peer = self.peers.at(outgoing.submit.decode_node)
             if outgoing.request.borrows_blocks:
-                outgoing.is_early = await self._early.acquire()
-            if handoff.phase is HandoffPhase.RESERVING:  # not aborted while it waited
+                async with self._early:
+                    await self._reserve(peer, outgoing)
+                    while not (outgoing.is_admitted or outgoing.reason):
+                        await outgoing.wait()
+            else:
                 await self._reserve(peer, outgoing)
-            while handoff.phase is not HandoffPhase.DONE:
-                if (action := handoff.next_action()) is not None:
-                    await self._do(peer, outgoing, action)
-                else:
-                    await outgoing.changed.wait()
-                    outgoing.changed.clear()
+            await self._send(peer, outgoing)
         except Exception as error:
             log.exception("handoff of %s raised an exception", request_id)
-            handoff.reason = handoff.reason or type(error).__name__
-            if peer is not None:
-                await self._stop(peer, outgoing, StopAction(handoff.reason))
+            outgoing.cancel(type(error).__name__)
         finally:
-            self._free_early_slot(outgoing)
-            del self._outgoing[request_id]
-            if peer is not None and handoff.reservation_id is not None:
-                peer.reservations.pop(handoff.reservation_id, None)
-            self._report(outgoing)
+            try:
+                if peer is not None and outgoing.reservation_id is not None and outgoing.reason:
+                    await self._stop(peer, outgoing, outgoing.reservation_id)
+            finally:
+                del self._outgoing[request_id]
+                if peer is not None and outgoing.reservation_id is not None:
+                    peer.reservations.pop(outgoing.reservation_id, None)
+                self._report(outgoing)
 
     async def _reserve(self, peer: DecodePeer, outgoing: OutgoingHandoff) -> None:
-        handoff = outgoing.handoff
+        if outgoing.reason:  # aborted while it waited
+            return
         peer.num_waiting += 1
         try:
             peer.check_breaker()
@@ -220,20 +227,21 @@ class HandoffSender:
                 reply = await self._call_reserve(peer, outgoing)
             if reply.error:
                 raise PeerRefusedError(f"{peer.address} refused: {reply.error}")
-            held, targets = unpack_ids(reply.held), unpack_ids(reply.targets)
-            handoff.granted(reply.reservation_id, reply.num_held, tuple(targets))
+            outgoing.reservation_id = reply.reservation_id
+            held, outgoing.targets = unpack_ids(reply.held), unpack_ids(reply.targets)
+            outgoing.num_pushed = reply.num_held
             peer.reservations[reply.reservation_id] = outgoing.cancel
             if reply.reservation_id in peer.void:
                 raise ValueError(f"{peer.address} gave the reservation up before its answer came")
-            self._check_grant(outgoing, reply, held + targets)
+            self._check_grant(outgoing, reply, held + outgoing.targets)
             outgoing.channel = self.peers.choose_channel(peer, reply.descriptors)
             outgoing.descriptor = reply.descriptors[outgoing.channel.name]
-            if outgoing.request.borrows_blocks and handoff.phase is HandoffPhase.PUSHING:
-                outgoing.request.blocks = held + targets
+            if outgoing.request.borrows_blocks and not outgoing.reason:
+                outgoing.request.blocks = held + outgoing.targets
                 outgoing.request.num_computed = reply.num_held * self._info.block_tokens
                 self._requests.enqueue(outgoing.request)
         except (PeerError, ChannelError, ValueError) as error:
-            handoff.failed(str(error))
+            outgoing.cancel(str(error))
         finally:
             peer.num_waiting -= 1
 
@@ -252,50 +260,55 @@ class HandoffSender:
 
     def _check_grant(self, outgoing: OutgoingHandoff, reply: ReserveReply, blocks: list[int]) -> None:
         """Raise ValueError if the grant is invalid. In a shared pool, no channel would check the blocks later."""
+        num_held, num_targets, num_blocks = reply.num_held, len(outgoing.targets), outgoing.num_blocks
+        if num_held < 0 or num_held + num_targets != num_blocks:
+            raise ValueError(f"{num_held} held and {num_targets} reserved blocks are not the prompt's {num_blocks}")
         if len(reply.reservation_id) != RESERVATION_ID_BYTES or len(set(blocks)) < len(blocks):
             raise ValueError("the grant names a block twice, or its reservation id is malformed")
-        is_whole = len(blocks) == outgoing.handoff.num_blocks and 0 < min(blocks) <= max(blocks) < self._memory.num_rows
+        is_whole = len(blocks) == num_blocks and 0 < min(blocks) <= max(blocks) < self._memory.num_rows
         if outgoing.request.borrows_blocks and not is_whole:
-            raise ValueError(f"the grant's {len(blocks)} blocks are not {outgoing.handoff.num_blocks} of the pool")
+            raise ValueError(f"the grant's {len(blocks)} blocks are not {num_blocks} of the pool")
 
-    async def _do(self, peer: DecodePeer, outgoing: OutgoingHandoff, action: Action) -> None:
-        handoff = outgoing.handoff
-        try:
-            match action:
-                case PushAction():
-                    failpoints.reach("prefill.before_push", outgoing.request.id)
-                    await self._push(peer, outgoing, action)
-                    failpoints.reach("prefill.after_push", outgoing.request.id)
-                case CommitAction():
-                    failpoints.reach("prefill.before_commit", outgoing.request.id)
-                    await self._commit(peer, outgoing, action)
-                    failpoints.reach("prefill.after_commit", outgoing.request.id)
-                case StopAction():
-                    await self._stop(peer, outgoing, action)
-        except CorruptBlocksError as error:
-            outgoing.checksums = b""
-            handoff.repeat(str(error))
-        except (PeerError, ChannelError) as error:
-            is_refusal = isinstance(error, PeerRefusedError | ReservationRefusedError)
-            if handoff.phase is not HandoffPhase.STOPPING and not is_refusal:
-                peer.call_failed()
-            handoff.failed(str(error))
-        else:
-            handoff.done()
+    async def _send(self, peer: DecodePeer, outgoing: OutgoingHandoff) -> None:
+        """Push each block once it is complete, then commit. Return early if the handoff fails or is cancelled."""
+        is_repeated, first, request_id = False, outgoing.num_pushed, outgoing.request.id
+        while not (outgoing.reason or outgoing.committed):
+            try:
+                if targets := outgoing.next_targets():
+                    first = outgoing.num_pushed
+                    failpoints.reach("prefill.before_push", request_id)
+                    await self._push(peer, outgoing, targets)
+                    failpoints.reach("prefill.after_push", request_id)
+                    outgoing.num_pushed = first + len(targets)
+                elif outgoing.num_pushed == outgoing.num_blocks and outgoing.first_token is not None:
+                    failpoints.reach("prefill.before_commit", request_id)
+                    await self._commit(peer, outgoing, outgoing.first_token)
+                    failpoints.reach("prefill.after_commit", request_id)
+                    outgoing.committed = True
+                else:
+                    await outgoing.wait()
+            except CorruptBlocksError as error:
+                if is_repeated:
+                    outgoing.cancel(str(error))
+                is_repeated, outgoing.checksums, outgoing.num_pushed = True, b"", first  # push the last blocks again
+            except (PeerError, ChannelError) as error:
+                if not (outgoing.reason or isinstance(error, PeerRefusedError | ReservationRefusedError)):
+                    peer.call_failed()
+                outgoing.cancel(str(error))
 
-    async def _push(self, peer: DecodePeer, outgoing: OutgoingHandoff, push: PushAction) -> None:
-        channel, descriptor, reservation_id = outgoing.channel, outgoing.descriptor, outgoing.handoff.reservation_id
+    async def _push(self, peer: DecodePeer, outgoing: OutgoingHandoff, targets: list[int]) -> None:
+        channel, descriptor, reservation_id = outgoing.channel, outgoing.descriptor, outgoing.reservation_id
         assert channel is not None
         assert reservation_id is not None
         if outgoing.request.borrows_blocks:
             await channel.push(descriptor, reservation_id, (), ())
             return
-        source = outgoing.request.blocks[push.first : push.last]
-        if len(source) < push.last - push.first:
+        source = outgoing.request.blocks[outgoing.num_pushed :][: len(targets)]
+        if len(source) < len(targets):
             raise ChannelError("the request's blocks are gone")  # the request has just been aborted
         began_ns = now_ns()
         try:
-            await channel.push(descriptor, reservation_id, source, push.targets)
+            await channel.push(descriptor, reservation_id, source, targets)
         except ReservationRefusedError:
             raise  # the channel works
         except ChannelError:
@@ -306,28 +319,25 @@ class HandoffSender:
         self._record(outgoing, "transfer", began_ns, peer, **moved)
         self._counters.transfer = self._transfer_time.observe(num_bytes, (now_ns() - began_ns) / 1e9)
         outgoing.checksums += await asyncio.to_thread(self._memory.checksums, source)
-        if push.last < outgoing.handoff.num_blocks:
+        if outgoing.num_pushed + len(targets) < outgoing.num_blocks:
             notice = PushedNotice(reservation_id, outgoing.checksums)
             outgoing.checksums = b""
             _check(await PUSHED.call(peer.rpc, notice, self._timing.call_s))
         self._counters.blocks_moved += len(source)
         self._counters.bytes_moved += num_bytes
 
-    async def _commit(self, peer: DecodePeer, outgoing: OutgoingHandoff, action: CommitAction) -> None:
-        assert outgoing.handoff.reservation_id is not None
-        commit = CommitRequest(outgoing.handoff.reservation_id, action.first_token, outgoing.checksums)
+    async def _commit(self, peer: DecodePeer, outgoing: OutgoingHandoff, first_token: int) -> None:
+        assert outgoing.reservation_id is not None
+        commit = CommitRequest(outgoing.reservation_id, first_token, outgoing.checksums)
         began_ns = now_ns()
         _check(await COMMIT.call(peer.rpc, commit, self._timing.call_s))
         peer.failed_at.clear()
         self._record(outgoing, "committed", began_ns, peer)
 
-    async def _stop(self, peer: DecodePeer, outgoing: OutgoingHandoff, stop: StopAction) -> None:
-        reservation_id = outgoing.handoff.reservation_id
-        if reservation_id is None:
-            return
+    async def _stop(self, peer: DecodePeer, outgoing: OutgoingHandoff, reservation_id: bytes) -> None:
         if outgoing.request.borrows_blocks:
             await self._requests.release(outgoing.request)  # until released, steps write into the reserved blocks
-        await self.peers.stop(peer, StopRequest(reservation_id, stop.reason))
+        await self.peers.stop(peer, StopRequest(reservation_id, outgoing.reason))
 
     def _record(self, outgoing: OutgoingHandoff, kind: str, began_ns: int, peer: DecodePeer, **fields: object) -> None:
         """Record an event that lasted from `began_ns` until now."""
@@ -336,17 +346,17 @@ class HandoffSender:
         self._recorder.event(outgoing.request.id, kind, at_ns, **fields)
 
     def _report(self, outgoing: OutgoingHandoff) -> None:
-        request, handoff = outgoing.request, outgoing.handoff
+        request = outgoing.request
         if outgoing.is_silent:
             return
-        if handoff.committed:
+        if outgoing.committed:
             self._counters.handoffs += 1
             self._requests.finish(request.id, "handed_off")
             self._engine.post(lambda scheduler: scheduler.abort(request))  # the blocks stay in the prefix cache
         else:
             self._counters.handoffs_failed += 1
-            log.warning("handoff of %s failed: %s", request.id, handoff.reason)
-            self._requests.fail(request.id, f"handoff: {handoff.reason}", retry=True)
+            log.warning("handoff of %s failed: %s", request.id, outgoing.reason)
+            self._requests.fail(request.id, f"handoff: {outgoing.reason}", retry=True)
 
 
 def _check(answer: Ack) -> None:

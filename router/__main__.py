@@ -29,8 +29,8 @@ from router.http.app import build_app
 from router.http.auth import ApiKeys
 from router.http.connection import ConnectionLimits, HttpConnection, IdleConnections, raise_fd_limit
 from router.metrics.node_metrics import NodeMetrics
+from router.nodes.load import promised
 from router.nodes.pool import NodePool
-from router.nodes.status import promised
 from router.observer import RouterObserver
 from router.text.model_files import read_model
 from router.text.tokenizer import Tokenizer

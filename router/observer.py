@@ -35,9 +35,6 @@ class RouterObserver:
     ) -> None:
         """An attempt was assigned to nodes. `local_s` and `remote_s` are predicted times, or 0 without a prediction."""
 
-    def migrated(self, attempt: str, why: str) -> None:
-        """An attempt failed. Another one follows, or the request fails."""
-
     def output(self, id: str, sample: int, num_tokens: int) -> None:
         """Tokens of a sample were sent to the client."""
 

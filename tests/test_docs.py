@@ -9,7 +9,6 @@ from typing import TypeVar
 import pytest
 
 from decode_node import reservations
-from prefill_node import handoff
 from scheduler import request
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,7 +54,7 @@ def drawn(title: str, legal: dict[States, frozenset[States]]) -> str:
 
 
 def test_the_architecture_page_shows_the_states_of_the_code() -> None:
-    tables = [("request", request.LEGAL), ("handoff", handoff.LEGAL), ("reservation", reservations.LEGAL)]
+    tables = [("request", request.LEGAL), ("reservation", reservations.LEGAL)]
     wanted = "\n\n".join(drawn(title, legal) for title, legal in tables)
     found = ARCHITECTURE.read_text().split("<!-- states: written by tests/test_docs.py -->")[1].split("<!-- end -->")[0]
     assert found.strip() == f"```\n{wanted}\n```", f"put this into {ARCHITECTURE.name}:\n```\n{wanted}\n```"

@@ -57,7 +57,7 @@ class HandoffJob:
     async def channel(self, memory: Memory) -> LocalChannel[Any]:
         kind = CudaIpcChannel if self.on_gpu else ShmChannel
         incarnation_id = secrets.token_hex(16)
-        return await kind.start(memory, incarnation_id, lambda _: None, self.directory, PATIENCE_S)  # type: ignore[arg-type]
+        return kind(memory, incarnation_id, lambda _: None, self.directory, PATIENCE_S)  # type: ignore[arg-type]
 
 
 class HandoffPeer:

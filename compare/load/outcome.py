@@ -8,15 +8,11 @@ import json
 import math
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 TIMEOUT = "timeout"  # value of `Outcome.error` after a timeout
 TBT_OF = ("p99", "max", "mean")
-SCHEMA = "baton.outcomes/1"
-HEAD = ("started_unix_ns",)
-TAIL = ("counted", "problems")
 COUNTS = ("ids", "logprobs", "usage", "events")  # how tokens are counted, most reliable first
 MAX_LINE = 16 << 20  # maximum bytes of one event, which bounds memory; an echoed prompt fits
 WORDS = ("of", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")  # a token each
@@ -77,42 +73,6 @@ class LoadRecording:
     outcomes: list[Outcome] = field(default_factory=list)
     counted: str = "ids"  # how tokens were counted: "ids", "logprobs", "usage" or "events"
     problems: list[str] = field(default_factory=list)
-
-
-OUTCOME_FIELDS = tuple(each.name for each in fields(Outcome))
-
-
-def outcome_line(outcome: Outcome) -> str:
-    line = {name: getattr(outcome, name) for name in OUTCOME_FIELDS}  # asdict would copy every token during the run
-    return json.dumps(line | {"slo": outcome.slo and asdict(outcome.slo)}, separators=(",", ":")) + "\n"
-
-
-def run_line(recording: LoadRecording, names: Sequence[str]) -> str:
-    """Return the first line of an outcomes file (`names` is HEAD) or the last line (`names` is TAIL)."""
-    facts = {name: getattr(recording, name) for name in names}
-    return json.dumps(({"schema": SCHEMA} if names is HEAD else {}) | facts) + "\n"
-
-
-def load_recording(path: Path) -> LoadRecording:
-    """Read an outcomes file, which may be truncated. Raises ValueError if the file has another schema."""
-    recording = LoadRecording()
-    with path.open(encoding="utf-8") as file:
-        for number, text in enumerate(file, 1):
-            try:
-                line: dict[str, Any] = json.loads(text)
-            except ValueError:
-                recording.problems.append(f"{path.name} breaks off in line {number}")
-                break
-            if number == 1 and line.get("schema") != SCHEMA:
-                raise ValueError(f"{path}: not a file of {SCHEMA}")
-            if "index" in line:
-                slo = line.pop("slo", None)
-                recording.outcomes.append(Outcome(**line, slo=LatencySlo(**slo) if slo else None))
-            else:
-                for name in HEAD if number == 1 else TAIL:
-                    setattr(recording, name, line[name])
-    recording.outcomes.sort(key=lambda outcome: outcome.index)
-    return recording
 
 
 # ---- requests and their streams --------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ class TraceRow:
     pieces: tuple[tuple[str, int], ...]  # (key, number of tokens)
     max_tokens: int
     at_s: float = 0.0
-    session: str = ""
     slo: LatencySlo | None = None
     prompt: tuple[int, ...] | None = None
 
@@ -118,8 +117,8 @@ def _own(fields: Fields, encode: Encode | None) -> TraceRow:
     limits = fields.get("slo")
     if limits is not None and (not isinstance(limits, dict) or set(limits) - {"ttft_ms", "tbt_ms", "tbt_of"}):
         raise ValueError(f"slo is {limits!r}; it may have ttft_ms, tbt_ms and tbt_of")
-    session, slo = str(fields.get("session", "")), LatencySlo(**limits) if limits else None
-    row = TraceRow((), _count(fields["max_tokens"]), _seconds(fields["t"]), session, slo)
+    slo = LatencySlo(**limits) if limits else None
+    row = TraceRow((), _count(fields["max_tokens"]), _seconds(fields["t"]), slo)
     if "prompt" in fields:
         prompt = fields["prompt"]
         if isinstance(prompt, str):

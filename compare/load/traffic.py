@@ -7,6 +7,7 @@ public trace. With a rate, times are drawn at random; a trace's own times are ne
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 
 from compare.load.outcome import LatencySlo
 from compare.load.traces import TraceRow
+from compare.options import CompareOptions
 from shared.errors import ConfigError
 
 TIMES, LENGTHS = 1, 2  # streams of random numbers
@@ -65,6 +67,8 @@ PRESETS = {
 }
 MIX = {"chat": 0.5, "code": 0.25, "rag-long": 0.25}
 PRESET_NAMES = (*PRESETS, "mix")
+PRESET_RATE = 4.0  # requests per second; with the demo model, they keep two cores busy without overloading them
+PRESET_SCALE = 0.5  # factor for a preset's lengths, because they come from traffic of larger models
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,6 @@ class Arrival:
     at_s: float
     prompt: tuple[int, ...]
     max_tokens: int
-    session: str = ""
     slo: LatencySlo | None = None  # overrides the SLO of the run
 
 
@@ -84,32 +87,6 @@ class Traffic:
 
     arrivals: tuple[Arrival, ...]
     notes: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class TrafficPlan:
-    """The parameters of traffic. Without a rate, the trace's own times are used.
-
-    `burstiness` is the shape of the gamma distribution of gaps; 1 is Poisson, and less makes bursts. `too_long` decides
-    what happens to requests over `max_model_len` tokens (0: no limit): "error", "cut" the prompt's end, or "drop".
-    """
-
-    source: str  # a preset's name, or a trace's path
-    duration_s: float
-    rate: float | None = None  # requests per second
-    burstiness: float = 1.0
-    start_s: float = 0.0  # second of the trace at which to begin
-    scale_tokens: float = 1.0
-    too_long: str = "error"
-    max_model_len: int = 0
-
-    @property
-    def is_preset(self) -> bool:
-        return self.source in PRESET_NAMES
-
-    @property
-    def name(self) -> str:
-        return self.source if self.is_preset else Path(self.source).stem
 
 
 class PromptVocabulary:
@@ -129,35 +106,97 @@ class PromptVocabulary:
         return drawn
 
 
-def draw_traffic(plan: TrafficPlan, seed: int, vocabulary: PromptVocabulary, trace: Sequence[TraceRow] = ()) -> Traffic:
-    """Return the traffic of a seed, which is the same in every call. `trace` has the rows if the source is a trace.
+class TrafficSource:
+    """Draws the traffic of a session from its options. `limit` is the model's longest context (0: no limit).
 
-    Raises ConfigError, which names the problem and the flag to change.
+    Without --rate, a preset uses PRESET_RATE, and a trace its own times.
     """
-    for name, value in (("--rate", plan.rate), ("--burstiness", plan.burstiness), ("--duration", plan.duration_s)):
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"{name} {value}: must be over 0")
-    rows, laps = _rows(plan, seed, trace)
-    fitted, num_cut = _fitted([_scaled(row, plan.scale_tokens) for row in rows], plan)
-    arrivals = tuple(_arrival(row, index, seed, vocabulary) for index, row in enumerate(fitted) if row is not None)
-    if not arrivals:
-        raise ConfigError(
-            f"{plan.source}: no request is left to send; widen --start and --duration, or leave --too-long drop out"
+
+    def __init__(
+        self, options: CompareOptions, vocabulary: PromptVocabulary, trace: Sequence[TraceRow], limit: int = 0
+    ) -> None:
+        self._options = options
+        self._vocabulary = vocabulary
+        self._trace = trace
+        self._limit = limit
+        self._preset = "" if options.trace else options.preset or PRESET_NAMES[0]
+        self._rate = PRESET_RATE if options.rate is None and self._preset else options.rate
+        self._scale = (
+            options.scale_tokens if options.scale_tokens is not None else PRESET_SCALE if self._preset else 1.0
         )
-    notes = {
-        "name": plan.name,
-        "source": _source_of(plan),
-        "num_requests": len(arrivals),
-        "rate": plan.rate if plan.rate is not None else len(arrivals) / plan.duration_s,
-        "duration_s": plan.duration_s,
-        "scale_tokens": plan.scale_tokens,
-        "prompt_tokens": spread([len(arrival.prompt) for arrival in arrivals]),
-        "output_tokens": spread([arrival.max_tokens for arrival in arrivals]),
-        "cut": num_cut,
-        "refused": len(fitted) - len(arrivals),
-        "laps": laps,
-    }
-    return Traffic(arrivals, notes)
+
+    def draw(self, seed: int, rate: float | None = None) -> Traffic:
+        """Return the traffic of a seed, which is the same in every call. `rate` overrides the rate of the options.
+
+        If a trace's own times are used, each seed gets the next part of the trace. Raises ConfigError, which names the
+        problem and the flag to change.
+        """
+        options, rate = self._options, self._rate if rate is None else rate
+        flags = ("--rate", rate), ("--burstiness", options.burstiness), ("--duration", options.duration)
+        for name, value in (*flags, ("--scale-tokens", self._scale)):
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"{name} {value}: must be over 0")
+        rows, laps = self._rows(seed, rate)
+        fitted, num_cut = self._fitted([_scaled(row, self._scale) for row in rows])
+        kept = [(index, row) for index, row in enumerate(fitted) if row is not None]
+        arrivals = tuple(_arrival(row, index, seed, self._vocabulary) for index, row in kept)
+        source = self._preset or str(options.trace)
+        if not arrivals:
+            raise ConfigError(
+                f"{source}: no request is left to send; widen --start and --duration, or leave --too-long drop out"
+            )
+        notes = {
+            "name": self._preset or Path(source).stem,
+            "source": _source_of(self._preset) if self._preset else source,
+            "num_requests": len(arrivals),
+            "rate": rate if rate is not None else len(arrivals) / options.duration,
+            "duration_s": options.duration,
+            "scale_tokens": self._scale,
+            "prompt_tokens": spread([len(arrival.prompt) for arrival in arrivals]),
+            "output_tokens": spread([arrival.max_tokens for arrival in arrivals]),
+            "cut": num_cut,
+            "refused": len(fitted) - len(arrivals),
+            "laps": laps,
+        }
+        return Traffic(arrivals, notes)
+
+    def _rows(self, seed: int, rate: float | None) -> tuple[list[TraceRow], int]:
+        """Return the rows with their times, and the number of passes over the trace."""
+        trace, duration_s = self._trace, self._options.duration
+        if rate is None:
+            since = self._options.start + (seed - 1) * duration_s
+            return [replace(row, at_s=row.at_s - since) for row in trace if since <= row.at_s < since + duration_s], 1
+        at_s = self._times(seed, rate)
+        random = np.random.default_rng([seed, LENGTHS])
+        if self._preset:
+            rows = _preset_rows(self._preset, len(at_s), random)
+            return [replace(row, at_s=at) for row, at in zip(rows, at_s, strict=True)], 1
+        first = int(random.integers(len(trace)))  # so that lengths also differ between seeds
+        rows = [_lap(trace[(first + index) % len(trace)], index // len(trace), at) for index, at in enumerate(at_s)]
+        return rows, -(-len(rows) // len(trace))
+
+    def _times(self, seed: int, rate: float) -> list[float]:
+        """Return times with gamma-distributed gaps; a shape of 1 is Poisson, and less makes bursts.
+
+        For one seed, the times at two rates differ only by a factor.
+        """
+        random, shape = np.random.default_rng([seed, TIMES]), self._options.burstiness
+        gaps = iter(lambda: float(random.gamma(shape, 1 / shape)) / rate, None)
+        return list(takewhile(lambda at: at < self._options.duration, accumulate(gaps)))
+
+    def _fitted(self, rows: Sequence[TraceRow]) -> tuple[list[TraceRow | None], int]:
+        """Return the rows that fit the context, with None for each dropped row, and the number of cut rows."""
+        limit, too_long = self._limit, self._options.too_long
+        is_over = [bool(limit) and row.prompt_len + row.max_tokens > limit for row in rows]
+        if any(is_over) and too_long == "error":
+            worst = max(row.prompt_len + row.max_tokens for row in rows)
+            raise ConfigError(
+                f"{sum(is_over)} of {len(rows)} requests are over the model's {limit} tokens (the longest has {worst}):"
+                f" give --scale-tokens {limit / worst * self._scale:.2g} or less, or --too-long cut or drop"
+            )
+        cut = partial(_cut, limit=limit) if too_long == "cut" else lambda _: None
+        fitted = [cut(row) if over else row for row, over in zip(rows, is_over, strict=True)]
+        return fitted, sum(is_over) * (too_long == "cut")
 
 
 def spread(lengths: Sequence[int]) -> dict[str, float]:
@@ -165,29 +204,10 @@ def spread(lengths: Sequence[int]) -> dict[str, float]:
     return {"mean": float(np.mean(lengths)), "p50": float(p50), "p99": float(p99)}
 
 
-def _source_of(plan: TrafficPlan) -> str:
-    if plan.source == "mix":
+def _source_of(preset: str) -> str:
+    if preset == "mix":
         return "; ".join(f"{share:.0%} {part}: {PRESETS[part].source}" for part, share in MIX.items())
-    return PRESETS[plan.source].source if plan.is_preset else plan.source
-
-
-# ---- which requests, and when --------------------------------------------------------------------------------------
-
-
-def _rows(plan: TrafficPlan, seed: int, trace: Sequence[TraceRow]) -> tuple[list[TraceRow], int]:
-    """Return the rows with their times, and the number of passes over the trace."""
-    random = np.random.default_rng([seed, LENGTHS])
-    if plan.is_preset:
-        at_s = _times(plan, seed)
-        rows = _preset_rows(plan.source, len(at_s), random)
-        return [replace(row, at_s=at) for row, at in zip(rows, at_s, strict=True)], 1
-    if plan.rate is None:
-        since, until = plan.start_s, plan.start_s + plan.duration_s
-        return [replace(row, at_s=row.at_s - since) for row in trace if since <= row.at_s < until], 1
-    at_s = _times(plan, seed)
-    first = int(random.integers(len(trace)))  # so that lengths also differ between seeds
-    rows = [_lap(trace[(first + index) % len(trace)], index // len(trace), at) for index, at in enumerate(at_s)]
-    return rows, -(-len(rows) // len(trace))
+    return PRESETS[preset].source
 
 
 def _preset_rows(name: str, count: int, random: np.random.Generator) -> list[TraceRow]:
@@ -204,15 +224,12 @@ def _preset_row(preset: Preset, sessions: list[TraceRow], random: np.random.Gene
     answer = preset.answer.draw(random)
     if not preset.continues:
         return TraceRow((("", preset.prompt.draw(random)),), answer)
-    before = None
     if sessions and random.random() < preset.continues:
         before = sessions.pop(int(random.integers(len(sessions))))
-    if before is None:
-        row = TraceRow(((f"turn {index}", preset.prompt.draw(random)),), answer, session=f"session {index}")
-    else:
         answered = (f"answer {index}", before.max_tokens)  # random, because the real answer is not known yet
-        added = (f"turn {index}", preset.added.draw(random))
-        row = TraceRow((*before.pieces, answered, added), answer, session=before.session)
+        row = TraceRow((*before.pieces, answered, (f"turn {index}", preset.added.draw(random))), answer)
+    else:
+        row = TraceRow(((f"turn {index}", preset.prompt.draw(random)),), answer)
     sessions.append(row)
     del sessions[:-OPEN_SESSIONS]
     return row
@@ -224,21 +241,8 @@ def _lap(row: TraceRow, lap: int, at_s: float) -> TraceRow:
     return replace(row, at_s=at_s, pieces=pieces)
 
 
-def _times(plan: TrafficPlan, seed: int) -> list[float]:
-    """Return times with gamma-distributed gaps. For one seed, the times at two rates differ only by a factor."""
-    assert plan.rate is not None
-    random, shape = np.random.default_rng([seed, TIMES]), plan.burstiness
-    gaps = iter(lambda: float(random.gamma(shape, 1 / shape)) / (plan.rate or 1.0), None)
-    return list(takewhile(lambda at: at < plan.duration_s, accumulate(gaps)))
-
-
-# ---- lengths and tokens --------------------------------------------------------------------------------------------
-
-
 def _scaled(row: TraceRow, scale: float) -> TraceRow:
     """Scale both lengths, to at least 1. The ends of pieces are scaled, so that shared prefixes stay shared."""
-    if not 0 < scale < float("inf"):
-        raise ConfigError(f"--scale-tokens {scale}: must be over 0")
     if scale == 1:
         return row
     if row.prompt is not None:
@@ -251,23 +255,6 @@ def _scaled(row: TraceRow, scale: float) -> TraceRow:
     if not done:
         pieces = [(row.pieces[-1][0], 1)]
     return replace(row, pieces=tuple(pieces), max_tokens=max(1, round(row.max_tokens * scale)))
-
-
-def _fitted(rows: Sequence[TraceRow], plan: TrafficPlan) -> tuple[list[TraceRow | None], int]:
-    """Return the rows that fit the context, with None for each dropped row, and the number of rows that were cut."""
-    limit = plan.max_model_len
-    too_long = [bool(limit) and row.prompt_len + row.max_tokens > limit for row in rows]
-    if not any(too_long):
-        return list(rows), 0
-    if plan.too_long == "error":
-        worst = max(row.prompt_len + row.max_tokens for row in rows)
-        raise ConfigError(
-            f"{sum(too_long)} of {len(rows)} requests are over the model's {limit} tokens (the longest has {worst}): "
-            f"give --scale-tokens {limit / worst * plan.scale_tokens:.2g} or less, or --too-long cut or drop"
-        )
-    cuts = plan.too_long == "cut"
-    fitted = [(_cut(row, limit) if cuts else None) if over else row for row, over in zip(rows, too_long, strict=True)]
-    return fitted, sum(too_long) * cuts
 
 
 def _cut(row: TraceRow, limit: int) -> TraceRow:
@@ -287,4 +274,4 @@ def _arrival(row: TraceRow, index: int, seed: int, vocabulary: PromptVocabulary)
     if prompt is None:
         pieces = (vocabulary.draw(seed, key or f"request {index}", length) for key, length in row.pieces)
         prompt = tuple(token for piece in pieces for token in piece)
-    return Arrival(row.at_s, prompt, row.max_tokens, row.session, row.slo)
+    return Arrival(row.at_s, prompt, row.max_tokens, row.slo)

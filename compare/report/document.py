@@ -1,23 +1,41 @@
-"""Makes report.json from a session's findings: figures by period, arm and pair, and the verdict that they support."""
+"""Makes report.json from a session's findings: figures by period, arm and pair, caveats, and the verdict."""
 
+import math
 import os
 import platform
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from compare.endpoint import Document
-from compare.report.figures import Figures, caveats, traffic_notes, verdict_problems
+from compare.load.outcome import Outcome
+from compare.load.traffic import spread
 from compare.run.experiment import Experiment, Findings, Period
 from compare.stats import verdict as verdicts
-from compare.stats.capacity import attainment_bands
-from compare.stats.causes import busy_shares, miss_causes, phases_of
-from compare.stats.measures import ecdf, slo_excess, values_ms
+from compare.stats.capacity import attainment_bands, balanced, influences
+from compare.stats.measures import (
+    RunMetrics,
+    busy_shares,
+    ecdf,
+    gaps_s,
+    inside,
+    measure,
+    measured_window,
+    miss_causes,
+    misses,
+    phases_of,
+    slo_excess,
+    tbt_figure,
+    ttft_s,
+    values_ms,
+)
 from compare.stats.statistics import Comparison, Runs, compare_arms, student
 from compare.stats.verdict import ATTAINMENT, CAPACITY, LATENCIES, Ranking, rank
 from scheduler.cost import CostModel
@@ -30,16 +48,135 @@ COMPARED = CONTROLLED + TAILS
 WORST = 10
 ALSO_SHOWN = ("exposed_transfer_p50_ms", "hidden_transfer_p50_ms", "interference_s", "client_lag_p99_ms")
 ESTIMATE = ("mean", "low", "high")
+LEAST_PAIRS = 0.75  # this share of the seeds must have a valid period in every arm
+LEAST_LOST = 2  # this many invalid periods of a single arm are not attributed to chance
+
+
+@dataclass
+class Figures:
+    """The figures of a session's periods, computed on first use. It does not change the findings.
+
+    A seed counts if its periods are valid in all arms. These periods form a pair.
+    """
+
+    experiment: Experiment
+    findings: Findings
+
+    @cached_property
+    def arms(self) -> list[str]:
+        return [arm.name for arm in self.experiment.everyone]
+
+    @cached_property
+    def compared(self) -> list[str]:
+        return [arm.name for arm in self.experiment.arms]
+
+    @cached_property
+    def metrics(self) -> dict[int, RunMetrics]:
+        """Metrics of every period that has requests, by the position of its trial.
+
+        The window begins after the longest warm-up of an arm, so that the same requests count in all arms.
+        """
+        periods = [period for period in self.findings.periods if period.recording.outcomes]
+        windows = [measured_window(period.recording.outcomes) for period in periods]
+        begins: dict[tuple[int, float | None], list[float]] = defaultdict(list)
+        for period, ((begin_s, _), _) in zip(periods, windows, strict=True):
+            begins[period.trial.traffic] += [] if period.problems else [begin_s]
+        found = {}
+        for period, ((begin_s, end_s), overloaded) in zip(periods, windows, strict=True):
+            window_s = max([begin_s, *begins[period.trial.traffic]]), end_s
+            outcomes, slo = period.recording.outcomes, self.experiment.slo
+            found[period.trial.position] = measure(outcomes, slo, period.summaries, window_s, overloaded=overloaded)
+        return found
+
+    @cached_property
+    def pairs(self) -> list[dict[str, Period]]:
+        """For each seed that is valid in all arms, its periods by arm. Empty if the session searches for capacities."""
+        if self.experiment.finds_capacity:
+            return []
+        groups: dict[tuple[int, float | None], dict[str, Period]] = defaultdict(dict)
+        for period in self.findings.periods:
+            if not period.problems and period.trial.position in self.metrics:
+                groups[period.trial.traffic][period.trial.arm] = period
+        return [group for group in groups.values() if len(group) == len(self.arms)]
+
+    def periods_of(self, arm: str) -> list[Period]:
+        return [pair[arm] for pair in self.pairs]
+
+    def population(self, period: Period) -> list[Outcome]:
+        return inside(period.recording.outcomes, self.metrics[period.trial.position].window_s)
+
+    def runs(self, metric: str) -> Runs:
+        """Return a metric of every arm, with one value per seed."""
+        if metric == CAPACITY.name:
+            return self.capacities
+        return {
+            arm: [self.metrics[period.trial.position].metrics.get(metric) for period in self.periods_of(arm)]
+            for arm in self.arms
+        }
+
+    def steady_periods(self, arm: str) -> list[Period]:
+        """Return the arm's periods that were not overloaded. Latencies of the others have no meaning."""
+        return [period for period in self.periods_of(arm) if not self.metrics[period.trial.position].overloaded]
+
+    def pooled(self, periods: Sequence[Period]) -> tuple[list[Outcome], dict[str, Document]]:
+        """Return the requests of all given periods, and the router's summaries of these requests."""
+        return (
+            [outcome for period in periods for outcome in self.population(period)],
+            {name: summary for period in periods for name, summary in period.summaries.items()},
+        )
+
+    @cached_property
+    def _kept_limits(self) -> dict[str, list[NDArray[np.float64]]]:
+        """The tightest limits (TTFT, TBT) that each request meets, by arm and period."""
+        rows = {
+            arm: [[self._kept_limit(outcome) for outcome in self.population(period)] for period in self.periods_of(arm)]
+            for arm in self.compared
+        }
+        return {arm: [np.array(row).reshape(-1, 2) for row in periods] for arm, periods in rows.items()}
+
+    def _kept_limit(self, outcome: Outcome) -> tuple[float, float]:
+        slo = self.experiment.slo
+        if not outcome.finished or (outcome.slo and misses(outcome, slo)):
+            return math.inf, math.inf
+        if outcome.slo:  # the request has its own SLO, which is not varied
+            return 0.0, 0.0
+        gaps = gaps_s(outcome)
+        return ttft_s(outcome) * 1000, tbt_figure(gaps, slo.tbt_of) * 1000 if gaps else 0.0
+
+    def attainment_under(self, ttft_ms: float, tbt_ms: float) -> Runs:
+        """Return the attainment that the same outcomes have under another SLO."""
+        return {
+            arm: [float((row <= (ttft_ms, tbt_ms)).all(axis=1).mean()) for row in periods if len(row)]
+            for arm, periods in self._kept_limits.items()
+        }
+
+    @cached_property
+    def capacities(self) -> Runs:
+        """The capacity's pseudo-values by arm, or None if the capacity is only a bound. They are for the seeds with
+        which every arm was measured at three or more rates."""
+        by_arm = {arm: balanced(points) for arm, points in self.findings.points.items()}
+        rates = [Counter(seed for seed, _ in {(one.seed, one.rate) for one in points}) for points in by_arm.values()]
+        enough = [{seed for seed, count in counts.items() if count >= 3} for counts in rates]
+        shared = sorted(set.intersection(*enough)) if enough else []
+        rows = {arm: [point for point in points if point.seed in shared] for arm, points in by_arm.items()}
+        return {arm: list(influences(row, self.experiment.attainment).values()) for arm, row in rows.items()}
+
+    @property
+    def invalid(self) -> Counter[str]:
+        """The number of invalid periods of each arm."""
+        return Counter(period.trial.arm for period in self.findings.periods if period.problems)
+
+
+# ---- the document ----------------------------------------------------------------------------------------------
 
 
 def report_of(experiment: Experiment, findings: Findings, on: str, command: str) -> Document:
     """Return the complete document of report.json."""
     figures = Figures(experiment, findings)
     leading = CAPACITY if experiment.finds_capacity else ATTAINMENT
-    runs = figures.capacities if experiment.finds_capacity else figures.runs(leading.name)
     metrics = [leading.name] if experiment.finds_capacity else list(COMPARED)
-    control = _control(figures, metrics, runs)
-    ranking = rank(leading, {arm: runs.get(arm, []) for arm in figures.compared})
+    control = _control(figures, metrics)
+    ranking = rank(leading, {arm: figures.runs(leading.name).get(arm, []) for arm in figures.compared})
     problems = findings.problems + verdict_problems(figures, control, ranking)
     attainment = {arm: attainment_bands(points) for arm, points in findings.points.items() if points}
     causes = {arm: miss_causes(*figures.pooled(figures.periods_of(arm)), experiment.slo) for arm in figures.arms}
@@ -57,8 +194,8 @@ def report_of(experiment: Experiment, findings: Findings, on: str, command: str)
         "arms": [arm.document() for arm in findings.arms],
         "parity": asdict(findings.parity),
         "runs": [_run(period, figures) for period in findings.periods],
-        "summary": _summary(figures, [*metrics, *ALSO_SHOWN], runs if experiment.finds_capacity else {}),
-        "comparisons": [asdict(each) for each in _comparisons(figures, metrics, runs)],
+        "summary": _summary(figures, [*metrics, *ALSO_SHOWN]),
+        "comparisons": [asdict(each) for each in _comparisons(figures, metrics)],
         "tokens": {"compared": findings.compared, "different": findings.different, "equal": not findings.different},
         "control": control,
         "phases": {arm: phases for arm in figures.arms if (phases := _phases(figures, arm))},
@@ -89,11 +226,11 @@ def _run(period: Period, figures: Figures) -> Document:
     }
 
 
-def _summary(figures: Figures, metrics: Sequence[str], given: Runs) -> Document:
-    """Return means over seeds with their intervals. `given` has the capacities, which are not metrics of periods."""
+def _summary(figures: Figures, metrics: Sequence[str]) -> Document:
+    """Return means over seeds with their intervals."""
     shown: Document = {arm: {} for arm in figures.arms}
     for metric in metrics:
-        for arm, row in (given if metric == CAPACITY.name else figures.runs(metric)).items():
+        for arm, row in figures.runs(metric).items():
             known = [value for value in row if value is not None]
             interval = asdict(student(known)) if known and len(known) == len(row) else dict.fromkeys(ESTIMATE)
             shown[arm][metric] = interval | {"per_seed": list(row)}
@@ -103,23 +240,22 @@ def _summary(figures: Figures, metrics: Sequence[str], given: Runs) -> Document:
     return shown
 
 
-def _comparisons(figures: Figures, metrics: Sequence[str], leading: Runs) -> list[Comparison]:
+def _comparisons(figures: Figures, metrics: Sequence[str]) -> list[Comparison]:
     """Compare the first arm with every other arm except the control."""
     found = []
-    for number, metric in enumerate(metrics):
-        runs = leading if number == 0 else figures.runs(metric)
+    for metric in metrics:
+        runs = figures.runs(metric)
         rows = {arm: runs[arm] for arm in figures.compared if runs.get(arm)}
         if len(rows) > 1 and figures.compared[0] in rows:
             found += compare_arms(metric, rows, figures.compared[0])
     return found
 
 
-def _control(figures: Figures, metrics: Sequence[str], leading: Runs) -> Document | None:
+def _control(figures: Figures, metrics: Sequence[str]) -> Document | None:
     copy, original = figures.experiment.control, figures.compared[0]
     if copy is None:
         return None
-    names = metrics if figures.experiment.finds_capacity else list(CONTROLLED)
-    runs = {name: leading if name == metrics[0] else figures.runs(name) for name in names}
+    runs = {name: figures.runs(name) for name in metrics if name not in TAILS}
     if not all(row.get(copy.name) for row in runs.values()):
         return {"comparisons": [], "says": "nothing: there is no valid pair of runs"}
     found, says = verdicts.compare_control(copy.name, original, runs)
@@ -216,6 +352,23 @@ def _verdict(
     }
 
 
+def traffic_notes(experiment: Experiment) -> Document:
+    """Return the notes for the traffic of all seeds. Their rate is the actual rate, not the value of --rate."""
+    drawn = [experiment.traffic(seed, None) for seed in experiment.seeds]
+    first, arrivals = drawn[0].notes, [arrival for each in drawn for arrival in each.arrivals]
+    duration_s = sum(each.notes["duration_s"] for each in drawn)
+    counts = {name: sum(each.notes[name] for each in drawn) for name in ("cut", "refused")}
+    return {
+        **first,
+        **counts,
+        "num_requests": len(arrivals),
+        "rate": len(arrivals) / duration_s if duration_s else None,
+        "duration_s": duration_s,
+        "prompt_tokens": spread([len(arrival.prompt) for arrival in arrivals]),
+        "output_tokens": spread([arrival.max_tokens for arrival in arrivals]),
+    }
+
+
 def conditions(figures: Figures) -> str:
     """Return the conditions of the verdict: devices, traffic and SLO."""
     experiment, notes = figures.experiment, traffic_notes(figures.experiment)
@@ -239,3 +392,79 @@ def environment() -> Document:
         "python": platform.python_version(),
         "load_average": [round(value, 2) for value in os.getloadavg()],
     }
+
+
+# ---- caveats -------------------------------------------------------------------------------------------------------
+
+
+def verdict_problems(figures: Figures, control: Document | None, ranking: Ranking | None) -> list[str]:
+    """Return the reasons why the figures permit no verdict. `ranking` is the ranking by the leading metric."""
+    problems = []
+    if not figures.findings.problems:
+        problems += _unbounded(figures) or _too_few(figures)
+    if figures.findings.different:
+        problems.append(f"{len(figures.findings.different)} requests got different answers from the arms")
+    if control and control["comparisons"] and control["says"] != "no difference":
+        problems.append(f"the control, an arm against itself, shows {control['says']}: these runs cannot be trusted")
+    invalid, winner = figures.invalid, ranking.winner if ranking else None
+    if winner is not None and set(invalid) == {winner} and invalid[winner] >= LEAST_LOST:
+        problems.append(
+            f"{winner} would lead, but all {invalid[winner]} invalid periods are its own: its load may be the cause, so"
+            " the remaining seeds may favour it"
+        )
+    return problems
+
+
+def _too_few(figures: Figures) -> list[str]:
+    wanted, had = len(figures.experiment.seeds), len(figures.pairs)
+    if figures.experiment.finds_capacity:
+        had = min(map(len, figures.capacities.values()), default=0)
+    cause = ""
+    if problems := Counter(period.problems[0] for period in figures.findings.periods if period.problems):
+        cause = f"{problems.total()} periods are invalid, mostly because {problems.most_common(1)[0][0]}"
+    if had < 2:
+        return [f"{had} paired runs are too few: {cause or 'give --seeds 2 or more'}"]
+    if had < LEAST_PAIRS * wanted and not figures.experiment.finds_capacity:
+        return [f"only {had} of {wanted} seeds have a valid period in every arm: {cause or 'see `runs`'}"]
+    return []
+
+
+def _unbounded(figures: Figures) -> list[str]:
+    """Return a problem for each arm whose capacity is only a bound, because it cannot be compared."""
+    problems = []
+    for arm, found in figures.findings.capacities.items():
+        if found.bounded == "above":
+            problems.append(f"{arm} carries at least {found.rate:.3g} req/s, the highest measured rate")
+        elif found.bounded == "below":
+            problems.append(f"{arm} carries less than {found.rate:.3g} req/s, the lowest measured rate")
+        elif (row := figures.capacities.get(arm)) and None in row:
+            problems.append(
+                f"the capacity of {arm}, about {found.rate:.3g} req/s, depends on a single seed: without that seed, it"
+                " lies beyond the measured rates; give more --seeds or a longer --duration"
+            )
+    return problems
+
+
+def caveats(figures: Figures) -> list[str]:
+    """Return notes on the data that the figures leave out."""
+    notes = list(figures.findings.notes)
+    for arm in figures.arms:
+        own = [period for period in figures.findings.periods if period.trial.arm == arm]
+        if invalid := [period for period in own if period.problems]:
+            problem = Counter(period.problems[0] for period in invalid).most_common(1)[0][0]
+            notes.append(
+                f"{len(invalid)} of {len(own)} periods of {arm} are invalid and left out, most often because {problem}"
+            )
+        if noted := [period for period in own if period.notes]:
+            more = f" (also in {len(noted) - 1} more of its periods)" if len(noted) > 1 else ""
+            notes.append(f"{arm}, seed {noted[0].trial.seed}: {noted[0].notes[0]}{more}")
+        valid, steady = len(figures.periods_of(arm)), len(figures.steady_periods(arm))
+        if steady < valid:
+            notes.append(
+                f"{arm} was overloaded in {valid - steady} of {valid} periods: its latency curves and phases are"
+                f" {'of its other periods' if steady else 'left out'}"
+            )
+    if len(figures.invalid) == 1 and figures.invalid.total() >= LEAST_LOST:
+        arm = next(iter(figures.invalid))
+        notes.append(f"all invalid periods are of {arm}: its load may be the cause")
+    return notes

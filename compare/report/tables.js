@@ -212,7 +212,7 @@ const GUIDE = [
     avoids. Exposed transfer is its cost instead.`],
   ["Intervals", `The seed is the unit: every arm gets the same arrivals, and differences are taken seed by seed. An
     interval that contains zero, or a difference under 3 %, is too close to call.`],
-  ["Invalid, overloaded", `A run whose client was late or whose node died is invalid and in no figure. A run whose queue
+  ["Invalid, overloaded", `A run whose client was late or whose node died is invalid and left out. A run whose queue
     kept growing is overloaded and has no latencies: they would depend on its duration.`],
   ["Other files", "report.json has every figure, requests.jsonl every request; a trace.json opens in Perfetto."],
   ["Scope", "The result holds for this hardware, model and traffic. Repeat it with yours."],

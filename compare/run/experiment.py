@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from compare.arms import Arm
 from compare.endpoint import Document
@@ -54,14 +54,6 @@ class Period:
     counts: dict[str, int] | None = None  # increases of the nodes' counters; None if not available
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # limitations of figures that are still valid
-
-
-class ProgressReporter(Protocol):
-    """Receives the progress of a session."""
-
-    def say(self, line: str) -> None: ...
-    def begin(self, trial: Trial, num_trials: int, num_requests: int) -> None: ...
-    def progress(self, sent: int, finished: int, failed: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,17 +4,16 @@ The load generator measures the requests, and `compare.report` evaluates the fin
 """
 
 import asyncio
-import contextlib
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from compare.arms import Arm
 from compare.endpoint import SUMMARIES, Document, Endpoint, EndpointError
 from compare.load.client import LoadSpec, drive
-from compare.load.outcome import LatencySlo, LoadRecording, load_recording
+from compare.load.outcome import LatencySlo, LoadRecording
 from compare.load.traffic import Traffic
 from compare.run import equivalence
 from compare.run.deployments import Deployments
@@ -22,7 +21,6 @@ from compare.run.experiment import (
     Experiment,
     Findings,
     Period,
-    ProgressReporter,
     Trial,
     keep_requests,
     trace_name,
@@ -46,11 +44,11 @@ class ArmLostError(Exception):
     """An arm cannot be measured any more. The message names the arm and the reason."""
 
 
-async def run_session(experiment: Experiment, deployments: Deployments, reporter: ProgressReporter) -> Findings:
+async def run_session(experiment: Experiment, deployments: Deployments, say: Callable[[str], None]) -> Findings:
     """Run a session and end all its processes. If a signal arrives or an arm is lost, the findings are incomplete, and
     their problems say so. Raises ConfigError, EndpointError or OSError if the session cannot start."""
     findings = Findings(list(experiment.everyone))
-    session = asyncio.create_task(Session(experiment, deployments, reporter, findings).run())
+    session = asyncio.create_task(Session(experiment, deployments, say, findings).run())
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for number in numbers:
@@ -81,11 +79,11 @@ class Session:
     """
 
     def __init__(
-        self, experiment: Experiment, deployments: Deployments, reporter: ProgressReporter, findings: Findings
+        self, experiment: Experiment, deployments: Deployments, say: Callable[[str], None], findings: Findings
     ) -> None:
         self._experiment = experiment
         self._deployments = deployments
-        self._reporter = reporter
+        self._say = say
         self._findings = findings
         self._started_ns = time.time_ns()
         self._one_at_a_time = asyncio.Lock()  # a fair lock, so that the searches alternate
@@ -105,7 +103,7 @@ class Session:
         facts: dict[str, dict[str, str]] = {}
         answers = {}
         for number, arm in enumerate(experiment.everyone):
-            self._reporter.say(f"asking {arm.url}" if arm.url else f"starting {arm.name}")
+            self._say(f"asking {arm.url}" if arm.url else f"starting {arm.name}")
             endpoint = await self._deployments.up(arm.name)
             status = await endpoint.status() if endpoint.is_baton else None
             facts[arm.name] = equivalence.facts_of(endpoint, status)
@@ -115,7 +113,7 @@ class Session:
         findings.parity = equivalence.check_parity(experiment.everyone, facts, experiment.treatment)
         findings.problems += findings.parity.problems
         for name, own in facts.items():
-            self._reporter.say(f"{name}: " + ", ".join(f"{fact} {own[fact]}" for fact in SHOWN_FACTS if fact in own))
+            self._say(f"{name}: " + ", ".join(f"{fact} {own[fact]}" for fact in SHOWN_FACTS if fact in own))
         if not findings.problems and answers:
             findings.problems += [f"not comparable: {line}" for line in equivalence.different_answers(answers)]
 
@@ -170,7 +168,9 @@ class Session:
     async def _run_trial(self, trial: Trial) -> Period:
         experiment = self._experiment
         traffic = experiment.traffic(trial.seed, trial.rate)
-        self._reporter.begin(trial, experiment.max_trials * len(experiment.everyone), len(traffic.arrivals))
+        num_trials = experiment.max_trials * len(experiment.everyone)
+        place = f"{trial.position + 1}/{num_trials}" if trial.position < num_trials else "spare"
+        self._say(f"{place} {trial.arm}, seed {trial.seed}: {len(traffic.arrivals)} requests")
         period = Period(trial)
         self._findings.periods.append(period)
         try:
@@ -180,7 +180,7 @@ class Session:
         finally:
             keep_requests(experiment.out / "requests.jsonl", period)
         for problem in period.problems:
-            self._reporter.say(f"  invalid: {problem}")
+            self._say(f"  invalid: {problem}")
         if period.problems:
             await self._check_alive(trial.arm)
         return period
@@ -194,33 +194,33 @@ class Session:
     async def _measure(self, endpoint: Endpoint, traffic: Traffic, period: Period) -> None:
         experiment, trial = self._experiment, period.trial
         arm = next(arm for arm in experiment.everyone if arm.name == trial.arm)
-        watch = RouterWatch(endpoint, splits_of(arm)) if endpoint.is_baton else None
-        if watch:
-            await watch.begin(period)
+        before = await _idle_status(endpoint, period) if endpoint.is_baton else None
         began = time.monotonic()
         try:
-            period.recording = await drive(self.spec(endpoint, trial), traffic.arrivals, self._reporter.progress)
+            await drive(self.spec(endpoint, trial, traffic), period.recording)
         except asyncio.CancelledError:
-            period.recording = _partial_recording(experiment.out / "outcomes.jsonl")
             period.problems.append("interrupted")
             raise
         period.problems += period.recording.problems
-        if not watch:
+        if before is None:
             return
         is_drawn = trial.seed == experiment.seeds[0] and not experiment.finds_capacity
-        await watch.end(period, experiment.slo, TIMELINES if is_drawn else TIMELINES_OF_OTHERS)
+        try:
+            await add_records(period, endpoint, before, splits=splits_of(arm))
+            await add_timelines(period, endpoint, experiment.slo, TIMELINES if is_drawn else TIMELINES_OF_OTHERS)
+        except EndpointError as error:
+            period.problems.append(f"the router was lost: {error}")
         if is_drawn and not period.problems:
             trace = await endpoint.trace(time.monotonic() - began + TRACE_SLACK_S)
             (experiment.out / trace_name(experiment, trial.arm)).write_bytes(trace)
 
-    def spec(self, endpoint: Endpoint, trial: Trial) -> LoadSpec:
+    def spec(self, endpoint: Endpoint, trial: Trial, traffic: Traffic) -> LoadSpec:
         """Return the load generator's input for a trial."""
         experiment = self._experiment
         return LoadSpec(
             url=endpoint.url,
             model=endpoint.model,
-            arrivals=str(experiment.out / "arrivals.jsonl"),
-            outcomes=str(experiment.out / "outcomes.jsonl"),
+            arrivals=traffic.arrivals,
             slo=experiment.slo,
             timeout_s=experiment.timeout_s,
             send=experiment.send,
@@ -247,12 +247,6 @@ def _as_found(arm: Arm, status: Document | None) -> Arm:
     policies = {str((node.get("facts") or {}).get("policy")) for node in status["nodes"]}
     settings = {"policy": policies.pop()} if len(policies) == 1 else {}
     return replace(arm, prefill=roles.count("prefill"), decode=roles.count("decode"), settings=settings)
-
-
-def _partial_recording(path: Path) -> LoadRecording:
-    with contextlib.suppress(OSError, ValueError):
-        return load_recording(path)
-    return LoadRecording()
 
 
 def _check_equal_work(experiment: Experiment, findings: Findings) -> None:
@@ -314,48 +308,35 @@ def check_counts(before: Document, after: Document, *, splits: bool | None) -> t
     return counts, problems
 
 
-class RouterWatch:
-    """Fetches a Baton router's records of one period. Call `begin` before the period and `end` after it."""
+async def _idle_status(endpoint: Endpoint, period: Period) -> Document:
+    """Return the status of the router once the arm is idle. Raises EndpointError."""
+    if not await endpoint.until_idle(COOL_DOWN_S):
+        when = "after the last answer" if period.recording.outcomes else "after the previous period"
+        period.problems.append(f"the arm was not idle {COOL_DOWN_S:g} s {when}")
+    return await endpoint.status()
 
-    def __init__(self, endpoint: Endpoint, splits: bool | None) -> None:
-        self._endpoint = endpoint
-        self._splits = splits
-        self._before: Document = {}
 
-    async def begin(self, period: Period) -> None:
-        """Wait until the arm is idle. Raises EndpointError."""
-        if not await self._endpoint.until_idle(COOL_DOWN_S):
-            period.problems.append(f"the arm was not idle {COOL_DOWN_S:g} s after the previous period")
-        self._before = await self._endpoint.status()
+async def add_records(period: Period, endpoint: Endpoint, before: Document, *, splits: bool | None) -> None:
+    """Add the router's records to a period. `before` is the status before the period. Raises EndpointError."""
+    status = await _idle_status(endpoint, period)
+    period.counts, problems = check_counts(before, status, splits=splits)
+    period.problems += problems
+    own = {outcome.id for outcome in period.recording.outcomes if outcome.id}
+    period.summaries = {row["id"]: row for row in await endpoint.requests() if row["id"] in own}
+    if lost := len(own) - len(period.summaries):
+        period.notes.append(
+            f"the router kept no record of {lost} of {len(own)} requests (it keeps {SUMMARIES} at most): phases,"
+            " transfers and causes leave them out; a shorter --duration keeps all"
+        )
+    since_ms = max(0.0, period.recording.started_unix_ns / 1e6 - SLACK_MS)
+    for node in status["nodes"]:
+        period.steps[node["id"]] = await endpoint.steps(node["id"], since_ms)
+        period.costs[node["id"]] = node.get("cost") or []
 
-    async def end(self, period: Period, slo: LatencySlo, num_timelines: int) -> None:
-        """Add the router's records and the timelines of the worst requests to the period.
 
-        If the router is lost, add a problem to the period instead of raising an error.
-        """
-        try:
-            if not await self._endpoint.until_idle(COOL_DOWN_S):
-                period.problems.append(f"requests or blocks are left {COOL_DOWN_S:g} s after the last answer")
-            await self._fetch(period)
-            known = [outcome for outcome in period.recording.outcomes if outcome.id in period.summaries]
-            known.sort(key=lambda outcome: slo_excess(outcome, slo), reverse=True)
-            for outcome in known[:num_timelines]:
-                period.timelines[outcome.id] = await self._endpoint.timeline(outcome.id)
-        except EndpointError as error:
-            period.problems.append(f"the router was lost: {error}")
-
-    async def _fetch(self, period: Period) -> None:
-        status = await self._endpoint.status()
-        period.counts, problems = check_counts(self._before, status, splits=self._splits)
-        period.problems += problems
-        own = {outcome.id for outcome in period.recording.outcomes if outcome.id}
-        period.summaries = {row["id"]: row for row in await self._endpoint.requests() if row["id"] in own}
-        if lost := len(own) - len(period.summaries):
-            period.notes.append(
-                f"the router kept no record of {lost} of {len(own)} requests (it keeps {SUMMARIES} at most): phases,"
-                " transfers and causes leave them out; a shorter --duration keeps all"
-            )
-        since_ms = max(0.0, period.recording.started_unix_ns / 1e6 - SLACK_MS)
-        for node in status["nodes"]:
-            period.steps[node["id"]] = await self._endpoint.steps(node["id"], since_ms)
-            period.costs[node["id"]] = node.get("cost") or []
+async def add_timelines(period: Period, endpoint: Endpoint, slo: LatencySlo, count: int) -> None:
+    """Add the timelines of the `count` requests that exceed the SLO most. Raises EndpointError."""
+    known = [outcome for outcome in period.recording.outcomes if outcome.id in period.summaries]
+    known.sort(key=lambda outcome: slo_excess(outcome, slo), reverse=True)
+    for outcome in known[:count]:
+        period.timelines[outcome.id] = await endpoint.timeline(outcome.id)

@@ -99,10 +99,11 @@ class Dispatcher:
 
     @asynccontextmanager
     async def admit(self, request: GenerationRequest) -> AsyncIterator[list[TokenStream]]:
-        """Admit a request, and provide one stream for each sample; see `GenerationBackend.admit`.
+        """Admit a request, and provide one `TokenStream` for each sample.
 
-        Raises UnavailableError if no node takes requests or if the request would wait too long, and RequestError if it
-        is too large for every node. At its deadline, the body of the `with` block is stopped by an UnavailableError.
+        Closing a stream ends its sample early. Leaving the context ends all samples at once, on every node. Raises
+        UnavailableError if no node takes requests or if the request would wait too long, and RequestError if it is too
+        large for every node. At its deadline, the body of the `with` block is stopped by an UnavailableError.
         """
         late_s = inf if request.deadline is None else request.deadline - time.monotonic()
         if late_s <= 0:
@@ -291,7 +292,6 @@ class Dispatcher:
     async def _wait_to_retry(self, attempt: Attempt, failure: AttemptFailed, failover: Failover, number: int) -> None:
         """Wait until the next attempt may start. Raises UnavailableError or RequestError if none is allowed."""
         self._counts["moved"] += 1
-        self._observer.migrated(attempt.id, failure.reason)
         log.warning("request %s is retried: %s", attempt.id, failure)
         pause_s = RETRY_PAUSE_S * min(number, self._rules.max_attempts) * random.uniform(0.5, 1.5)
         if not failure.is_gone and not await self._has_lost_node(attempt):

@@ -2,9 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from shared.rpc.messages import SamplingParams, TokenDelta
 
@@ -51,20 +50,6 @@ The first delta of sample 0 has all `prompt_logprobs`; they are empty in all oth
 has `cached_tokens`. The last delta may have no tokens; its `finish` is "stop" if the last token is in `stop_tokens`,
 and "length" otherwise. The stream raises RequestError or UnavailableError if the sample cannot be completed.
 """
-
-
-class GenerationBackend(Protocol):
-    """The interface of the dispatcher that the HTTP handlers use."""
-
-    def admit(self, request: GenerationRequest) -> AbstractAsyncContextManager[Sequence[TokenStream]]:
-        """Admit a request, and provide the streams of its `n` samples. Closing a stream ends its sample early. Leaving
-        the context ends all samples at once, on every node. Raises RequestError or UnavailableError."""
-
-    def status(self) -> dict[str, Any]:
-        """Return the backend's part of `/v1/status`. It consists of JSON types."""
-
-    def ready(self) -> bool:
-        """Return whether a node takes requests now."""
 
 
 async def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:

@@ -17,7 +17,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from router.dispatch.requests import GenerationBackend, ModelCard
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.requests import ModelCard
 from router.http.asgi import ResponseWriter, deadline_of, read_body, to_response, while_connected
 from router.http.auth import ApiKeys, AuthMiddleware
 from router.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
@@ -35,7 +36,7 @@ PARSED_AT_ONCE = 64 << 10  # a larger body is parsed on a thread
 
 
 def build_app(
-    dispatcher: GenerationBackend,
+    dispatcher: Dispatcher,
     tokenizer: Tokenizer,
     model: ModelCard,
     *,
@@ -100,7 +101,7 @@ class ApiHandlers:
     endpoint or the app's exception handler converts them to responses.
     """
 
-    dispatcher: GenerationBackend
+    dispatcher: Dispatcher
     tokenizer: Tokenizer
     model: ModelCard
     registry: CollectorRegistry

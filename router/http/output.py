@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
-from router.dispatch.requests import GenerationBackend, GenerationRequest, TokenStream, merge
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.requests import GenerationRequest, TokenStream, merge
 from router.http.bodies import GenerateBody
 from router.metrics.request_metrics import RequestMetrics, SampleTimings
 from router.observer import RouterObserver
@@ -158,7 +159,7 @@ class RequestOutput:
         }
 
     @asynccontextmanager
-    async def open(self, dispatcher: GenerationBackend) -> AsyncIterator[AsyncGenerator[Output, None]]:
+    async def open(self, dispatcher: Dispatcher) -> AsyncIterator[AsyncGenerator[Output, None]]:
         """Admit the prompts, and provide the text of all choices as it arrives. Raises RequestError or
         UnavailableError."""
         streams: list[TokenStream] = []

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 EJECT_S, MAX_EJECT_S = 1.0, 60.0  # durations of the first and of the longest ejection
 FORGET_S = 60.0  # after this time without a failure, the next ejection counts as the first
 MAX_FAILURES, WINDOW_S = 5, 10.0  # consecutive failures within this time count as a crash
-MAX_DETECTORS = 1024
 
 
 @dataclass(slots=True)
@@ -47,18 +46,3 @@ class OutlierDetector:
     def is_forgotten(self, now: float) -> bool:
         """Return whether all recorded failures are too old to matter."""
         return now - max(self.ejected_until, *self.failures, 0.0) > FORGET_S
-
-
-class OutlierDetectors:
-    """The detectors of all nodes by name. Their number is bounded."""
-
-    def __init__(self) -> None:
-        self._by_node: dict[str, OutlierDetector] = {}
-
-    def of(self, node: str, now: float) -> OutlierDetector:
-        detector = self._by_node.get(node)
-        if detector is None:
-            if len(self._by_node) >= MAX_DETECTORS:
-                self._by_node = {name: kept for name, kept in self._by_node.items() if not kept.is_forgotten(now)}
-            detector = self._by_node[node] = OutlierDetector()
-        return detector

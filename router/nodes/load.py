@@ -1,8 +1,11 @@
-"""The load and the speed of one node as the router knows them. Placement uses them."""
+"""The load and the speed of one node as the router knows them, for placement, and its status for `/v1/status`."""
 
 import time
+from collections.abc import Iterable
+from typing import Any
 
-from scheduler.cost import MOST, CostModel, pairs_of
+from router.metrics.request_metrics import SloTargets
+from scheduler.cost import MOST, CostModel
 from scheduler.disaggregate import NodeView
 from shared.rpc.messages import NodeInfo, NodeStats
 
@@ -10,12 +13,20 @@ STALE_S = 30.0  # after this time without a step, a node's step-time model is no
 LEARNT_PROMPT_TOKENS = 4096  # a node must compute this many before its step-time model is trusted for prompts
 BACKLOG_STEPS = 16  # a node should have a queue of prompts for this many steps, which take a second or two
 
+# The fields in `/v1/status`.
+INFO = ("id", "role", "address", "fingerprint", "block_bytes", "block_tokens")
+STATS = (
+    *("running", "waiting", "steps", "prompt_tokens", "generated_tokens", "preemptions", "handoffs", "handoffs_failed"),
+    *("blocks_moved", "bytes_moved", "channels", "channel_fallbacks", "records_dropped", "overruns", "rows_corrupt"),
+)
+BLOCKS = ("free", "cached", "owned", "reserved", "quarantined", "total")
+
 
 class NodeLoad:
     """The work that this router has sent to a node, and the speed that the node reports.
 
-    Each `NodeConnection` owns one. Attempts change the counters through a `LoadCharge`; placement reads them through
-    `view`. The counters run ahead of the node's own reports, which arrive twice a second.
+    Each `NodeConnection` owns one. Attempts change the counters; placement reads them through `view`. The counters run
+    ahead of the node's own reports, which arrive twice a second.
     """
 
     def __init__(self, info: NodeInfo) -> None:
@@ -89,44 +100,6 @@ class NodeLoad:
         )
 
 
-class LoadCharge:
-    """The load that one attempt adds to its nodes until `release`. `computes` is the load of the node that computes the
-    prompt, and `generates` that of the node that generates. They may be the same."""
-
-    def __init__(
-        self, computes: NodeLoad, generates: NodeLoad, num_tokens: int, cached_tokens: int, max_new_tokens: int
-    ) -> None:
-        self._computes = computes
-        self._generates = generates
-        self._prompt_tokens = max(0, num_tokens - cached_tokens)
-        self._prompt_pairs = pairs_of(num_tokens - self._prompt_tokens, self._prompt_tokens)
-        self._kv_tokens = num_tokens + max_new_tokens // 2
-        self._has_prompt = self._has_kv = False
-
-    def apply(self) -> None:
-        self._has_prompt = self._has_kv = True
-        self._add_prompt(1)
-        self._generates.kv_tokens += self._kv_tokens
-
-    def release_prompt(self) -> bool:
-        """Release the load of the prompt's computation. Return False if it was already released."""
-        had_prompt, self._has_prompt = self._has_prompt, False
-        if had_prompt:
-            self._add_prompt(-1)
-        return had_prompt
-
-    def release(self) -> None:
-        """Release all load. Later calls do nothing."""
-        self.release_prompt()
-        self._generates.kv_tokens -= self._kv_tokens if self._has_kv else 0
-        self._has_kv = False
-
-    def _add_prompt(self, sign: int) -> None:
-        self._computes.outstanding_tokens += sign * self._prompt_tokens
-        self._computes.outstanding_pairs += sign * self._prompt_pairs
-        self._generates.prefilling += sign
-
-
 def kv_capacity_tokens(info: NodeInfo) -> int:
     return max(1, (info.num_blocks - 1) * info.block_tokens)
 
@@ -138,3 +111,23 @@ def attribute(info: NodeInfo, name: str, default: float) -> float:
     except (KeyError, ValueError):
         return default
     return value if 0 < value < 1e9 else default
+
+
+def node_status(info: NodeInfo, stats: NodeStats, alive: bool) -> dict[str, Any]:
+    shown: dict[str, Any] = {name: getattr(info, name) for name in INFO} | {
+        name: getattr(stats, name) for name in STATS
+    }
+    return shown | {
+        "state": stats.state if alive else "lost",
+        "alive": alive,
+        "blocks": {name: getattr(stats, f"blocks_{name}") for name in BLOCKS},
+        "facts": info.attributes,
+        "cost": stats.cost or None,
+        "breach": stats.ledger_error,
+    }
+
+
+def promised(ttft_slo_ms: float, nodes: Iterable[NodeInfo]) -> SloTargets:
+    """Return the SLO targets: the router's for the first token, the strictest decode node's for the other tokens."""
+    tbt_ms = [slo for info in nodes if info.role == "decode" and (slo := attribute(info, "tbt_slo_ms", 0.0)) > 0]
+    return SloTargets(ttft_slo_ms / 1000, min(tbt_ms, default=0.0) / 1000)

@@ -6,12 +6,13 @@ The registry lists the nodes to connect to. Only a node's stream decides whether
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
-from router.nodes.connection import SLOW_START_S, NodeConnection
-from router.nodes.health import OutlierDetectors
-from router.nodes.status import node_status
+from router.nodes.connection import NodeConnection
+from router.nodes.health import OutlierDetector
+from router.nodes.load import node_status
 from router.observer import RouterObserver
 from scheduler.disaggregate import NodeView
 from scheduler.placement import Placement, PrefixIndex, candidates, place
@@ -23,6 +24,7 @@ from shared.rpc.messages import NodeInfo, NodeStats
 log = logging.getLogger("baton.fleet")
 PROMPTS_PER_NODE = 2  # number of prompts to keep queued on a node, even if they are long
 SPARE_REQUESTS = 8  # a node gets one extra request for each SPARE_REQUESTS that it can run, so that it is never idle
+MAX_DETECTORS = 1024
 TIMER_S = 0.01  # added to timers, because a timer that fires early would find the node still ejected
 
 
@@ -46,9 +48,9 @@ class PlacementCandidate(NamedTuple):
 class NodePool:
     """The nodes that the router knows. It owns one `NodeConnection` for each.
 
-    It follows the registry, ejects nodes that fail (`OutlierDetector`), ramps up those that join, and chooses the nodes
-    of each attempt. The dispatcher calls it on the router's event loop. To be fast with many nodes, it computes the
-    list of routable nodes only when a node changes, and looks at a few nodes for each decision.
+    It follows the registry, ejects nodes that fail (`OutlierDetector`), and chooses the nodes of each attempt. The
+    dispatcher calls it on the router's event loop. To be fast with many nodes, it computes the list of routable nodes
+    only when a node changes, and looks at a few nodes for each decision.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class NodePool:
         self.router = router
         self.mode = mode
         self.prefixes = PrefixIndex()
-        self.outliers = OutlierDetectors()
+        self.outliers = defaultdict[str, OutlierDetector](OutlierDetector)  # by node, over all its incarnations
         self._registry = registry
         self._timeout_s = timeout_s
         self._observer = observer
@@ -78,7 +80,6 @@ class NodePool:
         self._routable_by_name: dict[str, NodeConnection] = {}
         self._has_shared_pools = False
         self._capacity: PoolCapacity | None = None  # None: to be computed
-        self._ramps_until = 0.0  # the latest `ramp_until` of all connections
         self._handoffs_before = {"handoffs": 0, "blocks_moved": 0, "bytes_moved": 0}  # by nodes that have left
 
     # ---- the nodes ----------------------------------------------------------------------------------------------
@@ -133,6 +134,10 @@ class NodePool:
         self.notify()
 
     def _connect(self, info: NodeInfo) -> None:
+        if len(self.outliers) >= MAX_DETECTORS:
+            now = time.monotonic()
+            for name in [name for name, detector in self.outliers.items() if detector.is_forgotten(now)]:
+                del self.outliers[name]
         connection = NodeConnection(self.router, info, self._timeout_s, self.connection_changed, self._observer)
         self.connections[info.id] = connection
         self._runs[info.id] = self._tasks.start(connection.run())
@@ -154,11 +159,8 @@ class NodePool:
 
     def connection_changed(self, connection: NodeConnection) -> None:
         """Process a change of a connection, which became alive, ready or not ready, or was lost."""
-        if connection.is_alive:
-            self._start_slowly(connection)
-        elif not connection.is_leaving:
-            now = time.monotonic()
-            self.outliers.of(connection.info.id, now).died(now)
+        if not connection.is_alive and not connection.is_leaving:
+            self.outliers[connection.info.id].died(time.monotonic())
             self._schedule_return(connection)
         self.notify()
         if not connection.is_alive:
@@ -166,34 +168,21 @@ class NodePool:
             if not connection.is_listed and self.connections.get(connection.info.id) is connection:
                 self._drop(connection.info.id)
 
-    def _start_slowly(self, connection: NodeConnection) -> None:
-        """Ramp up a node that joins busy ones. It is empty, so placement would otherwise send it every new request."""
-        now = time.monotonic()
-        if connection.alive_since < now - SLOW_START_S or not any(
-            other.is_alive and other.info.role == connection.info.role and other.alive_since < now - SLOW_START_S
-            for other in self.connections.values()
-        ):
-            return
-        connection.ramp_until = connection.alive_since + SLOW_START_S
-        self._ramps_until = max(self._ramps_until, connection.ramp_until)
-
     # ---- outliers -----------------------------------------------------------------------------------------------
 
     def failed(self, *connections: NodeConnection) -> None:
         """Count a failure for each of these nodes, since it is unknown which one was at fault."""
         now = time.monotonic()
         for connection in connections:
-            if self.outliers.of(connection.info.id, now).failed(now):
+            if self.outliers[connection.info.id].failed(now):
                 self._schedule_return(connection)
 
     def served(self, *connections: NodeConnection) -> None:
-        now = time.monotonic()
         for connection in connections:
-            self.outliers.of(connection.info.id, now).succeeded()
+            self.outliers[connection.info.id].succeeded()
 
     def _schedule_return(self, connection: NodeConnection) -> None:
-        now = time.monotonic()
-        left_s = self.outliers.of(connection.info.id, now).ejected_until - now
+        left_s = self.outliers[connection.info.id].ejected_until - time.monotonic()
         log.info("node %s failed: other nodes are preferred for %.0f s", connection.info.id, left_s)
         self.notify()
         asyncio.get_running_loop().call_later(left_s + TIMER_S, self.notify)
@@ -226,7 +215,7 @@ class NodePool:
     def _without_outliers(self, connections: list[NodeConnection]) -> list[NodeConnection]:
         """Drop ejected nodes, unless that would leave none."""
         now = time.monotonic()
-        kept = [each for each in connections if not self.outliers.of(each.info.id, now).is_ejected(now)]
+        kept = [each for each in connections if not self.outliers[each.info.id].is_ejected(now)]
         return kept or connections
 
     def capacity(self) -> PoolCapacity:
@@ -261,8 +250,6 @@ class NodePool:
             preferred = [each for each in prefill if each.info.id not in avoid]
             prefill = preferred if decode else preferred or prefill  # a decode node generates without a prefill node
             decode = [each for each in decode if each.info.id not in avoid] or decode
-        if time.monotonic() < self._ramps_until:
-            prefill, decode = _with_room(prefill), _with_room(decode)
         if prefix_node:
             prefill = [each for each in prefill if each.info.id == prefix_node] or prefill
         if not (prefill or decode):
@@ -290,8 +277,3 @@ class NodePool:
 
 def _max_requests(info: NodeInfo) -> int:
     return info.max_num_seqs * (SPARE_REQUESTS + 1) // SPARE_REQUESTS + 2
-
-
-def _with_room(connections: list[NodeConnection]) -> list[NodeConnection]:
-    now = time.monotonic()
-    return [each for each in connections if each.has_room(now)] or connections

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
@@ -367,32 +366,16 @@ def _refuse_misspelt(kind: type[Settings], environment: Mapping[str, str]) -> No
 def _complaint(kind: type[Settings], error: ValidationError, sources: Mapping[str, str]) -> str:
     """Describe the first error in one line."""
     first = error.errors(include_url=False)[0]
-    own_words = str(first["ctx"]["error"]) if first["type"] == "value_error" else ""
+    is_ours = first["type"] == "value_error"
+    words = str(first["ctx"]["error"]) if is_ours else first["msg"].replace("Input should be", "must be")
     if not first["loc"]:
-        return own_words
+        return words
     name = str(first["loc"][0])
     if name not in kind.model_fields:
         return f"{name} is not a setting"
     source = sources.get(name, flag_of(name)).split(" ")[-1]
     value = repr(hide_password(str(first["input"])))
-    shown = value if len(value) <= 80 else value[:77] + "..."
-    return f"{source} {shown}: {own_words or 'must be ' + allowed(kind.model_fields[name])}"
-
-
-def allowed(field: FieldInfo) -> str:
-    """Describe the values that a field accepts."""
-    if get_origin(field.annotation) is Literal:
-        *most, last = get_args(field.annotation)
-        return f"{', '.join(most)} or {last}"
-    if field.annotation is bool:
-        return "true or false"
-    number = {int: "a whole number", float: "a number"}.get(cast(type, field.annotation))
-    if number is None:
-        return "text that is not empty"
-    bounds = {type(bound): bound for bound in field.metadata}
-    low, over, high = bounds.get(Ge), bounds.get(Gt), bounds.get(Le)
-    least = f" over {over.gt:g}" if over else f" from {low.ge}" if low else ""
-    return f"{number}{least}" + (f" {'up ' if over or not low else ''}to {high.le}" if high else "")
+    return f"{source} {value if len(value) <= 80 else value[:77] + '...'}: {words}"
 
 
 def hide_password(text: str) -> str:

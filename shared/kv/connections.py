@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from enum import IntEnum
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from shared.kv.channel import (
@@ -33,35 +33,23 @@ MAGIC = b"BTKV"
 VERSION = 3
 # Magic, version, row bytes, the incarnation ids of the writer and of the process that it wants to reach, reservation.
 HELLO = struct.Struct("<4sHxxI32s32s16s")
-ANSWER = struct.Struct("<4sHH")  # magic, version, HandshakeVerdict
+ANSWER = struct.Struct("<4sHH")  # magic, version, verdict
 MAX_CONNECTIONS_PER_ADDRESS = 64  # enough for all nodes of a host; each connection has a thread
 MAX_CONNECTIONS_PER_WRITER = 4  # a writer uses one, but lost ones may remain until their end is noticed
 
 Memory = TypeVar("Memory", bound=KVMemory)
 
 
-class HandshakeVerdict(IntEnum):
-    """The receiver's answer to a greeting."""
-
-    WELCOME = 0
-    OTHER_ROW_BYTES = 1
-    OTHER_INCARNATION = 2
-    TOO_MANY = 3
-    FENCED = 4
-    NO_RESERVATION = 5
-
-
+# The receiver's answers to a greeting, and the errors that a writer raises for them.
+ADMITTED, OTHER_ROW_BYTES, OTHER_INCARNATION, TOO_MANY, FENCED, NO_RESERVATION = range(6)
 REFUSALS: dict[int, tuple[type[ChannelError], str]] = {
-    HandshakeVerdict.OTHER_ROW_BYTES: (DescriptorError, "the peer's KV rows do not have the size in its descriptor"),
-    HandshakeVerdict.OTHER_INCARNATION: (PeerLostError, "it was restarted"),
-    HandshakeVerdict.TOO_MANY: (PeerLostError, "it has too many writers"),
-    HandshakeVerdict.FENCED: (PeerLostError, "it treats us as dead, and reuses our rows"),
-    HandshakeVerdict.NO_RESERVATION: (
-        ReservationRefusedError,
-        "it does not know the reservation, or has closed it",
-    ),
+    OTHER_ROW_BYTES: (DescriptorError, "the peer's KV rows do not have the size in its descriptor"),
+    OTHER_INCARNATION: (PeerLostError, "it was restarted"),
+    TOO_MANY: (PeerLostError, "it has too many writers"),
+    FENCED: (PeerLostError, "it treats us as dead, and reuses our rows"),
+    NO_RESERVATION: (ReservationRefusedError, "it does not know the reservation, or has closed it"),
 }
-WELCOME = ANSWER.pack(MAGIC, VERSION, HandshakeVerdict.WELCOME)
+WELCOME = ANSWER.pack(MAGIC, VERSION, ADMITTED)
 
 
 class MalformedError(Exception):
@@ -100,7 +88,7 @@ def check_answer(data: bytes) -> None:
     magic, version, verdict = ANSWER.unpack(data)
     if (magic, version) != (MAGIC, VERSION):
         raise PeerLostError(f"it is not a KV channel of version {VERSION}")
-    if verdict != HandshakeVerdict.WELCOME:
+    if verdict != ADMITTED:
         kind, text = REFUSALS.get(verdict, (PeerLostError, "it refused the connection"))
         raise kind(text)
 
@@ -134,6 +122,7 @@ def hung_up(connection: socket.socket) -> bool:
         return True
 
 
+@dataclass(eq=False)
 class ChannelListener:
     """Accepts writers on `server` (bound and listening) until `close`. Must be created on the event loop.
 
@@ -143,21 +132,14 @@ class ChannelListener:
     decides whether to admit a writer with this reservation.
     """
 
-    def __init__(
-        self,
-        server: socket.socket,
-        descriptor: PeerDescriptor,
-        serve: Callable[[socket.socket], None],
-        is_open: Callable[[bytes], bool],
-        on_writer_lost: Callable[[str], None],
-        timeout_s: float,
-    ) -> None:
-        self._server = server
-        self._descriptor = descriptor
-        self._serve = serve
-        self._is_open = is_open
-        self._on_writer_lost = on_writer_lost
-        self._timeout_s = timeout_s
+    _server: socket.socket
+    _descriptor: PeerDescriptor
+    _serve: Callable[[socket.socket], None]
+    _is_open: Callable[[bytes], bool]
+    _on_writer_lost: Callable[[str], None]
+    _timeout_s: float
+
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()  # guards the attributes below
         self._threads: dict[socket.socket, threading.Thread] = {}
@@ -214,7 +196,7 @@ class ChannelListener:
             set_timeout(connection, self._timeout_s)
             greeting = Greeting.unpack(receive_exactly(connection, HELLO.size))
             verdict = self._verdict(greeting)
-            if verdict is HandshakeVerdict.WELCOME:
+            if verdict == ADMITTED:
                 writer = greeting.writer
                 self._serve(connection)
             else:
@@ -231,19 +213,18 @@ class ChannelListener:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     self._loop.call_soon_threadsafe(self._on_writer_lost, writer)
 
-    def _verdict(self, greeting: Greeting) -> HandshakeVerdict:
-        """Return the answer to a greeting. If the answer is a welcome, count the connection as one of the writer."""
+    def _verdict(self, greeting: Greeting) -> int:
+        """Return the answer to a greeting. If the writer is admitted, count the connection as one of the writer."""
         with self._lock:
             if greeting.owner != self._descriptor.incarnation_id:
-                return HandshakeVerdict.OTHER_INCARNATION
+                return OTHER_INCARNATION
             if not self._is_open(greeting.reservation_id):
-                return HandshakeVerdict.NO_RESERVATION
+                return NO_RESERVATION
             if greeting.row_bytes != self._descriptor.row_bytes:
-                return HandshakeVerdict.OTHER_ROW_BYTES
+                return OTHER_ROW_BYTES
             if greeting.writer in self._fenced:
-                return HandshakeVerdict.FENCED
-            is_taken = self._take(greeting.writer, MAX_CONNECTIONS_PER_WRITER)
-            return HandshakeVerdict.WELCOME if is_taken else HandshakeVerdict.TOO_MANY
+                return FENCED
+            return ADMITTED if self._take(greeting.writer, MAX_CONNECTIONS_PER_WRITER) else TOO_MANY
 
     def _take(self, key: str, limit: int) -> bool:
         is_free = self._num_open[key] < limit

@@ -10,12 +10,11 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
 
 from shared.kv.channel import PeerDescriptor
-from shared.kv.connections import WELCOME, Memory, SocketChannel
+from shared.kv.connections import ANSWER, WELCOME, Memory, SocketChannel, check_answer, pack_greeting
 
 PATIENCE_S = 2.0
 SWEEP_AGE_S = 60.0  # a younger socket may be bound but not listening yet
@@ -31,25 +30,15 @@ class LocalChannel(SocketChannel[Memory]):
         memory: Memory,
         incarnation_id: str,
         on_writer_lost: Callable[[str], None],
-        server: socket.socket,
-        patience_s: float,
+        directory: str | Path,
+        patience_s: float = PATIENCE_S,
     ) -> None:
+        """Listen in `directory`, which writers must see under the same path. Raises OSError if that fails."""
+        server = _listening(Path(directory))
         self._memory = memory
         self._path = Path(str(server.getsockname()))
         address = self._place(), str(self._path)
         super().__init__(memory, incarnation_id, on_writer_lost, server, address, patience_s)
-
-    @classmethod
-    async def start(
-        cls,
-        memory: Memory,
-        incarnation_id: str,
-        on_writer_lost: Callable[[str], None],
-        directory: str | Path,
-        patience_s: float = PATIENCE_S,
-    ) -> Self:
-        """Listen in `directory`, which writers must see under the same path. Raises OSError if that fails."""
-        return cls(memory, incarnation_id, on_writer_lost, _listening(Path(directory)), patience_s)
 
     def _place(self) -> str:
         """Return the location of our memory, for the descriptor."""
@@ -82,6 +71,27 @@ class LocalChannel(SocketChannel[Memory]):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bytes(16))
         while connection.recv(4096):
             pass
+
+
+@contextlib.contextmanager
+def greeted(
+    descriptor: PeerDescriptor, incarnation_id: str, patience_s: float, offer_bytes: int = 0
+) -> Iterator[tuple[socket.socket, bytes, list[int]]]:
+    """Connect to the owner of the descriptor. Yield the connection, and the bytes and file descriptors of its offer.
+
+    Close the file descriptors in the end, and the connection if the block fails. Raises ChannelError or OSError.
+    """
+    with contextlib.ExitStack() as files, contextlib.ExitStack() as undo:
+        connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        connection.settimeout(patience_s)
+        connection.connect(descriptor.endpoint)
+        connection.sendall(pack_greeting(descriptor, incarnation_id))
+        data, fds, _, _ = socket.recv_fds(connection, ANSWER.size + offer_bytes, 1, socket.MSG_CMSG_CLOEXEC)
+        for fd in fds:
+            files.callback(os.close, fd)
+        check_answer(data[: ANSWER.size])
+        yield connection, data[ANSWER.size :], fds
+        undo.pop_all()
 
 
 def _answers(path: str) -> bool:

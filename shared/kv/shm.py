@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from shared.kv.channel import DescriptorError, PeerDescriptor, PeerLostError
-from shared.kv.connections import ANSWER, check_answer, hung_up, pack_greeting
-from shared.kv.local import LocalChannel, host_id
+from shared.kv.connections import hung_up
+from shared.kv.local import LocalChannel, greeted, host_id
 from shared.kv.memory import HostMemory, Rows
 
 PIECE_BYTES = 8 << 20  # copied between two checks for a stop, in a few milliseconds
@@ -79,19 +79,8 @@ def attach(descriptor: PeerDescriptor, incarnation_id: str, patience_s: float) -
     """
     if descriptor.host != host_id():
         raise DescriptorError("the peer is on another machine")
-    with contextlib.ExitStack() as undo:
-        connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        connection.settimeout(patience_s)
-        connection.connect(descriptor.endpoint)
-        connection.sendall(pack_greeting(descriptor, incarnation_id))
-        answer, fds, _, _ = socket.recv_fds(connection, ANSWER.size, 1, socket.MSG_CMSG_CLOEXEC)
-        try:
-            check_answer(answer)
-            rows = _mapped(fds, descriptor)
-        finally:
-            for fd in fds:
-                os.close(fd)
-        undo.pop_all()
+    with greeted(descriptor, incarnation_id, patience_s) as (connection, _, fds):
+        rows = _mapped(fds, descriptor)
     return connection, rows
 
 

@@ -11,7 +11,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Self
 from zlib import crc32
 
 from shared.kv.channel import PeerDescriptor, PeerLostError, ReservationRefusedError
@@ -69,32 +68,20 @@ class TcpChannel(SocketChannel[KVMemory]):
         memory: KVMemory,
         incarnation_id: str,
         on_writer_lost: Callable[[str], None],
-        server: socket.socket,
-        host: str,
-        patience_s: float,
-    ) -> None:
-        self._reservations: dict[bytes, _OpenRows] = {}
-        self._scratch = memoryview(bytearray(memory.row_bytes))  # shared by all threads, since it is never read
-        address = host, str(server.getsockname()[1])
-        super().__init__(memory, incarnation_id, on_writer_lost, server, address, patience_s)
-
-    @classmethod
-    async def start(
-        cls,
-        memory: KVMemory,
-        incarnation_id: str,
-        on_writer_lost: Callable[[str], None],
         host: str,
         port: int = 0,
         advertised: str | None = None,
         patience_s: float = PATIENCE_S,
-    ) -> Self:
+    ) -> None:
         """Listen on `host`. The descriptor contains `advertised` or, by default, `host`. Raises OSError."""
         if advertised is None and host in ("", "0.0.0.0", "::"):
             raise ValueError(f"listening on every address ({host!r}): give the one at which peers reach this node")
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         server = socket.create_server((host, port), family=family, backlog=128)
-        return cls(memory, incarnation_id, on_writer_lost, server, advertised or host, patience_s)
+        self._reservations: dict[bytes, _OpenRows] = {}
+        self._scratch = memoryview(bytearray(memory.row_bytes))  # shared by all threads, since it is never read
+        address = advertised or host, str(server.getsockname()[1])
+        super().__init__(memory, incarnation_id, on_writer_lost, server, address, patience_s)
 
     def grant(self, reservation_id: bytes, rows: Sequence[int]) -> None:
         super().grant(reservation_id, rows)

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -97,19 +98,19 @@ def test_two_arms_and_a_control_are_measured_alike(tmp_path: Path):
 
 
 @pytest.mark.parametrize("what", ["interrupt", "router"])
-def test_a_run_that_is_broken_off_keeps_what_there_is_and_leaves_nothing_running(tmp_path: Path, what: str):
-    process = start(tmp_path, "--arms", "colocated:1", "disaggregated:1p1d", "--unequal", *SMALL, "--duration", "8")
+def test_a_session_that_ends_early_keeps_its_measurements_and_leaves_nothing_running(tmp_path: Path, what: str):
+    process = start(tmp_path, "--arms", "colocated:1", "colocated:1@prefill_first", *SMALL, "--duration", "8")
     try:
         until(process, "1/12 colocated:1")
         started = pids(tmp_path)
-        outcomes = tmp_path / "report" / "outcomes.jsonl"
-        wait_for(lambda: outcomes.exists() and outcomes.read_text().count("\n") > 2, "some requests have ended")
+        log = (tmp_path / "report" / "logs" / "arm-1.log").read_text()
+        url, router = (re.search(pattern, log) for pattern in (r"serving at (\S+)", r"router.*started, process (\d+)"))
+        assert url
+        assert router
+        wait_for(lambda: num_ended(url[1]) > 12, "some requests have ended")  # including those of the preflight
         if what == "interrupt":
             process.send_signal(signal.SIGINT)
         else:
-            log = (tmp_path / "report" / "logs" / "arm-1.log").read_text()
-            router = re.search(r"router.*started, process (\d+)", log)
-            assert router
             os.kill(int(router[1]), signal.SIGKILL)
         said, _ = process.communicate(timeout=600)
     finally:
@@ -125,26 +126,27 @@ def test_a_run_that_is_broken_off_keeps_what_there_is_and_leaves_nothing_running
     wait_for(lambda: not [pid for pid in started if is_alive(pid)], "all processes ended")
 
 
-def test_a_full_disk_in_mid_run_is_told_and_ends_it(tmp_path: Path):
-    (tmp_path / "report").mkdir()
-    (tmp_path / "report" / "requests.jsonl").symlink_to("/dev/full")
-    process = start(tmp_path, "--arms", "colocated:1", "colocated:1@prefill_first", *SMALL, "--duration", "1")
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode == 1, said
-    assert "cannot write what was measured: No space left on device" in said
-    assert not report_in(tmp_path)["valid"]
-    assert not [pid for pid in pids(tmp_path) if is_alive(pid)]
+def num_ended(url: str) -> int:
+    with urllib.request.urlopen(f"{url}/v1/requests?limit=100") as answer:
+        return sum(each["ended_ms"] is not None for each in json.load(answer)["requests"])
 
 
-def test_a_stack_that_runs_already_is_held_against_itself(tmp_path: Path):
+def test_a_running_stack_is_compared_with_itself_and_a_full_disk_ends_the_session(tmp_path: Path):
     with cluster(prefill=1, decode=1, disaggregate="always", runner="torch") as running:
-        model = ["--model", str(running.settings["model"])]
-        process = start(tmp_path, "--url", running.url, "--control", *model, "--duration", "1", "--seeds", "2")
-        said, _ = process.communicate(timeout=600)
+        arms = ["--url", running.url, "--control", "--model", str(running.settings["model"]), "--duration", "1"]
+        said, _ = start(tmp_path, *arms, "--seeds", "2").communicate(timeout=600)
+        report = report_in(tmp_path)
+        requests = tmp_path / "report" / "requests.jsonl"
+        requests.unlink()
+        requests.symlink_to("/dev/full")
+        process = start(tmp_path, *arms)
+        full, _ = process.communicate(timeout=600)
         assert running.processes["router"].poll() is None
-    report = report_in(tmp_path)
     assert report["on"] == "url", said
     assert (report["arms"][0]["prefill"], report["arms"][0]["decode"]) == (1, 1)
     assert report["tokens"]["equal"]
     assert report["tokens"]["compared"] > 0
     assert "against itself" in report["verdict"]["sentence"] or report["problems"], said
+    assert process.returncode == 1, full
+    assert "cannot write what was measured: No space left on device" in full
+    assert not report_in(tmp_path)["valid"]

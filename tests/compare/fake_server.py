@@ -26,7 +26,7 @@ class FakeServer:
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        self.bodies.append(body)
+        self.bodies.append(body | {"authorization": request.headers.get("Authorization")})
         model, count = body["model"], body["max_tokens"] - (body["model"] == "short")
         if model == "full":
             return web.json_response({"error": {"message": "too many requests"}}, status=429)

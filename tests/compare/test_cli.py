@@ -119,6 +119,6 @@ def test_trace_and_tokenizer_are_read_once(tmp_path: Path):
 
 
 def test_notes_are_printed_with_the_verdict(capsys: pytest.CaptureFixture[str]):
-    report = page_report() | {"notes": ["2 of 6 periods of colocated:2 are invalid and in no figure"]}
+    report = page_report() | {"notes": ["2 of 6 periods of colocated:2 are invalid and left out"]}
     show(report)
     assert "note: 2 of 6 periods of colocated:2 are invalid" in capsys.readouterr().out

@@ -5,15 +5,19 @@ import math
 import pytest
 
 from compare.load.outcome import LatencySlo, Outcome
-from compare.stats.causes import busy_shares, miss_cause, miss_causes, phases_ms, phases_of
 from compare.stats.measures import (
+    busy_shares,
     ecdf,
     fluidity,
     gaps_s,
     inside,
     measure,
+    miss_cause,
+    miss_causes,
     misses,
     percentile,
+    phases_ms,
+    phases_of,
     tpot_s,
     ttft_s,
     ttst_s,

@@ -2,17 +2,16 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from compare.load.client import write_arrivals
 from compare.load.outcome import LatencySlo
 from compare.load.traces import Encode, detect_form, read_trace
-from compare.load.traffic import PRESET_NAMES, PromptVocabulary, Traffic, TrafficPlan, draw_traffic
+from compare.load.traffic import PRESET_NAMES, PromptVocabulary, Traffic, TrafficSource
+from compare.options import CompareOptions
 from shared.errors import ConfigError
 
 VOCABULARY = PromptVocabulary(512, {0, 1, 2})
@@ -24,13 +23,21 @@ def written(directory: Path, *lines: str) -> Path:
     return path
 
 
-def draw(plan: TrafficPlan, seed: int = 1, encode: Encode | None = None) -> Traffic:
-    trace = [] if plan.is_preset else read_trace(Path(plan.source), encode=encode)
-    return draw_traffic(plan, seed, VOCABULARY, trace)
-
-
-def plan_of(source: Path | str, duration_s: float = 100.0, **fields: Any) -> TrafficPlan:
-    return TrafficPlan(str(source), duration_s, **fields)
+def draw(
+    source: Path | str,
+    duration: float = 100.0,
+    *,
+    seed: int = 1,
+    limit: int = 0,
+    encode: Encode | None = None,
+    **fields: Any,
+) -> Traffic:
+    """Return the traffic of a preset's name or a trace's path. `fields` are further options."""
+    if isinstance(source, str):
+        options, trace = CompareOptions(preset=source, duration=duration, **{"scale_tokens": 1.0} | fields), []
+    else:
+        options, trace = CompareOptions(trace=source, duration=duration, **fields), read_trace(source, encode=encode)
+    return TrafficSource(options, VOCABULARY, trace, limit).draw(seed)
 
 
 def own(**fields: object) -> str:
@@ -127,16 +134,15 @@ def test_a_trace_that_is_not_there_and_a_format_that_is_none(tmp_path: Path) -> 
 
 def test_a_traces_own_times_are_taken_as_they_are_and_only_a_window_of_them(tmp_path: Path) -> None:
     path = written(tmp_path, *(own(t=at_s) for at_s in (0, 1.25, 2.5, 3, 7)))
-    plan = plan_of(path, 2.0, start_s=1.0)
-    assert [arrival.at_s for arrival in draw(plan).arrivals] == [0.25, 1.5]
-    scaled = plan_of(path, scale_tokens=0.5)
-    assert [arrival.at_s for arrival in draw(scaled).arrivals] == [0, 1.25, 2.5, 3, 7]
+    assert [arrival.at_s for arrival in draw(path, 2.0, start=1.0).arrivals] == [0.25, 1.5]
+    assert [arrival.at_s for arrival in draw(path, 2.0, start=1.0, seed=2).arrivals] == [0.0]
+    assert [arrival.at_s for arrival in draw(path, scale_tokens=0.5).arrivals] == [0, 1.25, 2.5, 3, 7]
 
 
 @pytest.mark.parametrize("preset", ["chat", "mix", "agentic"])
 def test_two_rates_of_a_seed_have_the_same_requests_in_another_unit_of_time(preset: str) -> None:
-    slow = draw(plan_of(preset, 20.0, rate=2.0), 3).arrivals
-    fast = draw(plan_of(preset, 20.0, rate=4.0), 3).arrivals
+    slow = draw(preset, 20.0, rate=2.0, seed=3).arrivals
+    fast = draw(preset, 20.0, rate=4.0, seed=3).arrivals
     assert 20 < len(slow) < len(fast)
     fast = fast[: len(slow)]
     assert [arrival.at_s for arrival in slow] == pytest.approx([2 * each.at_s for each in fast])
@@ -146,15 +152,14 @@ def test_two_rates_of_a_seed_have_the_same_requests_in_another_unit_of_time(pres
 @pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5)])
 def test_gaps_have_the_rate_and_the_burstiness_asked_for(tmp_path: Path, burstiness: float, variation: float) -> None:
     path = written(tmp_path, *[own()] * 10)
-    plan = plan_of(path, 800.0, rate=5.0, burstiness=burstiness)
-    gaps = np.diff([arrival.at_s for arrival in draw(plan).arrivals])
+    gaps = np.diff([arrival.at_s for arrival in draw(path, 800.0, rate=5.0, burstiness=burstiness).arrivals])
     assert np.mean(gaps) == pytest.approx(0.2, rel=0.1)
     assert np.std(gaps) / np.mean(gaps) == pytest.approx(variation, rel=0.1)
 
 
 def test_a_short_trace_is_gone_through_again_with_other_tokens(tmp_path: Path) -> None:
     path = written(tmp_path, *(own(prefix_id="a", prefix_len=6, prompt_len=8) for _ in range(3)))
-    traffic = draw(plan_of(path, 7.0, rate=1.0))
+    traffic = draw(path, 7.0, rate=1.0)
     count = len(traffic.arrivals)
     assert traffic.notes["laps"] == -(-count // 3) > 1
     prefixes = [arrival.prompt[:6] for arrival in traffic.arrivals]
@@ -163,26 +168,25 @@ def test_a_short_trace_is_gone_through_again_with_other_tokens(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("plan", "complaint"),
+    ("options", "complaint"),
     [
-        (plan_of("chat", rate=0.0), "--rate 0.0: must be over 0"),
-        (plan_of("chat", float("inf"), rate=1.0), "--duration inf: must be over 0"),
-        (plan_of("chat", rate=1.0, scale_tokens=0), "--scale-tokens 0: must be over 0"),
-        (plan_of("chat", 0.01, rate=0.01), "chat: no request is left to send"),
+        ({"rate": 0.0}, "--rate 0.0: must be over 0"),
+        ({"duration": float("inf"), "rate": 1.0}, "--duration inf: must be over 0"),
+        ({"rate": 1.0, "scale_tokens": 0}, "--scale-tokens 0: must be over 0"),
+        ({"duration": 0.01, "rate": 0.01}, "chat: no request is left to send"),
     ],
 )
-def test_a_plan_that_cannot_be_drawn_names_its_flag(plan: TrafficPlan, complaint: str) -> None:
+def test_an_impossible_option_is_refused_with_its_flag(options: dict[str, float], complaint: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(complaint)):
-        draw(plan)
+        draw("chat", **options)
 
 
 # ---- tokens --------------------------------------------------------------------------------------------------------
 
 
 def test_a_seed_always_draws_the_same_and_two_seeds_do_not() -> None:
-    plan = plan_of("mix", 4.0, rate=5.0)
-    assert draw(plan) == draw(plan)
-    one, two = (draw(plan, seed).arrivals for seed in (1, 2))
+    one, again, two = (draw("mix", 4.0, rate=5.0, seed=seed).arrivals for seed in (1, 1, 2))
+    assert one == again
     assert [arrival.at_s for arrival in one] != [arrival.at_s for arrival in two]
     assert not {arrival.prompt for arrival in one} & {arrival.prompt for arrival in two}
 
@@ -198,7 +202,7 @@ def test_prompts_contain_every_id_except_the_excluded() -> None:
 @pytest.mark.parametrize("scale", [1.0, 0.1, 0.013])
 def test_equal_hashes_are_equal_tokens_at_every_scale(tmp_path: Path, scale: float) -> None:
     path = written(tmp_path, *MOONCAKE)
-    one, two = draw(plan_of(path, scale_tokens=scale)).arrivals
+    one, two = draw(path, scale_tokens=scale).arrivals
     shared = round(1024 * scale)
     assert one.prompt[:shared] == two.prompt[:shared]
     assert one.prompt[shared:] != two.prompt[shared:]
@@ -206,22 +210,15 @@ def test_equal_hashes_are_equal_tokens_at_every_scale(tmp_path: Path, scale: flo
     assert min(one.max_tokens, two.max_tokens) >= 1
 
 
-def test_own_rows_share_a_prefix_keep_their_session_and_their_slo(tmp_path: Path) -> None:
+def test_own_rows_share_a_prefix_and_keep_their_slo(tmp_path: Path) -> None:
     lines = [own(t=at_s, prefix_id="system", prefix_len=5, session="s", slo={"ttft_ms": 9}) for at_s in (0, 1)]
     path = written(tmp_path, *lines, own(t=2, prompt=[4, 5, 6]), own(t=3, prompt="Hi"))
-    arrivals = draw(plan_of(path), encode=lambda text: [10 + len(text)]).arrivals
+    arrivals = draw(path, encode=lambda text: [10 + len(text)]).arrivals
     assert arrivals[0].prompt[:5] == arrivals[1].prompt[:5]
     assert arrivals[0].prompt[5:] != arrivals[1].prompt[5:]
-    assert (arrivals[0].session, arrivals[0].slo) == ("s", LatencySlo(ttft_ms=9))
+    assert arrivals[0].slo == LatencySlo(ttft_ms=9)
     assert arrivals[2].prompt == (4, 5, 6)
     assert arrivals[3].prompt == (12,)
-
-
-def test_sent_traffic_can_be_read_as_a_trace(tmp_path: Path) -> None:
-    traffic = draw(plan_of("agentic", 2.0, rate=5.0, scale_tokens=0.001))
-    write_arrivals(tmp_path / "sent.jsonl", traffic.arrivals)
-    again = draw(plan_of(tmp_path / "sent.jsonl"), 2)
-    assert again.arrivals == traffic.arrivals
 
 
 # ---- lengths -------------------------------------------------------------------------------------------------------
@@ -229,7 +226,7 @@ def test_sent_traffic_can_be_read_as_a_trace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", PRESET_NAMES)
 def test_presets_draw_plausible_lengths(name: str) -> None:
-    notes = draw(plan_of(name, 200.0, rate=5.0, scale_tokens=0.1)).notes
+    notes = draw(name, 200.0, rate=5.0, scale_tokens=0.1).notes
     assert notes["num_requests"] == pytest.approx(1000, rel=0.1)
     assert notes["source"]
     assert 3 <= notes["prompt_tokens"]["p50"] <= notes["prompt_tokens"]["p99"]
@@ -240,52 +237,38 @@ def test_presets_draw_plausible_lengths(name: str) -> None:
 
 
 def test_an_agentic_session_continues_with_its_whole_history() -> None:
-    plan = plan_of("agentic", 12.0, rate=5.0, scale_tokens=0.01)
-    sessions: dict[str, tuple[int, ...]] = {}
-    continued = 0
-    for arrival in draw(plan).arrivals:
-        before = sessions.get(arrival.session)
-        if before is not None:
-            continued += 1
-            assert arrival.prompt[: len(before)] == before
-            assert len(arrival.prompt) > len(before)
-        sessions[arrival.session] = arrival.prompt
-    assert 8 <= continued <= 30
+    prompts = [arrival.prompt for arrival in draw("agentic", 12.0, rate=5.0, scale_tokens=0.01).arrivals]
+    continued = [
+        later for number, later in enumerate(prompts) if any(later[: len(one)] == one for one in prompts[:number])
+    ]
+    assert 8 <= len(continued) <= 30
 
 
 def test_prompts_over_the_context_are_refused_cut_or_dropped_and_counted(tmp_path: Path) -> None:
-    path = written(tmp_path, own(), own(t=1, prompt_len=100, max_tokens=20), own(t=2, prompt_len=10, max_tokens=90))
-    plan = plan_of(path, max_model_len=64)
+    """A request that fits is left as it is, also if its answer is longer than half of the context."""
+    path = written(tmp_path, own(max_tokens=50), own(t=1, prompt_len=100, max_tokens=20), own(t=2, max_tokens=90))
     with pytest.raises(
         ConfigError, match=r"2 of 3 requests are over the model's 64 tokens .* --scale-tokens 0\.53 or less"
     ):
-        draw(plan)
-    cut = draw(replace(plan, too_long="cut"))
-    assert [(len(each.prompt), each.max_tokens) for each in cut.arrivals] == [(8, 4), (44, 20), (10, 32)]
+        draw(path, limit=64)
+    cut, dropped, scaled = (
+        draw(path, limit=64, **options)
+        for options in ({"too_long": "cut"}, {"too_long": "drop"}, {"scale_tokens": 0.53})
+    )
+    assert [(len(each.prompt), each.max_tokens) for each in cut.arrivals] == [(8, 50), (44, 20), (8, 32)]
     assert (cut.notes["cut"], cut.notes["refused"]) == (2, 0)
-    dropped = draw(replace(plan, too_long="drop"))
-    assert [arrival.at_s for arrival in dropped.arrivals] == [0]
+    assert [(arrival.at_s, arrival.max_tokens) for arrival in dropped.arrivals] == [(0, 50)]
     assert (dropped.notes["cut"], dropped.notes["refused"]) == (0, 2)
-    scaled = draw(replace(plan, scale_tokens=0.53))
     assert max(len(each.prompt) + each.max_tokens for each in scaled.arrivals) <= 64
-
-
-@pytest.mark.parametrize("too_long", ["error", "cut", "drop"])
-def test_a_request_that_fits_is_left_as_it_is(tmp_path: Path, too_long: str) -> None:
-    """This includes a request whose answer is longer than half of the context."""
-    plan = plan_of(written(tmp_path, own(prompt_len=10, max_tokens=50)), max_model_len=64, too_long=too_long)
-    drawn = draw(plan)
-    assert [(len(each.prompt), each.max_tokens) for each in drawn.arrivals] == [(10, 50)]
-    assert drawn.notes["cut"] == 0
 
 
 def test_given_tokens_are_never_scaled(tmp_path: Path) -> None:
     path = written(tmp_path, own(prompt=[3, 4]))
     with pytest.raises(ConfigError, match="--scale-tokens cannot change"):
-        draw(plan_of(path, scale_tokens=0.5))
+        draw(path, scale_tokens=0.5)
 
 
 def test_both_lengths_are_scaled_and_at_least_1(tmp_path: Path) -> None:
     path = written(tmp_path, own(prompt_len=200, max_tokens=50), own(t=1, prompt_len=2, max_tokens=1))
-    arrivals = draw(plan_of(path, scale_tokens=0.1)).arrivals
+    arrivals = draw(path, scale_tokens=0.1).arrivals
     assert [(len(each.prompt), each.max_tokens) for each in arrivals] == [(20, 5), (1, 1)]

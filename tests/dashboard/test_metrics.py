@@ -12,7 +12,7 @@ from dashboard.routes import Dashboard
 from dashboard.trace import BOOTSTRAP, INFLIGHT, PREALLOC, TRANSFER
 from router.metrics.node_metrics import NodeMetrics
 from router.metrics.request_metrics import RequestMetrics, SloTargets
-from router.nodes.status import node_status
+from router.nodes.load import node_status
 from scheduler.cost import CostModel
 from shared.clock import now_ns
 from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate, RequestEvent, StepRecord

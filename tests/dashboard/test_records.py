@@ -15,7 +15,7 @@ from dashboard.metrics import RecordMetrics
 from dashboard.routes import Dashboard
 from dashboard.step_ring import MEMBERS_BYTES, StepRing, members_of
 from dashboard.trace import union
-from router.nodes.status import node_status
+from router.nodes.load import node_status
 from shared.clock import now_ns
 from shared.rpc.codec import decode, encode
 from shared.rpc.messages import NodeStats, NodeUpdate, RequestEvent, StepRecord, pack_ids

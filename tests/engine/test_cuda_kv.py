@@ -173,7 +173,7 @@ def test_memory_of_no_size_or_of_partial_words_is_rejected(num_rows: int, row_by
 
 async def start(directory: str | Path, device: CudaDevice | None = None) -> tuple[FakeDeviceMemory, CudaIpcChannel]:
     memory = FakeDeviceMemory(NUM_ROWS, ROW_BYTES, device)
-    return memory, await CudaIpcChannel.start(memory, new_id(), lambda _: None, directory, 0.5)
+    return memory, CudaIpcChannel(memory, new_id(), lambda _: None, directory, 0.5)
 
 
 async def test_only_a_gpu_that_this_one_reaches_is_reachable(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ Shared = tuple[HostMemory, ShmChannel, PoolOwner]
 
 async def share(directory: Path, lost: list[str] | None = None, row_bytes: int = ROW_BYTES) -> Shared:
     memory = HostMemory(NUM_ROWS, row_bytes)
-    inner = await ShmChannel.start(memory, new_id(), [].append if lost is None else lost.append, directory)
+    inner = ShmChannel(memory, new_id(), [].append if lost is None else lost.append, directory)
     try:
         return memory, inner, PoolOwner(inner, descriptor_file(directory, None))
     except OSError:
@@ -373,7 +373,7 @@ async def test_a_client_waits_for_an_owner_for_a_limited_time(tmp_path: Path) ->
 async def test_a_pool_on_a_gpu_is_found_by_the_uuid_of_the_gpu(tmp_path: Path) -> None:
     device = gpu(1)
     memory = FakeDeviceMemory(NUM_ROWS, ROW_BYTES, device)
-    inner = await CudaIpcChannel.start(memory, new_id(), lambda _: None, tmp_path)
+    inner = CudaIpcChannel(memory, new_id(), lambda _: None, tmp_path)
     owner = PoolOwner(inner, descriptor_file(tmp_path, device))
     with pytest.raises(ValueError, match="no decode node shares"):
         PoolClient.attach(tmp_path, gpu(0), new_id(), 0.0, 1.0)

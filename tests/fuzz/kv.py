@@ -28,8 +28,11 @@ class FakeReceiver:
     def __init__(self, num_rows: int, row_bytes: int) -> None:
         self.loop = asyncio.new_event_loop()
         self.memory = HostMemory(num_rows, row_bytes)
-        start = TcpChannel.start(self.memory, INCARNATION, lambda _: None, "127.0.0.1")
-        self.channel = self.loop.run_until_complete(start)
+
+        async def start() -> TcpChannel:
+            return TcpChannel(self.memory, INCARNATION, lambda _: None, "127.0.0.1")
+
+        self.channel = self.loop.run_until_complete(start())
 
     def receive(self, data: bytes) -> list[bytes]:
         """Return the channel's answers to the frames in `data`, which have no header checksums.

@@ -132,8 +132,8 @@ def _runner(memory: HostMemory, step_s: float) -> SlowRunner:
 
 async def open_channel(kind: str, memory: HostMemory, name: str, lost: Any, directory: Path) -> KVChannel:
     if kind == "shm":
-        return await ShmChannel.start(memory, name, lost, directory)
-    return await TcpChannel.start(memory, name, lambda _: None, "127.0.0.1")
+        return ShmChannel(memory, name, lost, directory)
+    return TcpChannel(memory, name, lambda _: None, "127.0.0.1")
 
 
 @asynccontextmanager
@@ -179,7 +179,7 @@ async def pair(
                 (PREFILL, DECODE), (make_sender, make_receiver), memories, names, strict=True
             )
         )
-        server = RpcServer(receivers[0].handlers())
+        server = RpcServer(receivers[0].handlers)
         address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
         cleanup.push_async_callback(server.close)
         here = Pair(prefill, decode, address, [RouterLine(), RouterLine()])

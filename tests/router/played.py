@@ -33,19 +33,15 @@ ANSWER = list(range(50, 57))
 
 
 class AttemptLog(RouterObserver):
-    """An observer that records the placements and moves that the dispatcher reports."""
+    """An observer that records the placements that the dispatcher reports."""
 
     def __init__(self) -> None:
         self.placements: list[tuple[str, str | None, str, str, float, float]] = []
-        self.moves: list[tuple[str, str]] = []
 
     def placed(
         self, attempt: str, prefill: str | None, decode: str, reason: str, local_s: float = 0.0, remote_s: float = 0.0
     ) -> None:
         self.placements.append((attempt, prefill, decode, reason, local_s, remote_s))
-
-    def migrated(self, attempt: str, why: str) -> None:
-        self.moves.append((attempt, why))
 
 
 class Played(NodeConnection):

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from router.http.asgi import ANONYMOUS, SCOPE_KEY, ResponseWriter
 from router.metrics.request_metrics import RequestMetrics, SlidingCounts, SlidingPercentiles, SloTargets
-from router.nodes.status import promised
+from router.nodes.load import promised
 from shared.errors import UnavailableError
 from shared.rpc.messages import NodeInfo
 from tests.router.scrape import samples_of

@@ -37,11 +37,11 @@ class Peer:
         peer = cls((FakeDeviceMemory if place == "gpu" or name == "cuda_ipc" else HostMemory)(NUM_ROWS, row_bytes))
         common = peer.incarnation, peer.lost.append
         if name == "tcp":
-            peer.channel = await TcpChannel.start(peer.memory, *common, "127.0.0.1", **options)
+            peer.channel = TcpChannel(peer.memory, *common, "127.0.0.1", **options)
         elif isinstance(peer.memory, HostMemory):
-            peer.channel = await ShmChannel.start(peer.memory, *common, directory, **options)
+            peer.channel = ShmChannel(peer.memory, *common, directory, **options)
         else:
-            peer.channel = await CudaIpcChannel.start(peer.memory, *common, directory, **options)
+            peer.channel = CudaIpcChannel(peer.memory, *common, directory, **options)
         return peer
 
     async def close(self) -> None:

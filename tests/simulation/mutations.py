@@ -17,7 +17,7 @@ from decode_node.reservations import Reservation, ReservationPhase, ReservationT
 from node.active_requests import ActiveRequests
 from node.router_sessions import RouterSessions
 from prefill_node.decode_peers import DecodePeers
-from prefill_node.handoff import Handoff, PushAction
+from prefill_node.sender import OutgoingHandoff
 from router.dispatch.attempt import Attempt, AttemptFailed
 from router.dispatch.dispatcher import WAIT_UNDER_WAY_S, Dispatcher
 from router.nodes.connection import NodeConnection
@@ -63,20 +63,18 @@ def _positions_ignored(original: Any, self: Attempt, link: NodeConnection, delta
     original(self, link, replace(delta, position=len(self.sample.tokens)))
 
 
-def _half_blocks(original: Any, self: Handoff) -> Any:
-    exact, self._num_computed = self._num_computed, self._block_tokens * cdiv(self._num_computed, self._block_tokens)
+def _half_blocks(original: Any, self: OutgoingHandoff) -> Any:
+    exact = self.num_computed
+    self.num_computed = min(self.block_tokens * cdiv(exact, self.block_tokens), self.num_prompt)
     try:
-        self._num_computed = min(self._num_computed, self._num_prompt)
         return original(self)
     finally:
-        self._num_computed = max(exact, self._num_computed)
+        self.num_computed = exact
 
 
-def _shifted(original: Any, self: Handoff) -> Any:
-    action = original(self)
-    return (
-        replace(action, targets=action.targets[1:] + action.targets[:1]) if isinstance(action, PushAction) else action
-    )
+def _shifted(original: Any, self: OutgoingHandoff) -> Any:
+    targets = original(self)
+    return targets[1:] + targets[:1]
 
 
 def _miscounted(original: Any, self: NodeConnection, submit: Any, listener: Any) -> None:
@@ -173,9 +171,13 @@ MUTATIONS: dict[str, tuple[int, Broken]] = {
     "prefixes without salt": (0, _in_place_of(scheduler.scheduler, "extend_hashes", _without_salt)),
     "positions are ignored": (3, _around(Attempt, "on_delta", _positions_ignored)),
     "a delta is lost": (0, _around(RouterSessions, "send", _some_lost)),
-    "incomplete blocks are pushed": (64, _around(Handoff, "_action", _half_blocks)),
+    "incomplete blocks are pushed": (64, _around(OutgoingHandoff, "next_targets", _half_blocks)),
     "rows go to wrong blocks, unchecked": (
-        0, _both(_in_place_of(HandoffReceiver, "_check", _not_compared), _around(Handoff, "_action", _shifted))
+        0,
+        _both(
+            _in_place_of(HandoffReceiver, "_check", _not_compared),
+            _around(OutgoingHandoff, "next_targets", _shifted),
+        ),
     ),
     "received blocks are swapped": (0, _around(Scheduler, "kv_received", _blocks_swapped)),
     "generated tokens count as prompt": (4, _around(NodeConnection, "submit", _miscounted)),

@@ -6,7 +6,6 @@ it. GPUs are identified by UUID, since ordinals differ between processes.
 """
 
 import contextlib
-import os
 import socket
 import struct
 import time
@@ -15,8 +14,8 @@ from typing import Protocol
 
 from engine.cuda.kv.driver import CudaDevice, CudaError, CudaRegion, CudaStream
 from shared.kv.channel import DescriptorError, PeerDescriptor, PeerLostError
-from shared.kv.connections import ANSWER, check_answer, hung_up, pack_greeting
-from shared.kv.local import LocalChannel, host_id
+from shared.kv.connections import hung_up
+from shared.kv.local import LocalChannel, greeted, host_id
 from shared.kv.memory import KVMemory
 from shared.kv.shm import runs
 
@@ -114,24 +113,13 @@ def attach(
 
     Raises DescriptorError, PeerLostError, or OSError if the driver or the socket fails.
     """
-    with contextlib.ExitStack() as undo:
-        connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        connection.settimeout(patience_s)
-        connection.connect(descriptor.endpoint)
-        connection.sendall(pack_greeting(descriptor, incarnation_id))
-        data, fds, _, _ = socket.recv_fds(connection, ANSWER.size + OFFER.size, 1, socket.MSG_CMSG_CLOEXEC)
-        for fd in fds:
-            undo.callback(os.close, fd)
-        check_answer(data[: ANSWER.size])
-        if len(data) != ANSWER.size + OFFER.size:
+    with greeted(descriptor, incarnation_id, patience_s, OFFER.size) as (connection, data, fds):
+        if len(data) != OFFER.size:
             raise PeerLostError("it offered no memory")
-        (size,) = OFFER.unpack(data[ANSWER.size :])
+        (size,) = OFFER.unpack(data)
         if size < descriptor.num_rows * descriptor.row_bytes or not fds:
             raise PeerLostError(
                 f"what it offered is no memory of {descriptor.num_rows} rows of {descriptor.row_bytes} bytes"
             )
         region = CudaRegion.attach(gpu, size, fds[0])
-        for fd in fds:  # mapped memory needs no descriptor
-            os.close(fd)
-        undo.pop_all()
     return connection, region

@@ -174,19 +174,6 @@ async def test_rows_are_checked_as_they_come_and_none_may_be_left_unchecked(tmp_
         assert await wait_until(lambda: len(here.tokens("again")) == 5, 5.0)
 
 
-async def test_a_reservation_is_committed_or_stopped_once(tmp_path: Path) -> None:
-    async with bench("tcp", tmp_path) as here:
-        reserved = await here.reserve_and_push()
-        commit = here.commit(reserved)
-        assert (await here.receiver.commit(CommitRequest(b"\0" * 16, 1, b""))).error == NOT_OPEN
-        assert (await here.receiver.commit(commit)).error == ""
-        assert (await here.receiver.commit(commit)).error == NOT_OPEN
-        assert (await here.receiver.stop(StopRequest(reserved.reservation_id))).error == ""
-        await here.receiver.renew(RenewRequest(WRITER, reserved.reservation_id + b"odd"))
-        assert await wait_until(lambda: bool(here.line.finishes("r")), 5.0), "a late stop changes nothing"
-        await here.empty()
-
-
 async def test_another_model_or_an_unknown_router_is_refused(tmp_path: Path) -> None:
     async with bench("tcp", tmp_path) as here:
         submit = submission("r", PROMPT, 6)
@@ -225,15 +212,6 @@ async def test_a_renewal_names_what_is_in_quarantine_until_the_writer_has_stoppe
         await here.receiver.stop(StopRequest(reserved.reservation_id))
         await here.empty()
         assert await here.receiver.renew(renewal) == RenewReply()
-
-
-async def test_a_reservation_that_arrives_after_its_cancellation_is_refused(tmp_path: Path) -> None:
-    """A stalled connection may deliver a request that its writer has given up and would never stop."""
-    async with bench("shm", tmp_path) as here:
-        await here.receiver.stop(StopRequest(b"", "no answer", "r"))
-        assert (await here.reserve()).error == "the prefill node has cancelled this request"
-        await here.empty()
-        assert (await here.reserve("other")).error == ""
 
 
 @pytest.mark.parametrize("lease_s", [0.2, LEASE_S])

@@ -173,7 +173,7 @@ def hash_node(
         scheduler,
         runner,
         rules or RequestRules(VOCABULARY),
-        {name: lambda node, make=make: make(node, memory) for name, make in makers.items()},
+        lambda node, role: makers[role.name](node, memory),
         heartbeat_s,
         max_routers=max_routers,
         max_unread=max_unread,

@@ -5,16 +5,14 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from decode_node.receiver import HandoffReceiver
 from decode_node.reservations import LEASE_S
-from engine.hash_model import HashRunner
 from node.node import Node
-from scheduler.request import Request, Slice, Step
 from scheduler.role import DECODE
 from scheduler.scheduler import Scheduler
 from shared.kv.channel import ChannelError, KVChannel
@@ -33,13 +31,12 @@ from shared.rpc.messages import (
     unpack_ids,
 )
 from tests.node.harness import (
-    BLOCK_TOKENS,
-    LAYERS,
     ROW_BYTES,
     VOCABULARY,
     HashNode,
     RouterLine,
     attached,
+    compute_prompt,
     expected,
     hash_node,
     submission,
@@ -58,7 +55,7 @@ class Bench:
     here: HashNode
     receiver: HandoffReceiver
     writer: KVChannel
-    writer_rows: np.ndarray[Any, np.dtype[np.uint8]]
+    writer_rows: NDArray[np.uint8]
     line: RouterLine
 
     @property
@@ -105,17 +102,12 @@ class Bench:
         assert await wait_until(is_empty, 5.0), self.scheduler.ledger()
 
 
-def compute_prompt(rows: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-    request = Request("writer's", list(PROMPT), len(PROMPT), 1, blocks=[1, 2, 3, 4, 5])
-    HashRunner(rows, BLOCK_TOKENS, LAYERS, VOCABULARY).run(Step(0, [Slice(request, 0, len(PROMPT), True, 0)], []))
-
-
 @asynccontextmanager
 async def bench(
     kind: str, directory: Path, num_blocks: int = 20, timeout_s: float = 5.0, lease_s: float = LEASE_S
 ) -> AsyncIterator[Bench]:
     memory, writers_memory = HostMemory(num_blocks, ROW_BYTES), HostMemory(8, ROW_BYTES)
-    compute_prompt(writers_memory.rows)
+    compute_prompt(writers_memory.rows, PROMPT, [1, 2, 3, 4, 5])
     receivers: list[HandoffReceiver] = []
     async with AsyncExitStack() as cleanup:
         channel = await open_channel(

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from engine.hash_model import HashRunner
 from engine.runner import SliceOutput
 from node.node import Node
 from prefill_node.decode_peers import HandoffTiming
 from prefill_node.sender import HandoffSender
-from scheduler.request import Request, Slice, Step
+from scheduler.request import Step
 from scheduler.role import PREFILL
 from shared.kv.channel import ChannelError, KVChannel
 from shared.kv.memory import HostMemory, checksums
@@ -45,6 +46,7 @@ from tests.node.harness import (
     HashNode,
     RouterLine,
     attached,
+    compute_prompt,
     expected,
     hash_node,
     submission,
@@ -53,7 +55,6 @@ from tests.node.harness import (
 PROMPT = list(range(3, 21))  # 18 tokens: 5 blocks, 3 chunks of 8, 8 and 2 tokens
 FIRST = expected(PROMPT, 1)[0]
 TARGETS = [9, 2, 7, 4, 5]
-Rows = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Decoder:
@@ -186,11 +187,10 @@ async def bench(
         yield Bench(here, decoder, runner.steps, line)
 
 
-def prompt_rows() -> Rows:
+def prompt_rows() -> NDArray[np.uint8]:
     """Return the rows that the prompt's five blocks must hold."""
     rows = np.zeros((6, ROW_BYTES), np.uint8)
-    request = Request("reference", list(PROMPT), len(PROMPT), 1, blocks=[1, 2, 3, 4, 5])
-    HashRunner(rows, BLOCK_TOKENS, LAYERS, VOCABULARY).run(Step(0, [Slice(request, 0, len(PROMPT), True, 0)], []))
+    compute_prompt(rows, PROMPT, [1, 2, 3, 4, 5])
     return rows[1:]
 
 
